@@ -26,7 +26,7 @@ from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from longseq.tasks import comparison, registry
+from longseq.tasks import comparison
 from longseq.tasks.circumstances import find_circumstances
 from longseq.tasks.experiment import check_experiment
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
@@ -132,7 +132,6 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     results: dict[str, Any] = {
         "command": shlex.join(["longseq", "compare", *words]),
         "report": report,
-        "shows_whole": registry.get(trained["task"]["name"]).report.shows_whole,
         "selected_by": metric,
         "measured": find_circumstances(_device(places[0] if places else None)),
         "jobs": jobs,

@@ -78,10 +78,7 @@ def _spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def columns(results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
-    """The columns of the table: heading, setting and metric; each slice of the test has its own.
-
-    The whole test has one, too, where there are no slices or the task's report has `shows_whole`.
-    """
+    """The columns of the table: heading, setting and metric; first the whole test, then each of several slices."""
     found: list[tuple[str, dict[str, Any], str]] = []
     report = results["report"]
     measured = [entry["setting"] for entry in results["summary"] if entry["metrics"]]
@@ -89,7 +86,7 @@ def columns(results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any], str]]
         if not entry["metrics"] and entry["setting"] in measured:
             continue  # a row without finished runs knows no slices; the others name them
         slices = [key for key in entry["metrics"] if key != report]
-        whole = [report] if not slices or results.get("shows_whole") else []
+        whole = [report] if len(slices) != 1 and (report in entry["metrics"] or not slices) else []
         for metric in [*whole, *slices]:
             parts = [f"{key.rsplit('.', 1)[-1]}={value}" for key, value in entry["setting"].items()]
             parts += [metric.removeprefix(f"{report}_")] if metric != report or not parts else []

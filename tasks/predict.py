@@ -56,7 +56,7 @@ def run(cfg: DictConfig) -> dict[str, int]:
     with torch.inference_mode(), replacing(output) as partial:
         classified, unreadable = write(partial, found, inputs)
         if not classified:
-            raise ValueError(f"input={keys.input}: not one of its {unreadable} files can be read")
+            raise ValueError(f"input={keys.input}: not one of its {unreadable} {inputs.unit} can be read")
     passed_over = inputs.passed_over
     more = f" ({describe_passed_over(passed_over, keys.input)})" if passed_over else ""
     unit = loaded.config.get("task", {}).get("unit", inputs.unit)

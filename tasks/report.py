@@ -30,12 +30,10 @@ UNWANTED = (
 class Report:
     """What a task prints and records at the end of a run; tasks override what they add.
 
-    `headline` names the metrics of the closing table, in its order. With `shows_whole` a comparison has a column for
-    the whole test beside those of its slices.
+    `headline` names the metrics of the closing table, in its order.
     """
 
     headline: ClassVar[tuple[str, ...]] = ("loss",)
-    shows_whole: ClassVar[bool] = False
 
     def extras(self, module: Any, info: Any, split: str) -> dict[str, Any]:
         """Additional entries of metrics.json after `module` was evaluated on `split`, in forms that JSON has."""

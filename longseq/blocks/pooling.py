@@ -78,7 +78,7 @@ class Pooling(nn.Module):
                 pooled = weights @ features
             if spoilt is not None:
                 pooled = pooled.masked_fill((own & spoilt.unsqueeze(1)).any(-1, keepdim=True), torch.nan)
-        return pooled.masked_fill(~own.any(-1, keepdim=True), 0).flatten(0, 1).to(x.dtype)
+        return pooled.flatten(0, 1).masked_fill(~own.any(-1).view(-1, 1), 0).to(x.dtype)
 
     def scores(self, x: Tensor) -> Tensor:
         """The logarithm of each token's weight in attention, up to a constant: `[B, T]`."""

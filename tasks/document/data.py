@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -122,6 +123,7 @@ class DocumentData(TaskData):
         own = config.get("data") or {"name": "given", "source": "files", "multi_label": trained.multi_label}
         if not config.get("data") and not {"root", "test", "validation"} & changes.keys():
             raise ValueError("a saved model does not tell what to measure it on: give data.test=FILE")
+        own = {**own, "tokenizer": None, "separator": None}  # that of the model, whose file may be elsewhere by now
         if changes.get("truncation") == "none":
             own = {**own, "max_length": None}
         keys = read(DocumentDataKeys, {**own, **changes}, "data")
@@ -131,7 +133,9 @@ class DocumentData(TaskData):
                 f"{'several labels' if trained.multi_label else 'one label'} a document"
             )
         budget = (config.get("recipe") or {}).get("batch_size") or _BUDGET
-        datamodule = cls(keys, batch_size=budget, seed=config.get("seed", 0), stages=(split,), trained=trained)
+        # What validation leaves out depends on test.
+        stages = ("val", "test") if split == "val" and keys.duplicates == "drop" else (split,)
+        datamodule = cls(keys, batch_size=budget, seed=config.get("seed", 0), stages=stages, trained=trained)
         datamodule.setup()
         return datamodule
 
@@ -258,12 +262,7 @@ class DocumentData(TaskData):
         choice, initial = self.keys.tokenizer, self._initial_tokenizer()
         if self._trained is not None:
             tokenizer: Tokenizer = self._trained.make_tokenizer()
-            # A trained one is that of the checkpoint, whatever the documents to evaluate are.
-            given = (
-                None
-                if choice in (None, "init") or trained_size(choice)
-                else read_tokenizer(choice, self.keys.separator)
-            )
+            given = None if choice is None else read_tokenizer(choice, self.keys.separator)
             if given is not None and not same_tokenizer(given.to_dict(), tokenizer.to_dict()):
                 raise ValueError(
                     f"data.tokenizer={choice} is another tokenizer than the model was trained with: leave it out"
@@ -302,7 +301,7 @@ class DocumentData(TaskData):
     def _prepare(self, reader: sources.Reader, tokenizer: Tokenizer | Bare, split: str) -> Labelled:
         keys = self.keys
         given = getattr(keys, split, None)
-        name = Path(given if isinstance(given, str) else keys.root or keys.source).stem
+        name = Path(os.path.abspath(given if isinstance(given, str) else keys.root or keys.source)).stem
         reading = {
             "source": keys.source,
             "columns": [keys.text_column, keys.label_column, keys.label_delimiter, keys.multi_label],
@@ -329,7 +328,7 @@ class DocumentData(TaskData):
 
     def _without_repeats(self, found: Mapping[str, Labelled], numbers: dict[str, Integers]) -> dict[str, Integers]:
         """Tell of documents that two splits have, and with `duplicates=drop` leave them out."""
-        if "train" not in found:
+        if len(found) < 2:
             return numbers
         none = np.zeros((0, 2), np.uint64)
         hashes = {
@@ -347,7 +346,8 @@ class DocumentData(TaskData):
             return numbers
         _warn(f"{told}: they are left out of training and validation")
         for name, repeated in repeats._asdict().items():
-            numbers[name] = np.delete(numbers[name], repeated)
+            if len(repeated):
+                numbers[name] = np.delete(numbers[name], repeated)
         return numbers
 
     def _finish(

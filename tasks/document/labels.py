@@ -68,7 +68,7 @@ def sort_names(names: Iterable[str]) -> list[str]:
     """The names of classes in their order: that of the alphabet, and of numbers where all are whole numbers."""
     found = list(set(names))
     numbers = all(name.removeprefix("-").isdecimal() for name in found)
-    return sorted(found, key=int) if numbers else sorted(found)
+    return sorted(found, key=lambda name: (int(name), name)) if numbers else sorted(found)
 
 
 def targets_of(

@@ -24,7 +24,6 @@ _LENGTHS = dict(
 class DocumentReport(Report):
     """Adds the linear model's metrics, the documents by length, the confusion matrix and the figures of each class."""
 
-    shows_whole = True
     headline = ("accuracy", "f1_macro", "average_precision", "calibration_error", "loss")
 
     def extras(self, module: DocumentTask, info: DocumentInfo, split: str) -> dict[str, Any]:

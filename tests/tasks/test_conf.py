@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from documents import make_rows, write_jsonl
+from arena_files import write_arena
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 
@@ -39,7 +39,7 @@ SMALL = DataInfo(["a", "b"], 2, 32, 3, [0.5] * 3, [0.5] * 3, "bicubic", 1.0)
 SMALL_PROBE = ProbeInfo("mqar", vocab_size=8, longest=16, rebuild=False)
 SMALL_TEXT = TextInfo(vocab_size=8, separator=7, window=16, tokenizer={"kind": "bytes"})
 SMALL_DOCUMENTS = DocumentInfo(
-    class_names=["a", "b"], multi_label=False, vocab_size=8, separator=7, tokenizer={"kind": "bytes"}, window=16
+    class_names=["a", "b"], multi_label=False, vocab_size=257, separator=256, tokenizer={"kind": "bytes"}, window=16
 )
 SMALL_INFOS = {"image": SMALL, "probe": SMALL_PROBE, "lm": SMALL_TEXT, "document": SMALL_DOCUMENTS}
 
@@ -142,15 +142,16 @@ def test_every_experiment_states_its_claim_and_runs(
             "model.d_model=16",
         ]
         data = ["data.source=standard_library", "data.window=2", "callbacks.text_samples=null", *small]
-    elif name.startswith("document/"):
-        batch = 1024  # tokens
-        rows = write_jsonl(tmp_path / "rows.jsonl", make_rows())
-        data = [f"data.root={rows}", "data.source=files", "data.train=null", "data.validation=0.2", "data.test=0.2"]
-        data += ["data.text_column=text", "data.label_column=label", f"data.cache={tmp_path / 'cache'}"]
-        data += ["data.duplicates=report", "data.num_workers=0", "model.d_model=16", "callbacks.linear=null"]
-        evaluated = 1024
     elif name.startswith("probe/"):
         data = [f"data.{split}=[{{samples: 4}}]" for split in ("train", "validation", "test")]
+    elif name.startswith("document/"):
+        batch, data = write_arena(name, tmp_path / "files")  # tokens
+        evaluated = batch
+        data += [f"data.cache={tmp_path}", "model.d_model=16", "mixer=attention"]
+        data += ["callbacks.linear=null", "data.pin_memory=false"]
+        if name == "document/libraries":
+            data += ["data.source=files", "data.train=train.jsonl", "data.test=test.jsonl"]
+            data += ["data.text_column=text", "data.label_column=label"]
     else:
         data = [f"data.root={fashion_mnist if 'fashion_mnist' in name else image_folder}", "data.num_workers=0"]
     config = compose_config(

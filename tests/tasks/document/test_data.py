@@ -204,6 +204,9 @@ def test_split_files_class_weights_and_documents_in_two_splits(tmp_path: Path, c
     assert contents(dropped, "test") == contents(data, "test")
     for stage in ("train", "val"):
         assert not contents(dropped, stage) & contents(dropped, "test")
+    config = {"data": vars(dropped.keys), "seed": 0, "recipe": {"batch_size": 2048}}
+    again = DocumentData.for_evaluation(config, {}, split="val", trained=dropped.info, batch_size=64)
+    assert contents(again, "val") == contents(dropped, "val")
 
 
 def test_equal_documents_go_to_one_split(tmp_path: Path) -> None:
@@ -223,8 +226,8 @@ def test_a_tokenizer_is_trained_on_the_training_documents_alone(tmp_path: Path) 
     assert data.info.vocab_size == 300
     for one in list((tmp_path / "cache").glob("tokenizer_*/tokenizer.json")):
         assert data.info.tokenizer == {"kind": "file", "separator": "<|endoftext|>", "json": one.read_text()}
-    # Evaluation takes the tokenizer of the model and refuses another one.
-    config = {"data": vars(data.keys), "seed": 0, "recipe": {"batch_size": 2048}}
+    # Evaluation takes the tokenizer of the model, whose file may be gone, and refuses another one.
+    config = {"data": {**vars(data.keys), "tokenizer": "gone.json"}, "seed": 0, "recipe": {"batch_size": 2048}}
     again = DocumentData.for_evaluation(config, {}, split="test", trained=data.info, batch_size=64)
     assert contents(again, "test") == contents(data, "test")
     with pytest.raises(ValueError, match=r"data\.tokenizer=bytes is another tokenizer than the model was trained with"):
