@@ -21,7 +21,10 @@ HERE = Path(__file__).parent
 
 
 def row(results: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The cells of a row: the value of each seed at the best learning rate, and the mean seconds of its runs."""
+    """The cells of a row: the value of each seed at the best learning rate, and the mean seconds of its runs.
+
+    The number of parameters is a cell where all runs of the row have as many.
+    """
     entries = [entry for entry in results["summary"] if entry["name"] == name]
     cells: dict[str, Any] = {"mixer": name.replace("mixer.options.", "").replace("model.", "")}
     finished = [one for one in results["rows"] if one["name"] == name and "metrics" in one]
@@ -34,6 +37,8 @@ def row(results: Mapping[str, Any], name: str) -> dict[str, Any]:
                 cells[heading] = values or "diverged"
     if any(entry["learning_rate"] is not None for entry in entries):
         cells["learning_rates"] = ", ".join(f"{entry['learning_rate']:g}" for entry in entries)
+    sizes = {one["metrics"].get("parameters") for one in finished}
+    cells |= {"parameters": sizes.pop()} if len(sizes) == 1 else {}
     seconds = [one["metrics"]["seconds"] for one in finished]
     cells["seconds_a_run"] = round(sum(seconds) / len(seconds)) if seconds else None
     return cells | {"measured": results["measured"]}

@@ -268,6 +268,21 @@ def costs() -> str:
     return draw(["mixer", "parameters", "FLOPs per token", "state", "state per token of context"], lines)
 
 
+def documents(name: str) -> str:
+    """Accuracy of document classifiers, over all documents and by their length in tokens, and what a run cost."""
+    result = read(name)
+    bins = list(dict.fromkeys(key for row in result["rows"] for key in row if key == "longer" or key[:6] == "up_to_"))
+    beside = next((row for row in result["rows"] if row["mixer"] == "attention"), None)
+    lines = []
+    for row in result["rows"]:
+        size = millions(row["parameters"], beside and beside["parameters"]) if row.get("parameters") else ""
+        cells = [mean(row.get(key, "")) for key in ("test/accuracy", *bins)]
+        lines.append([name_of(row, result["kind"], row["mixer"], name), size, *cells, f"{row['seconds_a_run']:,}"])
+    told = [key.replace("up_to_", "up to ") for key in bins]
+    heading = ["mixer", "parameters (beside attention's)", "test accuracy", *told, "seconds of a run"]
+    return draw(heading, lines) + "\n" + surroundings(result["rows"])
+
+
 SUMMARY = ("attention", "linear_attention", "longhorn", "longhorn_exact", "mamba", "deltanet", "gsa", "vla")
 
 
@@ -312,6 +327,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "summary": summary,
     "zoology": lambda: columns_of("mqar_zoology", "d_model=", lambda key: key.replace("d_model=", "width ")),
 }
+# The comparisons of document classifiers that were measured.
+for _name in ("imdb", "lra_listops", "lra_image"):
+    if (HERE / f"{_name}.json").is_file():
+        TABLES[_name] = partial(documents, _name)
+
 MARKER = re.compile(r"<!-- table (\w+) -->\n.*?<!-- end of \1 -->\n", re.DOTALL)
 
 

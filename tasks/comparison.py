@@ -78,15 +78,16 @@ def _spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def columns(results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
-    """The columns of the table: heading, setting and metric; each slice of the test has its own."""
+    """The columns of the table: heading, setting and metric; first the whole test, then each of several slices."""
     found: list[tuple[str, dict[str, Any], str]] = []
     report = results["report"]
     measured = [entry["setting"] for entry in results["summary"] if entry["metrics"]]
     for entry in results["summary"]:
         if not entry["metrics"] and entry["setting"] in measured:
             continue  # a row without finished runs knows no slices; the others name them
-        slices = [key for key in entry["metrics"] if key != report] or [report]
-        for metric in slices:
+        slices = [key for key in entry["metrics"] if key != report]
+        whole = [report] if len(slices) != 1 and (report in entry["metrics"] or not slices) else []
+        for metric in [*whole, *slices]:
             parts = [f"{key.rsplit('.', 1)[-1]}={value}" for key, value in entry["setting"].items()]
             parts += [metric.removeprefix(f"{report}_")] if metric != report or not parts else []
             column = (", ".join(parts), entry["setting"], metric)

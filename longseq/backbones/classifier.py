@@ -174,7 +174,7 @@ class TextClassifier(PretrainedModel, nn.Module):
                 f"learned positions are for {self.body.max_length} tokens here and for {other.max_length} in the model "
                 f"that this one starts from: give max_length={other.max_length}"
             )
-        trained = other.state_dict()
+        trained, given = other.state_dict(), {}
         for name, weight in self.body.state_dict().items():
             source = _READING.sub("", name) if is_forward else name
             shape = list(trained[source].shape) if source in trained else "missing"
@@ -182,7 +182,8 @@ class TextClassifier(PretrainedModel, nn.Module):
                 raise ValueError(
                     f"{name} is {list(weight.shape)} here; in the model that this one starts from, {shape}"
                 )
-            weight.copy_(trained[source])
+            given[name] = trained[source]
+        self.body.load_state_dict(given)
         for block in self.body.blocks:
             if is_forward and isinstance(block.mixer, Directions) and block.mixer.merge == "sum":
                 _halve_outputs(block.mixer)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from torch import nn
 
 from longseq.backbones.classifier import TextClassifier
+from longseq.backbones.document_pairs import PairClassifier
 from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.backbones.segments import check_segments
 from longseq.backbones.tokens import TokenBackbone
@@ -19,19 +20,26 @@ from longseq.tasks.training.model import TaskModel, without_weights
 from longseq.tasks.training.options import Range, read
 from longseq.tasks.training.token_model import BodyKeys, build_seeded, check_alike, check_tokenizer, have_one_tokenizer
 
-# The classifier, as `config.model` names it.
-MODEL = "document"
+# The classifiers on the body of a token model, as `config.model` names them.
+MODELS: Mapping[str, type[TextClassifier]] = {"document": TextClassifier, "document_pair": PairClassifier}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentModelKeys(BodyKeys):
     """The keys of `model`, explained in `longseq.backbones.classifier.TextClassifier` and `TokenBackbone`."""
 
-    name: Literal["document"]
+    name: Literal["document", "document_pair"]
     pooling: Literal["mean", "max", "last", "first", "attention"] | None = None
     head_dropout: Annotated[float | None, Range(0, below=1)] = None
     share_directions: Literal["projections", "all", "none"] | None = None
     merge: Literal["sum", "mean"] | None = None
+    separator: Annotated[int | None, Range(0)] = None  # of pairs
+
+    def __post_init__(self) -> None:
+        if self.separator is not None and self.name != "document_pair":
+            raise ValueError(
+                f"model.separator={self.separator} stands between the two documents of a pair: take model=document_pair"
+            )
 
 
 class DocumentModel(TaskModel):
@@ -55,10 +63,11 @@ class DocumentModel(TaskModel):
         if config["model"]["name"] == linear.MODEL:
             linear.check(config)
             return
-        if config["model"]["name"] == MODEL:
+        if config["model"]["name"] in MODELS:
             read(DocumentModelKeys, config["model"], "model")
         with without_weights():
-            model = build_classifier(config, num_classes=2, vocab_size=2, longest=2)
+            largest = config["model"].get("separator") or 1
+            model = build_classifier(config, num_classes=2, vocab_size=1 + largest, longest=2)
         if config["data"].get("segment") is not None:
             check_segments(model, config["data"].get("gradient_segments"))
             if config.get("compile") is not None:
@@ -109,11 +118,12 @@ def build_classifier(config: Mapping[str, Any], num_classes: int, vocab_size: in
 
     ValueError, in one line, for another model and for options that the model does not have.
     """
-    if config["model"]["name"] != MODEL:
+    name = config["model"]["name"]
+    if name not in MODELS:
         raise ValueError(
-            f"task=document trains classifiers: take model=document or linear in place of {config['model']['name']}"
+            f"task=document trains classifiers: take model={', '.join(MODELS)} or {linear.MODEL} in place of {name}"
         )
-    return build_seeded(TextClassifier, config, longest, num_classes=num_classes, vocab_size=vocab_size)
+    return build_seeded(MODELS[name], config, longest, num_classes=num_classes, vocab_size=vocab_size)
 
 
 def _check_positions(model: Any, info: DocumentInfo) -> None:

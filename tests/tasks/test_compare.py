@@ -281,9 +281,9 @@ def test_slices_are_columns(tmp_path):
         "jobs": 1,
     }
     table = comparison.markdown(results)
-    assert table.splitlines()[0] == "| model | depth=1, 64x4 | depth=1, 512x64 |"
-    assert table.splitlines()[3] == "| b | 0.900 | 0.300 |"
-    assert table.splitlines()[4] == "| c | failed | failed |"
+    assert table.splitlines()[0] == "| model | depth=1 | depth=1, 64x4 | depth=1, 512x64 |"
+    assert table.splitlines()[3] == "| b | 0.600 | 0.900 | 0.300 |"
+    assert table.splitlines()[4] == "| c | failed | failed | failed |"
     comparison.plot(results, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
@@ -328,6 +328,21 @@ def test_comparisons_of_the_tables_can_be_planned(name, tmp_path):
         labels = {(config.model.name, config.mixer.name) for config in composed}
     assert len(trials) == {"digits": 30, "cifar10": 48}[name]
     assert len(labels) == {"digits": 6, "cifar10": 7}[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "rows"), [("imdb", 11), ("lra_listops", 10), ("lra_image", 10)])
+def test_comparisons_of_documents_can_be_planned(name, rows, tmp_path):
+    root = [] if name == "lra_listops" else ["data.root=FOLDER"]
+    with initialize_config_module("longseq.conf", version_base="1.3"):
+        own = compare._own_keys(compose("compare", [f"comparison={name}", f"output={tmp_path}", *root]))
+        trials = compare.plan(own, root)
+        first = compose("train", trials[0].overrides)
+    assert len(trials) == rows
+    assert first.task.name == "document"
+    assert first.data.name == name
+    assert (first.model.name == "linear") == (name == "imdb")
+    assert first.callbacks.linear is None, "each run would fit the same linear model"
 
 
 # Stands for `longseq train`: follows its comparison, and lives until that is gone.

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from arena_files import write_arena
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 
@@ -38,7 +39,7 @@ SMALL = DataInfo(["a", "b"], 2, 32, 3, [0.5] * 3, [0.5] * 3, "bicubic", 1.0)
 SMALL_PROBE = ProbeInfo("mqar", vocab_size=8, longest=16, rebuild=False)
 SMALL_TEXT = TextInfo(vocab_size=8, separator=7, window=16, tokenizer={"kind": "bytes"})
 SMALL_DOCUMENTS = DocumentInfo(
-    class_names=["a", "b"], multi_label=False, vocab_size=8, separator=7, tokenizer={"kind": "bytes"}, window=16
+    class_names=["a", "b"], multi_label=False, vocab_size=257, separator=256, tokenizer={"kind": "bytes"}, window=16
 )
 SMALL_INFOS = {"image": SMALL, "probe": SMALL_PROBE, "lm": SMALL_TEXT, "document": SMALL_DOCUMENTS}
 
@@ -128,7 +129,7 @@ def test_every_experiment_states_its_claim_and_runs(
     assert f"longseq train experiment={name}" in header
     assert "Expected:" in header
     assert "Hardware:" in header
-    batch = 2
+    batch = evaluated = 2
     if name.startswith("lm/"):
         batch = 4  # tokens: two windows
         files = [str(path) for path in Path(json.__file__).parent.glob("*.py")]
@@ -143,13 +144,18 @@ def test_every_experiment_states_its_claim_and_runs(
         data = ["data.source=standard_library", "data.window=2", "callbacks.text_samples=null", *small]
     elif name.startswith("probe/"):
         data = [f"data.{split}=[{{samples: 4}}]" for split in ("train", "validation", "test")]
+    elif name.startswith("document/"):
+        batch, data = write_arena(name, tmp_path / "files")  # tokens
+        evaluated = batch
+        data += [f"data.cache={tmp_path}", "model.d_model=16", "mixer=attention"]
+        data += ["callbacks.linear=null", "data.pin_memory=false"]
     else:
         data = [f"data.root={fashion_mnist if 'fashion_mnist' in name else image_folder}", "data.num_workers=0"]
     config = compose_config(
         "train",
         f"experiment={name}",
         *data,
-        "data.eval_batch_size=2",
+        f"data.eval_batch_size={evaluated}",
         "trainer=cpu",
         "trainer.fast_dev_run=true",
         f"recipe.batch_size={batch}",

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from arena_files import write_cifar10, write_pairs, write_paths
 
 from longseq.tasks.document.config import DocumentDataKeys
 from longseq.tasks.document.data import DocumentData
@@ -52,21 +52,6 @@ def test_listops_has_the_results_of_its_expressions(tmp_path: Path) -> None:
     assert [evaluate(tokens) for tokens in documents] == np.asarray(split.targets).tolist()
 
 
-def write_cifar10(root: Path) -> np.ndarray:
-    """Ten classes of 6 training images and one test image each, as folders; the test images, in grey."""
-    random, kept = np.random.default_rng(0), []
-    for split, count in (("train", 6), ("test", 1)):
-        for label in range(10):
-            folder = root / split / f"class{label}"
-            folder.mkdir(parents=True)
-            for number in range(count):
-                pixels = random.integers(0, 256, (32, 32, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / f"{number}.png")
-                if split == "test":
-                    kept.append(pixels @ np.array([0.299, 0.587, 0.114]))
-    return np.stack(kept)
-
-
 def test_images_are_grey_levels_row_by_row(tmp_path: Path) -> None:
     grey = write_cifar10(tmp_path / "cifar")
     data = open_data("lra_image", tmp_path, root=str(tmp_path / "cifar"))
@@ -78,16 +63,6 @@ def test_images_are_grey_levels_row_by_row(tmp_path: Path) -> None:
         assert len(found) == 1024
         assert np.abs(found - grey[int(split.targets[index])].reshape(-1)).max() <= 1
     assert data.info.sizes["train"] + data.info.sizes["val"] == 60
-
-
-def write_pairs(root: Path, count: int = 12) -> None:
-    root.mkdir()
-    for split in ("train", "eval", "test"):
-        lines = [
-            f'{index % 2}.0\tP{index}\tQ{index}\ta "text" {split} {index}\tété {split} {index}'
-            for index in range(count)
-        ]
-        (root / f"new_aan_pairs.{split}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def test_pairs_are_two_texts_that_each_begin_with_a_separator(tmp_path: Path) -> None:
@@ -105,24 +80,6 @@ def bytes_of(tokens: np.ndarray) -> tuple[bytes, bytes]:
     first, second = np.flatnonzero(tokens == 256).tolist()
     assert first == 0
     return tokens[1:second].astype(np.uint8).tobytes(), tokens[second + 1 :].astype(np.uint8).tobytes()
-
-
-def write_paths(root: Path, count: int = 30, size: int = 8) -> None:
-    """A folder of one resolution, with one difficulty of `count` images, of which one is an empty file."""
-    random = np.random.default_rng(0)
-    folder = root / "curv_contour_length_14"
-    (folder / "metadata").mkdir(parents=True)
-    (folder / "imgs" / "0").mkdir(parents=True)
-    lines = []
-    for index in range(count):
-        path = folder / "imgs" / "0" / f"sample_{index}.png"
-        if index == 3:
-            path.touch()
-        else:
-            level = 10 + index if index % 2 else 110 + index
-            Image.fromarray(np.full((size, size), level, np.uint8)).save(path)
-        lines.append(f"imgs/0 sample_{index}.png {index} {index % 2} {random.random():.3f}")
-    (folder / "metadata" / "0.npy").write_text("\n".join(lines) + "\n")
 
 
 def test_pathfinder_reads_the_published_folders(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
