@@ -14,6 +14,7 @@ from importlib import resources
 from typing import get_type_hints
 
 import pytest
+from hydra import compose, initialize_config_module
 
 from longseq.tools import cli, key_help
 
@@ -134,6 +135,17 @@ def test_the_help_tells_each_key_with_its_meaning_and_type(verb, lines):
     groups = {key for key, hint in hints.items() if "Mapping" in str(hint)}
     assert {line.partition("=")[0].partition(".")[0] for line in told} | groups == hints.keys()
     assert all(len(words) > 8 for words in told.values()), "each has words of its own"
+
+
+def test_the_keys_that_most_trainings_say_can_be_given_as_they_are_told():
+    text = resources.files("longseq.conf").joinpath("train.yaml").read_text("utf-8")
+    section = text.split("what most commands say:\n")[1].split("\n\n")[0]
+    given = [re.findall(r"[\w.]+=\S+", re.split(r"\s{3,}", line.strip())[0]) for line in section.splitlines()]
+    assert len(given) == 10
+    overrides = [override for line in given for override in line]
+    with initialize_config_module("longseq.conf", version_base="1.3"):
+        config = compose("train", overrides)
+    assert (config.recipe.batch_size, config.init, config.output, config.seed) == (256, "FILE", "FOLDER", 1)
 
 
 def test_a_verb_whose_help_lists_its_keys_has_them():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,3 +71,49 @@ def test_a_wrong_command_is_one_line_and_loses_nothing(verb, folder, command_her
             wrong[command] = (result.returncode, words, lines, changed)
         before = after
     assert not wrong
+
+
+@pytest.mark.slow
+def test_as_processes_they_end_with_the_same_line_and_code(folder):
+    quick = [pair for verb in ("none", "train", "evaluate", "predict", "generate") for pair in COMMANDS[verb][::14]]
+    before = contents(folder)
+    script = HERE.parent / "support" / "run_apart.py"
+    told = "\n".join(command for command, _ in quick)
+    done = subprocess.run(
+        [sys.executable, script], input=told, cwd=folder, capture_output=True, encoding="utf-8", check=True
+    )
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(results) == len(quick) >= 20
+    for (command, words), (ran, code, errors) in zip(quick, results, strict=True):
+        assert ran == command
+        assert code == 2, command
+        assert errors.startswith(ERROR), (command, errors)
+        assert errors.count("\n") == 1, (command, errors)
+        assert words in errors
+    assert contents(folder) == before
+
+
+@pytest.mark.slow
+def test_files_are_utf8_whatever_the_locale(tmp_path):
+    make_folder(tmp_path)
+    (tmp_path / "photos" / "Zürich.png").write_bytes((tmp_path / "photos" / "a.png").read_bytes())
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "OMP_NUM_THREADS": "1"}
+    environment = {**{name: value for name, value in os.environ.items() if name != "PYTHONIOENCODING"}, **plain}
+    command = [LONGSEQ, "predict", "checkpoint=run.ckpt", "input=photos", "output=told.csv"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "told.csv").open(encoding="utf-8", newline="") as file:
+        assert {Path(row["path"]).name for row in csv.DictReader(file)} == {"a.png", "Zürich.png"}
+
+
+def test_what_a_command_reads_is_not_overwritten_by_what_it_writes(folder, command_here):
+    (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    result = command_here(folder, "generate", "checkpoint=lm", "input=prompts.jsonl", "output=prompts.jsonl")
+    assert result.stderr.startswith(f"{ERROR}output=prompts.jsonl is what the command reads")
+    assert (folder / "prompts.jsonl").read_text() == '{"prompt": "a"}\n'
+
+
+def test_flags_may_stand_among_the_keys(folder, command_here):
+    result = command_here(folder, "predict", "top_k=3", "--cfg", "job", "device=cpu")
+    assert result.returncode == 0
+    assert "top_k: 3" in result.stdout
