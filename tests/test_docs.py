@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from documents import make_rows, write_jsonl
 from examples import Example, find_examples, write_files
 from hydra import compose, initialize_config_module
 from PIL import Image
@@ -35,6 +36,8 @@ SHORT = ("+trainer.limit_train_batches=2", "+trainer.limit_val_batches=1", "+tra
 SHORT += ("recipe.epochs=1", "recipe.schedule.warmup_epochs=0", "recipe.batch_size=8")
 SHORT_TEXT = (*SHORT[:3], "recipe.updates=2", "recipe.schedule.warmup_updates=0", "recipe.batch_size=64")
 SHORT_TEXT += ("recipe.validate_every_updates=2", "data.window=32", "model.d_model=16", "model.depth=1")
+SHORT_DOCUMENTS = (*SHORT[:4], "recipe.schedule.warmup_updates=0", "recipe.batch_size=1024", "data.cache=cache")
+SHORT_DOCUMENTS += ("callbacks.linear=null",)
 NARROW = ("model.embed_dim=16", "model.depth=2", "data.num_workers=0")
 INSTEAD = {"trainer=gpu": "trainer=cpu"}
 
@@ -73,12 +76,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run_longseq([*train, *probe, *SHORT])
         text = ["task=lm", "data=text", "data.root=TEXT.jsonl", "hydra.run.dir=outputs/lm/RUN"]
         run_longseq([*train, *text, *SHORT_TEXT])
+        documents = [
+            "task=document",
+            "data=documents",
+            "data.root=DOCUMENTS.jsonl",
+            "hydra.run.dir=outputs/document/RUN",
+        ]
+        run_longseq([*train, *documents, *SHORT_DOCUMENTS, *SHORT_TEXT[-2:]])
         run_longseq(["prepare", "input=TEXT.jsonl", "output=MORE", "validation=0.1", "test=0.1", "processes=1"])
     return here
 
 
 def write_texts(here: Path) -> None:
-    """TEXT.jsonl, and CHAT.jsonl of questions and answers."""
+    """TEXT.jsonl, CHAT.jsonl of questions and answers, and DOCUMENTS.jsonl with labels."""
+    write_jsonl(here / "DOCUMENTS.jsonl", make_rows())
     rows = [
         {"text": f"text {number} " * 20, "question": f"how {number}?", "answer": "so " * 20} for number in range(90)
     ]
@@ -109,6 +120,10 @@ def shorten(words: list[str]) -> list[str]:
     if words[0] != "train" or "--help" in words or "--cfg" in words:
         return words
     taken = {word.partition("=")[0] for word in words}
+    if "task=document" in words:
+        size = () if "model=linear" in words else SHORT_TEXT[-2:]
+        source = () if "data=documents" in words else ("data=documents", "data.root=DOCUMENTS.jsonl")
+        return [*words, *source, *(word for word in (*SHORT_DOCUMENTS, *size) if word.partition("=")[0] not in taken)]
     if "task=lm" in words:
         return [*words, *(word for word in SHORT_TEXT if word.partition("=")[0] not in taken)]
     image = not any(word.startswith("task=") for word in words)

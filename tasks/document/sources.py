@@ -125,8 +125,9 @@ def _find_train(keys: DocumentDataKeys) -> Reader:
 def _find_files(keys: DocumentDataKeys, split: str, given: str | None) -> Reader:
     path, named = keys.root or "", f"data.root={keys.root}"
     if given is not None:
-        path = f"{path}@{given}" if path.startswith(STREAM) else os.path.join(path, given)
-        named = f"data.{split}={given}" + (f", below data.root={keys.root}," if keys.root else "")
+        below = "" if os.path.isfile(path) else path  # a file has no others below it
+        path = f"{path}@{given}" if path.startswith(STREAM) else os.path.join(below, given)
+        named = f"data.{split}={given}" + (f", below data.root={below}," if below else "")
     if not path.startswith(STREAM):
         if not os.path.exists(path):
             raise ValueError(f"{named} does not exist")

@@ -149,6 +149,9 @@ def test_every_experiment_states_its_claim_and_runs(
         evaluated = batch
         data += [f"data.cache={tmp_path}", "model.d_model=16", "mixer=attention"]
         data += ["callbacks.linear=null", "data.pin_memory=false"]
+        if name == "document/libraries":
+            data += ["data.source=files", "data.train=train.jsonl", "data.test=test.jsonl"]
+            data += ["data.text_column=text", "data.label_column=label"]
     else:
         data = [f"data.root={fashion_mnist if 'fashion_mnist' in name else image_folder}", "data.num_workers=0"]
     config = compose_config(

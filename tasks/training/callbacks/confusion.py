@@ -11,7 +11,10 @@ from torchvision.transforms.functional import pil_to_tensor
 
 
 class ConfusionMatrix(Callback):
-    """Adds `test/confusion_matrix`, rows true classes and columns predicted ones, for at most `max_classes` classes."""
+    """Adds `test/confusion_matrix`, rows true classes and columns predicted ones, for at most `max_classes` classes.
+
+    Data with several labels a sample has no picture: it has a matrix for each label.
+    """
 
     def __init__(self, max_classes: int = 100) -> None:
         self.max_classes = max_classes
@@ -19,7 +22,7 @@ class ConfusionMatrix(Callback):
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         counts = pl_module.confusion_matrix
         board = find_board(trainer)
-        if not isinstance(counts, Tensor) or board is None or len(counts) > self.max_classes:
+        if not isinstance(counts, Tensor) or counts.ndim != 2 or board is None or len(counts) > self.max_classes:
             return
         if trainer.is_global_zero:
             info: Any = trainer.datamodule.info  # type: ignore[attr-defined]

@@ -1,0 +1,113 @@
+"""Classifiers of documents through the commands: a run that is cut and resumed, evaluation, the linear model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from documents import make_rows, write_jsonl
+
+from longseq.tasks.document.module import DocumentTask
+
+WORDS = (
+    "task=document",
+    "data=documents",
+    "data.root=rows.jsonl",
+    "data.cache=cache",
+    "data.validation=0.2",
+    "data.test=0.2",
+    "mixer=linear_attention",
+    "model.d_model=16",
+    "model.depth=1",
+    "recipe.batch_size=1024",
+    "recipe.epochs=2",
+    "recipe.schedule.warmup_updates=0",
+    "trainer=cpu",
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_jsonl(tmp_path / "rows.jsonl", make_rows(90))
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_run_is_cut_resumed_and_measured_again(folder, command_here):
+    whole = command_here(folder, "train", *WORDS, "hydra.run.dir=whole")
+    assert whole.returncode == 0, whole.stderr
+    metrics = json.loads((folder / "whole" / "metrics.json").read_text())
+    assert metrics["test/linear_accuracy"] > 0.9, "the words of a document tell its class"
+    assert f"{metrics['test/linear_accuracy']:.4f} by TF-IDF" in whole.stdout
+    assert sum(metrics["test/documents_by_length"].values()) == 18
+    assert torch.tensor(metrics["test/confusion_matrix"]).sum() == 18
+    assert metrics["updates"] > 4
+
+    step = DocumentTask.training_step
+
+    def fail(module, *arguments):
+        if module.global_step == 4:
+            raise InterruptedError
+        return step(module, *arguments)
+
+    words = ("callbacks.checkpoint.every_n_train_steps=1", "callbacks.linear=null", "hydra.run.dir=cut")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DocumentTask, "training_step", fail)
+        with pytest.raises(InterruptedError):
+            command_here(folder, "train", *WORDS, *words)
+    resumed = command_here(folder, "train", *WORDS, *words, "resume=true")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "continuing from" in resumed.stdout
+    first, second = (
+        torch.load(folder / run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+        for run in ("whole", "cut")
+    )
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+    checkpoint = f"checkpoint={folder / 'whole' / 'checkpoints' / 'best.ckpt'}"
+    measured = command_here(folder, "evaluate", checkpoint, "trainer=cpu", "output=m.json")
+    assert measured.returncode == 0, measured.stderr
+    found = json.loads((folder / "m.json").read_text())
+    assert found["test/documents"] == 18
+    assert found["test/accuracy"] == pytest.approx(metrics["test/accuracy"])
+    assert found["test/per_class"] == metrics["test/per_class"]
+
+
+@pytest.mark.slow
+def test_the_linear_model_trains_evaluates_and_predicts(folder, command_here):
+    trained = command_here(folder, "train", *WORDS[:6], "model=linear", "trainer=cpu", "hydra.run.dir=run")
+    assert trained.returncode == 0, trained.stderr
+    metrics = json.loads((folder / "run" / "metrics.json").read_text())
+    assert metrics["test/accuracy"] > 0.9
+    assert "test/linear_accuracy" not in metrics
+    assert (metrics["epochs"], metrics["updates"]) == (1, 1)
+    for source in ("run/checkpoints/best.ckpt", "run/model"):
+        words = (f"checkpoint={source}", "data.test=rows.jsonl", "data.cache=cache", "trainer=cpu", "output=m.json")
+        measured = command_here(folder, "evaluate", *words)
+        assert measured.returncode == 0, measured.stderr
+        assert json.loads((folder / "m.json").read_text())["test/documents"] == 90
+    predicted = command_here(folder, "predict", "checkpoint=run/model", "input=rows.jsonl", "output=p.csv")
+    assert predicted.returncode == 0, predicted.stderr
+    assert len((folder / "p.csv").read_text().splitlines()) == 91
+    described = command_here(folder, "describe", "checkpoint=run/model")
+    assert "LinearTextClassifier" in described.stdout, described.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("model=linear", "init=x.ckpt"), "init is for models that are trained by gradients, not for model=linear"),
+        (("model=linear", "model.ngrams=0"), "model.ngrams=0 must be a whole number of at least 1"),
+        (("model=linear", "recipe.freeze=body"), "recipe.freeze is for models that are trained by gradients"),
+        (
+            ("recipe.loss.label_smoothing=1",),
+            "recipe.loss.label_smoothing=1 must be a number of at least 0 and below 1",
+        ),
+    ],
+)
+def test_what_a_run_cannot_heed_is_refused(words, message, folder, command_here):
+    refused = command_here(folder, "train", *WORDS[:6], "trainer=cpu", *words, "hydra.run.dir=run")
+    assert refused.returncode == 2
+    assert message in refused.stderr
+    assert refused.stderr.count("\n") == 1
