@@ -206,12 +206,13 @@ def describe_document_model(
     Kernels are judged for `device`.
     """
     is_linear = isinstance(model, LinearTextClassifier)
+    either: Any = model  # its parts are those of its kind
     return {
         "model": model_name(model),
-        "mixer": None if is_linear else model.body.mixer_name,
-        "direction": None if is_linear else model.body.direction,
-        "pooling": None if is_linear else model.pooling.kind,
-        "vocabulary": len(model.inverse_frequency) if is_linear else model.body.vocab_size,
+        "mixer": None if is_linear else either.body.mixer_name,
+        "direction": None if is_linear else either.body.direction,
+        "pooling": None if is_linear else either.pooling.kind,
+        "vocabulary": len(either.inverse_frequency) if is_linear else either.body.vocab_size,
         "classes": model.num_classes,
         "tokens": tokens,
         "parameters": _count_parts(model),

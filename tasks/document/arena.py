@@ -68,7 +68,8 @@ def _generate(count: int, seed: int, options: dict[str, Any], split: str) -> Ite
     from longseq.tasks.probe.generators import IGNORED, draw
     from longseq.tasks.probe.generators.listops import CLOSE, listops
 
-    random, seen = np.random.default_rng(seed), np.zeros(0, np.uint64)
+    random = np.random.default_rng(seed)
+    seen: np.ndarray = np.zeros(0, np.uint64)
     block = 2048  # a block of expressions, padded to the longest, takes 64 MB
     for start in range(0, count, block):
         samples, seen = draw(partial(listops, **options), random, min(block, count - start), seen)

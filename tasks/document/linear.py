@@ -164,7 +164,7 @@ def measure(
     model: LinearTextClassifier, documents: Iterable[tuple[Sequence[int], Any]], info: DocumentInfo
 ) -> dict[str, float]:
     """The metrics of the task for a linear model, on documents and their targets: all of those, on this process."""
-    scores = make_scores(info.num_classes, info.multi_label, sync_on_compute=False)
+    scores: Any = make_scores(info.num_classes, info.multi_label, sync_on_compute=False)
     listed = list(documents)
     for start in range(0, len(listed), _BATCH):
         part = listed[start : start + _BATCH]

@@ -81,8 +81,14 @@ class DocumentTask(TrainedModule):
 
     def _read(self, tokens: Tensor, packing: Packing | None, mask: Tensor | None) -> Tensor:
         if self.info.segment and isinstance(self.backbone, TextClassifier):
-            lengths = {"segment": self.info.segment, "gradient_segments": self.info.gradient_segments}
-            return read_in_segments(self.backbone, tokens, cu_seqlens=packing, mask=mask, **lengths)
+            return read_in_segments(
+                self.backbone,
+                tokens,
+                cu_seqlens=packing,
+                mask=mask,
+                segment=self.info.segment,
+                gradient_segments=self.info.gradient_segments,
+            )
         return self.backbone(tokens, packing, mask)
 
     def training_step(self, batch: DocumentBatch, batch_idx: int) -> Tensor:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
+import triton_types
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.language.semantic import TritonSemantic
+from triton.runtime.cache import FileCacheManager
 from triton.runtime.jit import JITCallable
 
 
@@ -39,3 +42,12 @@ def stop_after_front_end() -> None:
     JITCallable.parse = functools.cache(JITCallable.parse)
     # Whether integers overflow is computed for an assertion that is left out without `debug`.
     TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
+    # No other process reads the cache, so a file need not appear there at once.
+    FileCacheManager.put = write_in_place
+    triton_types.build_types_once()
+
+
+def write_in_place(cache: FileCacheManager, data: str | bytes, filename: str, binary: bool = True) -> str:
+    path = Path(cache.cache_dir, filename)
+    path.write_bytes(data if isinstance(data, bytes) else str(data).encode())
+    return str(path)

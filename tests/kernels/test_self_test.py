@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -473,7 +474,16 @@ def test_the_switch_turns_it_off(kernel, tests_run, monkeypatch, tmp_path):
     assert not verdict_files(tmp_path)
 
 
+def environment_of_a_process(cache):
+    """With Triton's interpreter, the self-test, and the modules of tests/support."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", self_test.CACHE_VARIABLE: str(cache)}
+    environment.pop(self_test.SELF_TEST_VARIABLE, None)
+    paths = [str(Path(__file__).parents[1] / "support"), *filter(None, [environment.get("PYTHONPATH")])]
+    return environment | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
 PROCESS = """
+import kernels_alone
 from longseq.kernels import explain, self_test
 self_test.is_tested = lambda device_type: True
 self_test.TRIALS["short_convolution"] = self_test.Trial({"W": 4}, (self_test.Case("plain", 5),), channels=5)
@@ -485,8 +495,7 @@ print(explain("short_convolution")["triton"])
 @pytest.mark.slow
 def test_processes_that_write_at_once_and_those_that_read_later_agree(tmp_path):
     """With the real kernels, interpreted."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", self_test.CACHE_VARIABLE: str(tmp_path)}
-    environment.pop(self_test.SELF_TEST_VARIABLE, None)
+    environment = environment_of_a_process(tmp_path)
 
     def start(find_error):
         code = PROCESS.replace("FIND_ERROR", find_error)
@@ -501,6 +510,7 @@ def test_processes_that_write_at_once_and_those_that_read_later_agree(tmp_path):
 
 RANK = """
 import sys
+import kernels_alone
 import torch
 import torch.distributed as dist
 from longseq.kernels import explain, self_test
@@ -525,8 +535,7 @@ dist.destroy_process_group()
 def test_ranks_run_the_same_backend_or_stop(tmp_path):
     processes = []
     for rank in range(2):
-        environment = {**os.environ, "TRITON_INTERPRET": "1", self_test.CACHE_VARIABLE: str(tmp_path / str(rank))}
-        environment.pop(self_test.SELF_TEST_VARIABLE, None)
+        environment = environment_of_a_process(tmp_path / str(rank))
         command = [sys.executable, "-W", "ignore", "-c", RANK, str(rank), f"file://{tmp_path}/group"]
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     (right, alone), (failed, stopped) = [process.communicate(timeout=120)[0].splitlines() for process in processes]

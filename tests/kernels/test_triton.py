@@ -99,7 +99,8 @@ def test_reading_in_reverse(interpreted, op, packed):
     options = {"cu_seqlens": torch.tensor(bounds)} if packed else {}
     # Operations on single tokens, or on their contents, do not depend on the order.
     unordered = ("identity", "relu_squared", "repeated_directions", "extreme_directions", "fixed", "paper")
-    for variant in [name for name in list_variants(op)[:4] if name not in unordered]:
+    # Two variants are enough in packed segments: all gates are read in the same order.
+    for variant in [name for name in list_variants(op)[: 2 if packed else 4] if name not in unordered]:
         inputs = make_inputs(op, variant, tokens=tokens, **shape)
         exact = gradients(inputs, run=Inputs.run_reversed, backend="reference", **options)
         inputs = make_inputs(op, variant, tokens=tokens, dtype=torch.float32, **shape)

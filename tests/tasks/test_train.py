@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import threading
@@ -15,6 +16,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from longseq.tasks import train
+from longseq.tasks.image.module import ImageClassifier
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -169,20 +171,39 @@ def uninterrupted(tmp_path_factory, compose_config, tiny_overrides):
     return folder / "run"
 
 
+def told_to_end_at(update, training_step):
+    """A training step in which the process is sent SIGTERM."""
+
+    def step(module, *arguments):
+        if module.global_step == update:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return training_step(module, *arguments)
+
+    return step
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
 def test_an_interrupted_run_resumes_to_the_weights_of_an_uninterrupted_one(
     name, tmp_path, uninterrupted, start, command_here, tiny_overrides
 ):
     """Mid-epoch, with an average of the weights, accumulation, drop path, and gradients clipped."""
-    process = start(tmp_path, "train", *tiny_overrides, *INTERRUPTIBLE)
-    while not list(tmp_path.glob("outputs/image/*/checkpoints/last.ckpt")):
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.01)
+    words = ("train", *tiny_overrides, *INTERRUPTIBLE)
+    if name == "SIGTERM":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ImageClassifier, "training_step", told_to_end_at(7, ImageClassifier.training_step))
+            stopped = command_here(tmp_path, *words)
+        code, errors = stopped.returncode, stopped.stderr
+    else:
+        process = start(tmp_path, *words)
+        while not list(tmp_path.glob("outputs/image/*/checkpoints/last.ckpt")):
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.01)
+        process.kill()
+        _, errors = process.communicate(timeout=60)
+        code = process.returncode
     run = only(tmp_path, "outputs/image/*")
-    process.send_signal(getattr(signal, name))
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == {"SIGKILL": -9, "SIGTERM": 143}[name], errors
+    assert code == {"SIGKILL": -9, "SIGTERM": 143}[name], errors
     assert ("resume=true" in errors) == (name == "SIGTERM")
     assert (run / "run.lock").exists() == (name == "SIGKILL")
     saved = read(run / "checkpoints" / "last.ckpt")

@@ -274,6 +274,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "activation": ({"hidden_act": "gelu"}, "hidden_act=gelu is not supported, only silu or swish"),
     "dynamic angles": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic': the types are"),
     "long angles": ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type='longrope': the types are"),
+    "angles that were added": ({"rope_scaling": {"type": "su"}, "rope_parameters": {"rope_type": "default"}}, "='su'"),
+    "angles of no kind": ({"rope_scaling": "linear"}, "rope_scaling=linear is no dictionary"),
     "a key of angles": ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, "does not know beta"),
     "part of a head": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported, only 1"),
     "no size": ({"vocab_size": None}, "config.json: "),

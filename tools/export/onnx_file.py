@@ -60,7 +60,7 @@ def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpe
     assert program is not None
     optimize(program)
     weights = program.model.graph.initializers.values()
-    if sum(value.const_value.nbytes for value in weights) > LARGEST_WEIGHTS:
+    if sum(value.const_value.nbytes for value in weights if value.const_value is not None) > LARGEST_WEIGHTS:
         onnx_ir.save(program.model, path, external_data=path.name + ".data")
         model = onnx.load(str(path), load_external_data=False)
     else:

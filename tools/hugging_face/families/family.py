@@ -125,12 +125,12 @@ def choose_layers(layers: Sequence[str], options: Mapping[str, Values]) -> dict[
 
 def read_rotary(values: Values) -> dict[str, Any]:
     """Base and scaling of the rotary positions, of files that have rope_theta and rope_scaling, or rope_parameters."""
-    rope = {**(values.get("rope_parameters") or {}), **(values.get("rope_scaling") or {})}
+    # A rope_scaling that somebody has added to a newer file replaces its rope_parameters, as in transformers.
+    rope = _with_rope_type(values.get("rope_scaling") or values.get("rope_parameters"))
     nested = [key for key, value in rope.items() if isinstance(value, Mapping)]
     if nested:
         raise ValueError(f"rope parameters of their own for {nested[0]} layers are not supported")
-    former = rope.pop("type", "default")  # what rope_type was called
-    kind, base = rope.pop("rope_type", former), rope.pop("rope_theta", values.get("rope_theta", 10000.0))
+    kind, base = rope.pop("rope_type", "default"), rope.pop("rope_theta", values.get("rope_theta", 10000.0))
     part = rope.pop("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
     if part != 1:
         raise ValueError(f"partial_rotary_factor={part} is not supported, only 1")
@@ -141,3 +141,12 @@ def read_rotary(values: Values) -> dict[str, Any]:
     scaling = {"rope_type": kind, **{key: value for key, value in rope.items() if value is not None}}
     check_rotary_scaling(scaling)
     return {"rotary": True, "rotary_base": float(base), "rotary_scaling": scaling}
+
+
+def _with_rope_type(given: Values | None) -> dict[str, Any]:
+    """A dictionary of rope parameters, in which rope_type may still be called type. ValueError for another value."""
+    if not isinstance(given or {}, Mapping):
+        raise ValueError(f"rope_scaling={given} is no dictionary")
+    rope = dict(given or {})
+    former = rope.pop("type", None)
+    return rope if former is None else {"rope_type": former, **rope}
