@@ -22,9 +22,9 @@ def sources(tmp_path: Path) -> Path:
     """A copy of all that a package is built from."""
     copy = tmp_path / "sources"
     copy.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy / name)
-    for name in ("longseq", *FOLDERS):
+    for name in ("longseq", *FOLDERS, "tests"):
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     return copy
 
@@ -51,6 +51,9 @@ def test_a_wheel_holds_every_file_once_and_only_ours(sources: Path) -> None:
         archive.extractall(sources / "unpacked", filter="data")
     stored = sorted(member.name.split("/", 1)[1] for member in members if member.name.count("/") > 1)
     assert not [name for name in stored if name.startswith(tuple(f"longseq/{folder}/" for folder in FOLDERS))]
+
+    tests = {file.relative_to(sources).as_posix() for file in (sources / "tests").rglob("*") if file.is_file()}
+    assert tests <= set(stored), "who has the sources can test them"
 
     (unpacked,) = (sources / "unpacked").iterdir()
     for folder in (sources, unpacked):

@@ -337,12 +337,13 @@ def test_comparisons_of_documents_can_be_planned(name, rows, tmp_path):
     with initialize_config_module("longseq.conf", version_base="1.3"):
         own = compare._own_keys(compose("compare", [f"comparison={name}", f"output={tmp_path}", *root]))
         trials = compare.plan(own, root)
-        first = compose("train", trials[0].overrides)
+        # Of rows that are alike in all three, one is composed.
+        first = compose("train", trials[0].overrides) if name == "imdb" else None
     assert len(trials) == rows
-    assert first.task.name == "document"
-    assert first.data.name == name
-    assert (first.model.name == "linear") == (name == "imdb")
-    assert first.callbacks.linear is None, "each run would fit the same linear model"
+    assert all(f"experiment=document/{name}" in trial.overrides for trial in trials)
+    assert all("callbacks.linear=null" in trial.overrides for trial in trials), "each would fit the same linear model"
+    if first is not None:
+        assert (first.task.name, first.data.name, first.model.name) == ("document", "imdb", "linear")
 
 
 # Stands for `longseq train`: follows its comparison, and lives until that is gone.
