@@ -65,7 +65,10 @@ def test_a_configuration_becomes_a_classifier(configure: Any) -> None:
         (["+data.segment=8", "mixer=attention"], "attention without a window cannot be read in segments: take window"),
         (["+data.segment=8", "+data.gradient_segments=1"], "direction=bidirectional reads the document from its end"),
         (["+data.segment=8", "compile=default"], "compile=default: segments of documents have no fixed shapes"),
-        (["model=token"], "task=document trains classifiers: take model=document, .*linear in place of token"),
+        (
+            ["model=token"],
+            "task=document trains classifiers: take model=document, document_pair or linear in place of token",
+        ),
         (["+model.heads=2"], r"model\.heads is unknown: the keys of model are label, d_model"),
     ],
 )
