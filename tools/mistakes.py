@@ -252,6 +252,8 @@ def _unknown_option(path: str, options: Sequence[str]) -> str:
         group, _, option = path.partition("/")
     if not group:
         return f"there is no configuration {option}: leave --config-name out"
+    if group == "mixer" and "+" in option:
+        return f"mixer={option} names several mixers: give mixer=hybrid mixer.name={option}"
     near = nearest(option, options) or next((one for one in options if one.rpartition("/")[2] == option), None)
     hint = f"did you mean {group}={near}? " if near else ""
     return f"{group}={option} is unknown: {hint}the options of {group} are {', '.join(options)}"

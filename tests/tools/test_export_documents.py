@@ -13,7 +13,7 @@ import onnx
 import pytest
 import torch
 from export_programs import share_program
-from representatives import choose_mixers
+from representatives import cover_operations
 from torch import Tensor, nn
 
 from longseq.backbones.classifier import TextClassifier
@@ -71,9 +71,12 @@ def compare_with_single_documents(model: Any, call: Callable[..., Tensor]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("direction", ["forward", "bidirectional"])
-def test_files_read_padded_documents_of_any_number_and_length(direction: str, tmp_path: Path) -> None:
-    mixers = choose_mixers(1)
+@pytest.mark.parametrize(
+    ("mixers", "direction"), [(cover_operations(), "bidirectional"), (["deltanet", "attention"], "forward")]
+)
+def test_files_read_padded_documents_of_any_number_and_length(
+    mixers: list[str], direction: str, tmp_path: Path
+) -> None:
     model = build("+".join(mixers), depth=len(mixers), direction=direction)
     check_file(model, tmp_path / "model.pt", "torchscript")
 
@@ -167,6 +170,21 @@ def test_a_file_that_reads_the_padding_is_not_kept(tmp_path: Path, monkeypatch: 
         export_document_classifier(build(), tmp_path / "model.pt", format="torchscript", batch_sizes=(3,))
     assert "\n" not in str(raised.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_differences_of_small_probabilities_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, model = DocumentClassifierFile.forward, build(num_classes=500)
+
+    def change_one(self: DocumentClassifierFile, tokens: Tensor, lengths: Tensor) -> Tensor:
+        found = read(self, tokens, lengths)
+        return torch.cat([found[:, :-1], found[:, -1:] * 1.01], 1)
+
+    with torch.no_grad():
+        model.head.weight[-1], model.head.bias[-1] = 0, -5
+    assert model(torch.zeros(1, 5, dtype=torch.long)).softmax(-1)[0, -1] < 1e-3
+    monkeypatch.setattr(DocumentClassifierFile, "forward", change_one)
+    with pytest.raises(ValueError, match="the file differs from the model"):
+        export_document_classifier(model, tmp_path / "model.pt", format="torchscript", batch_sizes=(1,))
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,9 @@ __all__ = ["DocumentClassifierFile", "export_document_classifier"]
 # recurrences are computed, a whole chunk, and more than what was traced.
 TRACED_TOKENS = 70
 COMPARED_TOKENS = (1, 40, 64, 150)
+# The file and the model are compared by the logarithms of probabilities, as scores are: of many classes, or of a model
+# that has hardly learned, all probabilities are alike. Smaller ones than this count as equal.
+LEAST = 1e-12
 
 
 class DocumentClassifierFile(nn.Module):
@@ -47,7 +50,7 @@ class DocumentClassifierFile(nn.Module):
 
 
 class _OneByOne(nn.Module):
-    """The probabilities of the documents of a batch, which the model reads one by one and without padding."""
+    """The logarithms of the documents' probabilities; the model reads one document at a time and without padding."""
 
     def __init__(self, model: nn.Module, *, multi_label: bool) -> None:
         super().__init__()
@@ -58,7 +61,11 @@ class _OneByOne(nn.Module):
         lengths = _compared_lengths(tokens)
         rows = [self.model(row[:length].unsqueeze(0)) for row, length in zip(tokens, lengths.tolist(), strict=True)]
         logits = torch.cat(rows)
-        return logits.sigmoid() if self.multi_label else logits.softmax(-1)
+        return _logarithms(logits.sigmoid() if self.multi_label else logits.softmax(-1))
+
+
+def _logarithms(probabilities: Tensor) -> Tensor:
+    return probabilities.clamp_min(LEAST).log()
 
 
 def export_document_classifier(
@@ -83,7 +90,8 @@ def export_document_classifier(
     of its documents (see `longseq.tasks.document.info.DocumentInfo`); class names, tokenizer and truncation become
     metadata, with which a program without longseq classifies text.
 
-    `longseq.tools.export.parity.compare` defines how far the file may be from the model. Raises ValueError if the
+    `longseq.tools.export.parity.compare` defines how far the file may be from the model, in the logarithms of
+    probabilities. Raises ValueError if the
     format cannot represent the model, or the file differs too much; an existing file of that name then remains as it
     is.
     """
@@ -116,7 +124,8 @@ def export_document_classifier(
         spec,
         format=format,
         compare=lambda call: [
-            compare(lambda tokens: call(tokens, _compared_lengths(tokens)), batch, tolerance) for batch in expected
+            compare(lambda tokens: _logarithms(call(tokens, _compared_lengths(tokens))), batch, tolerance)
+            for batch in expected
         ],
         model=model,
         unit="document",
