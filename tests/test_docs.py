@@ -225,6 +225,7 @@ TOP = {
     "CITATION.cff",
     "CONTRIBUTING.md",
     "LICENSE",
+    "MANIFEST.in",
     "README.md",
     "benchmarks",
     "conf",
