@@ -210,6 +210,8 @@ def _check_schedule(node: Mapping[str, Any]) -> None:
     options, given = _without_target(node), ("optimizer", "num_epochs", "updates_per_epoch")
     if function is create_scheduler_v2:
         read_beside(ScheduleKeys, function, options, place, given=given)
+        if options.get("step_on_epochs", True):
+            raise ValueError(f"{place}.step_on_epochs must be false: the learning rate is set after each update")
         decay = options.get("decay_epochs")
         if options["sched"] == "wsd" and decay is not None and not 0 < decay < 1:
             raise ValueError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -55,7 +54,7 @@ def training_batches(script, root: Path) -> TrainingBatches:
 
 
 @pytest.mark.slow
-def test_language_models_are_measured_beyond_their_training_length(script, tmp_path, monkeypatch):
+def test_language_models_are_measured_beyond_their_training_length(script, tmp_path, monkeypatch, command_here):
     pytest.importorskip("matplotlib")
     text = tmp_path / "text.jsonl"
     lines = [f"document {number} says {number * number} " * (20 + number) for number in range(60)]
@@ -65,12 +64,12 @@ def test_language_models_are_measured_beyond_their_training_length(script, tmp_p
         with initialize_config_module("longseq.conf", version_base="1.3"):
             prepare.run(compose("prepare", words))
     folder = tmp_path / "comparison"
-    command = [Path(sys.executable).with_name("longseq"), "compare", "comparison=mixers_110m", "trainer=cpu", "jobs=1"]
+    command = ["compare", "comparison=mixers_110m", "trainer=cpu", "jobs=1"]
     command += ["rows=null", "mixers=[gla]", f"data.root={tmp_path / 'short'}"]
     command += ["scale=1m", "model.d_model=16", "model.depth=1", "data.window=64", "recipe.batch_size=256"]
     command += ["recipe.tokens=null", "recipe.updates=6", "recipe.schedule.warmup_tokens=null", "plot=false"]
     command += ["recipe.validate_every_updates=null", "trainer.log_every_n_steps=2", f"output={folder}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = command_here(tmp_path, *command)
     assert done.returncode == 0, done.stderr + done.stdout
     measure = script("language_mixers")
     monkeypatch.setattr(measure, "WINDOW", 512)

@@ -104,9 +104,12 @@ def find_obstacle(model: nn.Module) -> str | None:
 def check_segments(model: nn.Module, gradient_segments: int | None = None) -> None:
     """Raise ValueError, in one line with the remedy, if a classifier cannot be read in segments."""
     if (obstacle := find_obstacle(model)) is not None:
+        whole = "read whole documents (data.segment=null)"
+        if unsharded_class(model) is not TextClassifier:
+            raise ValueError(f"{obstacle} cannot be read in segments: {whole}")
         raise ValueError(
             f"{obstacle} cannot be read in segments: take window_attention or a mixer with a state of constant size, "
-            "in a hybrid for these layers, or read whole documents (data.segment=null)"
+            f"in a hybrid for these layers, or {whole}"
         )
     body: TokenBackbone = model.body  # type: ignore[assignment]
     if has_shards(model):

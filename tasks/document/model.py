@@ -61,7 +61,7 @@ class DocumentModel(TaskModel):
     def start_from(self, model: Any, loaded: Loaded, info: DocumentInfo) -> None:
         """Copy the body of a language model or of another classifier (see `TextClassifier.load_body`).
 
-        Of a classifier with the same classes the pooling and the head are copied, too.
+        Of a classifier of the same kind and classes the head is copied, too, and the pooling if it is the same.
         """
         trained: Any = loaded.backbone
         if isinstance(model, LinearTextClassifier) or isinstance(trained, LinearTextClassifier):
@@ -83,7 +83,7 @@ class DocumentModel(TaskModel):
             return
         if trained.pooling.kind == model.pooling.kind:
             model.pooling.load_state_dict(trained.pooling.state_dict())
-        if loaded.data.get("class_names") == info.class_names:
+        if type(trained) is type(model) and loaded.data.get("class_names") == info.class_names:
             model.head.load_state_dict(trained.head.state_dict())
 
     def check_reads(self, model: Any, trained: DocumentInfo, found: DocumentInfo) -> None:

@@ -1,7 +1,9 @@
 """Kernels compiled in parallel: which launches are skipped, which are compiled, and which threads are not affected."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +11,7 @@ pytest.importorskip("triton")
 
 PROCESS = """
 import threading
+import kernels_alone
 import torch, triton, triton.language as tl
 from longseq.kernels.compile_ahead import compile_ahead
 from longseq.tools.benchmark import absent_gpu
@@ -97,4 +100,5 @@ def test_kernels_are_compiled_before_they_are_launched(tmp_path, monkeypatch):
     (tmp_path / "process.py").write_text(PROCESS)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"), prepend=os.pathsep)
     subprocess.run([sys.executable, tmp_path / "process.py"], check=True)

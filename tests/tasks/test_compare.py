@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tiny_probe import TINY
 
 from longseq.tasks import compare, comparison, registry
 from longseq.tasks.circumstances import COMMIT_VARIABLE
+from longseq.tasks.document.linear import LinearModelKeys
 from longseq.tasks.train import checkpoint_word
 from longseq.tools import cli
 
@@ -344,6 +346,7 @@ def test_comparisons_of_documents_can_be_planned(name, rows, tmp_path):
     assert all("callbacks.linear=null" in trial.overrides for trial in trials), "each would fit the same linear model"
     if first is not None:
         assert (first.task.name, first.data.name, first.model.name) == ("document", "imdb", "linear")
+        assert set(first.model) - {"tasks"} == {field.name for field in fields(LinearModelKeys)}
 
 
 # Stands for `longseq train`: follows its comparison, and lives until that is gone.

@@ -57,7 +57,7 @@ def test_a_task_from_outside_trains_resumes_and_evaluates(folder, command_here):
     module = sys.modules["majority"].MajorityModule
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "training_step", interrupt_before(7, module.training_step))
-        with pytest.raises(InterruptedError):
+        with pytest.raises(RuntimeError, match="cut"):
             command_here(folder, *words, f"hydra.run.dir={cut}")
     resumed = command_here(folder, *words, f"hydra.run.dir={cut}", "resume=true")
     assert resumed.returncode == 0, resumed.stderr
@@ -80,7 +80,7 @@ def interrupt_before(update, training_step):
 
     def step(module, *arguments):
         if module.global_step == update:
-            raise InterruptedError
+            raise RuntimeError("cut")
         return training_step(module, *arguments)
 
     return step

@@ -11,6 +11,7 @@ import torch
 from cases import cases
 
 from longseq.backbones.classifier import TextClassifier
+from longseq.backbones.document_pairs import PairClassifier
 from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.document.info import DocumentInfo
@@ -64,7 +65,10 @@ def test_a_configuration_becomes_a_classifier(configure: Any) -> None:
         (["+data.segment=8", "mixer=attention"], "attention without a window cannot be read in segments: take window"),
         (["+data.segment=8", "+data.gradient_segments=1"], "direction=bidirectional reads the document from its end"),
         (["+data.segment=8", "compile=default"], "compile=default: segments of documents have no fixed shapes"),
-        (["model=token"], "task=document trains classifiers: take model=document or linear in place of token"),
+        (
+            ["model=token"],
+            "task=document trains classifiers: take model=document, document_pair or linear in place of token",
+        ),
         (["+model.heads=2"], r"model\.heads is unknown: the keys of model are label, d_model"),
     ],
 )
@@ -132,6 +136,15 @@ def test_a_model_that_does_not_fit_is_one_line(
             DocumentModel().build(config, INFO), as_loaded(text_model(config, **options), **data), INFO
         )
     assert "\n" not in str(raised.value)
+
+
+def test_a_classifier_of_pairs_lends_its_body_alone(configure: Any) -> None:
+    model = DocumentModel().build(configure(), INFO)
+    options = {key: value for key, value in model.arguments.items() if key != "head_dropout"}
+    pairs, head = PairClassifier(**options), model.head.weight.clone()
+    DocumentModel().start_from(model, as_loaded(pairs, "document", class_names=INFO.class_names), INFO)
+    assert torch.equal(model.body.embedding.weight, pairs.body.embedding.weight)
+    assert torch.equal(model.head.weight, head)
 
 
 def test_the_linear_model_starts_from_no_other_and_no_other_from_it(configure: Any) -> None:

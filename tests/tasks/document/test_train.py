@@ -48,13 +48,13 @@ def test_a_run_is_cut_resumed_and_measured_again(folder, command_here):
 
     def fail(module, *arguments):
         if module.global_step == 4:
-            raise InterruptedError
+            raise RuntimeError("cut")
         return step(module, *arguments)
 
     words = ("callbacks.checkpoint.every_n_train_steps=1", "callbacks.linear=null", "hydra.run.dir=cut")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DocumentTask, "training_step", fail)
-        with pytest.raises(InterruptedError):
+        with pytest.raises(RuntimeError, match="cut"):
             command_here(folder, "train", *WORDS, *words)
     resumed = command_here(folder, "train", *WORDS, *words, "resume=true")
     assert resumed.returncode == 0, resumed.stderr

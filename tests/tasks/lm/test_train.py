@@ -245,6 +245,7 @@ def test_the_part_in_which_a_rate_falls_lies_within_the_run(run):
     [
         (("recipe.batch_size=100",), r"recipe\.batch_size=100 counts tokens .* set recipe\.batch_size=96"),
         (("data.packing=streams", "mixer=attention"), r"the state of Attention grows with every token"),
+        (("recipe.schedule.step_on_epochs=true",), r"recipe\.schedule\.step_on_epochs must be false"),
         (("+recipe.loss.z_los=1",), r"recipe\.loss\.z_los is unknown: did you mean recipe\.loss\.z_loss"),
     ],
 )
