@@ -312,11 +312,8 @@ def _check_addition(key: str, verb: str, overrides: list[str]) -> str | None:
     own = {entry.name for entry in fields(TrainKeys)}
     try:
         check_experiment({name: value for name, value in resolve(OmegaConf.create(node)).items() if name in own})
-    except (ValueError, OmegaConfBaseException) as error:
-        if str(error).startswith(f"{key} is unknown"):
-            return None
-        if str(error).startswith(f"{key}="):
-            return str(error)
+    except (ValueError, OmegaConfBaseException) as error:  # of this key's value, or of what else is wrong
+        return str(error) if str(error).startswith(f"{key}=") else None
     return f"no chosen file states {key}: add it with a +, +{given}"
 
 

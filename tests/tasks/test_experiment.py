@@ -93,7 +93,7 @@ MISTAKES = [
     ),
     ("image", "recipe.loss.label_smoothing", 1, "recipe.loss.label_smoothing=1 must be a number of at least 0 and"),
     ("image", "data.img_size", -8, "data.img_size=-8 must be a whole number of at least 1"),
-    ("image", "data.mean", "0.5,0.5,0.5", "data.mean=0.5,0.5,0.5 must be a list, each entry a number"),
+    ("image", "data.mean", "0.5,0.5,0.5", "data.mean=0.5,0.5,0.5 must be a list of at least 1, each entry a number"),
     ("image", "data.on_error", "ignore", "data.on_error=ignore must be one of skip, raise"),
     ("image", "data.num_workers", 1.5, "data.num_workers=1.5 must be a whole number of at least 0 or null"),
     ("image", "model.depth", 2.5, "model.depth=2.5 must be a whole number of at least 1"),

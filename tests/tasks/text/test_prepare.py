@@ -325,7 +325,7 @@ def test_a_separator_that_stands_in_a_text_is_refused(tmp_path: Path) -> None:
             "holds no document, 2 malformed lines or files: bad.jsonl, line 1",
         ),
         (["input=a.parquet", "output=out"], "input=a.parquet is no parquet file, or a truncated one"),
-        (["input=a.jsonl", "output=a.csv/out"], "Not a directory"),
+        (["input=a.jsonl", "output=a.csv/out"], "output=a.csv/out is or lies below a file: give a folder"),
         (["input=a.jsonl", "output=out", "tokenizer=nowhere"], "tokenizer=nowhere is no file"),
         (["input=a.jsonl", "output=out", "tokenizer=train:many"], "give train:SIZE, such as train:16384"),
         (["input=a.jsonl", "output=out", "tokenizer=train:100"], "a vocabulary needs the 256 bytes and the separator"),
