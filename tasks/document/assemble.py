@@ -43,6 +43,11 @@ class Split(NamedTuple):
         """`[n]`, the tokens of each document that are read."""
         return truncated_length(self.whole_lengths, self.max_length, self.truncation)
 
+    @property
+    def longest(self) -> int:
+        """The tokens that are read of the longest document."""
+        return int(self.lengths.max())
+
     def read(self, document: int) -> npt.NDArray[np.integer[Any]]:
         """The tokens of a document that are read."""
         number = self.numbers[document]

@@ -9,8 +9,27 @@ from typing import Annotated, Any, Literal
 from longseq.tasks.document.truncation import Truncation
 from longseq.tasks.training.keys import TaskKeys
 from longseq.tasks.training.options import Length, Range, spell
+from longseq.tasks.training.token_model import BodyKeys
 
 Fraction = Annotated[float, Range(above=0, below=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentModelKeys(BodyKeys):
+    """The keys of `model`, explained in `longseq.backbones.classifier.TextClassifier` and `TokenBackbone`."""
+
+    name: Literal["document", "document_pair"]
+    pooling: Literal["mean", "max", "last", "first", "attention"] | None = None
+    head_dropout: Annotated[float | None, Range(0, below=1)] = None
+    share_directions: Literal["projections", "all", "none"] | None = None
+    merge: Literal["sum", "mean"] | None = None
+    separator: Annotated[int | None, Range(0)] = None  # of pairs
+
+    def __post_init__(self) -> None:
+        if self.separator is not None and self.name != "document_pair":
+            raise ValueError(
+                f"model.separator={self.separator} stands between the two documents of a pair: take model=document_pair"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

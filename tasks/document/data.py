@@ -20,7 +20,7 @@ from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
 from longseq.tasks.document import arena as _arena  # noqa: F401  registers its sources
 from longseq.tasks.document import libraries as _libraries  # noqa: F401  registers its source
-from longseq.tasks.document import sources
+from longseq.tasks.document import linear, sources
 from longseq.tasks.document.assemble import DocumentBatches, Split
 from longseq.tasks.document.config import DocumentDataKeys
 from longseq.tasks.document.info import DocumentInfo
@@ -108,6 +108,12 @@ class DocumentData(TaskData):
         keys = read(DocumentDataKeys, config["data"], "data")
         datamodule = cls(keys, batch_size=batch_size, seed=config["seed"], init=config.get("init"))
         datamodule.setup()
+        if config["model"]["name"] == linear.MODEL:
+            # The fit reads the documents by itself; a batch only has to hold each of them.
+            datamodule.keys = replace(datamodule.keys, packing="padded")
+            datamodule.batch_size = max(batch_size, datamodule.split("train").longest)
+        else:  # mistakes are told before a run begins
+            datamodule._sample(world_size=config["recipe"]["batch_size"] // batch_size)
         return datamodule
 
     @classmethod
@@ -220,10 +226,11 @@ class DocumentData(TaskData):
         return EveryDocument(lengths, budget, packed=self.keys.packing == "packed", **place)
 
     def _training_sampler(self) -> DocumentSampler:
+        return self._sample(**find_place(self.trainer)._asdict())
+
+    def _sample(self, **place: int) -> DocumentSampler:
         kind = PackedSampler if self.keys.packing == "packed" else PaddedSampler
-        return kind(
-            self._splits["train"].lengths, self.batch_size, seed=self.seed, **find_place(self.trainer)._asdict()
-        )
+        return kind(self._splits["train"].lengths, self.batch_size, seed=self.seed, **place)
 
     def _wanted(self) -> list[str]:
         return [STAGES[stage] for stage in self.stages]
@@ -402,7 +409,7 @@ class DocumentData(TaskData):
                 vocab_size=tokenizer.vocab_size,
                 separator=separator,
                 tokenizer=None if isinstance(tokenizer, Bare) else tokenizer.to_dict(),
-                window=int(own.lengths.max()),
+                window=own.longest,
                 max_length=keys.max_length,
                 truncation=keys.truncation,
                 segment=keys.segment,

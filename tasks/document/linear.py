@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.tasks.document.assemble import Split
+from longseq.tasks.document.config import DocumentModelKeys
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.metrics import make_scores, update_scores
 from longseq.tasks.training import targets
@@ -21,6 +23,8 @@ from longseq.tasks.training.options import Range, read
 
 # The name of the model in `config.model`.
 MODEL = "linear"
+
+_log = logging.getLogger(__name__)
 
 # The documents that are scored at once.
 _BATCH = 64
@@ -45,9 +49,17 @@ class LinearModelKeys:
     inverse_regularization: Annotated[float, Range(above=0)] = 10.0
 
 
+def read_keys(model: Mapping[str, Any]) -> LinearModelKeys:
+    """The keys of `config.model`. Those of model=document are left out: experiments set them for that model."""
+    foreign = {entry.name for entry in fields(DocumentModelKeys)} - {entry.name for entry in fields(LinearModelKeys)}
+    return read(LinearModelKeys, {name: value for name, value in model.items() if name not in foreign}, "model")
+
+
 def check(config: Mapping[str, Any]) -> None:
     """ValueError, in one line, for keys of a configuration that model=linear does not have, or that it cannot heed."""
-    read(LinearModelKeys, config["model"], "model")
+    own = read_keys(config["model"])
+    if unread := [f"model.{name}={value}" for name, value in config["model"].items() if not hasattr(own, name)]:
+        _warn(f"{', '.join(unread)}: not read by model=linear")
     recipe = config["recipe"]
     for name, value in (
         ("init", config["init"]),
@@ -172,3 +184,8 @@ def measure(
         given: Tensor = torch.as_tensor(np.asarray([target for _, target in part])).long()
         update_scores(scores, logits.sigmoid() if info.multi_label else logits.softmax(dim=1), given)
     return {name: float(metric.compute()) for name, metric in scores.items()}
+
+
+@rank_zero_only
+def _warn(message: str) -> None:
+    _log.warning(message)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -14,32 +13,15 @@ from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.backbones.segments import check_segments
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.document import linear
+from longseq.tasks.document.config import DocumentModelKeys
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.training.checkpoint import Loaded
 from longseq.tasks.training.model import TaskModel, without_weights
-from longseq.tasks.training.options import Range, read
-from longseq.tasks.training.token_model import BodyKeys, build_seeded, check_alike, check_tokenizer, have_one_tokenizer
+from longseq.tasks.training.options import read
+from longseq.tasks.training.token_model import build_seeded, check_alike, check_tokenizer, have_one_tokenizer
 
 # The classifiers on the body of a token model, as `config.model` names them.
 MODELS: Mapping[str, type[TextClassifier]] = {"document": TextClassifier, "document_pair": PairClassifier}
-
-
-@dataclass(frozen=True, kw_only=True)
-class DocumentModelKeys(BodyKeys):
-    """The keys of `model`, explained in `longseq.backbones.classifier.TextClassifier` and `TokenBackbone`."""
-
-    name: Literal["document", "document_pair"]
-    pooling: Literal["mean", "max", "last", "first", "attention"] | None = None
-    head_dropout: Annotated[float | None, Range(0, below=1)] = None
-    share_directions: Literal["projections", "all", "none"] | None = None
-    merge: Literal["sum", "mean"] | None = None
-    separator: Annotated[int | None, Range(0)] = None  # of pairs
-
-    def __post_init__(self) -> None:
-        if self.separator is not None and self.name != "document_pair":
-            raise ValueError(
-                f"model.separator={self.separator} stands between the two documents of a pair: take model=document_pair"
-            )
 
 
 class DocumentModel(TaskModel):
@@ -53,7 +35,7 @@ class DocumentModel(TaskModel):
         The linear model is empty until the run fits it.
         """
         if config["model"]["name"] == linear.MODEL:
-            keys = read(linear.LinearModelKeys, config["model"], "model")
+            keys = linear.read_keys(config["model"])
             return LinearTextClassifier(num_classes=info.num_classes, ngrams=keys.ngrams)
         model = build_classifier(config, info.num_classes, info.vocab_size, info.window)
         _check_positions(model, info)

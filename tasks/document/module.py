@@ -18,7 +18,7 @@ from longseq.kernels.packing import Packing
 from longseq.models import CHECKPOINT_CONFIG, build
 from longseq.tasks.document.batch import DocumentBatch, DocumentInputs
 from longseq.tasks.document.info import DocumentInfo
-from longseq.tasks.document.linear import LinearModelKeys, fit_linear, read_documents
+from longseq.tasks.document.linear import LinearModelKeys, fit_linear, read_documents, read_keys
 from longseq.tasks.document.metrics import ScoresByLength, make_confusion_matrix, make_scores, update_scores
 from longseq.tasks.training.metrics import MeanLoss
 from longseq.tasks.training.module import TrainedModule
@@ -71,7 +71,7 @@ class DocumentTask(TrainedModule):
     ) -> DocumentTask:
         loss = config["recipe"].get("loss") or {} if training else {}
         if isinstance(backbone, LinearTextClassifier):
-            keys = LinearModelKeys(**config["model"]) if training else None
+            keys = read_keys(config["model"]) if training else None
             return LinearTask(backbone, info=info, keys=keys, training=training)
         return cls(backbone, info=info, label_smoothing=loss.get("label_smoothing", 0.0), training=training)
 

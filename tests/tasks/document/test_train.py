@@ -76,8 +76,11 @@ def test_a_run_is_cut_resumed_and_measured_again(folder, command_here):
 
 @pytest.mark.slow
 def test_the_linear_model_trains_evaluates_and_predicts(folder, command_here):
-    trained = command_here(folder, "train", *WORDS[:6], "model=linear", "trainer=cpu", "hydra.run.dir=run")
+    # An experiment may hold keys of model=document, and a batch less than the longest document.
+    words = (*WORDS[:6], "model=linear", "+model.depth=1", "recipe.batch_size=8", "trainer=cpu")
+    trained = command_here(folder, "train", *words, "hydra.run.dir=run")
     assert trained.returncode == 0, trained.stderr
+    assert "model.depth=1: not read by model=linear" in trained.stderr
     metrics = json.loads((folder / "run" / "metrics.json").read_text())
     assert metrics["test/accuracy"] > 0.9
     assert "test/linear_accuracy" not in metrics
@@ -98,6 +101,7 @@ def test_the_linear_model_trains_evaluates_and_predicts(folder, command_here):
     ("words", "message"),
     [
         (("model=linear", "init=x.ckpt"), "init is for models that are trained by gradients, not for model=linear"),
+        (("recipe.batch_size=8",), "tokens, and a batch holds 8 (recipe.batch_size=8): give recipe.batch_size="),
         (("model=linear", "model.ngrams=0"), "model.ngrams=0 must be a whole number of at least 1"),
         (("model=linear", "recipe.freeze=body"), "recipe.freeze is for models that are trained by gradients"),
         (
@@ -111,3 +115,4 @@ def test_what_a_run_cannot_heed_is_refused(words, message, folder, command_here)
     assert refused.returncode == 2
     assert message in refused.stderr
     assert refused.stderr.count("\n") == 1
+    assert not (folder / "run").exists()
