@@ -56,7 +56,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     gc.freeze()
     gc.enable()
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

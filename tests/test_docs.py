@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -97,8 +98,16 @@ def write_texts(here: Path) -> None:
         (here / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+# The seconds in which `longseq train` was started.
+STARTED = [0]
+
+
 def run_longseq(words: Sequence[str]) -> str:
     """What `longseq WORDS` prints, run in this process."""
+    if words[:1] == ["train"]:
+        while STARTED[-1] == int(time.time()):  # the name of a run folder has the second
+            time.sleep(0.05)
+        STARTED.append(int(time.time()))
     kept, out, err = sys.argv, io.StringIO(), io.StringIO()
     sys.argv = ["longseq", *words]
     try:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.document.batch import IGNORED, DocumentInputs
 from longseq.tasks.document.sampler import Chosen
-from longseq.tasks.document.truncation import truncate, truncated_length
+from longseq.tasks.document.truncation import crop, truncate, truncated_length
 from longseq.tasks.text.store import Corpus, Integers
 
 
@@ -48,25 +49,28 @@ class Split(NamedTuple):
         """The tokens that are read of the longest document."""
         return int(self.lengths.max())
 
-    def read(self, document: int) -> npt.NDArray[np.integer[Any]]:
-        """The tokens of a document that are read."""
+    def read(self, document: int, random: np.random.Generator | None = None) -> npt.NDArray[np.integer[Any]]:
+        """The tokens of a document that are read: those that `truncation` states, or with `random` a random window."""
         number = self.numbers[document]
-        tokens = self.corpus.tokens[self.corpus.offsets[number] : self.corpus.offsets[number + 1]]
-        return truncate(np.asarray(tokens), self.max_length, self.truncation, self.separator)
+        tokens = np.asarray(self.corpus.tokens[self.corpus.offsets[number] : self.corpus.offsets[number + 1]])
+        if random is not None and self.max_length is not None:
+            return crop(tokens, self.max_length, self.separator, random)
+        return truncate(tokens, self.max_length, self.truncation, self.separator)
 
 
 class DocumentBatches(Dataset[tuple[DocumentInputs, Tensor, list[Any]]]):
     """Maps chosen documents to (inputs, targets, failures) as loaders expect; there are no failures.
 
-    `budget` is the length of packed batches, `longest` that of the longest document in them.
+    `budget` is the length of packed batches, `longest` that of the longest document in them. With `crops`, a seed,
+    training reads another window of a document in each epoch.
     """
 
-    def __init__(self, split: Split, budget: int, longest: int) -> None:
-        self.split, self.budget, self.longest = split, budget, longest
+    def __init__(self, split: Split, budget: int, longest: int, *, crops: int | None = None) -> None:
+        self.split, self.budget, self.longest, self.crops = split, budget, longest, crops
         self._whole_lengths = split.whole_lengths
 
     def __getitem__(self, chosen: Chosen) -> tuple[DocumentInputs, Tensor, list[Any]]:
-        documents = [self.split.read(number) for number in chosen.documents]
+        documents = [self.split.read(number, self._random(chosen.epoch, number)) for number in chosen.documents]
         count, places = len(documents), chosen.places
         lengths = np.zeros(places, np.int64)
         lengths[:count] = [len(one) for one in documents]
@@ -93,6 +97,9 @@ class DocumentBatches(Dataset[tuple[DocumentInputs, Tensor, list[Any]]]):
         targets = np.full((places, *known.shape[1:]), IGNORED if known.ndim == 1 else 0, known.dtype)
         targets[:count] = known[chosen.documents]
         return inputs, torch.from_numpy(targets), []
+
+    def _random(self, epoch: int, document: int) -> np.random.Generator | None:
+        return None if self.crops is None else np.random.default_rng(derive_seed(self.crops, epoch, document))
 
 
 def _pack(

@@ -53,6 +53,7 @@ class DocumentDataKeys:
     separator: str | None = None
     max_length: Annotated[int | None, Range(2)] = None
     truncation: Truncation = "none"
+    random_crops: bool = False
     segment: Annotated[int | None, Range(1)] = None
     gradient_segments: Annotated[int | None, Range(1)] = None
     class_weights: Literal["none", "balanced"] = "none"
@@ -72,6 +73,8 @@ class DocumentDataKeys:
                 else f"data.max_length={self.max_length} cuts longer documents: give data.truncation=head, tail, "
                 "head_tail or middle"
             )
+        if self.random_crops and self.max_length is None:
+            raise ValueError("data.random_crops=true reads windows of a document: give data.max_length=NUMBER")
         if self.gradient_segments is not None and self.segment is None:
             raise ValueError(
                 f"data.gradient_segments={self.gradient_segments} counts segments: give their length too, "

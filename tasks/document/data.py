@@ -70,7 +70,8 @@ class DocumentData(TaskData):
     (that of the checkpoint that `init` gives, which is the default beside `init`; else bytes). Tokens are kept in
     `cache`, by default `longseq.tasks.text.corpora.cache_folder`, and compared with their checksums with `check`. Of
     documents of more than `max_length` tokens `truncation` states which ones are read (see
-    `longseq.tasks.document.truncation`).
+    `longseq.tasks.document.truncation`). With `random_crops` training reads `max_length` tokens from a place that is
+    drawn for each document and epoch.
 
     `packing` puts the documents of a batch end to end (`packed`) or pads documents of similar lengths (`padded`; see
     `longseq.tasks.document.sampler`). `batch_size` and `eval_batch_size` count tokens. Which documents make a batch is
@@ -196,7 +197,12 @@ class DocumentData(TaskData):
     def train_dataloader(self) -> TrainingLoader:
         sampler = self._training_sampler()
         return TrainingLoader(
-            DocumentBatches(self._splits["train"], self.batch_size, sampler.longest),  # type: ignore[arg-type]
+            DocumentBatches(  # type: ignore[arg-type]
+                self._splits["train"],
+                self.batch_size,
+                sampler.longest,
+                crops=self.seed if self.keys.random_crops else None,
+            ),
             sampler,
             num_workers=self.keys.num_workers,
             pin_memory=self.keys.pin_memory and torch.cuda.is_available(),

@@ -26,6 +26,7 @@ class Chosen(NamedTuple):
     documents: list[int]
     places: int
     length: int | None = None
+    epoch: int = 0
 
 
 class DocumentSampler(UpdateSampler[Chosen]):
@@ -96,15 +97,16 @@ class PackedSampler(DocumentSampler):
         return self._updates
 
     def shuffle(self) -> Callable[[int, int], Chosen]:
-        rows = self._pack(self.epoch)
-        again = 0
+        epoch, again = self.epoch, 0
+        rows = self._pack(epoch)
         while len(rows) < self.updates * self.rows:  # an epoch that packs better begins a second pass at its end
             again += 1
-            rows += self._pack(self.epoch, again)
+            rows += self._pack(epoch, again)
 
         def give(update: int, part: int) -> Chosen:
             own = rows[update * self.rows + part : (update + 1) * self.rows : self.parts]
-            return Chosen([number for row in own for number in row], self.places)  # type: ignore[arg-type]
+            numbers = [number for row in own for number in row]
+            return Chosen(numbers, self.places, epoch=epoch)  # type: ignore[arg-type]
 
         return give
 
@@ -133,7 +135,8 @@ class PaddedSampler(DocumentSampler):
         return sum(one.batches for one in self.groups)
 
     def shuffle(self) -> Callable[[int, int], Chosen]:
-        random = np.random.default_rng(derive_seed(self.seed, self.epoch))
+        epoch = self.epoch
+        random = np.random.default_rng(derive_seed(self.seed, epoch))
         batches: list[tuple[Group, Any]] = []
         for one in self.groups:
             order = random.permutation(self._order[one.start : one.stop])
@@ -142,7 +145,7 @@ class PaddedSampler(DocumentSampler):
 
         def give(update: int, part: int) -> Chosen:
             one, numbers = batches[turns[update]]
-            return Chosen(numbers[part :: self.parts].tolist(), -(-one.rows // self.parts), one.length)
+            return Chosen(numbers[part :: self.parts].tolist(), -(-one.rows // self.parts), one.length, epoch)
 
         return give
 

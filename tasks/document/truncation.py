@@ -36,6 +36,20 @@ def truncate(
     raise ValueError(f"truncation={truncation} is unknown: choose none, head, tail, head_tail or middle")
 
 
+def crop(
+    tokens: npt.NDArray[np.integer[Any]], max_length: int, separator: int | None, random: np.random.Generator
+) -> npt.NDArray[np.integer[Any]]:
+    """`max_length` neighbouring tokens of a document from a random place on: all of a shorter one.
+
+    A document that begins with `separator` still does.
+    """
+    if len(tokens) <= max_length:
+        return tokens
+    begin = int(separator is not None and tokens[0] == separator)
+    start = begin + int(random.integers(len(tokens) - max_length + 1))
+    return np.concatenate([tokens[:begin], tokens[start : start + max_length - begin]])
+
+
 def truncated_length(length: Any, max_length: int | None, truncation: str) -> Any:
     """The tokens that `truncate` leaves of documents with `length` tokens, a number or an array."""
     return length if truncation == "none" or max_length is None else np.minimum(length, max_length)

@@ -36,6 +36,13 @@ def compose_verb(verb: str, *overrides: str) -> DictConfig:
         return compose(verb, list(overrides))
 
 
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the address of a run on several processes: Lightning leaves it in the process that started them."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture(scope="session")
 def tiny_overrides() -> tuple[str, ...]:
     """Overrides of `longseq train` for a training of seconds."""

@@ -75,7 +75,7 @@ def test_a_wrong_command_is_one_line_and_loses_nothing(verb, folder, command_her
 
 @pytest.mark.slow
 def test_as_processes_they_end_with_the_same_line_and_code(folder):
-    quick = [pair for verb in ("none", "train", "evaluate", "predict", "generate") for pair in COMMANDS[verb][::14]]
+    quick = [pair for verb in ("none", "train", "evaluate", "predict", "generate") for pair in COMMANDS[verb][::11]]
     before = contents(folder)
     script = HERE.parent / "support" / "run_apart.py"
     told = "\n".join(command for command, _ in quick)

@@ -152,6 +152,43 @@ def test_truncation_keeps_the_separator() -> None:
     assert truncate(tokens, 2, "none", 256).tolist() == tokens.tolist()
 
 
+@pytest.mark.parametrize("packing", ["packed", "padded"])
+def test_training_reads_other_windows_of_a_document_in_each_epoch(tmp_path: Path, packing: str) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", make_rows())
+    cut: dict[str, Any] = {"max_length": 40, "truncation": "head", "batch_size": 1024}
+    data = open_data(tmp_path, root=str(path), packing=packing, random_crops=True, **cut)
+
+    def windows(epoch: int, made: DocumentData = data) -> dict[int, list[int]]:
+        loader = made.train_dataloader()
+        loader.sampler.set_epoch(epoch)
+        found = {}
+        for inputs, _ in loader:
+            for number, place in zip(inputs.numbers.tolist(), range(len(inputs.numbers)), strict=True):
+                if number >= 0:
+                    row = inputs.tokens[0] if packing == "packed" else inputs.tokens[place]
+                    start = int(inputs.cu_seqlens[place]) if packing == "packed" else 0
+                    found[number] = row[start : start + int(inputs.lengths[place])].tolist()
+        return found
+
+    first, second = windows(0), windows(1)
+    split = data.split("train")
+    whole = split._replace(max_length=None, truncation="none")
+    separator = data.info.separator
+    for number, tokens in first.items():
+        text = whole.read(number).tolist()
+        assert len(tokens) == min(40, len(text))
+        assert tokens[0] == text[0] == separator
+        inside = [text[at : at + 39] for at in range(1, len(text) - 38)] or [text[1:]]
+        assert tokens[1:] in inside
+    both = [number for number in first if number in second]
+    assert sum(first[number] != second[number] for number in both) > len(both) / 2
+    again = open_data(tmp_path, root=str(path), packing=packing, random_crops=True, **cut)
+    assert windows(1, again) == second
+    assert all(split.read(number).tolist() == whole.read(number).tolist()[:40] for number in range(5))
+    with pytest.raises(ValueError, match=r"data\.random_crops=true reads windows .* data\.max_length=NUMBER"):
+        open_data(tmp_path, root=str(path), random_crops=True, batch_size=1024)
+
+
 def test_several_labels_in_lists_in_cells_and_in_columns(tmp_path: Path) -> None:
     rows = [
         {"text": f"document {i} {'x' * i}", "label": [n for n, k in (("a", 2), ("b", 3)) if i % k == 0]}
