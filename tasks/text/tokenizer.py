@@ -16,7 +16,7 @@ from longseq.tokenizer_files import SEPARATORS
 
 Tokens = npt.NDArray[np.integer[Any]]
 
-_INSTALL = 'tokenizer files need the library tokenizers: pip install "longseq[text]"'
+_INSTALL = "tokenizer files need the library tokenizers: pip install tokenizers"
 
 
 class Tokenizer(ABC):
