@@ -185,14 +185,7 @@ def describe_token_model(model: TokenBackbone, tokens: int, device: str = "cpu")
         "mixer": model.mixer_name,
         "direction": model.direction,
         "vocabulary": model.vocab_size,
-        "tokens": tokens,
-        "parameters": _count_parts(model),
-        "weight_decay": _count_decayed(model),
-        "flops": {"forward": model.flops(tokens), "source": "analytic"},
-        "state": _describe_states(model),
-        "operations": _judge_operations(model, device, tokens),
-        "device": device,
-        "devices": find_devices(),
+        **_describe_reading(model, tokens, device),
     }
 
 
@@ -214,6 +207,13 @@ def describe_document_model(
         "pooling": None if is_linear else either.pooling.kind,
         "vocabulary": len(either.inverse_frequency) if is_linear else either.body.vocab_size,
         "classes": model.num_classes,
+        **_describe_reading(model, tokens, device),
+    }
+
+
+def _describe_reading(model: Any, tokens: int, device: str) -> dict[str, Any]:
+    """The facts about a model that depend on the number of tokens it reads, and on the device."""
+    return {
         "tokens": tokens,
         "parameters": _count_parts(model),
         "weight_decay": _count_decayed(model),
