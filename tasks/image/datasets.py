@@ -66,7 +66,8 @@ class Unreadable:
 class TrainingBatches(Dataset[Batch]):
     """SampleIndexes -> a full batch; an unreadable image is replaced by one that the seed of its index determines.
 
-    The batch is empty if too many replacements in a row are unreadable.
+    Repeats of an image stand side by side in a batch: the image is read and decoded once for all of them. The batch is
+    empty if too many replacements in a row are unreadable.
     """
 
     def __init__(self, split: Split, transform: Callable[[Image.Image], Tensor], seed: int) -> None:
@@ -79,9 +80,15 @@ class TrainingBatches(Dataset[Batch]):
         images: list[Tensor] = []
         targets: list[int] = []
         failures: list[Failure] = []
+        sample: tuple[Image.Image, int] | None = None
+        position = -1
         with preserved_random_state():
             for index in indices:
-                sample = self._read(index, failures)
+                if index.position != position or sample is None:
+                    known = len(failures)
+                    sample = self._read(index, failures)
+                    # The repeats of an unreadable image are replaced by different ones.
+                    position = index.position if len(failures) == known else -1
                 if sample is None:
                     return Batch(torch.empty(0), torch.empty(0), failures)
                 seed_everything(derive_seed(self.seed, *index))

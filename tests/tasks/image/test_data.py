@@ -11,7 +11,10 @@ from image_data import image_data
 from PIL import Image
 
 from longseq.tasks.data.place import Place
+from longseq.tasks.data.sampler import SampleIndex
+from longseq.tasks.image import sources
 from longseq.tasks.image.datasets import ImageFiles
+from longseq.tasks.image.decoding import decode
 from longseq.tasks.image.sources import Split, digits, split_off
 
 CLASSES = ("cat", "dog", "emu")
@@ -304,3 +307,17 @@ def test_predicting_nothing_says_so(tmp_path):
 def test_a_split_must_leave_something(fraction):
     with pytest.raises(ValueError, match=f"val_fraction={fraction}"):
         split_off(Split.whole(digits().train.source), fraction, seed=0)
+
+
+def test_the_repeats_of_an_image_share_its_decoding(folder, monkeypatch):
+    augment = {"crop": "random_resized", "hflip": 0.5, "auto_augment": "rand-m9-mstd0.5-inc1", "repeats": 3}
+    module = open_data("folder", folder, augment=augment, batch_size=9)
+    batches = module.train_dataloader().dataset
+    indices = [SampleIndex(position, repeat, 2) for position in (5, 30, 7) for repeat in range(3)]
+    alone = [batches[[index]] for index in indices]
+    read: list[str] = []
+    monkeypatch.setattr(sources, "decode", lambda path: read.append(path) or decode(path))
+    together = batches[indices]
+    assert len(read) == 3
+    assert torch.equal(together.inputs, torch.cat([batch.inputs for batch in alone]))
+    assert together.targets.tolist() == [int(batch.targets) for batch in alone]
