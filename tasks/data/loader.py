@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class BatchLoader(DataLoader[Batch]):
     """Yields (inputs, targets) of a data set that makes whole batches.
 
     `report` is told of the samples of each batch that could not be read; without it there may be none. Workers live as
-    long as the loader.
+    long as the loader. `finish` maps the iterator of the workers' batches to that of finished ones, as `Prefetch` does.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class BatchLoader(DataLoader[Batch]):
         num_workers: int = 0,
         pin_memory: bool = False,
         report: Callable[[list[Failure]], None] | None = None,
+        finish: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
     ) -> None:
         super().__init__(
             dataset,
@@ -49,12 +50,18 @@ class BatchLoader(DataLoader[Batch]):
             generator=torch.Generator(),  # else the loader draws its workers' seed from the global generator
         )
         self._report = report or _refuse
+        self._finish = finish or iter
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:  # type: ignore[override]
         """Start nothing before the first batch is requested: Lightning sets the epoch after it has called iter()."""
-        for inputs, targets, failures in super().__iter__():
-            self._report(failures)
-            yield inputs, targets
+        batches = self._finish(super().__iter__())
+        try:
+            for inputs, targets, failures in batches:
+                self._report(failures)
+                yield inputs, targets
+        finally:
+            if isinstance(batches, Generator):
+                batches.close()  # ends its thread before the workers get an epoch's next batches to make
 
 
 class TrainingLoader(BatchLoader):
@@ -75,10 +82,13 @@ class TrainingLoader(BatchLoader):
         num_workers: int = 0,
         pin_memory: bool = False,
         report: Callable[[list[Failure]], None] | None = None,
+        finish: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
         trained: Callable[[], int] | None = None,
         respread: Callable[[int, int], None] | None = None,
     ) -> None:
-        super().__init__(dataset, sampler, num_workers=num_workers, pin_memory=pin_memory, report=report)
+        super().__init__(
+            dataset, sampler, num_workers=num_workers, pin_memory=pin_memory, report=report, finish=finish
+        )
         self._trained = trained
         self._respread = respread
         self._position = (0, 0)  # epoch, batches that were yielded

@@ -43,6 +43,7 @@ class ImageDataKeys:
     crop_pct: Annotated[float, Range(above=0)] = 1.0
     eval_batch_size: Annotated[int | None, Range(1)] = None
     num_workers: Annotated[int | None, Range(0)] = None
+    decode: Literal["cpu", "gpu", "auto"] = "cpu"  # of runs from before there was a choice
     pin_memory: bool = True
     on_error: Literal["skip", "raise"] = "skip"
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
+from longseq.tasks.data.prefetch import Prefetch
 from longseq.tasks.data.sampler import EvaluationSampler, TrainingSampler
 from longseq.tasks.image.config import ImageDataKeys, ImageKeys
 from longseq.tasks.image.datasets import (
@@ -24,6 +25,13 @@ from longseq.tasks.image.datasets import (
     TrainingBatches,
     Unreadable,
 )
+from longseq.tasks.image.draws import EvaluationDraws, TrainingDraws
+from longseq.tasks.image.encoded import (
+    DeviceTransform,
+    EncodedEvaluationBatches,
+    EncodedTrainingBatches,
+    has_nvjpeg,
+)
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.sources import (
     SOURCES,
@@ -31,6 +39,7 @@ from longseq.tasks.image.sources import (
     Splits,
     classes_at_hand,
     held_out_split,
+    holds_jpegs,
     is_stream,
     open_stream,
     require_readable,
@@ -78,6 +87,10 @@ class ImageDataModule(TaskData):
         self._unreadable = Unreadable(keys.on_error)
         self._info: DataInfo | None = None
         self._splits: Splits | None = None
+        if keys.decode == "gpu":
+            gpu_of(None)
+            if is_stream(keys.source):
+                raise ValueError(f"data.source={keys.source} is a stream, which the CPU decodes: give data.decode=cpu")
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> ImageDataModule:
@@ -101,7 +114,9 @@ class ImageDataModule(TaskData):
     ) -> ImageDataModule:
         if "data" not in config and "source" not in changes:
             raise ValueError("the model does not say where its data lie: give data.source=folder data.root=FOLDER")
-        own = config.get("data") or trained.to_keys()
+        own = dict(config.get("data") or trained.to_keys())
+        if own.get("decode") == "gpu":  # the run's, which another machine need not have
+            own["decode"] = "auto"
         keys = read(ImageDataKeys, {**own, **changes}, "data")
         datamodule = cls(keys, batch_size=batch_size, seed=config.get("seed", 0))
         foreign = keys.source != own.get("source") or _absolute(datamodule.root) != _absolute(own.get("root"))
@@ -244,22 +259,27 @@ class ImageDataModule(TaskData):
         )
 
     def train_dataloader(self) -> TrainingLoader | StreamLoader:
-        transform = training_transform(self.info, self.augmentation)
         if self._splits is None:
+            transform = training_transform(self.info, self.augmentation)
             return self._stream_loader("train", transform, training=True)
+        split = self._splits.train
         sampler = TrainingSampler(
-            len(self._splits.train),
+            len(split),
             self.batch_size,
             seed=self.seed,
             repeats=self.repeats,
             **find_place(self.trainer)._asdict(),
         )
-        return TrainingLoader(
-            TrainingBatches(self._splits.train, transform, self.seed),
-            sampler,
-            **self._loader_options(),
-            **follow(self.trainer),
-        )
+        options = self._loader_options()
+        batches: TrainingBatches
+        if (device := self._decoding_device(split)) is None:
+            batches = TrainingBatches(split, training_transform(self.info, self.augmentation), self.seed)
+        else:
+            draws = self._training_draws()
+            batches = EncodedTrainingBatches(split, draws, self.seed)
+            finish = DeviceTransform(split, self.info, device, seed=self.seed, fill=draws.fill, exact=False)
+            options |= {"pin_memory": False, "finish": Prefetch(finish, device)}
+        return TrainingLoader(batches, sampler, **options, **follow(self.trainer))
 
     def val_dataloader(self) -> BatchLoader:
         return self._evaluation_loader("validation")
@@ -295,7 +315,36 @@ class ImageDataModule(TaskData):
         split: Split = getattr(self._splits, kind)
         rank, world_size, _ = find_place(self.trainer)
         sampler = EvaluationSampler(len(split), self.eval_batch_size, rank=rank, world_size=world_size)
-        return BatchLoader(EvaluationBatches(split, transform, self.info), sampler, **self._loader_options())
+        options = self._loader_options()
+        if (device := self._decoding_device(split)) is None:
+            return BatchLoader(EvaluationBatches(split, transform, self.info), sampler, **options)
+        batches = EncodedEvaluationBatches(split, EvaluationDraws(self.info))
+        options |= {"pin_memory": False, "finish": Prefetch(DeviceTransform(split, self.info, device), device)}
+        return BatchLoader(batches, sampler, **options)
+
+    def _training_draws(self) -> TrainingDraws:
+        try:
+            return TrainingDraws(self.info, self.augmentation)
+        except ValueError as error:
+            raise ValueError(f"data.decode=gpu: {error}; give data.decode=cpu") from error
+
+    def _decoding_device(self, split: Split) -> torch.device | None:
+        """The GPU that decodes and transforms the images of a split; None: the data workers do."""
+        if self.keys.decode == "cpu":
+            return None
+        device: torch.device | None = self.trainer.strategy.root_device if self.trainer else None
+        if self.keys.decode == "gpu":
+            device = gpu_of(device)
+            if device.type == "cuda" and not has_nvjpeg(device):
+                raise ValueError("data.decode=gpu: this torchvision decodes no JPEG on a GPU; give data.decode=cpu")
+            return device
+        if device is None or device.type != "cuda" or not holds_jpegs(split) or not has_nvjpeg(device):
+            return None
+        try:
+            TrainingDraws(self.info, self.augmentation)
+        except ValueError:
+            return None
+        return device
 
     def _stream(self, kind: str, training: bool) -> Any:
         keys = self.keys
@@ -347,6 +396,13 @@ class ImageDataModule(TaskData):
             "pin_memory": self.keys.pin_memory and torch.cuda.is_available(),
             "report": self._unreadable.record,
         }
+
+
+def gpu_of(device: torch.device | None) -> torch.device:
+    """The CUDA device of a run, or the current one without a run. ValueError if there is none."""
+    if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
+        raise ValueError("data.decode=gpu needs a CUDA device: give trainer=gpu where there is one, or data.decode=cpu")
+    return device or torch.device("cuda", torch.cuda.current_device())
 
 
 def _absolute(root: str | None) -> str | None:

@@ -29,7 +29,7 @@ from longseq.tasks.image.transforms import evaluation_transform, normalize
 
 _log = logging.getLogger(__name__)
 
-_REPLACEMENTS = 100
+REPLACEMENTS = 100
 _REPORTED_PATHS = 20
 
 
@@ -72,34 +72,43 @@ class TrainingBatches(Dataset[Batch]):
 
     def __init__(self, split: Split, transform: Callable[[Image.Image], Tensor], seed: int) -> None:
         self.split, self.transform, self.seed = split, transform, seed
+        self.read: Callable[[Split, int], tuple[Any, int] | Failure] = read_or_failure
 
     def __len__(self) -> int:
         return len(self.split)
 
     def __getitem__(self, indices: list[SampleIndex]) -> Batch:
-        images: list[Tensor] = []
-        targets: list[int] = []
         failures: list[Failure] = []
-        sample: tuple[Image.Image, int] | None = None
-        position = -1
         with preserved_random_state():
-            for index in indices:
-                if index.position != position or sample is None:
-                    known = len(failures)
-                    sample = self._read(index, failures)
-                    # The repeats of an unreadable image are replaced by different ones.
-                    position = index.position if len(failures) == known else -1
-                if sample is None:
-                    return Batch(torch.empty(0), torch.empty(0), failures)
-                seed_everything(derive_seed(self.seed, *index))
-                images.append(self.transform(sample[0]))
-                targets.append(sample[1])
-        return Batch(torch.stack(images), torch.tensor(targets), failures)
+            samples = [(self.transform(image), target) for image, target in self.samples(indices, failures)]
+        if len(samples) < len(indices):
+            return Batch(torch.empty(0), torch.empty(0), failures)
+        return Batch(
+            torch.stack([image for image, _ in samples]), torch.tensor([target for _, target in samples]), failures
+        )
 
-    def _read(self, index: SampleIndex, failures: list[Failure]) -> tuple[Image.Image, int] | None:
-        for attempt in range(_REPLACEMENTS):
-            position = derive_seed(self.seed, *index, attempt) % len(self.split) if attempt else index.position
-            result = _read_or_failure(self.split, position)
+    def samples(self, indices: list[SampleIndex], failures: list[Failure]) -> Iterator[tuple[Any, int]]:
+        """Each image with its class, where the generators are seeded for its transform.
+
+        It ends early if too many replacements in a row are unreadable.
+        """
+        sample: tuple[Any, int] | None = None
+        position = -1
+        for index in indices:
+            if index.position != position or sample is None:
+                known = len(failures)
+                sample = self._read(index, failures)
+                # The repeats of an unreadable image are replaced by different ones.
+                position = index.position if len(failures) == known else -1
+            if sample is None:
+                return
+            seed_everything(derive_seed(self.seed, *index))
+            yield sample
+
+    def _read(self, index: SampleIndex, failures: list[Failure]) -> tuple[Any, int] | None:
+        for attempt in range(REPLACEMENTS):
+            position = replace_position(self.seed, index, attempt, len(self.split)) if attempt else index.position
+            result = self.read(self.split, position)
             if not isinstance(result, Failure):
                 return result
             failures.append(result)
@@ -121,7 +130,7 @@ class EvaluationBatches(Dataset[Batch]):
         targets: list[int] = []
         failures: list[Failure] = []
         for position in positions:
-            sample = _read_or_failure(self.split, position)
+            sample = read_or_failure(self.split, position)
             if isinstance(sample, Failure):
                 failures.append(sample)
             else:
@@ -279,7 +288,13 @@ def _stack(images: list[Tensor], shape: tuple[int, int, int]) -> Tensor:
     return torch.stack(images) if images else torch.empty(0, *shape, dtype=torch.uint8)
 
 
-def _read_or_failure(split: Split, position: int) -> tuple[Image.Image, int] | Failure:
+def replace_position(seed: int, index: SampleIndex, attempt: int, count: int) -> int:
+    """The position, among `count`, of the image that takes the place of an unreadable one at this attempt."""
+    return derive_seed(seed, *index, attempt) % count
+
+
+def read_or_failure(split: Split, position: int) -> tuple[Image.Image, int] | Failure:
+    """The decoded image at a position of a split and its class, or why it cannot be read."""
     index = int(split.indices[position])
     try:
         return split.source.read(index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import tarfile
 import zlib
@@ -78,13 +79,33 @@ def decode(file: str | Path | IO[bytes]) -> Image.Image:
         return in_eight_bits(upright(image))
 
 
+def find_jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """The height and width of a JPEG file that any decoder turns into the image of `decode`, up to rounding.
+
+    None for other formats, for CMYK, for colours that are stored as RGB, for an image that EXIF turns, and for a file
+    without an end: these are for `decode`. Raises one of UNREADABLE.
+    """
+    if not data.startswith(b"\xff\xd8") or not data.rstrip(b"\0").endswith(b"\xff\xd9"):
+        return None
+    with Image.open(io.BytesIO(data)) as image:  # reads the head alone
+        if image.format != "JPEG" or image.mode not in ("RGB", "L") or image.info.get("adobe_transform") == 0:
+            return None
+        if "exif" in image.info and _orientation(image) in _TURNS:
+            return None
+        return image.height, image.width
+
+
+def _orientation(image: Image.Image) -> int | None:
+    """The EXIF orientation; None if there is none or the EXIF data is damaged."""
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation)
+    except UNREADABLE:
+        return None
+
+
 def upright(image: Image.Image) -> Image.Image:
     """Rotate and mirror an image by its EXIF orientation; damaged EXIF data is ignored."""
-    try:
-        orientation = image.getexif().get(ExifTags.Base.Orientation)
-    except UNREADABLE:
-        return image
-    turn = _TURNS.get(orientation)  # type: ignore[arg-type]
+    turn = _TURNS.get(_orientation(image))  # type: ignore[arg-type]
     if turn is None:
         return image
     turned = image.transpose(turn)

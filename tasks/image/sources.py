@@ -107,6 +107,10 @@ class FolderSource:
     def read(self, index: int) -> tuple[Image.Image, int]:
         return decode(self.folders.paths[index]), int(self.folders.targets[index])
 
+    def read_file(self, index: int) -> tuple[bytes, int]:
+        """The bytes of the image's file, and its class."""
+        return Path(self.folders.paths[index]).read_bytes(), int(self.folders.targets[index])
+
     def path(self, index: int) -> str:
         return self.folders.paths[index]
 
@@ -130,6 +134,12 @@ class ReaderSource:
         stream, target = self.reader[index]
         with stream:
             return decode(stream), int(target)
+
+    def read_file(self, index: int) -> tuple[bytes, int]:
+        """The bytes of the image's file, and its class."""
+        stream, target = self.reader[index]
+        with stream:
+            return stream.read(), int(target)
 
     def path(self, index: int) -> str:
         name = self.reader.filename(index, absolute=True)
@@ -231,6 +241,15 @@ def split_off(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
             f"data.val_fraction={fraction} of {len(split)} images leaves a split empty: give more images or another one"
         )
     return Split(split.source, split.indices[~taken]), Split(split.source, split.indices[taken])
+
+
+def holds_jpegs(split: Split) -> bool:
+    """True if most images of a split are JPEG files that the source gives as they stand on the disk."""
+    if not hasattr(split.source, "read_file"):
+        return False
+    some = split.indices[:: max(1, len(split) // 1000)]
+    names = [split.source.path(int(index)).lower() for index in some]
+    return sum(name.endswith((".jpg", ".jpeg")) for name in names) > len(names) / 2
 
 
 def require_readable(split: Split, kind: str) -> None:

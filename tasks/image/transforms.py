@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
-from timm.data import create_transform
-from timm.data.auto_augment import AugmentOp, posterize
+from timm.data import auto_augment, create_transform
+from timm.data.auto_augment import AugmentOp
 from timm.data.random_erasing import RandomErasing
 from timm.data.transforms import str_to_interp_mode
 from torch import Tensor
@@ -75,15 +75,29 @@ class PixelErasing:
         self.std = torch.tensor(info.std).view(-1, 1, 1)
 
     def __call__(self, pixels: Tensor) -> Tensor:
+        drawn = self.draw(tuple(pixels.shape))
+        return pixels if drawn is None else torch.where(drawn[0], drawn[1], pixels)
+
+    def draw(self, shape: tuple[int, ...]) -> tuple[Tensor, Tensor] | None:
+        """Where an image of this shape [C, H, W] is erased (bool [H, W]), and by what (uint8 [C, H, W]); None: nowhere."""
         if random.random() >= self.prob:
-            return pixels
-        fill = self.erase(torch.full(pixels.shape, torch.nan))
+            return None
+        fill = self.erase(torch.full(shape, torch.nan))
         erased = (fill * self.std + self.mean).mul_(255).round_().clamp_(0, 255)
-        return torch.where(fill.isnan(), pixels, erased.nan_to_num_().to(torch.uint8))
+        return ~fill[0].isnan(), erased.nan_to_num_().to(torch.uint8)
 
 
-def training_transform(info: DataInfo, augmentation: Augmentation) -> transforms.Compose:
-    """Random transform of a PIL image to uint8 [C, S, S]; it draws from the generators that `seed_everything` seeds."""
+class TrainingSteps(NamedTuple):
+    """The random transforms of a PIL image: to the model's size, then colours, whose mode is `mode`, then erasing."""
+
+    mode: ToMode
+    geometry: list[Any]
+    colour: list[Any]
+    erasing: PixelErasing | None
+
+
+def training_steps(info: DataInfo, augmentation: Augmentation) -> TrainingSteps:
+    """The parts of `training_transform`."""
     crop, colour, _ = create_transform(
         (3, info.img_size, info.img_size),
         is_training=True,
@@ -105,10 +119,15 @@ def training_transform(info: DataInfo, augmentation: Augmentation) -> transforms
     inner = ToMode("RGB") if colour.transforms else _final_mode(info)
     for operation in colour.transforms:
         _allow_zero_bits(operation)
-    steps = [inner, *geometry, *colour.transforms, _final_mode(info), pil_to_tensor]
-    if augmentation.erasing.get("prob", 0):
-        steps.append(PixelErasing(info, **augmentation.erasing))
-    return transforms.Compose(steps)
+    erasing = PixelErasing(info, **augmentation.erasing) if augmentation.erasing.get("prob", 0) else None
+    return TrainingSteps(inner, geometry, colour.transforms, erasing)
+
+
+def training_transform(info: DataInfo, augmentation: Augmentation) -> transforms.Compose:
+    """Random transform of a PIL image to uint8 [C, S, S]; it draws from the generators that `seed_everything` seeds."""
+    mode, geometry, colour, erasing = training_steps(info, augmentation)
+    steps = [mode, *geometry, *colour, _final_mode(info), pil_to_tensor]
+    return transforms.Compose(steps if erasing is None else [*steps, erasing])
 
 
 def evaluation_transform(info: DataInfo) -> transforms.Compose:
@@ -144,18 +163,21 @@ def _crop(info: DataInfo, augmentation: Augmentation) -> list[Any]:
     return [resize, crop]
 
 
+def list_operations(augmentation: Any) -> list[AugmentOp]:
+    """The operations among which timm's RandAugment, AutoAugment or AugMix chooses."""
+    choices = getattr(augmentation, "ops", None) or getattr(augmentation, "policy", [])
+    return [op for choice in choices for op in ([choice] if isinstance(choice, AugmentOp) else choice)]
+
+
+def posterize(image: Image.Image, bits: int, **options: Any) -> Image.Image:
+    """timm's, also for 0 bits, its strongest magnitude: Pillow 13 refuses what older versions turned to black."""
+    return auto_augment.posterize(image, bits, **options) if bits else Image.new(image.mode, image.size)
+
+
 def _allow_zero_bits(operation: Any) -> None:
-    """Let timm's operations posterize to 0 bits, too, which is their strongest magnitude."""
-    choices = getattr(operation, "ops", None) or getattr(operation, "policy", [])
-    for choice in choices:
-        for op in [choice] if isinstance(choice, AugmentOp) else choice:
-            if op.aug_fn is posterize:
-                op.aug_fn = _posterize
-
-
-def _posterize(image: Image.Image, bits: int, **options: Any) -> Image.Image:
-    """Pillow 13 refuses 0 bits, which older versions turned to black."""
-    return posterize(image, bits, **options) if bits else Image.new(image.mode, image.size)
+    for op in list_operations(operation):
+        if op.aug_fn is auto_augment.posterize:
+            op.aug_fn = posterize
 
 
 def _final_mode(info: DataInfo) -> ToMode:

@@ -1,0 +1,89 @@
+"""Work on batches in a thread of the training process, ahead of the step that needs them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longseq.tasks.data.batch import Batch
+
+_AHEAD = 2  # batches that are finished before they are asked for
+
+
+class _Made(NamedTuple):
+    batch: Batch
+    event: torch.cuda.Event | None
+
+
+class _End(NamedTuple):
+    error: BaseException | None
+
+
+class Prefetch:
+    """Maps an iterator of batches to an iterator of `work(batch)`, at most two batches ahead, in their order.
+
+    `work` runs in a thread, on a CUDA device on a stream of its own, which the consumer's stream waits for. Its batches
+    have tensors as inputs and targets. An error in the thread, or in the iterator, is raised where the batch is asked
+    for. A consumer that stops early ends the thread.
+    """
+
+    def __init__(self, work: Callable[[Batch], Batch], device: torch.device) -> None:
+        self.work, self.device = work, device
+
+    def __call__(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        made: queue.SimpleQueue[_Made | _End] = queue.SimpleQueue()
+        places, stopped = threading.Semaphore(_AHEAD), threading.Event()
+        thread = threading.Thread(target=self._produce, args=(batches, made, places, stopped), daemon=True)
+        thread.start()
+        try:
+            while not isinstance(item := made.get(), _End):
+                places.release()
+                yield self._receive(item)
+            if item.error is not None:
+                raise item.error
+        finally:
+            stopped.set()
+            places.release()
+            thread.join()
+
+    def _produce(
+        self,
+        batches: Iterator[Batch],
+        made: queue.SimpleQueue[_Made | _End],
+        places: threading.Semaphore,
+        stopped: threading.Event,
+    ) -> None:
+        on_gpu = self.device.type == "cuda"
+        try:
+            stream = torch.cuda.Stream(self.device) if on_gpu else None
+            with torch.no_grad(), torch.cuda.stream(stream) if on_gpu else nullcontext():
+                while True:
+                    places.acquire()
+                    batch = None if stopped.is_set() else next(batches, None)
+                    if batch is None:
+                        break
+                    finished = self.work(batch)
+                    made.put(_Made(finished, None if stream is None else stream.record_event()))
+            made.put(_End(None))
+        except BaseException as error:
+            made.put(_End(error))
+
+    def _receive(self, item: _Made) -> Batch:
+        if item.event is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(item.event)
+            for value in item.batch[:2]:
+                _keep_for(value, stream)
+        return item.batch
+
+
+def _keep_for(value: Any, stream: torch.cuda.Stream) -> None:
+    """Tell the allocator that a tensor of another stream is in use until this stream is done with it."""
+    if isinstance(value, Tensor) and value.is_cuda:
+        value.record_stream(stream)

@@ -1,0 +1,277 @@
+"""Batches of image files that a device decodes and transforms: workers read the bytes and draw the parameters."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.io import ImageReadMode, decode_jpeg
+from torchvision.transforms.functional import pil_to_tensor
+
+from longseq.tasks.data.batch import Batch, Failure
+from longseq.tasks.data.sampler import SampleIndex
+from longseq.tasks.image.batched import Draws, apply_steps, erase, resize, stack_draws, to_grey
+from longseq.tasks.image.datasets import (
+    REPLACEMENTS,
+    TrainingBatches,
+    preserved_random_state,
+    read_or_failure,
+    replace_position,
+)
+from longseq.tasks.image.decoding import UNREADABLE, decode, find_jpeg_size
+from longseq.tasks.image.draws import Draw, EvaluationDraws, TrainingDraws
+from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.sources import Split, first_line
+
+# Pixels that are decoded at a time: 2**27 of three bytes each are 384 MiB.
+_MOST_PIXELS = 1 << 27
+
+
+class Jpeg(NamedTuple):
+    """A JPEG file as it stands on the disk, for a device to decode."""
+
+    data: bytes
+    size: tuple[int, int]  # height, width
+    position: int  # in the split
+
+
+class EncodedImages(NamedTuple):
+    """A batch before decoding: each file once, whatever the number of its repeats.
+
+    `data` uint8 [N] holds the files, each from its `starts` to the next one's. `file_of` has the file of each sample of
+    `draws.resized`; the other samples, which the worker decoded, are `cropped` uint8 [P, C, S, S], in their order.
+    `indices` are what the sampler gave for the samples (none in an evaluation).
+    """
+
+    data: Tensor
+    starts: list[int]
+    sizes: list[tuple[int, int]]
+    positions: list[int]
+    file_of: list[int]
+    cropped: Tensor
+    draws: Draws
+    indices: list[SampleIndex]
+
+
+def read_encoded(split: Split, position: int) -> tuple[Jpeg | Image.Image, int] | Failure:
+    """A JPEG file with its class, or another image, decoded; or why it cannot be read."""
+    read_file = getattr(split.source, "read_file", None)
+    if read_file is None:
+        return read_or_failure(split, position)
+    index = int(split.indices[position])
+    try:
+        data, target = read_file(index)
+        size = find_jpeg_size(data)
+        return (decode(io.BytesIO(data)) if size is None else Jpeg(data, size, position)), target
+    except UNREADABLE as error:
+        return Failure(split.source.path(index), first_line(error))
+
+
+class EncodedTrainingBatches(TrainingBatches):
+    """`TrainingBatches` that a `DeviceTransform` finishes."""
+
+    def __init__(self, split: Split, draws: TrainingDraws, seed: int) -> None:
+        super().__init__(split, draws.crop, seed)
+        self.draws = draws
+        self.read = read_encoded
+
+    def __getitem__(self, indices: list[SampleIndex]) -> Batch:
+        failures: list[Failure] = []
+        images: list[Jpeg | Image.Image] = []
+        draws: list[Draw] = []
+        targets: list[int] = []
+        with preserved_random_state():
+            for image, target in self.samples(indices, failures):
+                drawn = (image, self.draws(image.size)) if isinstance(image, Jpeg) else self.draws.crop(image)
+                images.append(drawn[0])
+                draws.append(drawn[1])
+                targets.append(target)
+        if len(images) < len(indices):
+            return Batch(torch.empty(0), torch.empty(0), failures)
+        encoded = _pack(images, draws, self.draws.size, self.draws.inner_channels, indices)
+        return Batch(encoded, torch.tensor(targets), failures)
+
+
+class EncodedEvaluationBatches(Dataset[Batch]):
+    """`longseq.tasks.image.datasets.EvaluationBatches` that a `DeviceTransform` finishes."""
+
+    def __init__(self, split: Split, draws: EvaluationDraws) -> None:
+        self.split, self.draws = split, draws
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def __getitem__(self, positions: list[int]) -> Batch:
+        failures: list[Failure] = []
+        images: list[Jpeg | Image.Image] = []
+        draws: list[Draw] = []
+        targets: list[int] = []
+        for position in positions:
+            sample = read_encoded(self.split, position)
+            if isinstance(sample, Failure):
+                failures.append(sample)
+                continue
+            image, target = sample
+            drawn = (image, self.draws(image.size)) if isinstance(image, Jpeg) else self.draws.crop(image)
+            images.append(drawn[0])
+            draws.append(drawn[1])
+            targets.append(target)
+        encoded = _pack(images, draws, self.draws.size, self.draws.inner_channels, [])
+        return Batch(encoded, torch.tensor(targets, dtype=torch.int64), failures)
+
+
+def _pack(
+    images: Sequence[Jpeg | Image.Image],
+    draws: Sequence[Draw],
+    size: int,
+    channels: int,
+    indices: list[SampleIndex],
+) -> EncodedImages:
+    files: dict[int, Jpeg] = {image.position: image for image in images if isinstance(image, Jpeg)}
+    numbers = {position: number for number, position in enumerate(files)}
+    cropped = [pil_to_tensor(image) for image in images if not isinstance(image, Jpeg)]
+    lengths = [len(file.data) for file in files.values()]
+    return EncodedImages(
+        data=torch.from_numpy(np.frombuffer(bytearray().join(file.data for file in files.values()), dtype=np.uint8)),
+        starts=[0, *np.cumsum(lengths).tolist()],
+        sizes=[file.size for file in files.values()],
+        positions=list(files),
+        file_of=[numbers[image.position] for image in images if isinstance(image, Jpeg)],
+        cropped=torch.stack(cropped) if cropped else torch.empty(0, channels, size, size, dtype=torch.uint8),
+        draws=stack_draws(draws, size),
+        indices=indices,
+    )
+
+
+class DeviceTransform:
+    """Decodes and transforms a batch on a device: inputs `EncodedImages` -> uint8 [B, C, S, S] there.
+
+    CUDA devices decode by nvJPEG; what it refuses, and everything on a CPU, Pillow decodes. A file that neither can
+    decode is replaced in training by the image that its index determines, in the size of the file, and is left out of
+    an evaluation. `fill` is the colour of corners in warps. With `exact`, images are resized in full precision.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        info: DataInfo,
+        device: torch.device,
+        *,
+        seed: int = 0,
+        fill: Sequence[int] = (0, 0, 0),
+        exact: bool = True,
+    ) -> None:
+        self.split, self.info, self.device = split, info, device
+        self.seed, self.fill, self.exact = seed, tuple(fill), exact
+
+    def __call__(self, batch: Batch) -> Batch:
+        encoded, targets, failures = batch
+        if not isinstance(encoded, EncodedImages):  # nothing could be read
+            return batch
+        failures, targets = list(failures), targets.clone()
+        draws = encoded.draws
+        count, channels = len(draws.steps), encoded.cropped.shape[1]
+        images = torch.empty(
+            count, channels, self.info.img_size, self.info.img_size, dtype=torch.uint8, device=self.device
+        )
+        given = sorted(set(range(count)) - set(draws.resized))
+        images[given] = encoded.cropped.to(self.device)
+        lost: list[int] = []
+        for group in self._groups(encoded.sizes):
+            decoded = self._decode(encoded, group)
+            for file in group:
+                if decoded[file] is None:
+                    samples = [number for number, of in zip(draws.resized, encoded.file_of, strict=True) if of == file]
+                    decoded[file] = self._replace(encoded, file, samples, targets, failures)
+                    lost += [] if encoded.indices else samples
+            places = [place for place, file in enumerate(encoded.file_of) if file in decoded]
+            images[[draws.resized[place] for place in places]] = resize(
+                [decoded[encoded.file_of[place]] for place in places],  # type: ignore[misc]
+                type(draws.geometries)(*(values[places] for values in draws.geometries)),
+                self.info.img_size,
+                channels=channels,
+                interpolation=self.info.interpolation,
+                exact=self.exact,
+            )
+        apply_steps(images, draws.steps, self.fill)
+        if self.info.in_chans < channels:
+            images = to_grey(images)
+        erase(images, draws)
+        if lost:
+            kept = torch.tensor([number for number in range(count) if number not in lost], dtype=torch.int64)
+            images, targets = images[kept.to(self.device)], targets[kept]
+        return Batch(images, targets.to(self.device), failures)
+
+    def _groups(self, sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
+        """The numbers of the files, in groups that are decoded together."""
+        groups: list[list[int]] = []
+        pixels = 0
+        for file, (height, width) in enumerate(sizes):
+            pixels += height * width
+            if not groups or pixels > _MOST_PIXELS:
+                groups.append([])
+                pixels = height * width
+            groups[-1].append(file)
+        return groups
+
+    def _decode(self, encoded: EncodedImages, files: Sequence[int]) -> dict[int, Tensor | None]:
+        """The images uint8 [3, H, W] of files; None for a file that is no image of the size in its head."""
+        data = [encoded.data[encoded.starts[file] : encoded.starts[file + 1]] for file in files]
+        images = decode_on_gpu(data, self.device) if self.device.type == "cuda" else [None] * len(data)
+        found: dict[int, Tensor | None] = {}
+        for file, bytes_, image in zip(files, data, images, strict=True):
+            if image is None or tuple(image.shape[1:]) != encoded.sizes[file]:
+                image = self._decode_on_host(bytes_, encoded.sizes[file])
+            found[file] = image
+        return found
+
+    def _decode_on_host(self, data: Tensor, size: tuple[int, int]) -> Tensor | None:
+        try:
+            image = decode(io.BytesIO(data.numpy().tobytes())).convert("RGB")
+        except UNREADABLE:
+            return None
+        return pil_to_tensor(image).to(self.device) if (image.height, image.width) == size else None
+
+    def _replace(
+        self, encoded: EncodedImages, file: int, samples: Sequence[int], targets: Tensor, failures: list[Failure]
+    ) -> Tensor:
+        """An image in place of a file that cannot be decoded; its samples get its class."""
+        height, width = encoded.sizes[file]
+        path = self.split.source.path(int(self.split.indices[encoded.positions[file]]))
+        failures.append(Failure(path, "its pixels cannot be decoded"))
+        for attempt in range(1, REPLACEMENTS) if encoded.indices else ():
+            position = replace_position(self.seed, encoded.indices[samples[0]], attempt, len(self.split))
+            sample = read_or_failure(self.split, position)
+            if isinstance(sample, Failure):
+                failures.append(sample)
+                continue
+            targets[list(samples)] = sample[1]
+            # Its parameters were drawn for the size of the file.
+            return pil_to_tensor(sample[0].convert("RGB").resize((width, height))).to(self.device)
+        return torch.zeros(3, height, width, dtype=torch.uint8, device=self.device)
+
+
+def decode_on_gpu(data: Sequence[Tensor], device: torch.device) -> list[Any]:
+    """Decode JPEG files uint8 [N] by nvJPEG to images uint8 [3, H, W]; None for a file that nvJPEG refuses."""
+    # nvJPEG works on a stream of its own, which does not wait until this stream has read the memory that it gets.
+    torch.cuda.current_stream(device).synchronize()
+    try:
+        return list(decode_jpeg(list(data), mode=ImageReadMode.RGB, device=device))
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return [None] if len(data) == 1 else [one for file in data for one in decode_on_gpu([file], device)]
+
+
+def has_nvjpeg(device: torch.device) -> bool:
+    """True if torchvision decodes JPEG files on this device."""
+    stream = io.BytesIO()
+    Image.new("RGB", (16, 16), (200, 100, 50)).save(stream, "JPEG")
+    data = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+    return device.type == "cuda" and decode_on_gpu([data], device)[0] is not None

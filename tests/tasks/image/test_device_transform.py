@@ -1,0 +1,246 @@
+"""Batches that a device decodes and transforms: the pixels of the CPU path, its order, its handling of bad files."""
+
+from __future__ import annotations
+
+import io
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from cases import cases
+from image_data import image_data
+from PIL import Image
+from torchvision.transforms.functional import pil_to_tensor
+
+from longseq.tasks.image import data as image_data_module
+from longseq.tasks.image.batched import apply_steps, erase, resize, stack_draws, to_grey
+from longseq.tasks.image.datasets import seed_everything
+from longseq.tasks.image.draws import EvaluationDraws, TrainingDraws
+from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.transforms import Augmentation, evaluation_transform, training_transform
+
+DEIT = {"crop": "random_resized", "hflip": 0.5, "auto_augment": "rand-m9-mstd0.5-inc1"}
+ERASED = {**DEIT, "erasing": {"prob": 0.5, "mode": "pixel", "count": 2}}
+DEIT3 = {"crop": "padded", "padding_mode": "reflect", "hflip": 0.5, "color_jitter": 0.3, "auto_augment": "3a"}
+STRONG = {"crop": "random_resized", "vflip": 0.5, "auto_augment": "rand-m10-n5-inc1-p1"}
+JITTER = {"crop": "padded", "padding_mode": "constant", "color_jitter": 0.4}
+
+
+def info(img_size=32, in_chans=3, crop_pct=1.0, interpolation="bicubic"):
+    return DataInfo(
+        class_names=["a", "b"],
+        num_classes=2,
+        img_size=img_size,
+        in_chans=in_chans,
+        mean=[0.5, 0.4, 0.3][:in_chans],
+        std=[0.2, 0.3, 0.25][:in_chans],
+        interpolation=interpolation,
+        crop_pct=crop_pct,
+        sizes={},
+    )
+
+
+def picture(number):
+    """A picture of its own size: waves, and noise as a camera has it."""
+    generator = np.random.default_rng(number)
+    height, width = (int(side) for side in generator.integers(30, 120, 2))
+    y, x = np.mgrid[:height, :width]
+    waves = [128 + 90 * np.sin(x / 7 + shift) + 60 * np.cos(y / 5 - shift) for shift in range(3)]
+    pixels = np.stack(waves, -1) + generator.normal(0, 10, (height, width, 3))
+    return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+
+
+PICTURES = [picture(number) for number in range(48)]
+
+
+def batched(draws, about):
+    stacked = stack_draws(draws, about.img_size)
+    coloured = any(stacked.steps) or about.in_chans == 3
+    images = resize(
+        [pil_to_tensor(image) for image in PICTURES],
+        stacked.geometries,
+        about.img_size,
+        channels=3 if coloured else 1,
+        interpolation=about.interpolation,
+        most_values=1 << 18,
+    )
+    apply_steps(images, stacked.steps, [round(255 * value) for value in (about.mean * 3)[:3]])
+    if coloured and about.in_chans == 1:
+        images = to_grey(images)
+    erase(images, stacked)
+    return images
+
+
+@cases(
+    ("options", "about"),
+    [
+        (ERASED, info()),
+        (ERASED, info(in_chans=1)),
+        (DEIT, info(interpolation="bilinear")),
+        (DEIT3, info(48)),
+        (STRONG, info()),
+        (JITTER, info()),
+        (JITTER, info(in_chans=1)),
+        ({"crop": "padded", "padding_mode": "edge", "hflip": 0.5}, info(in_chans=1, interpolation="lanczos")),
+        ({"crop": "center", "auto_augment": "original"}, info(64, crop_pct=1.2, interpolation="bilinear")),
+    ],
+)
+def test_a_batch_has_the_pixels_of_the_single_images(options, about):
+    transform, draw = (make(about, Augmentation(**options)) for make in (training_transform, TrainingDraws))
+    single, draws = [], []
+    for seed, image in enumerate(PICTURES):
+        seed_everything(seed)
+        single.append(transform(image))
+        after = torch.rand(1)
+        seed_everything(seed)
+        draws.append(draw((image.height, image.width)))
+        assert torch.rand(1) == after  # as many numbers were drawn
+    difference = (batched(draws, about).int() - torch.stack(single).int()).abs()
+    assert (difference > 1).float().mean() < 2e-3
+    assert (difference > 0).float().mean() < 0.05  # Pillow resizes rows first in some shapes
+
+
+@cases("interpolation", ["box", "bilinear", "hamming", "bicubic", "lanczos"])
+@cases("crop_pct", [0.5, 0.875, 1.2])
+def test_evaluation_has_the_pixels_of_the_single_images(crop_pct, interpolation):
+    about = info(40, crop_pct=crop_pct, interpolation=interpolation)
+    draw, transform = EvaluationDraws(about), evaluation_transform(about)
+    images = batched([draw((image.height, image.width)) for image in PICTURES], about)
+    difference = (images.int() - torch.stack([transform(image) for image in PICTURES]).int()).abs()
+    assert (difference > 1).float().mean() < 2e-3
+    assert (difference > 0).float().mean() < 0.05
+
+
+def test_what_has_no_batched_form_is_refused():
+    with pytest.raises(ValueError, match="AugMix"):
+        TrainingDraws(info(), Augmentation(auto_augment="augmix-m5-w4-d2"))
+    with pytest.raises(ValueError, match="Rotate with data.interpolation=lanczos"):
+        TrainingDraws(info(interpolation="lanczos"), Augmentation(**DEIT))
+
+
+def encode(image, kind="JPEG", **options):
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+@pytest.fixture
+def on_host(monkeypatch):
+    """Lets the CPU take the place of the GPU: Pillow decodes there."""
+    monkeypatch.setattr(image_data_module, "gpu_of", lambda device: torch.device("cpu"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """JPEG files in two classes, with a PNG, a grey one, a CMYK one, a turned one and one that ends too early."""
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    odd = [
+        ("a.png", encode(PICTURES[0], "PNG")),
+        ("b.jpg", encode(PICTURES[1].convert("L"))),
+        ("c.jpg", encode(PICTURES[2].convert("CMYK"))),
+        ("d.jpg", encode(PICTURES[3], exif=turned)),
+        ("e.jpg", encode(PICTURES[4])[:-200]),
+    ]
+    for split, count in (("train", 12), ("val", 5)):
+        for label in ("one", "two"):
+            place = tmp_path / split / label
+            place.mkdir(parents=True)
+            for number in range(count):
+                (place / f"{number}.jpg").write_bytes(encode(PICTURES[number + 12 * (label == "two")], quality=95))
+            for name, content in odd:
+                (place / name).write_bytes(content)
+    return tmp_path
+
+
+def open_data(root, decode, **options):
+    options = {"img_size": 32, "batch_size": 6, "eval_batch_size": 4} | options
+    module = image_data(name="test", source="folder", root=str(root), decode=decode, **options)
+    module.setup()
+    return module
+
+
+REPEATED = {**ERASED, "repeats": 3}
+
+
+def test_the_batches_of_both_paths_are_the_same(folder, on_host):
+    both = [open_data(folder, decode, augment=REPEATED, seed=5) for decode in ("cpu", "gpu")]
+    for loaders in (
+        [module.train_dataloader() for module in both],
+        [module.val_dataloader() for module in both],
+    ):
+        for (ones, targets), (others, other_targets) in zip(*loaders, strict=True):
+            assert torch.equal(targets, other_targets)
+            assert ones.shape == others.shape
+            assert others.dtype == torch.uint8
+            assert ((ones.int() - others.int()).abs() > 2).float().mean() < 2e-3
+    assert both[0].unreadable == both[1].unreadable
+    assert len(both[0].unreadable) == 4
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_interrupted_epoch_continues_bitwise(folder, on_host, num_workers):
+    def loader():
+        found = open_data(folder, "gpu", augment=REPEATED, num_workers=num_workers).train_dataloader()
+        found.sampler.set_epoch(2)
+        return found
+
+    whole = list(loader())
+    first = loader()
+    done = list(itertools.islice(first, 2))
+    again = loader()
+    again.load_state_dict(first.state_dict())
+    rest = list(again)
+    assert len(done + rest) == len(whole) == 5
+    for one, other in zip(done + rest, whole, strict=True):
+        assert torch.equal(one[0], other[0])
+        assert torch.equal(one[1], other[1])
+
+
+def test_pixels_that_no_decoder_takes_are_replaced_in_training_and_left_out_of_evaluation(folder, on_host):
+    for split in ("train", "val"):
+        path = folder / split / "one" / "3.jpg"
+        content = bytearray(path.read_bytes())
+        scan = content.index(b"\xff\xda")
+        path.write_bytes(content[:scan] + b"\xff\xd9")  # head and end are sound
+    module = open_data(folder, "gpu", augment=REPEATED, batch_size=34)
+    (images, targets), *_ = module.train_dataloader()
+    assert len(images) == len(targets) == 34
+    reference = open_data(folder, "cpu", augment=REPEATED, batch_size=34)
+    assert (next(iter(reference.train_dataloader()))[1] != targets).sum() <= 3
+    evaluated = sum(len(targets) for _, targets in module.val_dataloader())
+    assert evaluated == sum(len(targets) for _, targets in reference.val_dataloader()) == 17
+    assert sorted(module.unreadable) == sorted(reference.unreadable)
+
+
+def test_an_error_in_the_thread_ends_the_loop_and_an_early_end_the_thread(folder, on_host):
+    import threading
+
+    before = threading.active_count()
+    module = open_data(folder, "gpu", on_error="raise")
+    with pytest.raises(ValueError, match="is not readable"):
+        list(module.val_dataloader())
+    batches = iter(open_data(folder, "gpu").val_dataloader())
+    next(batches)
+    batches.close()
+    assert threading.active_count() == before
+
+
+def test_a_gpu_is_needed_to_decode_on_it(folder):
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="data.decode=gpu needs a CUDA device"):
+            open_data(folder, "gpu")
+    assert not next(iter(open_data(folder, "auto").train_dataloader()))[0].is_cuda
+
+
+@pytest.mark.gpu
+def test_nvjpeg_and_pillow_differ_by_a_few_levels(folder):
+    both = [open_data(folder, decode, augment=REPEATED) for decode in ("cpu", "gpu")]
+    for loaders in ([module.train_dataloader() for module in both], [module.val_dataloader() for module in both]):
+        for (ones, targets), (others, other_targets) in zip(*loaders, strict=True):
+            assert others.is_cuda
+            assert torch.equal(targets, other_targets.cpu())
+            difference = (ones.int() - others.cpu().int()).abs().float()
+            assert difference.mean() < 3
+    assert both[0].unreadable == both[1].unreadable
