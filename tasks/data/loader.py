@@ -86,9 +86,7 @@ class TrainingLoader(BatchLoader):
         trained: Callable[[], int] | None = None,
         respread: Callable[[int, int], None] | None = None,
     ) -> None:
-        super().__init__(
-            dataset, sampler, num_workers=num_workers, pin_memory=pin_memory, report=report, finish=finish
-        )
+        super().__init__(dataset, sampler, num_workers=num_workers, pin_memory=pin_memory, report=report, finish=finish)
         self._trained = trained
         self._respread = respread
         self._position = (0, 0)  # epoch, batches that were yielded

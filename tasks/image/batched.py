@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -104,7 +104,8 @@ def resize(
         _, _, height, width = _largest(boxes[number] for number in chunk)
         block = torch.zeros(len(chunk), height, 3, width, dtype=dtype, device=device)
         cut = [_cut(images[number], boxes[number]).permute(1, 0, 2) for number in chunk]
-        torch._foreach_copy_([one[: part.shape[0], :, : part.shape[2]] for one, part in zip(block, cut)], cut)
+        places = [one[: part.shape[0], :, : part.shape[2]] for one, part in zip(block, cut, strict=True)]
+        torch._foreach_copy_(places, cut)
         if channels == 1:
             block = _grey(block, 2)
         of_chunk = Geometries(*(values[chunk] for values in geometries))
@@ -152,9 +153,9 @@ def erase(images: Tensor, draws: Draws) -> None:
         images[numbers] = chosen.masked_scatter_(where, draws.values.to(images.device))
 
 
-def _largest(boxes: object) -> list[int]:
-    """The largest of each number of the boxes; heights and widths are rounded up to multiples of 8, for tensor cores."""
-    return [-(-max(column) // 8) * 8 for column in zip(*boxes, strict=True)]  # type: ignore[call-overload]
+def _largest(boxes: Iterable[list[int]]) -> list[int]:
+    """The largest of each number of the boxes, rounded up to a multiple of 8, as tensor cores want matrices."""
+    return [-(-max(column) // 8) * 8 for column in zip(*boxes, strict=True)]
 
 
 def _cut(image: Tensor, box: Sequence[int]) -> Tensor:
@@ -187,7 +188,9 @@ def _weighted(pixels: Tensor, weights: Tensor) -> Tensor:
     return torch.baddbmm(pixels @ coarse, pixels, weights - coarse)
 
 
-def _weights(box: Tensor, resized: Tensor, picked: Tensor, length: int, interpolation: str, device: torch.device) -> Tensor:
+def _weights(
+    box: Tensor, resized: Tensor, picked: Tensor, length: int, interpolation: str, device: torch.device
+) -> Tensor:
     """The weights [n, S, length] by which each picked place of one axis sums its box (Pillow's Resample.c).
 
     `box` and `resized` [n] are lengths before and after resizing, `picked` [n, S] the places of the resized axis, or -1

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,6 +98,8 @@ class ImageDataModule(TaskData):
         ImageKeys().check(config)
         augment = config["recipe"]["augment"]
         keys = read(ImageDataKeys, config["data"], "data")
+        if keys.decode == "gpu" and (config.get("trainer") or {}).get("accelerator") == "cpu":
+            gpu_of(torch.device("cpu"))
         datamodule = cls(keys, batch_size=batch_size, seed=config["seed"], augment=augment)
         datamodule.prepare_data()
         datamodule.setup()
@@ -278,7 +281,7 @@ class ImageDataModule(TaskData):
             draws = self._training_draws()
             batches = EncodedTrainingBatches(split, draws, self.seed)
             finish = DeviceTransform(split, self.info, device, seed=self.seed, fill=draws.fill, exact=False)
-            options |= {"pin_memory": False, "finish": Prefetch(finish, device)}
+            options |= _finishing(finish, options["num_workers"])
         return TrainingLoader(batches, sampler, **options, **follow(self.trainer))
 
     def val_dataloader(self) -> BatchLoader:
@@ -319,7 +322,7 @@ class ImageDataModule(TaskData):
         if (device := self._decoding_device(split)) is None:
             return BatchLoader(EvaluationBatches(split, transform, self.info), sampler, **options)
         batches = EncodedEvaluationBatches(split, EvaluationDraws(self.info))
-        options |= {"pin_memory": False, "finish": Prefetch(DeviceTransform(split, self.info, device), device)}
+        options |= _finishing(DeviceTransform(split, self.info, device), options["num_workers"])
         return BatchLoader(batches, sampler, **options)
 
     def _training_draws(self) -> TrainingDraws:
@@ -396,6 +399,13 @@ class ImageDataModule(TaskData):
             "pin_memory": self.keys.pin_memory and torch.cuda.is_available(),
             "report": self._unreadable.record,
         }
+
+
+def _finishing(transform: DeviceTransform, workers: int) -> dict[str, Any]:
+    """The options of a loader whose batches a device finishes."""
+    # Without workers, the loader's own code draws from the global generators: it must stay in the training thread.
+    finish = Prefetch(transform, transform.device) if workers else partial(map, transform)
+    return {"pin_memory": False, "finish": finish}
 
 
 def gpu_of(device: torch.device | None) -> torch.device:

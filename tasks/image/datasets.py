@@ -70,7 +70,7 @@ class TrainingBatches(Dataset[Batch]):
     empty if too many replacements in a row are unreadable.
     """
 
-    def __init__(self, split: Split, transform: Callable[[Image.Image], Tensor], seed: int) -> None:
+    def __init__(self, split: Split, transform: Callable[[Image.Image], Any], seed: int) -> None:
         self.split, self.transform, self.seed = split, transform, seed
         self.read: Callable[[Split, int], tuple[Any, int] | Failure] = read_or_failure
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,7 +42,7 @@ _ALONE = (
     *(auto_augment.auto_contrast, auto_augment.equalize, auto_augment.desaturate),
     *(auto_augment.gaussian_blur, auto_augment.gaussian_blur_rand),
 )
-_SHEARS_AND_SHIFTS = {
+_SHEARS_AND_SHIFTS: dict[Any, Callable[[int, float], tuple[float, ...]]] = {
     auto_augment.shear_x: lambda size, factor: (1, factor, 0, 0, 1, 0),
     auto_augment.shear_y: lambda size, factor: (1, 0, 0, factor, 1, 0),
     auto_augment.translate_x_abs: lambda size, pixels: (1, 0, pixels, 0, 1, 0),
@@ -173,7 +174,7 @@ class _ColourDraws:
         if isinstance(operation, (auto_augment.RandAugment, auto_augment.AutoAugment)):
             for one in list_operations(operation):
                 _require_batched_form(one)
-                one.aug_fn = _Note(one.aug_fn, size)
+                one.aug_fn = _Note(one.aug_fn, size)  # type: ignore[assignment]
         elif not isinstance(operation, transforms.ColorJitter) or operation.hue is not None:
             raise ValueError(f"{type(operation).__name__} has no batched form")
 
@@ -220,7 +221,7 @@ def _step(function: Any, size: int, *values: Any, **options: Any) -> Step | None
     if function is auto_augment.gaussian_blur:
         return Step("blur", (float(values[0]),)) if values[0] else None
     if function is auto_augment.gaussian_blur_rand:
-        return Step("blur", (random.uniform(0.1, 2.0 * values[0]),))  # noqa: S311 - as timm draws it
+        return Step("blur", (random.uniform(0.1, 2.0 * values[0]),))
     resample: Any = options["resample"]
     if isinstance(resample, (list, tuple)):
         resample = random.choice(resample)

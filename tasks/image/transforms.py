@@ -79,7 +79,7 @@ class PixelErasing:
         return pixels if drawn is None else torch.where(drawn[0], drawn[1], pixels)
 
     def draw(self, shape: tuple[int, ...]) -> tuple[Tensor, Tensor] | None:
-        """Where an image of this shape [C, H, W] is erased (bool [H, W]), and by what (uint8 [C, H, W]); None: nowhere."""
+        """Where an image of this shape [C, H, W] is erased, bool [H, W], and by what, uint8 [C, H, W]; or None."""
         if random.random() >= self.prob:
             return None
         fill = self.erase(torch.full(shape, torch.nan))

