@@ -74,6 +74,11 @@ VERBS = {
         "speed and memory of image and language models beside attention",
         "longseq benchmark models image.mixers=[longhorn] text=null",
     ),
+    "benchmark files": Verb(
+        "longseq.tools.benchmark.files",
+        "speed of training from JPEG files, and of each part of it",
+        "longseq benchmark files seconds=8",
+    ),
     "benchmark tune": Verb(
         "longseq.tools.benchmark.tune",
         "find the best launches of Triton kernels on this GPU",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -176,37 +176,54 @@ class DeviceTransform:
             return batch
         failures, targets = list(failures), targets.clone()
         draws = encoded.draws
-        count, channels = len(draws.steps), encoded.cropped.shape[1]
-        images = torch.empty(
-            count, channels, self.info.img_size, self.info.img_size, dtype=torch.uint8, device=self.device
-        )
-        given = sorted(set(range(count)) - set(draws.resized))
-        images[given] = encoded.cropped.to(self.device)
         lost: list[int] = []
+        images = self._empty(len(draws.steps), encoded)
         for group in self._groups(encoded.sizes):
-            decoded = self._decode(encoded, group)
-            for file in group:
-                if decoded[file] is None:
-                    samples = [number for number, of in zip(draws.resized, encoded.file_of, strict=True) if of == file]
-                    decoded[file] = self._replace(encoded, file, samples, targets, failures)
-                    lost += [] if encoded.indices else samples
-            places = [place for place, file in enumerate(encoded.file_of) if file in decoded]
-            images[[draws.resized[place] for place in places]] = resize(
-                [decoded[encoded.file_of[place]] for place in places],  # type: ignore[misc]
-                type(draws.geometries)(*(values[places] for values in draws.geometries)),
-                self.info.img_size,
-                channels=channels,
-                interpolation=self.info.interpolation,
-                exact=self.exact,
-            )
+            decoded = self.decode(encoded, group)
+            for file in (file for file, image in decoded.items() if image is None):
+                samples = [number for number, of in zip(draws.resized, encoded.file_of, strict=True) if of == file]
+                decoded[file] = self._replace(encoded, file, samples, targets, failures)
+                lost += [] if encoded.indices else samples
+            self._crop(encoded, decoded, images)
+        self._place_cropped(encoded, images)
         apply_steps(images, draws.steps, self.fill)
-        if self.info.in_chans < channels:
+        if self.info.in_chans < images.shape[1]:
             images = to_grey(images)
         erase(images, draws)
         if lost:
-            kept = torch.tensor([number for number in range(count) if number not in lost], dtype=torch.int64)
+            kept = torch.tensor([number for number in range(len(images)) if number not in lost], dtype=torch.int64)
             images, targets = images[kept.to(self.device)], targets[kept]
         return Batch(images, targets.to(self.device), failures)
+
+    def crop(self, encoded: EncodedImages, decoded: Mapping[int, Tensor | None]) -> Tensor:
+        """The images uint8 [B, C, S, S] of a batch after crop and flips, from all of its decoded files."""
+        images = self._empty(len(encoded.draws.steps), encoded)
+        self._crop(encoded, decoded, images)
+        self._place_cropped(encoded, images)
+        return images
+
+    def _empty(self, count: int, encoded: EncodedImages) -> Tensor:
+        size = self.info.img_size
+        return torch.empty(count, encoded.cropped.shape[1], size, size, dtype=torch.uint8, device=self.device)
+
+    def _crop(self, encoded: EncodedImages, decoded: Mapping[int, Tensor | None], images: Tensor) -> None:
+        """Crop the samples of these files into their places among the images of the batch."""
+        geometries = encoded.draws.geometries
+        places = [place for place, file in enumerate(encoded.file_of) if file in decoded]
+        images[[encoded.draws.resized[place] for place in places]] = resize(
+            [decoded[encoded.file_of[place]] for place in places],  # type: ignore[misc]
+            type(geometries)(*(values[places] for values in geometries)),
+            self.info.img_size,
+            channels=images.shape[1],
+            interpolation=self.info.interpolation,
+            exact=self.exact,
+        )
+
+    def _place_cropped(self, encoded: EncodedImages, images: Tensor) -> None:
+        """Put the images that the worker cropped into their places."""
+        if len(encoded.cropped):
+            given = sorted(set(range(len(images))) - set(encoded.draws.resized))
+            images[given] = encoded.cropped.to(self.device)
 
     def _groups(self, sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
         """The numbers of the files, in groups that are decoded together."""
@@ -220,8 +237,8 @@ class DeviceTransform:
             groups[-1].append(file)
         return groups
 
-    def _decode(self, encoded: EncodedImages, files: Sequence[int]) -> dict[int, Tensor | None]:
-        """The images uint8 [3, H, W] of files; None for a file that is no image of the size in its head."""
+    def decode(self, encoded: EncodedImages, files: Sequence[int]) -> dict[int, Tensor | None]:
+        """The images uint8 [3, H, W] of files of a batch; None for a file that is no image of the size in its head."""
         data = [encoded.data[encoded.starts[file] : encoded.starts[file + 1]] for file in files]
         images = decode_on_gpu(data, self.device) if self.device.type == "cuda" else [None] * len(data)
         found: dict[int, Tensor | None] = {}
