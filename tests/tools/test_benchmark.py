@@ -801,33 +801,13 @@ def test_files_measures_each_part_of_training_from_them(tmp_path, monkeypatch):
     for module in (data, files):
         monkeypatch.setattr(module, "gpu_of", lambda device: CPU)  # the CPU takes the place of the GPU
     monkeypatch.setattr(files, "COPIES", 400)
-    result = run(
-        files,
-        "files",
-        *(
-            "pictures=20",
-            "picture_size=[24,32]",
-            "img_size=16",
-            "batch=4",
-            "num_workers=0",
-            "repeats=[3]",
-            "device=cpu",
-        ),
-        *("models=[longseq_vit_tiny_patch16_224]", "mixers=[attention]", "seconds=0.02", f"output={tmp_path}/f.json"),
-    )
+    small = ["device=cpu", "pictures=20", "picture_size=[24,32]", "img_size=16", "batch=4", "num_workers=0"]
+    small += ["models=[longseq_vit_tiny_patch16_224]", "mixers=[attention]", "seconds=0.02", "repeats=[3]"]
+    result = run(files, "files", *small, "decodes=[gpu]", f"output={tmp_path}/f.json")
     parts = [(row["part"], row.get("decode")) for row in result["rows"]]
     assert parts == [("step", None), *((part, "gpu") for part in ("read", "decode", "augment", "loader", "whole"))]
     assert all(row["images_per_s"] > 0 for row in result["rows"])
     assert all(row["of_step"] > 0 for row in result["rows"] if row["part"] == "whole")
     assert "32 x 24" in (tmp_path / "f.md").read_text()
-    late = run(
-        files,
-        "files",
-        "budget=0.001",
-        "decodes=[cpu]",
-        "pictures=20",
-        "picture_size=[24,32]",
-        "batch=4",
-        f"output={tmp_path}/g.json",
-    )
+    late = run(files, "files", *small, "budget=0.001", f"output={tmp_path}/g.json")
     assert {row["failure"] for row in late["rows"]} == {"no time left in the budget"}
