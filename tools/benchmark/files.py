@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import longseq  # noqa: F401  registers the image models
+from longseq import mixers
+from longseq.mixers.pattern import options_by_name
 from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.image.batched import apply_steps, erase
 from longseq.tasks.image.config import ImageAugmentKeys, ImageDataKeys
@@ -81,6 +83,7 @@ def run(cfg: DictConfig) -> Row:
     device = find_device(keys.device)
     if "gpu" in keys.decodes:
         gpu_of(device)
+    check_models(keys)
     check_output(keys.output)
     end = time.perf_counter() + keys.budget
     rows: list[Row] = []
@@ -97,6 +100,16 @@ def run(cfg: DictConfig) -> Row:
             write_result(result, keys.output)  # after every row: an interruption loses no other row
     Console().print(to_markdown(result), markup=False, highlight=False, soft_wrap=True)
     return result
+
+
+def check_models(keys: FilesKeys) -> None:
+    """Raise ValueError for a model or a mixer that does not exist."""
+    for name in keys.models:
+        if not timm.is_model(name):
+            raise ValueError(f"models has {name!r}, which timm.create_model does not know: see timm.list_models()")
+    for pattern in keys.mixers:
+        for name in options_by_name(pattern, None):
+            mixers.get(name)
 
 
 def _guard(head: Row, measure: Callable[[], Row], has_time: bool) -> Row:
