@@ -16,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("LONGSEQ_SELF_TEST", "0")
 
 import emulation
+import forked  # noqa: F401  (notes the filters of warnings before pytest changes them)
 import pytest
 import torch
 import tracing
