@@ -1,12 +1,14 @@
 """`longseq` in a process of its own that is a fork of this one, which has imported already what the command imports.
 
-The imports of a new process take six seconds of a processor. A fork gets its own arguments, environment, folder, output
-and group of processes, and it has forgotten what pytest changes: it is a program to whoever starts it and reads of it.
-Further processes of a run, which Lightning starts, are forks as well. Tests of the program's start do not use this.
+The imports of a new process take six seconds of a processor. A fork has its own arguments, environment, folder and
+output, and it has forgotten what pytest changes: to those who start it and read from it, it is a program. The other
+processes of a run on several devices, which Lightning starts, are forks as well. What a new process does until it has
+its arguments has tests of its own.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import subprocess
@@ -17,7 +19,10 @@ import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import pytest
 
 SCRIPT = Path(sys.executable).with_name("longseq")
 
@@ -26,24 +31,40 @@ _FILTERS = list(warnings.filters)
 _SHOW_WARNING = warnings._showwarnmsg_impl  # type: ignore[attr-defined]
 
 
+def run_longseq() -> int:
+    """Run `longseq` with the arguments of this process; the exit code."""
+    from longseq.tools import cli
+
+    return cli.main()
+
+
 def start_fork(
-    arguments: Sequence[str],
+    arguments: Sequence[str | Path],
     folder: Path,
     *,
     environment: Mapping[str, str] | None = None,
-    patch: Callable[[], None] = lambda: None,
+    run: Callable[[], int | None] = run_longseq,
     **options: Any,
 ) -> subprocess.Popen[str]:
-    """Start `longseq ARGUMENTS` in a folder, after a call of `patch` there.
+    """Start `longseq ARGUMENTS`, or another function that returns an exit code, in a folder.
 
     `options` are those of `Popen`; without any the output can be read as text.
     """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [str(SCRIPT), *arguments]
-    return _fork(command, os.environ if environment is None else environment, patch, cwd=folder, **(pipes | options))
+    command = [str(SCRIPT), *map(str, arguments)]
+    return _fork(command, os.environ if environment is None else environment, run, cwd=folder, **(pipes | options))
 
 
-def _fork(command: list[str], environment: Mapping[str, str], patch: Callable[[], None], **options: Any) -> Any:
+def start_others_as_forks(patch: pytest.MonkeyPatch, module: ModuleType) -> None:
+    """Let a module that starts `python PROGRAM ARGUMENTS`, where the program is `longseq`, start a fork instead."""
+
+    def popen(command: Sequence[Any], *, env: Mapping[str, str], **options: Any) -> Any:
+        return _fork([str(word) for word in command[1:]], env, run_longseq, **options)
+
+    patch.setattr(module, "subprocess", types.SimpleNamespace(**{**vars(subprocess), "Popen": popen}))
+
+
+def _fork(command: list[str], environment: Mapping[str, str], run: Callable[[], int | None], **options: Any) -> Any:
     environment = dict(environment)
 
     def become_program() -> None:
@@ -52,8 +73,9 @@ def _fork(command: list[str], environment: Mapping[str, str], patch: Callable[[]
         code = 1
         try:
             _forget_tests(command, environment)
-            patch()
-            code = _run()
+            code = run() or 0
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -62,15 +84,6 @@ def _fork(command: list[str], environment: Mapping[str, str], patch: Callable[[]
             os._exit(code)
 
     return subprocess.Popen(command, preexec_fn=become_program, **options)
-
-
-def _run() -> int:
-    from longseq.tools import cli
-
-    try:
-        return cli.main()
-    except SystemExit as leaving:
-        return int(leaving.code or 0)
 
 
 def _forget_tests(command: list[str], environment: Mapping[str, str]) -> None:
@@ -82,9 +95,10 @@ def _forget_tests(command: list[str], environment: Mapping[str, str]) -> None:
     sys.modules["__main__"] = types.ModuleType("__main__")  # Lightning asks it how the program was started
     os.environ.clear()
     os.environ.update(environment)
-    sys.stdin = open(os.devnull)
-    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)
-    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)))
+    errors = io.BufferedWriter(io.FileIO(2, "w", closefd=False))
+    sys.stderr = sys.__stderr__ = io.TextIOWrapper(errors, line_buffering=True)
     logging.root.handlers.clear()
     for logger in list(logging.root.manager.loggerDict.values()):
         for handler in getattr(logger, "handlers", ()):
@@ -95,9 +109,4 @@ def _forget_tests(command: list[str], environment: Mapping[str, str]) -> None:
     warnings._filters_mutated()  # type: ignore[attr-defined]
     sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
     GlobalHydra.instance().clear()
-    subprocess_script.subprocess = types.SimpleNamespace(Popen=_fork_of_lightning)
-
-
-def _fork_of_lightning(command: Sequence[Any], env: Mapping[str, str], cwd: str | None) -> Any:
-    """The process of another device: `command` is Python, the program and its arguments."""
-    return _fork([str(word) for word in command[1:]], env, lambda: None, cwd=cwd)
+    start_others_as_forks(pytest.MonkeyPatch(), subprocess_script)

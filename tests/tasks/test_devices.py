@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import subprocess
 
 import noted_samples
 import pytest
-from forked import start_fork
+from forked import run_longseq, start_fork
 
 from longseq.tasks import train
 from longseq.tasks.data.sampler import TrainingSampler
 
 SAMPLES, BATCH = 1295, 64  # of digits; what a run of the fixture `tiny` trains on in an update
 UPDATES = SAMPLES // BATCH
+
+
+def train_and_note():
+    noted_samples.patch(setattr)
+    return run_longseq()
 
 
 @pytest.fixture
@@ -26,7 +30,7 @@ def run(tmp_path, monkeypatch, command_here):
         monkeypatch.setenv("STOP_AFTER", str(stop_after))
         words = ("train", *words, "resume=true")
         if "trainer=ddp_sim" in words:
-            process = start_fork(words, tmp_path, patch=functools.partial(noted_samples.patch, setattr))
+            process = start_fork(words, tmp_path, run=train_and_note)
             output, errors = process.communicate()
             done = subprocess.CompletedProcess(process.args, process.returncode, output, errors)
         else:

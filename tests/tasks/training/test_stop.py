@@ -74,9 +74,7 @@ def leave_nothing():
     ],
     ids=["first-of-two", "group-with-workers", "group-of-two-with-workers"],
 )
-def test_sigterm_saves_says_one_line_and_leaves_with_143(
-    whole_group, options, tmp_path, tiny_overrides, leave_nothing
-):
+def test_sigterm_saves_says_one_line_and_leaves_with_143(whole_group, options, tmp_path, tiny_overrides, leave_nothing):
     process = launch(tmp_path, *tiny_overrides, *LONG, *options)
     leave_nothing.append(process)
     last = wait_for_checkpoint(tmp_path, process)
