@@ -134,8 +134,10 @@ def _open(config: Config) -> tuple[dict[str, Any], TaskData, str | None]:
 
 def _build_module(config: Config, datamodule: TaskData, initialized: bool) -> TrainedModule:
     task, config = registry.of(config), dict(config)
-    model = task.model.build(config, datamodule.info)
-    if initialized and config["init"] is not None:
+    model = task.model.build(config if initialized else task.model.untrained(config), datamodule.info)
+    if initialized and config["init"] is not None and task.model.is_weights(config["init"]):
+        task.model.start_from_weights(model, config, datamodule.info)
+    elif initialized and config["init"] is not None:
         taken = (config["task"]["name"], *task.model.starts_from)
         task.model.start_from(model, checkpoints.load(config["init"], key="init", tasks=taken), datamodule.info)
     freeze(model, config["recipe"].get("freeze"))

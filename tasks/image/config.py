@@ -152,5 +152,10 @@ class ImageKeys(TaskKeys):
                 "model.pretrained=true"
             )
 
+        if config.get("init") is not None and config["model"].get("pretrained"):
+            raise ValueError(
+                f"init={config['init']} and model.pretrained=true both give the first weights: leave one out"
+            )
+
     def choose(self, config: Mapping[str, Any], info: DataInfo | None, parts: int) -> Choice:
         return choose_recipe(config, info, parts)

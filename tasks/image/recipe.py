@@ -1,9 +1,10 @@
 """The recipe that `recipe=auto` chooses by the number of images, their size, and whether the weights are trained.
 
-Its ends are recipes that were used: those of the digits (1,295 images, batch 32) and of CIFAR-10 (45,000 images, batch 256,
-100 epochs, light augmentation), and from 200,000 images on Vim's for ImageNet-1k (batch 1,024, 300 epochs, Mixup). The
-batch of all three is the power of two nearest to the root of the number of images. Trained weights are tuned with rates by
-layer and drop path as in MAE (He et al. 2022, arXiv:2111.06377, table 9); the rate goes with the root of the batch.
+Its ends are recipes that were used: those of the digits (1,295 images, batch 32) and of CIFAR-10 (45,000 images, batch
+256, 100 epochs, light augmentation), and from 200,000 images on Vim's for ImageNet-1k (batch 1,024, 300 epochs, Mixup).
+The batch of all three is the power of two nearest to the root of the number of images. Trained weights are tuned with
+rates by layer and drop path as in MAE (He et al. 2022, arXiv:2111.06377, table 9); the rate goes with the root of the
+batch.
 """
 
 from __future__ import annotations
