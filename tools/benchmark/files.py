@@ -150,9 +150,9 @@ def draw_picture(seed: int, size: tuple[int, int]) -> bytes:
         centre, radius = generator.uniform(0, 1, 2), generator.uniform(0.03, 0.3)
         inside = np.hypot(x - centre[0], (y - centre[1]) * generator.uniform(0.5, 2)) < radius
         pixels[inside] = 0.5 * pixels[inside] + 0.5 * generator.uniform(0, 1, 3)
-    texture = np.fft.rfft2(generator.normal(size=size))
+    spectrum = np.fft.rfft2(generator.normal(size=size))
     frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width))
-    texture = np.fft.irfft2(texture / np.maximum(frequency, 1 / max(size)), s=size)
+    texture = np.fft.irfft2(spectrum / np.maximum(frequency, 1 / max(size)), s=size)
     pixels += (0.12 / texture.std() * texture[..., None]).astype(np.float32)
     pixels += generator.normal(0, 0.01, pixels.shape).astype(np.float32)
     stream = io.BytesIO()
@@ -239,7 +239,7 @@ class Bench:
 
     def make_step(self, head: Mapping[str, str]) -> Callable[[Tensor, Tensor], None]:
         """A training step on pixels uint8 [B, 3, S, S] and targets of the device."""
-        options = {"mixer": head["mixer"]} if "mixer" in head else {}
+        options: Row = {"mixer": head["mixer"]} if "mixer" in head else {}
         torch.manual_seed(0)
         model: nn.Module = timm.create_model(
             head["model"], num_classes=1000, img_size=self.keys.img_size, **options
@@ -289,7 +289,11 @@ class Bench:
             apply_steps(chosen, encoded.draws.steps, draws.fill)
             erase(chosen, encoded.draws)
 
-        whole = self._rate_alone(lambda: (transform.crop(encoded, decoded), colour()))
+        def both() -> None:
+            transform.crop(encoded, decoded)
+            colour()
+
+        whole = self._rate_alone(both)
         crop = self._rate_alone(lambda: transform.crop(encoded, decoded))
         return {**whole, "crop_per_s": crop["images_per_s"], "colour_per_s": self._rate_alone(colour)["images_per_s"]}
 
