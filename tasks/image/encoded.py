@@ -243,7 +243,7 @@ class DeviceTransform:
         images = decode_on_gpu(data, self.device) if self.device.type == "cuda" else [None] * len(data)
         found: dict[int, Tensor | None] = {}
         for file, bytes_, image in zip(files, data, images, strict=True):
-            if image is None or tuple(image.shape[1:]) != encoded.sizes[file]:
+            if image is None or tuple(image.shape) != (3, *encoded.sizes[file]):
                 image = self._decode_on_host(bytes_, encoded.sizes[file])
             found[file] = image
         return found
