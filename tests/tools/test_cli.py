@@ -106,7 +106,7 @@ def test_every_verb_has_its_command(verb):
 # A few; test_mistakes.py has hundreds.
 MISTAKES = [
     ("learn", "unknown verb 'learn': the verbs are train, evaluate"),
-    ("benchmark ops=[delta_rule]", "`longseq benchmark` is followed by one of kernels, models, tune, compile"),
+    ("benchmark ops=[delta_rule]", "`longseq benchmark` is followed by one of kernels, models, files, tune, compile"),
     ("train mixer=longhorn+gsa", "names several mixers: give mixer=hybrid mixer.name=longhorn+gsa"),
     ("train mixer=longhron", "mixer=longhron is unknown: did you mean mixer=longhorn? the options of mixer are abc, "),
     ("train --epochs 5", "--epochs is no flag: write recipe.epochs=5"),
