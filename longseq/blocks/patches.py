@@ -156,4 +156,5 @@ class PatchEmbed(layers.PatchEmbed):
 
 def _steps(size: int, patch: int, stride: int) -> int:
     """Count the steps from the first patch to the one that ends at the border of `size` pixels, or behind it."""
-    return -((patch - size) // stride)
+    # Exported files divide towards zero, and Python towards less: the numbers here are not negative.
+    return (size - patch + stride - 1) // stride

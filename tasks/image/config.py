@@ -93,8 +93,13 @@ class LongseqModelOptions(ModelOptions):
     direction: Literal["bidirectional", "forward", "cross", "alternating"] | None = None
     merge: Literal["sum", "mean"] | None = None
     class_token: Literal["middle", "first", "none"] | None = None
-    global_pool: Literal["token", "avg"] | None = None
+    reg_tokens: Annotated[int | None, Range(0)] = None
+    global_pool: Literal["token", "avg", "max", "avgmax", "map"] | None = None
     mlp_ratio: Annotated[float | None, Range(0)] = None
+    init_values: Annotated[float | None, Range(above=0)] = None
+    pos_drop_rate: Share | None = None
+    patch_drop_rate: Share | None = None
+    proj_drop_rate: Share | None = None
     recompute: Literal["none", "mixer", "block"] | None = None
     backend: Literal["auto", "torch", "reference", "triton"] | None = None
 
