@@ -457,7 +457,8 @@ class ImageBackbone(PretrainedModel, nn.Module):
             raise ValueError(f"output_fmt={output_fmt!r} is not one of NCHW, NLC")
         if output_fmt == "NCHW" and self.training and isinstance(self.patch_drop, PatchDropout):
             raise ValueError(
-                f"patch_drop_rate={self.patch_drop.prob} leaves no grid in training; use output_fmt='NLC' or model.eval()"
+                f"patch_drop_rate={self.patch_drop.prob} leaves no grid in training; use output_fmt='NLC' or "
+                "model.eval()"
             )
         taken, last = feature_take_indices(len(self.blocks), indices)
         x, layout = self._embed(x)
@@ -625,9 +626,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
         """timm's pooling by attention, with heads of at most 64 channels as in its Vision Transformers."""
         heads = self.embed_dim // largest_heads(self.embed_dim, 64)
         make_norm: Any = lambda width, **_: self._make_norm()  # noqa: E731 - timm passes a device and a type
-        return AttentionPoolLatent(
-            self.embed_dim, num_heads=heads, mlp_ratio=self._pool_ratio, norm_layer=make_norm
-        )
+        return AttentionPoolLatent(self.embed_dim, num_heads=heads, mlp_ratio=self._pool_ratio, norm_layer=make_norm)
 
     def _check_pool(self, pool: str) -> str:
         if pool not in POOLS:

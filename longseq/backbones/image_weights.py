@@ -34,7 +34,7 @@ VIM_PARTS = {
     "rope.": "rotary positions",
 }
 
-# The parameters of a reading in `longseq.mixers.mamba.Mamba`, and in Vim's mixer those of the forward and the backward one.
+# The parameters of a reading in `longseq.mixers.mamba.Mamba`, and those of Vim's forward and backward reading.
 VIM_READINGS = {
     "convolution.weight": ("conv1d.weight", "conv1d_b.weight"),
     "convolution.bias": ("conv1d.bias", "conv1d_b.bias"),
@@ -143,7 +143,9 @@ def _from_vim(theirs: dict[str, Tensor], model: ImageBackbone) -> dict[str, Tens
         if any(name.startswith(mark) for name in theirs):
             raise ValueError(f"the checkpoint has {part} ({mark}), for which this model has no place")
     if "layers.0.mixer.conv1d_b.weight" not in theirs:
-        raise ValueError("the checkpoint is no Vim with two readings a layer (layers.0.mixer.conv1d_b.weight is missing)")
+        raise ValueError(
+            "the checkpoint is no Vim with two readings a layer (layers.0.mixer.conv1d_b.weight is missing)"
+        )
     options = {"mixer": "mamba", "direction": "bidirectional", "share_directions": "projections"}
     other = [f"{key}={model.arguments[key]!r}" for key, value in options.items() if model.arguments[key] != value]
     if other:

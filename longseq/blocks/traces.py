@@ -36,6 +36,6 @@ class NotScriptable(nn.Module):
     def __prepare_scriptable__(self) -> nn.Module:
         """Called by `torch.jit.script` before it compiles: raises NotImplementedError with the remedy."""
         raise NotImplementedError(
-            f"torch.jit.script cannot compile {type(self).__name__}, which chooses its operations when it runs; trace the "
-            "model with torch.jit.trace, or run `longseq export format=torchscript`"
+            f"torch.jit.script cannot compile {type(self).__name__}, which chooses its operations when it runs; trace "
+            "the model with torch.jit.trace, or run `longseq export format=torchscript`"
         )

@@ -131,6 +131,9 @@ def _check_model(config: Mapping[str, Any]) -> None:
             read_beside(LongseqModelOptions, ImageBackbone, chosen, place, given=_DECIDED)
         else:
             known = [entry.name for entry in fields(TimmModelOptions)]
+            of_ours = {entry.name for entry in fields(LongseqModelOptions)}.difference(known, model_options(name))
+            if place == "recipe.model" and (key := next((key for key in chosen if key in of_ours), None)):
+                raise ValueError(f"the recipe sets {key}, which {name} does not have: add {place}.{key}=null")
             read(TimmModelOptions, {key: value for key, value in chosen.items() if key in known}, place)
             refuse_unknown(chosen, [*known, *model_options(name)], place)
 

@@ -214,7 +214,7 @@ def test_saved_models_keep_their_options(tmp_path):
     [
         {"mixer": "longhorn", "drop_path_rate": 0.5, "patch_drop_rate": 0.5, "proj_drop_rate": 0.5},
         {"mixer": "attention", "reg_tokens": 2, "init_values": 0.1, "global_pool": "map", "class_token": "first"},
-        {"mixer": "deltanet", "direction": "forward", "dynamic_img_size": True, "dynamic_img_pad": True, "norm": "layer"},
+        {"mixer": "deltanet", "direction": "forward", "dynamic_img_size": True, "dynamic_img_pad": True},
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*nodes obtained by tracing")
