@@ -387,7 +387,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
         if self.training and isinstance(self.patch_drop, PatchDropout):
             x = self.patch_drop(x)
             layout = layout_of(1, x.shape[1], self.class_token, self.num_reg_tokens)
-        tokens = [token for token in (self.cls_token, self.reg_token) if token is not None]
+        tokens: list[Tensor] = [token for token in (self.cls_token, self.reg_token) if token is not None]
         if tokens:
             prefix = tokens[0] if len(tokens) == 1 else torch.cat(tokens, dim=1)
             x = insert_prefix(x, prefix + positions[:, :own] if own else prefix, layout)
@@ -408,7 +408,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
 
     def _run(self, block: nn.Module, x: Tensor, layout: Layout, mask: Tensor | None = None) -> Tensor:
         run = partial(checkpoint, block) if self.grad_checkpointing and not torch.jit.is_tracing() else block
-        options = {} if mask is None else {"mask": mask}
+        options: dict[str, Any] = {} if mask is None else {"mask": mask}
         # With hooks and in symbolic traces the class token comes first at the borders of blocks, as in timm's models.
         # Moving it costs two copies, which other runs avoid.
         if self.class_token == "middle" and (isinstance(x, torch.fx.Proxy) or has_observers(block)):
