@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
@@ -24,8 +24,8 @@ RIGHT = (20, 120, 40)
 WRONG = (190, 30, 30)
 NOTE = (90, 90, 90)
 
-SMALLEST_TILE, LARGEST_TILE = 96, 128  # the size of an image in the grid, in pixels
-_LINE = 14  # the height of a line of text
+TILE = 128  # the size of an image in the grid, in pixels
+_LETTERS, _LINE = 14, 18  # the heights of letters and of a line; TensorBoard shows pictures at two thirds of their size
 
 
 @targets.register("callback")
@@ -34,7 +34,7 @@ class SamplePredictions(Callback):
     class. `val/saliency` shows which of their pixels move the score of the predicted class.
 
     The images stay the same throughout the run, and in all runs on the same data. A run gets about `pictures` of these
-    pictures, evenly spaced, each with `count` images of at most 128 pixels: the event files stay small whatever the
+    pictures, evenly spaced, each with `count` images of 128 pixels: the event files stay small whatever the
     number of epochs and the size of images. Models that are sharded over processes have no saliency.
     """
 
@@ -124,11 +124,12 @@ def draw_predictions(
     """A grid of captioned images, uint8 [3, H, W], from pixels [N, C, h, w] in [0, 1]; `notes` stand below the
     captions.
     """
-    side, caption = min(LARGEST_TILE, max(SMALLEST_TILE, pixels.shape[-1])), _LINE * (1 if notes is None else 2)
+    side, caption = TILE, _LINE * (1 if notes is None else 2)
     columns = math.ceil(math.sqrt(len(pixels)))
     rows = math.ceil(len(pixels) / columns)
     canvas = Image.new("RGB", (columns * (side + 4), rows * (side + caption + 4)), "white")
     draw = ImageDraw.Draw(canvas)
+    draw.font = ImageFont.load_default(_LETTERS)
     for i, image in enumerate(pixels):
         left, top = (i % columns) * (side + 4) + 2, (i // columns) * (side + caption + 4) + 2
         resampling = Image.Resampling.NEAREST if side >= image.shape[-1] else Image.Resampling.BOX
