@@ -15,11 +15,9 @@ class Failure(NamedTuple):
 class Batch(NamedTuple):
     """A whole batch: the model's inputs `[B, ...]`, the targets, and the samples that were skipped.
 
-    A loader reports the failures and yields (inputs, targets). `places` are the positions of the B samples in their
-    split; None where they are not told.
+    A loader reports the failures and yields (inputs, targets).
     """
 
     inputs: Any
     targets: Any
     failures: list[Failure]
-    places: list[int] | None = None

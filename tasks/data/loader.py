@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -26,8 +25,7 @@ class BatchLoader(DataLoader[Batch]):
     """Yields (inputs, targets) of a data set that makes whole batches.
 
     `report` is told of the samples of each batch that could not be read; without it there may be none. Workers live as
-    long as the loader. `places` are those of the batches that were yielded since the last `iter()`, if the data set
-    tells them.
+    long as the loader.
     """
 
     def __init__(
@@ -51,15 +49,11 @@ class BatchLoader(DataLoader[Batch]):
             generator=torch.Generator(),  # else the loader draws its workers' seed from the global generator
         )
         self._report = report or _refuse
-        self.places: list[np.ndarray] = []
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:  # type: ignore[override]
         """Start nothing before the first batch is requested: Lightning sets the epoch after it has called iter()."""
-        self.places = []
-        for inputs, targets, failures, places in super().__iter__():
+        for inputs, targets, failures in super().__iter__():
             self._report(failures)
-            if places is not None:
-                self.places.append(np.array(places, dtype=np.int64))
             yield inputs, targets
 
 

@@ -6,10 +6,8 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +34,6 @@ from longseq.tasks.image.sources import (
     is_stream,
     open_stream,
     require_readable,
-    stratified_order,
     timm_splits,
 )
 from longseq.tasks.image.transforms import Augmentation, evaluation_transform, normalize, training_transform
@@ -117,6 +114,11 @@ class ImageDataModule(TaskData):
         """What models, checkpoints and exported files need to know of the data; available after `setup`."""
         assert self._info is not None, "call setup() first"
         return self._info
+
+    @property
+    def splits(self) -> Splits | None:
+        """The images of each split, by index; None of a stream, and before `setup`."""
+        return self._splits
 
     @property
     def unreadable(self) -> list[str]:
@@ -269,34 +271,6 @@ class ImageDataModule(TaskData):
 
     def test_dataloader(self) -> BatchLoader:
         return self._evaluation_loader("test")
-
-    def pick_examples(self, count: int) -> tuple[Tensor, Tensor]:
-        """At most `count` validation images, uint8 [N, C, S, S] as an evaluation reads them, and their classes [N].
-
-        They have as many classes as possible, in order, and depend on the data alone: each run shows the same ones. Of
-        a stream they are the first ones.
-        """
-        transform = evaluation_transform(self.info)
-        if self._splits is None:
-            stream = self._stream("validation", training=False)
-            stream.set_loader_cfg(num_workers=0)
-            options: dict[str, Any] = {"batch_size": count, "training": False, "seed": self.seed}
-            first = next(iter(StreamBatches(stream, transform, **options, rank=0, world_size=1)))
-            return first.inputs, first.targets
-        split = self._splits.validation
-        targets = split.source.targets()
-        classes = np.zeros(len(split), dtype=np.int64) if targets is None else targets[split.indices]
-        batches = EvaluationBatches(split, transform, self.info)
-        read = (batches[[place]] for place in stratified_order(classes).tolist())
-        picked = list(islice((one for one in read if len(one.targets)), count))
-        picked.sort(key=lambda one: int(one.targets))
-        return torch.cat([one.inputs for one in picked]), torch.cat([one.targets for one in picked])
-
-    def name_image(self, kind: str, place: int) -> str:
-        """The name, for people, of an image of a split (train, validation, test) that is no stream."""
-        assert self._splits is not None
-        split: Split = getattr(self._splits, kind)
-        return split.source.path(int(split.indices[place]))
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> tuple[Tensor, Tensor]:
         """Normalise on the device: the host then transfers a quarter of the bytes."""

@@ -118,7 +118,6 @@ class EvaluationBatches(Dataset[Batch]):
         images: list[Tensor] = []
         targets: list[int] = []
         failures: list[Failure] = []
-        read: list[int] = []
         for position in positions:
             sample = _read_or_failure(self.split, position)
             if isinstance(sample, Failure):
@@ -126,8 +125,7 @@ class EvaluationBatches(Dataset[Batch]):
             else:
                 images.append(self.transform(sample[0]))
                 targets.append(sample[1])
-                read.append(position)
-        return Batch(_stack(images, self.shape), torch.tensor(targets, dtype=torch.int64), failures, read)
+        return Batch(_stack(images, self.shape), torch.tensor(targets, dtype=torch.int64), failures)
 
 
 class StreamBatches(IterableDataset[Batch]):

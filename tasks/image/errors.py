@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
+from longseq.tasks.image.examples import name_images
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.pictures import draw_predictions, is_due
 from longseq.tasks.image.transforms import denormalize
@@ -60,18 +61,20 @@ class WorstErrors(Callback):
         self.count, self.rows, self.pictures = count, rows, pictures
         self._drawn: _Worst | None = None
         self._listed: _Worst | None = None
+        self._sizes: list[int] = []  # of the batches
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._drawn = self._listed = None
+        self._drawn, self._listed, self._sizes = None, None, []
 
     def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._drawn = self._listed = None
+        self.on_validation_epoch_start(trainer, pl_module)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
     ) -> None:
+        images, true = batch
+        self._sizes.append(len(true))
         if outputs is not None:
-            images, true = batch
             self._drawn = _Worst.of_batch(outputs, true, images, batch_idx).beside(self._drawn, self.count)
             self._listed = _Worst.of_batch(outputs, true, images[:, :0], batch_idx).beside(self._listed, self.rows)
 
@@ -87,8 +90,8 @@ class WorstErrors(Callback):
         self._tell(trainer, "test", trainer.global_step, drawn=True)
 
     def _tell(self, trainer: Trainer, stage: str, step: int, *, drawn: bool) -> None:
-        listed = _of_all_processes(trainer, _name(trainer, stage, self._listed))[: self.rows]
-        shown = _of_all_processes(trainer, _name(trainer, stage, self._drawn))[: self.count] if drawn else []
+        listed = _of_all_processes(trainer, self._name(trainer, stage, self._listed))[: self.rows]
+        shown = _of_all_processes(trainer, self._name(trainer, stage, self._drawn))[: self.count] if drawn else []
         self._drawn = self._listed = None
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
@@ -104,6 +107,26 @@ class WorstErrors(Callback):
                 notes=[os.path.basename(one.path) for one in shown],
             )
             board.experiment.add_image(f"{stage}/worst_errors", picture, step)
+
+    def _name(self, trainer: Trainer, stage: str, worst: _Worst | None) -> list[Mistake]:
+        """The mistakes of this process, worst first, with the names of their files."""
+        if worst is None:
+            return []
+        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
+        loader: Any = trainer.val_dataloaders if stage == "val" else trainer.test_dataloaders
+        pixels = denormalize(worst.images, datamodule.info).mul(255).round() if worst.images.shape[1] else worst.images
+        pixels = pixels.to("cpu", torch.uint8)
+        losses, probabilities = worst.loss.tolist(), worst.probability.tolist()
+        names: dict[int, list[str]] = {}
+        mistakes = []
+        for number, (batch, row, true, predicted) in enumerate(worst.numbers.tolist()):
+            if losses[number] == -math.inf:
+                break
+            if batch not in names:
+                names[batch] = name_images(datamodule, _SPLITS[stage], loader, batch, self._sizes[batch])
+            numbers = (true, predicted, probabilities[number], losses[number])
+            mistakes.append(Mistake(names[batch][row], *numbers, pixels[number]))
+        return mistakes
 
 
 class _Worst(NamedTuple):
@@ -135,29 +158,6 @@ class _Worst(NamedTuple):
         return _Worst(*(values[order] for values in self))
 
 
-def _name(trainer: Trainer, stage: str, worst: _Worst | None) -> list[Mistake]:
-    """The mistakes of this process, worst first, with the names of their files."""
-    if worst is None:
-        return []
-    datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
-    loader: Any = trainer.val_dataloaders if stage == "val" else trainer.test_dataloaders
-    places = getattr(loader, "places", None)
-    pixels = worst.images
-    if pixels.shape[1]:
-        pixels = denormalize(pixels, datamodule.info).mul(255).round()
-    pixels = pixels.to("cpu", torch.uint8)
-    losses, probabilities = worst.loss.tolist(), worst.probability.tolist()
-    mistakes = []
-    for number, (batch, row, true, predicted) in enumerate(worst.numbers.tolist()):
-        loss, probability = losses[number], probabilities[number]
-        if loss == -math.inf:
-            break
-        name = datamodule.name_image(_SPLITS[stage], int(places[batch][row])) if places else None
-        named = name or f"batch {batch}, image {row}"
-        mistakes.append(Mistake(named, true, predicted, probability, loss, pixels[number]))
-    return mistakes
-
-
 def _of_all_processes(trainer: Trainer, mistakes: list[Mistake]) -> list[Mistake]:
     """The mistakes of all processes, worst first."""
     gathered: list[Any] = [mistakes]
@@ -174,7 +174,9 @@ def spell(mistakes: list[Mistake], class_names: list[str]) -> str:
     writer.writerow(COLUMNS)
     for one in mistakes:
         classes = (class_names[one.true], class_names[one.predicted])
-        writer.writerow([one.path, *classes, f"{one.probability:.6f}", f"{one.loss:.6f}"])
+        # Python has decoded a path by the locale, which may be another than UTF-8.
+        path = os.fsencode(one.path).decode("utf-8", "replace")
+        writer.writerow([path, *classes, f"{one.probability:.6f}", f"{one.loss:.6f}"])
     return file.getvalue()
 
 

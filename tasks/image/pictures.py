@@ -13,6 +13,7 @@ from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 from longseq.blocks.sharding import has_shards
+from longseq.tasks.image.examples import pick_examples
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.saliency import saliency, shade
 from longseq.tasks.image.transforms import denormalize
@@ -60,7 +61,7 @@ class SamplePredictions(Callback):
             return
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
         if self._examples is None:
-            self._examples = datamodule.pick_examples(self.count)
+            self._examples = pick_examples(datamodule, self.count)
         images, true = trainer.strategy.batch_to_device(
             trainer.precision_plugin.convert_input(self._examples), pl_module.device
         )

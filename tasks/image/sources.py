@@ -233,16 +233,6 @@ def split_off(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
     return Split(split.source, split.indices[~taken]), Split(split.source, split.indices[taken])
 
 
-def stratified_order(classes: np.ndarray) -> np.ndarray:
-    """Places of `classes` [N] in a fixed random order: the n-th of each class stand before the (n + 1)-th of any."""
-    shuffled = np.random.default_rng(0).permutation(len(classes))
-    by_class = np.argsort(classes[shuffled], kind="stable")
-    _, counts = np.unique(classes, return_counts=True)
-    turns = np.empty(len(classes), dtype=np.int64)
-    turns[by_class] = np.arange(len(classes)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return shuffled[np.argsort(turns, kind="stable")]
-
-
 def require_readable(split: Split, kind: str) -> None:
     """Raise ValueError unless at least one image of a split can be read."""
     first: str | None = None
