@@ -55,7 +55,7 @@ class InputKeys:
     truncation: Literal["none"] | None
     segment: Annotated[int | None, Range(1)]
     saliency: str | None
-    saliency_class: str | None
+    saliency_class: str | int | None
 
 
 class Inputs(ABC):

@@ -237,8 +237,8 @@ class ImageFiles(InputFiles):
 
     @classmethod
     def open(cls, path: str, info: DataInfo, keys: InputKeys) -> Self:
-        if keys.saliency_class is not None and keys.saliency_class not in info.class_names:
-            near = difflib.get_close_matches(keys.saliency_class, info.class_names, 1) or info.class_names[:1]
+        if keys.saliency_class is not None and str(keys.saliency_class) not in info.class_names:
+            near = difflib.get_close_matches(str(keys.saliency_class), info.class_names, 1) or info.class_names[:1]
             raise ValueError(
                 f"saliency_class={keys.saliency_class} is none of the model's {info.num_classes} classes: "
                 f"did you mean {near[0]}?"
@@ -271,7 +271,7 @@ class ImageFiles(InputFiles):
             return super().score(model, batch, paths, keys)
         names, chosen = self.info.class_names, None
         if keys.saliency_class is not None:
-            chosen = torch.full((len(batch),), names.index(keys.saliency_class), device=batch.device)
+            chosen = torch.full((len(batch),), names.index(str(keys.saliency_class)), device=batch.device)
         logits, maps = saliency(model, batch, chosen)
         chosen = logits.argmax(dim=1) if chosen is None else chosen
         probabilities = logits.softmax(dim=1).gather(1, chosen[:, None])[:, 0].tolist()

@@ -200,7 +200,7 @@ def test_predict_draws_saliency_beside_its_file(run, tmp_path, compose_config):
     with (tmp_path / "plain.csv").open() as file:
         least = next(csv.DictReader(file))["class_5"]
     predicted = seen[0].read_bytes()
-    other = compose_config("predict", *known, f"saliency={tmp_path}/seen", f"saliency_class='{least}'",
+    other = compose_config("predict", *known, f"saliency={tmp_path}/seen", f"saliency_class={least}",
                            f"output={tmp_path}/other.csv")  # fmt: skip
     predict.run(other)
     assert seen[0].read_bytes() != predicted
