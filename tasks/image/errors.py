@@ -14,8 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from longseq.tasks.image.examples import name_images
-from longseq.tasks.image.info import DataInfo
-from longseq.tasks.image.pictures import draw_predictions, is_due
+from longseq.tasks.image.pictures import draw_predictions, is_due, spell_targets
 from longseq.tasks.image.transforms import denormalize
 from longseq.tasks.training import targets
 from longseq.tasks.training.callbacks.confusion import find_board
@@ -30,8 +29,8 @@ class Mistake(NamedTuple):
     """An image that was classified wrongly: `probability` is that of the predicted class, `loss` the cross entropy."""
 
     path: str
-    true: int
-    predicted: int
+    true: str
+    predicted: str
     probability: float
     loss: float
     pixels: Tensor  # uint8 [C, S, S]; of no channels where no picture is drawn
@@ -75,8 +74,9 @@ class WorstErrors(Callback):
         images, true = batch
         self._sizes.append(len(true))
         if outputs is not None:
-            self._drawn = _Worst.of_batch(outputs, true, images, batch_idx).beside(self._drawn, self.count)
-            self._listed = _Worst.of_batch(outputs, true, images[:, :0], batch_idx).beside(self._listed, self.rows)
+            worst = _Worst.of_batch(outputs, true, outputs.argmax(dim=1), images, batch_idx)
+            self._drawn = worst.beside(self._drawn, self.count)
+            self._listed = worst._replace(images=images[:, :0]).beside(self._listed, self.rows)
 
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
@@ -95,15 +95,13 @@ class WorstErrors(Callback):
         self._drawn = self._listed = None
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        names = _info(trainer).class_names
-        write_text(self.folder / f"worst_errors_{stage}.csv", spell(listed, names))
+        write_text(self.folder / f"worst_errors_{stage}.csv", spell(listed))
         board = find_board(trainer)
         if shown and board is not None:
             picture = draw_predictions(
                 torch.stack([one.pixels for one in shown]).float() / 255,
                 [one.predicted for one in shown],
                 [one.true for one in shown],
-                names,
                 notes=[os.path.basename(one.path) for one in shown],
             )
             board.experiment.add_image(f"{stage}/worst_errors", picture, step)
@@ -116,37 +114,34 @@ class WorstErrors(Callback):
         loader: Any = trainer.val_dataloaders if stage == "val" else trainer.test_dataloaders
         pixels = denormalize(worst.images, datamodule.info).mul(255).round() if worst.images.shape[1] else worst.images
         pixels = pixels.to("cpu", torch.uint8)
-        losses, probabilities = worst.loss.tolist(), worst.probability.tolist()
+        labels = (spell_targets(targets, datamodule.info) for targets in (worst.true, worst.predicted))
+        columns = (*labels, worst.probability.tolist(), worst.loss.tolist(), pixels)
         names: dict[int, list[str]] = {}
         mistakes = []
-        for number, (batch, row, true, predicted) in enumerate(worst.numbers.tolist()):
-            if losses[number] == -math.inf:
-                break
+        for (batch, row), *values in zip(worst.places.tolist(), *columns, strict=True):
             if batch not in names:
                 names[batch] = name_images(datamodule, _SPLITS[stage], loader, batch, self._sizes[batch])
-            numbers = (true, predicted, probabilities[number], losses[number])
-            mistakes.append(Mistake(names[batch][row], *numbers, pixels[number]))
-        return mistakes
+            mistakes.append(Mistake(names[batch][row], *values))
+        return [one for one in mistakes if one.loss != -math.inf]
 
 
 class _Worst(NamedTuple):
-    """The images of the highest loss so far, all on the device, so that no batch waits for it.
-
-    `numbers` are the batch, the row in it, and the true and the predicted class.
-    """
+    """The images of the highest loss so far, all on the device, so that no batch waits for it."""
 
     loss: Tensor  # [K], -inf of images that were classified correctly
     probability: Tensor  # [K] of the predicted class
-    numbers: Tensor  # int64 [K, 4]
+    true: Tensor  # int64 [K]
+    predicted: Tensor  # int64 [K]
+    places: Tensor  # int64 [K, 2]: the batch, and the row in it
     images: Tensor  # [K, C, S, S] normalised
 
     @classmethod
-    def of_batch(cls, logits: Tensor, true: Tensor, images: Tensor, batch_idx: int) -> _Worst:
-        loss = nn.functional.cross_entropy(logits, true, reduction="none")
-        probability, predicted = logits.softmax(dim=1).max(dim=1)
+    def of_batch(cls, logits: Tensor, true: Tensor, predicted: Tensor, images: Tensor, batch_idx: int) -> _Worst:
+        loss = nn.functional.cross_entropy(logits, true, reduction="none").masked_fill(predicted == true, -math.inf)
+        probability = logits.softmax(dim=1).gather(1, predicted[:, None])[:, 0]
         rows = torch.arange(len(true), device=true.device)
-        numbers = torch.stack([torch.full_like(rows, batch_idx), rows, true, predicted], dim=1)
-        return cls(loss.masked_fill(predicted == true, -math.inf), probability, numbers, images)
+        places = torch.stack([torch.full_like(rows, batch_idx), rows], dim=1)
+        return cls(loss, probability, true, predicted, places, images)
 
     def beside(self, other: _Worst | None, count: int) -> _Worst:
         """The `count` worst of both."""
@@ -167,18 +162,13 @@ def _of_all_processes(trainer: Trainer, mistakes: list[Mistake]) -> list[Mistake
     return sorted((one for part in gathered for one in part), key=lambda one: (-one.loss, one.path))
 
 
-def spell(mistakes: list[Mistake], class_names: list[str]) -> str:
+def spell(mistakes: list[Mistake]) -> str:
     """Mistakes as a csv with the columns `COLUMNS`."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(COLUMNS)
     for one in mistakes:
-        classes = (class_names[one.true], class_names[one.predicted])
         # Python has decoded a path by the locale, which may be another than UTF-8.
         path = os.fsencode(one.path).decode("utf-8", "replace")
-        writer.writerow([path, *classes, f"{one.probability:.6f}", f"{one.loss:.6f}"])
+        writer.writerow([path, one.true, one.predicted, f"{one.probability:.6f}", f"{one.loss:.6f}"])
     return file.getvalue()
-
-
-def _info(trainer: Trainer) -> DataInfo:
-    return trainer.datamodule.info  # type: ignore[attr-defined]

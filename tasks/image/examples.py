@@ -28,10 +28,10 @@ def pick_examples(datamodule: Any, count: int) -> tuple[Tensor, Tensor]:
     classes = split.source.targets()
     known = np.zeros(len(split), dtype=np.int64) if classes is None else classes[split.indices]
     batches = EvaluationBatches(split, evaluation_transform(datamodule.info), datamodule.info)
-    read = (batches[[place]] for place in stratified_order(known).tolist())
-    picked = list(islice((one for one in read if len(one.targets)), count))
-    picked.sort(key=lambda one: int(one.targets))
-    return torch.cat([one.inputs for one in picked]), torch.cat([one.targets for one in picked])
+    read = ((place, batches[[place]]) for place in stratified_order(known).tolist())
+    picked = list(islice(((place, one) for place, one in read if len(one.targets)), count))
+    ordered = [one for _, one in sorted(picked, key=lambda pair: known[pair[0]])]
+    return torch.cat([one.inputs for one in ordered]), torch.cat([one.targets for one in ordered])
 
 
 def stratified_order(classes: np.ndarray) -> np.ndarray:

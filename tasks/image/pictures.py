@@ -69,15 +69,11 @@ class SamplePredictions(Callback):
         if not trainer.is_global_zero:
             return
         info: DataInfo = datamodule.info
-        pixels, predicted, step = (
-            denormalize(images, info).cpu(),
-            logits.argmax(dim=1).tolist(),
-            trainer.global_step - 1,
-        )
+        pixels = denormalize(images, info).cpu()
+        labels = [spell_targets(targets, info) for targets in (logits.argmax(dim=1), true)]
         drawn = {"val/samples": pixels} | ({} if maps is None else {"val/saliency": shade(pixels, maps.cpu())})
         for name, shown in drawn.items():
-            picture = draw_predictions(shown, predicted, true.tolist(), info.class_names)
-            board.experiment.add_image(name, picture, step)
+            board.experiment.add_image(name, draw_predictions(shown, *labels), trainer.global_step - 1)
 
     def _run(
         self, trainer: Trainer, module: LightningModule, images: Tensor, batch_size: int, *, explained: bool
@@ -115,12 +111,13 @@ def _count_validations(trainer: Trainer, module: LightningModule) -> tuple[int, 
     return math.ceil((trainer.fit_loop.total_batch_idx + 1) / every), last
 
 
+def spell_targets(targets: Tensor, info: DataInfo) -> list[str]:
+    """The class of each image, from targets [N]."""
+    return [info.class_names[number] for number in targets.tolist()]
+
+
 def draw_predictions(
-    pixels: Tensor,
-    predicted: Sequence[int],
-    true: Sequence[int],
-    class_names: Sequence[str],
-    notes: Sequence[str] | None = None,
+    pixels: Tensor, predicted: Sequence[str], true: Sequence[str], notes: Sequence[str] | None = None
 ) -> Tensor:
     """A grid of captioned images, uint8 [3, H, W], from pixels [N, C, h, w] in [0, 1]; `notes` stand below the
     captions.
@@ -137,7 +134,7 @@ def draw_predictions(
         tile = to_pil_image(image.clamp(0, 1)).convert("RGB").resize((side, side), resampling)
         canvas.paste(tile, (left, top))
         right = predicted[i] == true[i]
-        text = class_names[predicted[i]] if right else f"{class_names[predicted[i]]} (is {class_names[true[i]]})"
+        text = predicted[i] if right else f"{predicted[i]} (is {true[i]})"
         draw.text((left, top + side), fit_text(draw, text, side), fill=RIGHT if right else WRONG)
         if notes is not None:
             draw.text((left, top + side + _LINE), fit_text(draw, notes[i], side), fill=NOTE)
