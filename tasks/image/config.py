@@ -7,13 +7,19 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from longseq.backbones.image import ImageBackbone
+from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.model import check_model_name, model_options
+from longseq.tasks.image.recipe import choose_recipe, starts_trained
 from longseq.tasks.image.transforms import Augmentation
+from longseq.tasks.training.automatic import Choice
 from longseq.tasks.training.keys import TaskKeys
 from longseq.tasks.training.options import Length, Range, read, read_beside, refuse_unknown
 
 Size = Annotated[int, Range(1)] | tuple[Annotated[int, Range(1)], Annotated[int, Range(1)]]
 Share = Annotated[float, Range(0, below=1)]
+
+# The recipe that has no sense for weights that nobody has trained.
+FINETUNE = "finetune"
 
 # Options of our image models that are set by the data and by the group `mixer`.
 _DECIDED = ("img_size", "in_chans", "num_classes", "mixer", "mixer_options")
@@ -140,3 +146,16 @@ class ImageKeys(TaskKeys):
 
     def check(self, config: Mapping[str, Any]) -> None:
         _check_model(config)
+        if config["recipe"].get("name") == FINETUNE and not starts_trained(config):
+            raise ValueError(
+                f"recipe={FINETUNE} begins with trained weights: give init=FILE, or model=timm model.name=NAME "
+                "model.pretrained=true"
+            )
+
+        if config.get("init") is not None and config["model"].get("pretrained"):
+            raise ValueError(
+                f"init={config['init']} and model.pretrained=true both give the first weights: leave one out"
+            )
+
+    def choose(self, config: Mapping[str, Any], info: DataInfo | None, parts: int) -> Choice:
+        return choose_recipe(config, info, parts)
