@@ -115,7 +115,7 @@ class WorstErrors(Callback):
         pixels = denormalize(worst.images, datamodule.info).mul(255).round() if worst.images.shape[1] else worst.images
         pixels = pixels.to("cpu", torch.uint8)
         labels = (spell_targets(targets, datamodule.info) for targets in (worst.true, worst.predicted))
-        columns = (*labels, worst.probability.tolist(), worst.loss.tolist(), pixels)
+        columns: tuple[Any, ...] = (*labels, worst.probability.tolist(), worst.loss.tolist(), pixels)
         names: dict[int, list[str]] = {}
         mistakes = []
         for (batch, row), *values in zip(worst.places.tolist(), *columns, strict=True):
