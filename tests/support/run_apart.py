@@ -2,6 +2,8 @@
 
     python run_apart.py < COMMANDS
 
+Words NAME=VALUE before a command, with a NAME in capitals, belong to its environment, as in a shell.
+
 The processes are forks of this one, which has imported what the commands import, and end without Python's clearing up:
 both would take seconds for each.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -22,6 +25,9 @@ from longseq.tools import cli, mistakes  # noqa: F401
 
 def run(arguments: list[str]) -> None:
     """Run a command as the console script does, and end this process."""
+    while arguments and re.fullmatch(r"[A-Z]+=.*", arguments[0]):
+        name, _, value = arguments.pop(0).partition("=")
+        os.environ[name] = value
     sys.argv = ["longseq", *arguments]
     try:
         code = cli.main()
