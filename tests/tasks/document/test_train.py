@@ -55,9 +55,13 @@ def test_a_run_is_measured_again(folder, command_here):
 def test_the_linear_model_trains_evaluates_and_predicts(folder, command_here):
     # An experiment may hold keys of model=document, and a batch less than the longest document.
     words = (*WORDS[:6], "model=linear", "+model.depth=1", "recipe.batch_size=8", "trainer=cpu")
+    words += ("recipe.ema={decay: 0.9}",)
     trained = command_here(folder, "train", *words, "hydra.run.dir=run")
     assert trained.returncode == 0, trained.stderr
     assert "model.depth=1: not read by model=linear" in trained.stderr
+    assert "recipe.ema averages the weights of updates, which model=linear does not have" in trained.stderr
+    assert "learning rate" not in trained.stdout
+    assert "batch" not in trained.stdout
     metrics = json.loads((folder / "run" / "metrics.json").read_text())
     assert metrics["test/accuracy"] > 0.9
     assert "test/linear_accuracy" not in metrics
