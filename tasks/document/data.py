@@ -281,8 +281,9 @@ class DocumentData(TaskData):
         choice, initial = self.keys.tokenizer, self._initial_tokenizer()
         if self._trained is not None:
             tokenizer: Tokenizer = self._trained.make_tokenizer()
-            given = None if choice is None else read_tokenizer(choice, self.keys.separator)
-            if given is not None and not same_tokenizer(given.to_dict(), tokenizer.to_dict()):
+            new = choice is not None and trained_size(choice) is not None
+            given = None if choice is None or new else read_tokenizer(choice, self.keys.separator)
+            if new or (given is not None and not same_tokenizer(given.to_dict(), tokenizer.to_dict())):
                 raise ValueError(
                     f"data.tokenizer={choice} is another tokenizer than the model was trained with: leave it out"
                 )

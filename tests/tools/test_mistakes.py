@@ -47,6 +47,7 @@ def test_the_list_is_long_and_has_every_verb():
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         share_composition(patch)
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # where documents become tokens
         yield make_folder(tmp_path_factory.mktemp("wrong"))
 
 

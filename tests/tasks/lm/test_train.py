@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import email
 import json
+import random
 import shutil
 from pathlib import Path
 
