@@ -7,13 +7,19 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from longseq.backbones.image import ImageBackbone
+from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.model import check_model_name, model_options
+from longseq.tasks.image.recipe import choose_recipe, starts_trained
 from longseq.tasks.image.transforms import Augmentation
+from longseq.tasks.training.automatic import Choice
 from longseq.tasks.training.keys import TaskKeys
 from longseq.tasks.training.options import Length, Range, read, read_beside, refuse_unknown
 
 Size = Annotated[int, Range(1)] | tuple[Annotated[int, Range(1)], Annotated[int, Range(1)]]
 Share = Annotated[float, Range(0, below=1)]
+
+# The recipe that has no sense for weights that nobody has trained.
+FINETUNE = "finetune"
 
 # Options of our image models that are set by the data and by the group `mixer`.
 _DECIDED = ("img_size", "in_chans", "num_classes", "mixer", "mixer_options")
@@ -93,8 +99,13 @@ class LongseqModelOptions(ModelOptions):
     direction: Literal["bidirectional", "forward", "cross", "alternating"] | None = None
     merge: Literal["sum", "mean"] | None = None
     class_token: Literal["middle", "first", "none"] | None = None
-    global_pool: Literal["token", "avg"] | None = None
+    reg_tokens: Annotated[int | None, Range(0)] = None
+    global_pool: Literal["token", "avg", "max", "avgmax", "map"] | None = None
     mlp_ratio: Annotated[float | None, Range(0)] = None
+    init_values: Annotated[float | None, Range(above=0)] = None
+    pos_drop_rate: Share | None = None
+    patch_drop_rate: Share | None = None
+    proj_drop_rate: Share | None = None
     recompute: Literal["none", "mixer", "block"] | None = None
     backend: Literal["auto", "torch", "reference", "triton"] | None = None
 
@@ -126,6 +137,9 @@ def _check_model(config: Mapping[str, Any]) -> None:
             read_beside(LongseqModelOptions, ImageBackbone, chosen, place, given=_DECIDED)
         else:
             known = [entry.name for entry in fields(TimmModelOptions)]
+            of_ours = {entry.name for entry in fields(LongseqModelOptions)}.difference(known, model_options(name))
+            if place == "recipe.model" and (key := next((key for key in chosen if key in of_ours), None)):
+                raise ValueError(f"the recipe sets {key}, which {name} does not have: add {place}.{key}=null")
             read(TimmModelOptions, {key: value for key, value in chosen.items() if key in known}, place)
             refuse_unknown(chosen, [*known, *model_options(name)], place)
 
@@ -140,3 +154,16 @@ class ImageKeys(TaskKeys):
 
     def check(self, config: Mapping[str, Any]) -> None:
         _check_model(config)
+        if config["recipe"].get("name") == FINETUNE and not starts_trained(config):
+            raise ValueError(
+                f"recipe={FINETUNE} begins with trained weights: give init=FILE, or model=timm model.name=NAME "
+                "model.pretrained=true"
+            )
+
+        if config.get("init") is not None and config["model"].get("pretrained"):
+            raise ValueError(
+                f"init={config['init']} and model.pretrained=true both give the first weights: leave one out"
+            )
+
+    def choose(self, config: Mapping[str, Any], info: DataInfo | None, parts: int) -> Choice:
+        return choose_recipe(config, info, parts)
