@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -54,6 +54,8 @@ class InputKeys:
     column: str | None
     truncation: Literal["none"] | None
     segment: Annotated[int | None, Range(1)]
+    saliency: str | None
+    saliency_class: str | int | None
 
 
 class Inputs(ABC):
@@ -92,6 +94,7 @@ class InputFiles(Inputs, Dataset[Any]):
     """
 
     info: Any
+    draws_saliency: ClassVar[bool] = False  # True if `score` heeds the keys of saliency
 
     @abstractmethod
     def __init__(self, path: str, info: Any) -> None: ...
@@ -103,6 +106,8 @@ class InputFiles(Inputs, Dataset[Any]):
                 raise ValueError(
                     f"{name}={value} is for documents, and this model classifies other files: leave it out"
                 )
+        if keys.saliency is not None and not cls.draws_saliency:
+            raise ValueError(f"saliency={keys.saliency} draws images, and this model classifies others: leave it out")
         return cls(path, info)
 
     @abstractmethod
@@ -116,12 +121,17 @@ class InputFiles(Inputs, Dataset[Any]):
         """The model's input for a batch, on the device of the batch."""
         return batch
 
+    def score(self, model: nn.Module, batch: Tensor, paths: list[str], keys: InputKeys) -> Tensor:
+        """The logits [B, num_classes] of a prepared batch; a subclass may write what else the keys ask for."""
+        return model(batch)
+
     def predict(self, model: nn.Module, keys: InputKeys) -> Iterator[Prediction | Unreadable]:
         device = next(model.parameters()).device
         loader = DataLoader(self, keys.batch_size, num_workers=keys.num_workers, collate_fn=self.collate)
         for batch, paths, failed in loader:
             if paths:
-                probabilities = model(self.prepare(batch.to(device))).float().softmax(dim=1)
+                scores = self.score(model, self.prepare(batch.to(device)), paths, keys)
+                probabilities = scores.float().softmax(dim=1)
                 ranked = rank(probabilities, self.info.class_names, keys.top_k or _TOP_K)
                 yield from map(Prediction, paths, ranked)
             yield from map(Unreadable, failed)

@@ -139,7 +139,7 @@ class ImageDataModule(TaskData):
 
     @property
     def splits(self) -> Splits | None:
-        """The images of each split; None for a stream, and before `setup`."""
+        """The images of each split, by index; None of a stream, and before `setup`."""
         return self._splits
 
     @property

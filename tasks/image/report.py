@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from longseq.tasks.image import pictures  # noqa: F401  registers the callbacks of this task
+from longseq.tasks.image import errors, pictures  # noqa: F401  they register the callbacks of this task
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.module import ImageClassifier
 from longseq.tasks.report import Report
