@@ -14,7 +14,7 @@ from torch import nn
 from longseq.backbones.image import ImageBackbone, checkpoint_filter_fn
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.training.model import TaskModel, copy_weights, mixer_options, without_weights
-from longseq.timm_models import constructor_defaults, model_name, stated_by
+from longseq.timm_models import DECISION, constructor_defaults, model_name, stated_by
 
 
 class ImageModel(TaskModel):
@@ -40,6 +40,7 @@ class ImageModel(TaskModel):
         except TypeError as error:
             raise ValueError(f"model {name} does not take these options: {error}") from error
         state_data(model, info)
+        state_decision(model, multi_label=info.multi_label, thresholds=info.thresholds)
         return model
 
     def check(self, config: Mapping[str, Any]) -> None:
@@ -95,6 +96,14 @@ def state_data(model: nn.Module, info: DataInfo) -> None:
     former = {key: value for key, value in stated_by(model).items() if not key.startswith(("test_", "label_"))}
     described: Any = model
     described.pretrained_cfg = described.default_cfg = {**former, **stated}
+
+
+def state_decision(model: nn.Module, *, multi_label: bool, thresholds: list[float] | None) -> None:
+    """Write how probabilities become decisions to a model, which is saved with it; by default nothing is written."""
+    stated = {"multi_label": multi_label, "thresholds": thresholds}
+    if multi_label or thresholds is not None:
+        described: Any = model
+        setattr(described, DECISION, stated)
 
 
 def _sizes(name: str, img_size: int) -> dict[str, int]:

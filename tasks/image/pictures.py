@@ -51,8 +51,9 @@ class SamplePredictions(Callback):
         images, targets = batch
         info = _info(trainer)
         pixels = denormalize(images[: self.count], info).cpu()
-        predicted = outputs[: self.count].argmax(dim=1).tolist()
-        picture = draw_predictions(pixels, predicted, targets[: self.count].tolist(), info.class_names)
+        decided = pl_module.decide(outputs[: self.count])
+        predicted, true = (_spell(rows, info) for rows in (decided, targets[: self.count]))
+        picture = draw_predictions(pixels, predicted, true)
         board.experiment.add_image("val/samples", picture, trainer.global_step - 1)
 
     def _is_due(self, number: int, total: int | None) -> bool:
@@ -76,9 +77,15 @@ def _info(trainer: Trainer) -> DataInfo:
     return trainer.datamodule.info  # type: ignore[attr-defined]
 
 
-def draw_predictions(
-    pixels: Tensor, predicted: Sequence[int], true: Sequence[int], class_names: Sequence[str]
-) -> Tensor:
+def _spell(decisions: Tensor, info: DataInfo) -> list[str]:
+    """The class `[N]`, or all labels `[N, C]`, of each image."""
+    names = info.class_names
+    if not info.multi_label:
+        return [names[number] for number in decisions.tolist()]
+    return [", ".join(names[number] for number in row.nonzero().flatten().tolist()) or "none" for row in decisions]
+
+
+def draw_predictions(pixels: Tensor, predicted: Sequence[str], true: Sequence[str]) -> Tensor:
     """A grid of captioned images, uint8 [3, H, W], from pixels [N, C, h, w] in [0, 1]."""
     side, caption = min(LARGEST_TILE, max(SMALLEST_TILE, pixels.shape[-1])), 14
     columns = math.ceil(math.sqrt(len(pixels)))
@@ -91,6 +98,6 @@ def draw_predictions(
         tile = to_pil_image(image.clamp(0, 1)).convert("RGB").resize((side, side), resampling)
         canvas.paste(tile, (left, top))
         right = predicted[i] == true[i]
-        text = class_names[predicted[i]] if right else f"{class_names[predicted[i]]} (is {class_names[true[i]]})"
+        text = predicted[i] if right else f"{predicted[i]} (is {true[i]})"
         draw.text((left, top + side), fit_text(draw, text, side), fill=RIGHT if right else WRONG)
     return pil_to_tensor(canvas)
