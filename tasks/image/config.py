@@ -60,7 +60,7 @@ class ImageDataKeys:
     pin_memory: bool = True
     on_error: Literal["skip", "raise"] = "skip"
     class_weights: ClassWeights = "none"
-    sampling: Literal["shuffled", "balanced"] = "shuffled"
+    sampling: Literal["balanced"] | None = None
     multi_label: bool = False
     file_column: str | None = None
     label_column: str | Annotated[list[str], Length(1)] | None = None

@@ -50,7 +50,7 @@ _MOST_WORKERS = 16
 _BALANCED = "data.sampling=balanced"
 
 # Keys of training alone.
-_EVALUATED = {"class_weights": "none", "sampling": "shuffled"}
+_EVALUATED = {"class_weights": "none", "sampling": None}
 
 
 class ImageDataModule(TaskData):
@@ -298,7 +298,7 @@ class ImageDataModule(TaskData):
 
     def _sampler(self, train: Split) -> TrainingSampler:
         options: dict[str, Any] = {"seed": self.seed, "repeats": self.repeats, **find_place(self.trainer)._asdict()}
-        if self.keys.sampling == "shuffled":
+        if self.keys.sampling is None:
             return TrainingSampler(len(train), self.batch_size, **options)
         return BalancedSampler(rarest_labels(self._training_targets(_BALANCED)), self.batch_size, **options)
 

@@ -151,7 +151,7 @@ class ImageClassifier(TrainedModule):
         return logits
 
     def decide(self, logits: Tensor) -> Tensor:
-        """The classes `[B]` of logits `[B, C]`, or of several labels `[B, C]` of 0 and 1, by the thresholds in force."""
+        """The classes `[B]` of logits `[B, C]`, or `[B, C]` of several labels, by the thresholds in force."""
         return decide(self._probabilities(logits), self.thresholds, multi_label=self.multi_label)
 
     def _probabilities(self, logits: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from torchmetrics.classification import (
 )
 
 from longseq.tasks.training import targets
-from longseq.tasks.training.options import check_call, nearest, signature_options
+from longseq.tasks.training.options import check_call, nearest, refuse_unknown, signature_options
 from longseq.tasks.training.targets import METRICS
 
 Make = Callable[[int], Metric]
@@ -143,6 +143,8 @@ def check_metrics(metric: str, chosen: Mapping[str, Any], *, multi_label: bool) 
                 f"{place}.{targets.TARGET}={form} is not for data with {kind} a sample: choose another one"
             )
         options = {key: value for key, value in node.items() if key not in (targets.TARGET, targets.PARTIAL)}
+        if function.__module__.startswith("torchmetrics."):  # they take any keyword, and refuse it when they are built
+            refuse_unknown(options, [one for one in signature_options(_constructor(function)) if one != "self"], place)
         check_call(function, options, place, given=_TOLD)
     stage, _, name = metric.rpartition("/")
     wanted = known_metrics({key: node for key, node in chosen.items() if node is not None}, multi_label=multi_label)
