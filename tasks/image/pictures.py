@@ -51,7 +51,8 @@ class SamplePredictions(Callback):
         images, targets = batch
         info = _info(trainer)
         pixels = denormalize(images[: self.count], info).cpu()
-        decided = pl_module.decide(outputs[: self.count])
+        module: Any = pl_module
+        decided = module.decide(outputs[: self.count])
         predicted, true = (_spell(rows, info) for rows in (decided, targets[: self.count]))
         picture = draw_predictions(pixels, predicted, true)
         board.experiment.add_image("val/samples", picture, trainer.global_step - 1)
