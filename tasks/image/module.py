@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor, nn
 from torch.nn import functional
@@ -11,9 +12,10 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassConfusionMatrix, MultilabelConfusionMatrix
 
 from longseq.models import CHECKPOINT_RUN
+from longseq.tasks.data.given import TARGETS, as_pair, find_entry
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.mixing import BatchMixing
-from longseq.tasks.image.model import state_decision
+from longseq.tasks.image.model import state_data, state_decision
 from longseq.tasks.training.classification import (
     dense_counts,
     make_metrics,
@@ -25,6 +27,9 @@ from longseq.tasks.training.decisions import Criterion, Scores, decide
 from longseq.tasks.training.metrics import MeanLoss
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training
+
+# What other libraries call the images of a batch.
+IMAGES = ("images", "image", "pixel_values", "img", "x")
 
 
 class ImageClassifier(TrainedModule):
@@ -43,7 +48,15 @@ class ImageClassifier(TrainedModule):
     each label, or the criterion by which each validation chooses it (see
     `longseq.tasks.training.decisions.choose_threshold`). `thresholds` are those in force, and checkpoints keep them.
     Metrics of a validation are of the thresholds that it chose.
+
+    Batches of any loader are pairs (images, labels), or dictionaries with the names of `read_batch`. Images are
+    normalised; labels are numbers `[B]`, or probabilities of the classes `[B, num_classes]`, which are not smoothed or
+    mixed again; several labels are as above. `info` states the names of the classes and the preprocessing with which
+    the loader makes images: a checkpoint holds it for `longseq predict`, `evaluate` and `export`. Without it these take
+    what the model states (timm's `pretrained_cfg`), and of an `ImageDataModule` its own.
     """
+
+    kept_options = ("binary_cross_entropy",)
 
     # Counts [true class, predicted class] of the last test, and of the last validation; of several labels [C, 2, 2].
     # After a checkpoint was loaded, the validation is the one before that checkpoint.
@@ -62,10 +75,19 @@ class ImageClassifier(TrainedModule):
         chosen_metrics: Mapping[str, Any] | None = None,
         metric: str | None = None,
         threshold: float | Sequence[float] | Criterion | None = None,
+        info: DataInfo | None = None,
     ) -> None:
         super().__init__(backbone, training)
+        if info is not None and info.num_classes != num_classes:
+            raise ValueError(f"num_classes={num_classes}, and info has {info.num_classes} classes: give one number")
+        self.info = info
+        self.num_classes, self.binary_cross_entropy = num_classes, binary_cross_entropy
+        weights = None
+        if info is not None:
+            multi_label, weights = multi_label or info.multi_label, info.class_weights
+            threshold = info.thresholds if threshold is None else threshold
         self.multi_label = multi_label
-        self.mixing = mixing or BatchMixing(num_classes, seed=self.seed, multi_label=multi_label)
+        self.mixing = mixing or BatchMixing(num_classes, seed=self.seed, multi_label=multi_label, class_weights=weights)
         self._decides_each = binary_cross_entropy or multi_label
         self.criterion = BinaryCrossEntropy(smoothing=0.0) if self._decides_each else SoftTargetCrossEntropy()
         # Training batches all have the same shape. Evaluation batches do not, and run the backbone without compilation.
@@ -112,14 +134,53 @@ class ImageClassifier(TrainedModule):
             binary_cross_entropy=loss.get("bce", False),
         )
 
+    @classmethod
+    def arguments_for(cls, backbone: nn.Module, data: Mapping[str, Any]) -> dict[str, Any]:
+        info = DataInfo.from_dict(data)
+        return {"num_classes": info.num_classes, "info": info}
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage == TrainerFn.FITTING and self.info is not None:
+            state_data(self.backbone, self.info)
+
+    def read_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """(images, labels) of a pair, or of a dictionary: images, image, pixel_values, img or x, and labels, label,
+        targets, target or y. A batch to predict needs no labels.
+        """
+        if isinstance(batch, Mapping):
+            images = find_entry(batch, IMAGES, "images")
+            targets = None if self._predicts() else find_entry(batch, TARGETS, "labels")
+        elif self._predicts():
+            images, targets = batch if isinstance(batch, Tensor) else batch[0], None
+        else:
+            images, targets = as_pair(batch, "images, labels")
+        if targets is None:
+            targets = torch.zeros(len(images), dtype=torch.long)
+        if self.multi_label:
+            return images, targets.float()
+        if targets.ndim == 2 and targets.shape[1] == 1:
+            targets = targets.flatten()
+        return images, targets if targets.ndim == 2 else targets.long()
+
+    def _predicts(self) -> bool:
+        return self._trainer is not None and self.trainer.predicting
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Logits `[B, num_classes]` of the images of a batch, with labels or without."""
+        return self(self.read_batch(batch)[0])
+
     def forward(self, images: Tensor) -> Tensor:
         """Logits [B, num_classes] for normalised images [B, C, H, W]."""
         return self.backbone(images)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        images, targets = batch
+        images, targets = self.read_batch(batch)
         update, part = self.seed_batch(batch_idx)
-        images, soft_targets, weights = self.mixing(images, targets, update=update, part=part)
+        if targets.ndim == 2 and not self.multi_label:
+            soft_targets, weights = targets, None
+        else:
+            images, soft_targets, weights = self.mixing(images, targets, update=update, part=part)
         logits = self._train_forward(images)
         loss = (
             self.criterion(logits, soft_targets) if weights is None else self._weighted(logits, soft_targets, weights)
@@ -160,10 +221,10 @@ class ImageClassifier(TrainedModule):
     def _measure(self, logits: Tensor | None, targets: Tensor, metrics: Any, stage: str) -> None:
         """Add a batch to the metrics of a stage, and log them."""
         if logits is None:
-            probabilities = torch.zeros(0, self.mixing.num_classes, device=targets.device)
+            probabilities = torch.zeros(0, self.num_classes, device=targets.device)
         else:
             probabilities = self._probabilities(logits)
-        wanted = targets.long()
+        wanted = targets.long() if self.multi_label else _class_numbers(targets)
         if self._scores is None or stage != "val":
             self._count(metrics, probabilities, wanted)
             self._log_metrics(metrics, stage)
@@ -228,6 +289,11 @@ class ImageClassifier(TrainedModule):
         measured, self._measured = self._measured, False
         if not self.trainer.strategy.reduce_boolean_decision(measured, all=False):
             raise ValueError(f"not one {kind} image could be read: check data.root and the names of the splits")
+
+
+def _class_numbers(targets: Tensor) -> Tensor:
+    """Class numbers `[B]`, of probabilities of the classes the most probable ones."""
+    return targets.argmax(dim=1) if targets.ndim == 2 else targets
 
 
 def _metrics(num_classes: int, **options: Any) -> nn.ModuleDict:
