@@ -5,6 +5,7 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,10 +23,10 @@ from longseq.plugins import plugin_of
 from longseq.tasks import registry
 from longseq.tasks.data.module import Info, TaskData
 from longseq.tasks.devices import is_out_of_memory
-from longseq.tasks.experiment import check_experiment
+from longseq.tasks.experiment import check_experiment, choose, with_any_choice
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
+from longseq.tasks.training import automatic, processes, runs
 from longseq.tasks.training import checkpoint as checkpoints
-from longseq.tasks.training import processes, runs
 from longseq.tasks.training.callbacks.clock import RunClock
 from longseq.tasks.training.callbacks.stop import stoppable
 from longseq.tasks.training.callbacks.throughput import Throughput
@@ -33,6 +34,7 @@ from longseq.tasks.training.class_figures import to_csv
 from longseq.tasks.training.configuration import Config, resolve, spell_value
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.freeze import freeze
+from longseq.tasks.training.learning_rate_finder import TABLE, find_learning_rate, refuse_search
 from longseq.tasks.training.lock import locked
 from longseq.tasks.training.logger import RunLogger
 from longseq.tasks.training.model import reads_mixer, values_in_force
@@ -60,6 +62,8 @@ def run(cfg: DictConfig) -> float | None:
     processes.follow_parent()
     config = resolve(cfg)
     check_experiment(config)
+    if automatic.searches(config):
+        refuse_search(config)
     if not config["output"]:
         raise ValueError("output is empty: give output=FOLDER, or leave it out")
     folder = Path(config["output"])
@@ -77,7 +81,14 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     checkpoint = runs.checkpoint_to_resume(config)
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision(config["matmul_precision"])
-    datamodule, module = build(config, initialized=checkpoint is None)
+    if checkpoint is not None:
+        config = runs.chosen_in(checkpoint, config)
+    config, datamodule, reason = _open(config)
+    if reason is not None:
+        _print(reason)
+    if automatic.searches(config):
+        config = _search(config, datamodule, folder)
+    module = _build_module(config, datamodule, initialized=checkpoint is None)
     module.higher_is_better(config["task"]["metric"], "task.metric")
     _check_optimized_metric(config, module)
     trainer = build_trainer(config, build_callbacks(config, module))
@@ -103,17 +114,51 @@ def build(config: DictConfig | Config, *, initialized: bool = True) -> Parts:
 
     ValueError, in one line, for errors that the user can correct.
     """
-    config = resolve(config)
-    task = registry.of(config)
-    datamodule = task.data.from_config(config, device_batch_size(config))
-    model = task.model.build(config, datamodule.info)
-    if initialized and config["init"] is not None:
+    config, datamodule, _ = _open(resolve(config))
+    return Parts(datamodule, _build_module(automatic.with_rate(config), datamodule, initialized))
+
+
+def _open(config: Config) -> tuple[dict[str, Any], TaskData, str | None]:
+    """The configuration with the values that depend on the data, the data, and why the values are these.
+
+    A learning rate that is to be searched stays open.
+    """
+    ready = with_any_choice(config)
+    datamodule = registry.of(config).data.from_config(ready, device_batch_size(ready))
+    chosen, reason = choose(config, datamodule.info)
+    if reason is not None:
+        settled = automatic.with_rate(chosen)
+        check_experiment(settled)
+        datamodule.take_recipe(settled, device_batch_size(settled))
+    return chosen, datamodule, reason
+
+
+def _build_module(config: Config, datamodule: TaskData, initialized: bool) -> TrainedModule:
+    task, config = registry.of(config), dict(config)
+    model = task.model.build(config if initialized else task.model.untrained(config), datamodule.info)
+    if initialized and config["init"] is not None and task.model.is_weights(config["init"]):
+        task.model.start_from_weights(model, config, datamodule.info)
+    elif initialized and config["init"] is not None:
         taken = (config["task"]["name"], *task.model.starts_from)
         task.model.start_from(model, checkpoints.load(config["init"], key="init", tasks=taken), datamodule.info)
     freeze(model, config["recipe"].get("freeze"))
     config["plugins"] = _find_plugins(config, datamodule, model, task.module)
     training = Training.from_config(config, datamodule.info)
-    return Parts(datamodule, task.module.from_config(config, model, datamodule.info, training))
+    return task.module.from_config(config, model, datamodule.info, training)
+
+
+def _search(config: Config, datamodule: TaskData, folder: Path) -> dict[str, Any]:
+    """The configuration with the learning rate that a search finds for its model and data."""
+    trial = automatic.with_rate(config)
+    module = _build_module(trial, datamodule, initialized=True)
+    assert module.recipe is not None
+    module.recipe = replace(module.recipe, length=None)
+    rate, value = find_learning_rate(trial, module, datamodule, folder)
+    _print(
+        f"learning rate {rate:.3g} found (the loss falls most steeply there): recipe.learning_rate={value:g}; the "
+        f"curve is in {shorten(folder / TABLE)}"
+    )
+    return automatic.with_rate(config, value)
 
 
 def _find_plugins(

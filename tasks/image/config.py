@@ -8,8 +8,11 @@ from typing import Annotated, Any, Literal
 
 from longseq.backbones.image import ImageBackbone
 from longseq.tasks.data.labels import ClassWeights, check_label_keys
+from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.model import check_model_name, model_options
+from longseq.tasks.image.recipe import choose_recipe, starts_trained
 from longseq.tasks.image.transforms import Augmentation
+from longseq.tasks.training.automatic import Choice
 from longseq.tasks.training.classification import check_metrics
 from longseq.tasks.training.decisions import Criterion
 from longseq.tasks.training.keys import TaskGroup, TaskKeys
@@ -20,6 +23,9 @@ Share = Annotated[float, Range(0, below=1)]
 
 # Sources whose images have one class each. A plug-in's source may have several.
 ONE_LABEL_SOURCES = ("digits", "fashion_mnist", "cifar10", "folder")
+
+# The recipe that has no sense for weights that nobody has trained.
+FINETUNE = "finetune"
 
 # Options of our image models that are set by the data and by the group `mixer`.
 _DECIDED = ("img_size", "in_chans", "num_classes", "mixer", "mixer_options")
@@ -186,3 +192,16 @@ class ImageKeys(TaskKeys):
         group, several = config["task"], bool(config["data"].get("multi_label"))
         if isinstance(group.get("metrics") or {}, Mapping):
             check_metrics(group["metric"], group.get("metrics") or {}, multi_label=several)
+        if config["recipe"].get("name") == FINETUNE and not starts_trained(config):
+            raise ValueError(
+                f"recipe={FINETUNE} begins with trained weights: give init=FILE, or model=timm model.name=NAME "
+                "model.pretrained=true"
+            )
+
+        if config.get("init") is not None and config["model"].get("pretrained"):
+            raise ValueError(
+                f"init={config['init']} and model.pretrained=true both give the first weights: leave one out"
+            )
+
+    def choose(self, config: Mapping[str, Any], info: DataInfo | None, parts: int) -> Choice:
+        return choose_recipe(config, info, parts)

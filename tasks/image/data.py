@@ -101,6 +101,10 @@ class ImageDataModule(TaskData):
         datamodule.setup()
         return datamodule
 
+    def take_recipe(self, config: Mapping[str, Any], batch_size: int) -> None:
+        self.batch_size, self.eval_batch_size = batch_size, self.keys.eval_batch_size or batch_size
+        self.augmentation, self.repeats = _augmentation(config["recipe"]["augment"], batch_size)
+
     @classmethod
     def for_evaluation(
         cls,

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from longseq.tasks.training.automatic import Choice
+
 
 @dataclass(frozen=True)
 class TaskGroup:
@@ -31,3 +33,12 @@ class TaskKeys:
     def check(self, config: Mapping[str, Any]) -> None:
         """Raise ValueError, in one line, if keys contradict each other or belong to another task."""
         return
+
+    def choose(self, config: Mapping[str, Any], info: Any | None, parts: int) -> Choice:
+        """The values of the recipe's keys that say `auto`, for data with this info.
+
+        `info` is None for the check before the data is open. An effective batch divides over `parts`. ValueError, in
+        one line, if the task cannot choose.
+        """
+        task = config["task"]["name"]
+        raise ValueError(f"the recipe says auto, and task={task} chooses no values: give numbers, or another recipe")

@@ -76,7 +76,7 @@ def test_the_keys_of_a_task_are_those_of_its_files(task):
     keys = registry.get(task).config
     data, recipes = files("data", task), files("recipe", task)
     assert set().union(*data) == names(keys.data)
-    assert set().union(*recipes) | {"loss", "augment", "model"} == names(RecipeKeys)
+    assert set().union(*recipes) | {"loss", "augment", "model", "chosen"} == names(RecipeKeys)
     for part in ("loss", "augment"):
         written = set().union(*(recipe.get(part) or {} for recipe in recipes))
         assert written == (names(getattr(keys, part)) if getattr(keys, part) else set())
