@@ -95,7 +95,7 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     if checkpoint is not None and isinstance(trainer.logger, RunLogger):
         trainer.logger.continue_at(runs.updates_of(checkpoint))
     _save_config(values_in_force(config, module.backbone), folder)
-    _announce(config, datamodule.info, module.backbone, checkpoint)
+    _announce(config, datamodule.info, module, checkpoint)
     try:
         with stoppable():
             _fit(trainer, module, datamodule, config, checkpoint)
@@ -272,16 +272,18 @@ def _save_config(config: dict[str, Any], folder: Path) -> None:
 
 
 @rank_zero_only
-def _announce(config: dict[str, Any], info: Info, backbone: torch.nn.Module, checkpoint: Path | None) -> None:
+def _announce(config: dict[str, Any], info: Info, module: TrainedModule, checkpoint: Path | None) -> None:
     model, recipe = config["model"], config["recipe"]
     batch, devices = device_batch_size(config), device_count(config)
     accumulate = config["trainer"].get("accumulate_grad_batches", 1)
-    parameters = count_parameters(backbone) / 1e6
-    _print(f"{model['label']} ({model['name']}, {parameters:.2f}M parameters) on {_data_line(config, info)}")
-    _print(
-        f"effective batch {recipe['batch_size']} = {batch} per device x {devices} device(s) "
-        f"x {accumulate} accumulated; effective learning rate {effective_learning_rate(config):.3g}"
-    )
+    # A model that a run fits has its parameters later.
+    parameters = f", {count_parameters(module.backbone) / 1e6:.2f}M parameters" if module.has_gradients else ""
+    _print(f"{model['label']} ({model['name']}{parameters}) on {_data_line(config, info)}")
+    if module.has_gradients:
+        _print(
+            f"effective batch {recipe['batch_size']} = {batch} per device x {devices} device(s) "
+            f"x {accumulate} accumulated; effective learning rate {effective_learning_rate(config):.3g}"
+        )
     if checkpoint is not None:
         _print(f"continuing from {shorten(checkpoint)}")
     elif config["resume"]:

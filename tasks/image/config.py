@@ -141,8 +141,13 @@ class LongseqModelOptions(ModelOptions):
     direction: Literal["bidirectional", "forward", "cross", "alternating"] | None = None
     merge: Literal["sum", "mean"] | None = None
     class_token: Literal["middle", "first", "none"] | None = None
-    global_pool: Literal["token", "avg"] | None = None
+    reg_tokens: Annotated[int | None, Range(0)] = None
+    global_pool: Literal["token", "avg", "max", "avgmax", "map"] | None = None
     mlp_ratio: Annotated[float | None, Range(0)] = None
+    init_values: Annotated[float | None, Range(above=0)] = None
+    pos_drop_rate: Share | None = None
+    patch_drop_rate: Share | None = None
+    proj_drop_rate: Share | None = None
     recompute: Literal["none", "mixer", "block"] | None = None
     backend: Literal["auto", "torch", "reference", "triton"] | None = None
 
@@ -174,6 +179,9 @@ def _check_model(config: Mapping[str, Any]) -> None:
             read_beside(LongseqModelOptions, ImageBackbone, chosen, place, given=_DECIDED)
         else:
             known = [entry.name for entry in fields(TimmModelOptions)]
+            of_ours = {entry.name for entry in fields(LongseqModelOptions)}.difference(known, model_options(name))
+            if place == "recipe.model" and (key := next((key for key in chosen if key in of_ours), None)):
+                raise ValueError(f"the recipe sets {key}, which {name} does not have: add {place}.{key}=null")
             read(TimmModelOptions, {key: value for key, value in chosen.items() if key in known}, place)
             refuse_unknown(chosen, [*known, *model_options(name)], place)
 

@@ -85,6 +85,11 @@ class TrainedModule(LightningModule):
         self._saved_update = 0
         self._mean: UpdateMean | None = None  # for batches that differ in their number of targets
 
+    @property
+    def has_gradients(self) -> bool:
+        """True if the recipe trains the model; False for one that a run fits in another way."""
+        return True
+
     @classmethod
     def from_config(
         cls: type[Self], config: Mapping[str, Any], backbone: nn.Module, info: Any, training: Training | None

@@ -48,6 +48,8 @@ SMALL_INFOS = {"image": SMALL, "probe": SMALL_PROBE, "lm": SMALL_TEXT, "document
 class Measured:
     """A module that has every metric."""
 
+    has_gradients = True
+
     def higher_is_better(self, name, key):
         return True
 

@@ -162,13 +162,15 @@ def _check_request(
 
 
 def _resolutions(model: nn.Module, height: int, width: int) -> list[tuple[int, int]]:
-    """The sizes to compare at, and the size to trace with; all are whole numbers of patches, the traced one is not
-    square.
+    """The sizes to compare at, and the size to trace with, which is not square.
+
+    All are whole numbers of patches, but for one of a model that pads images.
     """
-    patch = getattr(getattr(model, "patch_embed", None), "patch_size", 32)
-    rows, columns = _pair(patch)
+    embed = getattr(model, "patch_embed", None)
+    rows, columns = _pair(getattr(embed, "patch_size", 32))
+    padded = [(height + 1, width + columns - 1)] if getattr(embed, "dynamic_img_pad", False) else []
     steps = ((0, 0), (1, 0), (4, 6), (0, 2))
-    return [(height + down * rows, width + across * columns) for down, across in steps]
+    return padded + [(height + down * rows, width + across * columns) for down, across in steps]
 
 
 def _check_output(model: nn.Module, output: Tensor, data: Mapping[str, Any]) -> None:
