@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,8 @@ class InputKeys:
     column: str | None
     truncation: Literal["none"] | None
     segment: Annotated[int | None, Range(1)]
+    saliency: str | None
+    saliency_class: str | int | None
 
 
 class Inputs(ABC):
@@ -97,6 +99,7 @@ class InputFiles(Inputs, Dataset[Any]):
     """
 
     info: Any
+    draws_saliency: ClassVar[bool] = False  # True if `score` heeds the keys of saliency
 
     @abstractmethod
     def __init__(self, path: str, info: Any) -> None: ...
@@ -108,6 +111,8 @@ class InputFiles(Inputs, Dataset[Any]):
                 raise ValueError(
                     f"{name}={value} is for documents, and this model classifies other files: leave it out"
                 )
+        if keys.saliency is not None and not cls.draws_saliency:
+            raise ValueError(f"saliency={keys.saliency} draws images, and this model classifies others: leave it out")
         inputs = cls(path, info)
         if getattr(info, "multi_label", False) or getattr(info, "thresholds", None) is not None:
             inputs.details = (DECISION,)
@@ -124,6 +129,10 @@ class InputFiles(Inputs, Dataset[Any]):
         """The model's input for a batch, on the device of the batch."""
         return batch
 
+    def score(self, model: nn.Module, batch: Tensor, paths: list[str], keys: InputKeys) -> Tensor:
+        """The logits [B, num_classes] of a prepared batch; a subclass may write what else the keys ask for."""
+        return model(batch)
+
     def predict(self, model: nn.Module, keys: InputKeys) -> Iterator[Prediction | Unreadable]:
         info, device = self.info, next(model.parameters()).device
         several, given = getattr(info, "multi_label", False), getattr(info, "thresholds", None)
@@ -132,7 +141,7 @@ class InputFiles(Inputs, Dataset[Any]):
         loader = DataLoader(self, keys.batch_size, num_workers=keys.num_workers, collate_fn=self.collate)
         for batch, paths, failed in loader:
             if paths:
-                logits = model(self.prepare(batch.to(device))).float()
+                logits = self.score(model, self.prepare(batch.to(device)), paths, keys).float()
                 probabilities = logits.sigmoid() if several else logits.softmax(dim=1)
                 decisions = decide(probabilities, thresholds, multi_label=several).tolist()
                 ranked = rank(probabilities, info.class_names, keys.top_k or most)

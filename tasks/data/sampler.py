@@ -175,6 +175,9 @@ class EvaluationSampler(Sampler[list[int]]):
         return math.ceil(self.num_samples / (self.batch_size * self.world_size))
 
     def __iter__(self) -> Iterator[list[int]]:
-        for batch in range(len(self)):
-            first = self.rank + self.world_size * batch
-            yield list(range(first, self.num_samples, self.world_size * len(self)))
+        yield from map(self.batch, range(len(self)))
+
+    def batch(self, number: int) -> list[int]:
+        """The positions of the samples of a batch."""
+        first = self.rank + self.world_size * number
+        return list(range(first, self.num_samples, self.world_size * len(self)))

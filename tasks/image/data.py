@@ -132,6 +132,11 @@ class ImageDataModule(TaskData):
         return self._info
 
     @property
+    def splits(self) -> Splits | None:
+        """The images of each split, by index; None of a stream, and before `setup`."""
+        return self._splits
+
+    @property
     def unreadable(self) -> list[str]:
         """Paths of the images that this process could not read so far."""
         return self._unreadable.paths

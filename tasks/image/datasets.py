@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,19 +15,22 @@ import numpy as np
 import torch
 from PIL import Image
 from timm.data.readers.shared_count import SharedCount
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from typing_extensions import Self
 
+from longseq.files import replacing
 from longseq.tasks.data.batch import Batch, Failure
-from longseq.tasks.data.inputs import InputFiles
+from longseq.tasks.data.inputs import InputFiles, InputKeys
 from longseq.tasks.data.loader import BatchLoader
 from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.image.decoding import UNREADABLE, decode, image_endings, in_eight_bits, upright
 from longseq.tasks.image.folder import Found, find_images
 from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.saliency import draw_saliency, saliency
 from longseq.tasks.image.sources import Split, first_line
-from longseq.tasks.image.transforms import evaluation_transform, normalize
+from longseq.tasks.image.transforms import denormalize, evaluation_transform, normalize
 
 _log = logging.getLogger(__name__)
 
@@ -214,6 +219,8 @@ class ImageFiles(InputFiles):
     files of the folder that are hidden or have no image ending. ValueError if there are no images.
     """
 
+    draws_saliency = True
+
     def __init__(self, path: str, info: DataInfo) -> None:
         root = Path(path)
         if not root.exists():
@@ -226,6 +233,18 @@ class ImageFiles(InputFiles):
         self.info = info
         self.transform = evaluation_transform(info)
         self.shape = (info.in_chans, info.img_size, info.img_size)
+        self._root = str(root.parent if root.is_file() else root)
+        self._notes: list[str] = []
+
+    @classmethod
+    def open(cls, path: str, info: DataInfo, keys: InputKeys) -> Self:
+        if keys.saliency_class is not None and str(keys.saliency_class) not in info.class_names:
+            near = difflib.get_close_matches(str(keys.saliency_class), info.class_names, 1) or info.class_names[:1]
+            raise ValueError(
+                f"saliency_class={keys.saliency_class} is none of the model's {info.num_classes} classes: "
+                f"did you mean {near[0]}?"
+            )
+        return super().open(path, info, keys)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -247,6 +266,29 @@ class ImageFiles(InputFiles):
     def prepare(self, batch: Tensor) -> Tensor:
         """The normalised images."""
         return normalize(batch, self.info)
+
+    def score(self, model: nn.Module, batch: Tensor, paths: list[str], keys: InputKeys) -> Tensor:
+        if keys.saliency is None:
+            return super().score(model, batch, paths, keys)
+        names, chosen = self.info.class_names, None
+        if keys.saliency_class is not None:
+            chosen = torch.full((len(batch),), names.index(str(keys.saliency_class)), device=batch.device)
+        logits, maps = saliency(model, batch, chosen)
+        chosen = logits.argmax(dim=1) if chosen is None else chosen
+        spread = logits.sigmoid() if self.info.multi_label else logits.softmax(dim=1)
+        probabilities = spread.gather(1, chosen[:, None])[:, 0].tolist()
+        pixels = denormalize(batch, self.info).cpu()
+        captions = [f"{names[one]} {value:.3f}" for one, value in zip(chosen.tolist(), probabilities, strict=True)]
+        for path, *shown in zip(paths, pixels, maps.cpu(), captions, strict=True):
+            target = Path(keys.saliency, os.path.relpath(path, self._root) + ".png")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(target) as partial:
+                draw_saliency(*shown).save(partial, format="PNG")
+        self._notes = [f"pictures of saliency written below {keys.saliency}"]
+        return logits
+
+    def notes(self) -> list[str]:
+        return self._notes
 
 
 def as_targets(targets: Sequence[Any], num_labels: int | None = None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from longseq.tasks.image import pictures  # noqa: F401  registers the callbacks of this task
+from longseq.tasks.image import errors, pictures  # noqa: F401  they register the callbacks of this task
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.module import ImageClassifier
 from longseq.tasks.report import Report

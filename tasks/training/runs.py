@@ -35,6 +35,7 @@ FREE_KEYS = (
     "callbacks.unreadable",
     "callbacks.samples",
     "callbacks.text_samples",
+    "callbacks.worst",
     "callbacks.confusion",
     "logger",
     "load",  # in runs of earlier versions
