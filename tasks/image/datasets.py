@@ -6,7 +6,7 @@ import difflib
 import logging
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ class TrainingBatches(Dataset[Batch]):
 
     def __getitem__(self, indices: list[SampleIndex]) -> Batch:
         images: list[Tensor] = []
-        targets: list[int] = []
+        targets: list[Any] = []
         failures: list[Failure] = []
         with preserved_random_state():
             for index in indices:
@@ -92,9 +92,9 @@ class TrainingBatches(Dataset[Batch]):
                 seed_everything(derive_seed(self.seed, *index))
                 images.append(self.transform(sample[0]))
                 targets.append(sample[1])
-        return Batch(torch.stack(images), torch.tensor(targets), failures)
+        return Batch(torch.stack(images), as_targets(targets), failures)
 
-    def _read(self, index: SampleIndex, failures: list[Failure]) -> tuple[Image.Image, int] | None:
+    def _read(self, index: SampleIndex, failures: list[Failure]) -> tuple[Image.Image, Any] | None:
         for attempt in range(_REPLACEMENTS):
             position = derive_seed(self.seed, *index, attempt) % len(self.split) if attempt else index.position
             result = _read_or_failure(self.split, position)
@@ -110,13 +110,14 @@ class EvaluationBatches(Dataset[Batch]):
     def __init__(self, split: Split, transform: Callable[[Image.Image], Tensor], info: DataInfo) -> None:
         self.split, self.transform = split, transform
         self.shape = (info.in_chans, info.img_size, info.img_size)
+        self.num_labels = info.num_classes if info.multi_label else None
 
     def __len__(self) -> int:
         return len(self.split)
 
     def __getitem__(self, positions: list[int]) -> Batch:
         images: list[Tensor] = []
-        targets: list[int] = []
+        targets: list[Any] = []
         failures: list[Failure] = []
         for position in positions:
             sample = _read_or_failure(self.split, position)
@@ -125,7 +126,7 @@ class EvaluationBatches(Dataset[Batch]):
             else:
                 images.append(self.transform(sample[0]))
                 targets.append(sample[1])
-        return Batch(_stack(images, self.shape), torch.tensor(targets, dtype=torch.int64), failures)
+        return Batch(_stack(images, self.shape), as_targets(targets, self.num_labels), failures)
 
 
 class StreamBatches(IterableDataset[Batch]):
@@ -161,7 +162,7 @@ class StreamBatches(IterableDataset[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         images: list[Tensor] = []
-        targets: list[int] = []
+        targets: list[Any] = []
         failures: list[Failure] = []
         worker = get_worker_info()
         key = (self.seed, self._epoch.value, self.rank, worker.id if worker else 0)
@@ -274,7 +275,8 @@ class ImageFiles(InputFiles):
             chosen = torch.full((len(batch),), names.index(str(keys.saliency_class)), device=batch.device)
         logits, maps = saliency(model, batch, chosen)
         chosen = logits.argmax(dim=1) if chosen is None else chosen
-        probabilities = logits.softmax(dim=1).gather(1, chosen[:, None])[:, 0].tolist()
+        spread = logits.sigmoid() if self.info.multi_label else logits.softmax(dim=1)
+        probabilities = spread.gather(1, chosen[:, None])[:, 0].tolist()
         pixels = denormalize(batch, self.info).cpu()
         captions = [f"{names[one]} {value:.3f}" for one, value in zip(chosen.tolist(), probabilities, strict=True)]
         for path, *shown in zip(paths, pixels, maps.cpu(), captions, strict=True):
@@ -287,6 +289,15 @@ class ImageFiles(InputFiles):
 
     def notes(self) -> list[str]:
         return self._notes
+
+
+def as_targets(targets: Sequence[Any], num_labels: int | None = None) -> Tensor:
+    """Classes as int64 [B], or rows of several labels as float32 [B, C]; `num_labels` is C for an empty batch."""
+    if targets and isinstance(targets[0], np.ndarray):
+        return torch.from_numpy(np.stack(targets)).float()
+    if num_labels is not None:
+        return torch.zeros(0, num_labels)
+    return torch.tensor([int(target) for target in targets], dtype=torch.int64)
 
 
 def seed_everything(seed: int) -> None:
@@ -313,7 +324,7 @@ def _stack(images: list[Tensor], shape: tuple[int, int, int]) -> Tensor:
     return torch.stack(images) if images else torch.empty(0, *shape, dtype=torch.uint8)
 
 
-def _read_or_failure(split: Split, position: int) -> tuple[Image.Image, int] | Failure:
+def _read_or_failure(split: Split, position: int) -> tuple[Image.Image, Any] | Failure:
     index = int(split.indices[position])
     try:
         return split.source.read(index)
