@@ -21,6 +21,8 @@ from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys, read_
 from longseq.tasks.training.files import prepare_file, prepare_folder
 from longseq.tasks.training.options import Required
 
+_BETWEEN = ";"  # what stands between several labels in a cell
+
 
 @dataclass(frozen=True, kw_only=True)
 class PredictKeys(InputKeys, CommandKeys):
@@ -103,7 +105,8 @@ def _write_header(writer: Any, details: Sequence[str], width: int) -> None:
 
 
 def _cells(one: Prediction | Unreadable, details: Sequence[str]) -> list[Any]:
-    return [one.details.get(name, "") for name in details]
+    values = [one.details.get(name, "") for name in details]
+    return [_BETWEEN.join(value) if isinstance(value, list) else value for value in values]
 
 
 def _write_json(path: Path, found: Iterator[Prediction | Unreadable], inputs: Inputs) -> tuple[int, int]:

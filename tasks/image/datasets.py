@@ -6,7 +6,7 @@ import difflib
 import logging
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ class TrainingBatches(Dataset[Batch]):
 
     def __init__(self, split: Split, transform: Callable[[Image.Image], Any], seed: int) -> None:
         self.split, self.transform, self.seed = split, transform, seed
-        self.read: Callable[[Split, int], tuple[Any, int] | Failure] = read_or_failure
+        self.read: Callable[[Split, int], tuple[Any, Any] | Failure] = read_or_failure
 
     def __len__(self) -> int:
         return len(self.split)
@@ -89,15 +89,15 @@ class TrainingBatches(Dataset[Batch]):
         if len(samples) < len(indices):
             return Batch(torch.empty(0), torch.empty(0), failures)
         return Batch(
-            torch.stack([image for image, _ in samples]), torch.tensor([target for _, target in samples]), failures
+            torch.stack([image for image, _ in samples]), as_targets([target for _, target in samples]), failures
         )
 
-    def samples(self, indices: list[SampleIndex], failures: list[Failure]) -> Iterator[tuple[Any, int]]:
+    def samples(self, indices: list[SampleIndex], failures: list[Failure]) -> Iterator[tuple[Any, Any]]:
         """Each image with its class, where the generators are seeded for its transform.
 
         It ends early if too many replacements in a row are unreadable.
         """
-        sample: tuple[Any, int] | None = None
+        sample: tuple[Any, Any] | None = None
         position = -1
         for index in indices:
             if index.position != position or sample is None:
@@ -110,7 +110,7 @@ class TrainingBatches(Dataset[Batch]):
             seed_everything(derive_seed(self.seed, *index))
             yield sample
 
-    def _read(self, index: SampleIndex, failures: list[Failure]) -> tuple[Any, int] | None:
+    def _read(self, index: SampleIndex, failures: list[Failure]) -> tuple[Any, Any] | None:
         for attempt in range(REPLACEMENTS):
             position = replace_position(self.seed, index, attempt, len(self.split)) if attempt else index.position
             result = self.read(self.split, position)
@@ -126,13 +126,14 @@ class EvaluationBatches(Dataset[Batch]):
     def __init__(self, split: Split, transform: Callable[[Image.Image], Tensor], info: DataInfo) -> None:
         self.split, self.transform = split, transform
         self.shape = (info.in_chans, info.img_size, info.img_size)
+        self.num_labels = info.num_classes if info.multi_label else None
 
     def __len__(self) -> int:
         return len(self.split)
 
     def __getitem__(self, positions: list[int]) -> Batch:
         images: list[Tensor] = []
-        targets: list[int] = []
+        targets: list[Any] = []
         failures: list[Failure] = []
         for position in positions:
             sample = read_or_failure(self.split, position)
@@ -141,7 +142,7 @@ class EvaluationBatches(Dataset[Batch]):
             else:
                 images.append(self.transform(sample[0]))
                 targets.append(sample[1])
-        return Batch(_stack(images, self.shape), torch.tensor(targets, dtype=torch.int64), failures)
+        return Batch(_stack(images, self.shape), as_targets(targets, self.num_labels), failures)
 
 
 class StreamBatches(IterableDataset[Batch]):
@@ -177,7 +178,7 @@ class StreamBatches(IterableDataset[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         images: list[Tensor] = []
-        targets: list[int] = []
+        targets: list[Any] = []
         failures: list[Failure] = []
         worker = get_worker_info()
         key = (self.seed, self._epoch.value, self.rank, worker.id if worker else 0)
@@ -290,7 +291,8 @@ class ImageFiles(InputFiles):
             chosen = torch.full((len(batch),), names.index(str(keys.saliency_class)), device=batch.device)
         logits, maps = saliency(model, batch, chosen)
         chosen = logits.argmax(dim=1) if chosen is None else chosen
-        probabilities = logits.softmax(dim=1).gather(1, chosen[:, None])[:, 0].tolist()
+        spread = logits.sigmoid() if self.info.multi_label else logits.softmax(dim=1)
+        probabilities = spread.gather(1, chosen[:, None])[:, 0].tolist()
         pixels = denormalize(batch, self.info).cpu()
         captions = [f"{names[one]} {value:.3f}" for one, value in zip(chosen.tolist(), probabilities, strict=True)]
         for path, *shown in zip(paths, pixels, maps.cpu(), captions, strict=True):
@@ -303,6 +305,15 @@ class ImageFiles(InputFiles):
 
     def notes(self) -> list[str]:
         return self._notes
+
+
+def as_targets(targets: Sequence[Any], num_labels: int | None = None) -> Tensor:
+    """Classes as int64 [B], or rows of several labels as float32 [B, C]; `num_labels` is C for an empty batch."""
+    if targets and isinstance(targets[0], np.ndarray):
+        return torch.from_numpy(np.stack(targets)).float()
+    if num_labels is not None:
+        return torch.zeros(0, num_labels)
+    return torch.tensor([int(target) for target in targets], dtype=torch.int64)
 
 
 def seed_everything(seed: int) -> None:
@@ -334,7 +345,7 @@ def replace_position(seed: int, index: SampleIndex, attempt: int, count: int) ->
     return derive_seed(seed, *index, attempt) % count
 
 
-def read_or_failure(split: Split, position: int) -> tuple[Image.Image, int] | Failure:
+def read_or_failure(split: Split, position: int) -> tuple[Image.Image, Any] | Failure:
     """The decoded image at a position of a split and its class, or why it cannot be read."""
     index = int(split.indices[position])
     try:

@@ -20,6 +20,7 @@ from longseq.tasks.image.batched import Draws, apply_steps, erase, resize, stack
 from longseq.tasks.image.datasets import (
     REPLACEMENTS,
     TrainingBatches,
+    as_targets,
     preserved_random_state,
     read_or_failure,
     replace_position,
@@ -59,7 +60,7 @@ class EncodedImages(NamedTuple):
     indices: list[SampleIndex]
 
 
-def read_encoded(split: Split, position: int) -> tuple[Jpeg | Image.Image, int] | Failure:
+def read_encoded(split: Split, position: int) -> tuple[Jpeg | Image.Image, Any] | Failure:
     """A JPEG file with its class, or another image, decoded; or why it cannot be read."""
     read_file = getattr(split.source, "read_file", None)
     if read_file is None:
@@ -85,7 +86,7 @@ class EncodedTrainingBatches(TrainingBatches):
         failures: list[Failure] = []
         images: list[Jpeg | Image.Image] = []
         draws: list[Draw] = []
-        targets: list[int] = []
+        targets: list[Any] = []
         with preserved_random_state():
             for image, target in self.samples(indices, failures):
                 drawn = (image, self.draws(image.size)) if isinstance(image, Jpeg) else self.draws.crop(image)
@@ -95,14 +96,15 @@ class EncodedTrainingBatches(TrainingBatches):
         if len(images) < len(indices):
             return Batch(torch.empty(0), torch.empty(0), failures)
         encoded = _pack(images, draws, self.draws.size, self.draws.inner_channels, indices)
-        return Batch(encoded, torch.tensor(targets), failures)
+        return Batch(encoded, as_targets(targets), failures)
 
 
 class EncodedEvaluationBatches(Dataset[Batch]):
     """`longseq.tasks.image.datasets.EvaluationBatches` that a `DeviceTransform` finishes."""
 
-    def __init__(self, split: Split, draws: EvaluationDraws) -> None:
+    def __init__(self, split: Split, draws: EvaluationDraws, info: DataInfo) -> None:
         self.split, self.draws = split, draws
+        self.num_labels = info.num_classes if info.multi_label else None
 
     def __len__(self) -> int:
         return len(self.split)
@@ -111,7 +113,7 @@ class EncodedEvaluationBatches(Dataset[Batch]):
         failures: list[Failure] = []
         images: list[Jpeg | Image.Image] = []
         draws: list[Draw] = []
-        targets: list[int] = []
+        targets: list[Any] = []
         for position in positions:
             sample = read_encoded(self.split, position)
             if isinstance(sample, Failure):
@@ -123,7 +125,7 @@ class EncodedEvaluationBatches(Dataset[Batch]):
             draws.append(drawn[1])
             targets.append(target)
         encoded = _pack(images, draws, self.draws.size, self.draws.inner_channels, [])
-        return Batch(encoded, torch.tensor(targets, dtype=torch.int64), failures)
+        return Batch(encoded, as_targets(targets, self.num_labels), failures)
 
 
 def _pack(
@@ -268,7 +270,7 @@ class DeviceTransform:
             if isinstance(sample, Failure):
                 failures.append(sample)
                 continue
-            targets[list(samples)] = sample[1]
+            targets[list(samples)] = as_targets([sample[1]])[0]
             # Its parameters were drawn for the size of the file.
             return pil_to_tensor(sample[0].convert("RGB").resize((width, height))).to(self.device)
         return torch.zeros(3, height, width, dtype=torch.uint8, device=self.device)

@@ -26,7 +26,11 @@ _SPLITS = {"val": "validation", "test": "test"}
 
 
 class Mistake(NamedTuple):
-    """An image that was classified wrongly: `probability` is that of the predicted class, `loss` the cross entropy."""
+    """An image that was classified wrongly: `probability` is that of the predicted class, `loss` the cross entropy.
+
+    Of several labels any one may be wrong. `probability` is then the highest one that a decision has against the truth,
+    and `loss` the mean of the labels' binary cross entropies.
+    """
 
     path: str
     true: str
@@ -74,7 +78,8 @@ class WorstErrors(Callback):
         images, true = batch
         self._sizes.append(len(true))
         if outputs is not None:
-            worst = _Worst.of_batch(outputs, true, outputs.argmax(dim=1), images, batch_idx)
+            module: Any = pl_module
+            worst = _Worst.of_batch(outputs, true, module.decide(outputs), images, batch_idx)
             self._drawn = worst.beside(self._drawn, self.count)
             self._listed = worst._replace(images=images[:, :0]).beside(self._listed, self.rows)
 
@@ -130,15 +135,21 @@ class _Worst(NamedTuple):
 
     loss: Tensor  # [K], -inf of images that were classified correctly
     probability: Tensor  # [K] of the predicted class
-    true: Tensor  # int64 [K]
-    predicted: Tensor  # int64 [K]
+    true: Tensor  # [K], or [K, C] of several labels
+    predicted: Tensor  # int64, as `true`
     places: Tensor  # int64 [K, 2]: the batch, and the row in it
     images: Tensor  # [K, C, S, S] normalised
 
     @classmethod
     def of_batch(cls, logits: Tensor, true: Tensor, predicted: Tensor, images: Tensor, batch_idx: int) -> _Worst:
-        loss = nn.functional.cross_entropy(logits, true, reduction="none").masked_fill(predicted == true, -math.inf)
-        probability = logits.softmax(dim=1).gather(1, predicted[:, None])[:, 0]
+        if true.ndim == 2:
+            loss = nn.functional.binary_cross_entropy_with_logits(logits, true, reduction="none").mean(dim=1)
+            right = (predicted == true).all(dim=1)
+            probability = torch.where(true > 0, (-logits).sigmoid(), logits.sigmoid()).amax(dim=1)
+        else:
+            loss, right = nn.functional.cross_entropy(logits, true, reduction="none"), predicted == true
+            probability = logits.softmax(dim=1).gather(1, predicted[:, None])[:, 0]
+        loss = loss.masked_fill(right, -math.inf)
         rows = torch.arange(len(true), device=true.device)
         places = torch.stack([torch.full_like(rows, batch_idx), rows], dim=1)
         return cls(loss, probability, true, predicted, places, images)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longseq.tasks.data.labels import rarest_labels
 from longseq.tasks.data.sampler import EvaluationSampler
 from longseq.tasks.image.datasets import EvaluationBatches
 from longseq.tasks.image.sources import Split
@@ -16,7 +17,7 @@ from longseq.tasks.image.transforms import evaluation_transform
 
 
 def pick_examples(datamodule: Any, count: int) -> tuple[Tensor, Tensor]:
-    """At most `count` validation images, uint8 [N, C, S, S] as the model is evaluated on them, and their targets [N].
+    """At most `count` validation images, uint8 [N, C, S, S] as the model is evaluated on them, and their targets.
 
     They have as many classes as possible, in order, and depend on the data alone: each run shows the same ones. Of a
     stream they are the first ones.
@@ -26,7 +27,7 @@ def pick_examples(datamodule: Any, count: int) -> tuple[Tensor, Tensor]:
         return images[:count], targets[:count]
     split: Split = datamodule.splits.validation
     classes = split.source.targets()
-    known = np.zeros(len(split), dtype=np.int64) if classes is None else classes[split.indices]
+    known = np.zeros(len(split), dtype=np.int64) if classes is None else rarest_labels(classes[split.indices])
     batches = EvaluationBatches(split, evaluation_transform(datamodule.info), datamodule.info)
     read = ((place, batches[[place]]) for place in stratified_order(known).tolist())
     picked = list(islice(((place, one) for place, one in read if len(one.targets)), count))

@@ -70,7 +70,8 @@ class SamplePredictions(Callback):
             return
         info: DataInfo = datamodule.info
         pixels = denormalize(images, info).cpu()
-        labels = [spell_targets(targets, info) for targets in (logits.argmax(dim=1), true)]
+        module: Any = pl_module
+        labels = [spell_targets(targets, info) for targets in (module.decide(logits), true)]
         drawn = {"val/samples": pixels} | ({} if maps is None else {"val/saliency": shade(pixels, maps.cpu())})
         for name, shown in drawn.items():
             board.experiment.add_image(name, draw_predictions(shown, *labels), trainer.global_step - 1)
@@ -112,8 +113,11 @@ def _count_validations(trainer: Trainer, module: LightningModule) -> tuple[int, 
 
 
 def spell_targets(targets: Tensor, info: DataInfo) -> list[str]:
-    """The class of each image, from targets [N]."""
-    return [info.class_names[number] for number in targets.tolist()]
+    """The class of each image, from targets [N], or all of its labels, from [N, C] of 0 and 1."""
+    names = info.class_names
+    if targets.ndim == 1:
+        return [names[number] for number in targets.tolist()]
+    return [", ".join(names[number] for number in row.nonzero().flatten().tolist()) or "none" for row in targets]
 
 
 def draw_predictions(

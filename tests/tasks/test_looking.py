@@ -155,7 +155,7 @@ def test_names_leave_out_what_cannot_be_read(image_folder, tmp_path, compose_con
     broken = tmp_path / "val" / "class0" / "2.jpg"
     broken.unlink()
     broken.write_bytes(b"no image")
-    keys = ("data=image_folder", f"data.root={tmp_path}", "data.img_size=16", "data.num_workers=0")
+    keys = ("data=image_folder", "recipe=digits", f"data.root={tmp_path}", "data.img_size=16", "data.num_workers=0")
     config = compose_config("train", *keys, "recipe.batch_size=4", "data.eval_batch_size=4", "output=unused")
     datamodule = ImageDataModule.from_config(resolve(config), 4)
     loader = datamodule.val_dataloader()
