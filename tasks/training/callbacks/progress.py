@@ -2,7 +2,7 @@
 
 import math
 import time
-from typing import Any
+from typing import Annotated, Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from longseq.tasks.data.units import count_units
 from longseq.tasks.training.module import TrainedModule
+from longseq.tasks.training.options import Range
 
 
 class TrainingProgress(ProgressBar):
@@ -21,7 +22,9 @@ class TrainingProgress(ProgressBar):
     `refresh_seconds`. `unit` is the unit of `count_units`.
     """
 
-    def __init__(self, refresh_seconds: float = 1.0, metric: str = "val/top1", unit: str = "images") -> None:
+    def __init__(
+        self, refresh_seconds: Annotated[float, Range(0)] = 1.0, metric: str = "val/top1", unit: str = "images"
+    ) -> None:
         super().__init__()
         self.refresh_seconds = refresh_seconds
         self.metric = metric
