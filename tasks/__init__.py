@@ -18,8 +18,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from longseq.tasks.data.info import Info
     from longseq.tasks.data.samples import SampleData
+    from longseq.tasks.document.info import DocumentInfo
+    from longseq.tasks.document.module import DocumentTask
     from longseq.tasks.image.config import ImageDataKeys
     from longseq.tasks.image.data import ImageDataModule
+    from longseq.tasks.image.info import DataInfo
     from longseq.tasks.image.module import ImageClassifier
     from longseq.tasks.lm.data import LanguageModelData
     from longseq.tasks.lm.module import LanguageModelTask
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from longseq.tasks.probe.module import ProbeTask
     from longseq.tasks.registry import Task
     from longseq.tasks.report import Report
+    from longseq.tasks.text.info import TextInfo
     from longseq.tasks.training.keys import TaskKeys
     from longseq.tasks.training.length import RunLength
     from longseq.tasks.training.metrics import MeanLoss, MeanScore
@@ -37,6 +41,9 @@ if TYPE_CHECKING:
     from longseq.tasks.training.token_model import TokenModel, build_token_model
 
 __all__ = [
+    "DataInfo",
+    "DocumentInfo",
+    "DocumentTask",
     "ImageClassifier",
     "ImageDataKeys",
     "ImageDataModule",
@@ -54,6 +61,7 @@ __all__ = [
     "SampleData",
     "Task",
     "TaskKeys",
+    "TextInfo",
     "TokenModel",
     "TrainedModule",
     "Training",
@@ -62,6 +70,9 @@ __all__ = [
 
 # Imported on first use: a module below this package must not wait for all tasks.
 _MODULES = {
+    "DataInfo": "image.info",
+    "DocumentInfo": "document.info",
+    "DocumentTask": "document.module",
     "ImageClassifier": "image.module",
     "ImageDataKeys": "image.config",
     "ImageDataModule": "image.data",
@@ -79,6 +90,7 @@ _MODULES = {
     "SampleData": "data.samples",
     "Task": "registry",
     "TaskKeys": "training.keys",
+    "TextInfo": "text.info",
     "TokenModel": "training.token_model",
     "TrainedModule": "training.module",
     "Training": "training.recipe",

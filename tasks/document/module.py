@@ -16,6 +16,7 @@ from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.backbones.segments import check_segments, read_in_segments
 from longseq.kernels.packing import Packing
 from longseq.models import CHECKPOINT_CONFIG, build
+from longseq.tasks.data.given import TARGETS, as_pair, find_entry, read_mask
 from longseq.tasks.document.batch import DocumentBatch, DocumentInputs
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.linear import LinearModelKeys, fit_linear, read_documents, read_keys
@@ -39,7 +40,11 @@ class DocumentTask(TrainedModule):
     `longseq.tasks.document.metrics.make_scores`, and in a test `test/METRIC_BIN` for each bin of lengths that has
     documents. After a test, `confusion_matrix` has the counts of classes `[true, predicted]`, of several labels `[C,
     true, predicted]`, and `documents_by_length` the documents of each bin.
+
+    Batches of any loader are padded rows of tokens with their classes (see `read_batch`).
     """
+
+    kept_options = ("label_smoothing",)
 
     confusion_matrix: Tensor | None = None
     documents_by_length: Mapping[str, int] | None = None
@@ -75,6 +80,47 @@ class DocumentTask(TrainedModule):
             return LinearTask(backbone, info=info, keys=keys, training=training)
         return cls(backbone, info=info, label_smoothing=loss.get("label_smoothing", 0.0), training=training)
 
+    @classmethod
+    def arguments_for(cls, backbone: nn.Module, data: Mapping[str, Any]) -> dict[str, Any]:
+        return {"info": DocumentInfo.from_dict(data)}
+
+    def read_batch(self, batch: Any) -> DocumentBatch:
+        """The batch of a loader of ours, or of rows of tokens `[N, T]` with classes `[N]` or labels `[N, C]`.
+
+        A pair holds the two, for documents of one length. A dictionary is that of transformers: `input_ids` and
+        `labels`, and `attention_mask`, 0 at the padding after a document. Where `info` has a separator, each document
+        begins with it, so that the commands of longseq read documents as training did.
+        """
+        if isinstance(batch, Mapping):
+            tokens = find_entry(batch, ("input_ids", "tokens"), "tokens")
+            targets = find_entry(batch, TARGETS, "labels")
+            mask = read_mask(batch, tokens)
+        else:
+            tokens, targets = as_pair(batch, "tokens, labels")
+            if isinstance(tokens, DocumentInputs):
+                return tokens, targets
+            mask = torch.ones_like(tokens, dtype=torch.bool)
+        if tokens.ndim != 2 or targets.ndim != (2 if self.info.multi_label else 1) or len(targets) != len(tokens):
+            wanted = "[N, C], 0 or 1 for each label" if self.info.multi_label else "[N], class numbers"
+            raise ValueError(
+                f"tokens of the shape {list(tokens.shape)} with labels of {list(targets.shape)}: a batch is rows of "
+                f"tokens [N, T], with labels {wanted}"
+            )
+        lengths = mask.sum(dim=1)
+        count = len(tokens)
+        inputs = DocumentInputs(
+            tokens=tokens.long(),
+            cu_seqlens=None,
+            mask=mask,
+            max_seqlen=tokens.shape[1],
+            lengths=lengths,
+            whole_lengths=lengths,
+            numbers=torch.arange(count, device=tokens.device),
+            units=count,
+            token_count=int(lengths.sum()),
+        )
+        return inputs, targets.float() if self.info.multi_label else targets.long()
+
     def forward(self, inputs: DocumentInputs) -> Tensor:
         """Logits `[N, C]` of the N places of a batch; those of empty places mean nothing."""
         return self._read(inputs.tokens, _packing_of(inputs), inputs.mask)
@@ -93,7 +139,7 @@ class DocumentTask(TrainedModule):
 
     def training_step(self, batch: DocumentBatch, batch_idx: int) -> Tensor:
         self.seed_batch(batch_idx)
-        inputs, targets = batch
+        inputs, targets = self.read_batch(batch)
         logits = self._train_read(inputs.tokens, _packing_of(inputs), inputs.mask)
         return self.mean_of_update(self._summed_loss(logits, targets, inputs.numbers >= 0))
 

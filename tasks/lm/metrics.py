@@ -29,8 +29,9 @@ class _SummedLoss(Metric):
 
     def update(self, loss: Tensor, count: Any) -> None:
         """Add a sum of losses over `count` tokens or bytes."""
-        self.total += loss
-        self.count += count
+        # Not in place: see `longseq.tasks.training.metrics.WeightedMean`.
+        self.total = self.total + loss
+        self.count = self.count + count
 
     def compute(self) -> Tensor:
         """The mean loss; NaN without tokens."""
@@ -65,8 +66,8 @@ class LossByPosition(_SummedLoss):
         """Add the losses of tokens at `position`, where `counts` is True; the three have one shape."""
         edges = 2 ** torch.arange(_PARTS - 1, device=position.device)
         part = torch.bucketize(position.flatten(), edges, right=True)
-        self.total.index_add_(0, part, (loss * counts).flatten().double())
-        self.count.index_add_(0, part, counts.flatten().double())
+        self.total = self.total.index_add(0, part, (loss * counts).flatten().double())
+        self.count = self.count.index_add(0, part, counts.flatten().double())
 
     def compute(self) -> Tensor:
         """`[2, parts]`: the mean losses and the numbers of tokens."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from longseq.backbones.tokens import TokenBackbone
 from longseq.kernels.packing import Packing
+from longseq.tasks.data.given import as_pair, find_entry, read_mask
 from longseq.tasks.lm.carried import CarriedPositions, CarriedState, packing_of
 from longseq.tasks.lm.metrics import BitsPerByte, LossByPosition, Perplexity, TokenLoss
 from longseq.tasks.text.batch import IGNORED, TokenBatch, TokenInputs
@@ -30,7 +31,12 @@ class LanguageModelTask(TrainedModule):
     normalisers of the scores (PaLM, Chowdhery et al., 2022, section 5), which is a part of it. After a validation or a
     test `by_position` holds the perplexity by the position of a token in the sequence that the model has read, over all
     batches of a stream (see `LossByPosition`).
+
+    Batches of any loader are rows of tokens (see `read_batch`); without the number of bytes of their text there are no
+    bits per byte. `info` states the tokenizer, without which a checkpoint is of no text for the commands of longseq.
     """
+
+    kept_options = ("z_loss",)
 
     def __init__(
         self,
@@ -59,6 +65,41 @@ class LanguageModelTask(TrainedModule):
         loss = config["recipe"].get("loss") or {} if training else {}
         return cls(backbone, z_loss=loss.get("z_loss", 0.0), info=info, training=training)
 
+    @classmethod
+    def arguments_for(cls, backbone: nn.Module, data: Mapping[str, Any]) -> dict[str, Any]:
+        if not isinstance(backbone, TokenBackbone) or "class_names" in data or "slices" in data:
+            raise ValueError(f"it holds a {type(backbone).__name__} of another task")
+        return {"info": TextInfo.from_dict(data) if data.get("tokenizer") else None}
+
+    def read_batch(self, batch: Any) -> TokenBatch:
+        """The batch of a loader of ours, or of rows of tokens `[B, T]`, int64.
+
+        A tensor, also alone in a list, holds the text: each token predicts the next. A pair holds tokens and the target
+        of each, IGNORED (-100) for none. A dictionary is that of transformers: `input_ids`, with `attention_mask` and
+        `labels` where they are; labels are the tokens themselves, and each token predicts the label after it.
+        """
+        if isinstance(batch, Mapping):
+            ids = find_entry(batch, ("input_ids", "tokens"), "tokens")
+            labels = batch.get("labels")
+            if labels is None:
+                labels = ids.masked_fill(~read_mask(batch, ids), IGNORED)
+            tokens, targets = ids[:, :-1], labels[:, 1:]
+        elif isinstance(batch, Tensor) or len(batch) == 1:
+            ids = batch if isinstance(batch, Tensor) else batch[0]
+            tokens, targets = ids[:, :-1], ids[:, 1:]
+        else:
+            tokens, targets = as_pair(batch, "tokens, targets")
+            if isinstance(tokens, TokenInputs):
+                return tokens, targets
+        if tokens.ndim != 2 or targets.shape != tokens.shape:
+            raise ValueError(
+                f"tokens of the shape {list(tokens.shape)} with targets of {list(targets.shape)}: a batch is rows of "
+                "tokens [B, T], with a target for each"
+            )
+        targets = targets.long()
+        units = int((targets != IGNORED).sum())
+        return TokenInputs(tokens.long(), None, tokens.shape[1], units, byte_count=None), targets
+
     def forward(self, inputs: TokenInputs) -> Tensor:
         """Features of each token, of the shape of the tokens and the width of the model."""
         return self._read(inputs.tokens, packing_of(inputs), None, False)[0]
@@ -70,7 +111,7 @@ class LanguageModelTask(TrainedModule):
 
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
         self.seed_batch(batch_idx)
-        inputs, targets = batch
+        inputs, targets = self.read_batch(batch)
         features = self._features(inputs, "train")
         return self.mean_of_update(self.backbone.summed_loss(features, targets, z_loss=self.z_loss).objective)  # type: ignore[operator]
 
@@ -159,6 +200,8 @@ class LanguageModelTask(TrainedModule):
         losses = self.backbone.token_losses(self._features(inputs, stage), targets)  # type: ignore[operator]
         total = losses.sum(dtype=torch.float64)
         for name, metric in metrics.items():
+            if name == "bits_per_byte" and inputs.byte_count is None:
+                continue
             metric.update(total, inputs.byte_count if name == "bits_per_byte" else inputs.units)
             self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True)
         self._positions.update(losses, self._places.count(inputs), targets != IGNORED)

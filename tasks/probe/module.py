@@ -43,6 +43,10 @@ class ProbeTask(TrainedModule):
     ) -> ProbeTask:
         return cls(backbone, slices=info.slices, training=training)
 
+    @classmethod
+    def arguments_for(cls, backbone: nn.Module, data: Mapping[str, Any]) -> dict[str, Any]:
+        return {"slices": ProbeInfo.from_dict(data).slices}
+
     def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Scores `[B, A, vocabulary]` at `places [B, A]` of `tokens [B, T]`."""
         features, _ = self.backbone.forward_features(tokens, output_final_state=False)  # type: ignore[operator]

@@ -50,7 +50,7 @@ class TokenInputs(NamedTuple):
     units: targets of this batch on this process that are not IGNORED; 0 is possible when a split is measured on several
         processes, and a sum over no targets is 0.
     byte_count: bytes of the text that the targets stand for. A document's bytes are dealt out evenly over its targets,
-        so that the windows of a split add up to the bytes of its documents.
+        so that the windows of a split add up to the bytes of its documents. None where a loader does not know them.
     carry: how the state goes on from the batch before, for streams; else None.
     """
 
@@ -58,7 +58,7 @@ class TokenInputs(NamedTuple):
     cu_seqlens: Tensor | None
     max_seqlen: int
     units: int
-    byte_count: int
+    byte_count: int | None
     carry: Carry | None = None
 
 

@@ -21,7 +21,7 @@ from longseq.tokenizer_files import SETTINGS_FILE, TOKENIZER_FILE, find_separato
 # The tokens of a window in which a language model is measured if the length of its training windows is not known.
 WINDOW = 2048
 
-__all__ = ["Loaded", "load", "sha256"]
+__all__ = ["Loaded", "known_data", "load", "sha256"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def load(
     label = f"{key}={path}"
     saved = read(path, weights, label)
     run = saved.run.get("hyper_parameters") or {}
-    config, data = run.get("config") or {}, run.get("data") or {}
+    config = run.get("config") or {}
     check_loaded(config.get("plugins") or [], label)
     task = (config.get("task") or {}).get("name") or _task_of(saved)
     taken = " or ".join(f"task={name}" for name in tasks)
@@ -79,6 +79,8 @@ def load(
         remedy = "give one of the run that trained it, such as checkpoints/best.ckpt"
         if Path(path).is_dir() and "lm" in tasks:
             remedy += f", or put its {TOKENIZER_FILE} into the folder"
+        elif Path(path).is_file() and "lm" in tasks:
+            remedy += ", or let the program that wrote it state its text, by LanguageModelTask(info=TextInfo(...))"
         raise ValueError(
             f"{label} holds a model of the kind {saved.config.get('kind')} without a task; this command takes "
             f"checkpoints of {taken}: {remedy}"
@@ -99,11 +101,17 @@ def load(
         backbone=backbone.to(map_location),
         task_name=task,
         config=dict(config),
-        data={**_numbered_classes(backbone), **stated_data(backbone), **_text_data(saved, backbone), **data},
+        data=known_data(saved, backbone),
         weights=saved.weights,
         epoch=saved.run.get("epoch", 0),
         global_step=saved.run.get("global_step", 0),
     )
+
+
+def known_data(saved: SavedModel, model: nn.Module) -> dict[str, Any]:
+    """What a checkpoint or a folder tells of the data of its model: `Loaded.data`."""
+    data = (saved.run.get("hyper_parameters") or {}).get("data") or {}
+    return {**_numbered_classes(model), **stated_data(model), **_text_data(saved, model), **data}
 
 
 def sha256(path: str | Path) -> str:

@@ -30,8 +30,9 @@ class WeightedMean(Metric):
 
     def update(self, value: Tensor, weight: Any = 1) -> None:
         """Add one value, a scalar, with its weight."""
-        self.total += value.float() * weight
-        self.weight += weight
+        # Not in place: a state that `Trainer.validate` has reset, in torch's inference mode, is used by a later fit.
+        self.total = self.total + value.float() * weight
+        self.weight = self.weight + weight
 
     def compute(self) -> Tensor:
         """The mean; NaN without values."""

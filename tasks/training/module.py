@@ -6,20 +6,24 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from timm.optim import create_optimizer_v2, get_optimizer_class
 from timm.scheduler.wsd_lr import WSDLRScheduler
 from torch import Tensor, nn
 
-from longseq.models import CHECKPOINT_CONFIG, check_continues, describe, kind_of
+from longseq.models import CHECKPOINT_CONFIG, CHECKPOINT_RUN, check_continues, describe, kind_of, read, restore
+from longseq.plugins import check_loaded
+from longseq.tasks.data.info import Info
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.training.callbacks.updates import updated
+from longseq.tasks.training.checkpoint import known_data
 from longseq.tasks.training.length import Epoch
 from longseq.tasks.training.recipe import Training
 from longseq.tasks.training.update_mean import UpdateMean
@@ -47,7 +51,18 @@ class TrainedModule(LightningModule):
 
     If every batch of the run has the same number of targets, a training step returns the mean loss of its batch.
     Otherwise `count_targets` returns the number of targets, and the step returns `mean_of_update` of its summed loss.
+
+    Any loader of Lightning serves: `read_batch` brings its batches to the form of the task. `info` is what is known of
+    the data; a checkpoint holds it, and so `load_from_checkpoint` and the commands of longseq know it again.
+
+    Class attributes:
+        kept_options: the constructor's arguments that a checkpoint holds for `load_from_checkpoint`, each an attribute
+            that is a number, text or None.
     """
+
+    kept_options: ClassVar[tuple[str, ...]] = ()
+
+    info: Any = None
 
     val_metrics: nn.ModuleDict
     test_metrics: nn.ModuleDict
@@ -84,11 +99,81 @@ class TrainedModule(LightningModule):
         """
         return cls(backbone, training=training)
 
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls: type[Self],
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """The module of a checkpoint, with the model that it describes; in training mode, as Lightning's are.
+
+        The checkpoint may be of `longseq train`, of Lightning's ModelCheckpoint or of `Trainer.save_checkpoint`. It is
+        read without unpickling code. Of averaged weights it has the average.
+
+        Args:
+            map_location: the device of the module; by default the CPU.
+            kwargs: arguments of the constructor that the checkpoint does not tell, or others than it tells: `training`,
+                without which the module only measures; `backbone`, for a model of no registered kind.
+
+        Raises:
+            ValueError: in one line, what is wrong with the file, or that it is of another task.
+        """
+        if hparams_file is not None or strict is False or weights_only is False:
+            raise ValueError(
+                "load_from_checkpoint reads all weights and nothing that runs code: leave hparams_file, strict and "
+                "weights_only out"
+            )
+        if map_location is not None and not isinstance(map_location, str | torch.device):
+            raise ValueError(f"map_location={map_location} is no device: give its name, such as cpu")
+        if "backbone" in kwargs:
+            return super().load_from_checkpoint(checkpoint_path, map_location, weights_only=True, **kwargs)
+        label = str(checkpoint_path)
+        saved = read(checkpoint_path, label=label)
+        run = saved.run.get(CHECKPOINT_RUN) or {}
+        check_loaded((run.get("config") or {}).get("plugins") or [], label)
+        backbone = restore(saved)
+        try:
+            told = cls.arguments_for(backbone, known_data(saved, backbone))
+        except ValueError as error:
+            raise ValueError(f"{label} is no checkpoint of {cls.__name__}: {error}") from error
+        kept = {name: value for name, value in (run.get("options") or {}).items() if name in cls.kept_options}
+        module = cls(backbone, **{**told, **kept, **kwargs}).train()
+        return module if map_location is None else module.to(map_location)
+
+    @classmethod
+    def arguments_for(cls, backbone: nn.Module, data: Mapping[str, Any]) -> dict[str, Any]:
+        """The constructor's arguments that follow from a loaded model and what is known of its data.
+
+        ValueError, in one line, for a model of another task. A subclass whose constructor takes more than the model and
+        `training` defines this method.
+        """
+        return {}
+
+    def read_batch(self, batch: Any) -> Any:
+        """A batch of any loader as the pair (inputs, targets) that the steps of this module read.
+
+        A batch of this form is returned as it is. A subclass defines which others it takes. ValueError, in one line,
+        for a batch of none of these forms.
+        """
+        return batch
+
+    def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        # Lightning calls this before the hook of the same name, and warns of that one wherever there is a data module.
+        # Callbacks see what this returns. A data module with a later hook of its own gets its own batches there.
+        batch = super()._on_before_batch_transfer(batch, dataloader_idx)
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        own = data is not None and is_overridden("on_after_batch_transfer", data)
+        return batch if own else self.read_batch(batch)
+
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.evaluate_batch(batch, self.val_metrics, "val")
+        return self.evaluate_batch(self.read_batch(batch), self.val_metrics, "val")
 
     def test_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.evaluate_batch(batch, self.test_metrics, "test")
+        return self.evaluate_batch(self.read_batch(batch), self.test_metrics, "test")
 
     def evaluate_batch(self, batch: Any, metrics: Any, stage: str) -> Any:
         """Update the metrics of a stage, val or test, and log them; a process's part of a batch may be empty.
@@ -141,6 +226,13 @@ class TrainedModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if kind_of(self.backbone) is not None:
             checkpoint[CHECKPOINT_CONFIG] = describe(self.backbone)
+        run: dict[str, Any] = dict(checkpoint.get(CHECKPOINT_RUN) or {})
+        if self.kept_options:
+            run["options"] = {name: getattr(self, name) for name in self.kept_options}
+        if isinstance(self.info, Info):
+            run.setdefault("data", self.info.to_dict())
+        if run:
+            checkpoint[CHECKPOINT_RUN] = run
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         try:
@@ -181,8 +273,11 @@ class TrainedModule(LightningModule):
         An effective batch has as many parts as there are processes times accumulated batches (see `UpdateSampler`).
         """
         trainer = self.trainer
-        accumulate, updates = trainer.accumulate_grad_batches, self._updates(int(trainer.num_training_batches))
-        update = self.current_epoch * updates + batch_idx // accumulate
+        accumulate, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
+        if math.isinf(batches):  # a loader without a length
+            update = self.global_step
+        else:
+            update = self.current_epoch * self._updates(int(batches)) + batch_idx // accumulate
         part = batch_idx % accumulate * trainer.world_size + self.global_rank
         seed_generators(derive_seed(self.seed, update, part), self.device)
         return update, part
@@ -207,7 +302,7 @@ class TrainedModule(LightningModule):
         return scaled
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        count = self.count_targets(batch)
+        count = self.count_targets(self.read_batch(batch))
         if count is not None:
             self._mean = self._mean or UpdateMean()
             targets = count if isinstance(count, Tensor) else torch.full((), count, device=self.device)
@@ -249,6 +344,9 @@ class TrainedModule(LightningModule):
         """Set the Trainer's length and validation interval, if `Training.length` defines them."""
         trainer, length = self.trainer, self.recipe.length if self.recipe else None
         self._known_epoch = None  # of an earlier Trainer
+        if self.info is None:
+            told = getattr(trainer.datamodule, "info", None)  # type: ignore[attr-defined]
+            self.info = told if isinstance(told, Info) else None
         if stage != TrainerFn.FITTING or length is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         epoch = self._epoch()
@@ -331,12 +429,34 @@ class TrainedModule(LightningModule):
         # trainer.estimated_stepping_batches would create the loader here, and Lightning 2.6 does not load the saved
         # state into a loader that exists already.
         datamodule: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        batches, tokens = datamodule.batches_per_epoch, datamodule.tokens_per_epoch
+        batches = getattr(datamodule, "batches_per_epoch", None)
+        if batches is None:
+            return self._count_loader()
+        tokens = datamodule.tokens_per_epoch
         per_update = None if tokens is None else tokens / max(1, self._updates(batches))
         limit = self.trainer.limit_train_batches
         if limit is not None:
             batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
         return Epoch(max(1, self._updates(batches)), per_update)
+
+    def _count_loader(self) -> Epoch:
+        """The epoch of a loader of the user's, or of a data module that does not count its batches."""
+        loop: Any = self.trainer.fit_loop
+        loop.setup_data()
+        batches = loop.max_batches
+        # Lightning makes the loader anew when the fit begins: then the length and the validation interval of this run
+        # are set, and a checkpoint's state is loaded into it.
+        loop._combined_loader = None
+        if not math.isinf(batches):
+            return Epoch(max(1, self._updates(int(batches))))
+        length, steps = self.recipe.length if self.recipe else None, self.trainer.max_steps
+        updates = length.updates if length is not None else steps if steps > 0 else None
+        if updates is None:
+            raise ValueError(
+                "the training loader has no length, which a schedule needs: give the Trainer limit_train_batches, the "
+                "batches of an epoch, or give max_steps (Training(length=RunLength(updates=...)) where it has a length)"
+            )
+        return Epoch(updates)
 
     def _trainer_updates(self, epoch: Epoch) -> int:
         """The updates of a run whose length was given to the Trainer."""

@@ -112,7 +112,10 @@ def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
         )
     saved = _saved_config(path)
     if saved is None:
-        raise ValueError(f"{path} is not a checkpoint of `longseq train`; give one below outputs/")
+        raise ValueError(
+            f"{path} is not a checkpoint of `longseq train`; give one below outputs/, continue a program's own run by "
+            f"trainer.fit(..., ckpt_path={path.name!r}), or begin a run with its weights by init={path}"
+        )
     changed = differences(saved, config, another_length=resume is not True)
     if changed:
         shown = "; ".join(f"{key}: {old!r} there, {new!r} here" for key, old, new in changed[:5])

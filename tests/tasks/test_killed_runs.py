@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
-import shlex
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from documents import make_rows, write_jsonl
+from forked import start_fork
 from shared_composition import share_composition
 
-SUPPORT = Path(__file__).resolve().parents[1] / "support"
 ALL = (
     "trainer=cpu",
     "data.root=rows.jsonl",
@@ -69,17 +67,10 @@ def words_of(run: str, output: str, updates: int, validate: int = 100) -> tuple[
 
 def kill(folder: Path, commands: Iterable[tuple[str, tuple[str, ...]]]) -> None:
     """Run `longseq train` in processes of their own, each of which is killed at its PLACE:UPDATE."""
-    lines = [f"KILL={at} train plugins=[killer] {shlex.join(words)}" for at, words in commands]
-    done = subprocess.run(
-        [sys.executable, SUPPORT / "run_apart.py"],
-        input="\n".join(lines),
-        cwd=folder,
-        capture_output=True,
-        encoding="utf-8",
-        check=True,
-    )
-    for command, code, errors in map(json.loads, done.stdout.splitlines()):
-        assert code == -signal.SIGKILL, (command, errors)
+    for at, words in commands:
+        process = start_fork(("train", "plugins=[killer]", *words), folder, environment={**os.environ, "KILL": at})
+        _, errors = process.communicate()
+        assert process.returncode == -signal.SIGKILL, errors
 
 
 def last(folder: Path) -> dict[str, Any]:

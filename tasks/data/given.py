@@ -1,0 +1,50 @@
+"""Batches of loaders that are not ours: pairs, and dictionaries with the names that other libraries give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# What other libraries call the targets of a batch.
+TARGETS = ("labels", "label", "targets", "target", "y")
+
+
+def find_entry(batch: Mapping[str, Any], names: Sequence[str], what: str) -> Any:
+    """The value of the first of `names` that a batch has. ValueError, in one line, if it has none of them."""
+    name = next((name for name in names if name in batch), None)
+    if name is None:
+        raise ValueError(
+            f"a batch with the keys {', '.join(map(str, batch))} has no {what}: call them {names[0]}, or override "
+            "read_batch of the module"
+        )
+    return batch[name]
+
+
+def as_pair(batch: Any, what: str) -> tuple[Any, Any]:
+    """The two parts of a batch that is a tuple or a list. ValueError, in one line, for another one."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+        raise ValueError(
+            f"a batch is a {type(batch).__name__}{size}, and ({what}) or a dictionary of them is needed: change the "
+            "loader, or override read_batch of the module"
+        )
+    return batch[0], batch[1]
+
+
+def read_mask(batch: Mapping[str, Any], tokens: Tensor) -> Tensor:
+    """True at the real tokens of a padded batch `[N, T]`, from `attention_mask`; without it all are.
+
+    ValueError, in one line, for rows that do not begin with their tokens.
+    """
+    if batch.get("attention_mask") is None:
+        return torch.ones_like(tokens, dtype=torch.bool)
+    mask: Tensor = batch["attention_mask"].bool()
+    if mask.shape[1] > 1 and bool((mask[:, 1:] & ~mask[:, :-1]).any()):
+        raise ValueError(
+            "attention_mask: rows must begin with their tokens, and padding follows: set padding_side='right' in the "
+            "tokenizer"
+        )
+    return mask
