@@ -115,7 +115,7 @@ def test_a_bad_value_of_a_sweep_is_one_line_and_leaves_nothing(folder, shared):
     words = ("train", "-m", "callbacks=early_stopping", "callbacks.early_stopping.patience=-1", "mixer=gla,longhorn")
     process = start_fork(words, folder, run=run_unshared)
     _, errors = process.communicate()
-    assert process.returncode == 2
+    assert process.returncode == 2, errors
     assert errors == f"{ERROR}callbacks.early_stopping.patience=-1 must be a whole number of at least 0\n"
     assert contents(folder) == before
 
