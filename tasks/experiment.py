@@ -16,7 +16,6 @@ from longseq.mixers.pattern import options_by_name
 from longseq.tasks import registry
 from longseq.tasks.training import automatic, targets
 from longseq.tasks.training.command import CommandKeys, compile_modes
-from longseq.tasks.training.keys import TaskGroup
 from longseq.tasks.training.length import WARMUPS, RunLength
 from longseq.tasks.training.options import (
     OneOf,
@@ -189,7 +188,7 @@ def check_experiment(config: Mapping[str, Any], keys: type[TrainKeys] = TrainKey
     read(keys, config)
     parts = registry.of(config)
     task = parts.config
-    read(TaskGroup, config["task"], "task")
+    read(task.group, config["task"], "task")
     config = with_any_choice(config)
     task.check(config)
     read(task.data, config["data"], "data")

@@ -30,6 +30,7 @@ from longseq.tasks.training import checkpoint as checkpoints
 from longseq.tasks.training.callbacks.clock import RunClock
 from longseq.tasks.training.callbacks.stop import stoppable
 from longseq.tasks.training.callbacks.throughput import Throughput
+from longseq.tasks.training.class_figures import to_csv
 from longseq.tasks.training.configuration import Config, resolve, spell_value
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.freeze import freeze
@@ -322,8 +323,10 @@ def _record(
     written = metrics | {"higher_is_better": module.directions()} | report.extras(module, info, "test")
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
         write_text(folder / runs.METRICS_FILE, json.dumps(written, indent=2) + "\n")
-    headline = [f"test/{name}" for name in report.headline]
-    rows = [(key, f"{metrics[key]:.4f}") for key in headline if key in metrics]
+        for name, table in report.tables(module, info).items():
+            write_text(folder / f"{name}.csv", to_csv(table))
+    headline = [f"test/{name}" for name in (*report.headline, *_asked_for(config)) if name in module.test_metrics]
+    rows = [(key, f"{metrics[key]:.4f}") for key in dict.fromkeys(headline) if key in metrics]
     rows += report.rows(module, info)
     unit = config["task"]["unit"]
     speed = metrics.get(f"{unit}_per_second")
@@ -343,6 +346,11 @@ def _record(
     print_rows(rows)
     if (closing := report.closing(module, info)) is not None:
         _print(closing)
+
+
+def _asked_for(config: Config) -> list[str]:
+    """The names of the metrics that the configuration names, without the split."""
+    return [config["task"]["metric"].rpartition("/")[2], *(config["task"].get("metrics") or {})]
 
 
 def _hyperparameters(config: Config, module: TrainedModule, metrics: Mapping[str, Any]) -> dict[str, Any]:

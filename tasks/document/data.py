@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from longseq.models import read as read_model
 from longseq.plugins import plugin_of
+from longseq.tasks.data.labels import count_classes, find_weights, sort_names, targets_of, unknown_label
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
@@ -25,7 +26,6 @@ from longseq.tasks.document.assemble import DocumentBatches, Split
 from longseq.tasks.document.config import DocumentDataKeys
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.inputs import DocumentFiles
-from longseq.tasks.document.labels import sort_names, targets_of, unknown_label
 from longseq.tasks.document.prepared import Bare, Labelled, prepare_documents, trained_tokenizer
 from longseq.tasks.document.sampler import DocumentSampler, EveryDocument, PackedSampler, PaddedSampler
 from longseq.tasks.document.splits import LonelyLabelError, divide, find_repeats
@@ -63,7 +63,7 @@ class DocumentData(TaskData):
     `validation` and `test` are files, or the shares of the training documents that are set apart, stratified by label
     (see `longseq.tasks.document.splits.divide`). A document that is in two splits is told; with `duplicates=drop`
     training and validation leave out what test has, and training what validation has. A document has one label, or with
-    `multi_label` any number (see `longseq.tasks.document.labels.read_labels`). What cannot be read is left out and
+    `multi_label` any number (see `longseq.tasks.data.labels.read_labels`). What cannot be read is left out and
     listed, or with `on_bad_line=stop` an error. `class_weights=balanced` weights the classes in the loss, each by
     documents / (classes * documents of the class), or with `multi_label` by documents without / with the label.
 
@@ -417,7 +417,7 @@ class DocumentData(TaskData):
             )
         else:
             assert own is not None
-            counts = _count(own.targets, len(names))
+            counts = count_classes(own.targets, len(names))
             self._info = DocumentInfo(
                 class_names=names,
                 multi_label=keys.multi_label,
@@ -431,7 +431,9 @@ class DocumentData(TaskData):
                 gradient_segments=keys.gradient_segments,
                 text_column=keys.text_column,
                 class_counts=counts,
-                class_weights=_weights(counts, own.documents, keys) if keys.class_weights == "balanced" else None,
+                class_weights=find_weights(
+                    keys.class_weights, counts, own.documents, names, multi_label=keys.multi_label
+                ),
                 sizes=dict(sizes),
             )
         for stage in self._splits:  # mistakes are told before a run begins
@@ -459,17 +461,6 @@ def _found_here(changes: Mapping[str, Any], root: str | None) -> dict[str, Any]:
         if root is not None and root.startswith(STREAM):
             found["root"] = None
     return found
-
-
-def _count(targets: Any, classes: int) -> list[int]:
-    counts = np.bincount(targets, minlength=classes) if targets.ndim == 1 else targets.sum(0)
-    return [int(count) for count in counts]
-
-
-def _weights(counts: list[int], documents: int, keys: DocumentDataKeys) -> list[float]:
-    if keys.multi_label:  # a label that all documents have keeps a little weight
-        return [max(1, documents - count) / count for count in counts]
-    return [documents / (len(counts) * count) for count in counts]
 
 
 def _remedy(split: str) -> str:

@@ -65,6 +65,10 @@ class DocumentFiles(Inputs):
     def open(cls, path: str, info: DocumentInfo, keys: InputKeys) -> DocumentFiles:
         if keys.num_workers:
             raise ValueError(f"num_workers={keys.num_workers}: documents are read by one process; leave it out")
+        if keys.saliency is not None:
+            raise ValueError(
+                f"saliency={keys.saliency} draws images, and this model classifies documents: leave it out"
+            )
         columns = Columns(keys.column or info.text_column or TEXT.text)
         if not Path(path).is_dir() or _is_saved(Path(path)):
             return cls([*find_parts([path], columns)], [], columns, info)

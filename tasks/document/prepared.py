@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_only
 
-from longseq.tasks.document.labels import Labels
+from longseq.tasks.data.labels import Labels
 from longseq.tasks.document.sources import Reader, Sample
 from longseq.tasks.text.corpora import cache_folder
 from longseq.tasks.text.documents import Document, LineCounter, encode

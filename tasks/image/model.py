@@ -19,7 +19,7 @@ from torch import nn
 from longseq.backbones.image import ImageBackbone, checkpoint_filter_fn
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.training.model import TaskModel, copy_weights, mixer_options, without_weights
-from longseq.timm_models import constructor_defaults, model_name, stated_by
+from longseq.timm_models import DECISION, constructor_defaults, model_name, stated_by
 
 if TYPE_CHECKING:
     from longseq.tasks.training.checkpoint import Loaded
@@ -150,6 +150,15 @@ def state_data(model: nn.Module, info: DataInfo) -> None:
     former = {key: value for key, value in stated_by(model).items() if not key.startswith(("test_", "label_"))}
     described: Any = model
     described.pretrained_cfg = described.default_cfg = {**former, **stated}
+    state_decision(model, multi_label=info.multi_label, thresholds=info.thresholds)
+
+
+def state_decision(model: nn.Module, *, multi_label: bool, thresholds: list[float] | None) -> None:
+    """Write how probabilities become decisions to a model, which is saved with it; by default nothing is written."""
+    stated = {"multi_label": multi_label, "thresholds": thresholds}
+    if multi_label or thresholds is not None:
+        described: Any = model
+        setattr(described, DECISION, stated)
 
 
 def _count_classes(name: str, state: Mapping[str, Any]) -> int:

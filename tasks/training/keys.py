@@ -11,7 +11,7 @@ from longseq.tasks.training.automatic import Choice
 
 @dataclass(frozen=True)
 class TaskGroup:
-    """The keys of `task`, the same for every task."""
+    """The keys of `task` that every task has."""
 
     name: str
     metric: str  # the validation metric that decides which checkpoint is best
@@ -20,12 +20,13 @@ class TaskGroup:
 
 @dataclass(frozen=True)
 class TaskKeys:
-    """The dataclasses of the keys that a task reads: of `data`, of `recipe.loss` and of `recipe.augment`.
+    """The dataclasses of the keys that a task reads: of `data`, `recipe.loss`, `recipe.augment`, and of `task` itself.
 
     None if the task has no such keys.
     """
 
     data: type
+    group: type = TaskGroup
     loss: type | None = None
     augment: type | None = None
 

@@ -36,6 +36,7 @@ FREE_KEYS = (
     "callbacks.unreadable",
     "callbacks.samples",
     "callbacks.text_samples",
+    "callbacks.worst",
     "callbacks.confusion",
     "logger",
     "load",  # in runs of earlier versions
@@ -142,7 +143,15 @@ def differences(
     old, new = _inside_the_run(saved), _inside_the_run(as_chosen_before(config, saved))
     free = LENGTH_KEYS if another_length and old.get(_SCHEDULE) == new.get(_SCHEDULE) == "wsd" else ()
     keys = [key for key in sorted(old.keys() | new.keys()) if not _is_free(key) and key not in free]
-    return [(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
+    return [(key, old.get(key), new.get(key)) for key in keys if not _alike(key, old, new)]
+
+
+def _alike(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """True for equal values, and for a key that one configuration does not know, and that does nothing in the other."""
+    if key in old and key in new:
+        return bool(old[key] == new[key])
+    value = old.get(key, new.get(key))
+    return value is None or value is False or value in ("none", [], {})
 
 
 def finished(folder: Path) -> dict[str, Any] | None:

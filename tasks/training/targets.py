@@ -1,4 +1,4 @@
-"""What a configuration may name to be built: optimizers, schedules, callbacks and loggers of these lists, only.
+"""What a configuration may name to be built: optimizers, schedules, callbacks, loggers, metrics of these lists, only.
 
 A configuration is text from the command line or a file. So it must not call functions that are not listed here: the
 names are complete ones, never modules or prefixes of names. A plug-in adds its own by `@register("callback")`.
@@ -40,6 +40,26 @@ LOGGERS = [
     "lightning.pytorch.loggers.MLFlowLogger",
     "lightning.pytorch.loggers.TensorBoardLogger",
     "lightning.pytorch.loggers.WandbLogger",
+]
+# Metrics of one number. Those of several classes need their number, which the data tells.
+METRICS = [
+    f"torchmetrics.classification.{form}{name}"
+    for form, names in {
+        "Binary": ("Accuracy", "AUROC", "AveragePrecision", "CalibrationError", "CohenKappa", "F1Score", "FBetaScore"),
+        "Multiclass": ("Accuracy", "AUROC", "AveragePrecision", "CalibrationError", "CohenKappa", "F1Score"),
+        "Multilabel": ("Accuracy", "AUROC", "AveragePrecision", "CoverageError", "ExactMatch", "F1Score", "FBetaScore"),
+    }.items()
+    for name in names
+]
+METRICS += [
+    f"torchmetrics.classification.{form}{name}"
+    for form in ("Binary", "Multiclass", "Multilabel")
+    for name in ("HammingDistance", "JaccardIndex", "MatthewsCorrCoef", "Precision", "Recall", "Specificity")
+]
+METRICS += [
+    "torchmetrics.classification.MulticlassFBetaScore",
+    "torchmetrics.classification.MultilabelRankingAveragePrecision",
+    "torchmetrics.classification.MultilabelRankingLoss",
 ]
 
 # Options of callbacks and loggers that are folders.
@@ -95,7 +115,7 @@ NARROWED: Mapping[str, type] = {
     "TensorBoardLogger": TensorBoardLoggerKeys,
 }
 
-_LISTS = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "callback": CALLBACKS, "logger": LOGGERS}
+_LISTS = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "callback": CALLBACKS, "logger": LOGGERS, "metric": METRICS}
 _REGISTERED: dict[str, Any] = {}
 
 Target = TypeVar("Target", bound=Callable[..., Any])
@@ -103,11 +123,12 @@ Target = TypeVar("Target", bound=Callable[..., Any])
 TARGET, PARTIAL = "_target_", "_partial_"
 
 
-def register(kind: Literal["optimizer", "schedule", "callback", "logger"]) -> Callable[[Target], Target]:
+def register(kind: Literal["optimizer", "schedule", "callback", "logger", "metric"]) -> Callable[[Target], Target]:
     """Register a class or function that configurations may then name, by its full name or its last part.
 
     An optimizer is called with (model, lr=...) and a schedule with (optimizer, num_epochs=..., updates_per_epoch=...),
-    as timm's are; callbacks and loggers are called with their own options only.
+    as timm's are; callbacks and loggers are called with their own options only. A metric is one of torchmetrics, called
+    also with num_classes or num_labels if it takes them.
     """
     names = _LISTS[kind]
 
@@ -198,6 +219,8 @@ def _allowed_at(place: str) -> Sequence[str] | None:
     group, _, rest = place.partition(".")
     if group == "callbacks" and rest and not set(rest) & set(".["):
         return CALLBACKS
+    if place.startswith("task.metrics.") and not set(place.removeprefix("task.metrics.")) & set(".["):
+        return METRICS
     return {"recipe.optimizer": OPTIMIZERS, "recipe.schedule": SCHEDULES, "logger": LOGGERS}.get(place)
 
 
