@@ -205,6 +205,7 @@ def _run_verb(name: str, overrides: list[str]) -> None:
     from hydra.types import RunMode
 
     from longseq import plugins
+    from longseq.tasks.training import runs  # noqa: F401  registers the resolver of hydra.run.dir
     from longseq.tools import key_help
     from longseq.tools.groups import check_choices
     from longseq.tools.mistakes import explain, is_users
