@@ -250,7 +250,7 @@ class Bench:
         count = itertools.count()
 
         def step(images: Tensor, targets: Tensor) -> None:
-            mixed, soft = mixing(normalize(images, self.info), targets, update=next(count))
+            mixed, soft, _ = mixing(normalize(images, self.info), targets, update=next(count))
             with torch.autocast(self.device.type, torch.bfloat16):
                 loss = nn.functional.cross_entropy(called(mixed), soft)
             loss.backward()
