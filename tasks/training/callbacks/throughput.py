@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from longseq.tasks.data.units import count_tokens, count_units
 from longseq.tasks.training.callbacks.updates import updated
+from longseq.tasks.training.logger import log_metrics
 
 _KEY = "throughput"
 
@@ -93,7 +94,7 @@ class Throughput(Callback):
                 measured["throughput/tokens_per_second"] = tokens
             if (used := self._utilisation(trainer, pl_module, batch)) is not None:
                 measured["throughput/mfu"] = used
-            trainer.logger.log_metrics(measured, step=trainer.global_step - 1)
+            log_metrics(trainer.loggers, measured, trainer.global_step - 1)
         # The first window includes the start of the workers and of the kernels.
         if self._first_window_is_over:
             self._run.merge(self._window)
