@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import chain, repeat
 from pathlib import Path
@@ -35,7 +35,7 @@ from longseq.tasks.training.files import write_text
 from longseq.tasks.training.freeze import freeze
 from longseq.tasks.training.lock import locked
 from longseq.tasks.training.logger import RunLogger, close_loggers, log_parameters, writes_events
-from longseq.tasks.training.model import values_in_force
+from longseq.tasks.training.model import reads_mixer, values_in_force
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training, device_batch_size, device_count, effective_learning_rate
 from longseq.tasks.training.trainer import build_callbacks, build_trainer
@@ -286,12 +286,14 @@ def _data_line(config: dict[str, Any], info: Info) -> str:
 def _record(
     trainer: Trainer, config: dict[str, Any], module: TrainedModule, metrics: dict[str, Any], info: Info
 ) -> None:
-    """Write metrics.json, log hyper-parameters with the final metrics to TensorBoard, and print the closing table."""
+    """Write metrics.json, log hyper-parameters with the metrics of the test to TensorBoard, and print the closing
+    table.
+    """
     folder, report = Path(config["output"]), registry.of(config).report
-    in_force = dict(runs.flatten(values_in_force(config, module.backbone)))
     for logger in trainer.loggers:
         if isinstance(logger, RunLogger):
-            logger.log_results(in_force, {k: v for k, v in metrics.items() if "/" in k})
+            tested = {name: value for name, value in metrics.items() if name.startswith("test/")}
+            logger.log_results(_hyperparameters(config, module, metrics), tested)
             logger.save()
     written = metrics | {"higher_is_better": module.directions()} | report.extras(module, info, "test")
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -321,6 +323,26 @@ def _record(
         _log.info("  ".join(filter(None, row)))
     if (closing := report.closing(module, info)) is not None:
         _print(closing)
+
+
+def _hyperparameters(config: Config, module: TrainedModule, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """What tells runs apart in TensorBoard's HPARAMS tab; config.yaml has every key."""
+    recipe, model = config["recipe"], config["model"]
+    # Models of timm and linear ones are named by their label alone, and have neither mixer nor scale.
+    mixed = reads_mixer(module.backbone)
+    return {
+        "task": config["task"]["name"],
+        "data": config["data"]["name"],
+        "model": model["name"],
+        "mixer": model["label"] if mixed else "none",
+        "scale": config["scale"]["name"] if mixed else "none",
+        "parameters": metrics["parameters"],
+        "recipe": recipe["name"],
+        "learning_rate": recipe["learning_rate"],
+        "batch_size": recipe["batch_size"],
+        "epochs": metrics["epochs"],
+        "seed": config["seed"],
+    }
 
 
 def checkpoint_word(path: str) -> str:

@@ -273,7 +273,7 @@ def _as_name(override: str) -> str:
 
 
 def drop_log_files() -> None:
-    """Take the files from Python's root logger: that of a run that did not begin would stand in a folder that is gone."""
+    """Take files from Python's root logger: that of a run that did not begin would stand in a folder that is gone."""
     import logging
 
     root = logging.getLogger()

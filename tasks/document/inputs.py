@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from itertools import accumulate, chain
 from pathlib import Path
@@ -23,6 +22,7 @@ from longseq.tasks.report import progress_bar
 from longseq.tasks.text.documents import Document, Place
 from longseq.tasks.text.sources import TEXT, Columns, Malformed, Part, find_parts, read_part
 from longseq.tasks.text.store import token_type
+from longseq.tasks.training.memory import peak_memory
 
 # Tokens in memory at once, unless the user or the training says otherwise.
 SEGMENT = 8192
@@ -197,11 +197,8 @@ def _describe_reading(model: Any, segment: int, obstacle: str | None) -> str:
 
 
 def _measure_memory(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"peak memory on {device}: {torch.cuda.max_memory_allocated(device) / 2**20:,.0f} MiB"
-    if sys.platform == "win32":
+    peak = peak_memory(device)
+    if peak is None:
         return "peak memory: not measured on Windows"
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 2**10
-    return f"peak memory of this process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20:,.0f} MiB"
+    place = f"on {device}" if device.type == "cuda" else "of this process"
+    return f"peak memory {place}: {peak / 2**20:,.0f} MiB"

@@ -114,6 +114,11 @@ def values_in_force(config: Mapping[str, Any], model: nn.Module) -> dict[str, An
     return filled
 
 
+def reads_mixer(model: nn.Module) -> bool:
+    """True if a model, or the model that it wraps, has a mixer: those of timm and linear ones have none."""
+    return "mixer" in _arguments(model)
+
+
 def _arguments(model: nn.Module) -> Mapping[str, Any]:
     """The arguments of a model, or of the model that it wraps."""
     if not isinstance(model, PretrainedModel):

@@ -26,7 +26,7 @@ def test_a_trained_hybrid_comes_back_from_its_checkpoint(tiny, tmp_path):
     assert loaded.backbone.blocks[1].mixer.readers[0].num_heads == 2
     board = EventAccumulator(str(tmp_path / "run")).Reload()
     shown = board.summary_metadata["_hparams_/session_start_info"].plugin_data.content
-    assert b"mixer.name.layers.1" in shown
+    assert b"deltanet+attention@1" in shown
     with pytest.raises(ValueError, match="holds a run already"):
         train.run(config)
     assert train.run(tiny("mixer=hybrid", f"mixer.name={LAYERS}", "+mixer.options.attention.num_heads=2",

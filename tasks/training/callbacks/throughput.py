@@ -1,4 +1,4 @@
-"""Images, sequences, documents or tokens per second, and the time that training waits for data."""
+"""Images, sequences, documents or tokens per second, the time that training waits for data, and the memory taken."""
 
 import time
 from functools import lru_cache
@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from longseq.tasks.data.units import count_tokens, count_units
 from longseq.tasks.training.callbacks.updates import updated
 from longseq.tasks.training.logger import log_metrics
+from longseq.tasks.training.memory import peak_memory
 
 _KEY = "throughput"
 
@@ -25,6 +26,9 @@ class Throughput(Callback):
     validation and checkpoints. Each window waits for the device once. `rate` (units per second), `token_rate` and
     `data_wait_ms` are means over the whole run, including the time before a resume.
 
+    After a validation it logs `throughput/val_UNIT_per_second` and `throughput/memory_gib` (see `peak_memory`), after
+    the test `throughput/test_UNIT_per_second`. `evaluation_rate` is the rate of the last validation or test.
+
     If the module counts operations (`TrainedModule.count_flops`) and the device's peak is known, windows also log
     `throughput/mfu`: the model's operations per second, divided by the peak of the devices in the precision of the run.
     The operations per unit are those of the last batch of the window.
@@ -35,8 +39,10 @@ class Throughput(Callback):
         self._clock: _FetchClock | None = None
         self._window = _Window()
         self._run = _Window()
+        self._evaluated = _Window()
         self._batch_started = 0.0
         self._first_window_is_over = False
+        self.evaluation_rate: float | None = None
 
     @property
     def rate(self) -> float | None:
@@ -51,7 +57,7 @@ class Throughput(Callback):
         return self._run.data_wait_ms
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and self._clock is None:
+        if self._clock is None:
             # Lightning reports the loading of a batch to profilers, but not to callbacks.
             self._clock = _FetchClock(trainer.profiler)  # type: ignore[attr-defined]
             trainer.profiler = self._clock  # type: ignore[attr-defined]
@@ -100,6 +106,45 @@ class Throughput(Callback):
             self._run.merge(self._window)
         self._first_window_is_over = True
         self._window = _Window()
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._evaluated = _Window()
+
+    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._evaluated = _Window()
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        assert self._clock is not None
+        self._evaluated.add(count_units(batch), 0, time.perf_counter() - self._clock.fetch_started, 0.0)
+
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        self.on_validation_batch_end(trainer, pl_module, outputs, batch)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._log_evaluation(trainer, pl_module, "val", trainer.global_step - 1)
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._log_evaluation(trainer, pl_module, "test", trainer.global_step)
+
+    def _log_evaluation(self, trainer: Trainer, module: LightningModule, stage: str, step: int) -> None:
+        window = self._evaluated
+        if module.device.type == "cuda":
+            started = time.perf_counter()
+            torch.cuda.synchronize(module.device)
+            window.seconds += time.perf_counter() - started
+        if trainer.world_size > 1:
+            units = torch.tensor(window.units, device=module.device)
+            window.units = int(trainer.strategy.reduce(units, reduce_op="sum"))
+        self.evaluation_rate = window.rate
+        if trainer.logger is not None and window.rate is not None:
+            measured = {f"throughput/{stage}_{self.unit}_per_second": window.rate}
+            if stage == "val" and (memory := peak_memory(module.device)) is not None:
+                measured["throughput/memory_gib"] = memory / 2**30
+            trainer.logger.log_metrics(measured, step=step)
 
     def _utilisation(self, trainer: Trainer, module: Any, batch: Any) -> float | None:
         peak = peak_flops(module.device, str(trainer.precision), torch.get_float32_matmul_precision())
@@ -167,7 +212,10 @@ class _Window:
 
 
 class _FetchClock(Profiler):
-    """Times the loading of training batches, and forwards every call to the profiler that the user chose."""
+    """Times the loading of batches, and forwards every call to the profiler that the user chose.
+
+    `take` counts the time of training batches only.
+    """
 
     def __init__(self, inner: Profiler) -> None:
         super().__init__()
@@ -177,7 +225,7 @@ class _FetchClock(Profiler):
 
     def start(self, action_name: str) -> None:
         self.inner.start(action_name)
-        if action_name.endswith("train_dataloader_next"):
+        if action_name.endswith(("train_dataloader_next", ".val_next", ".test_next")):
             self.fetch_started = time.perf_counter()
 
     def stop(self, action_name: str) -> None:
