@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import subprocess
@@ -15,18 +16,40 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The suite itself compares the kernels with float64, in more cases.
 os.environ.setdefault("LONGSEQ_SELF_TEST", "0")
 
-import emulation
+import forked  # noqa: F401  (notes the filters of warnings before pytest changes them)
 import pytest
-import torch
-import tracing
 
-torch.set_num_threads(1)
 gc.disable()  # until the collection is over: nearly all that it makes stays to the end
 
-if not torch.cuda.is_available():
-    emulation.import_triton()  # before another conftest.py imports it
-tracing.leave_out_stack_traces()
-tracing.register_onnx_functions_once()
+
+@functools.cache
+def prepare() -> None:
+    """Import torch and what stands between it and the tests."""
+    import emulation
+    import torch
+    import tracing
+
+    torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        emulation.import_triton()  # before another conftest.py imports it
+    tracing.leave_out_stack_traces()
+    tracing.register_onnx_functions_once()
+
+
+def has_workers() -> bool:
+    """True if this process seems to hand out the tests to others, who begin when it has read this file."""
+    return "PYTEST_XDIST_WORKER" not in os.environ and any(word[:2] == "-n" for word in sys.argv)
+
+
+if not has_workers():
+    prepare()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    if not session.config.pluginmanager.has_plugin("dsession"):  # which hands out tests
+        prepare()
+
 
 # In a run of only the fast tests, a test that takes more CPU seconds than this fails, so that it gets marked as slow. A
 # test that takes a tenth of it may have to import torch's compiler first.
@@ -42,8 +65,19 @@ SUBJECTS = ("op", "mixer", "name")
 ABOUT_EACH = ("tests/kernels/", "tests/mixers/", "tests/test_frozen_models.py")
 
 
+# Tests of half a minute: they come first, so that at the end no process of several waits for one of them.
+LONG = ("tests/test_style.py", "tests/plugins/", "tests/kernels/test_front_end.py", "tests/test_docs.py")
+
+
+def relative_path(item: pytest.Item) -> str:
+    return item.path.relative_to(item.config.rootpath).as_posix()
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import torch
+
+    items.sort(key=lambda item: not relative_path(item).startswith(LONG))
     config.stash[FAST_CASES] = mark_fast(items)
     if not torch.cuda.is_available():
         skip_gpu_tests(config, items)
@@ -73,7 +107,7 @@ def mark_fast(items: list[pytest.Item]) -> set[tuple[str, ...]]:
     for item in items:
         if isinstance(item, pytest.Function) and not any(map(item.get_closest_marker, APART)):
             values = item.callspec.params if hasattr(item, "callspec") else {}
-            file = item.path.relative_to(item.config.rootpath).as_posix()
+            file = relative_path(item)
             names = [values[name] for name in SUBJECTS if str(values.get(name)) in subjects]
             case = (file, item.originalname, *(names if file.startswith(ABOUT_EACH) else ()))
             if case not in fast:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import start_fork
 
 from longseq import mixers
 
@@ -16,15 +17,15 @@ from longseq import mixers
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no process groups")
 def test_sharded_models_give_what_whole_ones_do(tmp_path: Path) -> None:
-    """All mixers in one pair of processes: their imports take longer than the checks."""
+    """All mixers in one pair of processes: their start takes longer than the checks."""
     script = Path(__file__).with_name("sharded_models.py")
     processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path)],
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
+        start_fork(
+            [tmp_path],
+            tmp_path,
+            environment={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"},
+            run=lambda: runpy.run_path(str(script), run_name="__main__") and None,
             stderr=subprocess.STDOUT,
-            text=True,
         )
         for rank in range(2)
     ]

@@ -5,15 +5,13 @@ from __future__ import annotations
 import ast
 import json
 import os
-import subprocess
-import sys
 import threading
 import warnings
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
+from forked import start_fork
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from triton import CompilationError, OutOfResources
@@ -475,15 +473,13 @@ def test_the_switch_turns_it_off(kernel, tests_run, monkeypatch, tmp_path):
 
 
 def environment_of_a_process(cache):
-    """With Triton's interpreter, the self-test, and the modules of tests/support."""
+    """With Triton's interpreter and the self-test."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", self_test.CACHE_VARIABLE: str(cache)}
     environment.pop(self_test.SELF_TEST_VARIABLE, None)
-    paths = [str(Path(__file__).parents[1] / "support"), *filter(None, [environment.get("PYTHONPATH")])]
-    return environment | {"PYTHONPATH": os.pathsep.join(paths)}
+    return environment
 
 
 PROCESS = """
-import kernels_alone
 from longseq.kernels import explain, self_test
 self_test.is_tested = lambda device_type: True
 self_test.TRIALS["short_convolution"] = self_test.Trial({"W": 4}, (self_test.Case("plain", 5),), channels=5)
@@ -499,7 +495,7 @@ def test_processes_that_write_at_once_and_those_that_read_later_agree(tmp_path):
 
     def start(find_error):
         code = PROCESS.replace("FIND_ERROR", find_error)
-        return subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+        return start_fork([], tmp_path, environment=environment, run=lambda: exec(code, {}))
 
     assert [process.communicate()[0].strip() for process in [start("") for _ in range(2)]] == ["[]", "[]"]
     (file,) = (tmp_path / "self_test").iterdir()
@@ -510,7 +506,6 @@ def test_processes_that_write_at_once_and_those_that_read_later_agree(tmp_path):
 
 RANK = """
 import sys
-import kernels_alone
 import torch
 import torch.distributed as dist
 from longseq.kernels import explain, self_test
@@ -536,8 +531,8 @@ def test_ranks_run_the_same_backend_or_stop(tmp_path):
     processes = []
     for rank in range(2):
         environment = environment_of_a_process(tmp_path / str(rank))
-        command = [sys.executable, "-W", "ignore", "-c", RANK, str(rank), f"file://{tmp_path}/group"]
-        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+        words = (str(rank), f"file://{tmp_path}/group")
+        processes.append(start_fork(words, tmp_path, environment=environment, run=lambda: exec(RANK, {})))
     (right, alone), (failed, stopped) = [process.communicate(timeout=120)[0].splitlines() for process in processes]
     assert "cannot compile" in failed
     assert "all ranks run the same backend, and on rank 1 their self-test failed" in right

@@ -519,7 +519,7 @@ def test_recomputing_keeps_less_and_changes_nothing(name: str, compiled: bool) -
         torch._dynamo.reset()
         mixer = make(name)
         mixer.recompute = recompute
-        call = torch.compile(mixer, fullgraph=True, backend="aot_eager") if compiled else mixer
+        call = torch.compile(mixer, fullgraph=True, backend="aot_eager") if compiled and recompute else mixer
         held: dict[int, Tensor] = {}
 
         def keep(tensor: Tensor, held: dict[int, Tensor] = held) -> Tensor:

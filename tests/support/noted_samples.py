@@ -1,4 +1,4 @@
-"""`longseq` that notes which images each process is given, and is told to end after an update: SCRIPT VERB WORDS.
+"""A `longseq` that notes which images each process is given, and is told to end after an update.
 
 The environment tells where (NOTES, a folder) and when (STOP_AFTER, an update of the run).
 """
@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from longseq.tasks.image.datasets import Batch, TrainingBatches
 from longseq.tasks.training.module import TrainedModule
-from longseq.tools import cli
 
 give, end_batch = TrainingBatches.__getitem__, TrainedModule.on_train_batch_end
 
@@ -35,8 +33,3 @@ def patch(set_attribute: Callable[[type, str, Any], None]) -> None:
     """Let the trainings of this process note their images and stop."""
     set_attribute(TrainingBatches, "__getitem__", give_and_note)
     set_attribute(TrainedModule, "on_train_batch_end", end_batch_and_stop)
-
-
-if __name__ == "__main__":
-    patch(setattr)
-    sys.exit(cli.main())

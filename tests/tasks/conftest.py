@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import start_fork
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 from PIL import Image
-
-LONGSEQ = Path(sys.executable).with_name("longseq")
 
 TINY = (
     "mixer=attention",
@@ -66,25 +63,18 @@ def compose_config() -> Compose:
 
 
 @pytest.fixture(scope="session")
-def longseq_program() -> Path:
-    return LONGSEQ
-
-
-@pytest.fixture(scope="session")
 def start() -> Callable[..., subprocess.Popen[str]]:
-    """Starts `longseq` as a user would, in a folder."""
+    """Starts `longseq` in a folder, in a process of its own."""
 
     def call(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        pipe = subprocess.PIPE
-        return subprocess.Popen([LONGSEQ, *arguments], cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+        return start_fork(arguments, folder)
 
     return call
 
 
 @pytest.fixture(scope="session")
 def command(start: Callable[..., subprocess.Popen[str]]) -> Command:
-    """Runs `longseq` as a user would, in a folder."""
+    """Runs `longseq` in a folder, in a process of its own."""
 
     def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         process = start(folder, *arguments)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import subprocess
-import sys
-from pathlib import Path
 
 import noted_samples
 import pytest
+from forked import run_longseq, start_fork
 
 from longseq.tasks import train
 from longseq.tasks.data.sampler import TrainingSampler
 
-SCRIPT = Path(noted_samples.__file__)
 SAMPLES, BATCH = 1295, 64  # of digits; what a run of the fixture `tiny` trains on in an update
 UPDATES = SAMPLES // BATCH
+
+
+def train_and_note():
+    noted_samples.patch(setattr)
+    return run_longseq()
 
 
 @pytest.fixture
@@ -27,8 +30,9 @@ def run(tmp_path, monkeypatch, command_here):
         monkeypatch.setenv("STOP_AFTER", str(stop_after))
         words = ("train", *words, "resume=true")
         if "trainer=ddp_sim" in words:
-            command = [sys.executable, SCRIPT, *words]
-            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+            process = start_fork(words, tmp_path, run=train_and_note)
+            output, errors = process.communicate()
+            done = subprocess.CompletedProcess(process.args, process.returncode, output, errors)
         else:
             with monkeypatch.context() as patch:
                 noted_samples.patch(patch.setattr)

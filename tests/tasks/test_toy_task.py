@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from examples import find_examples, write_files
+from forked import start_others_as_forks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torchmetrics.classification import MulticlassAccuracy
 
 from longseq import plugins
-from longseq.tasks import registry
+from longseq.tasks import compare, registry
 from longseq.tasks.training.metrics import MeanLoss, WeightedMean
 from longseq.tasks.training.module import TrainedModule
 
@@ -92,7 +93,8 @@ def test_the_task_of_the_page_has_a_hundred_lines():
 
 
 @pytest.mark.slow
-def test_a_task_from_outside_is_compared(folder, command_here):
+def test_a_task_from_outside_is_compared(folder, command_here, monkeypatch):
+    start_others_as_forks(monkeypatch, compare)
     words = [word for word in WORDS if not word.startswith("mixer=")]
     rates = "learning_rates=[0,0.02]"
     done = command_here(folder, "compare", *words, "mixers=[linear_attention]", rates, "plot=false", "output=compared")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 import shlex
 import subprocess
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked import run_longseq, start_fork
 from shared_composition import share_composition
 from wrong_folder import make_folder
 
@@ -44,10 +44,15 @@ def test_the_list_is_long_and_has_every_verb():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def shared() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         share_composition(patch)
-        yield make_folder(tmp_path_factory.mktemp("wrong"))
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, shared: pytest.MonkeyPatch) -> Path:
+    return make_folder(tmp_path_factory.mktemp("wrong"))
 
 
 def contents(folder: Path) -> dict[str, tuple[int, int]]:
@@ -74,19 +79,18 @@ def test_a_wrong_command_is_one_line_and_loses_nothing(verb, folder, command_her
 
 
 @pytest.mark.slow
-def test_as_processes_they_end_with_the_same_line_and_code(folder):
+def test_as_processes_they_end_with_the_same_line_and_code(folder, shared):
+    def run_unshared():
+        shared.undo()  # Hydra does all its work
+        return run_longseq()
+
     quick = [pair for verb in ("none", "train", "evaluate", "predict", "generate") for pair in COMMANDS[verb][::11]]
+    assert len(quick) >= 20
     before = contents(folder)
-    script = HERE.parent / "support" / "run_apart.py"
-    told = "\n".join(command for command, _ in quick)
-    done = subprocess.run(
-        [sys.executable, script], input=told, cwd=folder, capture_output=True, encoding="utf-8", check=True
-    )
-    results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(results) == len(quick) >= 20
-    for (command, words), (ran, code, errors) in zip(quick, results, strict=True):
-        assert ran == command
-        assert code == 2, command
+    for command, words in quick:
+        process = start_fork(shlex.split(command), folder, run=run_unshared)
+        _, errors = process.communicate()
+        assert process.returncode == 2, command
         assert errors.startswith(ERROR), (command, errors)
         assert errors.count("\n") == 1, (command, errors)
         assert words in errors

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import start_fork
 
 from longseq.tasks.training import processes
 from longseq.tasks.training.lock import is_locked
@@ -18,14 +19,9 @@ from longseq.tasks.training.lock import is_locked
 LONG = ("recipe.epochs=200", "callbacks.checkpoint.every_n_train_steps=5", "callbacks.samples=null")
 
 
-def launch(folder: Path, longseq: Path, *arguments: str) -> subprocess.Popen[str]:
+def launch(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     """`longseq train` in a group of its own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    command = [longseq, "train", *arguments]
-    return subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
-    )
+    return start_fork(["train", *arguments], folder, start_new_session=True)
 
 
 def wait_for_checkpoint(folder: Path, process: subprocess.Popen[str]) -> Path:
@@ -78,10 +74,8 @@ def leave_nothing():
     ],
     ids=["first-of-two", "group-with-workers", "group-of-two-with-workers"],
 )
-def test_sigterm_saves_says_one_line_and_leaves_with_143(
-    whole_group, options, tmp_path, longseq_program, tiny_overrides, leave_nothing
-):
-    process = launch(tmp_path, longseq_program, *tiny_overrides, *LONG, *options)
+def test_sigterm_saves_says_one_line_and_leaves_with_143(whole_group, options, tmp_path, tiny_overrides, leave_nothing):
+    process = launch(tmp_path, *tiny_overrides, *LONG, *options)
     leave_nothing.append(process)
     last = wait_for_checkpoint(tmp_path, process)
     (os.killpg if whole_group else os.kill)(process.pid, signal.SIGTERM)
@@ -98,9 +92,9 @@ def test_sigterm_saves_says_one_line_and_leaves_with_143(
 
 @pytest.mark.slow
 def test_the_others_end_within_seconds_when_the_first_process_is_killed(
-    tmp_path, longseq_program, tiny_overrides, leave_nothing, command_here
+    tmp_path, tiny_overrides, leave_nothing, command_here
 ):
-    process = launch(tmp_path, longseq_program, *tiny_overrides, *LONG, "trainer=ddp_sim", "data.num_workers=1")
+    process = launch(tmp_path, *tiny_overrides, *LONG, "trainer=ddp_sim", "data.num_workers=1")
     leave_nothing.append(process)
     run = wait_for_checkpoint(tmp_path, process).parents[1]
     second = command_here(tmp_path, "train", *tiny_overrides, f"hydra.run.dir={run}")

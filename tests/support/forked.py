@@ -1,0 +1,112 @@
+"""`longseq` in a process of its own that is a fork of this one, which has imported already what the command imports.
+
+The imports of a new process take six seconds of a processor. A fork has its own arguments, environment, folder and
+output, and it has forgotten what pytest changes: to those who start it and read from it, it is a program. The other
+processes of a run on several devices, which Lightning starts, are forks as well. What a new process does until it has
+its arguments has tests of its own.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import subprocess
+import sys
+import threading
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(sys.executable).with_name("longseq")
+
+# As they are before pytest records warnings: this module is imported by the first conftest.py.
+_FILTERS = list(warnings.filters)
+_SHOW_WARNING = warnings._showwarnmsg_impl  # type: ignore[attr-defined]
+
+
+def run_longseq() -> int:
+    """Run `longseq` with the arguments of this process; the exit code."""
+    from longseq.tools import cli
+
+    return cli.main()
+
+
+def start_fork(
+    arguments: Sequence[str | Path],
+    folder: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    run: Callable[[], int | None] = run_longseq,
+    **options: Any,
+) -> subprocess.Popen[str]:
+    """Start `longseq ARGUMENTS`, or another function that returns an exit code, in a folder.
+
+    `options` are those of `Popen`; without any the output can be read as text.
+    """
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [str(SCRIPT), *map(str, arguments)]
+    return _fork(command, os.environ if environment is None else environment, run, cwd=folder, **(pipes | options))
+
+
+def start_others_as_forks(patch: pytest.MonkeyPatch, module: ModuleType) -> None:
+    """Let a module that starts `python PROGRAM ARGUMENTS`, where the program is `longseq`, start a fork instead."""
+
+    def popen(command: Sequence[Any], *, env: Mapping[str, str], **options: Any) -> Any:
+        return _fork([str(word) for word in command[1:]], env, run_longseq, **options)
+
+    patch.setattr(module, "subprocess", types.SimpleNamespace(**{**vars(subprocess), "Popen": popen}))
+
+
+def _fork(command: list[str], environment: Mapping[str, str], run: Callable[[], int | None], **options: Any) -> Any:
+    environment = dict(environment)
+
+    def become_program() -> None:
+        # The call of `Popen` ends when the last of these is closed, as it would be when the program begins.
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        code = 1
+        try:
+            _forget_tests(command, environment)
+            code = run() or 0
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    return subprocess.Popen(command, preexec_fn=become_program, **options)
+
+
+def _forget_tests(command: list[str], environment: Mapping[str, str]) -> None:
+    """Make the arguments, the environment, the streams and the warnings of this process those of a new one."""
+    from hydra.core.global_hydra import GlobalHydra
+    from lightning.pytorch.strategies.launchers import subprocess_script
+
+    sys.argv = command
+    sys.modules["__main__"] = types.ModuleType("__main__")  # Lightning asks it how the program was started
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)))
+    errors = io.BufferedWriter(io.FileIO(2, "w", closefd=False))
+    sys.stderr = sys.__stderr__ = io.TextIOWrapper(errors, line_buffering=True)
+    logging.root.handlers.clear()
+    for logger in list(logging.root.manager.loggerDict.values()):
+        for handler in getattr(logger, "handlers", ()):
+            if type(handler) is logging.StreamHandler:
+                handler.setStream(sys.stderr)
+    warnings._showwarnmsg_impl = _SHOW_WARNING  # type: ignore[attr-defined]
+    warnings.filters[:] = _FILTERS
+    warnings._filters_mutated()  # type: ignore[attr-defined]
+    sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+    GlobalHydra.instance().clear()
+    start_others_as_forks(pytest.MonkeyPatch(), subprocess_script)
