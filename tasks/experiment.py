@@ -29,7 +29,7 @@ from longseq.tasks.training.options import (
     signature_options,
 )
 from longseq.tasks.training.recipe import device_batch_size
-from longseq.tasks.training.trainer import OWN_KEYS, check_parts, refuse_mode, refuse_own_keys
+from longseq.tasks.training.trainer import check_parts, refuse_mode, refuse_own_keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +179,7 @@ def check_trainer(trainer: Mapping[str, Any]) -> None:
     """Raise ValueError, in one line, for a key of `trainer` that Lightning's Trainer does not have."""
     targets.check({"trainer": trainer})
     refuse_own_keys(trainer)
-    read_beside(TrainerKeys, Trainer, trainer, "trainer", given=OWN_KEYS)
+    read_beside(TrainerKeys, Trainer, trainer, "trainer")
     check_parts(trainer)
 
 

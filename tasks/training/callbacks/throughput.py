@@ -144,7 +144,7 @@ class Throughput(Callback):
             measured = {f"throughput/{stage}_{self.unit}_per_second": window.rate}
             if stage == "val" and (memory := peak_memory(module.device)) is not None:
                 measured["throughput/memory_gib"] = memory / 2**30
-            trainer.logger.log_metrics(measured, step=step)
+            log_metrics(trainer.loggers, measured, step)
 
     def _utilisation(self, trainer: Trainer, module: Any, batch: Any) -> float | None:
         peak = peak_flops(module.device, str(trainer.precision), torch.get_float32_matmul_precision())
