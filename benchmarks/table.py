@@ -269,12 +269,12 @@ def costs() -> str:
 
 
 def documents(name: str) -> str:
-    """Accuracy of document classifiers, over all documents and by their length in tokens, and what a run cost."""
+    """Accuracy of document classifiers, over all documents and by their length in tokens, and the cost of a run."""
     result = read(name)
     bins = list(dict.fromkeys(key for row in result["rows"] for key in row if key == "longer" or key[:6] == "up_to_"))
     beside = next((row for row in result["rows"] if row["mixer"] == "attention"), None)
     lines = []
-    for row in result["rows"]:
+    for row in sorted(result["rows"], key=lambda row: -mean_of(row["test/accuracy"])):
         size = millions(row["parameters"], beside and beside["parameters"]) if row.get("parameters") else ""
         cells = [mean(row.get(key, "")) for key in ("test/accuracy", *bins)]
         lines.append([name_of(row, result["kind"], row["mixer"], name), size, *cells, f"{row['seconds_a_run']:,}"])

@@ -14,6 +14,10 @@ from torch import nn
 WEIGHT_OPTIONS = ("pretrained", "checkpoint_path", "cache_dir", "pretrained_cfg", "pretrained_cfg_overlay")
 WEIGHT_SOURCES = ("url", "file", "hf_hub_id", "hf_hub_filename", "source", "state_dict")
 
+# The attribute of a model, and the key of its config.json, that states how probabilities become decisions:
+# `multi_label` and `thresholds`, as `longseq.tasks.image.info.DataInfo` has them. timm's `pretrained_cfg` has no place.
+DECISION = "decision"
+
 # Options that timm records of a call but that are not needed to build the model again.
 UNSAVED_OPTIONS = (*WEIGHT_OPTIONS, "pretrained_model_args", "scriptable", "exportable", "no_jit")
 
@@ -69,7 +73,9 @@ def rebuild_timm_model(
         raise ValueError(f"timm {timm.__version__} has no model {name!r}")
     given = config.get("model_args", {}) if arguments is None else arguments
     options = {key: value for key, value in {**given, **changes}.items() if key not in UNSAVED_OPTIONS}
-    model = timm.create_model(name, pretrained_cfg=read_stated(config), **options)
+    model: Any = timm.create_model(name, pretrained_cfg=read_stated(config), **options)
+    if config.get(DECISION):
+        setattr(model, DECISION, dict(config[DECISION]))
     _check_defaults(config, type(model), options)
     return model
 
@@ -130,6 +136,7 @@ def timm_layout(model: nn.Module, stated: Mapping[str, Any]) -> dict[str, Any]:
         **({"label_names": names} if fits else {}),
         **({"label_descriptions": labels} if fits and labels else {}),
         "pretrained_cfg": {key: value for key, value in cfg.items() if key not in WEIGHT_SOURCES},
+        **({DECISION: dict(decision)} if (decision := getattr(model, DECISION, None)) else {}),
     }
 
 
@@ -147,6 +154,7 @@ def stated_data(model: nn.Module) -> dict[str, Any]:
     names = stated.get("label_names") or ()
     return {
         **({"class_names": list(names), "num_classes": len(names)} if len(names) == stated.get("num_classes") else {}),
+        **getattr(model, DECISION, {}),
         "img_size": height if height == width else [height, width],
         "in_chans": channels,
         "mean": list(stated["mean"]),

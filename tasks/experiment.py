@@ -14,9 +14,8 @@ from timm.scheduler import create_scheduler_v2
 from longseq import mixers
 from longseq.mixers.pattern import options_by_name
 from longseq.tasks import registry
-from longseq.tasks.training import targets
+from longseq.tasks.training import automatic, targets
 from longseq.tasks.training.command import CommandKeys, compile_modes
-from longseq.tasks.training.keys import TaskGroup
 from longseq.tasks.training.length import WARMUPS, RunLength
 from longseq.tasks.training.logger import check_loggers
 from longseq.tasks.training.options import (
@@ -25,11 +24,27 @@ from longseq.tasks.training.options import (
     check_call,
     read,
     read_beside,
+    read_part,
     refuse_unknown,
     signature_options,
 )
-from longseq.tasks.training.recipe import device_batch_size
+from longseq.tasks.training.recipe import device_batch_size, device_count
 from longseq.tasks.training.trainer import check_parts, refuse_mode, refuse_own_keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinderKeys:
+    """The keys of `learning_rate_finder`, with the names of Lightning's `Tuner.lr_find`."""
+
+    min_lr: Annotated[float, Range(above=0)] = 1e-6
+    max_lr: Annotated[float, Range(above=0)] = 1.0
+    num_training: Annotated[int, Range(20)] = 100
+
+    def __post_init__(self) -> None:
+        if self.min_lr >= self.max_lr:
+            raise ValueError(
+                f"learning_rate_finder.min_lr={self.min_lr:g} must be below learning_rate_finder.max_lr={self.max_lr:g}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +62,7 @@ class TrainKeys(CommandKeys):
     logger: Mapping[str, Any] | None = None
     seed: Annotated[int, Range(0, 2**32 - 1)]
     init: str | None
+    learning_rate_finder: FinderKeys = field(default_factory=FinderKeys)
     resume: bool | str
     optimized_metric: str | None
     compile: Annotated[str | None, OneOf(compile_modes)]
@@ -130,6 +146,7 @@ class RecipeKeys:
     model: Mapping[str, Any] | None = None
     loss: Mapping[str, Any] | None = None
     augment: Mapping[str, Any] | None = None
+    chosen: list[str] | None = None  # a run writes it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +175,8 @@ def check_experiment(config: Mapping[str, Any], keys: type[TrainKeys] = TrainKey
     read(keys, config)
     parts = registry.of(config)
     task = parts.config
-    read(TaskGroup, config["task"], "task")
+    read(task.group, config["task"], "task")
+    config = with_any_choice(config)
     task.check(config)
     read(task.data, config["data"], "data")
     _check_recipe(config["recipe"], task)
@@ -173,6 +191,36 @@ def check_experiment(config: Mapping[str, Any], keys: type[TrainKeys] = TrainKey
     check_loggers(config.get("logger"))
     device_batch_size(config)
     parts.model.check(config)
+
+
+def choose(config: Mapping[str, Any], info: Any | None) -> tuple[dict[str, Any], str | None]:
+    """The configuration with the values that its task chooses where the recipe says `auto`, and why it chooses them.
+
+    `info` is that of the data; without it, the values are possible ones. ValueError, in one line, if the task chooses
+    none.
+    """
+    if not automatic.is_automatic(config):
+        return dict(config), None
+    parts = device_count(config) * config["trainer"].get("accumulate_grad_batches", 1)
+    choice = registry.of(config).config.choose(config, info, parts)
+    return automatic.settle(config, choice), choice.reason
+
+
+def with_any_choice(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with possible values in place of those that are chosen or found when the data is open.
+
+    ValueError, in one line, for a stated value that a choice depends on and that is impossible.
+    """
+    recipe = config["recipe"]
+    if not automatic.is_open(config):
+        return dict(config)
+    stated = {key: value for key, value in recipe.items() if value not in (automatic.AUTO, automatic.FIND)}
+    for cls in (RecipeKeys, RunLength):
+        own = [entry.name for entry in fields(cls)]
+        read_part(cls, {key: value for key, value in stated.items() if key in own}, "recipe")
+    read(ScaleKeys, config["scale"], "scale")
+    check_trainer(config["trainer"])
+    return automatic.with_rate(choose(config, None)[0])
 
 
 def check_trainer(trainer: Mapping[str, Any]) -> None:

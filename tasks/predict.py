@@ -18,8 +18,10 @@ from longseq.tasks.devices import choose_device
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys, read_command
-from longseq.tasks.training.files import prepare_file
+from longseq.tasks.training.files import prepare_file, prepare_folder
 from longseq.tasks.training.options import Required
+
+_BETWEEN = ";"  # what stands between several labels in a cell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,8 @@ class PredictKeys(InputKeys, CommandKeys):
     def __post_init__(self) -> None:
         if not self.output.endswith((".csv", ".json")):
             raise ValueError(f"output={self.output} must end in .csv or .json")
+        if self.saliency_class is not None and self.saliency is None:
+            raise ValueError(f"saliency_class={self.saliency_class} draws nothing by itself: give saliency=FOLDER too")
 
 
 @quiet_libraries()
@@ -45,6 +49,8 @@ def run(cfg: DictConfig) -> dict[str, int]:
     assert keys.input is not None
     output = Path(keys.output)
     prepare_file(output, reads=[keys.input])
+    if keys.saliency is not None:
+        prepare_folder(Path(keys.saliency), "saliency", apart_from=Path(keys.input))
     device = choose_device(keys.device)
     tasks = [name for name in registry.names() if registry.get(name).data.inputs is not None]
     loaded = checkpoint.load(keys.checkpoint, weights=keys.weights, map_location=device, tasks=tasks)
@@ -99,7 +105,8 @@ def _write_header(writer: Any, details: Sequence[str], width: int) -> None:
 
 
 def _cells(one: Prediction | Unreadable, details: Sequence[str]) -> list[Any]:
-    return [one.details.get(name, "") for name in details]
+    values = [one.details.get(name, "") for name in details]
+    return [_BETWEEN.join(value) if isinstance(value, list) else value for value in values]
 
 
 def _write_json(path: Path, found: Iterator[Prediction | Unreadable], inputs: Inputs) -> tuple[int, int]:

@@ -39,6 +39,10 @@ class Report:
         """Additional entries of metrics.json after `module` was evaluated on `split`, in forms that JSON has."""
         return {}
 
+    def tables(self, module: Any, info: Any) -> dict[str, Sequence[Sequence[Any]]]:
+        """Tables that a run writes as NAME.csv into its folder, after the test with the best model."""
+        return {}
+
     def counts(self, module: Any, info: Any, split: str) -> dict[str, int]:
         """The numbers of samples of an evaluation, printed above its metrics and written with them."""
         return {}

@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,16 +24,18 @@ from longseq.plugins import plugin_of
 from longseq.tasks import registry
 from longseq.tasks.data.module import Info, TaskData
 from longseq.tasks.devices import is_out_of_memory
-from longseq.tasks.experiment import check_experiment
+from longseq.tasks.experiment import check_experiment, choose, with_any_choice
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
+from longseq.tasks.training import automatic, processes, runs
 from longseq.tasks.training import checkpoint as checkpoints
-from longseq.tasks.training import processes, runs
 from longseq.tasks.training.callbacks.clock import RunClock
 from longseq.tasks.training.callbacks.stop import stoppable
 from longseq.tasks.training.callbacks.throughput import Throughput
+from longseq.tasks.training.class_figures import to_csv
 from longseq.tasks.training.configuration import Config, resolve, spell_value
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.freeze import freeze
+from longseq.tasks.training.learning_rate_finder import TABLE, find_learning_rate, refuse_search
 from longseq.tasks.training.lock import locked
 from longseq.tasks.training.logger import RunLogger, close_loggers, log_parameters, writes_events
 from longseq.tasks.training.model import reads_mixer, values_in_force
@@ -62,6 +65,8 @@ def run(cfg: DictConfig) -> float | None:
     processes.follow_parent()
     config = resolve(cfg)
     check_experiment(config)
+    if automatic.searches(config):
+        refuse_search(config)
     if not config["output"]:
         raise ValueError("output is empty: give output=FOLDER, or leave it out")
     folder = Path(config["output"])
@@ -79,7 +84,14 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     checkpoint = runs.checkpoint_to_resume(config)
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision(config["matmul_precision"])
-    datamodule, module = build(config, initialized=checkpoint is None)
+    if checkpoint is not None:
+        config = runs.chosen_in(checkpoint, config)
+    config, datamodule, reason = _open(config)
+    if reason is not None:
+        _print(reason)
+    if automatic.searches(config):
+        config = _search(config, datamodule, folder)
+    module = _build_module(config, datamodule, initialized=checkpoint is None)
     module.higher_is_better(config["task"]["metric"], "task.metric")
     _check_optimized_metric(config, module)
     _check_direction(config["optimized_metric"], module)
@@ -89,7 +101,7 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
             logger.continue_at(runs.updates_of(checkpoint))
     in_force = values_in_force(config, module.backbone)
     _save_config(in_force, folder)
-    _announce(config, datamodule.info, module.backbone, checkpoint, events=writes_events(trainer.loggers))
+    _announce(config, datamodule.info, module, checkpoint, events=writes_events(trainer.loggers))
     try:
         with stoppable():
             log_parameters(trainer.loggers, dict(runs.flatten(in_force)))
@@ -108,17 +120,51 @@ def build(config: DictConfig | Config, *, initialized: bool = True) -> Parts:
 
     ValueError, in one line, for errors that the user can correct.
     """
-    config = resolve(config)
-    task = registry.of(config)
-    datamodule = task.data.from_config(config, device_batch_size(config))
-    model = task.model.build(config, datamodule.info)
-    if initialized and config["init"] is not None:
+    config, datamodule, _ = _open(resolve(config))
+    return Parts(datamodule, _build_module(automatic.with_rate(config), datamodule, initialized))
+
+
+def _open(config: Config) -> tuple[dict[str, Any], TaskData, str | None]:
+    """The configuration with the values that depend on the data, the data, and why the values are these.
+
+    A learning rate that is to be searched stays open.
+    """
+    ready = with_any_choice(config)
+    datamodule = registry.of(config).data.from_config(ready, device_batch_size(ready))
+    chosen, reason = choose(config, datamodule.info)
+    if reason is not None:
+        settled = automatic.with_rate(chosen)
+        check_experiment(settled)
+        datamodule.take_recipe(settled, device_batch_size(settled))
+    return chosen, datamodule, reason
+
+
+def _build_module(config: Config, datamodule: TaskData, initialized: bool) -> TrainedModule:
+    task, config = registry.of(config), dict(config)
+    model = task.model.build(config if initialized else task.model.untrained(config), datamodule.info)
+    if initialized and config["init"] is not None and task.model.is_weights(config["init"]):
+        task.model.start_from_weights(model, config, datamodule.info)
+    elif initialized and config["init"] is not None:
         taken = (config["task"]["name"], *task.model.starts_from)
         task.model.start_from(model, checkpoints.load(config["init"], key="init", tasks=taken), datamodule.info)
     freeze(model, config["recipe"].get("freeze"))
     config["plugins"] = _find_plugins(config, datamodule, model, task.module)
     training = Training.from_config(config, datamodule.info)
-    return Parts(datamodule, task.module.from_config(config, model, datamodule.info, training))
+    return task.module.from_config(config, model, datamodule.info, training)
+
+
+def _search(config: Config, datamodule: TaskData, folder: Path) -> dict[str, Any]:
+    """The configuration with the learning rate that a search finds for its model and data."""
+    trial = automatic.with_rate(config)
+    module = _build_module(trial, datamodule, initialized=True)
+    assert module.recipe is not None
+    module.recipe = replace(module.recipe, length=None)
+    rate, value = find_learning_rate(trial, module, datamodule, folder)
+    _print(
+        f"learning rate {rate:.3g} found (the loss falls most steeply there): recipe.learning_rate={value:g}; the "
+        f"curve is in {shorten(folder / TABLE)}"
+    )
+    return automatic.with_rate(config, value)
 
 
 def _find_plugins(
@@ -146,7 +192,8 @@ def _check_direction(metric: str | None, module: TrainedModule) -> None:
     """ValueError if a search looks for high values of a metric that should be low, or the reverse."""
     if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
         return
-    direction, directions = OmegaConf.select(HydraConfig.get(), "sweeper.direction"), module.directions()
+    hydra: Any = HydraConfig.get()
+    direction, directions = OmegaConf.select(hydra, "sweeper.direction"), module.directions()
     if direction is None or metric not in directions:
         return
     wanted = "maximize" if directions[metric] else "minimize"
@@ -249,17 +296,19 @@ def _save_config(config: dict[str, Any], folder: Path) -> None:
 
 @rank_zero_only
 def _announce(
-    config: dict[str, Any], info: Info, backbone: torch.nn.Module, checkpoint: Path | None, *, events: bool
+    config: dict[str, Any], info: Info, module: TrainedModule, checkpoint: Path | None, *, events: bool
 ) -> None:
     model, recipe = config["model"], config["recipe"]
     batch, devices = device_batch_size(config), device_count(config)
     accumulate = config["trainer"].get("accumulate_grad_batches", 1)
-    parameters = count_parameters(backbone) / 1e6
-    _print(f"{model['label']} ({model['name']}, {parameters:.2f}M parameters) on {_data_line(config, info)}")
-    _print(
-        f"effective batch {recipe['batch_size']} = {batch} per device x {devices} device(s) "
-        f"x {accumulate} accumulated; effective learning rate {effective_learning_rate(config):.3g}"
-    )
+    # A model that a run fits has its parameters later.
+    parameters = f", {count_parameters(module.backbone) / 1e6:.2f}M parameters" if module.has_gradients else ""
+    _print(f"{model['label']} ({model['name']}{parameters}) on {_data_line(config, info)}")
+    if module.has_gradients:
+        _print(
+            f"effective batch {recipe['batch_size']} = {batch} per device x {devices} device(s) "
+            f"x {accumulate} accumulated; effective learning rate {effective_learning_rate(config):.3g}"
+        )
     if checkpoint is not None:
         _print(f"continuing from {shorten(checkpoint)}")
     elif config["resume"]:
@@ -298,8 +347,10 @@ def _record(
     written = metrics | {"higher_is_better": module.directions()} | report.extras(module, info, "test")
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
         write_text(folder / runs.METRICS_FILE, json.dumps(written, indent=2) + "\n")
-    headline = [f"test/{name}" for name in report.headline]
-    rows = [(key, f"{metrics[key]:.4f}") for key in headline if key in metrics]
+        for name, table in report.tables(module, info).items():
+            write_text(folder / f"{name}.csv", to_csv(table))
+    headline = [f"test/{name}" for name in (*report.headline, *_asked_for(config)) if name in module.test_metrics]
+    rows = [(key, f"{metrics[key]:.4f}") for key in dict.fromkeys(headline) if key in metrics]
     rows += report.rows(module, info)
     unit = config["task"]["unit"]
     speed = metrics.get(f"{unit}_per_second")
@@ -323,6 +374,11 @@ def _record(
         _log.info("  ".join(filter(None, row)))
     if (closing := report.closing(module, info)) is not None:
         _print(closing)
+
+
+def _asked_for(config: Config) -> list[str]:
+    """The names of the metrics that the configuration names, without the split."""
+    return [config["task"]["metric"].rpartition("/")[2], *(config["task"].get("metrics") or {})]
 
 
 def _hyperparameters(config: Config, module: TrainedModule, metrics: Mapping[str, Any]) -> dict[str, Any]:

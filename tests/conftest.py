@@ -29,6 +29,9 @@ def prepare() -> None:
     import torch
     import tracing
 
+    from longseq.tools.deferred_metrics import defer_torchmetrics
+
+    defer_torchmetrics()
     torch.set_num_threads(1)
     if not torch.cuda.is_available():
         emulation.import_triton()  # before another conftest.py imports it

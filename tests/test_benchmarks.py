@@ -178,6 +178,32 @@ def test_new_rows_replace_those_of_the_same_model_and_others_stay(script):
     assert keep.merge(kept, all_new, {})["command"] == "second"
 
 
+def test_a_single_run_joins_a_comparison_once_and_is_no_line_of_its_plot(script, tmp_path, monkeypatch):
+    single_run, lengths = script("single_run"), script("lengths")
+    compared = {"mixer": "gla", "test/accuracy": {"0": 0.7}, "up_to_512": {"0": 0.6}, "longer": {"0": 0.8}}
+    (tmp_path / "reviews.json").write_text(json.dumps({"what": "reviews", "rows": [compared]}))
+    (tmp_path / "measured.json").write_text('{"commit": "abc"}')
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("seed: 3\n")
+    found = {"test/accuracy": 0.92, "test/accuracy_up_to_512": 0.9, "val/accuracy": 1, "parameters": 7, "seconds": 1.6}
+    (run / "metrics.json").write_text(json.dumps(found))
+    words = [str(run), str(tmp_path / "measured.json"), "reviews", "tuned", "longseq train"]
+    for module in (single_run, lengths):
+        monkeypatch.setattr(module, "HERE", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["single_run.py", *words])
+    single_run.main()
+    single_run.main()
+    row = {"mixer": "tuned", "command": "longseq train", "test/accuracy": {"3": 0.92}, "up_to_512": {"3": 0.9}}
+    row |= {"parameters": 7, "seconds_a_run": 2, "measured": {"commit": "abc"}}
+    assert json.loads((tmp_path / "reviews.json").read_text())["rows"] == [compared, row]
+    drawn: list[str] = []
+    monkeypatch.setattr(lengths.plt.Axes, "plot", lambda *_, label, **__: drawn.append(label))
+    lengths.draw("reviews")
+    assert drawn == ["gla"]
+    assert (tmp_path / "reviews.png").stat().st_size > 0
+
+
 def test_tables_are_those_of_the_rows(script):
     pages = script("table").list_pages()
     stale = [page.relative_to(ROOT).as_posix() for page, make in pages.items() if page.read_text() != make()]

@@ -173,7 +173,7 @@ def test_config_holds_every_argument(tmp_path: Path) -> None:
         assert set(options) == set(mixers.options(name)) - {"backend", *TokenBackbone.decided_options}
         assert {key for key, value in options.items() if value is None} <= free.get(name, set())
     arguments = models.describe(ImageBackbone(**TINY))["model_args"]
-    assert None not in arguments.values()
+    assert [name for name, value in arguments.items() if value is None] == ["init_values"]  # no LayerScale
     assert arguments["stride"] == [8, 8]
     assert models.describe(TokenBackbone(vocab_size=12, d_model=16))["model_args"]["mlp_ratio"] == 4.0
 
@@ -352,7 +352,8 @@ def test_timm_saves_and_loads(tmp_path: Path) -> None:
         assert torch.equal(logits(by_timm), logits(model))
         assert torch.equal(logits(longseq.from_pretrained(tmp_path / folder)), logits(model))
     theirs, ours = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("timm", "ours"))
-    rates = {"drop_rate": 0.0, "pos_drop_rate": 0.0, "drop_path_rate": 0.1, "img_size": 16}
+    rates = dict.fromkeys(("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate"), 0.0)
+    rates |= {"drop_path_rate": 0.1, "img_size": 16}
     assert ours["model_args"] == theirs["model_args"] | rates
     assert {key: ours[key] for key in theirs if key != "model_args"} == {
         key: value for key, value in theirs.items() if key != "model_args"

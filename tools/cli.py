@@ -163,6 +163,9 @@ def main() -> int:
         hint = f"did you mean {near[0]!r}? " if near else ""
         return _fail(f"unknown verb {name!r}: {hint}the verbs are {', '.join(VERBS)}; `longseq` alone explains them")
     # Imported here, so that `longseq` alone and `longseq --version` answer without Hydra.
+    from longseq.tools.deferred_metrics import defer_torchmetrics
+
+    defer_torchmetrics()
     from longseq.tools.mistakes import check_arguments, explain, is_users
     from longseq.tools.plugin_options import load_plugins
 
@@ -205,7 +208,6 @@ def _run_verb(name: str, overrides: list[str]) -> None:
     from longseq.tools.mistakes import explain, is_users
 
     key_help.register()
-    run: Callable[..., Any] = importlib.import_module(VERBS[name].module).run
     command_line, declared = sys.argv, plugins.loaded()
 
     def task(cfg: Any) -> Any:
@@ -215,6 +217,7 @@ def _run_verb(name: str, overrides: list[str]) -> None:
             plugins.load(declared)  # a launcher such as submitit runs this function in another process
             plugins.check_loaded(cfg.plugins, "the configuration")  # a plug-in that only a file names is not imported
             check_choices(cfg, HydraConfig.get().runtime)
+            run: Callable[..., Any] = importlib.import_module(VERBS[name].module).run
             return run(cfg)
         except BrokenPipeError:
             # Who reads the output has enough of it, as `head` has. What is left of it goes nowhere.

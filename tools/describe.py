@@ -30,7 +30,7 @@ from longseq.mixers.cards import find_growth
 from longseq.parameters import count_parameters
 from longseq.state import state_size, state_tensors
 from longseq.tasks import registry
-from longseq.tasks.experiment import TrainKeys, check_experiment
+from longseq.tasks.experiment import TrainKeys, check_experiment, choose, with_any_choice
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.command import read_command
@@ -81,8 +81,9 @@ def run(cfg: DictConfig) -> Any:
     if keys.output is not None:
         raise ValueError(f"longseq describe writes no file: leave output={keys.output} out, and add > FILE at the end")
     if keys.list is None:
-        model, data = _model_and_data(cfg)
+        model, data, recipe = _model_and_data(cfg)
         facts: Any = _describe(model, data, _device(keys.device))
+        facts |= {} if recipe is None else {"recipe": recipe}
     else:
         facts = LISTS[keys.list].gather()
     if keys.format == "json":
@@ -103,17 +104,21 @@ def _device(name: str) -> str:
         raise ValueError(f"device={name} is unknown: take auto, cpu, cuda or mps") from None
 
 
-def _model_and_data(cfg: DictConfig) -> tuple[nn.Module, dict[str, Any]]:
-    """The model of the checkpoint, or the initial model of a training, and what it knows of its data."""
+def _model_and_data(cfg: DictConfig) -> tuple[nn.Module, dict[str, Any], str | None]:
+    """The model of the checkpoint, or the initial model of a training, what it knows of its data, and the recipe that
+    the training would choose for the data.
+    """
     if cfg.checkpoint is not None:
         loaded = checkpoint.load(cfg.checkpoint, tasks=registry.names())
-        return loaded.backbone, loaded.data
+        return loaded.backbone, loaded.data, None
     config = resolve(cfg)
     # Without logger and callbacks: their paths are in a run folder, which this command does not have.
     check_experiment({**config, "logger": None, "callbacks": {}}, DescribeKeys)
     is_image = config["task"]["name"] in registry.like("image")
-    info = _image_info(config) if is_image else _info(config, device_batch_size(config))
-    return registry.of(config).model.build(config, info), info.to_dict()
+    ready = with_any_choice(config)
+    info = _image_info(ready) if is_image else _info(ready, device_batch_size(ready))
+    chosen, reason = choose(config, info) if info.sizes else (ready, None)
+    return registry.of(config).model.build(chosen, info), info.to_dict(), reason
 
 
 def _describe(model: nn.Module, data: Mapping[str, Any], device: str) -> dict[str, Any]:
@@ -414,6 +419,8 @@ def print_description(facts: Mapping[str, Any], console: Console) -> None:
                 kernels.add_row(op, backend, _verdict(backend, against, judged))
         console.print(kernels)
     console.print("devices: " + "; ".join(facts["devices"]), highlight=False)
+    if "recipe" in facts:
+        console.print(facts["recipe"], highlight=False, soft_wrap=True)
 
 
 def _title(facts: Mapping[str, Any]) -> str:

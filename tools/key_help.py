@@ -10,7 +10,6 @@ from typing import Any, get_type_hints
 
 from omegaconf import OmegaConf
 
-from longseq.tasks import registry
 from longseq.tasks.training.options import Required, describe_type
 
 # The dataclass of each command whose help lists its keys.
@@ -70,6 +69,8 @@ def _read_file(verb: str) -> Iterator[tuple[str, str, str]]:
 
 def _data_hints() -> dict[str, Any]:
     """The types of the keys of `data`, but of those to which tasks give several."""
+    from longseq.tasks import registry  # needed for help alone, and seconds to import
+
     found: dict[str, list[Any]] = {}
     for name in registry.names():
         for key, hint in get_type_hints(registry.get(name).config.data, include_extras=True).items():

@@ -19,45 +19,50 @@ import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
-from timm.layers import Mlp, lecun_normal_, trunc_normal_
+from timm.layers import AttentionPoolLatent, LayerScale, Mlp, lecun_normal_, trunc_normal_
 from timm.models import build_model_with_cfg, checkpoint
 from timm.models._features import feature_take_indices
+from timm.models.vision_transformer import global_pool_nlc
 from torch import Tensor, nn
 
+from longseq.backbones.image_weights import checkpoint_filter_fn
 from longseq.backbones.stack import build_blocks
 from longseq.backbones.variants import UNNAMED, default_cfgs
 from longseq.blocks.hooks import has_observers
 from longseq.blocks.initialisation import save_rng_state
-from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm
-from longseq.blocks.patches import PatchEmbed
+from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm, add_and_norm
+from longseq.blocks.patches import PatchDropout, PatchEmbed
 from longseq.blocks.positions import (
     Layout,
-    insert_token,
+    insert_prefix,
     layout_of,
-    move_token_back,
-    move_token_first,
+    move_prefix_back,
+    move_prefix_first,
     resize_positions,
-    split_token,
+    split_prefix,
 )
 from longseq.blocks.precision import at_least_float32
+from longseq.blocks.reading import COLUMNS
 from longseq.blocks.recompute import check_recompute
 from longseq.blocks.residual import Block
 from longseq.blocks.sharding import full_parameters, gathers_parameters
 from longseq.mixers import Mixer, check_revisions
+from longseq.mixers.heads import largest_heads
 from longseq.mixers.pattern import Pattern, expand_pattern, spell_pattern
 from longseq.models import PretrainedModel, check_config_version, describe_origin, mixer_options_of, register_kind
 from longseq.parameters import no_weight_decay
 from longseq.timm_models import rebuild_timm_model, timm_layout
 
-POOLS = ("token", "avg", "")
+POOLS = ("token", "avg", "max", "avgmax", "map", "")
 NORMS = {"rms": ResidualRMSNorm, "layer": ResidualLayerNorm}
 NORM_EPSILONS = {"rms": 1e-5, "layer": 1e-6}
 
 # Arguments that timm does not write to its files: they matter in training only.
-TRAINING_ARGUMENTS = ("drop_rate", "pos_drop_rate", "drop_path_rate")
+TRAINING_ARGUMENTS = ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "drop_path_rate")
 
 # Both functions read types and sizes, which a symbolic trace does not have: the trace keeps the calls.
 torch.fx.wrap("at_least_float32")
@@ -65,7 +70,41 @@ torch.fx.wrap("resize_positions")
 
 
 class ImageBlock(Block[Any]):
-    """A residual block over an image, which takes and returns tokens alone, as timm's tools and hooks expect it."""
+    """A residual block over an image, which takes and returns tokens alone, as timm's tools and hooks expect it.
+
+        x = x + ls1(mixer(norm1(x)));   x = x + ls2(mlp(norm2(x)))
+
+    Args:
+        mixer, norm, mlp, mlp_norm, drop_path: as in `Block`.
+        init_values: the initial values of LayerScale, a factor for each channel of a branch; None for no factors.
+        proj_drop: dropout of what the mixer gives.
+
+    Source: Going deeper with Image Transformers (Touvron et al., 2021), equation 4, for LayerScale.
+    """
+
+    def __init__(
+        self,
+        mixer: Any,
+        norm: nn.Module,
+        *,
+        mlp: nn.Module | None = None,
+        mlp_norm: nn.Module | None = None,
+        drop_path: float = 0.0,
+        init_values: float | None = None,
+        width: int,
+        proj_drop: float = 0.0,
+    ) -> None:
+        super().__init__(mixer, norm, mlp=mlp, mlp_norm=mlp_norm, drop_path=drop_path)
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.ls1 = nn.Identity() if init_values is None else LayerScale(width, init_values)
+        self.ls2 = nn.Identity() if init_values is None or mlp is None else LayerScale(width, init_values)
+
+    def add_branches(self, x: Tensor, branch: Tensor) -> Tensor:
+        branch = self.drop_path(self.ls1(self.proj_drop(branch)))
+        if self.mlp is None or self.norm2 is None:
+            return x + branch
+        x, y = add_and_norm(self.norm2, x, branch)
+        return x + self.drop_path(self.ls2(self.mlp(y)))
 
     def forward(  # type: ignore[override]
         self, x: Tensor, layout: Layout | None = None, *, token_first: bool = False, mask: Tensor | None = None
@@ -74,16 +113,16 @@ class ImageBlock(Block[Any]):
 
         Args:
             layout: the positions of the patches; needed by directions that read columns.
-            token_first: the class token is before the patches in `x`, in `mask` and in the result. Only inside the
-                block it is at its index in the sequence.
+            token_first: the prefix tokens are before the patches in `x`, in `mask` and in the result. Only inside the
+                block they are at their index in the sequence.
             mask: `[B, T]`, True at real tokens. Outputs of the others are undefined.
         """
         if layout is None or not token_first:
             return super().forward(x, layout=layout, mask=mask, output_final_state=False)[0]
         if mask is not None:
-            mask = move_token_back(mask.unsqueeze(-1), layout).squeeze(-1)
-        y, _ = super().forward(move_token_back(x, layout), layout=layout, mask=mask, output_final_state=False)
-        return move_token_first(y, layout)
+            mask = move_prefix_back(mask.unsqueeze(-1), layout).squeeze(-1)
+        y, _ = super().forward(move_prefix_back(x, layout), layout=layout, mask=mask, output_final_state=False)
+        return move_prefix_first(y, layout)
 
 
 @register_kind("image")
@@ -105,22 +144,41 @@ class ImageBackbone(PretrainedModel, nn.Module):
         class_token: middle, first or none, its index in the sequence that blocks read. In features the token is always
             first, and also in the inputs and outputs of blocks and of the final norm that hooks and symbolic traces
             (torch.fx) see.
-        global_pool: token, avg (mean over the patches), or "" for no pooling.
+        reg_tokens: the number of register tokens, which follow the class token in the sequence and in features.
+            Without a class token they come first.
+        no_embed_class: as in timm, False gives class and register tokens positions of their own in `pos_embed`, before
+            those of the patches. Such a position only adds one parameter to another.
+        global_pool: as in timm: token; avg, max or avgmax (half the sum of both) over the patches; map, attention over
+            the patches by one learned query; or "" for no pooling.
         mlp_ratio: width of the MLP after each mixer, relative to `embed_dim`; 0 leaves the MLPs out.
         norm, norm_eps: rms or layer; and the number added to the variance, by default 1e-5 for rms and 1e-6 for layer.
+        init_values: the initial values of LayerScale in each branch, such as 1e-4; None for blocks without.
         residual_in_float32: keep the residual in float32 when the weights are in half precision.
         depth_scaled_init: divide the initial output projections of the mixers by sqrt(depth).
         recompute: the part that the backward pass recomputes to save memory: none; mixer: everything between the
             projections of mixers, which is cheap; block: each block.
-        drop_rate, pos_drop_rate, drop_path_rate: dropout before the head and after the positions; drop path of the
-            last block, growing linearly from 0.
+        drop_rate, pos_drop_rate, proj_drop_rate: dropout before the head; after the positions; and of what mixers give
+            and inside MLPs.
+        patch_drop_rate: the share of the patches that each image loses in training; the others keep their order.
+        drop_path_rate: drop path of the last block, growing linearly from 0.
         dynamic_img_size: accept any image of at least one patch; positions are interpolated to its grid.
+        dynamic_img_pad: complete the last row and column of patches by zeros, in place of leaving out their pixels.
 
     Raises:
         ValueError: an option has a value that does not exist or contradicts another.
     """
 
     decided_options = ("causal",)
+    arguments_before: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {
+            "reg_tokens": 0,
+            "no_embed_class": True,
+            "init_values": None,
+            "patch_drop_rate": 0.0,
+            "proj_drop_rate": 0.0,
+            "dynamic_img_pad": False,
+        }
+    )
 
     def __init__(
         self,
@@ -139,24 +197,33 @@ class ImageBackbone(PretrainedModel, nn.Module):
         merge: str = "sum",
         backend: str = "auto",
         class_token: str = "middle",
+        reg_tokens: int = 0,
+        no_embed_class: bool = True,
         global_pool: str = "token",
         mlp_ratio: float = 0.0,
         norm: str = "rms",
         norm_eps: float | None = None,
+        init_values: float | None = None,
         residual_in_float32: bool = True,
         depth_scaled_init: bool = True,
         recompute: str = "none",
         drop_rate: float = 0.0,
         pos_drop_rate: float = 0.0,
+        patch_drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         dynamic_img_size: bool = False,
+        dynamic_img_pad: bool = False,
     ) -> None:
         super().__init__()
         restore_rng_state = save_rng_state()
         check_recompute(recompute)
+        _check_sizes(reg_tokens, init_values, patch_drop_rate)
         self.mixer_name = spell_pattern(mixer)
         self.direction = direction
         self.class_token = class_token
+        self.merge = merge
+        self.no_embed_class = no_embed_class
         self.in_chans = in_chans
         self.num_classes = num_classes
         self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
@@ -172,19 +239,24 @@ class ImageBackbone(PretrainedModel, nn.Module):
             in_chans=in_chans,
             embed_dim=embed_dim,
             strict_img_size=not dynamic_img_size,
+            dynamic_img_pad=dynamic_img_pad,
         )
-        has_token = layout_of(*self.patch_embed.grid_size, class_token).token is not None
-        self.num_prefix_tokens = int(has_token)
-        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if has_token else None
-        self.pos_embed = nn.Parameter(torch.empty(1, self.patch_embed.num_patches, embed_dim))
+        self.num_reg_tokens = reg_tokens
+        self.num_prefix_tokens = layout_of(*self.patch_embed.grid_size, class_token, reg_tokens).prefix
+        self.has_class_token = self.num_prefix_tokens > reg_tokens
+        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if self.has_class_token else None
+        self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, embed_dim)) if reg_tokens else None
+        positions = self.patch_embed.num_patches + self.num_prefix_positions
+        self.pos_embed = nn.Parameter(torch.empty(1, positions, embed_dim))
         self.pos_drop = nn.Dropout(pos_drop_rate)
+        self.patch_drop = PatchDropout(patch_drop_rate) if patch_drop_rate else nn.Identity()
 
         default_eps = norm_epsilon(norm)
         self.norm_eps = default_eps if norm_eps is None else norm_eps
         make_norm = partial(NORMS[norm], embed_dim, eps=self.norm_eps, backend=backend)
-        make_mlp = partial(Mlp, embed_dim, int(embed_dim * mlp_ratio)) if mlp_ratio else None
+        make_mlp = partial(Mlp, embed_dim, int(embed_dim * mlp_ratio), drop=proj_drop_rate) if mlp_ratio else None
         blocks = build_blocks(
-            ImageBlock,
+            partial(ImageBlock, width=embed_dim, init_values=init_values, proj_drop=proj_drop_rate),
             depth,
             embed_dim,
             mixer=mixer,
@@ -199,11 +271,19 @@ class ImageBackbone(PretrainedModel, nn.Module):
             recompute=recompute,
         )
         self.blocks = nn.Sequential(*blocks)
+        if patch_drop_rate and any(COLUMNS in block.mixer.orders for block in blocks):
+            raise ValueError(
+                f"patch_drop_rate={patch_drop_rate} leaves no grid whose columns direction='cross' could read; use "
+                "direction='bidirectional' or patch_drop_rate=0"
+            )
         self.feature_info = [
             {"module": f"blocks.{layer}", "num_chs": embed_dim, "reduction": self.patch_embed.feat_ratio()}
             for layer in range(depth)
         ]
         self.norm = make_norm()
+        self._make_norm = make_norm
+        self._pool_ratio = mlp_ratio or 4.0
+        self.attn_pool = self._build_attention_pool() if global_pool == "map" else None
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes) if num_classes > 0 else nn.Identity()
         self.depth_scaled_init = depth_scaled_init
@@ -232,11 +312,15 @@ class ImageBackbone(PretrainedModel, nn.Module):
             trunc_normal_(self.pos_embed, std=0.02)
             if self.cls_token is not None:
                 trunc_normal_(self.cls_token, std=0.02)
+            if self.reg_token is not None:
+                trunc_normal_(self.reg_token, std=0.02)
             lecun_normal_(self.patch_embed.proj.weight)
             assert self.patch_embed.proj.bias is not None
             nn.init.zeros_(self.patch_embed.proj.bias)
             for part in (self.norm, self.head):
                 self._init_part(part)
+            if self.attn_pool is not None:
+                self._init_part(self.attn_pool)
         for block in blocks:
             with full_parameters(block):
                 self._init_part(block)
@@ -245,6 +329,8 @@ class ImageBackbone(PretrainedModel, nn.Module):
         for module in part.modules():
             if isinstance(module, nn.Linear):
                 _init_linear(module)
+            elif isinstance(module, AttentionPoolLatent):
+                module.init_weights()
             elif not isinstance(module, Mixer) and hasattr(module, "reset_parameters"):
                 reset: Any = module.reset_parameters
                 reset()
@@ -259,48 +345,86 @@ class ImageBackbone(PretrainedModel, nn.Module):
         return self.forward_head(self.forward_features(x))
 
     @gathers_parameters
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Return normalised tokens `[B, T, D]`: the class token, where there is one, then the patches in row order."""
+    def forward_features(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        """Return normalised tokens `[B, T, D]`: class and register tokens, if any, then the patches in row order.
+
+        With `attn_mask [B, T]`, in the order of the result, blocks read the tokens at True only; those at False have no
+        meaning in the result.
+        """
         x, layout = self._embed(x)
+        mask = self._sequence_mask(attn_mask, x, layout)
         for block in self.blocks:
-            x = self._run(block, x, layout)
-        return self.norm(self._token_first(x, layout))
+            x = self._run(block, x, layout, mask)
+        return self.norm(self._prefix_first(x, layout))
 
     @gathers_parameters
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Pool the tokens of `forward_features` and classify; `pre_logits` stops before the last layer."""
-        if self.global_pool == "token":
-            x = x[:, 0]
-        elif self.global_pool == "avg":
-            x = x[:, self.num_prefix_tokens :].mean(dim=1)
-        x = self.head_drop(x)
+        x = self.head_drop(self.pool(x))
         return x if pre_logits else self.head(x)
+
+    @gathers_parameters
+    def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
+        """Pool the tokens of `forward_features` by `global_pool`, or by another way without parameters."""
+        pool_type = self.global_pool if pool_type is None else pool_type
+        if pool_type != "map":
+            return global_pool_nlc(x, pool_type, self.num_prefix_tokens)
+        if self.attn_pool is None:
+            raise ValueError("pool_type='map' has weights of its own; build the model with global_pool='map'")
+        return self.attn_pool(x[:, self.num_prefix_tokens :])
 
     def _embed(self, x: Tensor) -> tuple[Tensor, Layout]:
         """Turn images into the sequence `[B, T, D]` that the blocks read, and its layout."""
         x = self.patch_embed(x)  # [B, h, w, D]
         positions: Tensor = self.pos_embed
         grid = self.patch_embed.grid_size
+        own = self.num_prefix_positions
         if self.dynamic_img_size:
             grid = (x.shape[1], x.shape[2])
-            positions = resize_positions(positions, self.patch_embed.grid_size, grid)
-        layout = layout_of(*grid, self.class_token)
-        x = x.flatten(1, 2) + positions
-        if self.cls_token is not None:
-            x = insert_token(x, self.cls_token, layout)
+            positions = resize_positions(positions, self.patch_embed.grid_size, grid, own)
+        x = x.flatten(1, 2) + (positions[:, own:] if own else positions)
+        layout = layout_of(*grid, self.class_token, self.num_reg_tokens)
+        if self.training and isinstance(self.patch_drop, PatchDropout):
+            x = self.patch_drop(x)
+            layout = layout_of(1, x.shape[1], self.class_token, self.num_reg_tokens)
+        tokens: list[Tensor] = [token for token in (self.cls_token, self.reg_token) if token is not None]
+        if tokens:
+            prefix = tokens[0] if len(tokens) == 1 else torch.cat(tokens, dim=1)
+            x = insert_prefix(x, prefix + positions[:, :own] if own else prefix, layout)
         x = self.pos_drop(x)
         return (at_least_float32(x) if self.residual_in_float32 else x), layout
 
-    def _run(self, block: nn.Module, x: Tensor, layout: Layout) -> Tensor:
+    def _sequence_mask(self, attn_mask: Tensor | None, x: Tensor, layout: Layout) -> Tensor | None:
+        """The mask of a caller, whose prefix tokens come first, in the order of the sequence `x [B, T, D]`."""
+        if attn_mask is None:
+            return None
+        mask = attn_mask.flatten(1) if attn_mask.ndim == 4 else attn_mask
+        if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
+            raise ValueError(
+                f"attn_mask is {attn_mask.dtype} {list(attn_mask.shape)}: give booleans {list(x.shape[:2])}, True at "
+                "the tokens to read, prefix tokens first; recurrent layers have no mask of pairs of tokens"
+            )
+        return move_prefix_back(mask.unsqueeze(-1), layout).squeeze(-1)
+
+    def _run(self, block: nn.Module, x: Tensor, layout: Layout, mask: Tensor | None = None) -> Tensor:
         run = partial(checkpoint, block) if self.grad_checkpointing and not torch.jit.is_tracing() else block
+        options: dict[str, Any] = {} if mask is None else {"mask": mask}
         # With hooks and in symbolic traces the class token comes first at the borders of blocks, as in timm's models.
         # Moving it costs two copies, which other runs avoid.
         if self.class_token == "middle" and (isinstance(x, torch.fx.Proxy) or has_observers(block)):
-            return move_token_back(run(move_token_first(x, layout), layout, token_first=True), layout)
-        return run(x, layout)
+            if mask is not None:
+                options = {"mask": move_prefix_first(mask.unsqueeze(-1), layout).squeeze(-1)}
+            x = run(move_prefix_first(x, layout), layout, token_first=True, **options)
+            return move_prefix_back(x, layout)
+        return run(x, layout, **options)
 
-    def _token_first(self, x: Tensor, layout: Layout) -> Tensor:
-        return move_token_first(x, layout) if self.class_token == "middle" else x
+    def _prefix_first(self, x: Tensor, layout: Layout) -> Tensor:
+        return move_prefix_first(x, layout) if self.class_token == "middle" else x
+
+    @property
+    def num_prefix_positions(self) -> int:
+        """The rows of `pos_embed` before those of the patches."""
+        return 0 if self.no_embed_class else self.num_prefix_tokens
 
     @gathers_parameters
     def forward_intermediates(
@@ -313,29 +437,37 @@ class ImageBackbone(PretrainedModel, nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
         output_dict: bool = False,
+        attn_mask: Tensor | None = None,
     ) -> Any:
         """Return what blocks put out, beside the features; the arguments and results of timm's VisionTransformer.
 
         Args:
             x: images `[B, C, H, W]`.
             indices: the last n blocks, those with the given indices, or all.
-            return_prefix_tokens: pair each intermediate with its class token `[B, 1, D]`.
+            return_prefix_tokens: pair each intermediate with its class and register tokens `[B, P, D]`.
             norm: apply the final norm to intermediates too.
             stop_early: leave out the blocks after the last index.
             output_fmt: NCHW, `[B, D, h, w]`; or NLC, `[B, N, D]`.
             intermediates_only: return only the list of intermediates.
             output_dict: return a dictionary with the keys image_intermediates, image_intermediates_prefix (on request)
                 and image_features.
+            attn_mask: see `forward_features`.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt={output_fmt!r} is not one of NCHW, NLC")
+        if output_fmt == "NCHW" and self.training and isinstance(self.patch_drop, PatchDropout):
+            raise ValueError(
+                f"patch_drop_rate={self.patch_drop.prob} leaves no grid in training; use output_fmt='NLC' or "
+                "model.eval()"
+            )
         taken, last = feature_take_indices(len(self.blocks), indices)
         x, layout = self._embed(x)
+        mask = self._sequence_mask(attn_mask, x, layout)
         taps = []
         for index, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
-            x = self._run(block, x, layout)
+            x = self._run(block, x, layout, mask)
             if index in taken:
-                taps.append(split_token(self.norm(x) if norm else x, layout))
+                taps.append(split_prefix(self.norm(x) if norm else x, layout))
         tokens, intermediates = [token for token, _ in taps], [patches for _, patches in taps]
         if output_fmt == "NCHW":
             grid = (layout.height, layout.width)
@@ -346,10 +478,35 @@ class ImageBackbone(PretrainedModel, nn.Module):
             if with_tokens:
                 result["image_intermediates_prefix"] = tokens
             if not intermediates_only:
-                result["image_features"] = self.norm(self._token_first(x, layout))
+                result["image_features"] = self.norm(self._prefix_first(x, layout))
             return result
         listed = list(zip(intermediates, tokens, strict=True)) if with_tokens else intermediates
-        return listed if intermediates_only else (self.norm(self._token_first(x, layout)), listed)
+        return listed if intermediates_only else (self.norm(self._prefix_first(x, layout)), listed)
+
+    def get_intermediate_layers(
+        self,
+        x: Tensor,
+        n: int | list[int] | tuple[int, ...] = 1,
+        reshape: bool = False,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        attn_mask: Tensor | None = None,
+    ) -> list[Any]:
+        """What blocks put out, as DINO's interface and timm's VisionTransformer have it; see `forward_intermediates`.
+
+        Args:
+            n: the last n blocks, or the indices of blocks.
+            reshape: grids `[B, D, h, w]` in place of `[B, N, D]`.
+        """
+        return self.forward_intermediates(
+            x,
+            list(n) if isinstance(n, tuple) else n,
+            return_prefix_tokens=return_prefix_tokens,
+            norm=norm,
+            output_fmt="NCHW" if reshape else "NLC",
+            intermediates_only=True,
+            attn_mask=attn_mask,
+        )
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
@@ -368,9 +525,18 @@ class ImageBackbone(PretrainedModel, nn.Module):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the head by a new one for `num_classes` (0: none), and the pooling if one is named."""
+        """Replace the head by a new one for `num_classes` (0: none), and the pooling if one is named.
+
+        global_pool='map' gets new weights where the model has none.
+        """
         if global_pool is not None:
             self.global_pool = self._check_pool(global_pool)
+            if self.global_pool != "map":
+                self.attn_pool = None
+            elif self.attn_pool is None:
+                self.attn_pool = self._build_attention_pool().to(self.pos_embed.device, self.pos_embed.dtype)
+                self._init_part(self.attn_pool)
+                self.attn_pool.train(self.training)
         self.num_classes = num_classes
         self.resolve_arguments(num_classes=num_classes, global_pool=self.global_pool)
         if num_classes > 0:
@@ -392,7 +558,8 @@ class ImageBackbone(PretrainedModel, nn.Module):
         grid = self.patch_embed.grid_size
         self.patch_embed.set_input_size(img_size=img_size, patch_size=patch_size)
         if self.patch_embed.grid_size != grid:
-            table = resize_positions(self.pos_embed.detach(), grid, self.patch_embed.grid_size)
+            table = self.pos_embed.detach()
+            table = resize_positions(table, grid, self.patch_embed.grid_size, self.num_prefix_positions)
             self.pos_embed = nn.Parameter(table, requires_grad=self.pos_embed.requires_grad)
         for feature in self.feature_info:
             feature["reduction"] = self.patch_embed.feat_ratio()
@@ -424,13 +591,14 @@ class ImageBackbone(PretrainedModel, nn.Module):
         return rebuild_timm_model(config, changes, cls.complete_arguments(saved, TRAINING_ARGUMENTS))
 
     def no_weight_decay(self) -> set[str]:
-        """The names of the parameters that are exempt from weight decay: positions, class token, recurrences."""
-        return {"pos_embed", "cls_token"} | no_weight_decay(self)
+        """The names of the parameters that are exempt from weight decay: positions, prefix tokens, recurrences."""
+        registers = set() if self.reg_token is None else {"reg_token"}
+        return {"pos_embed", "cls_token"} | registers | no_weight_decay(self)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return timm's patterns that group parameters by depth, for layer-wise learning rates."""
         return {
-            "stem": r"^cls_token|pos_embed|patch_embed",
+            "stem": r"^cls_token|reg_token|pos_embed|patch_embed",
             "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
         }
 
@@ -444,7 +612,21 @@ class ImageBackbone(PretrainedModel, nn.Module):
         tokens = height * width + self.num_prefix_tokens
         stem = 2 * height * width * self.patch_embed.proj.weight.numel()
         blocks: Any = self.blocks
-        return stem + sum(block.flops(tokens) for block in blocks) + 2 * self.embed_dim * self.num_classes
+        head = 2 * self.embed_dim * self.num_classes
+        return stem + sum(block.flops(tokens) for block in blocks) + self._pool_flops(height * width) + head
+
+    def _pool_flops(self, patches: int) -> int:
+        if self.attn_pool is None:
+            return 0
+        linears = [layer for layer in self.attn_pool.modules() if isinstance(layer, nn.Linear)]
+        once = sum(layer.weight.numel() for layer in linears if layer is not self.attn_pool.kv)
+        return 2 * (once + patches * (self.attn_pool.kv.weight.numel() + 2 * self.embed_dim))
+
+    def _build_attention_pool(self) -> AttentionPoolLatent:
+        """timm's pooling by attention, with heads of at most 64 channels as in its Vision Transformers."""
+        heads = self.embed_dim // largest_heads(self.embed_dim, 64)
+        make_norm: Any = lambda width, **_: self._make_norm()  # noqa: E731 - timm passes a device and a type
+        return AttentionPoolLatent(self.embed_dim, num_heads=heads, mlp_ratio=self._pool_ratio, norm_layer=make_norm)
 
     def _check_pool(self, pool: str) -> str:
         if pool not in POOLS:
@@ -466,73 +648,19 @@ def norm_epsilon(kind: str) -> float:
     return NORM_EPSILONS[kind]
 
 
+def _check_sizes(reg_tokens: int, init_values: float | None, patch_drop_rate: float) -> None:
+    if reg_tokens < 0:
+        raise ValueError(f"reg_tokens={reg_tokens} must be a whole number of at least 0")
+    if init_values is not None and not init_values > 0:
+        raise ValueError(f"init_values={init_values} must be above 0, or None for blocks without LayerScale")
+    if not 0 <= patch_drop_rate < 1:
+        raise ValueError(f"patch_drop_rate={patch_drop_rate} must be at least 0 and below 1")
+
+
 def _init_linear(module: nn.Linear) -> None:
     trunc_normal_(module.weight, std=0.02)
     if module.bias is not None:
         nn.init.zeros_(module.bias)
-
-
-# Parts of timm's Vision Transformers that this model does not have, by a part of the names of their weights.
-PARTS_ELSEWHERE = {
-    "reg_token": "register tokens",
-    "dist_token": "the distillation token of a distilled DeiT",
-    "head_dist.": "the second head of a distilled DeiT",
-    ".ls1.": "a layer scale",
-    ".gamma_1": "a layer scale",
-    ".q_norm.": "norms of queries and keys",
-    "norm_pre.": "a norm before its blocks",
-    "fc_norm.": "a norm between pooling and head",
-    "attn_pool.": "pooling by attention",
-}
-
-
-def checkpoint_filter_fn(state_dict: dict[str, Any], model: ImageBackbone) -> dict[str, Tensor]:
-    """Fit a state dict to `model`: weights of timm's VisionTransformer, and positions of another grid.
-
-    timm's attention becomes the mixer: `blocks.i.attn.qkv` is `blocks.i.mixer.in_proj` and `blocks.i.attn.proj` is
-    `blocks.i.mixer.out_proj`. The position of timm's class token is added to the token itself, which has no position on
-    the grid.
-
-    A state dict does not state its grid. As many positions as the model has patches, or one more, are those of the
-    model's own grid, without or with one for timm's class token. Another number of positions is read as a square grid,
-    without or with one for the class token, and interpolated. Load weights of another oblong grid into a model of their
-    img_size, and change it with `set_input_size`.
-
-    Raises:
-        ValueError: the positions make no square grid, or the weights have a part for which the model has no place.
-    """
-    state_dict = state_dict.get("model", state_dict)
-    state_dict = dict(state_dict.get("state_dict", state_dict))
-    for mark, part in PARTS_ELSEWHERE.items():
-        if name := next((name for name in state_dict if mark in name), None):
-            raise ValueError(f"the checkpoint has {part} ({name}), for which this model has no place")
-    table = state_dict.get("pos_embed")
-    if table is not None:
-        from_timm = any(".attn.qkv." in name for name in state_dict) and "cls_token" in state_dict
-        if from_timm and _has_class_position(table.shape[1], model.patch_embed.num_patches):
-            state_dict["cls_token"] = state_dict["cls_token"] + table[:, :1]
-            table = table[:, 1:]
-        cells = table.shape[1]
-        if cells != model.patch_embed.num_patches:
-            side = math.isqrt(cells)
-            if side * side != cells:
-                raise ValueError(
-                    f"pos_embed has {cells} cells, which is no square grid, and the model has a grid of "
-                    f"{model.patch_embed.grid_size}; build the model at the checkpoint's img_size, then set_input_size"
-                )
-            table = resize_positions(table, (side, side), model.patch_embed.grid_size)
-        state_dict["pos_embed"] = table
-    renamed = ((".attn.qkv.", ".mixer.in_proj."), (".attn.proj.", ".mixer.out_proj."))
-    for old, new in renamed:
-        state_dict = {name.replace(old, new): value for name, value in state_dict.items()}
-    return state_dict
-
-
-def _has_class_position(positions: int, patches: int) -> bool:
-    """Whether the first of timm's positions is that of the class token: with no_embed_class timm has none for it."""
-    if positions in (patches, patches + 1):
-        return positions > patches
-    return math.isqrt(positions - 1) ** 2 == positions - 1
 
 
 def create_variant(

@@ -16,7 +16,7 @@ BlockT = TypeVar("BlockT", bound=Block[Any])
 
 
 def build_blocks(
-    kind: type[BlockT],
+    kind: Callable[..., BlockT],
     depth: int,
     d_model: int,
     *,
@@ -34,7 +34,7 @@ def build_blocks(
     """Build the blocks of a model; the options are those of the models.
 
     Args:
-        kind: the class of the blocks.
+        kind: the class of the blocks, or a function that makes one from the same arguments.
         make_norm, make_mlp: make a norm, and an MLP where blocks have one.
         drop_path: of the last block, growing linearly from 0.
 

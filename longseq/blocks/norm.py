@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from longseq.blocks.pairs import stack_pair
 from longseq.blocks.precision import product_dtype
+from longseq.blocks.traces import whole_in_traces
 from longseq.kernels.add_norm import add_norm
 from longseq.kernels.dispatch import backend_of_local
 
@@ -22,6 +23,7 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(width, eps=eps)
         self.backend = backend_of_local(backend)
 
+    @whole_in_traces
     def forward(self, x: Tensor) -> Tensor:
         return add_norm(x, self.weight, eps=self.eps, backend=self.backend)[1]
 
@@ -42,6 +44,7 @@ class ResidualRMSNorm(RMSNorm):
     That type is autocast's, or else the weight's.
     """
 
+    @whole_in_traces
     def forward(self, x: Tensor, branch: Tensor | None = None) -> Any:
         """Normalise x; or, with a branch, return x + branch and its norm."""
         dtype = product_dtype(self.weight)
@@ -59,6 +62,7 @@ class ResidualLayerNorm(nn.LayerNorm):
         super().__init__(width, eps=eps)
         self.backend = backend_of_local(backend)
 
+    @whole_in_traces
     def forward(self, x: Tensor, branch: Tensor | None = None) -> Any:
         """Normalise x; or, with a branch, return x + branch and its norm."""
         total, y = add_norm(

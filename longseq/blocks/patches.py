@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from longseq.blocks.linear import needs_alignment
 from longseq.blocks.precision import product_dtype
+from longseq.blocks.traces import whole_in_traces
 
 
 class PatchProjection(nn.Conv2d):
@@ -27,6 +28,7 @@ class PatchProjection(nn.Conv2d):
         projection.weight, projection.bias = other.weight, other.bias
         return projection.train(other.training)
 
+    @whole_in_traces
     def forward(self, x: Tensor) -> Tensor:
         height, width = self.kernel_size
         side_by_side = self.stride == self.kernel_size and self.padding == (0, 0) and self.dilation == (1, 1)
@@ -42,14 +44,30 @@ class PatchProjection(nn.Conv2d):
         return functional.linear(patches.flatten(3), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
 
-# The module reads types and sizes, which a symbolic trace does not have. (A decorator would hide the class's type.)
+# timm's tools make the module a leaf of their traces. (A decorator would hide the class's type.)
 layers.register_notrace_module(PatchProjection)
+
+
+class PatchDropout(layers.PatchDropout):
+    """timm's patch dropout that keeps the order of the patches, which recurrent mixers read."""
+
+    def __init__(self, prob: float) -> None:
+        super().__init__(prob, num_prefix_tokens=0, ordered=True)
+
+    @whole_in_traces
+    def forward(self, x: Tensor) -> Tensor:
+        """Leave out other patches of each image of `x [B, N, D]` in training: `[B, max(1, int((1 - prob) N)), D]`."""
+        return super().forward(x)
+
+
+layers.register_notrace_module(PatchDropout)
 
 
 class PatchEmbed(layers.PatchEmbed):
     """timm's patch embedding with a separate stride; overlapping patches give more tokens at the same image size.
 
-    Images `[B, C, H, W]` become a grid of tokens `[B, h, w, D]`, h = (H - patch) // stride + 1.
+    Images `[B, C, H, W]` become a grid of tokens `[B, h, w, D]`, h = (H - patch) // stride + 1. The pixels at the lower
+    and the right border that fill no patch are left out, or with `dynamic_img_pad` completed by zeros, which rounds up.
     """
 
     img_size: tuple[int, int]
@@ -65,6 +83,7 @@ class PatchEmbed(layers.PatchEmbed):
         in_chans: int,
         embed_dim: int,
         strict_img_size: bool,
+        dynamic_img_pad: bool = False,
     ) -> None:
         super().__init__(
             img_size=None,
@@ -73,6 +92,7 @@ class PatchEmbed(layers.PatchEmbed):
             embed_dim=embed_dim,
             output_fmt="NHWC",
             strict_img_size=strict_img_size,
+            dynamic_img_pad=dynamic_img_pad,
         )
         self.stride = self.patch_size if stride is None else layers.to_2tuple(stride)
         self.proj.stride = self.stride
@@ -83,7 +103,8 @@ class PatchEmbed(layers.PatchEmbed):
         if img_size is None:
             return None, None, None
         img_size = layers.to_2tuple(img_size)
-        if any(size < patch for size, patch in zip(img_size, self.patch_size, strict=True)):
+        small = any(size < patch for size, patch in zip(img_size, self.patch_size, strict=True))
+        if small and not (self.dynamic_img_pad and self.stride == self.patch_size):
             raise ValueError(
                 f"img_size={img_size} is smaller than one patch, {self.patch_size}; choose a smaller patch_size"
             )
@@ -111,7 +132,16 @@ class PatchEmbed(layers.PatchEmbed):
     def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
         """Return the token grid (h, w) of an image size (H, W)."""
         (height, width), (patch_height, patch_width), (down, right) = img_size, self.patch_size, self.stride
+        if self.dynamic_img_pad:
+            return _steps(height, patch_height, down) + 1, _steps(width, patch_width, right) + 1
         return (height - patch_height) // down + 1, (width - patch_width) // right + 1
+
+    def _pad(self, x: Tensor) -> Tensor:
+        """Add zeros at the lower and the right border until patches cover the image."""
+        (height, width), (patch_height, patch_width), (down, right) = x.shape[-2:], self.patch_size, self.stride
+        below = _steps(height, patch_height, down) * down + patch_height - height
+        beside = _steps(width, patch_width, right) * right + patch_width - width
+        return functional.pad(x, (0, beside, 0, below))
 
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.shape[-2:]
@@ -119,4 +149,12 @@ class PatchEmbed(layers.PatchEmbed):
             expected = f"the model expects {self.img_size}; resize, or build it with dynamic_img_size=True"
             layers._assert(height == self.img_size[0], f"image height {height}: {expected}")
             layers._assert(width == self.img_size[1], f"image width {width}: {expected}")
+        if self.dynamic_img_pad:
+            x = self._pad(x)
         return self.norm(self.proj(x).permute(0, 2, 3, 1))  # [B, h, w, D]
+
+
+def _steps(size: int, patch: int, stride: int) -> int:
+    """Count the steps from the first patch to the one that ends at the border of `size` pixels, or behind it."""
+    # Exported files divide towards zero, and Python towards less: the numbers here are not negative.
+    return (size - patch + stride - 1) // stride

@@ -1,4 +1,8 @@
-"""Positions of tokens: embeddings learned on the patch grid, and the index of a class token inserted at run time."""
+"""Positions of tokens: embeddings learned on the patch grid, and the index of prefix tokens inserted at run time.
+
+Prefix tokens, as timm calls them, are the class token and the register tokens that follow it. They have no place on the
+grid.
+"""
 
 from __future__ import annotations
 
@@ -12,46 +16,56 @@ TOKEN_PLACES = ("middle", "first", "none")
 
 
 class Layout(NamedTuple):
-    """A sequence of `height * width` patches in row order, with a class token at index `token`, or without one."""
+    """A sequence of `height * width` patches in row order, with `prefix` prefix tokens from index `token` on.
+
+    Without prefix tokens `token` is None.
+    """
 
     height: int
     width: int
     token: int | None
+    prefix: int = 1
 
 
-def layout_of(height: int, width: int, place: str) -> Layout:
-    """Lay out a patch grid with its class token at `place`, one of `TOKEN_PLACES`."""
+def layout_of(height: int, width: int, place: str, registers: int = 0) -> Layout:
+    """Lay out a patch grid with its class token at `place`, one of `TOKEN_PLACES`, and registers behind it.
+
+    Registers without a class token come first.
+    """
     if place not in TOKEN_PLACES:
         raise ValueError(f"class_token={place!r} is not one of {', '.join(TOKEN_PLACES)}")
-    token = {"middle": height * width // 2, "first": 0, "none": None}[place]
-    return Layout(height, width, token)
+    token = {"middle": height * width // 2, "first": 0, "none": 0 if registers else None}[place]
+    return Layout(height, width, token, registers + (place != "none"))
 
 
-def insert_token(patches: Tensor, token: Tensor, layout: Layout) -> Tensor:
-    """Put `token [1 or B, 1, D]` into `patches [B, N, D]` at its index: `[B, N + 1, D]`."""
-    token = token.expand(patches.shape[0], -1, -1)
-    return torch.cat([patches[:, : layout.token], token, patches[:, layout.token :]], dim=1)
+def insert_prefix(patches: Tensor, prefix: Tensor, layout: Layout) -> Tensor:
+    """Put `prefix [1 or B, P, D]` into `patches [B, N, D]` at its index: `[B, N + P, D]`."""
+    prefix = prefix.expand(patches.shape[0], -1, -1)
+    return torch.cat([patches[:, : layout.token], prefix, patches[:, layout.token :]], dim=1)
 
 
-def split_token(x: Tensor, layout: Layout) -> tuple[Tensor | None, Tensor]:
-    """Take the class token `[B, 1, ...]` out of `x [B, T, ...]`; what remains is the patches in row order."""
+def split_prefix(x: Tensor, layout: Layout) -> tuple[Tensor | None, Tensor]:
+    """Take the prefix tokens `[B, P, ...]` out of `x [B, T, ...]`; what remains is the patches in row order."""
     if layout.token is None:
         return None, x
-    patches = torch.cat([x[:, : layout.token], x[:, layout.token + 1 :]], dim=1)
-    return x[:, layout.token : layout.token + 1], patches
+    end = layout.token + layout.prefix
+    return x[:, layout.token : end], torch.cat([x[:, : layout.token], x[:, end:]], dim=1)
 
 
-def move_token_first(x: Tensor, layout: Layout) -> Tensor:
-    """Move the class token of `x [B, T, ...]` from its index to the front of the patches."""
-    token, patches = split_token(x, layout)
-    return patches if token is None else torch.cat([token, patches], dim=1)
+def move_prefix_first(x: Tensor, layout: Layout) -> Tensor:
+    """Move the prefix tokens of `x [B, T, ...]` from their index to the front of the patches."""
+    prefix, patches = split_prefix(x, layout)
+    return patches if prefix is None else torch.cat([prefix, patches], dim=1)
 
 
-def move_token_back(x: Tensor, layout: Layout) -> Tensor:
-    """Undo `move_token_first`."""
-    return x if layout.token is None else insert_token(x[:, 1:], x[:, :1], layout)
+def move_prefix_back(x: Tensor, layout: Layout) -> Tensor:
+    """Undo `move_prefix_first`."""
+    return x if layout.token is None else insert_prefix(x[:, layout.prefix :], x[:, : layout.prefix], layout)
 
 
-def resize_positions(table: Tensor, grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
-    """Interpolate a position table `[1, H W, D]` of a patch grid to another grid (bicubic, with antialiasing)."""
-    return resample_abs_pos_embed(table, new_size=list(new_grid), old_size=list(grid), num_prefix_tokens=0)
+def resize_positions(table: Tensor, grid: tuple[int, int], new_grid: tuple[int, int], prefix: int = 0) -> Tensor:
+    """Interpolate a position table `[1, P + H W, D]` of a patch grid to another grid (bicubic, with antialiasing).
+
+    The first `prefix` rows are those of prefix tokens, and stay.
+    """
+    return resample_abs_pos_embed(table, new_size=list(new_grid), old_size=list(grid), num_prefix_tokens=prefix)

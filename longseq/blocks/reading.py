@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from longseq.blocks.positions import Layout, split_token
+from longseq.blocks.positions import Layout, split_prefix
 from longseq.kernels.packing import Packing
 from longseq.state import StateT
 
@@ -93,7 +93,7 @@ def are_pairs(orders: tuple[str, ...]) -> bool:
 def reorder(x: Tensor, order: str, layout: Layout | None) -> Tensor:
     """Bring `x [B, T, ...]` from row order into `order`.
 
-    In column order the class token keeps its index. Backward orders reverse all tokens, the class token included.
+    In column order the prefix tokens keep their index. Backward orders reverse all tokens, prefix tokens included.
     """
     if order in (COLUMNS, COLUMNS_BACKWARD):
         assert layout is not None
@@ -111,8 +111,8 @@ def restore(x: Tensor, order: str, layout: Layout | None) -> Tensor:
 
 
 def _transpose(x: Tensor, layout: Layout, height: int, width: int) -> Tensor:
-    token, patches = split_token(x, layout)
+    prefix, patches = split_prefix(x, layout)
     patches = patches.unflatten(1, (height, width)).transpose(1, 2).flatten(1, 2)
-    if token is None:
+    if prefix is None:
         return patches
-    return torch.cat([patches[:, : layout.token], token, patches[:, layout.token :]], dim=1)
+    return torch.cat([patches[:, : layout.token], prefix, patches[:, layout.token :]], dim=1)

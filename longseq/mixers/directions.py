@@ -22,6 +22,7 @@ from longseq.blocks.reading import (
     reorder,
     restore,
 )
+from longseq.blocks.traces import NotScriptable, whole_in_traces
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import Mixer, check_rows
@@ -35,7 +36,7 @@ NO_STATE = "a reading in several directions has no state and no steps; build the
 AnyMixer = Mixer[Any]
 
 
-class Directions(nn.Module):
+class Directions(NotScriptable):
     """A reading in several orders: both ways along a sequence (bidirectional), or along rows and columns (cross).
 
     The parameter count depends on what the orders share. P is the count of a mixer's two projections, S that of its
@@ -86,6 +87,7 @@ class Directions(nn.Module):
         mixers: list[Any] = list(self.mixers)
         return mixers * len(self.orders) if self.share == "all" else mixers
 
+    @whole_in_traces
     def forward(
         self,
         x: Tensor,

@@ -8,15 +8,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import Self
 
+from longseq.tasks.training.decisions import decide
 from longseq.tasks.training.options import Range
 
 _NAMED = 5
+DECISION = "decision"  # the detail with what thresholds decide
 _TOP_K = 5  # classes that are written of a file if the user does not say
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -54,6 +57,8 @@ class InputKeys:
     column: str | None
     truncation: Literal["none"] | None
     segment: Annotated[int | None, Range(1)]
+    saliency: str | None
+    saliency_class: str | int | None
 
 
 class Inputs(ABC):
@@ -87,11 +92,14 @@ class Inputs(ABC):
 class InputFiles(Inputs, Dataset[Any]):
     """The files below a path, each of them one input, built from the path and the info of the model's data.
 
-    They are read in batches by a `DataLoader`, and the model gives scores of classes that exclude each other.
-    ValueError if there are no inputs.
+    They are read in batches by a `DataLoader`. The model gives scores of classes that exclude each other, or of several
+    labels where the info has `multi_label`: then all labels are written. Where the info has several labels or
+    `thresholds`, the detail `decision` has the label or the labels that these decide on. ValueError if there are no
+    inputs.
     """
 
     info: Any
+    draws_saliency: ClassVar[bool] = False  # True if `score` heeds the keys of saliency
 
     @abstractmethod
     def __init__(self, path: str, info: Any) -> None: ...
@@ -103,7 +111,12 @@ class InputFiles(Inputs, Dataset[Any]):
                 raise ValueError(
                     f"{name}={value} is for documents, and this model classifies other files: leave it out"
                 )
-        return cls(path, info)
+        if keys.saliency is not None and not cls.draws_saliency:
+            raise ValueError(f"saliency={keys.saliency} draws images, and this model classifies others: leave it out")
+        inputs = cls(path, info)
+        if getattr(info, "multi_label", False) or getattr(info, "thresholds", None) is not None:
+            inputs.details = (DECISION,)
+        return inputs
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -116,15 +129,34 @@ class InputFiles(Inputs, Dataset[Any]):
         """The model's input for a batch, on the device of the batch."""
         return batch
 
+    def score(self, model: nn.Module, batch: Tensor, paths: list[str], keys: InputKeys) -> Tensor:
+        """The logits [B, num_classes] of a prepared batch; a subclass may write what else the keys ask for."""
+        return model(batch)
+
     def predict(self, model: nn.Module, keys: InputKeys) -> Iterator[Prediction | Unreadable]:
-        device = next(model.parameters()).device
+        info, device = self.info, next(model.parameters()).device
+        several, given = getattr(info, "multi_label", False), getattr(info, "thresholds", None)
+        thresholds = None if given is None else torch.tensor(given, device=device)
+        most = len(info.class_names) if several else _TOP_K
         loader = DataLoader(self, keys.batch_size, num_workers=keys.num_workers, collate_fn=self.collate)
         for batch, paths, failed in loader:
             if paths:
-                probabilities = model(self.prepare(batch.to(device))).float().softmax(dim=1)
-                ranked = rank(probabilities, self.info.class_names, keys.top_k or _TOP_K)
-                yield from map(Prediction, paths, ranked)
+                logits = self.score(model, self.prepare(batch.to(device)), paths, keys).float()
+                probabilities = logits.sigmoid() if several else logits.softmax(dim=1)
+                decisions = decide(probabilities, thresholds, multi_label=several).tolist()
+                ranked = rank(probabilities, info.class_names, keys.top_k or most)
+                for path, classes, decision in zip(paths, ranked, decisions, strict=True):
+                    yield Prediction(path, classes, self._told(decision))
             yield from map(Unreadable, failed)
+
+    def _told(self, decision: Any) -> dict[str, Any]:
+        """The detail of a decision of `decide`: a class, or the labels that are there."""
+        names = self.info.class_names
+        if not self.details:
+            return {}
+        if isinstance(decision, int):
+            return {DECISION: names[decision]}
+        return {DECISION: [name for name, there in zip(names, decision, strict=True) if there]}
 
 
 def rank(probabilities: Tensor, class_names: Sequence[str], count: int) -> list[list[tuple[str, float]]]:

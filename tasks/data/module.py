@@ -52,6 +52,13 @@ class TaskData(LightningDataModule, ABC):
         """
         return cls.from_config({**config, "data": {**config["data"], **changes}}, batch_size)
 
+    def take_recipe(self, config: Mapping[str, Any], batch_size: int) -> None:
+        """Take the batch, and all that the data reads of a recipe, once that is chosen.
+
+        Called before a loader is made, for tasks that choose a recipe by the data (see `TaskKeys.choose`).
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no part in the choice of a recipe")
+
     @property
     @abstractmethod
     def info(self) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from torch.utils.data import Sampler
 
 from longseq.tasks.data.seeds import derive_seed
@@ -110,14 +111,51 @@ class TrainingSampler(UpdateSampler[list[SampleIndex]]):
 
     def shuffle(self) -> Callable[[int, int], list[SampleIndex]]:
         epoch, size = self.epoch, self.effective_batch_size
-        distinct = math.ceil(self.num_samples / self.repeats)
-        order = np.random.default_rng(derive_seed(self.seed, epoch)).permutation(self.num_samples)[:distinct].tolist()
+        positions, turns = self.draw(math.ceil(self.num_samples / self.repeats))
 
         def give(update: int, part: int) -> list[SampleIndex]:
             places = range(update * size + part, (update + 1) * size, self.parts)
-            return [SampleIndex(order[p // self.repeats], p % self.repeats, epoch) for p in places]
+            return [self._index(positions, turns, p, epoch) for p in places]
 
         return give
+
+    def draw(self, count: int) -> tuple[list[int], list[int] | None]:
+        """The positions of the first `count` samples of the epoch, and how often each was drawn before; None: never."""
+        generator = np.random.default_rng(derive_seed(self.seed, self.epoch))
+        return generator.permutation(self.num_samples)[:count].tolist(), None
+
+    def _index(self, positions: list[int], turns: list[int] | None, place: int, epoch: int) -> SampleIndex:
+        first, repeat = divmod(place, self.repeats)
+        return SampleIndex(positions[first], repeat if turns is None else turns[first] * self.repeats + repeat, epoch)
+
+
+class BalancedSampler(TrainingSampler):
+    """Yields each class equally often, for classes of different sizes.
+
+    An epoch has as many samples as the split. Of `C` classes, each `C` neighbours are of different classes, in a random
+    order. A class gives its samples in a random order, and begins again in another order when all were given: an epoch
+    has some samples several times, each with its own number of repeat, and leaves others out. `classes [N]` has the
+    class of each sample.
+    """
+
+    def __init__(self, classes: npt.NDArray[np.int64], batch_size: int, **options: int) -> None:
+        super().__init__(len(classes), batch_size, **options)  # type: ignore[arg-type]
+        self._members = [np.flatnonzero(classes == one) for one in np.unique(classes)]
+
+    def draw(self, count: int) -> tuple[list[int], list[int] | None]:
+        classes = len(self._members)
+        rounds = math.ceil(count / classes)
+        generator = np.random.default_rng(derive_seed(self.seed, self.epoch))
+        order = generator.permuted(np.tile(np.arange(classes), (rounds, 1)), axis=1)  # [rounds, classes]
+        column, row = order.argsort(axis=1), np.arange(rounds)  # of each round, where each class stands
+        positions = np.empty_like(order)
+        turns = np.empty_like(order)
+        for number, members in enumerate(self._members):
+            passes = math.ceil(rounds / len(members))
+            given = np.concatenate([generator.permutation(members) for _ in range(passes)])[:rounds]
+            positions[row, column[:, number]] = given
+            turns[row, column[:, number]] = row // len(members)
+        return positions.reshape(-1)[:count].tolist(), turns.reshape(-1)[:count].tolist()
 
 
 class EvaluationSampler(Sampler[list[int]]):
@@ -137,6 +175,9 @@ class EvaluationSampler(Sampler[list[int]]):
         return math.ceil(self.num_samples / (self.batch_size * self.world_size))
 
     def __iter__(self) -> Iterator[list[int]]:
-        for batch in range(len(self)):
-            first = self.rank + self.world_size * batch
-            yield list(range(first, self.num_samples, self.world_size * len(self)))
+        yield from map(self.batch, range(len(self)))
+
+    def batch(self, number: int) -> list[int]:
+        """The positions of the samples of a batch."""
+        first = self.rank + self.world_size * number
+        return list(range(first, self.num_samples, self.world_size * len(self)))

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from longseq.tasks.data.labels import ClassWeights, check_label_keys
 from longseq.tasks.document.truncation import Truncation
 from longseq.tasks.training.keys import TaskKeys
-from longseq.tasks.training.options import Length, Range, spell
+from longseq.tasks.training.options import Length, Range
 from longseq.tasks.training.token_model import BodyKeys
 
 Fraction = Annotated[float, Range(above=0, below=1)]
@@ -56,7 +57,7 @@ class DocumentDataKeys:
     random_crops: bool = False
     segment: Annotated[int | None, Range(1)] = None
     gradient_segments: Annotated[int | None, Range(1)] = None
-    class_weights: Literal["none", "balanced"] = "none"
+    class_weights: ClassWeights = "none"
     packing: Literal["packed", "padded"] = "packed"
     cache: str | None = None
     check: bool = True
@@ -86,16 +87,7 @@ class DocumentDataKeys:
                 f"data.validation={self.validation} and data.test={self.test} leave nothing to train on: give less "
                 "than 1"
             )
-        if isinstance(self.label_column, list) and not self.multi_label:
-            raise ValueError(
-                f"data.label_column={spell(self.label_column)} names a column for each label: give "
-                "data.multi_label=true, or one column"
-            )
-        if self.label_delimiter is not None and not self.multi_label:
-            raise ValueError(
-                f"data.label_delimiter={spell(self.label_delimiter)} stands between several labels: give "
-                "data.multi_label=true"
-            )
+        check_label_keys(self.multi_label, self.label_column, self.label_delimiter)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from longseq.models import read as read_model
 from longseq.plugins import plugin_of
+from longseq.tasks.data.labels import count_classes, find_weights, sort_names, targets_of, unknown_label
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
@@ -25,10 +26,10 @@ from longseq.tasks.document.assemble import DocumentBatches, Split
 from longseq.tasks.document.config import DocumentDataKeys
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.inputs import DocumentFiles
-from longseq.tasks.document.labels import sort_names, targets_of, unknown_label
 from longseq.tasks.document.prepared import Bare, Labelled, prepare_documents, trained_tokenizer
 from longseq.tasks.document.sampler import DocumentSampler, EveryDocument, PackedSampler, PaddedSampler
 from longseq.tasks.document.splits import LonelyLabelError, divide, find_repeats
+from longseq.tasks.text.sources import STREAM
 from longseq.tasks.text.store import SPLITS, Integers
 from longseq.tasks.text.tokenizer import (
     ByteTokenizer,
@@ -62,7 +63,7 @@ class DocumentData(TaskData):
     `validation` and `test` are files, or the shares of the training documents that are set apart, stratified by label
     (see `longseq.tasks.document.splits.divide`). A document that is in two splits is told; with `duplicates=drop`
     training and validation leave out what test has, and training what validation has. A document has one label, or with
-    `multi_label` any number (see `longseq.tasks.document.labels.read_labels`). What cannot be read is left out and
+    `multi_label` any number (see `longseq.tasks.data.labels.read_labels`). What cannot be read is left out and
     listed, or with `on_bad_line=stop` an error. `class_weights=balanced` weights the classes in the loss, each by
     documents / (classes * documents of the class), or with `multi_label` by documents without / with the label.
 
@@ -127,13 +128,18 @@ class DocumentData(TaskData):
         trained: DocumentInfo,
         batch_size: int,
     ) -> DocumentData:
-        own = config.get("data") or {"name": "given", "source": "files", "multi_label": trained.multi_label}
+        own = config.get("data") or {
+            "name": "given",
+            "source": "files",
+            "multi_label": trained.multi_label,
+            "text_column": trained.text_column,
+        }
         if not config.get("data") and not {"root", "test", "validation"} & changes.keys():
             raise ValueError("a saved model does not tell what to measure it on: give data.test=FILE")
         own = {**own, "tokenizer": None, "separator": None}  # that of the model, whose file may be elsewhere by now
         if changes.get("truncation") == "none":
             own = {**own, "max_length": None}
-        keys = read(DocumentDataKeys, {**own, **changes}, "data")
+        keys = read(DocumentDataKeys, {**own, **_found_here(changes, own.get("root"))}, "data")
         if keys.multi_label != trained.multi_label:
             raise ValueError(
                 f"data.multi_label={str(keys.multi_label).lower()}: the model was trained with "
@@ -275,8 +281,9 @@ class DocumentData(TaskData):
         choice, initial = self.keys.tokenizer, self._initial_tokenizer()
         if self._trained is not None:
             tokenizer: Tokenizer = self._trained.make_tokenizer()
-            given = None if choice is None else read_tokenizer(choice, self.keys.separator)
-            if given is not None and not same_tokenizer(given.to_dict(), tokenizer.to_dict()):
+            new = choice is not None and trained_size(choice) is not None
+            given = None if choice is None or new else read_tokenizer(choice, self.keys.separator)
+            if new or (given is not None and not same_tokenizer(given.to_dict(), tokenizer.to_dict())):
                 raise ValueError(
                     f"data.tokenizer={choice} is another tokenizer than the model was trained with: leave it out"
                 )
@@ -291,7 +298,7 @@ class DocumentData(TaskData):
         size = None if choice is None else trained_size(choice)
         if size is not None:
             refuse_separator(str(choice), self.keys.separator)
-            plain = self._prepare(readers["train"], ByteTokenizer(), "train")
+            plain = self._prepare(readers["train"], ByteTokenizer(), "train", warn=False)  # the tokens will warn
             numbers = self._divide(plain, fractions)["train"] if fractions else np.arange(plain.corpus.documents)
             tokenizer = trained_tokenizer(plain, numbers, size, self.keys.cache)
         else:
@@ -311,7 +318,9 @@ class DocumentData(TaskData):
         data = (saved.run.get("hyper_parameters") or {}).get("data") or {}
         return data.get("tokenizer") or (saved.text or {}).get("tokenizer")
 
-    def _prepare(self, reader: sources.Reader, tokenizer: Tokenizer | Bare, split: str) -> Labelled:
+    def _prepare(
+        self, reader: sources.Reader, tokenizer: Tokenizer | Bare, split: str, *, warn: bool = True
+    ) -> Labelled:
         keys = self.keys
         given = getattr(keys, split, None)
         name = Path(os.path.abspath(given if isinstance(given, str) else keys.root or keys.source)).stem
@@ -322,7 +331,7 @@ class DocumentData(TaskData):
         }
         stop = keys.on_bad_line == "stop"
         return prepare_documents(
-            name, reader, tokenizer, reading=reading, cache=keys.cache, check=keys.check, stop=stop
+            name, reader, tokenizer, reading=reading, cache=keys.cache, check=keys.check, stop=stop, warn=warn
         )
 
     def _divide(self, found: Labelled, fractions: Mapping[str, float]) -> dict[str, Integers]:
@@ -408,7 +417,7 @@ class DocumentData(TaskData):
             )
         else:
             assert own is not None
-            counts = _count(own.targets, len(names))
+            counts = count_classes(own.targets, len(names))
             self._info = DocumentInfo(
                 class_names=names,
                 multi_label=keys.multi_label,
@@ -420,8 +429,11 @@ class DocumentData(TaskData):
                 truncation=keys.truncation,
                 segment=keys.segment,
                 gradient_segments=keys.gradient_segments,
+                text_column=keys.text_column,
                 class_counts=counts,
-                class_weights=_weights(counts, own.documents, keys) if keys.class_weights == "balanced" else None,
+                class_weights=find_weights(
+                    keys.class_weights, counts, own.documents, names, multi_label=keys.multi_label
+                ),
                 sizes=dict(sizes),
             )
         for stage in self._splits:  # mistakes are told before a run begins
@@ -429,15 +441,26 @@ class DocumentData(TaskData):
                 self._every(stage)
 
 
-def _count(targets: Any, classes: int) -> list[int]:
-    counts = np.bincount(targets, minlength=classes) if targets.ndim == 1 else targets.sum(0)
-    return [int(count) for count in counts]
+def _found_here(changes: Mapping[str, Any], root: str | None) -> dict[str, Any]:
+    """`changes` to the data of a training with `root`: files for a split that lie in the working folder are those.
 
-
-def _weights(counts: list[int], documents: int, keys: DocumentDataKeys) -> list[float]:
-    if keys.multi_label:  # a label that all documents have keeps a little weight
-        return [max(1, documents - count) / count for count in counts]
-    return [documents / (len(counts) * count) for count in counts]
+    ValueError, in one line, for a path that also leads to another file below `root`.
+    """
+    found = dict(changes)
+    for split in ("validation", "test"):
+        given = changes.get(split)
+        if not isinstance(given, str) or "root" in changes or not os.path.exists(given):
+            continue
+        other = os.path.join(root, given) if root is not None and os.path.isdir(root) else given
+        if os.path.exists(other) and not os.path.samefile(given, other):
+            raise ValueError(
+                f"data.{split}={given} is here and below the training's data.root={root}: give "
+                f"data.{split}={os.path.abspath(given)} or data.{split}={os.path.abspath(other)}"
+            )
+        found[split] = os.path.abspath(given)
+        if root is not None and root.startswith(STREAM):
+            found["root"] = None
+    return found
 
 
 def _remedy(split: str) -> str:

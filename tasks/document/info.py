@@ -19,9 +19,9 @@ class DocumentInfo(Info):
     longest document that training reads; `max_length` and `truncation` state how longer ones are cut (see
     `longseq.tasks.document.truncation`), where `max_length` may be None. `segment` is the number of tokens that are in
     memory at once, None for whole documents, and `gradient_segments` the number of segments that gradients go through,
-    None for all (see `longseq.backbones.segments`). `class_counts` has the training documents of each class, and
-    `class_weights` the weight of each class in the loss (with `multi_label` that of a document's own labels), None if
-    all are 1. `sizes` has the documents of each split.
+    None for all (see `longseq.backbones.segments`). `text_column` is the column of the text, None for `text`.
+    `class_counts` has the training documents of each class, and `class_weights` the weight of each class in the loss
+    (with `multi_label` that of a document's own labels), None if all are 1. `sizes` has the documents of each split.
     """
 
     class_names: list[str]
@@ -34,6 +34,7 @@ class DocumentInfo(Info):
     truncation: str = "none"
     segment: int | None = None
     gradient_segments: int | None = None
+    text_column: str | None = None
     class_counts: list[int] = field(default_factory=list)
     class_weights: list[float] | None = None
 

@@ -19,7 +19,7 @@ from longseq.tasks.data.inputs import InputKeys, Inputs, PassedOver, Prediction,
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.truncation import truncate
 from longseq.tasks.report import progress_bar
-from longseq.tasks.text.documents import Document, Place
+from longseq.tasks.text.documents import Document, LineCounter, Place
 from longseq.tasks.text.sources import TEXT, Columns, Malformed, Part, find_parts, read_part
 from longseq.tasks.text.store import token_type
 from longseq.tasks.training.memory import peak_memory
@@ -65,7 +65,11 @@ class DocumentFiles(Inputs):
     def open(cls, path: str, info: DocumentInfo, keys: InputKeys) -> DocumentFiles:
         if keys.num_workers:
             raise ValueError(f"num_workers={keys.num_workers}: documents are read by one process; leave it out")
-        columns = Columns(keys.column or TEXT.text)
+        if keys.saliency is not None:
+            raise ValueError(
+                f"saliency={keys.saliency} draws images, and this model classifies documents: leave it out"
+            )
+        columns = Columns(keys.column or info.text_column or TEXT.text)
         if not Path(path).is_dir() or _is_saved(Path(path)):
             return cls([*find_parts([path], columns)], [], columns, info)
         parts, passed_over = _find_files(path, columns)
@@ -110,6 +114,7 @@ class DocumentFiles(Inputs):
         info, number = self.info, 0
         dtype = token_type(info.vocab_size)
         begin = np.array([] if info.separator is None else [info.separator], dtype)
+        lines = LineCounter()
         for one in self._texts():
             assert one.place is not None, "documents that are read from files have a place"
             path, details = one.place.path, {"document": number}
@@ -117,7 +122,7 @@ class DocumentFiles(Inputs):
             if isinstance(one, Document) and not one.text.strip():
                 one = Malformed(one.place, "empty")
             if isinstance(one, Malformed):
-                yield Unreadable(path, one.describe().removeprefix(path).lstrip(",: "), details)
+                yield Unreadable(path, one.describe(lines).removeprefix(path).lstrip(",: "), details)
                 continue
             tokens = np.concatenate([begin, self.tokenizer.encode(one.text).astype(dtype)])
             kept = truncate(tokens, info.max_length, truncation, info.separator)

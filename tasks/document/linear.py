@@ -61,11 +61,9 @@ def check(config: Mapping[str, Any]) -> None:
     if unread := [f"model.{name}={value}" for name, value in config["model"].items() if not hasattr(own, name)]:
         _warn(f"{', '.join(unread)}: not read by model=linear")
     recipe = config["recipe"]
-    for name, value in (
-        ("init", config["init"]),
-        ("recipe.freeze", recipe.get("freeze")),
-        ("recipe.ema", recipe.get("ema")),
-    ):
+    if recipe.get("ema") is not None:
+        _warn("recipe.ema averages the weights of updates, which model=linear does not have: it is not read")
+    for name, value in (("init", config["init"]), ("recipe.freeze", recipe.get("freeze"))):
         if value is not None:
             raise ValueError(f"{name} is for models that are trained by gradients, not for model=linear: leave it out")
 

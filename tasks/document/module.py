@@ -231,6 +231,10 @@ class LinearTask(DocumentTask):
         self.keys = keys
 
     @property
+    def has_gradients(self) -> bool:
+        return False
+
+    @property
     def epochs_trained(self) -> float:
         """All training documents are read once."""
         return 1

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_only
 
-from longseq.tasks.document.labels import Labels
+from longseq.tasks.data.labels import Labels
 from longseq.tasks.document.sources import Reader, Sample
 from longseq.tasks.text.corpora import cache_folder
 from longseq.tasks.text.documents import Document, LineCounter, encode
@@ -68,12 +68,13 @@ def prepare_documents(
     cache: str | None,
     check: bool,
     stop: bool,
+    warn: bool = True,
 ) -> Labelled:
     """The documents of a reader as tokens, from the cache if it has them.
 
     `reading` are the keys that decide what the reader gives, beside its stamp. Lines and files that cannot be read, and
-    empty documents, are left out with a warning that lists the first ones; with `stop` they are a ValueError. One
-    process prepares while others wait.
+    empty documents, are left out; with `warn` a warning lists the first ones, and with `stop` they are a ValueError.
+    One process prepares while others wait.
     """
     told = {"kind": "bare", "vocab_size": tokenizer.vocab_size} if isinstance(tokenizer, Bare) else tokenizer.to_dict()
     folder = _folder(name, cache, [VERSION, reader.stamp, dict(reading), told])
@@ -83,7 +84,7 @@ def prepare_documents(
             with told_in_one_line(folder):
                 _write(reader, tokenizer, folder)
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    _tell(manifest, folder, name, stop=stop)
+    _tell(manifest, folder, name, stop=stop, warn=warn)
     try:
         corpus = open_store(folder, check=check).splits[_SPLIT]
     except ValueError as error:
@@ -135,12 +136,13 @@ def _write(reader: Reader, tokenizer: Tokenizer | Bare, folder: Path) -> None:
     numbers: dict[Labels, int] = {}
     places: dict[str, str] = {}
     left_out: list[str] = []
-    lines = LineCounter()
+    # Both look forward only: what is left out is read a batch ahead of the first document of a label.
+    lines, first_lines = LineCounter(), LineCounter()
     for batch in _batches(_readable(reader.read(), left_out, lines)):
         for one in batch:
             if one.labels not in numbers:
                 numbers[one.labels] = len(numbers)
-                places[str(numbers[one.labels])] = one.place.describe()
+                places[str(numbers[one.labels])] = one.place.describe(first_lines)
         labels = np.array([numbers[one.labels] for one in batch], np.int64)
         tokens, lengths, byte_counts, hashes = _encode(batch, tokenizer)
         writer.add(tokens, lengths, byte_counts, labels=labels, hashes=hashes)
@@ -202,8 +204,8 @@ def _batches(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
         yield batch
 
 
-def _tell(manifest: Mapping[str, Any], folder: Path, name: str, *, stop: bool) -> None:
-    """Warn of what could not be read; ValueError with `stop`, and where nothing could be read."""
+def _tell(manifest: Mapping[str, Any], folder: Path, name: str, *, stop: bool, warn: bool) -> None:
+    """With `warn`, warn of what could not be read; ValueError with `stop`, and where nothing could be read."""
     count, documents = manifest["left_out"], manifest["splits"][_SPLIT]["documents"]
     path = folder / _LEFT_OUT
     lines = path.read_text(encoding="utf-8").splitlines() if count else []
@@ -214,7 +216,7 @@ def _tell(manifest: Mapping[str, Any], folder: Path, name: str, *, stop: bool) -
         raise ValueError(
             f"{count} of {count + documents} documents of {name} cannot be read (data.on_bad_line=stop): {named}"
         )
-    if count:
+    if count and warn:
         _warn(f"{count} of {count + documents} documents of {name} cannot be read and are left out: {named}")
 
 

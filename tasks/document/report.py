@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.linear import LinearBaseline
 from longseq.tasks.document.metrics import BINS, LENGTHS
 from longseq.tasks.document.module import DocumentTask
 from longseq.tasks.report import Report
+from longseq.tasks.training.class_figures import per_class
 
 # The most classes whose confusion matrix metrics.json holds.
 _MOST_CLASSES = 100
@@ -34,7 +33,7 @@ class DocumentReport(Report):
         if module.documents_by_length is not None:
             found[f"{split}/documents_by_length"] = dict(module.documents_by_length)
         if counts is not None:
-            found[f"{split}/per_class"] = per_class(counts, info)
+            found[f"{split}/per_class"] = per_class(counts, info.class_names, unit="documents")
             if info.num_classes <= _MOST_CLASSES:
                 found[f"{split}/confusion_matrix"] = counts.tolist()
         return found
@@ -58,32 +57,6 @@ class DocumentReport(Report):
 
     def next_commands(self, checkpoint: str) -> list[str]:
         return [*super().next_commands(checkpoint), f"longseq predict {checkpoint} input=FILE"]
-
-
-def per_class(counts: Tensor, info: DocumentInfo) -> list[dict[str, Any]]:
-    """For each class its precision, recall and F1 score (None where no document decides them), and its documents.
-
-    `counts` is the confusion matrix of the task, `[C, C]`, or `[C, 2, 2]` for several labels.
-    """
-    right = counts[:, 1, 1] if info.multi_label else counts.diagonal()
-    true = counts[:, 1].sum(dim=1) if info.multi_label else counts.sum(dim=1)
-    predicted = counts[:, :, 1].sum(dim=1) if info.multi_label else counts.sum(dim=0)
-    return [
-        {
-            "class": name,
-            "precision": _share(hits, chosen),
-            "recall": _share(hits, documents),
-            "f1": _share(2 * hits, chosen + documents),
-            "documents": documents,
-        }
-        for name, hits, documents, chosen in zip(
-            info.class_names, right.tolist(), true.tolist(), predicted.tolist(), strict=True
-        )
-    ]
-
-
-def _share(part: int, whole: int) -> float | None:
-    return round(part / whole, 4) if whole else None
 
 
 def _baseline(module: DocumentTask) -> LinearBaseline | None:

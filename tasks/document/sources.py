@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from longseq.tasks.document.labels import Labels, read_labels
+from longseq.tasks.data.labels import Labels, read_labels
 from longseq.tasks.text.documents import Document, Place
 from longseq.tasks.text.prepare import stamp
 from longseq.tasks.text.sources import STREAM, Columns, Malformed, find_parts, read_part

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from longseq.tasks.document.labels import Labels
+from longseq.tasks.data.labels import Labels
 from longseq.tasks.text.store import SPLITS, Integers
 
 Hashes = npt.NDArray[np.uint64]

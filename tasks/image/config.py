@@ -7,16 +7,36 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from longseq.backbones.image import ImageBackbone
+from longseq.tasks.data.labels import ClassWeights, check_label_keys
+from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.model import check_model_name, model_options
+from longseq.tasks.image.recipe import choose_recipe, starts_trained
 from longseq.tasks.image.transforms import Augmentation
-from longseq.tasks.training.keys import TaskKeys
-from longseq.tasks.training.options import Length, Range, read, read_beside, refuse_unknown
+from longseq.tasks.training.automatic import Choice
+from longseq.tasks.training.classification import check_metrics
+from longseq.tasks.training.decisions import Criterion
+from longseq.tasks.training.keys import TaskGroup, TaskKeys
+from longseq.tasks.training.options import Length, Range, read, read_beside, refuse_unknown, spell
 
 Size = Annotated[int, Range(1)] | tuple[Annotated[int, Range(1)], Annotated[int, Range(1)]]
 Share = Annotated[float, Range(0, below=1)]
 
+# Sources whose images have one class each. A plug-in's source may have several.
+ONE_LABEL_SOURCES = ("digits", "fashion_mnist", "cifar10", "folder")
+
+# The recipe that has no sense for weights that nobody has trained.
+FINETUNE = "finetune"
+
 # Options of our image models that are set by the data and by the group `mixer`.
 _DECIDED = ("img_size", "in_chans", "num_classes", "mixer", "mixer_options")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageGroup(TaskGroup):
+    """The keys of `task`; `longseq.tasks.image.module.ImageClassifier` documents them."""
+
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    threshold: Criterion | Share | Annotated[list[float], Range(0, 1)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +65,34 @@ class ImageDataKeys:
     num_workers: Annotated[int | None, Range(0)] = None
     pin_memory: bool = True
     on_error: Literal["skip", "raise"] = "skip"
+    class_weights: ClassWeights = "none"
+    sampling: Literal["balanced"] | None = None
+    multi_label: bool = False
+    file_column: str | None = None
+    label_column: str | Annotated[list[str], Length(1)] | None = None
+    label_delimiter: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.sampling == "balanced" and self.class_weights == "balanced":
+            raise ValueError(
+                "data.sampling=balanced and data.class_weights=balanced would count a rare class twice: leave one out"
+            )
+        check_label_keys(self.multi_label, self.label_column, self.label_delimiter)
+        tables = {name: getattr(self, name) for name in ("file_column", "label_column", "label_delimiter")}
+        for name, value in tables.items():
+            if value is not None and self.source != "csv":
+                raise ValueError(
+                    f"data.{name}={spell(value)} is of a table of images, and data.source={self.source} has none: give "
+                    "data.source=csv"
+                )
+        if self.multi_label and (self.source in ONE_LABEL_SOURCES or "/" in self.source):
+            raise ValueError(
+                f"data.multi_label=true: data.source={self.source} has one class an image: give data.source=csv"
+            )
+        if self.class_map is not None and self.source == "csv":
+            raise ValueError(
+                f"data.class_map={spell(self.class_map)} is for folders: data.source=csv has its own labels"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +141,13 @@ class LongseqModelOptions(ModelOptions):
     direction: Literal["bidirectional", "forward", "cross", "alternating"] | None = None
     merge: Literal["sum", "mean"] | None = None
     class_token: Literal["middle", "first", "none"] | None = None
-    global_pool: Literal["token", "avg"] | None = None
+    reg_tokens: Annotated[int | None, Range(0)] = None
+    global_pool: Literal["token", "avg", "max", "avgmax", "map"] | None = None
     mlp_ratio: Annotated[float | None, Range(0)] = None
+    init_values: Annotated[float | None, Range(above=0)] = None
+    pos_drop_rate: Share | None = None
+    patch_drop_rate: Share | None = None
+    proj_drop_rate: Share | None = None
     recompute: Literal["none", "mixer", "block"] | None = None
     backend: Literal["auto", "torch", "reference", "triton"] | None = None
 
@@ -126,6 +179,9 @@ def _check_model(config: Mapping[str, Any]) -> None:
             read_beside(LongseqModelOptions, ImageBackbone, chosen, place, given=_DECIDED)
         else:
             known = [entry.name for entry in fields(TimmModelOptions)]
+            of_ours = {entry.name for entry in fields(LongseqModelOptions)}.difference(known, model_options(name))
+            if place == "recipe.model" and (key := next((key for key in chosen if key in of_ours), None)):
+                raise ValueError(f"the recipe sets {key}, which {name} does not have: add {place}.{key}=null")
             read(TimmModelOptions, {key: value for key, value in chosen.items() if key in known}, place)
             refuse_unknown(chosen, [*known, *model_options(name)], place)
 
@@ -135,8 +191,25 @@ class ImageKeys(TaskKeys):
     """The keys of image classification."""
 
     data: type = ImageDataKeys
+    group: type = ImageGroup
     loss: type | None = ImageLossKeys
     augment: type | None = ImageAugmentKeys
 
     def check(self, config: Mapping[str, Any]) -> None:
         _check_model(config)
+        group, several = config["task"], bool(config["data"].get("multi_label"))
+        if isinstance(group.get("metrics") or {}, Mapping):
+            check_metrics(group["metric"], group.get("metrics") or {}, multi_label=several)
+        if config["recipe"].get("name") == FINETUNE and not starts_trained(config):
+            raise ValueError(
+                f"recipe={FINETUNE} begins with trained weights: give init=FILE, or model=timm model.name=NAME "
+                "model.pretrained=true"
+            )
+
+        if config.get("init") is not None and config["model"].get("pretrained"):
+            raise ValueError(
+                f"init={config['init']} and model.pretrained=true both give the first weights: leave one out"
+            )
+
+    def choose(self, config: Mapping[str, Any], info: DataInfo | None, parts: int) -> Choice:
+        return choose_recipe(config, info, parts)

@@ -8,13 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from longseq.tasks.data.labels import count_classes, find_weights, rarest_labels
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
-from longseq.tasks.data.sampler import EvaluationSampler, TrainingSampler
+from longseq.tasks.data.sampler import BalancedSampler, EvaluationSampler, TrainingSampler
 from longseq.tasks.image.config import ImageDataKeys, ImageKeys
 from longseq.tasks.image.datasets import (
     EvaluationBatches,
@@ -36,6 +38,7 @@ from longseq.tasks.image.sources import (
     require_readable,
     timm_splits,
 )
+from longseq.tasks.image.table import held_out_table, table_splits
 from longseq.tasks.image.transforms import Augmentation, evaluation_transform, normalize, training_transform
 from longseq.tasks.training.options import read
 from longseq.tasks.training.processes import usable_cores
@@ -44,16 +47,25 @@ _log = logging.getLogger(__name__)
 
 _MOST_WORKERS = 16
 
+_BALANCED = "data.sampling=balanced"
+
+# Keys of training alone.
+_EVALUATED = {"class_weights": "none", "sampling": None}
+
 
 class ImageDataModule(TaskData):
     """Images of one source, augmented for training, with fixed sets for validation and test.
 
-    `source` is digits, fashion_mnist, cifar10, folder (a folder or a .tar with class folders), or a name that timm
-    reads: hfds/NAME, torch/NAME, and the streams hfids/NAME and wds/NAME. After the transfer to the device, batches are
-    (images float32 [B, C, S, S] normalised, targets int64 [B]); before it, images are uint8. `batch_size` is the
+    `source` is digits, fashion_mnist, cifar10, folder (a folder or a .tar with class folders), csv (tables of images,
+    see `longseq.tasks.image.table`), or a name that timm reads: hfds/NAME, torch/NAME, and the streams hfids/NAME and
+    wds/NAME. After the transfer to the device, batches are (images float32 [B, C, S, S] normalised, targets int64
+    [B]), with `multi_label` targets float32 [B, classes] of 0 and 1; before it, images are uint8. `batch_size` is the
     training batch of one device. Training draws are functions of (seed, epoch, sample, repeat). `split_seed` chooses
-    the validation images if the source has none, so that runs with different seeds share them. ValueError for errors
-    that the user can correct.
+    the validation images if the source has none, so that runs with different seeds share them.
+
+    Of classes of different sizes, `class_weights` weights the losses (see `longseq.tasks.data.labels.find_weights`),
+    and `sampling=balanced` draws each class equally often (see `longseq.tasks.data.sampler.BalancedSampler`).
+    ValueError for errors that the user can correct.
     """
 
     info_class = DataInfo
@@ -89,6 +101,10 @@ class ImageDataModule(TaskData):
         datamodule.setup()
         return datamodule
 
+    def take_recipe(self, config: Mapping[str, Any], batch_size: int) -> None:
+        self.batch_size, self.eval_batch_size = batch_size, self.keys.eval_batch_size or batch_size
+        self.augmentation, self.repeats = _augmentation(config["recipe"]["augment"], batch_size)
+
     @classmethod
     def for_evaluation(
         cls,
@@ -102,7 +118,7 @@ class ImageDataModule(TaskData):
         if "data" not in config and "source" not in changes:
             raise ValueError("the model does not say where its data lie: give data.source=folder data.root=FOLDER")
         own = config.get("data") or trained.to_keys()
-        keys = read(ImageDataKeys, {**own, **changes}, "data")
+        keys = read(ImageDataKeys, {**own, **_EVALUATED, **changes}, "data")
         datamodule = cls(keys, batch_size=batch_size, seed=config.get("seed", 0))
         foreign = keys.source != own.get("source") or _absolute(datamodule.root) != _absolute(own.get("root"))
         datamodule.setup_evaluation(split, trained.class_names, foreign=foreign)
@@ -114,6 +130,11 @@ class ImageDataModule(TaskData):
         """What models, checkpoints and exported files need to know of the data; available after `setup`."""
         assert self._info is not None, "call setup() first"
         return self._info
+
+    @property
+    def splits(self) -> Splits | None:
+        """The images of each split, by index; None of a stream, and before `setup`."""
+        return self._splits
 
     @property
     def unreadable(self) -> list[str]:
@@ -159,7 +180,7 @@ class ImageDataModule(TaskData):
             require_readable(splits.validation, "validation")
             if splits.test is not splits.validation:
                 require_readable(splits.test, "test")
-        if len(class_names) == 1 or keys.num_classes == 1:
+        if not keys.multi_label and (len(class_names) == 1 or keys.num_classes == 1):
             raise ValueError(
                 f"{self.root or keys.source} has one class alone ({''.join(class_names) or '0'}), and nothing to tell "
                 "apart: give a folder with one folder per class"
@@ -170,6 +191,8 @@ class ImageDataModule(TaskData):
                 "leave it null, or pick classes with data.class_map"
             )
         self._info = self._describe(class_names, sizes)
+        if keys.sampling == "balanced":  # a source that cannot do it is told before a run begins
+            self._training_targets(_BALANCED)
 
     def setup_evaluation(self, split: str, class_names: Sequence[str], *, foreign: bool) -> None:
         """Open only what an evaluation of `split` (val, test) needs, with the class numbers of a trained model.
@@ -178,6 +201,15 @@ class ImageDataModule(TaskData):
         not trained on this data: of a folder with class folders only, all images are then evaluated, and nothing is
         split off.
         """
+        if self.keys.source == "csv":
+            kind = {"val": "validation", "test": "test"}[split]
+            name = self.split_names[kind]
+            table = held_out_table(self.keys, self.root, kind, name, class_names, whole=foreign)
+            if table is not None:
+                self._splits = Splits(Split(table.source, table.indices[:0]), table, table)
+                self._info = self._describe(list(class_names), {split: len(table)})
+                require_readable(table, split)
+                return
         if self.keys.source == "folder" or self.keys.source.startswith(("hfds/", "torch/")):
             held_out = held_out_split(
                 self.keys.source,
@@ -217,7 +249,18 @@ class ImageDataModule(TaskData):
                 f"differ in {', '.join(extra) or 'their order'}); give data with the same class folders, or "
                 "data.class_map"
             )
-        self._info = replace(found, class_names=trained.class_names, num_classes=trained.num_classes)
+        if found.multi_label != trained.multi_label:
+            raise ValueError(
+                f"data.multi_label={str(found.multi_label).lower()}: the model was trained with "
+                f"{'several labels' if trained.multi_label else 'one class'} an image"
+            )
+        self._info = replace(
+            found,
+            class_names=trained.class_names,
+            num_classes=trained.num_classes,
+            class_weights=trained.class_weights,
+            thresholds=trained.thresholds,
+        )
 
     def _require_two_classes(self, train: Split) -> None:
         present = classes_at_hand(train)
@@ -240,23 +283,41 @@ class ImageDataModule(TaskData):
             std=self.std,
             interpolation=self.keys.interpolation,
             crop_pct=self.keys.crop_pct,
+            multi_label=self.keys.multi_label,
+            class_weights=self._find_weights(class_names),
             sizes=sizes,
         )
+
+    def _find_weights(self, class_names: list[str]) -> list[float] | None:
+        choice, counts, samples = self.keys.class_weights, [0] * len(class_names), 0
+        if choice == "balanced":
+            targets = self._training_targets("data.class_weights=balanced")
+            counts, samples = count_classes(targets, len(class_names)), len(targets)
+        return find_weights(choice, counts, samples, class_names, multi_label=self.keys.multi_label)
+
+    def _training_targets(self, key: str) -> np.ndarray:
+        """The classes or labels of the training images; ValueError if finding them would take reading the images."""
+        targets = None if self._splits is None else self._splits.train.source.targets()
+        if targets is None or self._splits is None:
+            raise ValueError(
+                f"{key}: the classes of data.source={self.keys.source} are not known without reading all images: give "
+                "data.class_weights={NAME: NUMBER}"
+            )
+        return targets[self._splits.train.indices]
+
+    def _sampler(self, train: Split) -> TrainingSampler:
+        options: dict[str, Any] = {"seed": self.seed, "repeats": self.repeats, **find_place(self.trainer)._asdict()}
+        if self.keys.sampling is None:
+            return TrainingSampler(len(train), self.batch_size, **options)
+        return BalancedSampler(rarest_labels(self._training_targets(_BALANCED)), self.batch_size, **options)
 
     def train_dataloader(self) -> TrainingLoader | StreamLoader:
         transform = training_transform(self.info, self.augmentation)
         if self._splits is None:
             return self._stream_loader("train", transform, training=True)
-        sampler = TrainingSampler(
-            len(self._splits.train),
-            self.batch_size,
-            seed=self.seed,
-            repeats=self.repeats,
-            **find_place(self.trainer)._asdict(),
-        )
         return TrainingLoader(
             TrainingBatches(self._splits.train, transform, self.seed),
-            sampler,
+            self._sampler(self._splits.train),
             **self._loader_options(),
             **follow(self.trainer),
         )
@@ -279,12 +340,14 @@ class ImageDataModule(TaskData):
             "val_fraction": keys.val_fraction,
             "split_seed": keys.split_seed,
         }
+        if keys.source == "csv":
+            return table_splits(keys, self.root, self.split_names)
         if keys.source in SOURCES:
             return SOURCES[keys.source](self.root, **options)
         if keys.source != "folder" and "/" not in keys.source:
             raise ValueError(
-                f"data.source={keys.source} is unknown: choose {', '.join(SOURCES)}, folder, hfds/NAME, hfids/NAME, "
-                "wds/NAME or torch/NAME"
+                f"data.source={keys.source} is unknown: choose {', '.join(SOURCES)}, folder, csv, hfds/NAME, "
+                "hfids/NAME, wds/NAME or torch/NAME"
             )
         return timm_splits(keys.source, self.root, names=self.split_names, class_map=keys.class_map, **options)
 

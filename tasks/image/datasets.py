@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
+import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,19 +15,22 @@ import numpy as np
 import torch
 from PIL import Image
 from timm.data.readers.shared_count import SharedCount
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from typing_extensions import Self
 
+from longseq.files import replacing
 from longseq.tasks.data.batch import Batch, Failure
-from longseq.tasks.data.inputs import InputFiles
+from longseq.tasks.data.inputs import InputFiles, InputKeys
 from longseq.tasks.data.loader import BatchLoader
 from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.image.decoding import UNREADABLE, decode, image_endings, in_eight_bits, upright
 from longseq.tasks.image.folder import Found, find_images
 from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.saliency import draw_saliency, saliency
 from longseq.tasks.image.sources import Split, first_line
-from longseq.tasks.image.transforms import evaluation_transform, normalize
+from longseq.tasks.image.transforms import denormalize, evaluation_transform, normalize
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +82,7 @@ class TrainingBatches(Dataset[Batch]):
 
     def __getitem__(self, indices: list[SampleIndex]) -> Batch:
         images: list[Tensor] = []
-        targets: list[int] = []
+        targets: list[Any] = []
         failures: list[Failure] = []
         with preserved_random_state():
             for index in indices:
@@ -87,9 +92,9 @@ class TrainingBatches(Dataset[Batch]):
                 seed_everything(derive_seed(self.seed, *index))
                 images.append(self.transform(sample[0]))
                 targets.append(sample[1])
-        return Batch(torch.stack(images), torch.tensor(targets), failures)
+        return Batch(torch.stack(images), as_targets(targets), failures)
 
-    def _read(self, index: SampleIndex, failures: list[Failure]) -> tuple[Image.Image, int] | None:
+    def _read(self, index: SampleIndex, failures: list[Failure]) -> tuple[Image.Image, Any] | None:
         for attempt in range(_REPLACEMENTS):
             position = derive_seed(self.seed, *index, attempt) % len(self.split) if attempt else index.position
             result = _read_or_failure(self.split, position)
@@ -105,13 +110,14 @@ class EvaluationBatches(Dataset[Batch]):
     def __init__(self, split: Split, transform: Callable[[Image.Image], Tensor], info: DataInfo) -> None:
         self.split, self.transform = split, transform
         self.shape = (info.in_chans, info.img_size, info.img_size)
+        self.num_labels = info.num_classes if info.multi_label else None
 
     def __len__(self) -> int:
         return len(self.split)
 
     def __getitem__(self, positions: list[int]) -> Batch:
         images: list[Tensor] = []
-        targets: list[int] = []
+        targets: list[Any] = []
         failures: list[Failure] = []
         for position in positions:
             sample = _read_or_failure(self.split, position)
@@ -120,7 +126,7 @@ class EvaluationBatches(Dataset[Batch]):
             else:
                 images.append(self.transform(sample[0]))
                 targets.append(sample[1])
-        return Batch(_stack(images, self.shape), torch.tensor(targets, dtype=torch.int64), failures)
+        return Batch(_stack(images, self.shape), as_targets(targets, self.num_labels), failures)
 
 
 class StreamBatches(IterableDataset[Batch]):
@@ -156,7 +162,7 @@ class StreamBatches(IterableDataset[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         images: list[Tensor] = []
-        targets: list[int] = []
+        targets: list[Any] = []
         failures: list[Failure] = []
         worker = get_worker_info()
         key = (self.seed, self._epoch.value, self.rank, worker.id if worker else 0)
@@ -213,6 +219,8 @@ class ImageFiles(InputFiles):
     files of the folder that are hidden or have no image ending. ValueError if there are no images.
     """
 
+    draws_saliency = True
+
     def __init__(self, path: str, info: DataInfo) -> None:
         root = Path(path)
         if not root.exists():
@@ -225,6 +233,18 @@ class ImageFiles(InputFiles):
         self.info = info
         self.transform = evaluation_transform(info)
         self.shape = (info.in_chans, info.img_size, info.img_size)
+        self._root = str(root.parent if root.is_file() else root)
+        self._notes: list[str] = []
+
+    @classmethod
+    def open(cls, path: str, info: DataInfo, keys: InputKeys) -> Self:
+        if keys.saliency_class is not None and str(keys.saliency_class) not in info.class_names:
+            near = difflib.get_close_matches(str(keys.saliency_class), info.class_names, 1) or info.class_names[:1]
+            raise ValueError(
+                f"saliency_class={keys.saliency_class} is none of the model's {info.num_classes} classes: "
+                f"did you mean {near[0]}?"
+            )
+        return super().open(path, info, keys)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -246,6 +266,38 @@ class ImageFiles(InputFiles):
     def prepare(self, batch: Tensor) -> Tensor:
         """The normalised images."""
         return normalize(batch, self.info)
+
+    def score(self, model: nn.Module, batch: Tensor, paths: list[str], keys: InputKeys) -> Tensor:
+        if keys.saliency is None:
+            return super().score(model, batch, paths, keys)
+        names, chosen = self.info.class_names, None
+        if keys.saliency_class is not None:
+            chosen = torch.full((len(batch),), names.index(str(keys.saliency_class)), device=batch.device)
+        logits, maps = saliency(model, batch, chosen)
+        chosen = logits.argmax(dim=1) if chosen is None else chosen
+        spread = logits.sigmoid() if self.info.multi_label else logits.softmax(dim=1)
+        probabilities = spread.gather(1, chosen[:, None])[:, 0].tolist()
+        pixels = denormalize(batch, self.info).cpu()
+        captions = [f"{names[one]} {value:.3f}" for one, value in zip(chosen.tolist(), probabilities, strict=True)]
+        for path, *shown in zip(paths, pixels, maps.cpu(), captions, strict=True):
+            target = Path(keys.saliency, os.path.relpath(path, self._root) + ".png")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(target) as partial:
+                draw_saliency(*shown).save(partial, format="PNG")
+        self._notes = [f"pictures of saliency written below {keys.saliency}"]
+        return logits
+
+    def notes(self) -> list[str]:
+        return self._notes
+
+
+def as_targets(targets: Sequence[Any], num_labels: int | None = None) -> Tensor:
+    """Classes as int64 [B], or rows of several labels as float32 [B, C]; `num_labels` is C for an empty batch."""
+    if targets and isinstance(targets[0], np.ndarray):
+        return torch.from_numpy(np.stack(targets)).float()
+    if num_labels is not None:
+        return torch.zeros(0, num_labels)
+    return torch.tensor([int(target) for target in targets], dtype=torch.int64)
 
 
 def seed_everything(seed: int) -> None:
@@ -272,7 +324,7 @@ def _stack(images: list[Tensor], shape: tuple[int, int, int]) -> Tensor:
     return torch.stack(images) if images else torch.empty(0, *shape, dtype=torch.uint8)
 
 
-def _read_or_failure(split: Split, position: int) -> tuple[Image.Image, int] | Failure:
+def _read_or_failure(split: Split, position: int) -> tuple[Image.Image, Any] | Failure:
     index = int(split.indices[position])
     try:
         return split.source.read(index)

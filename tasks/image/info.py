@@ -13,7 +13,10 @@ class DataInfo(Info):
     """What a model, a checkpoint and an exported file must know of the data.
 
     `mean` and `std` are per channel, of pixels in [0, 1]. `sizes` has the number of images of each split, None if a
-    stream does not know it.
+    stream does not know it. With `multi_label` an image has any number of the classes. `class_weights` has the weight
+    of each class in the loss (with `multi_label` that of an image's own labels), None if all are 1. `thresholds` are
+    those of `longseq.tasks.training.decisions.decide`: the probabilities from which a label is given, or the second one
+    of two classes; None for one half, or for the most probable class.
     """
 
     class_names: list[str]
@@ -24,12 +27,15 @@ class DataInfo(Info):
     std: list[float]
     interpolation: str
     crop_pct: float
+    multi_label: bool = False
+    class_weights: list[float] | None = None
+    thresholds: list[float] | None = None
 
     def to_keys(self) -> dict[str, Any]:
         """The keys of `data` that transform other images as these were."""
-        prepared = ("img_size", "in_chans", "mean", "std", "interpolation", "crop_pct")
+        prepared = ("img_size", "in_chans", "mean", "std", "interpolation", "crop_pct", "multi_label")
         return {"name": "images", **{key: getattr(self, key) for key in prepared}}
 
     def describe(self) -> str:
         """The data in a few words."""
-        return f"{self.img_size} px, {self.num_classes} classes"
+        return f"{self.img_size} px, {self.num_classes} {'labels' if self.multi_label else 'classes'}"

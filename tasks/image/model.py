@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import typing
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any
 
 import timm
 import torch
-from timm.models import is_model, model_entrypoint
+from safetensors import SafetensorError
+from timm.models import is_model, load_state_dict, model_entrypoint
 from torch import nn
 
 from longseq.backbones.image import ImageBackbone, checkpoint_filter_fn
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.training.model import TaskModel, copy_weights, mixer_options, without_weights
-from longseq.timm_models import constructor_defaults, model_name, stated_by
+from longseq.timm_models import DECISION, constructor_defaults, model_name, stated_by
+
+if TYPE_CHECKING:
+    from longseq.tasks.training.checkpoint import Loaded
+
+_log = logging.getLogger(__name__)
+
+# The endings of files that hold weights alone.
+_WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
 
 
 class ImageModel(TaskModel):
@@ -25,6 +38,14 @@ class ImageModel(TaskModel):
 
         An option that is null there has the value of the recipe (`recipe.model`), or else the model's default.
         """
+        model = self._create(config, info)
+        if config["model"].get("pretrained"):
+            _compare_preprocessing(config["model"]["name"], info)
+        state_data(model, info)
+        return model
+
+    def _create(self, config: Mapping[str, Any], info: DataInfo, **weights: Any) -> nn.Module:
+        """The model; `weights` are the arguments of `timm.create_model` for pretrained weights."""
         options = {key: value for key, value in config["model"].items() if key not in ("name", "label")}
         name = config["model"]["name"]
         check_model_name(name)
@@ -36,11 +57,11 @@ class ImageModel(TaskModel):
             options = _sizes(name, info.img_size) | options
         torch.manual_seed(config["seed"])
         try:
-            model = timm.create_model(name, num_classes=info.num_classes, in_chans=info.in_chans, **options)
+            return timm.create_model(
+                name, num_classes=info.num_classes, in_chans=info.in_chans, **{**options, **weights}
+            )
         except TypeError as error:
             raise ValueError(f"model {name} does not take these options: {error}") from error
-        state_data(model, info)
-        return model
 
     def check(self, config: Mapping[str, Any]) -> None:
         # Models of timm may load weights when they are made, and do not all go without memory.
@@ -63,6 +84,40 @@ class ImageModel(TaskModel):
         """As `TaskModel.initialize`; position embeddings are interpolated to the grid of the new model."""
         state = trained.state_dict()
         copy_weights(model, checkpoint_filter_fn(state, model) if isinstance(model, ImageBackbone) else state)
+
+    def start_from(self, model: nn.Module, loaded: Loaded, info: DataInfo) -> None:
+        """As `TaskModel.start_from`; the head is new where the classes have other names or another order."""
+        head: Any = getattr(model, "get_classifier", nn.Identity)()
+        drawn = {name: value.clone() for name, value in head.state_dict().items()}
+        super().start_from(model, loaded, info)
+        if list(loaded.data.get("class_names") or []) != info.class_names:
+            head.load_state_dict(drawn)
+
+    def untrained(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not config["model"].get("pretrained"):
+            return config
+        return {**config, "model": {**config["model"], "pretrained": False}}
+
+    def is_weights(self, path: str) -> bool:
+        return Path(path).suffix in _WEIGHTS and Path(path).is_file()
+
+    def start_from_weights(self, model: nn.Module, config: Mapping[str, Any], info: DataInfo) -> None:
+        """Load a file of timm's weights as timm does, which fits positions, patches and channels to the new model.
+
+        The head is new where the file has another number of classes.
+        """
+        name, path = config["model"]["name"], config["init"]
+        try:
+            # With a head as in the file, timm refuses weights of another model; with another head it takes what fits.
+            count = _count_classes(name, load_state_dict(path))
+            source = {"file": path, "num_classes": count}
+            as_saved = replace(info, num_classes=count)
+            theirs = self._create(config, as_saved, pretrained=True, pretrained_cfg_overlay=source)
+            copy_weights(model, theirs.state_dict())
+        except (RuntimeError, KeyError, SafetensorError, UnpicklingError) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(f"init={path} holds no weights of a {name}: {reason[:200]}") from error
+        _compare_preprocessing(name, info)
 
     def load_options(self, trained: DataInfo, changes: Mapping[str, Any]) -> dict[str, Any]:
         size = changes.get("img_size")
@@ -95,6 +150,35 @@ def state_data(model: nn.Module, info: DataInfo) -> None:
     former = {key: value for key, value in stated_by(model).items() if not key.startswith(("test_", "label_"))}
     described: Any = model
     described.pretrained_cfg = described.default_cfg = {**former, **stated}
+    state_decision(model, multi_label=info.multi_label, thresholds=info.thresholds)
+
+
+def state_decision(model: nn.Module, *, multi_label: bool, thresholds: list[float] | None) -> None:
+    """Write how probabilities become decisions to a model, which is saved with it; by default nothing is written."""
+    stated = {"multi_label": multi_label, "thresholds": thresholds}
+    if multi_label or thresholds is not None:
+        described: Any = model
+        setattr(described, DECISION, stated)
+
+
+def _count_classes(name: str, state: Mapping[str, Any]) -> int:
+    """The classes of a file of weights, 0 where it has no head for this model."""
+    cfg: Any = timm.get_pretrained_cfg(name)
+    heads = cfg.classifier if cfg is not None else None
+    head = heads[0] if isinstance(heads, list | tuple) else heads
+    weight = state.get(f"{head}.weight")
+    return 0 if weight is None else len(weight)
+
+
+def _compare_preprocessing(name: str, info: DataInfo) -> None:
+    """Warn if pretrained weights saw images that were normalised otherwise."""
+    cfg: Any = timm.get_pretrained_cfg(name)
+    if cfg is None or info.in_chans != 3:
+        return
+    for key in ("mean", "std"):
+        theirs, ours = list(getattr(cfg, key)), list(getattr(info, key))
+        if theirs != ours:
+            _log.warning("the weights of %s were trained with data.%s=%s, not %s", name, key, theirs, ours)
 
 
 def _sizes(name: str, img_size: int) -> dict[str, int]:

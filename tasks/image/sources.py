@@ -18,12 +18,13 @@ from timm.data.readers import create_reader
 from timm.data.readers.class_map import load_class_map
 from torchvision import datasets as torchvision_datasets
 
+from longseq.tasks.data.labels import rarest_labels
 from longseq.tasks.image.decoding import UNREADABLE, decode, image_endings, in_eight_bits, is_hidden, is_image, upright
 from longseq.tasks.image.folder import ClassFolders, TarImages, find_images, report_passed_over
 
 _log = logging.getLogger(__name__)
 
-_SPLIT_NAMES = {
+SPLIT_NAMES = {
     "train": ("train", "training"),
     "validation": ("validation", "val", "valid", "eval"),
     "test": ("test", "testing"),
@@ -40,14 +41,14 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
-        """The decoded image and its class; raises one of UNREADABLE."""
+    def read(self, index: int) -> tuple[Image.Image, Any]:
+        """The decoded image and its class, or [C] of 0 and 1 for several labels; raises one of UNREADABLE."""
 
     def path(self, index: int) -> str:
         """A name of the image for people."""
 
     def targets(self) -> np.ndarray | None:
-        """All classes [N], or None if they are unknown without reading the images."""
+        """All classes [N], or [N, C] of 0 and 1 for several labels; None if unknown without reading the images."""
 
 
 @dataclass(frozen=True)
@@ -216,11 +217,14 @@ def is_stream(source: str) -> bool:
 
 
 def split_off(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
-    """Take `fraction` of every class away: (the rest, the part), both in the source's order."""
+    """Take `fraction` of every class away: (the rest, the part), both in the source's order.
+
+    An image of several labels counts as one of its rarest label.
+    """
     if not 0 < fraction < 1:
         raise ValueError(f"data.val_fraction={fraction} of the training images to set apart must lie between 0 and 1")
     targets = split.source.targets()
-    classes = np.zeros(len(split), dtype=np.int64) if targets is None else targets[split.indices]
+    classes = np.zeros(len(split), dtype=np.int64) if targets is None else rarest_labels(targets[split.indices])
     generator = np.random.default_rng(seed)
     taken = np.zeros(len(split), dtype=bool)
     for label in np.unique(classes):
@@ -353,14 +357,21 @@ def timm_splits(
             for kind, name in names.items()
             if kind != "train" and name is not None
         }
-    train = Split.whole(train_source)
+    return finish_splits(train_source, held_out, val_fraction, split_seed, root or source)
+
+
+def finish_splits(
+    source: Source, held_out: Mapping[str, Source], val_fraction: float, split_seed: int, label: str
+) -> Splits:
+    """The splits of training images and those that are held out, `validation` and `test`, where there are any."""
+    train = Split.whole(source)
     if "validation" in held_out:
         validation = Split.whole(held_out["validation"])
     else:
         train, validation = split_off(train, val_fraction, split_seed)
     if "test" in held_out:
         return Splits(train, validation, Split.whole(held_out["test"]))
-    _log.warning("%s has no test split: the validation images are also the test images", root or source)
+    _log.warning("%s has no test split: the validation images are also the test images", label)
     return Splits(train, validation, validation)
 
 
@@ -447,7 +458,7 @@ def _stream_options(source: str) -> dict[str, Any]:
 
 def find_split(root: str, kind: str, name: str | None = None) -> str | None:
     """The folder or .tar of a split below `root`, by its `name` or one of the usual names of its kind, or None."""
-    candidates = _SPLIT_NAMES[kind] if name is None or name == kind else (name,)
+    candidates = SPLIT_NAMES[kind] if name is None or name == kind else (name,)
     for candidate in candidates:
         for path in (Path(root, candidate), Path(root, f"{candidate}.tar")):
             if path.exists():

@@ -15,7 +15,7 @@ from longseq.backbones.tokens import TokenBackbone
 from longseq.files import replacing
 from longseq.tasks.lm.likelihood import document_rows, score_rows
 from longseq.tasks.report import progress_bar
-from longseq.tasks.text.documents import Document
+from longseq.tasks.text.documents import Document, LineCounter
 from longseq.tasks.text.sources import Columns, Malformed, Part, read_part
 from longseq.tasks.text.tokenizer import Tokenizer
 
@@ -35,6 +35,7 @@ class Totals:
     malformed: int = 0
     empty: int = 0
     named: list[str] = field(default_factory=list)
+    lines: LineCounter = field(default_factory=LineCounter)  # for the places of what could not be read
 
     def metrics(self) -> dict[str, float]:
         """The loss of a token in nats, its exponential, and the bits of a byte, over all documents."""
@@ -109,7 +110,7 @@ def _score_block(
         number = totals.documents + totals.malformed + totals.empty
         if isinstance(one, Malformed):
             totals.malformed += 1
-            told = one.describe()
+            told = one.describe(totals.lines)
             if len(totals.named) < _NAMED:
                 totals.named.append(told)
             yield {"document": number, "error": told}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Mapping
@@ -35,6 +36,9 @@ def by_width(width: Any, table: Mapping[Any, Any]) -> Any:
 
 OmegaConf.register_new_resolver("by_width", by_width, replace=True)
 
+# `${either:FLAG,A,B}` is A if the flag is true, else B; a key that a file does not state is null.
+OmegaConf.register_new_resolver("either", lambda flag, first, second: first if flag else second, replace=True)
+
 
 def better(metric: str | None) -> str:
     """Resolver `${better:METRIC}`: maximize or minimize, told from the name of a metric.
@@ -56,9 +60,20 @@ def resolve(config: DictConfig | Config) -> dict[str, Any]:
     """
     if not isinstance(config, DictConfig):
         return dict(config)
+    config = _with_whole_metric(config)
     whole: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
     marks = marks_at_top(whole)
     return {key: _without_marks(value) for key, value in whole.items() if key not in marks}
+
+
+def _with_whole_metric(config: DictConfig) -> DictConfig:
+    """The configuration with `task.metric=NAME` as `val/NAME`, which other keys refer to."""
+    metric = OmegaConf.select(config, "task.metric")
+    if not isinstance(metric, str) or "/" in metric:
+        return config
+    config = copy.deepcopy(config)
+    OmegaConf.update(config, "task.metric", f"val/{metric}")
+    return config
 
 
 def marks_at_top(config: Mapping[Any, Any]) -> tuple[str, ...]:

@@ -38,6 +38,22 @@ def prepare_file(path: Path, key: str = "output", *, reads: Iterable[str | Path 
         raise ValueError(f"{key}={path}: {path.parent} is read-only, give {key}=FILE in another folder")
 
 
+def prepare_folder(path: Path, key: str, *, apart_from: Path) -> None:
+    """Check that files can be written below a folder, which `key` names and which may not exist yet.
+
+    ValueError, in one line, where they cannot, and where a later command would read them with what is in `apart_from`.
+    """
+    if path.resolve().is_relative_to(apart_from.resolve()):
+        raise ValueError(
+            f"{key}={path} lies in {apart_from}, with which its pictures would be read: name a folder apart"
+        )
+    nearest = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"{key}={path}: {nearest} is a file: name a folder")
+    if not os.access(nearest, os.W_OK):
+        raise ValueError(f"{key}={path}: {nearest} is read-only: name another folder")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write the text to a file beside `path`, then rename that file to `path`."""
     with replacing(path) as partial:

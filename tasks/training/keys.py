@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from longseq.tasks.training.automatic import Choice
+
 
 @dataclass(frozen=True)
 class TaskGroup:
-    """The keys of `task`, the same for every task."""
+    """The keys of `task` that every task has."""
 
     name: str
     metric: str  # the validation metric that decides which checkpoint is best
@@ -18,15 +20,25 @@ class TaskGroup:
 
 @dataclass(frozen=True)
 class TaskKeys:
-    """The dataclasses of the keys that a task reads: of `data`, of `recipe.loss` and of `recipe.augment`.
+    """The dataclasses of the keys that a task reads: of `data`, `recipe.loss`, `recipe.augment`, and of `task` itself.
 
     None if the task has no such keys.
     """
 
     data: type
+    group: type = TaskGroup
     loss: type | None = None
     augment: type | None = None
 
     def check(self, config: Mapping[str, Any]) -> None:
         """Raise ValueError, in one line, if keys contradict each other or belong to another task."""
         return
+
+    def choose(self, config: Mapping[str, Any], info: Any | None, parts: int) -> Choice:
+        """The values of the recipe's keys that say `auto`, for data with this info.
+
+        `info` is None for the check before the data is open. An effective batch divides over `parts`. ValueError, in
+        one line, if the task cannot choose.
+        """
+        task = config["task"]["name"]
+        raise ValueError(f"the recipe says auto, and task={task} chooses no values: give numbers, or another recipe")

@@ -55,6 +55,18 @@ class TaskModel(ABC):
         """
         self.initialize(model, loaded.backbone)
 
+    def untrained(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The configuration with which `build` reads no weights: a run that continues has those of its checkpoint."""
+        return config
+
+    def is_weights(self, path: str) -> bool:
+        """True if `init` names a file of weights alone, in the format of another library."""
+        return False
+
+    def start_from_weights(self, model: nn.Module, config: Mapping[str, Any], info: Any) -> None:
+        """Copy the weights of a file for which `is_weights` is true. ValueError, in one line, if they do not fit."""
+        raise NotImplementedError
+
     def load_options(self, trained: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Options of `checkpoint.load` with which a model can read its data after `changes` of the keys of `data`.
 

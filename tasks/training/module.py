@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from timm.optim import create_optimizer_v2, get_optimizer_class
 from timm.scheduler.wsd_lr import WSDLRScheduler
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from longseq.models import CHECKPOINT_CONFIG, CHECKPOINT_RUN, check_continues, describe, kind_of, read, restore
 from longseq.plugins import check_loaded
@@ -84,6 +85,11 @@ class TrainedModule(LightningModule):
         self._saved_schedules: list[Mapping[str, Any]] = []
         self._saved_update = 0
         self._mean: UpdateMean | None = None  # for batches that differ in their number of targets
+
+    @property
+    def has_gradients(self) -> bool:
+        """True if the recipe trains the model; False for one that a run fits in another way."""
+        return True
 
     @classmethod
     def from_config(
@@ -469,7 +475,12 @@ class TrainedModule(LightningModule):
         return math.ceil(batches / self.trainer.accumulate_grad_batches)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        scheduler.step_update(self.global_step)
+        if not isinstance(scheduler, LRScheduler):
+            scheduler.step_update(self.global_step)  # timm's
+            return
+        scheduler.step()  # that of Lightning's search of a rate, which knows no rates by layer
+        for group in scheduler.optimizer.param_groups:
+            group["lr"] *= group.get("lr_scale", 1.0)
 
 
 def _is_of_constant_rate(state: Mapping[str, Any]) -> bool:

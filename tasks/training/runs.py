@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from longseq.tasks.training.automatic import as_chosen_before
 from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.lock import is_locked
 
@@ -34,9 +35,12 @@ FREE_KEYS = (
     "callbacks.unreadable",
     "callbacks.samples",
     "callbacks.text_samples",
+    "callbacks.worst",
     "callbacks.confusion",
     "logger",
     "load",  # in runs of earlier versions
+    "learning_rate_finder",  # its result is in the checkpoint
+    "recipe.chosen",
     "plugins",  # a checkpoint names those that its run used, a command those that it declares
 )
 
@@ -116,12 +120,21 @@ def differences(
     """The keys, with both values, whose difference prevents a resumed run from repeating the first.
 
     `another_length`: a run whose learning rate is constant up to its decay (wsd) may get another end and another decay;
-    the module refuses a checkpoint of the decay.
+    the module refuses a checkpoint of the decay. What the first run chose by itself is also the
+    second's.
     """
-    old, new = _inside_the_run(saved), _inside_the_run(config)
+    old, new = _inside_the_run(saved), _inside_the_run(as_chosen_before(config, saved))
     free = LENGTH_KEYS if another_length and old.get(_SCHEDULE) == new.get(_SCHEDULE) == "wsd" else ()
     keys = [key for key in sorted(old.keys() | new.keys()) if not _is_free(key) and key not in free]
-    return [(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
+    return [(key, old.get(key), new.get(key)) for key in keys if not _alike(key, old, new)]
+
+
+def _alike(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """True for equal values, and for a key that one configuration does not know, and that does nothing in the other."""
+    if key in old and key in new:
+        return bool(old[key] == new[key])
+    value = old.get(key, new.get(key))
+    return value is None or value is False or value in ("none", [], {})
 
 
 def finished(folder: Path) -> dict[str, Any] | None:
@@ -174,6 +187,11 @@ def _runs(parent: Path) -> list[tuple[Path, dict[str, Any]]]:
 def _newest_checkpoint(folder: Path) -> Path | None:
     path = folder / "checkpoints" / "last.ckpt"
     return path if path.is_file() else None
+
+
+def chosen_in(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with the values that the run of a checkpoint chose, where it leaves the choice to the run."""
+    return as_chosen_before(config, _saved_config(checkpoint) or {})
 
 
 def updates_of(checkpoint: Path) -> int:

@@ -1,4 +1,4 @@
-"""What a configuration may name to be built: optimizers, callbacks, loggers and more, of these lists only.
+"""What a configuration may name to be built: optimizers, callbacks, loggers, metrics and more, of these lists only.
 
 A configuration is text from the command line or a file. So it must not call functions that are not listed here: the
 names are complete ones, never modules or prefixes of names. A plug-in adds its own by `@register("callback")`.
@@ -56,12 +56,33 @@ TRAINER_PLUGINS = [
     "lightning.pytorch.plugins.environments.SLURMEnvironment",
     "lightning.pytorch.plugins.environments.TorchElasticEnvironment",
 ]
+# Metrics of one number. Those of several classes need their number, which the data tells.
+METRICS = [
+    f"torchmetrics.classification.{form}{name}"
+    for form, names in {
+        "Binary": ("Accuracy", "AUROC", "AveragePrecision", "CalibrationError", "CohenKappa", "F1Score", "FBetaScore"),
+        "Multiclass": ("Accuracy", "AUROC", "AveragePrecision", "CalibrationError", "CohenKappa", "F1Score"),
+        "Multilabel": ("Accuracy", "AUROC", "AveragePrecision", "CoverageError", "ExactMatch", "F1Score", "FBetaScore"),
+    }.items()
+    for name in names
+]
+METRICS += [
+    f"torchmetrics.classification.{form}{name}"
+    for form in ("Binary", "Multiclass", "Multilabel")
+    for name in ("HammingDistance", "JaccardIndex", "MatthewsCorrCoef", "Precision", "Recall", "Specificity")
+]
+METRICS += [
+    "torchmetrics.classification.MulticlassFBetaScore",
+    "torchmetrics.classification.MultilabelRankingAveragePrecision",
+    "torchmetrics.classification.MultilabelRankingLoss",
+]
 
 _LISTS = {
     "optimizer": OPTIMIZERS,
     "schedule": SCHEDULES,
     "callback": CALLBACKS,
     "logger": LOGGERS,
+    "metric": METRICS,
     "strategy": STRATEGIES,
     "profiler": PROFILERS,
     "trainer_plugin": TRAINER_PLUGINS,
@@ -74,12 +95,13 @@ TARGET, PARTIAL = "_target_", "_partial_"
 
 
 def register(
-    kind: Literal["optimizer", "schedule", "callback", "logger", "strategy", "profiler", "trainer_plugin"],
+    kind: Literal["optimizer", "schedule", "callback", "logger", "metric", "strategy", "profiler", "trainer_plugin"],
 ) -> Callable[[Target], Target]:
     """Register a class or function that configurations may then name, by its full name or its last part.
 
     An optimizer is called with (model, lr=...) and a schedule with (optimizer, num_epochs=..., updates_per_epoch=...),
-    as timm's are; the others are called with their own options only.
+    as timm's are; the others are called with their own options only. A metric is one of torchmetrics, called also with
+    num_classes or num_labels if it takes them.
     """
     names = _LISTS[kind]
 
@@ -156,6 +178,8 @@ def _allowed_at(place: str) -> Sequence[str] | None:
         return CALLBACKS if group == "callbacks" else LOGGERS
     if re.fullmatch(r"trainer\.plugins\[\d+\]", place):
         return TRAINER_PLUGINS
+    if place.startswith("task.metrics.") and not set(place.removeprefix("task.metrics.")) & set(".["):
+        return METRICS
     return {
         "recipe.optimizer": OPTIMIZERS,
         "recipe.schedule": SCHEDULES,

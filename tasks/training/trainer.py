@@ -55,7 +55,7 @@ def build_callbacks(config: DictConfig | Config, module: TrainedModule) -> list[
     """
     config = resolve(config)
     callbacks: list[Callback] = [StopTogether(), RunClock(), RunLog()]
-    if config["recipe"].get("ema"):
+    if config["recipe"].get("ema") and module.has_gradients:
         callbacks.append(ExponentialMovingAverage(**config["recipe"]["ema"]))
     callbacks += [
         targets.build(_with_direction(options, module, f"callbacks.{name}"), targets.CALLBACKS, f"callbacks.{name}")

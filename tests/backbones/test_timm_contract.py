@@ -407,7 +407,7 @@ def test_nothing_is_moved_where_no_one_looks_or_only_sharding_does(monkeypatch):
 
     model = placed("middle", mixer="attention")
     x = images(model)
-    monkeypatch.setattr("longseq.backbones.image.move_token_back", refuse)
+    monkeypatch.setattr("longseq.backbones.image.move_prefix_back", refuse)
     model(x)
     hook = lambda module, arguments: None  # noqa: E731 - a hook as torch's sharding registers it
     hook.__module__ = "torch.distributed.fsdp"

@@ -2,27 +2,27 @@ import pytest
 import torch
 from torch.nn import functional
 
-from longseq.blocks.positions import TOKEN_PLACES, insert_token, layout_of, resize_positions, split_token
+from longseq.blocks.positions import TOKEN_PLACES, insert_prefix, layout_of, resize_positions, split_prefix
 
 
 @pytest.mark.parametrize(("place", "index"), [("middle", 7), ("first", 0), ("none", None)])
 def test_the_token_stands_where_its_place_says(place, index):
     layout = layout_of(3, 5, place)
-    assert layout == (3, 5, index)
+    assert layout[:3] == (3, 5, index)
     if index is None:
         return
     patches, token = torch.randn(2, 15, 4), torch.randn(1, 1, 4)
-    sequence = insert_token(patches, token, layout)
+    sequence = insert_prefix(patches, token, layout)
     assert sequence.shape == (2, 16, 4)
     assert torch.equal(sequence[:, index], token[0].expand(2, -1))
-    taken, remaining = split_token(sequence, layout)
+    taken, remaining = split_prefix(sequence, layout)
     assert torch.equal(taken, token.expand(2, -1, -1))
     assert torch.equal(remaining, patches)
 
 
 def test_without_a_token_the_sequence_is_the_patches():
     patches = torch.randn(2, 15, 4)
-    token, remaining = split_token(patches, layout_of(3, 5, "none"))
+    token, remaining = split_prefix(patches, layout_of(3, 5, "none"))
     assert token is None
     assert remaining is patches
 

@@ -59,6 +59,23 @@ CHASSIS: dict[str, Any] = {
 }
 
 
+# Options that were added later, for one mixer.
+ONCE: dict[str, Any] = {
+    "parts": lambda **mixer: ImageBackbone(
+        **IMAGE,
+        **mixer,
+        reg_tokens=2,
+        no_embed_class=False,
+        init_values=0.1,
+        global_pool="map",
+        mlp_ratio=1.0,
+        dynamic_img_size=True,
+        dynamic_img_pad=True,
+    ),
+}
+ONCE_MIXER = "longhorn"
+
+
 def file_of(chassis: str, mixer: str) -> Path:
     """Where the frozen model of a chassis and a mixer lies."""
     return FOLDER / f"{chassis}_{mixer}.safetensors"
@@ -68,7 +85,7 @@ def build(chassis: str, mixer: str) -> nn.Module:
     """A small model all of whose weights matter: none is zero."""
     torch.manual_seed(0)
     options = {key: value for key, value in SMALL.items() if key in mixers.options(mixer)}
-    model = CHASSIS[chassis](mixer=mixer, mixer_options=options)
+    model = (CHASSIS | ONCE)[chassis](mixer=mixer, mixer_options=options)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -125,6 +142,7 @@ def freeze_run() -> None:
 def main() -> None:
     """Freeze what is missing."""
     wanted = [(chassis, mixer) for mixer in mixers.mixer_names() for chassis in CHASSIS]
+    wanted += [(chassis, ONCE_MIXER) for chassis in ONCE]
     missing = [pair for pair in wanted if not file_of(*pair).exists()]
     for pair in missing:
         freeze(*pair)

@@ -24,9 +24,11 @@ def import_triton() -> None:
     list_kernel_modules()
     del os.environ["TRITON_INTERPRET"]
     interpreter = importlib.import_module("triton.runtime.interpreter")
+    _call_functions_directly(interpreter, language)
     _patch_language_once(interpreter, language)
     _leave_out_overflow(interpreter)
     _look_up_types_once(interpreter, language)
+    _build_types_once(interpreter, language)
     triton_types.build_types_once()
 
 
@@ -35,6 +37,25 @@ def list_kernel_modules() -> list[ModuleType]:
     packages = pkgutil.walk_packages(importlib.import_module("longseq.kernels").__path__, "longseq.kernels.")
     names = [package.name for package in packages if package.name.split(".")[-1].startswith("triton_")]
     return [importlib.import_module(name) for name in names]
+
+
+def _call_functions_directly(interpreter: Any, language: Any) -> None:
+    """Call a function of the language without the wrapper that asks whether its semantics were given."""
+    wrapper = language.core.builtin(lambda: None).__code__
+
+    def patch(module: Any, name: str, member: Any, builder: Any, *scope: Any) -> None:
+        function = member.__wrapped__ if getattr(member, "__code__", None) is wrapper else member
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            named["_semantic"] = interpreter.interpreter_semantic
+            return function(*arguments, **named)
+
+        if scope:
+            scope[0].set_attr(module, name, call)
+        else:  # up to Triton 3.5
+            setattr(module, name, call)
+
+    interpreter._patch_attr = patch
 
 
 def _patch_language_once(interpreter: Any, language: Any) -> None:
@@ -69,3 +90,17 @@ def _look_up_types_once(interpreter: Any, language: Any) -> None:
     """NumPy's type for a type of Triton: the interpreter builds a table of all of them for each operation."""
     find = functools.cache(interpreter._get_np_dtype)
     interpreter._get_np_dtype = lambda type: find(language.uint64 if type.scalar.is_ptr() else type.scalar)
+
+
+def _build_types_once(interpreter: Any, language: Any) -> None:
+    """The builder's type for a type of block."""
+    build = language.core.block_type.to_ir
+
+    def build_once(self: Any, builder: Any) -> Any:
+        if builder is not interpreter.interpreter_builder:
+            return build(self, builder)
+        if "built" not in self.__dict__:
+            self.built = build(self, builder)
+        return self.built
+
+    language.core.block_type.to_ir = build_once

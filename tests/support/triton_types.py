@@ -19,7 +19,8 @@ def build_types_once() -> None:
     _share_shapes_of_values(core)
     _compare_by_identity_first(core)
     _look_up_promotions(semantic)
-    _leave_alike_shapes_alone(semantic)
+    _let_alike_types_meet(core, semantic)
+    _meet_shapes_once(core, semantic)
 
 
 def _share_shapes_of_blocks(core: Any) -> None:
@@ -33,7 +34,22 @@ def _share_shapes_of_blocks(core: Any) -> None:
             raise TypeError("0d block_type is forbidden")
         return shape, validate(shape), str(shape)
 
+    kept: dict[tuple[int, tuple[int, ...]], Any] = {}
+
+    def look_up(cls: Any, element_ty: Any = None, shape: Any = ()) -> Any:
+        """The type of before, except of blocks of pointers, whose types are built for each launch."""
+        sizes = tuple(shape)
+        if type(element_ty) is not core.dtype or any([type(size) is not int for size in sizes]):
+            return object.__new__(cls)
+        key = (id(element_ty), sizes)  # a type that is kept keeps the identity of its elements' from being used again
+        found = kept.get(key)
+        if found is None:
+            found = kept[key] = object.__new__(cls)
+        return found
+
     def begin(self: Any, element_ty: Any, shape: Any) -> None:
+        if "alike" in self.__dict__:
+            return
         assert isinstance(shape, (list, core.tuple))
         sizes = tuple([size.value if isinstance(size, core.constexpr) else size for size in shape])
         if any([type(size) is not int for size in sizes]):
@@ -44,12 +60,13 @@ def _share_shapes_of_blocks(core: Any) -> None:
         self.alike = {}
 
     def with_element_ty(self: Any, scalar_ty: Any) -> Any:
-        # By identity, as types of pointers have no hash; a type that is kept keeps its identity from being used again.
+        # By identity, as types of pointers have no hash.
         found = self.alike.get(id(scalar_ty))
         if found is None:
             found = self.alike[id(scalar_ty)] = core.block_type(scalar_ty, self.shape)
         return found
 
+    core.block_type.__new__ = look_up
     core.block_type.__init__ = begin
     core.block_type.with_element_ty = with_element_ty
 
@@ -85,13 +102,54 @@ def _look_up_promotions(semantic: Any) -> None:
     semantic.computation_type_impl = lambda self, *arguments: look_up(*arguments)
 
 
-def _leave_alike_shapes_alone(semantic: Any) -> None:
-    """Two blocks of one shape need no search for the shape in which they meet."""
+def _let_alike_types_meet(core: Any, semantic: Any) -> None:
+    """Two values of one type, or a value and a number of its kind, need no search for the type in which they meet."""
+    check, value = semantic.binary_op_type_checking_impl, core.tensor
+    computed = {id(type) for type in (core.int1, core.int32, core.int64, core.float32, core.float64)}
+
+    def is_kept(number: Any, dtype: Any) -> bool:
+        """True if a number becomes one of a type."""
+        if dtype is core.float32:
+            return type(number) is float or type(number) is int
+        return dtype is core.int32 and type(number) is int and -(2**31) <= number < 2**31
+
+    def check_unless_alike(self: Any, lhs: Any, rhs: Any, *options: Any, **named: Any) -> Any:
+        if type(lhs) is value:
+            if type(rhs) is value:
+                if lhs.dtype is rhs.dtype and id(lhs.dtype) in computed:
+                    return self.broadcast_impl_value(lhs, rhs)
+            elif is_kept(rhs, lhs.dtype):
+                return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, dtype=lhs.dtype))
+        elif type(rhs) is value and is_kept(lhs, rhs.dtype):
+            return self.broadcast_impl_value(self.scalar_constant(lhs, dtype=rhs.dtype), rhs)
+        return check(self, lhs, rhs, *options, **named)
+
+    semantic.binary_op_type_checking_impl = check_unless_alike
+
+
+def _meet_shapes_once(core: Any, semantic: Any) -> None:
+    """Of two shapes of as many dimensions, the shape in which they meet; shapes are shared, and have an identity."""
     broadcast = semantic.broadcast_impl_value
+    meeting: dict[tuple[int, int], Any] = {}
 
-    def broadcast_where_shapes_differ(self: Any, lhs: Any, rhs: Any) -> Any:
-        if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape:
+    def widen(self: Any, value: Any, shape: Any) -> Any:
+        if value.type.shape is shape:
+            return value
+        wide = core.block_type(value.dtype, shape)
+        return self.make_tensor(self.builder.create_broadcast(value.handle, shape.values), wide)
+
+    def broadcast_once(self: Any, lhs: Any, rhs: Any) -> Any:
+        if not (lhs.type.is_block() and rhs.type.is_block()):
+            return broadcast(self, lhs, rhs)
+        left, right = lhs.type.shape, rhs.type.shape
+        if left is right:
             return lhs, rhs
-        return broadcast(self, lhs, rhs)
+        shape = meeting.get((id(left), id(right)))
+        if shape is not None:
+            return widen(self, lhs, shape), widen(self, rhs, shape)
+        results = broadcast(self, lhs, rhs)
+        if len(left) == len(right):
+            meeting[id(left), id(right)] = results[0].type.shape
+        return results
 
-    semantic.broadcast_impl_value = broadcast_where_shapes_differ
+    semantic.broadcast_impl_value = broadcast_once

@@ -6,8 +6,10 @@ import shutil
 from pathlib import Path
 
 import torch
+from documents import make_rows, write_jsonl
 from PIL import Image
 
+from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.tokens import TokenBackbone
 
 RUN = Path(__file__).resolve().parents[1] / "frozen" / "run.ckpt"
@@ -21,6 +23,18 @@ def make_folder(folder: Path) -> Path:
     model = TokenBackbone(vocab_size=257, d_model=8, depth=1, mixer="attention")
     model.text = {"tokenizer": {"kind": "bytes"}, "window": 16}
     model.save_pretrained(folder / "lm")
+    classifier = TextClassifier(num_classes=2, vocab_size=257, d_model=8, depth=1, mixer="attention")
+    classifier.text = {
+        "tokenizer": {"kind": "bytes"},
+        "window": 16,
+        "class_names": ["bird", "fish"],
+        "multi_label": False,
+        "vocab_size": 257,
+        "separator": 256,
+        "max_length": None,
+        "truncation": "none",
+    }
+    classifier.save_pretrained(folder / "classifier")
     for name in ("empty", "taken", "taken.csv", "photos"):
         (folder / name).mkdir()
     Image.new("RGB", (8, 8)).save(folder / "photos" / "a.png")
@@ -34,6 +48,30 @@ def make_folder(folder: Path) -> Path:
     }
     for name, text in texts.items():
         (folder / name).write_text(text)
+    write_documents(folder)
     for ending in ("csv", "json", "jsonl"):
         (folder / f"full.{ending}").symlink_to("/dev/full")
     return folder
+
+
+def write_documents(folder: Path) -> None:
+    """Documents of two classes, and files with one mistake each."""
+    rows = make_rows(30)
+    birds = [row for row in rows if row["label"] == "bird"]
+    stone = {"text": "a stone", "label": "stone"}
+    latin = '{"text": "caf\xe9", "label": "bird"}\n'.encode("latin-1")
+    files = {
+        "documents": [row for row in rows if row["label"] != "tree"],
+        "equal": birds,
+        "lonely": [*rows, stone],
+        "stone": [*(row for row in make_rows(9, seed=1) if row["label"] == "bird"), stone],
+        "no_json": [*rows, "{", "none"],
+        "blank": [*rows, {"text": " ", "label": "bird"}],
+        "unlabelled": [{"text": "a"}, {"text": "b", "label": None}],
+        "several": [{"text": "a", "label": ["bird", "fish"]}],
+        "numbers": [{"text": 3, "label": "bird"}],
+    }
+    for name, lines in files.items():
+        write_jsonl(folder / f"{name}.jsonl", lines)
+    (folder / "latin.jsonl").write_bytes((folder / "documents.jsonl").read_bytes() + latin)
+    (folder / "ragged.csv").write_text("text,label\none, two,bird\nthree\n")

@@ -20,6 +20,7 @@ from longseq import mixers
 from longseq.mixers.pattern import options_by_name
 from longseq.tasks import registry, train
 from longseq.tasks.document.info import DocumentInfo
+from longseq.tasks.experiment import with_any_choice
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.probe.generators import check_options
 from longseq.tasks.probe.info import ProbeInfo
@@ -46,6 +47,8 @@ SMALL_INFOS = {"image": SMALL, "probe": SMALL_PROBE, "lm": SMALL_TEXT, "document
 
 class Measured:
     """A module that has every metric."""
+
+    has_gradients = True
 
     def higher_is_better(self, name, key):
         return True
@@ -74,6 +77,7 @@ def test_every_option_composes_and_binds(group, option, compose_config, tmp_path
     config = resolve(compose_config("train", *chosen(group, option), f"output={tmp_path}"))
     # A person must name the folder of prepared tokens, or of text.
     told = {"root": "FOLDER"} if option in ("tokens", "text") else {}
+    config = with_any_choice(config)
     read(registry.of(config).config.data, {**config["data"], **told}, "data")
     if config["task"]["name"] == "probe":
         check_options(config["data"]["generator"], config["data"]["options"])

@@ -14,7 +14,6 @@ import longseq.conf
 from longseq.tasks import registry
 from longseq.tasks.experiment import MixerKeys, RecipeKeys, ScaleKeys, TrainKeys
 from longseq.tasks.training.configuration import MARKS
-from longseq.tasks.training.keys import TaskGroup
 
 CONF = Path(longseq.conf.__file__).parent
 # Groups of whole configurations, which have the keys of other groups.
@@ -77,7 +76,7 @@ def test_the_keys_of_a_task_are_those_of_its_files(task):
     keys = registry.get(task).config
     data, recipes = files("data", task), files("recipe", task)
     assert set().union(*data) == names(keys.data)
-    assert set().union(*recipes) | {"loss", "augment", "model"} == names(RecipeKeys)
+    assert set().union(*recipes) | {"loss", "augment", "model", "chosen"} == names(RecipeKeys)
     for part in ("loss", "augment"):
         written = set().union(*(recipe.get(part) or {} for recipe in recipes))
         assert written == (names(getattr(keys, part)) if getattr(keys, part) else set())
@@ -86,8 +85,9 @@ def test_the_keys_of_a_task_are_those_of_its_files(task):
 def test_the_keys_of_scales_mixers_and_tasks_are_those_of_their_files():
     assert set().union(*map(keys_of, (CONF / "scale").glob("*.yaml"))) == names(ScaleKeys)
     assert set().union(*map(keys_of, (CONF / "mixer").glob("*.yaml"))) == names(MixerKeys)
-    tasks = [keys_of(path) for path in (CONF / "task").glob("*.yaml")]
-    assert set().union(*(task.get("task", task) for task in tasks)) == names(TaskGroup)
+    for path in (CONF / "task").glob("*.yaml"):
+        task = keys_of(path)
+        assert set(task.get("task", task)) == names(registry.get(path.stem).config.group), path.stem
 
 
 def test_a_recipe_knows_no_name_of_a_scale():

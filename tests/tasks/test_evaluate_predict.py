@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from longseq.tasks import evaluate, predict, train
-from longseq.tasks.image.report import per_class_accuracy
+from longseq.tasks.training.class_figures import per_class
 from longseq.tools import cli
 
 pytestmark = pytest.mark.slow  # they share a trained model
@@ -78,13 +77,13 @@ def test_evaluate_measures_other_data_of_the_same_classes(checkpoint, compose_co
         "trainer=cpu",
     )
     metrics = evaluate.run(compose_config("evaluate", f"checkpoint={checkpoint}", *overrides))
-    assert metrics.keys() == {"val/loss", "val/top1", "val/top5"}
+    assert metrics.keys() == {"val/loss", "val/top1", "val/top5", "val/f1", "val/balanced_accuracy"}
     assert metrics["val/top1"] > 0.3
     shutil.rmtree(tmp_path / "other" / "train")
     shutil.rmtree(tmp_path / "other" / "val" / "3")
     evaluate.run(compose_config("evaluate", f"checkpoint={checkpoint}", *overrides))
     third = json.loads(output.read_text())["val/per_class"][3]
-    assert third == {"class": "3", "top1": None, "images": 0}
+    assert (third["class"], third["recall"], third["images"]) == ("3", None, 0)
     (tmp_path / "other" / "val" / "4").rename(tmp_path / "other" / "val" / "four")
     with pytest.raises(ValueError, match=r"1 class folder\(s\) that the 10 classes .* lack \(four\).*data.class_map"):
         evaluate.run(compose_config("evaluate", f"checkpoint={checkpoint}", *overrides))
@@ -136,9 +135,9 @@ def test_evaluate_at_another_resolution_and_crop(checkpoint, compose_config, tmp
 
 
 def test_classes_of_one_name_keep_their_rows():
-    info = SimpleNamespace(class_names=["crane", "crane", "owl"])
-    rows = per_class_accuracy(torch.tensor([[3, 1, 0], [0, 2, 0], [0, 0, 0]]), info)
-    assert [tuple(row.values()) for row in rows] == [("crane", 0.75, 4), ("crane", 1.0, 2), ("owl", None, 0)]
+    rows = per_class(torch.tensor([[3, 1, 0], [0, 2, 0], [0, 0, 0]]), ["crane", "crane", "owl"], unit="images")
+    found = [(row["class"], row["recall"], row["images"]) for row in rows]
+    assert found == [("crane", 0.75, 4), ("crane", 1.0, 2), ("owl", None, 0)]
 
 
 def test_predict_names_the_pictures_that_it_cannot_read(checkpoint, pictures, monkeypatch, capsys, tmp_path):

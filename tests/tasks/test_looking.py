@@ -1,19 +1,32 @@
-"""What a run shows while it trains and afterwards: its progress, its hyper-parameters, its rates."""
+"""What a run shows: its progress, its rates, its hyper-parameters, its pictures, and its worst errors by file."""
 
 from __future__ import annotations
 
+import csv
 import io
+import os
 import re
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+import torch
+from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
 
-from longseq.tasks import train
+from longseq import mixers
+from longseq.backbones.image import ImageBackbone
+from longseq.tasks import predict, train
+from longseq.tasks.image.data import ImageDataModule
+from longseq.tasks.image.errors import COLUMNS
+from longseq.tasks.image.examples import name_images, pick_examples
+from longseq.tasks.image.saliency import saliency
+from longseq.tasks.training import checkpoint
 from longseq.tasks.training.callbacks.progress import _Facts
+from longseq.tasks.training.configuration import resolve
 
 SLOW = pytest.mark.slow  # they share a training
 
@@ -90,3 +103,105 @@ def test_the_bar_stays_on_its_line(width):
     assert ("val/balanced_accuracy 0.8123" in line) == (width > 80)
     assert line.count("━") + line.count("╺") + line.count("╸") >= 6
     assert "…" not in line
+
+
+@SLOW
+def test_the_worst_errors_are_listed_by_their_files(run):
+    loaded = checkpoint.load(run.folder / "checkpoints" / "best.ckpt", tasks=["image"])
+    datamodule = ImageDataModule.from_config(loaded.config, 64)
+    split, expected = datamodule.splits.test, {}
+    for number, batch in enumerate(loader := datamodule.test_dataloader()):
+        images, true = datamodule.on_after_batch_transfer(batch, 0)
+        with torch.no_grad():
+            logits = loaded.backbone.eval()(images)
+        losses = torch.nn.functional.cross_entropy(logits, true, reduction="none")
+        for row, place in enumerate(loader.sampler.batch(number)):
+            if logits[row].argmax() != true[row]:
+                expected[split.source.path(split.indices[place])] = float(losses[row])
+    for stage in ("val", "test"):
+        with (run.folder / f"worst_errors_{stage}.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert tuple(rows[0]) == COLUMNS
+        assert all(row["true_class"] != row["predicted_class"] for row in rows)
+        assert [float(row["loss"]) for row in rows] == sorted((float(row["loss"]) for row in rows), reverse=True)
+    worst = sorted(expected, key=lambda path: -expected[path])[:100]
+    assert [row["path"] for row in rows] == worst
+    assert [float(row["loss"]) for row in rows] == pytest.approx([expected[path] for path in worst], abs=1e-4)
+
+
+@SLOW
+def test_pictures_show_the_same_images_of_all_classes(run, compose_config, tiny_overrides):
+    board = EventAccumulator(str(run.folder), size_guidance={"images": 0}).Reload()
+    shown = {tag: [event.step for event in board.Images(tag)] for tag in board.Tags()["images"]}
+    for name in ("samples", "saliency", "worst_errors"):
+        assert shown[f"val/{name}"] == [19, 39]
+    assert shown["test/worst_errors"] == [40]
+    config = resolve(compose_config("train", *tiny_overrides, "output=unused"))
+    modules = [ImageDataModule.from_config({**config, "seed": seed}, 64) for seed in (0, 1)]
+    picked = [pick_examples(datamodule, 16) for datamodule in modules]
+    assert all(torch.equal(*pair) for pair in zip(*picked, strict=True)), "the same in every run"
+    counts = Counter(picked[0][1].tolist())
+    assert len(counts) == 10
+    assert set(counts.values()) == {1, 2}
+
+
+def test_names_leave_out_what_cannot_be_read(image_folder, tmp_path, compose_config):
+    for split in ("train", "val"):
+        for label in ("class0", "class1"):
+            folder = tmp_path / split / label
+            folder.mkdir(parents=True)
+            for image in (image_folder / split / label).iterdir():
+                os.link(image, folder / image.name)
+    broken = tmp_path / "val" / "class0" / "2.jpg"
+    broken.unlink()
+    broken.write_bytes(b"no image")
+    keys = ("data=image_folder", "recipe=digits", f"data.root={tmp_path}", "data.img_size=16", "data.num_workers=0")
+    config = compose_config("train", *keys, "recipe.batch_size=4", "data.eval_batch_size=4", "output=unused")
+    datamodule = ImageDataModule.from_config(resolve(config), 4)
+    loader = datamodule.val_dataloader()
+    named = [name_images(datamodule, "validation", loader, i, len(batch[1])) for i, batch in enumerate(loader)]
+    assert [len(batch) for batch in named] == [3, 4]
+    assert len({*named[0], *named[1]}) == 7
+    assert not any(str(broken) in names for names in named)
+    assert pick_examples(datamodule, 20)[1].tolist() == [0] * 3 + [1] * 4
+    assert name_images(datamodule, "validation", loader, 1, 2) == ["batch 1, image 0", "batch 1, image 1"]
+
+
+@pytest.mark.parametrize("mixer", mixers.mixer_names())
+def test_every_mixer_has_saliency(mixer):
+    torch.manual_seed(0)
+    model = ImageBackbone(img_size=8, patch_size=4, embed_dim=16, depth=1, num_classes=3, mixer=mixer).eval()
+    images = torch.randn(2, 3, 8, 8)
+    with torch.inference_mode():
+        logits, maps = saliency(model, images, torch.tensor([2, 0]))
+    assert maps.shape == (2, 8, 8)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    pixels = images.clone().requires_grad_()
+    scores = model(pixels)
+    torch.testing.assert_close(logits, scores)
+    (scores[0, 2] + scores[1, 0]).backward()
+    torch.testing.assert_close(maps, pixels.grad.abs().amax(dim=1))
+    assert (maps > 0).float().mean() > 0.9
+
+
+@SLOW
+def test_predict_draws_saliency_beside_its_file(run, tmp_path, compose_config):
+    for name in ("a.png", "deep/a.jpg"):
+        path = tmp_path / "photos" / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        Image.effect_noise((20, 20), 90).save(path)
+    known = (f"checkpoint={run.folder}/checkpoints/best.ckpt", f"input={tmp_path}/photos", "device=cpu")
+    plain = compose_config("predict", *known, f"output={tmp_path}/plain.csv")
+    drawn = compose_config("predict", *known, f"output={tmp_path}/drawn.csv", f"saliency={tmp_path}/seen")
+    assert predict.run(plain) == predict.run(drawn) == {"classified": 2, "unreadable": 0, "passed_over": 0}
+    assert (tmp_path / "plain.csv").read_text() == (tmp_path / "drawn.csv").read_text()
+    seen = sorted(path for path in (tmp_path / "seen").rglob("*") if path.is_file())
+    assert [path.relative_to(tmp_path / "seen").as_posix() for path in seen] == ["a.png.png", "deep/a.jpg.png"]
+    assert Image.open(seen[0]).size == (258, 142)
+    with (tmp_path / "plain.csv").open() as file:
+        least = next(csv.DictReader(file))["class_5"]
+    predicted = seen[0].read_bytes()
+    other = compose_config("predict", *known, f"saliency={tmp_path}/seen", f"saliency_class={least}",
+                           f"output={tmp_path}/other.csv")  # fmt: skip
+    predict.run(other)
+    assert seen[0].read_bytes() != predicted

@@ -14,6 +14,7 @@ from importlib import resources
 from typing import get_type_hints
 
 import pytest
+from forked import start_fork
 from hydra import compose, initialize_config_module
 
 from longseq.tools import cli, key_help
@@ -79,6 +80,22 @@ def test_the_package_answers_before_it_imports_large_libraries():
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     version = importlib.metadata.version("longseq")
     assert process.stdout.splitlines() == [f"{version} True", "set() False ()"]
+
+
+@pytest.mark.slow
+def test_a_plug_in_has_the_metrics_that_commands_do_not_load(tmp_path):
+    def use_others() -> None:
+        import torchmetrics
+        from torchmetrics.functional import bleu_score
+
+        words = (["a cat sat here"], [["a cat sat here"]])
+        metric = torchmetrics.BLEUScore()
+        assert isinstance(metric, torchmetrics.Metric)
+        assert metric(*words) == bleu_score(*words) == torchmetrics.functional.bleu_score(*words) == 1
+
+    process = start_fork([], tmp_path, run=use_others)
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors
 
 
 @pytest.mark.parametrize("verb", cli.VERBS.values(), ids=cli.VERBS)

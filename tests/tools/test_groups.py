@@ -75,7 +75,7 @@ def test_an_option_that_does_not_exist_names_the_nearest():
 def test_data_without_a_recipe_of_its_name_asks_for_one(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "mine.yaml").write_text("defaults:\n  - digits\n  - _self_\n\nname: mine\n")
-    with pytest.raises(ValueError, match=r"data=mine has no recipe of its own name: give recipe=cifar10, "):
+    with pytest.raises(ValueError, match=r"data=mine has no recipe of its own name: give recipe=auto, cifar10, "):
         check(f"hydra.searchpath=[file://{tmp_path}]", "data=mine")
     check(f"hydra.searchpath=[file://{tmp_path}]", "data=mine", "recipe=digits")
 

@@ -44,7 +44,15 @@ def test_the_list_is_long_and_has_every_verb():
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[pytest.MonkeyPatch]:
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Where documents become tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def shared(cache: None) -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         share_composition(patch)
         yield patch

@@ -25,6 +25,7 @@ __all__ = ["ImageClassifierFile", "export_image_classifier"]
 class ImageClassifierFile(nn.Module):
     """The function that an exported file computes: [uint8 pixels -> normalised] -> backbone -> [softmax].
 
+    With `multi_label`, `softmax` gives each label its own probability, which is the sigmoid of its logit.
     With `image_size` it refuses other sizes; without this check, sizes with the same number of positions would pass.
     """
 
@@ -38,8 +39,10 @@ class ImageClassifierFile(nn.Module):
         image_size: tuple[int, int] | None,
         normalise: tuple[Sequence[float], Sequence[float]] | None,
         softmax: bool,
+        multi_label: bool = False,
     ) -> None:
         super().__init__()
+        self.multi_label = multi_label
         self.backbone = backbone
         self.image_size = image_size
         self.softmax = softmax
@@ -54,7 +57,9 @@ class ImageClassifierFile(nn.Module):
         if self.preprocess:
             images = (images.to(self.mean.dtype) / 255 - self.mean) / self.std
         logits = self.backbone(images)
-        return logits.softmax(-1) if self.softmax else logits
+        if not self.softmax:
+            return logits
+        return logits.sigmoid() if self.multi_label else logits.softmax(-1)
 
 
 @torch.jit.script_if_tracing
@@ -84,7 +89,8 @@ def export_image_classifier(
     The file takes images [batch, channels, height, width] with any batch size: normalised float32, or uint8 pixels with
     `preprocess`. It gives logits [batch, classes], or probabilities with `softmax`. It is written in float32 from a
     copy on the CPU; the model does not change. `data` is what a checkpoint knows (img_size, in_chans, mean, std,
-    interpolation, crop_pct, class_names); missing entries are those of the model's `pretrained_cfg`.
+    interpolation, crop_pct, class_names; multi_label and thresholds of decisions); missing entries are those that the
+    model states. With multi_label, the probabilities of a row are each label's own.
 
     `longseq.tools.export.parity.compare` defines how far the file may be from the model. Raises ValueError if the
     format cannot represent the model, or the file differs too much; an existing file of that name then remains as it
@@ -99,6 +105,7 @@ def export_image_classifier(
         image_size=None if dynamic_resolution else (height, width),
         normalise=(data["mean"], data["std"]) if preprocess else None,
         softmax=softmax,
+        multi_label=bool(data.get("multi_label")),
     ).eval()
 
     sizes = _resolutions(model, height, width) if dynamic_resolution else [(height, width)]
@@ -155,13 +162,15 @@ def _check_request(
 
 
 def _resolutions(model: nn.Module, height: int, width: int) -> list[tuple[int, int]]:
-    """The sizes to compare at, and the size to trace with; all are whole numbers of patches, the traced one is not
-    square.
+    """The sizes to compare at, and the size to trace with, which is not square.
+
+    All are whole numbers of patches, but for one of a model that pads images.
     """
-    patch = getattr(getattr(model, "patch_embed", None), "patch_size", 32)
-    rows, columns = _pair(patch)
+    embed = getattr(model, "patch_embed", None)
+    rows, columns = _pair(getattr(embed, "patch_size", 32))
+    padded = [(height + 1, width + columns - 1)] if getattr(embed, "dynamic_img_pad", False) else []
     steps = ((0, 0), (1, 0), (4, 6), (0, 2))
-    return [(height + down * rows, width + across * columns) for down, across in steps]
+    return padded + [(height + down * rows, width + across * columns) for down, across in steps]
 
 
 def _check_output(model: nn.Module, output: Tensor, data: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.image.decoding import DECODING
+from longseq.tasks.training.decisions import HALF
 from longseq.timm_models import model_name
 from longseq.tools.export.states import StateSpec
 
@@ -40,6 +41,7 @@ def classifier_metadata(
     metadata["decoding"] = DECODING
     if data.get("class_names"):
         metadata["class_names"] = list(data["class_names"])
+    metadata |= _decision(data)
     metadata["input"] = (
         "uint8 pixels 0..255, [batch, channels, height, width]"
         if preprocess
@@ -47,6 +49,21 @@ def classifier_metadata(
     )
     metadata["output"] = "probabilities [batch, classes]" if softmax else "logits [batch, classes]"
     return {**metadata, **_origin(model), **extra}
+
+
+def _decision(data: Mapping[str, Any]) -> dict[str, Any]:
+    """How probabilities become decisions, where that is not the most probable class."""
+    thresholds, several = data.get("thresholds"), bool(data.get("multi_label"))
+    if several:
+        thresholds = thresholds or [HALF] * len(data.get("class_names") or ())
+    if not thresholds:
+        return {}
+    told = (
+        "an image has each label whose probability, the sigmoid of its logit, is at least the label's threshold"
+        if several
+        else "the second class if its probability, the softmax of the logits, is at least the threshold; else the first"
+    )
+    return {"multi_label": several, "thresholds": list(thresholds), "decision": told}
 
 
 def language_metadata(

@@ -13,21 +13,23 @@ from torchvision.transforms.functional import pil_to_tensor
 class ConfusionMatrix(Callback):
     """Adds `test/confusion_matrix`, rows true classes and columns predicted ones, for at most `max_classes` classes.
 
-    Data with several labels a sample has no picture: it has a matrix for each label.
+    `val/confusion_matrix` is that of the validation before the best checkpoint, where the module has one; its numbers
+    are in the run folder. Data with several labels a sample has no picture: it has a matrix for each label.
     """
 
     def __init__(self, max_classes: int = 100) -> None:
         self.max_classes = max_classes
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        counts = pl_module.confusion_matrix
         board = find_board(trainer)
-        if not isinstance(counts, Tensor) or counts.ndim != 2 or board is None or len(counts) > self.max_classes:
+        if board is None or not trainer.is_global_zero:
             return
-        if trainer.is_global_zero:
-            info: Any = trainer.datamodule.info  # type: ignore[attr-defined]
-            picture = draw_confusion_matrix(counts, info.class_names)
-            board.experiment.add_image("test/confusion_matrix", picture, trainer.global_step)
+        info: Any = trainer.datamodule.info  # type: ignore[attr-defined]
+        of_splits = {"val": getattr(pl_module, "val_confusion_matrix", None), "test": pl_module.confusion_matrix}
+        for split, counts in of_splits.items():
+            if isinstance(counts, Tensor) and counts.ndim == 2 and len(counts) <= self.max_classes:
+                picture = draw_confusion_matrix(counts, info.class_names)
+                board.experiment.add_image(f"{split}/confusion_matrix", picture, trainer.global_step)
 
 
 def find_board(trainer: Trainer) -> TensorBoardLogger | None:

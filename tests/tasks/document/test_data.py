@@ -253,10 +253,11 @@ def test_equal_documents_go_to_one_split(tmp_path: Path) -> None:
     assert sum(map(len, splits)) == len(set.union(*splits)) == 30
 
 
-def test_a_tokenizer_is_trained_on_the_training_documents_alone(tmp_path: Path) -> None:
+def test_a_tokenizer_is_trained_on_the_training_documents_alone(tmp_path: Path, caplog: Any) -> None:
     pytest.importorskip("tokenizers")
-    path = write_jsonl(tmp_path / "a.jsonl", make_rows())
+    path = write_jsonl(tmp_path / "a.jsonl", [*make_rows(), "{"])
     data = open_data(tmp_path, root=str(path), tokenizer="train:300")
+    assert ["left out" in record.message for record in caplog.records] == [True], "told once"
     plain = open_data(tmp_path, root=str(path))
     assert contents(data, "test") == contents(plain, "test")
     assert data.split("train").lengths.sum() < plain.split("train").lengths.sum()
@@ -271,7 +272,7 @@ def test_a_tokenizer_is_trained_on_the_training_documents_alone(tmp_path: Path) 
         DocumentData.for_evaluation(config, {"tokenizer": "bytes"}, split="test", trained=data.info, batch_size=64)
 
 
-def test_evaluation_on_another_file_opens_it_alone(tmp_path: Path) -> None:
+def test_evaluation_on_another_file_opens_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = open_data(tmp_path, root=str(write_jsonl(tmp_path / "a.jsonl", make_rows())))
     config = {"data": vars(data.keys), "seed": 0, "recipe": {"batch_size": 2048}}
     (tmp_path / "a.jsonl").unlink()
@@ -286,6 +287,15 @@ def test_evaluation_on_another_file_opens_it_alone(tmp_path: Path) -> None:
     assert contents(whole, "test") == contents(found, "test")
     alone = DocumentData.for_evaluation({}, {"test": str(other)}, split="test", trained=data.info, batch_size=64)
     assert contents(alone, "test") == contents(found, "test")
+    # A path of the working folder needs no root; one that is below the training's, too, could be either.
+    (tmp_path / "texts").mkdir()
+    below = {"data": {**config["data"], "root": str(tmp_path / "texts")}}
+    monkeypatch.chdir(tmp_path)
+    here = DocumentData.for_evaluation(below, {"test": "other.jsonl"}, split="test", trained=data.info, batch_size=64)
+    assert contents(here, "test") == contents(found, "test")
+    write_jsonl(tmp_path / "texts" / "other.jsonl", make_rows(3))
+    with pytest.raises(ValueError, match=r"data\.test=other\.jsonl is here and below .*: give data\.test=/"):
+        DocumentData.for_evaluation(below, {"test": "other.jsonl"}, split="test", trained=data.info, batch_size=64)
     write_jsonl(other, [{"text": "a stone", "label": "stone"}])
     with pytest.raises(
         ValueError, match=r"the label 'stone' \(.*other.jsonl, line 1\) is none of the 3 classes of the"

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from cases import cases
+from documents import make_rows, open_data, write_jsonl
 
 from longseq.backbones.classifier import TextClassifier
 from longseq.tasks import predict
 from longseq.tasks.data.inputs import InputKeys, PassedOver, Prediction, Unreadable
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.inputs import DocumentFiles
+from longseq.tasks.text.documents import LineCounter
 
 NAMES = ["fable", "letter", "poem"]
 
@@ -71,8 +73,9 @@ def test_rows_of_tables_are_classified_with_or_without_labels(label: bool, tmp_p
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    for name in ("a.jsonl", "a.csv"):
-        found, files = classify(tmp_path / name, column="words", batch_size=2)
+    # The column is that of the training, unless the command names one.
+    for name, column, info in (("a.jsonl", "words", make_info()), ("a.csv", None, make_info(text_column="words"))):
+        found, files = classify(tmp_path / name, info=info, column=column, batch_size=2)
         for number, (one, text) in enumerate(zip(found, texts, strict=True)):
             check_probabilities(one, expect(text))
             assert one.path == str(tmp_path / name)
@@ -151,6 +154,22 @@ def test_what_cannot_be_read_in_a_folder_is_named_and_the_rest_is_classified(tmp
         ("g.md", "is empty", 10),
     ]
     assert files.passed_over == [PassedOver(str(tmp_path / ".hidden"), "hidden")]
+
+
+def test_many_unreadable_lines_are_counted_in_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [*make_rows(15), *["no json"] * 3000])
+    passed, count = [], LineCounter.count
+
+    def noted(self: LineCounter, path: str, offset: int, **options: int) -> int:
+        passed.append(offset - (self._offset if self._offset <= offset else 0))
+        return count(self, path, offset, **options)
+
+    monkeypatch.setattr(LineCounter, "count", noted)
+    found, _ = classify(tmp_path / "a.jsonl")
+    told = [one.reason.split(":")[0] for one in found if isinstance(one, Unreadable)]
+    assert told == [f"line {number}" for number in range(16, 3016)]
+    open_data(tmp_path, root=str(tmp_path / "a.jsonl"))
+    assert sum(passed) < 3 * (tmp_path / "a.jsonl").stat().st_size
 
 
 def test_a_huge_single_line_is_one_document_that_is_never_in_memory_as_features(tmp_path: Path) -> None:

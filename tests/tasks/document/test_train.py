@@ -1,4 +1,4 @@
-"""Classifiers of documents through the commands: a run that is cut and resumed, evaluation, the linear model."""
+"""Classifiers of documents through the commands: a run, evaluation, the linear model."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import json
 import pytest
 import torch
 from documents import make_rows, write_jsonl
-
-from longseq.tasks.document.module import DocumentTask
 
 WORDS = (
     "task=document",
@@ -34,7 +32,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_is_cut_resumed_and_measured_again(folder, command_here):
+def test_a_run_is_measured_again(folder, command_here):
     whole = command_here(folder, "train", *WORDS, "hydra.run.dir=whole")
     assert whole.returncode == 0, whole.stderr
     metrics = json.loads((folder / "whole" / "metrics.json").read_text())
@@ -43,27 +41,6 @@ def test_a_run_is_cut_resumed_and_measured_again(folder, command_here):
     assert sum(metrics["test/documents_by_length"].values()) == 18
     assert torch.tensor(metrics["test/confusion_matrix"]).sum() == 18
     assert metrics["updates"] > 4
-
-    step = DocumentTask.training_step
-
-    def fail(module, *arguments):
-        if module.global_step == 4:
-            raise RuntimeError("cut")
-        return step(module, *arguments)
-
-    words = ("callbacks.checkpoint.every_n_train_steps=1", "callbacks.linear=null", "hydra.run.dir=cut")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DocumentTask, "training_step", fail)
-        with pytest.raises(RuntimeError, match="cut"):
-            command_here(folder, "train", *WORDS, *words)
-    resumed = command_here(folder, "train", *WORDS, *words, "resume=true")
-    assert resumed.returncode == 0, resumed.stderr
-    assert "continuing from" in resumed.stdout
-    first, second = (
-        torch.load(folder / run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
-        for run in ("whole", "cut")
-    )
-    assert all(torch.equal(value, second[name]) for name, value in first.items())
 
     checkpoint = f"checkpoint={folder / 'whole' / 'checkpoints' / 'best.ckpt'}"
     measured = command_here(folder, "evaluate", checkpoint, "trainer=cpu", "output=m.json")
@@ -78,9 +55,13 @@ def test_a_run_is_cut_resumed_and_measured_again(folder, command_here):
 def test_the_linear_model_trains_evaluates_and_predicts(folder, command_here):
     # An experiment may hold keys of model=document, and a batch less than the longest document.
     words = (*WORDS[:6], "model=linear", "+model.depth=1", "recipe.batch_size=8", "trainer=cpu")
+    words += ("recipe.ema={decay: 0.9}",)
     trained = command_here(folder, "train", *words, "hydra.run.dir=run")
     assert trained.returncode == 0, trained.stderr
     assert "model.depth=1: not read by model=linear" in trained.stderr
+    assert "recipe.ema averages the weights of updates, which model=linear does not have" in trained.stderr
+    assert "learning rate" not in trained.stdout
+    assert "batch" not in trained.stdout
     metrics = json.loads((folder / "run" / "metrics.json").read_text())
     assert metrics["test/accuracy"] > 0.9
     assert "test/linear_accuracy" not in metrics

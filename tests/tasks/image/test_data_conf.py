@@ -56,7 +56,7 @@ def test_every_recipe_trains_a_step(task, name):
         images, targets = module.on_after_batch_transfer(next(iter(module.train_dataloader())), 0)
         smoothing = recipe["loss"]["label_smoothing"]
         mixing = BatchMixing(10, seed=0, label_smoothing=smoothing, **recipe["augment"]["mixing"])
-        _, soft_targets = mixing(images, targets, update=0)
+        _, soft_targets, _ = mixing(images, targets, update=0)
         torch.testing.assert_close(soft_targets.sum(1), torch.ones(8))
     model = torch.nn.ModuleDict({"blocks": torch.nn.Sequential(torch.nn.Linear(4, 2))})
     optimizer = built(recipe, "optimizer")(model, lr=1e-3)

@@ -14,6 +14,18 @@ def info(img_size: int) -> DataInfo:
     return DataInfo(["a", "b"], 2, img_size, 3, [0.5] * 3, [0.5] * 3, "bicubic", 1.0)
 
 
+def test_deit3_has_layer_scale(compose_config, tmp_path):
+    words = ("recipe=deit3", "model=vit", "model.depth=1", "mixer=attention", f"output={tmp_path}")
+    config = resolve(compose_config("train", *words))
+    del config["recipe"]["model"]["init_values"]  # a run of the time before the recipe set it
+    with torch.device("meta"):
+        before = ImageModel().build(config, info(32))
+        now = ImageModel().build(resolve(compose_config("train", *words)), info(32))
+    assert now.blocks[0].ls2.init_values == 1e-4
+    names = dict(before.named_parameters()).keys()
+    assert dict(now.named_parameters()).keys() - names == {"blocks.0.ls1.gamma", "blocks.0.ls2.gamma"}
+
+
 @pytest.mark.parametrize(
     ("name", "img_size", "patch"),
     [

@@ -7,7 +7,6 @@ import email
 import json
 import random
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -339,110 +338,6 @@ from longseq.tasks.text import corpora
 files = [str(path) for part in (json, email) for path in sorted(Path(part.__file__).parent.glob("[_a-e]*.py"))]
 corpora.standard_library_files = lambda: files
 """
-# Ends the process by SIGKILL at an update: KILL=PLACE:UPDATE, where UPDATE counts those that are done.
-KILLER = """
-import io, os, signal
-from pathlib import Path
-import torch
-from longseq.tasks.lm.module import LanguageModelTask
-
-place, _, update = os.environ.get("KILL", ":-1").partition(":")
-update = int(update)
-
-
-def kill_before(name):
-    whole = getattr(LanguageModelTask, name)
-
-    def method(self, *arguments):
-        if self.trainer.training and self.global_step == update:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return whole(self, *arguments)
-
-    setattr(LanguageModelTask, name, method)
-
-
-if place == "writing":
-    save = torch.save
-
-    def write_half(content, path):
-        if content.get("global_step") == update and Path(path).name.startswith("last.ckpt"):
-            written = io.BytesIO()
-            save(content, written)
-            Path(path).write_bytes(written.getvalue()[: written.tell() // 2])
-            os.kill(os.getpid(), signal.SIGKILL)
-        save(content, path)
-
-    torch.save = write_half
-elif place:
-    kill_before(place)
-"""
-# Streams whose state goes on, and random numbers in the model.
-KILLED = ("mixer=gated_deltanet", "data.reset_state=true", "data.packing=streams", "model.dropout=0.1")
-
-
-@pytest.fixture
-def killed(command, tmp_path, monkeypatch):
-    """killed(NAME, KILL, *overrides): train in tmp_path/NAME in a process of its own; gives how the process ended."""
-    (tmp_path / "killer.py").write_text(PLUGIN + KILLER)
-
-    def go(name, kill, *overrides):
-        monkeypatch.setenv("KILL", kill)
-        words = (*WORDS, *KILLED, *overrides, "resume=true", f"output={name}")
-        done = command(tmp_path, "train", "plugins=[killer]", *words)
-        assert done.returncode in (0, -signal.SIGKILL), done.stderr
-        return done.returncode
-
-    return go
-
-
-def assert_same_states(one, other):
-    """Two values of checkpoints are bitwise equal."""
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key, value in one.items():
-            assert_same_states(value, other[key])
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for value, twin in zip(one, other, strict=True):
-            assert_same_states(value, twin)
-    else:
-        assert one == other
-
-
-@pytest.mark.slow
-def test_a_checkpoint_that_is_being_written_when_the_process_is_killed_leaves_the_former(killed, run, tmp_path):
-    assert killed("cut", "writing:5") == -signal.SIGKILL
-    assert (tmp_path / "cut" / "checkpoints" / "last.ckpt.partial").is_file()
-    assert last(tmp_path / "cut")["global_step"] == 4
-    whole = run("whole", *KILLED)
-    run("cut", *KILLED, "resume=true")
-    assert not (tmp_path / "cut" / "checkpoints" / "last.ckpt.partial").exists()
-    assert_same_run(whole, tmp_path / "cut")
-
-
-@pytest.mark.soak
-def test_twenty_kills_at_random_updates_and_as_many_resumes_end_as_one_run(killed, tmp_path):
-    long = ("recipe.updates=60", "recipe.validate_every_updates=7")
-    chosen = random.Random(18)
-    places = ("training_step", "on_before_optimizer_step", "on_train_batch_end", "on_save_checkpoint", "writing")
-    kills = [(chosen.choice(places), update) for update in sorted(chosen.sample(range(2, 60), 20))]
-    assert killed("whole", ":-1", *long) == 0
-    reached = []
-    for place, update in kills:
-        assert killed("cut", f"{place}:{update}", *long) == -signal.SIGKILL
-        reached.append((place, update, last(tmp_path / "cut")["global_step"]))
-        assert update - 1 <= reached[-1][2] <= update
-    assert killed("cut", ":-1", *long) == 0
-    print(reached)
-    first, second = last(tmp_path / "whole"), last(tmp_path / "cut")
-    for name in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch", "carried_state"):
-        assert_same_states(first[name], second[name])
-    metrics = [json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("whole", "cut")]
-    measured = [{key: value for key, value in one.items() if key.startswith(("test/", "val/"))} for one in metrics]
-    assert measured[0] == measured[1]
-
 
 ADAMW = ("recipe=lm", "recipe.tokens=null", "recipe.schedule.warmup_tokens=null", "recipe.learning_rate=0.01")
 

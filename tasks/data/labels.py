@@ -1,16 +1,35 @@
-"""Labels: from the cells of a file to the names of classes, and from these to targets."""
+"""Labels: from the cells of a file to the names of classes, from these to targets, and how rare each class is."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from longseq.tasks.training.options import Range, refuse_unknown, spell
+
 Labels = tuple[str, ...]
+Weight = Annotated[float, Range(0)]
+# `data.class_weights`: a rule, a number for each class in their order, or numbers by the names of classes.
+ClassWeights = Literal["none", "balanced"] | Annotated[list[float], Range(0)] | Mapping[str, Weight]
 
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
+
+
+def check_label_keys(multi_label: bool, label_column: str | Sequence[str] | None, label_delimiter: str | None) -> None:
+    """Raise ValueError, in one line, for keys of `data` about several labels where there is one."""
+    if isinstance(label_column, list | tuple) and not multi_label:
+        raise ValueError(
+            f"data.label_column={spell(label_column)} names a column for each label: give "
+            "data.multi_label=true, or one column"
+        )
+    if label_delimiter is not None and not multi_label:
+        raise ValueError(
+            f"data.label_delimiter={spell(label_delimiter)} stands between several labels: give data.multi_label=true"
+        )
 
 
 def read_labels(
@@ -98,3 +117,51 @@ def unknown_label(
             if name not in known:
                 return name, places[str(number)]
     return None
+
+
+def count_classes(targets: npt.NDArray[Any], classes: int) -> list[int]:
+    """The samples of each class, from the targets of `targets_of`."""
+    counts = np.bincount(targets, minlength=classes) if targets.ndim == 1 else targets.sum(0)
+    return [int(count) for count in counts]
+
+
+def rarest_labels(targets: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """`[N]`, the rarest label of each row of targets `[N, C]` of 0 and 1, -1 for a row without one; classes `[N]` stay.
+
+    Samples of several labels are divided and drawn by it: the rarest is the one that could be missing.
+    """
+    if targets.ndim == 1:
+        return targets.astype(np.int64)
+    frequency = np.where(targets > 0, targets.sum(0), np.inf)
+    return np.where((targets > 0).any(1), frequency.argmin(1), -1).astype(np.int64)
+
+
+def find_weights(
+    choice: ClassWeights, counts: Sequence[int], samples: int, class_names: Sequence[str], *, multi_label: bool
+) -> list[float] | None:
+    """The weight of each class in the loss, None if all are 1; `counts` are the training samples of each class.
+
+    balanced: `samples / (classes * count)`, whose mean over the samples is 1, or with `multi_label` `(samples - count)
+    / count`. A class without samples has the weight 1. ValueError, in one line, for numbers that do not fit the
+    classes.
+    """
+    if choice == "none":
+        return None
+    if choice == "balanced" and multi_label:  # a label that all samples have keeps a little weight
+        return [max(1, samples - count) / count if count else 1.0 for count in counts]
+    if choice == "balanced":
+        present = sum(count > 0 for count in counts)
+        return [samples / (present * count) if count else 1.0 for count in counts]
+    if isinstance(choice, Mapping):
+        refuse_unknown(choice, class_names, "data.class_weights")
+        weights = [float(choice.get(name, 1.0)) for name in class_names]
+    else:
+        weights = [float(weight) for weight in choice]
+    if len(weights) != len(class_names):
+        raise ValueError(
+            f"data.class_weights={spell(choice)} has {len(weights)} numbers, and there are {len(class_names)} classes: "
+            f"give one for each of {', '.join(class_names[:5])}{', ...' * (len(class_names) > 5)}, or NAME: NUMBER"
+        )
+    if math.fsum(weights) == 0:
+        raise ValueError(f"data.class_weights={spell(choice)} leaves nothing to learn: give at least one above 0")
+    return weights

@@ -1,0 +1,172 @@
+"""Weights of other image models under the names of ours: timm's Vision Transformers and the published Vim."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from longseq.blocks.positions import resize_positions
+
+if TYPE_CHECKING:
+    from longseq.backbones.image import ImageBackbone
+
+# Parts of timm's Vision Transformers, by a part of the names of their weights, and the option with which our model has
+# the part; None where no option gives it.
+PARTS = {
+    "reg_token": ("register tokens", "reg_tokens"),
+    "dist_token": ("the distillation token of a distilled DeiT", None),
+    "head_dist.": ("the second head of a distilled DeiT", None),
+    ".ls1.": ("a layer scale", "init_values"),
+    ".gamma_1": ("a layer scale", None),
+    ".q_norm.": ("norms of queries and keys", None),
+    "norm_pre.": ("a norm before its blocks", None),
+    "fc_norm.": ("a norm between pooling and head", None),
+    "attn_pool.": ("pooling by attention", "global_pool"),
+}
+
+# Parts of the code of Vim that its published models do not use.
+VIM_PARTS = {
+    "cls_token_head": "two class tokens",
+    "rope.": "rotary positions",
+}
+
+# The parameters of a reading in `longseq.mixers.mamba.Mamba`, and those of Vim's forward and backward reading.
+VIM_READINGS = {
+    "convolution.weight": ("conv1d.weight", "conv1d_b.weight"),
+    "convolution.bias": ("conv1d.bias", "conv1d_b.bias"),
+    "x_proj.weight": ("x_proj.weight", "x_proj_b.weight"),
+    "rate_proj.weight": ("dt_proj.weight", "dt_proj_b.weight"),
+    "rate_bias": ("dt_proj.bias", "dt_proj_b.bias"),
+    "A_log": ("A_log", "A_b_log"),
+    "D": ("D", "D_b"),
+}
+VIM_BLOCK = {
+    "norm.weight": "norm1.weight",
+    "norm.bias": "norm1.bias",
+    "mixer.in_proj.weight": "mixer.mixers.0.in_proj.weight",
+    "mixer.out_proj.weight": "mixer.mixers.0.out_proj.weight",
+    "mixer.gamma": "ls1.gamma",
+} | {
+    f"mixer.{theirs}": f"mixer.mixers.{reading}.{ours}"
+    for ours, both in VIM_READINGS.items()
+    for reading, theirs in enumerate(both)
+}
+
+
+def checkpoint_filter_fn(state_dict: dict[str, Any], model: ImageBackbone) -> dict[str, Tensor]:
+    """Fit a state dict to `model`: weights of timm's VisionTransformer or of Vim, and positions of another grid.
+
+    timm's attention becomes the mixer: `blocks.i.attn.qkv` is `blocks.i.mixer.in_proj` and `blocks.i.attn.proj` is
+    `blocks.i.mixer.out_proj`. The positions of timm's class and register tokens are added to the tokens themselves,
+    which have no position on the grid; with `no_embed_class=False` they stay apart.
+
+    The published weights of Vim (github.com/hustvl/Vim) need `mixer="mamba"`. They halve the sum of both readings, as
+    `merge="mean"` does; for `merge="sum"` the output projections are halved. Their class token is where the model's is.
+
+    A state dict does not state its grid. As many positions as the model has patches, or more by the prefix tokens, are
+    those of the model's own grid, without or with positions of these tokens. Another number of positions is read as a
+    square grid, without or with them, and interpolated. Load weights of another oblong grid into a model of their
+    img_size, and change it with `set_input_size`.
+
+    Raises:
+        ValueError: the positions make no square grid, or the weights have a part for which the model has no place.
+    """
+    state_dict = state_dict.get("model", state_dict)
+    state = dict(state_dict.get("state_dict", state_dict))
+    if "norm_f.weight" in state:
+        state = _from_vim(state, model)
+        own = int("cls_token" in state)
+    else:
+        own = _prefix_positions(state, model)
+        _check_parts(state, model)
+        for old, new in ((".attn.qkv.", ".mixer.in_proj."), (".attn.proj.", ".mixer.out_proj.")):
+            state = {name.replace(old, new): value for name, value in state.items()}
+    if "pos_embed" in state:
+        _fit_positions(state, model, own)
+    return state
+
+
+def _check_parts(state: dict[str, Tensor], model: ImageBackbone) -> None:
+    present = {name for name, _ in model.named_parameters()}
+    for mark, (part, option) in PARTS.items():
+        name = next((name for name in state if mark in name), None)
+        if name is not None and not any(mark in own for own in present):
+            remedy = "" if option is None else f"; build it with {option}, as that of the checkpoint"
+            raise ValueError(f"the checkpoint has {part} ({name}), for which this model has no place{remedy}")
+
+
+def _prefix_positions(state: dict[str, Tensor], model: ImageBackbone) -> int:
+    """The number of rows of `pos_embed` that are positions of prefix tokens: those of timm's models may have any."""
+    if "pos_embed" not in state:
+        return 0
+    positions, patches = state["pos_embed"].shape[1], model.patch_embed.num_patches
+    if not any(".attn.qkv." in name for name in state):
+        return 0 if positions == patches else model.num_prefix_positions
+    prefix = sum(state[name].shape[1] for name in ("cls_token", "reg_token") if name in state)
+    if positions in (patches, patches + prefix):
+        return positions - patches
+    return prefix if positions > prefix and math.isqrt(positions - prefix) ** 2 == positions - prefix else 0
+
+
+def _fit_positions(state: dict[str, Tensor], model: ImageBackbone, own: int) -> None:
+    """Give `pos_embed`, whose first `own` rows are those of prefix tokens, the model's grid and its form."""
+    prefix, table = state["pos_embed"].split([own, state["pos_embed"].shape[1] - own], dim=1)
+    cells = table.shape[1]
+    if cells != model.patch_embed.num_patches:
+        side = math.isqrt(cells)
+        if side * side != cells:
+            raise ValueError(
+                f"pos_embed has {cells} cells, which is no square grid, and the model has a grid of "
+                f"{model.patch_embed.grid_size}; build the model at the checkpoint's img_size, then set_input_size"
+            )
+        table = resize_positions(table, (side, side), model.patch_embed.grid_size)
+    if model.num_prefix_positions:
+        if not own:
+            prefix = table.new_zeros(1, model.num_prefix_positions, table.shape[2])
+        table = torch.cat([prefix, table], dim=1)
+    elif own:
+        for name in ("cls_token", "reg_token"):
+            if name in state:
+                count = state[name].shape[1]
+                state[name] = state[name] + prefix[:, :count]
+                prefix = prefix[:, count:]
+    state["pos_embed"] = table
+
+
+def _from_vim(theirs: dict[str, Tensor], model: ImageBackbone) -> dict[str, Tensor]:
+    """The weights of Vim under our names, with the position of the class token before those of the patches."""
+    for mark, part in VIM_PARTS.items():
+        if any(name.startswith(mark) for name in theirs):
+            raise ValueError(f"the checkpoint has {part} ({mark}), for which this model has no place")
+    if "layers.0.mixer.conv1d_b.weight" not in theirs:
+        raise ValueError(
+            "the checkpoint is no Vim with two readings a layer (layers.0.mixer.conv1d_b.weight is missing)"
+        )
+    options = {"mixer": "mamba", "direction": "bidirectional", "share_directions": "projections"}
+    other = [f"{key}={model.arguments[key]!r}" for key, value in options.items() if model.arguments[key] != value]
+    if other:
+        wanted = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        raise ValueError(f"weights of Vim need a model with {wanted}; this one has {', '.join(other)}")
+    if "layers.0.mixer.gamma" in theirs and model.arguments["init_values"] is None:
+        raise ValueError("the checkpoint has a layer scale (layers.0.mixer.gamma): build the model with init_values")
+    ours = {}
+    for name, value in theirs.items():
+        block = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+        if block:
+            part = VIM_BLOCK.get(block[2], block[2])
+            if part.endswith("convolution.weight"):
+                value = value.squeeze(1)
+            if part.endswith("out_proj.weight") and model.merge == "sum":
+                value = value / 2
+            ours[f"blocks.{block[1]}.{part}"] = value
+        else:
+            ours[name.replace("norm_f.", "norm.")] = value
+    if "cls_token" in ours and "pos_embed" in ours:
+        table = ours["pos_embed"]
+        place = (table.shape[1] - 1) // 2 if model.class_token == "middle" else 0
+        ours["pos_embed"] = torch.cat([table[:, place : place + 1], table[:, :place], table[:, place + 1 :]], dim=1)
+    return ours

@@ -1,0 +1,41 @@
+"""Modules that symbolic traces (torch.fx) keep as one call, and modules that TorchScript cannot compile."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+Forward = TypeVar("Forward", bound=Callable[..., Any])
+
+
+def whole_in_traces(forward: Forward) -> Forward:
+    """Decorate a module's `forward` that reads types and sizes of tensors, which a symbolic trace does not have.
+
+    The trace then has one call of the module, as if the module were listed among the tracer's leaf modules:
+    torchvision's `create_feature_extractor` needs no list of them.
+    """
+
+    @functools.wraps(forward)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # In a subclass with another `forward` this one runs as a part of it, and is not the module's call.
+        if args and isinstance(args[0], torch.fx.Proxy) and type(self).forward is call:
+            tracer: Any = args[0].tracer
+            return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
+        return forward(self, *args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+class NotScriptable(nn.Module):
+    """Base class of modules that choose operations at run time, which TorchScript's compiler cannot express."""
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Called by `torch.jit.script` before it compiles: raises NotImplementedError with the remedy."""
+        raise NotImplementedError(
+            f"torch.jit.script cannot compile {type(self).__name__}, which chooses its operations when it runs; trace "
+            "the model with torch.jit.trace, or run `longseq export format=torchscript`"
+        )

@@ -1,0 +1,185 @@
+"""The wrongly classified images of the highest loss, as a picture for TensorBoard and as a list of files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from longseq.tasks.image.examples import name_images
+from longseq.tasks.image.pictures import draw_predictions, is_due, spell_targets
+from longseq.tasks.image.transforms import denormalize
+from longseq.tasks.training import targets
+from longseq.tasks.training.callbacks.confusion import find_board
+from longseq.tasks.training.files import write_text
+from longseq.tasks.training.options import Range
+
+COLUMNS = ("path", "true_class", "predicted_class", "probability", "loss")
+_SPLITS = {"val": "validation", "test": "test"}
+
+
+class Mistake(NamedTuple):
+    """An image that was classified wrongly: `probability` is that of the predicted class, `loss` the cross entropy.
+
+    Of several labels any one may be wrong. `probability` is then the highest one that a decision has against the truth,
+    and `loss` the mean of the labels' binary cross entropies.
+    """
+
+    path: str
+    true: str
+    predicted: str
+    probability: float
+    loss: float
+    pixels: Tensor  # uint8 [C, S, S]; of no channels where no picture is drawn
+
+
+@targets.register("callback")
+class WorstErrors(Callback):
+    """Lists the wrongly classified images of the highest loss in `folder`/worst_errors_val.csv, after each validation,
+    and in worst_errors_test.csv after the test, with the columns `COLUMNS`.
+
+    `val/worst_errors` and `test/worst_errors` are pictures of the first `count` of at most `rows` images, with their
+    files' names. A run gets about `pictures` of those of validation, evenly spaced. An image of a stream has no file
+    and is named by its batch.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        count: Annotated[int, Range(1)] = 16,
+        rows: Annotated[int, Range(1)] = 100,
+        pictures: Annotated[int, Range(1)] = 20,
+    ) -> None:
+        for name, value in (("count", count), ("rows", rows), ("pictures", pictures)):
+            if value < 1:
+                raise ValueError(f"callbacks.worst.{name}={value} must be at least 1")
+        self.folder = Path(folder)
+        self.count, self.rows, self.pictures = count, rows, pictures
+        self._drawn: _Worst | None = None
+        self._listed: _Worst | None = None
+        self._sizes: list[int] = []  # of the batches
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._drawn, self._listed, self._sizes = None, None, []
+
+    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_validation_epoch_start(trainer, pl_module)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        images, true = batch
+        self._sizes.append(len(true))
+        if outputs is not None:
+            module: Any = pl_module
+            worst = _Worst.of_batch(outputs, true, module.decide(outputs), images, batch_idx)
+            self._drawn = worst.beside(self._drawn, self.count)
+            self._listed = worst._replace(images=images[:, :0]).beside(self._listed, self.rows)
+
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        self.on_validation_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._tell(trainer, "val", trainer.global_step - 1, drawn=is_due(trainer, pl_module, self.pictures))
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._tell(trainer, "test", trainer.global_step, drawn=True)
+
+    def _tell(self, trainer: Trainer, stage: str, step: int, *, drawn: bool) -> None:
+        listed = _of_all_processes(trainer, self._name(trainer, stage, self._listed))[: self.rows]
+        shown = _of_all_processes(trainer, self._name(trainer, stage, self._drawn))[: self.count] if drawn else []
+        self._drawn = self._listed = None
+        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        write_text(self.folder / f"worst_errors_{stage}.csv", spell(listed))
+        board = find_board(trainer)
+        if shown and board is not None:
+            picture = draw_predictions(
+                torch.stack([one.pixels for one in shown]).float() / 255,
+                [one.predicted for one in shown],
+                [one.true for one in shown],
+                notes=[os.path.basename(one.path) for one in shown],
+            )
+            board.experiment.add_image(f"{stage}/worst_errors", picture, step)
+
+    def _name(self, trainer: Trainer, stage: str, worst: _Worst | None) -> list[Mistake]:
+        """The mistakes of this process, worst first, with the names of their files."""
+        if worst is None:
+            return []
+        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
+        loader: Any = trainer.val_dataloaders if stage == "val" else trainer.test_dataloaders
+        pixels = denormalize(worst.images, datamodule.info).mul(255).round() if worst.images.shape[1] else worst.images
+        pixels = pixels.to("cpu", torch.uint8)
+        labels = (spell_targets(targets, datamodule.info) for targets in (worst.true, worst.predicted))
+        columns: tuple[Any, ...] = (*labels, worst.probability.tolist(), worst.loss.tolist(), pixels)
+        names: dict[int, list[str]] = {}
+        mistakes = []
+        for (batch, row), *values in zip(worst.places.tolist(), *columns, strict=True):
+            if batch not in names:
+                names[batch] = name_images(datamodule, _SPLITS[stage], loader, batch, self._sizes[batch])
+            mistakes.append(Mistake(names[batch][row], *values))
+        return [one for one in mistakes if one.loss != -math.inf]
+
+
+class _Worst(NamedTuple):
+    """The images of the highest loss so far, all on the device, so that no batch waits for it."""
+
+    loss: Tensor  # [K], -inf of images that were classified correctly
+    probability: Tensor  # [K] of the predicted class
+    true: Tensor  # [K], or [K, C] of several labels
+    predicted: Tensor  # int64, as `true`
+    places: Tensor  # int64 [K, 2]: the batch, and the row in it
+    images: Tensor  # [K, C, S, S] normalised
+
+    @classmethod
+    def of_batch(cls, logits: Tensor, true: Tensor, predicted: Tensor, images: Tensor, batch_idx: int) -> _Worst:
+        if true.ndim == 2:
+            loss = nn.functional.binary_cross_entropy_with_logits(logits, true, reduction="none").mean(dim=1)
+            right = (predicted == true).all(dim=1)
+            probability = torch.where(true > 0, (-logits).sigmoid(), logits.sigmoid()).amax(dim=1)
+        else:
+            loss, right = nn.functional.cross_entropy(logits, true, reduction="none"), predicted == true
+            probability = logits.softmax(dim=1).gather(1, predicted[:, None])[:, 0]
+        loss = loss.masked_fill(right, -math.inf)
+        rows = torch.arange(len(true), device=true.device)
+        places = torch.stack([torch.full_like(rows, batch_idx), rows], dim=1)
+        return cls(loss, probability, true, predicted, places, images)
+
+    def beside(self, other: _Worst | None, count: int) -> _Worst:
+        """The `count` worst of both."""
+        own = self.first(count)
+        return own if other is None else _Worst(*map(torch.cat, zip(other, own, strict=True))).first(count)
+
+    def first(self, count: int) -> _Worst:
+        order = self.loss.topk(min(count, len(self.loss))).indices
+        return _Worst(*(values[order] for values in self))
+
+
+def _of_all_processes(trainer: Trainer, mistakes: list[Mistake]) -> list[Mistake]:
+    """The mistakes of all processes, worst first."""
+    gathered: list[Any] = [mistakes]
+    if trainer.world_size > 1:
+        gathered = [None] * trainer.world_size
+        torch.distributed.all_gather_object(gathered, mistakes)
+    return sorted((one for part in gathered for one in part), key=lambda one: (-one.loss, one.path))
+
+
+def spell(mistakes: list[Mistake]) -> str:
+    """Mistakes as a csv with the columns `COLUMNS`."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for one in mistakes:
+        # Python has decoded a path by the locale, which may be another than UTF-8.
+        path = os.fsencode(one.path).decode("utf-8", "replace")
+        writer.writerow([path, one.true, one.predicted, f"{one.probability:.6f}", f"{one.loss:.6f}"])
+    return file.getvalue()

@@ -1,0 +1,153 @@
+"""Images that a csv file lists: the name of each file, and its class or its labels."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from longseq.tasks.data.labels import Labels, read_labels, sort_names, targets_of
+from longseq.tasks.image.decoding import decode
+from longseq.tasks.image.sources import SPLIT_NAMES, Split, Splits, finish_splits
+
+if TYPE_CHECKING:
+    from longseq.tasks.image.config import ImageDataKeys
+
+# The columns where the user names none: that of files is the one of Hugging Face's image folders.
+FILE_COLUMN, LABEL_COLUMN = "file_name", "label"
+
+
+class Listed(NamedTuple):
+    """A line of a table: its number, the path of the image, and its labels."""
+
+    line: int
+    path: str
+    labels: Labels
+
+
+class TableSource:
+    """The images that a table lists, with classes `[N]`, or for several labels targets `[N, C]` of 0 and 1."""
+
+    def __init__(self, path: Path, rows: Sequence[Listed], class_names: Sequence[str], *, multi_label: bool) -> None:
+        self.label, self.class_names = str(path), list(class_names)
+        self.class_to_idx = {name: index for index, name in enumerate(class_names)}
+        for row in rows:
+            if unknown := [name for name in row.labels if name not in self.class_to_idx]:
+                raise ValueError(
+                    f"{path}, line {row.line}: the label {unknown[0]} is not among those of the training images "
+                    f"({', '.join(self.class_names[:5])}{', ...' * (len(self.class_names) > 5)})"
+                )
+        self._paths = [row.path for row in rows]
+        self._targets = targets_of(
+            np.arange(len(rows)), [row.labels for row in rows], self.class_names, multi_label=multi_label
+        )
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def read(self, index: int) -> tuple[Image.Image, Any]:
+        return decode(self._paths[index]), self._targets[index]
+
+    def path(self, index: int) -> str:
+        return self._paths[index]
+
+    def targets(self) -> np.ndarray:
+        return self._targets
+
+
+def table_splits(keys: ImageDataKeys, root: str | None, names: Mapping[str, str | None]) -> Splits:
+    """The splits of `data.source=csv`: `root` is a table, or a folder with train.csv and maybe val.csv and test.csv.
+
+    What has no table is taken as of a folder of images. ValueError, in one line, for a table that cannot be read, and
+    for labels that training does not have.
+    """
+    tables = {kind: find_table(root, kind, name) for kind, name in names.items()}
+    if tables["train"] is None:
+        raise ValueError(f"{root} holds no {names['train']}.csv: add it, or give data.root=FILE.csv")
+    rows = list(_read(tables["train"], keys))
+    flagged = isinstance(keys.label_column, list | tuple)
+    found = keys.label_column if flagged else sort_names(name for row in rows for name in row.labels)
+    class_names = list(found or ())
+    if len(class_names) < 2 and not (keys.multi_label and class_names):
+        raise ValueError(f"{tables['train']} has one class alone ({''.join(class_names)}), and nothing to tell apart")
+    train = TableSource(tables["train"], rows, class_names, multi_label=keys.multi_label)
+    held_out = {
+        kind: _open(path, keys, class_names) for kind, path in tables.items() if kind != "train" and path is not None
+    }
+    return finish_splits(train, held_out, keys.val_fraction, keys.split_seed, str(root))
+
+
+def held_out_table(
+    keys: ImageDataKeys, root: str | None, kind: str, name: str | None, class_names: Sequence[str], *, whole: bool
+) -> Split | None:
+    """The table of a split, with classes numbered as in `class_names`; None if there is none.
+
+    Without a test table the validation images are the test images. With `whole`, a `root` that is a table is the split.
+    """
+    path = None if name is None else find_table(root, kind, name, single=False)
+    if path is None and kind == "test":
+        path = find_table(root, "validation", None, single=False)
+    if path is None and whole:
+        path = find_table(root, "train", None) if Path(root or "").is_file() else None
+    return None if path is None else Split.whole(_open(path, keys, class_names))
+
+
+def find_table(root: str | None, kind: str, name: str | None, *, single: bool = True) -> Path | None:
+    """The csv file of a split; with `single` a `root` that is a file is the training table."""
+    if root is None:
+        raise ValueError("data.source=csv reads a table of images: give data.root=FILE.csv, or a folder with train.csv")
+    path = Path(root)
+    if not path.exists():
+        raise ValueError(f"data.root={root} does not exist: give a csv file, or the folder of train.csv")
+    if path.is_file():
+        return path if single and kind == "train" else None
+    usual = SPLIT_NAMES[kind] if name is None or name == kind else (name,)
+    files = (path / (one if one.endswith(".csv") else f"{one}.csv") for one in usual)
+    return next((file for file in files if file.is_file()), None)
+
+
+def _open(path: Path, keys: ImageDataKeys, class_names: Sequence[str]) -> TableSource:
+    return TableSource(path, list(_read(path, keys)), class_names, multi_label=keys.multi_label)
+
+
+def _read(path: Path, keys: ImageDataKeys) -> Iterator[Listed]:
+    """The lines of a table. ValueError, which names the line, for one that cannot be read."""
+    given = keys.label_column or LABEL_COLUMN
+    columns = [given] if isinstance(given, str) else list(given)
+    named = keys.file_column or FILE_COLUMN
+    seen: dict[str, int] = {}
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            present = list(reader.fieldnames or [])
+            for key, column in (("file_column", named), *(("label_column", one) for one in columns)):
+                if column not in present:
+                    raise ValueError(
+                        f"{path} has no column {column}: give data.{key}=NAME, one of {', '.join(present)}"
+                    )
+            for row in reader:
+                line = reader.line_num
+                name = row[named]
+                if not name:
+                    raise ValueError(f"{path}, line {line}: no file in column {named!r}")
+                if name in seen:
+                    raise ValueError(
+                        f"{path}, line {line}: {name} is in line {seen[name]} already: give each image one line"
+                    )
+                seen[name] = line
+                try:
+                    labels = read_labels(
+                        [row[one] for one in columns],
+                        columns,
+                        multi_label=keys.multi_label,
+                        delimiter=keys.label_delimiter,
+                    )
+                except ValueError as error:
+                    raise ValueError(f"{path}, line {line}: {error}") from None
+                yield Listed(line, str(path.parent / name), labels)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} cannot be read as csv in UTF-8 ({error}): save it so") from error

@@ -1,0 +1,126 @@
+"""Keys of a recipe that are chosen when the data is open: `recipe.batch_size=auto`, `recipe.learning_rate=find`.
+
+A run records the values in place of the words, and in `recipe.chosen` the keys. A run that continues it takes these
+values, whatever the data then is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from longseq.tasks.training.length import UNITS
+
+AUTO = "auto"  # the task chooses the value by the data
+FIND = "find"  # the value is searched before the run, see `longseq.tasks.training.learning_rate_finder`
+
+RATE = "learning_rate"
+CHOSEN = "chosen"
+
+# Options of models that tasks choose.
+OF_MODELS = ("model.drop_path_rate",)
+
+# A rate that stands for one that is still to be found.
+_ANY_RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Values for keys below `recipe`, such as `optimizer.weight_decay`, and in words why they are these."""
+
+    values: Mapping[str, Any]
+    reason: str
+
+
+def is_automatic(config: Mapping[str, Any]) -> bool:
+    """True if a key of the recipe waits for the task's choice. Options of the model have an `auto` of their own."""
+    leaves = _leaves(config["recipe"]) if isinstance(config["recipe"], Mapping) else ()
+    return any(value == AUTO for key, value in leaves if not key.startswith("model.") or key in OF_MODELS)
+
+
+def is_open(config: Mapping[str, Any]) -> bool:
+    """True if a key of the recipe waits for the data: for a choice or for a search."""
+    return is_automatic(config) or searches(config)
+
+
+def searches(config: Mapping[str, Any]) -> bool:
+    """True if the learning rate is to be searched."""
+    return bool(config["recipe"].get(RATE) == FIND)
+
+
+def value_of(recipe: Mapping[str, Any], key: str, chosen: Any) -> Any:
+    """The value that a recipe gives for a dotted key; `chosen` if it says `auto`."""
+    value = _get(recipe, key)
+    return chosen if value == AUTO else value
+
+
+def settle(config: Mapping[str, Any], choice: Choice) -> dict[str, Any]:
+    """The configuration with the values of `choice` where its recipe says `auto`, and their keys in `recipe.chosen`.
+
+    A length in epochs gives way to one that the recipe states in updates or tokens.
+    """
+    recipe = copy.deepcopy(dict(config["recipe"]))
+    chosen = list(recipe.get(CHOSEN) or [])
+    for key, value in choice.values.items():
+        if _get(recipe, key) == AUTO:
+            _put(recipe, key, None if _stated_otherwise(recipe, key) else value)
+            chosen.append(key)
+    return {**config, "recipe": {**recipe, CHOSEN: chosen}}
+
+
+def with_rate(config: Mapping[str, Any], rate: float | None = None) -> dict[str, Any]:
+    """The configuration with the rate that was found; without one, with any rate, for checks before the search."""
+    recipe = dict(config["recipe"])
+    if recipe.get(RATE) != FIND:
+        return dict(config)
+    chosen = [*(recipe.get(CHOSEN) or []), *([] if rate is None else [RATE])]
+    return {**config, "recipe": {**recipe, RATE: _ANY_RATE if rate is None else rate, CHOSEN: chosen}}
+
+
+def as_chosen_before(config: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with the values that an earlier run chose, where it says `auto` or `find`.
+
+    `saved` is the configuration of that run, of which only the recipe is read.
+    """
+    earlier = saved.get("recipe")
+    if not isinstance(earlier, Mapping) or not isinstance(config.get("recipe"), Mapping):
+        return dict(config)
+    recipe, taken = copy.deepcopy(dict(config["recipe"])), []
+    for key in earlier.get(CHOSEN) or []:
+        if _get(recipe, key) in (AUTO, FIND):
+            _put(recipe, key, _get(earlier, key))
+            taken.append(key)
+    return {**config, "recipe": {**recipe, CHOSEN: taken}} if taken else dict(config)
+
+
+def _stated_otherwise(recipe: Mapping[str, Any], key: str) -> bool:
+    """True if `key` is a length in epochs, and the recipe gives the same length in another unit."""
+    others = (key.replace("epochs", unit) for unit in UNITS if unit != "epochs")
+    return key.endswith("epochs") and any(_get(recipe, other) is not None for other in others)
+
+
+def _leaves(node: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        inner = f"{place}.{key}" if place else str(key)
+        if isinstance(value, Mapping):
+            yield from _leaves(value, inner)
+        else:
+            yield inner, value
+
+
+def _get(recipe: Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted key, None where there is none."""
+    node: Any = recipe
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
+
+
+def _put(recipe: dict[str, Any], key: str, value: Any) -> None:
+    *places, last = key.split(".")
+    node = recipe
+    for part in places:
+        node = node.setdefault(part, {})
+    node[last] = value

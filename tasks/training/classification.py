@@ -1,0 +1,241 @@
+"""Metrics of classifiers by their names, and those that a configuration names; all of them are of torchmetrics."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.classification import (
+    BinaryConfusionMatrix,
+    BinaryStatScores,
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassAveragePrecision,
+    MulticlassCalibrationError,
+    MulticlassCohenKappa,
+    MulticlassConfusionMatrix,
+    MulticlassF1Score,
+    MulticlassMatthewsCorrCoef,
+    MulticlassPrecision,
+    MulticlassRecall,
+    MulticlassStatScores,
+    MultilabelAUROC,
+    MultilabelAveragePrecision,
+    MultilabelConfusionMatrix,
+    MultilabelExactMatch,
+    MultilabelF1Score,
+    MultilabelPrecision,
+    MultilabelRecall,
+    MultilabelStatScores,
+)
+
+from longseq.tasks.training import targets
+from longseq.tasks.training.options import check_call, nearest, refuse_unknown, signature_options
+from longseq.tasks.training.targets import METRICS
+
+Make = Callable[[int], Metric]
+
+LOSS = "loss"
+_OWN: dict[str, Any] = {"validate_args": False}
+
+# Metrics that read decisions. The others read probabilities.
+_DECIDED = (
+    BinaryConfusionMatrix,
+    BinaryStatScores,
+    MulticlassConfusionMatrix,
+    MulticlassStatScores,
+    MultilabelConfusionMatrix,
+    MultilabelExactMatch,
+    MultilabelStatScores,
+)
+# What the data tells a metric, and the user does not.
+_TOLD = ("num_classes", "num_labels")
+
+
+class BalancedAccuracy(MulticlassRecall):
+    """The mean over the classes of the share of their samples that is recognised; classes without samples do not count.
+
+    torchmetrics counts a class without samples as 0 as soon as a model predicts it.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes, average="none", **_OWN)
+
+    def compute(self) -> Tensor:
+        recall = super().compute()
+        tp, _, _, fn = self._final_state()
+        return recall[tp + fn > 0].mean()
+
+
+def _top(places: int) -> Make:
+    return lambda classes: MulticlassAccuracy(classes, top_k=places, average="micro", **_OWN)
+
+
+def _averaged(metric: Callable[..., Metric], average: str | None = None) -> Make:
+    more = {} if average is None else {"average": average}
+    return lambda classes: metric(classes, **more, **_OWN)
+
+
+# The metrics that every run has, and those that it has if they are named. Averages are macro: the mean over classes.
+ONE_LABEL: Mapping[str, Make] = {
+    "top1": _top(1),
+    "top5": _top(5),
+    "f1": _averaged(MulticlassF1Score, "macro"),
+    "balanced_accuracy": BalancedAccuracy,
+}
+ONE_LABEL_MORE: Mapping[str, Make] = {
+    "f1_weighted": _averaged(MulticlassF1Score, "weighted"),
+    "precision": _averaged(MulticlassPrecision, "macro"),
+    "recall": _averaged(MulticlassRecall, "macro"),
+    "auroc": _averaged(MulticlassAUROC, "macro"),
+    "average_precision": _averaged(MulticlassAveragePrecision, "macro"),
+    "calibration_error": _averaged(MulticlassCalibrationError),
+    "cohen_kappa": _averaged(MulticlassCohenKappa),
+    "matthews": _averaged(MulticlassMatthewsCorrCoef),
+}
+SEVERAL_LABELS: Mapping[str, Make] = {
+    "accuracy": _averaged(MultilabelExactMatch),
+    "f1": _averaged(MultilabelF1Score, "macro"),
+    "f1_micro": _averaged(MultilabelF1Score, "micro"),
+    "average_precision": _averaged(MultilabelAveragePrecision, "macro"),
+}
+SEVERAL_LABELS_MORE: Mapping[str, Make] = {
+    "f1_weighted": _averaged(MultilabelF1Score, "weighted"),
+    "precision": _averaged(MultilabelPrecision, "macro"),
+    "recall": _averaged(MultilabelRecall, "macro"),
+    "auroc": _averaged(MultilabelAUROC, "macro"),
+}
+
+
+def known_metrics(chosen: Mapping[str, Any], *, multi_label: bool) -> list[str]:
+    """The names that `task.metric` may give, without `val/`; `chosen` are those of `task.metrics`."""
+    tables = (SEVERAL_LABELS, SEVERAL_LABELS_MORE) if multi_label else (ONE_LABEL, ONE_LABEL_MORE)
+    return list(dict.fromkeys([LOSS, *tables[0], *tables[1], *chosen]))
+
+
+def check_metrics(metric: str, chosen: Mapping[str, Any], *, multi_label: bool) -> None:
+    """Raise ValueError, in one line, for a metric that does not exist, and for options that it does not have."""
+    known = known_metrics({}, multi_label=multi_label)
+    for name, node in chosen.items():
+        place = f"task.metrics.{name}"
+        if node is None:
+            continue
+        if node is True:
+            if name not in known:
+                raise ValueError(
+                    f"{place}=true names no metric: choose one of {', '.join(known)}, or give {place}._target_=CLASS"
+                )
+            continue
+        if name in known:
+            raise ValueError(f"{place} is the name of another metric already: choose another name")
+        if "/" in name:
+            raise ValueError(f"{place} has a slash, which stands behind the split: choose another name")
+        function = targets.find(node, METRICS, place)
+        form = node[targets.TARGET].rpartition(".")[2]
+        unfit = ("Multiclass",) if multi_label else ("Multilabel",)
+        if form.startswith((*unfit, *(("Binary",) if multi_label else ()))):
+            kind = "several labels" if multi_label else "one class"
+            raise ValueError(
+                f"{place}.{targets.TARGET}={form} is not for data with {kind} a sample: choose another one"
+            )
+        options = {key: value for key, value in node.items() if key not in (targets.TARGET, targets.PARTIAL)}
+        if function.__module__.startswith("torchmetrics."):  # they take any keyword, and refuse it when they are built
+            refuse_unknown(options, [one for one in signature_options(_constructor(function)) if one != "self"], place)
+        check_call(function, options, place, given=_TOLD)
+    stage, _, name = metric.rpartition("/")
+    wanted = known_metrics({key: node for key, node in chosen.items() if node is not None}, multi_label=multi_label)
+    if stage != "val" or name not in wanted:
+        near = nearest(name, wanted)
+        hint = f"did you mean val/{near}? " if near and near != name else ""
+        raise ValueError(
+            f"task.metric={metric} is never measured: {hint}choose one of {', '.join(f'val/{one}' for one in wanted)}"
+        )
+
+
+def make_metrics(
+    num_classes: int,
+    *,
+    multi_label: bool = False,
+    chosen: Mapping[str, Any] | None = None,
+    metric: str | None = None,
+) -> dict[str, Metric]:
+    """The metrics of a run: those of every run, those of `task.metrics`, and the one that `task.metric` names.
+
+    Accuracy among the first five is measured of more than five classes. ValueError for one of two classes where there
+    are more.
+    """
+    always, more = (SEVERAL_LABELS, SEVERAL_LABELS_MORE) if multi_label else (ONE_LABEL, ONE_LABEL_MORE)
+    made = {name: make(num_classes) for name, make in always.items() if name != "top5" or num_classes > 5}
+    chosen = {name: node for name, node in (chosen or {}).items() if node is not None}
+    named = [name for name, node in chosen.items() if node is True]
+    if metric is not None and "/" in metric:
+        named.append(metric.rpartition("/")[2])
+    made |= {name: more[name](num_classes) for name in named if name in more}
+    for name, node in chosen.items():
+        if node is not True:
+            made[name] = _build(node, f"task.metrics.{name}", num_classes)
+    return made
+
+
+def _build(node: Mapping[str, Any], place: str, num_classes: int) -> Metric:
+    function = targets.find(node, METRICS, place)
+    if _is_binary(function) and num_classes != 2:
+        raise ValueError(
+            f"{place}.{targets.TARGET}={function.__name__} is for two classes, and there are {num_classes}: choose "
+            "another one"
+        )
+    told = {name: num_classes for name in _TOLD if name in signature_options(_constructor(function))}
+    metric = targets.build({**node, **told}, METRICS, place)
+    if not isinstance(metric, Metric):
+        raise ValueError(f"{place}.{targets.TARGET}={node[targets.TARGET]} makes no metric of torchmetrics")
+    return metric
+
+
+def _constructor(function: Any) -> Any:
+    return function.__init__ if inspect.isclass(function) else function
+
+
+def _is_binary(metric: Any) -> bool:
+    """True for a metric of the second one of two classes, by the name that torchmetrics gives those."""
+    cls = metric if inspect.isclass(metric) else type(metric)
+    return any(
+        base.__module__.startswith("torchmetrics.") and base.__name__.startswith("Binary") for base in cls.__mro__
+    )
+
+
+def update_metrics(metrics: Mapping[str, Any], probabilities: Tensor, decisions: Tensor, wanted: Tensor) -> None:
+    """Add samples, maybe none, to metrics: probabilities `[N, C]`, and the `decisions` about them.
+
+    Metrics with lists are given empty batches, too: torchmetrics can gather the lists of several processes only if each
+    process has the shape and the type of their entries. The others refuse empty batches. A metric `loss` is left alone.
+    """
+    for name, metric in metrics.items():
+        if name != LOSS and (len(wanted) or _keeps_lists(metric)):
+            read = decisions if reads_decisions(metric) else probabilities
+            metric.update(read[:, 1] if read.ndim == 2 and _is_binary(metric) else read, wanted)
+
+
+def reads_decisions(metric: Metric) -> bool:
+    """True if a metric counts decisions, which a threshold changes."""
+    return isinstance(metric, _DECIDED) and getattr(metric, "top_k", 1) == 1
+
+
+def _keeps_lists(metric: Metric) -> bool:
+    return any(isinstance(state, list) for state in metric.metric_state.values())
+
+
+def sparse_counts(counts: Tensor) -> dict[str, Any]:
+    """A confusion matrix for a checkpoint: its shape, and the places and values of what is not 0."""
+    places = counts.nonzero()
+    return {"shape": list(counts.shape), "places": places.int(), "values": counts[tuple(places.T)]}
+
+
+def dense_counts(saved: Mapping[str, Any]) -> Tensor:
+    """The inverse of `sparse_counts`."""
+    counts = torch.zeros(saved["shape"], dtype=saved["values"].dtype)
+    counts[tuple(saved["places"].long().T)] = saved["values"]
+    return counts

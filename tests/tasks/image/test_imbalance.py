@@ -1,0 +1,351 @@
+"""Classes of different sizes, and several labels an image: weights, sampling, metrics, thresholds, tables."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from image_data import image_data
+from PIL import Image
+from sklearn import metrics as sk
+from sklearn.datasets import load_digits
+from sklearn.utils.class_weight import compute_class_weight
+from torch.nn import functional
+
+from longseq.tasks import evaluate, predict, train
+from longseq.tasks.data.labels import count_classes, find_weights, rarest_labels
+from longseq.tasks.data.sampler import BalancedSampler
+from longseq.tasks.image.mixing import BatchMixing
+from longseq.tasks.image.module import ImageClassifier
+from longseq.tasks.training.classification import make_metrics, update_metrics
+from longseq.tasks.training.decisions import Scores, choose_threshold, decide
+
+CLASSES = np.repeat([0, 1, 2], [70, 20, 6])
+DATA = (
+    "data=image_folder",
+    "recipe=digits",
+    "data.img_size=8",
+    "data.crop_pct=1",
+    "data.in_chans=1",
+    "data.num_workers=0",
+)
+
+
+def drawn(epoch=0, batch_size=12, **options):
+    sampler = BalancedSampler(CLASSES, batch_size, **({"seed": 3} | options))
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+def test_a_balanced_epoch_has_each_class_equally_often():
+    samples = list(itertools.chain(*drawn()))
+    assert len(samples) == len(CLASSES)
+    assert set(Counter(CLASSES[one.position] for one in samples).values()) == {32}
+    assert len(set(samples)) == len(samples)  # a sample that comes again is augmented anew
+    rare = Counter(one.position for one in samples if CLASSES[one.position] == 2)
+    assert sorted(rare.values()) == [5, 5, 5, 5, 6, 6]
+    common = [one.position for one in samples if CLASSES[one.position] == 0]
+    assert len(set(common)) == len(common)
+    assert all(Counter(CLASSES[one.position] for one in batch) == {0: 4, 1: 4, 2: 4} for batch in drawn())
+    repeated = list(itertools.chain(*drawn(repeats=2)))
+    assert len(set(repeated)) == len(repeated) == 96
+    assert repeated[0].position == repeated[1].position
+
+
+def test_balanced_samples_are_a_function_of_seed_epoch_and_place():
+    assert drawn() == drawn()
+    assert drawn() != drawn(1)
+    assert drawn() != drawn(seed=4)
+    shares = [drawn(batch_size=3, rank=rank, world_size=2, accumulate=2) for rank in (0, 1)]
+    whole = [{*batch} for batch in drawn()]
+    found = [{*a, *b, *c, *d} for a, b, c, d in zip(*(s[i::2] for s in shares for i in (0, 1)), strict=True)]
+    assert found == whole
+
+
+def test_a_balanced_epoch_continues_where_it_was_left():
+    def loader():
+        data = image_data(name="digits", source="digits", img_size=8, in_chans=1, batch_size=64, sampling="balanced")
+        data.setup()
+        return data.train_dataloader()
+
+    whole = list(loader())
+    begun = loader()
+    first = list(itertools.islice(begun, 7))
+    rest = loader()
+    rest.load_state_dict(begun.state_dict())
+    pairs = zip([*first, *rest], whole, strict=True)
+    assert all(torch.equal(one, other) for pair in pairs for one, other in zip(*pair, strict=True))
+
+
+def test_balanced_weights_are_those_of_scikit_learn():
+    counts = count_classes(CLASSES, 4)
+    weights = find_weights("balanced", counts, len(CLASSES), "abcd", multi_label=False)
+    expected = compute_class_weight("balanced", classes=np.arange(3), y=CLASSES)
+    assert weights == pytest.approx([*expected, 1.0])
+    rows = np.array([[1, 0], [1, 1], [1, 0], [0, 0]])
+    assert find_weights("balanced", count_classes(rows, 2), 4, "ab", multi_label=True) == pytest.approx([1 / 3, 3])
+    assert find_weights({"c": 2}, counts, 96, "abcd", multi_label=False) == [1, 1, 2, 1]
+    assert find_weights([1, 2, 3, 4], counts, 96, "abcd", multi_label=False) == [1, 2, 3, 4]
+    assert rarest_labels(np.array([[1, 0], [1, 1], [0, 0]])).tolist() == [0, 1, -1]
+
+
+@pytest.mark.parametrize("mode", ["batch", "elem"])
+@pytest.mark.parametrize("kind", ["softmax", "bce", "several"])
+def test_a_mixed_image_has_the_weighted_losses_of_both_images(kind, mode):
+    """The definition, image by image: share x weight x smoothed loss, of each of the two images."""
+    weights = torch.tensor([0.2, 1.0, 3.0, 2.0])
+    generator = torch.Generator().manual_seed(0)
+    images, logits = (torch.rand(6, *shape, generator=generator) for shape in ((1, 8, 8), (4,)))
+    targets = torch.tensor([0, 1, 2, 3, 0, 2])
+    if kind == "several":
+        targets = (torch.rand(6, 4, generator=generator) > 0.5).float()
+    options = {"mixup": 0.8, "cutmix": 1.0, "mode": mode, "seed": 0}
+    shares = BatchMixing(6, **options)(images.clone(), torch.arange(6), update=3).targets
+    assert ((shares > 0) & (shares < 1)).any()
+    mixing = BatchMixing(
+        4, **options, label_smoothing=0.1, class_weights=weights.tolist(), multi_label=kind == "several"
+    )
+    mixed, soft, found = mixing(images.clone(), targets, update=3)
+    assert torch.equal(mixed, BatchMixing(4, **options)(images.clone(), targets.long().view(6, -1)[:, 0], update=3)[0])
+    module = ImageClassifier(
+        torch.nn.Identity(), num_classes=4, binary_cross_entropy=kind == "bce", multi_label=kind == "several"
+    )
+
+    def loss(i: int, j: int) -> torch.Tensor:
+        """Of the logits of image i, for the target of image j."""
+        if kind == "several":
+            each = functional.binary_cross_entropy_with_logits(logits[i], targets[j] * 0.9 + 0.05, reduction="none")
+            return (each * torch.where(targets[j] > 0, weights, 1.0)).mean()
+        if kind == "bce":
+            smooth = functional.one_hot(targets[j], 4) * 0.9 + 0.025
+            return weights[targets[j]] * functional.binary_cross_entropy_with_logits(logits[i], smooth)
+        return weights[targets[j]] * functional.cross_entropy(logits[i], targets[j], label_smoothing=0.1)
+
+    expected = sum(shares[i, j] * loss(i, j) for i in range(6) for j in range(6)) / 6
+    torch.testing.assert_close(module._weighted(logits, soft, found), expected)
+
+
+def test_thresholds_are_the_best_of_all():
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        targets = random.random(60) < 0.2
+        scores = np.round(np.clip(0.3 * targets + 0.6 * random.random(60), 0, 1), 2)  # some are equal
+        precision, recall, _ = sk.precision_recall_curve(targets, scores)
+        f1 = 2 * precision * recall / np.maximum(precision + recall, 1e-9)
+        false, true, _ = sk.roc_curve(targets, scores, drop_intermediate=False)
+        pairs = (("f1", f1.max(), sk.f1_score), ("balanced_accuracy", (true - false + 1).max() / 2, None))
+        for criterion, best, score in pairs:
+            found = choose_threshold(torch.tensor(scores), torch.tensor(targets), criterion)
+            assert found not in scores
+            score = score or sk.balanced_accuracy_score
+            assert score(targets, scores >= found) == pytest.approx(best)
+    assert choose_threshold(torch.rand(4), torch.zeros(4), "f1") == 0.5
+
+
+def test_metrics_are_those_of_scikit_learn():
+    random = np.random.default_rng(1)
+    scores = random.dirichlet([1] * 4, 200)
+    classes = random.integers(0, 3, 200)  # the last class is predicted, and never there
+    own = {"f2": {"_target_": "MulticlassFBetaScore", "beta": 2.0, "average": "macro"}, "f1_weighted": True}
+    found = measure(make_metrics(4, chosen=own, metric="val/cohen_kappa"), scores, classes)
+    picked = scores.argmax(1)
+    assert found.keys() == {"top1", "f1", "balanced_accuracy", "f1_weighted", "cohen_kappa", "f2"}
+    assert found["top1"] == pytest.approx(sk.accuracy_score(classes, picked))
+    assert found["f1"] == pytest.approx(sk.f1_score(classes, picked, average="macro", zero_division=0))
+    with pytest.warns(UserWarning, match="y_pred contains classes not in y_true"):
+        assert found["balanced_accuracy"] == pytest.approx(sk.balanced_accuracy_score(classes, picked))
+    assert found["f1_weighted"] == pytest.approx(sk.f1_score(classes, picked, average="weighted", zero_division=0))
+    assert found["f2"] == pytest.approx(sk.fbeta_score(classes, picked, beta=2, average="macro", zero_division=0))
+    assert found["cohen_kappa"] == pytest.approx(sk.cohen_kappa_score(classes, picked), abs=1e-6)
+    rows = random.random((200, 4)) < 0.3
+    found = measure(make_metrics(4, multi_label=True, metric="val/auroc"), scores, rows)
+    assert found.keys() == {"accuracy", "f1", "f1_micro", "average_precision", "auroc"}
+    assert found["accuracy"] == pytest.approx(sk.accuracy_score(rows, scores >= 0.5))
+    for name, average in (("f1", "macro"), ("f1_micro", "micro")):
+        assert found[name] == pytest.approx(sk.f1_score(rows, scores >= 0.5, average=average))
+    assert found["average_precision"] == pytest.approx(sk.average_precision_score(rows, scores, average="macro"))
+    assert found["auroc"] == pytest.approx(sk.roc_auc_score(rows, scores, average="macro"))
+
+
+def measure(metrics: Any, scores: np.ndarray, wanted: np.ndarray) -> dict[str, float]:
+    """The values of metrics after two batches, and an empty one."""
+    for part in (slice(0, 120), slice(120, 200), slice(200, None)):
+        probabilities, targets = torch.tensor(scores[part]).float(), torch.tensor(wanted[part]).long()
+        decisions = decide(probabilities, None, multi_label=wanted.ndim == 2)
+        update_metrics(metrics, probabilities, decisions, targets)
+    return {name: float(metric.compute()) for name, metric in metrics.items()}
+
+
+def test_nothing_outside_the_list_of_metrics_is_called():
+    for node in ({"_target_": "os.getcwd"}, {"_target_": "torchmetrics.MetricCollection", "metrics": []}):
+        with pytest.raises(ValueError, match=r"task.metrics.x._target_=\S+ is not called: it must be one of"):
+            make_metrics(2, chosen={"x": node})
+    with pytest.raises(
+        ValueError, match=r"task\.metrics\.x\._target_=BinaryF1Score is for two classes, and there are 3"
+    ):
+        make_metrics(3, chosen={"x": {"_target_": "BinaryF1Score"}})
+    found = make_metrics(2, chosen={"recall_of_second": {"_target_": "BinaryRecall"}})
+    probabilities = torch.tensor([[0.6, 0.4], [0.3, 0.7]])
+    update_metrics(found, probabilities, decide(probabilities, torch.tensor([0.3]), multi_label=False), torch.ones(2))
+    assert float(found["recall_of_second"].compute()) == 1
+
+
+def test_scores_of_a_process_stay_its_own():
+    scores = Scores()
+    scores.update(torch.tensor([[0.9, 0.1], [0.2, 0.8]]), torch.tensor([0, 1]))
+    scores.update(torch.zeros(0, 2), torch.zeros(0, dtype=torch.long))
+    assert scores.choose("f1", multi_label=False).tolist() == pytest.approx([0.45])
+    assert [len(part) for part in scores.own()] == [2, 2]
+
+
+def write_digits(folder: Path, name: str, numbers: range) -> list[Path]:
+    data = load_digits()
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}{i}.png" for i in numbers]
+    for path, i in zip(paths, numbers, strict=True):
+        Image.fromarray(np.round(data.images[i] * 255 / 16).astype(np.uint8)).save(path)
+    return paths
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.slow
+def test_two_classes_of_different_sizes(tiny, compose_config, tmp_path):
+    """A run's figures are those of scikit-learn on what `predict` writes; all use the threshold of the validation."""
+    target = load_digits().target
+    root = tmp_path / "digits"
+    for split, start, stop in (("train", 0, 300), ("val", 300, 500), ("test", 500, 700)):
+        for i in range(start, stop):
+            write_digits(root / split / ("three" if target[i] == 3 else "other"), "", range(i, i + 1))
+    words = ("task.metric=f1", "task.threshold=f1", "data.class_weights=balanced", "+task.metrics.auroc=true")
+    train.run(tiny(*DATA, f"data.root={root}", *words, "recipe.epochs=3"))
+    run = tmp_path / "run"
+    written = json.loads((run / "metrics.json").read_text())
+    threshold = written["thresholds"]["three"]
+    checkpoint = f"checkpoint={run / 'checkpoints' / 'best.ckpt'}"
+    found = {}
+    for split in ("val", "test"):
+        output = tmp_path / f"{split}.csv"
+        predict.run(compose_config("predict", checkpoint, f"input={root / split}", f"output={output}"))
+        rows = read_rows(output)
+        wanted = np.array([Path(row["path"]).parent.name == "three" for row in rows])
+        decided = np.array([row["decision"] == "three" for row in rows])
+        scores = np.array(
+            [float(row["probability_1" if row["class_1"] == "three" else "probability_2"]) for row in rows]
+        )
+        assert (decided == (scores >= threshold)).all()
+        assert written[f"{split}/f1"] == pytest.approx(sk.f1_score(wanted, decided, average="macro"))
+        assert written[f"{split}/balanced_accuracy"] == pytest.approx(sk.balanced_accuracy_score(wanted, decided))
+        assert written[f"{split}/auroc"] == pytest.approx(sk.roc_auc_score(wanted, scores), abs=1e-4)
+        table = read_rows(run / f"classes_{split}.csv")
+        figures = sk.precision_recall_fscore_support(wanted, decided, zero_division=0)
+        assert [row["class"] for row in table] == ["other", "three"]
+        for name, values in zip(("precision", "recall", "f1", "images"), figures, strict=True):
+            assert [float(row[name] or 0) for row in table] == pytest.approx(list(values), abs=1e-4)
+        matrix = [[int(row["other"]), int(row["three"])] for row in read_rows(run / f"confusion_matrix_{split}.csv")]
+        assert matrix == sk.confusion_matrix(wanted, decided).tolist()
+        found[split] = (wanted, scores)
+    wanted, scores = found["val"]
+    best = max(sk.f1_score(wanted, scores >= one) for one in scores)
+    assert sk.f1_score(wanted, scores >= threshold) == pytest.approx(best)
+    again = evaluate.run(compose_config("evaluate", checkpoint, "trainer=cpu"))
+    assert again == {key: pytest.approx(value) for key, value in written.items() if key in again}
+    assert json.loads((run / "evaluation_test.json").read_text())["test/per_class"] == written["test/per_class"]
+
+
+@pytest.mark.slow
+def test_several_labels_from_a_table_train_and_export(tiny, compose_config, tmp_path):
+    """The exported file, with nothing but its metadata, gives the run's figures on the test images."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    from longseq.tools import export
+
+    target, root = load_digits().target, tmp_path / "digits"
+    labels = {"even": target % 2 == 0, "small": target < 5, "seven": target == 7}
+    for split, numbers in (("train", range(200)), ("test", range(200, 300))):
+        paths = write_digits(root / "images", split, numbers)
+        lines = [
+            [path.relative_to(root), "|".join(name for name, there in labels.items() if there[i])]
+            for path, i in zip(paths, numbers, strict=True)
+        ]
+        with (root / f"{split}.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([["image", "labels"], *lines])
+    keys = ("data.source=csv", "data.multi_label=true", "data.label_delimiter='|'", "data.label_column=labels")
+    train.run(tiny(*DATA, f"data.root={root}", *keys, "data.file_column=image", "task.threshold=f1"))
+    run = tmp_path / "run"
+    written = json.loads((run / "metrics.json").read_text())
+    file = tmp_path / "labels.onnx"
+    checkpoint = f"checkpoint={run / 'checkpoints' / 'best.ckpt'}"
+    export.run(compose_config("export", checkpoint, f"output={file}", "preprocess=true", "softmax=true"))
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    stated = {
+        key: json.loads(session.get_modelmeta().custom_metadata_map[key]) for key in ("class_names", "thresholds")
+    }
+    pixels = [np.asarray(Image.open(root / "images" / f"test{i}.png")) for i in range(200, 300)]
+    (scores,) = session.run(None, {"images": np.stack(pixels)[:, None]})
+    names = stated["class_names"]
+    wanted = np.stack([labels[name][200:300] for name in names], 1)
+    decided = scores >= np.array(stated["thresholds"], np.float32)
+    assert written["test/f1"] == pytest.approx(sk.f1_score(wanted, decided, average="macro"))
+    assert written["test/f1_micro"] == pytest.approx(sk.f1_score(wanted, decided, average="micro"))
+    assert written["test/average_precision"] == pytest.approx(sk.average_precision_score(wanted, scores), abs=1e-5)
+    output = tmp_path / "told.json"
+    predict.run(compose_config("predict", f"checkpoint={run / 'model'}", f"input={root}", f"output={output}"))
+    told = {Path(one["path"]).name: one for one in json.loads(output.read_text())["predictions"]}
+    for i, row in zip(range(200, 300), decided, strict=True):
+        assert told[f"test{i}.png"]["decision"] == [name for name, there in zip(names, row, strict=True) if there]
+        assert len(told[f"test{i}.png"]["classes"]) == 3
+
+
+TABLES = {
+    "file_name,tag\na.png,x\n": "has no column label: give data.label_column=NAME, one of file_name, tag",
+    "name,label\na.png,x\n": "has no column file_name: give data.file_column=NAME, one of name, label",
+    "file_name,label\na.png,x\na.png,y\n": "line 3: a.png is in line 2 already: give each image one line",
+    "file_name,label\na.png,x\n,y\n": "line 3: no file in column 'file_name'",
+    "file_name,label\na.png,x\nb.png,\n": "line 3: no label in column 'label'",
+    "file_name,label\na.png,x\nb.png,x\n": "has one class alone (x), and nothing to tell apart",
+}
+
+
+@pytest.mark.parametrize("text", TABLES)
+def test_a_table_that_cannot_be_read_is_told_with_its_line(text, tmp_path):
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(TABLES[text])):
+        image_data(name="table", source="csv", img_size=8, root=str(tmp_path / "a.csv")).setup()
+
+
+def test_columns_of_flags_are_labels_in_the_order_that_was_given(tmp_path):
+    write_digits(tmp_path, "", range(40))
+    lines = [f"{i}.png,{i % 2},{int(i < 4)}" for i in range(40)]
+    (tmp_path / "all.csv").write_text("\n".join(["file_name,odd,first", *lines]))
+    data = image_data(
+        name="table",
+        source="csv",
+        img_size=8,
+        in_chans=1,
+        root=str(tmp_path / "all.csv"),
+        multi_label=True,
+        label_column=["odd", "first"],
+        class_weights="balanced",
+        val_fraction=0.25,
+    )
+    data.setup()
+    assert data.info.class_names == ["odd", "first"]
+    assert data.info.sizes == {"train": 31, "val": 9, "test": 9}
+    _, targets = next(iter(data.val_dataloader()))
+    held = torch.cat([targets for _, targets in data.val_dataloader()])
+    assert targets.dtype == torch.float32
+    assert held.shape == (9, 2)
+    odd, first = held.sum(0).tolist()
+    assert first == 1  # of the rarest label, too, a quarter validates
+    assert data.info.class_weights == pytest.approx([(11 + odd) / (20 - odd), 28 / 3])
