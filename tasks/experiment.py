@@ -159,9 +159,12 @@ class TrainerKeys:
     accumulate_grad_batches: Annotated[int, Range(1)] = 1
     gradient_clip_val: Annotated[float | None, Range(0)] = None
     log_every_n_steps: Annotated[int | None, Range(1)] = None
-    limit_train_batches: Annotated[int | float | None, Range(0)] = None
+    limit_train_batches: Annotated[int | float | None, Range(above=0)] = None
     limit_val_batches: Annotated[int | float | None, Range(0)] = None
     limit_test_batches: Annotated[int | float | None, Range(0)] = None
+    min_epochs: Annotated[int | None, Range(0)] = None
+    min_steps: Annotated[int | None, Range(0)] = None
+    max_time: str | Mapping[str, Annotated[int, Range(0)]] | None = None
 
 
 def check_experiment(config: Mapping[str, Any], keys: type[TrainKeys] = TrainKeys) -> None:

@@ -76,8 +76,11 @@ def run(cfg: DictConfig) -> float | None:
     if config["resume"] is True and done is not None:
         _print(f"this run is finished: {shorten(folder)}; the same command without resume=true trains anew")
         return done.get(config["optimized_metric"])
-    with locked(folder) if _is_first_process() else nullcontext():
-        return _train(config, folder)
+    try:
+        with locked(folder) if _is_first_process() else nullcontext():
+            return _train(config, folder)
+    finally:
+        runs.forget_folders()
 
 
 def _train(config: dict[str, Any], folder: Path) -> float | None:

@@ -103,6 +103,9 @@ OTHER_NAMES = {
     **dict.fromkeys(("summary", "info", "list"), "describe"),
 }
 
+# Hydra's own sweeper, which runs one trial after the other.
+BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+
 TRACEBACK_VARIABLE = "LONGSEQ_TRACEBACK"
 
 
@@ -203,12 +206,15 @@ def _run_verb(name: str, overrides: list[str]) -> None:
     from hydra.types import RunMode
 
     from longseq import plugins
+    from longseq.tasks.training import runs  # noqa: F401  registers the resolver of hydra.run.dir
     from longseq.tools import key_help
     from longseq.tools.groups import check_choices
     from longseq.tools.mistakes import explain, is_users
 
     key_help.register()
     command_line, declared = sys.argv, plugins.loaded()
+    failures: list[str] = []
+    swept: list[Path] = []  # the folder of the sweep whose trials have failed
 
     def task(cfg: Any) -> Any:
         # Lightning starts the other processes of a run with the same command line, which must contain the verb.
@@ -226,13 +232,22 @@ def _run_verb(name: str, overrides: list[str]) -> None:
         except Exception as error:
             if not is_users(error) or os.environ.get(TRACEBACK_VARIABLE):
                 raise
-            _fail(explain(error, name, overrides))
+            sweeps = HydraConfig.get().mode == RunMode.MULTIRUN
+            told = explain(error, name, overrides)
+            if told not in failures:
+                _fail(told)
+            failures.append(told)
             folder = Path(HydraConfig.get().runtime.output_dir)
             _remove_empty(folder)
             if not folder.exists():
                 drop_log_files()
-            if HydraConfig.get().mode == RunMode.MULTIRUN:
-                raise  # one bad trial does not end a sweep: Hydra continues, and fails at the end
+            if sweeps:
+                # One bad trial does not end a sweep. Hydra's own one would print more lines about it; others count it.
+                here = "basic_launcher" in str(HydraConfig.get().launcher._target_)  # else in another process
+                if here and HydraConfig.get().sweeper._target_ == BASIC_SWEEPER:
+                    swept.append(Path(HydraConfig.get().sweep.dir))
+                    return None
+                raise
             # Exiting here and not through Hydra omits Hydra's own lines about a failed job.
             raise SystemExit(2) from None
 
@@ -244,6 +259,9 @@ def _run_verb(name: str, overrides: list[str]) -> None:
             hydra.main(version_base="1.3", config_path="pkg://longseq.conf", config_name=name.replace(" ", "_"))(task)()
     finally:
         sys.argv = command_line
+    if swept:
+        _remove_sweep(swept[0])
+        raise SystemExit(2)
 
 
 @contextmanager
@@ -294,6 +312,14 @@ def _remove_empty(folder: Path) -> None:
         if here not in folder.parents:
             return
         folder = folder.parent
+
+
+def _remove_sweep(folder: Path) -> None:
+    """Remove the folder of a sweep if none of its trials has left anything but Hydra's note of the sweep."""
+    note = folder / "multirun.yaml"
+    if [*folder.iterdir()] == [note]:
+        note.unlink()
+        _remove_empty(folder.absolute())
 
 
 def _fail(message: str) -> int:

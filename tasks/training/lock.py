@@ -44,6 +44,7 @@ def locked(folder: Path, key: str = "hydra.run.dir") -> Iterator[None]:
     The lock of an ended process of this host is taken over. The lock file is written beside its destination and then
     linked there. The link fails if the file exists, also on network file systems.
     """
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise ValueError(f"{folder} is read-only: choose another {key}")
@@ -63,6 +64,9 @@ def locked(folder: Path, key: str = "hydra.run.dir") -> Iterator[None]:
     finally:
         if _read(path) == own:
             path.unlink()
+        with suppress(OSError):  # a run that did not begin leaves no folder
+            for place in made:
+                place.rmdir()
 
 
 def is_locked(folder: Path) -> bool:

@@ -3,6 +3,7 @@
 import json
 import pickle
 from collections.abc import Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,9 @@ LENGTH_KEYS = (
 )
 _SCHEDULE = "recipe.schedule.sched"
 
+# The folders of this command, by the names that it wanted: Hydra resolves a name several times.
+_OWN: dict[str, str] = {}
+
 
 def run_folder(fresh: str, *, _root_: DictConfig) -> str:
     """Resolver `${run_folder:FRESH}` of hydra.run.dir: FRESH, or with `resume` the folder of the run to continue.
@@ -63,16 +67,29 @@ def run_folder(fresh: str, *, _root_: DictConfig) -> str:
     """
     resume = OmegaConf.select(_root_, "resume")
     if not resume:
-        return fresh
+        return _own(fresh)
     config: Any = OmegaConf.to_container(OmegaConf.masked_copy(_root_, [str(key) for key in _root_ if key != "hydra"]))
     wanted = resolve(OmegaConf.create({**config, "output": fresh}))
     if resume is not True:
         saved = _saved_config(Path(resume))
         ends_elsewhere = saved is not None and bool(differences(saved, wanted))
         if ends_elsewhere and not differences(saved or {}, wanted, another_length=True):
-            return fresh
-        return str(_checkpoint_run(Path(resume)) or fresh)
-    return str(_newest_run(Path(fresh).parent, wanted) or fresh)
+            return _own(fresh)
+        return str(_checkpoint_run(Path(resume)) or _own(fresh))
+    return str(_newest_run(Path(fresh).parent, wanted) or _own(fresh))
+
+
+def _own(fresh: str) -> str:
+    """The folder `fresh`, or FRESH_2 and so on where another command that began in the same second has made it."""
+    if fresh not in _OWN:
+        names = (fresh if number == 1 else f"{fresh}_{number}" for number in count(1))
+        _OWN[fresh] = next(name for name in names if not Path(name).exists())
+    return _OWN[fresh]
+
+
+def forget_folders() -> None:
+    """The end of a command: another one in this process has folders of its own."""
+    _OWN.clear()
 
 
 OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)

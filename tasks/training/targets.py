@@ -10,9 +10,13 @@ import functools
 import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
 
-from longseq.tasks.training.options import check_call
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from longseq.tasks.training.options import Range, check_call, read_beside
 
 OPTIMIZERS = ["timm.optim.create_optimizer_v2", "longseq.tasks.training.muon.create_muon"]
 SCHEDULES = ["timm.scheduler.create_scheduler_v2"]
@@ -77,6 +81,59 @@ METRICS += [
     "torchmetrics.classification.MultilabelRankingLoss",
 ]
 
+# Options of callbacks and loggers that are folders.
+FOLDERS = ("dirpath", "folder", "save_dir")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyStoppingKeys:
+    """The numbers among the options of Lightning's EarlyStopping; `monitor` is any validation metric."""
+
+    patience: Annotated[int, Range(0)] = 3
+    min_delta: Annotated[float, Range(0)] = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimerKeys:
+    """The options of Lightning's Timer that its annotations leave open."""
+
+    duration: str | Mapping[str, Annotated[int, Range(0)]] | None = None
+    interval: Literal["step", "epoch"] = "step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSummaryKeys:
+    """The number among the options of Lightning's ModelSummary."""
+
+    max_depth: Annotated[int, Range(-1)] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CSVLoggerKeys:
+    """The options of Lightning's CSVLogger whose values its annotations leave open."""
+
+    save_dir: str
+    version: Annotated[int, Range(0)] | str | None = None
+    flush_logs_every_n_steps: Annotated[int, Range(1)] = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorBoardLoggerKeys:
+    """The options of Lightning's TensorBoardLogger whose values its annotations leave open."""
+
+    save_dir: str
+    version: Annotated[int, Range(0)] | str | None = None
+
+
+# Of Lightning's callbacks and loggers: options that are checked beyond their annotations.
+NARROWED: Mapping[str, type] = {
+    "EarlyStopping": EarlyStoppingKeys,
+    "Timer": TimerKeys,
+    "ModelSummary": ModelSummaryKeys,
+    "CSVLogger": CSVLoggerKeys,
+    "TensorBoardLogger": TensorBoardLoggerKeys,
+}
+
 _LISTS = {
     "optimizer": OPTIMIZERS,
     "schedule": SCHEDULES,
@@ -130,7 +187,7 @@ def build(node: Mapping[str, Any], allowed: Sequence[str], key: str) -> Any:
         return functools.partial(function, **options)
     try:
         return function(**options)
-    except TypeError as error:
+    except (TypeError, MisconfigurationException) as error:
         raise ValueError(f"{key}: {_short(node[TARGET])} does not take these options: {error}") from error
 
 
@@ -150,7 +207,23 @@ def check_options(node: Mapping[str, Any], allowed: Sequence[str], key: str, *, 
     `given` names arguments that the program passes itself.
     """
     function = find(node, allowed, key)
-    check_call(function, {name: node[name] for name in node if name not in (TARGET, PARTIAL)}, key, given=given)
+    options = {name: node[name] for name in node if name not in (TARGET, PARTIAL)}
+    narrowed = NARROWED.get(_short(node[TARGET])) if function.__module__.startswith("lightning.") else None
+    if narrowed is None:
+        check_call(function, options, key, given=given)
+    else:
+        read_beside(narrowed, function, options, key, given=given)
+    for name in FOLDERS:
+        _check_folder(options.get(name), f"{key}.{name}")
+
+
+def _check_folder(path: Any, key: str) -> None:
+    """ValueError if a file stands where a folder is to be made."""
+    if not isinstance(path, str) or not path:
+        return
+    file = next((place for place in (Path(path), *Path(path).parents) if place.is_file()), None)
+    if file is not None:
+        raise ValueError(f"{key}={path}: {file} is a file, and a folder is needed there: give another name")
 
 
 def find(node: Mapping[str, Any], allowed: Sequence[str], key: str) -> Callable[..., Any]:

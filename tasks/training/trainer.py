@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from longseq.tasks.training import targets
 from longseq.tasks.training.callbacks.clock import RunClock
 from longseq.tasks.training.callbacks.ema import ExponentialMovingAverage
+from longseq.tasks.training.callbacks.progress import TrainingProgress
 from longseq.tasks.training.callbacks.run_log import RunLog
 from longseq.tasks.training.callbacks.stop import StopTogether
 from longseq.tasks.training.configuration import Config, resolve
@@ -75,6 +76,8 @@ def refuse_mode(options: Any, place: str) -> None:
 
 def _with_direction(options: Mapping[str, Any], module: TrainedModule, place: str) -> Mapping[str, Any]:
     if not isinstance(options, Mapping) or "monitor" not in options:
+        if targets.find(options, targets.CALLBACKS, place) is TrainingProgress and "metric" in options:
+            module.higher_is_better(options["metric"], f"{place}.metric")
         return options
     refuse_mode(options, place)
     better = module.higher_is_better(options["monitor"], f"{place}.monitor")

@@ -103,7 +103,7 @@ def _forget_tests(command: list[str], environment: Mapping[str, str]) -> None:
     for logger in list(logging.root.manager.loggerDict.values()):
         for handler in getattr(logger, "handlers", ()):
             if type(handler) is logging.StreamHandler:
-                handler.setStream(sys.stderr)
+                handler.stream = sys.stderr  # setStream flushes the one before, which may be closed
     warnings._showwarnmsg_impl = _SHOW_WARNING  # type: ignore[attr-defined]
     warnings.filters[:] = _FILTERS
     warnings._filters_mutated()  # type: ignore[attr-defined]

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from longseq.tasks import train
 from longseq.tasks.image.module import ImageClassifier
+from longseq.tasks.training import runs
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -223,6 +225,16 @@ def test_an_interrupted_run_resumes_to_the_weights_of_an_uninterrupted_one(
 
 
 @pytest.mark.slow
+def test_commands_of_one_second_have_folders_of_their_own(tmp_path):
+    wanted, config = str(tmp_path / "run"), OmegaConf.create({"resume": False})
+    assert runs.run_folder(wanted, _root_=config) == wanted
+    Path(wanted).mkdir()
+    assert runs.run_folder(wanted, _root_=config) == wanted, "Hydra asks several times"
+    runs.forget_folders()
+    assert runs.run_folder(wanted, _root_=config) == f"{wanted}_2"
+    runs.forget_folders()
+
+
 def test_resuming_under_another_configuration_names_the_keys(tiny, tmp_path):
     train.run(tiny("recipe.epochs=1"))
     path = tmp_path / "run" / "checkpoints" / "last.ckpt"

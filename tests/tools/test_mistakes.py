@@ -106,6 +106,21 @@ def test_as_processes_they_end_with_the_same_line_and_code(folder, shared):
 
 
 @pytest.mark.slow
+def test_a_bad_value_of_a_sweep_is_one_line_and_leaves_nothing(folder, shared):
+    def run_unshared():
+        shared.undo()
+        return run_longseq()
+
+    before = contents(folder)
+    words = ("train", "-m", "callbacks=early_stopping", "callbacks.early_stopping.patience=-1", "mixer=gla,longhorn")
+    process = start_fork(words, folder, run=run_unshared)
+    _, errors = process.communicate()
+    assert process.returncode == 2, errors
+    assert errors == f"{ERROR}callbacks.early_stopping.patience=-1 must be a whole number of at least 0\n"
+    assert contents(folder) == before
+
+
+@pytest.mark.slow
 def test_files_are_utf8_whatever_the_locale(tmp_path):
     make_folder(tmp_path)
     (tmp_path / "photos" / "Zürich.png").write_bytes((tmp_path / "photos" / "a.png").read_bytes())
