@@ -17,6 +17,7 @@ from longseq.tasks import registry
 from longseq.tasks.training import automatic, targets
 from longseq.tasks.training.command import CommandKeys, compile_modes
 from longseq.tasks.training.length import WARMUPS, RunLength
+from longseq.tasks.training.logger import check_loggers
 from longseq.tasks.training.options import (
     OneOf,
     Range,
@@ -28,18 +29,7 @@ from longseq.tasks.training.options import (
     signature_options,
 )
 from longseq.tasks.training.recipe import device_batch_size, device_count
-from longseq.tasks.training.trainer import refuse_mode, refuse_recipe_keys
-
-# Arguments of the Trainer that the program passes itself.
-_TRAINER_OWN = (
-    "callbacks",
-    "default_root_dir",
-    "enable_model_summary",
-    "logger",
-    "num_sanity_val_steps",
-    "plugins",
-    "use_distributed_sampler",
-)
+from longseq.tasks.training.trainer import check_parts, refuse_mode, refuse_own_keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,8 +191,7 @@ def check_experiment(config: Mapping[str, Any], keys: type[TrainKeys] = TrainKey
             refuse_mode(options, f"callbacks.{name}")
             given = ("mode",) if isinstance(options, Mapping) and "monitor" in options else ()
             targets.check_options(options, targets.CALLBACKS, f"callbacks.{name}", given=given)
-    if config.get("logger"):
-        targets.check_options(config["logger"], targets.LOGGERS, "logger")
+    check_loggers(config.get("logger"))
     device_batch_size(config)
     parts.model.check(config)
 
@@ -239,8 +228,10 @@ def with_any_choice(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_trainer(trainer: Mapping[str, Any]) -> None:
     """Raise ValueError, in one line, for a key of `trainer` that Lightning's Trainer does not have."""
-    refuse_recipe_keys(trainer)
-    read_beside(TrainerKeys, Trainer, trainer, "trainer", given=_TRAINER_OWN)
+    targets.check({"trainer": trainer})
+    refuse_own_keys(trainer)
+    read_beside(TrainerKeys, Trainer, trainer, "trainer")
+    check_parts(trainer)
 
 
 def _check_recipe(recipe: Mapping[str, Any], task: Any) -> None:

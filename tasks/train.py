@@ -1,6 +1,7 @@
 """`longseq train`: compose, fit, test with the best checkpoint, report."""
 
 import json
+import logging
 import os
 import shlex
 from collections.abc import Iterator, Mapping
@@ -36,11 +37,13 @@ from longseq.tasks.training.files import write_text
 from longseq.tasks.training.freeze import freeze
 from longseq.tasks.training.learning_rate_finder import TABLE, find_learning_rate, refuse_search
 from longseq.tasks.training.lock import locked
-from longseq.tasks.training.logger import RunLogger
+from longseq.tasks.training.logger import RunLogger, close_loggers, log_parameters, writes_events
 from longseq.tasks.training.model import reads_mixer, values_in_force
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training, device_batch_size, device_count, effective_learning_rate
 from longseq.tasks.training.trainer import build_callbacks, build_trainer
+
+_log = logging.getLogger(__name__)
 
 RUN_FACTS = ("epochs", "updates", "seconds", "parameters", "data_wait_ms", "gpu_memory_gib")
 
@@ -94,21 +97,24 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     module = _build_module(config, datamodule, initialized=checkpoint is None)
     module.higher_is_better(config["task"]["metric"], "task.metric")
     _check_optimized_metric(config, module)
+    _check_direction(config["optimized_metric"], module)
     trainer = build_trainer(config, build_callbacks(config, module))
-    if checkpoint is not None and isinstance(trainer.logger, RunLogger):
-        trainer.logger.continue_at(runs.updates_of(checkpoint))
-    _save_config(values_in_force(config, module.backbone), folder)
-    _announce(config, datamodule.info, module, checkpoint)
+    for logger in trainer.loggers:
+        if checkpoint is not None and isinstance(logger, RunLogger):
+            logger.continue_at(runs.updates_of(checkpoint))
+    in_force = values_in_force(config, module.backbone)
+    _save_config(in_force, folder)
+    _announce(config, datamodule.info, module, checkpoint, events=writes_events(trainer.loggers))
     try:
         with stoppable():
+            log_parameters(trainer.loggers, dict(runs.flatten(in_force)))
             _fit(trainer, module, datamodule, config, checkpoint)
             memory = _peak_memory(trainer)
             metrics = _test(trainer, module, datamodule, config)
         metrics |= _run_facts(trainer, module) | memory
         _record(trainer, config, module, metrics, datamodule.info)
     finally:
-        if isinstance(trainer.logger, RunLogger):
-            trainer.logger.close()
+        close_loggers(trainer.loggers)
     return metrics.get(config["optimized_metric"])
 
 
@@ -183,6 +189,23 @@ def _check_optimized_metric(config: Config, module: TrainedModule) -> None:
     measured = [f"val/{name}" for name in module.val_metrics] + [f"test/{name}" for name in module.test_metrics]
     if metric is not None and metric not in (*measured, *RUN_FACTS, rate):
         raise ValueError(f"optimized_metric={metric} is never measured: choose one of {', '.join(measured)}")
+
+
+def _check_direction(metric: str | None, module: TrainedModule) -> None:
+    """ValueError if a search looks for high values of a metric that should be low, or the reverse."""
+    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
+        return
+    hydra: Any = HydraConfig.get()
+    direction, directions = OmegaConf.select(hydra, "sweeper.direction"), module.directions()
+    if direction is None or metric not in directions:
+        return
+    wanted = "maximize" if directions[metric] else "minimize"
+    told = getattr(direction, "name", direction)
+    if told != wanted:
+        raise ValueError(
+            f"hydra.sweeper.direction={told}: better values of optimized_metric={metric} are "
+            f"{'higher' if directions[metric] else 'lower'}; give hydra.sweeper.direction={wanted}"
+        )
 
 
 def _refuse_distributed_sweep(config: dict[str, Any]) -> None:
@@ -275,7 +298,9 @@ def _save_config(config: dict[str, Any], folder: Path) -> None:
 
 
 @rank_zero_only
-def _announce(config: dict[str, Any], info: Info, module: TrainedModule, checkpoint: Path | None) -> None:
+def _announce(
+    config: dict[str, Any], info: Info, module: TrainedModule, checkpoint: Path | None, *, events: bool
+) -> None:
     model, recipe = config["model"], config["recipe"]
     batch, devices = device_batch_size(config), device_count(config)
     accumulate = config["trainer"].get("accumulate_grad_batches", 1)
@@ -291,7 +316,8 @@ def _announce(config: dict[str, Any], info: Info, module: TrainedModule, checkpo
         _print(f"continuing from {shorten(checkpoint)}")
     elif config["resume"]:
         _print(f"nothing to resume: {_what_else_ran(config)}; starting anew")
-    _print(f"writing to {shorten(config['output'])}   ({_tensorboard(Path(config['output']))})")
+    shown = f"   ({_tensorboard(Path(config['output']))})" if events else ""
+    _print(f"writing to {shorten(config['output'])}{shown}")
 
 
 def _what_else_ran(config: dict[str, Any]) -> str:
@@ -316,10 +342,11 @@ def _record(
     table.
     """
     folder, report = Path(config["output"]), registry.of(config).report
-    if isinstance(trainer.logger, RunLogger):
-        tested = {name: value for name, value in metrics.items() if name.startswith("test/")}
-        trainer.logger.log_results(_hyperparameters(config, module, metrics), tested)
-        trainer.logger.save()
+    for logger in trainer.loggers:
+        if isinstance(logger, RunLogger):
+            tested = {name: value for name, value in metrics.items() if name.startswith("test/")}
+            logger.log_results(_hyperparameters(config, module, metrics), tested)
+            logger.save()
     written = metrics | {"higher_is_better": module.directions()} | report.extras(module, info, "test")
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
         write_text(folder / runs.METRICS_FILE, json.dumps(written, indent=2) + "\n")
@@ -341,9 +368,13 @@ def _record(
         if kind_of(module.backbone) is not None:
             rows.append(("model", shorten(_save_model(best, folder / runs.MODEL_FOLDER, written))))
         best = shorten(best)
-        rows += [("checkpoint", best), ("TensorBoard", _tensorboard(folder))]
+        rows.append(("checkpoint", best))
+        if writes_events(trainer.loggers):
+            rows.append(("TensorBoard", _tensorboard(folder)))
         rows += zip(chain(["next"], repeat("")), report.next_commands(checkpoint_word(best)), strict=False)
     print_rows(rows)
+    for row in rows:
+        _log.info("  ".join(filter(None, row)))
     if (closing := report.closing(module, info)) is not None:
         _print(closing)
 
@@ -391,3 +422,4 @@ def _save_model(checkpoint: str, folder: Path, metrics: dict[str, Any]) -> Path:
 @rank_zero_only
 def _print(line: str) -> None:
     print(line, flush=True)
+    _log.info(line.strip())

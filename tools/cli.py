@@ -6,7 +6,8 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -216,7 +217,7 @@ def _run_verb(name: str, overrides: list[str]) -> None:
     from longseq.tools.mistakes import explain, is_users
 
     key_help.register()
-    command_line = sys.argv
+    command_line, declared = sys.argv, plugins.loaded()
     failures: list[str] = []
     swept: list[Path] = []  # the folder of the sweep whose trials have failed
 
@@ -224,6 +225,7 @@ def _run_verb(name: str, overrides: list[str]) -> None:
         # Lightning starts the other processes of a run with the same command line, which must contain the verb.
         sys.argv = command_line
         try:
+            plugins.load(declared)  # a launcher such as submitit runs this function in another process
             plugins.check_loaded(cfg.plugins, "the configuration")  # a plug-in that only a file names is not imported
             check_choices(cfg, HydraConfig.get().runtime)
             run: Callable[..., Any] = importlib.import_module(VERBS[name].module).run
@@ -240,10 +242,14 @@ def _run_verb(name: str, overrides: list[str]) -> None:
             if told not in failures:
                 _fail(told)
             failures.append(told)
-            _remove_empty(Path(HydraConfig.get().runtime.output_dir))
+            folder = Path(HydraConfig.get().runtime.output_dir)
+            _remove_empty(folder)
+            if not folder.exists():
+                drop_log_files()
             if sweeps:
                 # One bad trial does not end a sweep. Hydra's own one would print more lines about it; others count it.
-                if HydraConfig.get().sweeper._target_ == BASIC_SWEEPER:
+                here = "basic_launcher" in str(HydraConfig.get().launcher._target_)  # else in another process
+                if here and HydraConfig.get().sweeper._target_ == BASIC_SWEEPER:
                     swept.append(Path(HydraConfig.get().sweep.dir))
                     return None
                 raise
@@ -254,12 +260,30 @@ def _run_verb(name: str, overrides: list[str]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.argv = [f"{command_line[0]} {name}", *overrides]
     try:
-        hydra.main(version_base="1.3", config_path="pkg://longseq.conf", config_name=name.replace(" ", "_"))(task)()
+        with kept_root_logger():
+            hydra.main(version_base="1.3", config_path="pkg://longseq.conf", config_name=name.replace(" ", "_"))(task)()
     finally:
         sys.argv = command_line
-    if failures:
+    if swept:
         _remove_sweep(swept[0])
         raise SystemExit(2)
+
+
+@contextmanager
+def kept_root_logger() -> Iterator[None]:
+    """Give Python's root logger its handlers and its level back after a block in which Hydra configures logging."""
+    import logging
+
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        yield
+    finally:
+        for handler in root.handlers:
+            if handler not in handlers:
+                handler.close()
+        root.handlers[:] = handlers
+        root.setLevel(level)
 
 
 def overrides_for_hydra(name: str, overrides: list[str]) -> list[str]:
@@ -272,6 +296,17 @@ def _as_name(override: str) -> str:
     if override.startswith("mixer="):
         return f"mixer.name={override.removeprefix('mixer=')}"
     return f"++{override}" if override.startswith("mixer.options.") else override
+
+
+def drop_log_files() -> None:
+    """Take files from Python's root logger: that of a run that did not begin would stand in a folder that is gone."""
+    import logging
+
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if isinstance(handler, logging.FileHandler):
+            root.removeHandler(handler)
+            handler.close()
 
 
 def _remove_empty(folder: Path) -> None:

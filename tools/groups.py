@@ -8,7 +8,7 @@ from typing import Any
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigSource
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from longseq.tasks.training.options import nearest
 
@@ -30,14 +30,20 @@ def check_choices(cfg: DictConfig, runtime: Any) -> None:
         return
     served = {task, *(OmegaConf.select(cfg, "task.like") or [])}
     for group in sorted(chosen, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST)):
-        option = chosen[group]
-        if option in (None, "null") or group == "task":
-            continue
-        if not groups.has(group, option):
-            raise ValueError(_no_such_option(groups, group, option, chosen, served))
-        tasks = groups.tasks(group, option)
-        if tasks is not None and not served & set(tasks):
-            raise ValueError(_wrong_task(groups, group, option, tasks, task, served))
+        for option in chosen[group] if isinstance(chosen[group], list | tuple | ListConfig) else [chosen[group]]:
+            _check_choice(groups, group, option, chosen, task, served)
+
+
+def _check_choice(
+    groups: _Groups, group: str, option: Any, chosen: Mapping[str, Any], task: str, served: set[str]
+) -> None:
+    if option in (None, "null") or group == "task":
+        return
+    if not groups.has(group, option):
+        raise ValueError(_no_such_option(groups, group, option, chosen, served))
+    tasks = groups.tasks(group, option)
+    if tasks is not None and not served & set(tasks):
+        raise ValueError(_wrong_task(groups, group, option, tasks, task, served))
 
 
 class _Groups:

@@ -36,6 +36,13 @@ FLAGS_WITH_VALUES: dict[str, tuple[str, ...] | None] = {
     "--experimental-rerun": None,
 }
 
+# Files of Hydra's own plug-ins, and the extras of this package that bring them.
+HYDRA_PLUGINS = {
+    "hydra/sweeper/optuna": "optuna",
+    "hydra/sweeper/sampler": "optuna",
+    "hydra/launcher/submitit": "submitit",
+}
+
 # Names of other programs, and the last part of our keys for the same thing.
 SYNONYMS = {
     **dict.fromkeys(("lr", "base_lr", "max_lr"), "learning_rate"),
@@ -247,6 +254,9 @@ def _files_of(path: str) -> list[str]:
 
 
 def _unknown_option(path: str, options: Sequence[str]) -> str:
+    for missing, extra in HYDRA_PLUGINS.items():
+        if path.startswith(missing):
+            return f"{path} needs a package of Hydra's: pip install 'longseq[{extra}]'"
     group, _, option = path.rpartition("/")
     if "/" in "".join(options):  # a group with folders
         group, _, option = path.partition("/")

@@ -40,6 +40,19 @@ OmegaConf.register_new_resolver("by_width", by_width, replace=True)
 OmegaConf.register_new_resolver("either", lambda flag, first, second: first if flag else second, replace=True)
 
 
+def better(metric: str | None) -> str:
+    """Resolver `${better:METRIC}`: maximize or minimize, told from the name of a metric.
+
+    Losses, errors, durations and sizes are to be low. A run compares this with what its metric says of itself.
+    """
+    low = ("loss", "perplexity", "bits_per_byte", "error", "seconds", "parameters", "_ms", "_gib", "epochs", "updates")
+    name = str(metric)
+    return "minimize" if any(word in name for word in low) and not name.endswith("_per_second") else "maximize"
+
+
+OmegaConf.register_new_resolver("better", better, replace=True)
+
+
 def resolve(config: DictConfig | Config) -> dict[str, Any]:
     """The configuration as dictionaries and lists, with all interpolations resolved, without the marks of its files.
 

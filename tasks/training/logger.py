@@ -1,11 +1,19 @@
-"""TensorBoard events in the run folder itself."""
+"""The loggers of a run: TensorBoard events in the run folder itself, and those of other programs."""
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.tensorboard.summary import hparams
+
+from longseq.tasks.training import targets
+
+# The packages that loggers need beside ours, and the extras that bring them.
+PACKAGES = {"WandbLogger": ("wandb", "wandb"), "MLFlowLogger": ("mlflow", "mlflow")}
 
 
 class RunLogger(TensorBoardLogger):
@@ -41,3 +49,64 @@ class RunLogger(TensorBoardLogger):
     def finalize(self, status: str) -> None:
         # Lightning calls this after fit and again after test; closing would begin another file each time.
         self.save()
+
+
+def check_loggers(logger: Any) -> None:
+    """Raise ValueError, in one line, for a logger that does not take its options, or whose package is missing."""
+    for place, options in _entries(logger).items():
+        targets.check_options(options, targets.LOGGERS, place)
+        name = str(options[targets.TARGET]).rpartition(".")[2]
+        package, extra = PACKAGES.get(name, (None, None))
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise ValueError(f"{place}: {name} needs the package {package}: pip install 'longseq[{extra}]'")
+
+
+def build_loggers(logger: Any) -> list[Logger]:
+    """The loggers of the group `logger`: a logger by itself, several by name, or none."""
+    check_loggers(logger)
+    return [targets.build(options, targets.LOGGERS, place) for place, options in _entries(logger).items()]
+
+
+def log_metrics(loggers: Iterable[Logger], metrics: Mapping[str, float], step: int) -> None:
+    """Give the same metrics to every logger of a run."""
+    for logger in loggers:
+        logger.log_metrics(metrics=dict(metrics), step=step)
+
+
+def log_parameters(loggers: Iterable[Logger], parameters: Mapping[str, Any]) -> None:
+    """Tell loggers the flat configuration as a run begins; TensorBoard gets it at the end, beside the results."""
+    for logger in loggers:
+        if not isinstance(logger, RunLogger):
+            logger.log_hyperparams(dict(parameters))
+
+
+def writes_events(loggers: Iterable[Logger]) -> bool:
+    """True if a run has events that TensorBoard shows."""
+    return any(isinstance(logger, TensorBoardLogger) for logger in loggers)
+
+
+def close_loggers(loggers: Iterable[Logger]) -> None:
+    """End what loggers have open, as a process may train several models."""
+    for logger in loggers:
+        if isinstance(logger, RunLogger):
+            logger.close()
+        elif isinstance(logger, WandbLogger):
+            _finish(logger)
+
+
+@rank_zero_only
+def _finish(logger: WandbLogger) -> None:
+    # Otherwise the next run of this process would continue the run of Weights & Biases.
+    if logger._experiment is not None:
+        logger._experiment.finish()
+
+
+def _entries(logger: Any) -> dict[str, Mapping[str, Any]]:
+    """The place in the configuration and the options of each logger."""
+    if not logger:
+        return {}
+    if not isinstance(logger, Mapping):
+        raise ValueError(f"logger={logger} must be a logger with {targets.TARGET}, or several by name")
+    if targets.TARGET in logger:
+        return {"logger": logger}
+    return {f"logger.{name}": options for name, options in logger.items() if options}

@@ -26,6 +26,7 @@ from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.training.callbacks.updates import updated
 from longseq.tasks.training.checkpoint import known_data
 from longseq.tasks.training.length import Epoch
+from longseq.tasks.training.logger import log_metrics
 from longseq.tasks.training.recipe import Training
 from longseq.tasks.training.update_mean import UpdateMean
 
@@ -333,9 +334,8 @@ class TrainedModule(LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if updated(self.trainer, batch_idx) and self._logs_update(self.global_step):
-            assert self.logger is not None
             metrics = {"train/lr": self._learning_rate, "train/gradient_norm": float(self._gradient_norm)}
-            self.logger.log_metrics(metrics, step=self.global_step - 1)
+            log_metrics(self.trainer.loggers, metrics, self.global_step - 1)
 
     def _logs_update(self, update: int) -> bool:
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,28 @@ class FullyShardedStrategy(ModelParallelStrategy):
     """Shards the module's `backbone` over all processes, block by block.
 
     Checkpoints are those of other strategies: whole tensors in one file. So a run continues on one device or on many.
+
+    Args:
+        devices: the processes of the run.
+        reshard_after_forward: give the gathered weights of a block back after its forward pass, and gather them again
+            for the backward pass; without it a run takes more memory and less time.
+        timeout: after which a process that waits for others gives up; by default torch's.
     """
 
-    def __init__(self, devices: int) -> None:
-        super().__init__(data_parallel_size=devices, tensor_parallel_size=1, save_distributed_checkpoint=False)
+    def __init__(
+        self, devices: int, *, reshard_after_forward: bool = True, timeout: timedelta | float | None = None
+    ) -> None:
+        given: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+        super().__init__(data_parallel_size=devices, tensor_parallel_size=1, save_distributed_checkpoint=False, **given)
+        self.reshard_after_forward = reshard_after_forward
 
     def setup_environment(self) -> None:
         super().setup_environment()
         module: Any = self.lightning_module
         # Lightning wants the hook of the module itself, and warns runs without shards of one in its class.
-        module.configure_model = partial(shard, module.backbone, self.device_mesh["data_parallel"])
+        module.configure_model = partial(
+            shard, module.backbone, self.device_mesh["data_parallel"], reshard=self.reshard_after_forward
+        )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load weights and the states of optimizers, of a sharded run or of another.
@@ -53,15 +66,18 @@ class FullyShardedStrategy(ModelParallelStrategy):
         return checkpoint
 
 
-def shard(backbone: nn.Module, mesh: Any) -> None:
-    """Shard a model over the processes of a mesh, each of its `blocks` by itself; a sharded one stays as it is."""
+def shard(backbone: nn.Module, mesh: Any, *, reshard: bool = True) -> None:
+    """Shard a model over the processes of a mesh, each of its `blocks` by itself; a sharded one stays as it is.
+
+    `reshard` is that of `FullyShardedStrategy`, for the blocks.
+    """
     if has_shards(backbone):
         return
     from torch.distributed.fsdp import fully_shard
 
     blocks: Any = getattr(backbone, "blocks", ())
     for block in blocks:
-        fully_shard(block, mesh=mesh)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(backbone, mesh=mesh)
 
 

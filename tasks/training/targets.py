@@ -1,4 +1,4 @@
-"""What a configuration may name to be built: optimizers, schedules, callbacks, loggers, metrics of these lists, only.
+"""What a configuration may name to be built: optimizers, callbacks, loggers, metrics and more, of these lists only.
 
 A configuration is text from the command line or a file. So it must not call functions that are not listed here: the
 names are complete ones, never modules or prefixes of names. A plug-in adds its own by `@register("callback")`.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,24 @@ LOGGERS = [
     "lightning.pytorch.loggers.MLFlowLogger",
     "lightning.pytorch.loggers.TensorBoardLogger",
     "lightning.pytorch.loggers.WandbLogger",
+]
+STRATEGIES = [
+    "lightning.pytorch.strategies.DDPStrategy",
+    "longseq.tasks.training.sharded.FullyShardedStrategy",
+]
+PROFILERS = [
+    "lightning.pytorch.profilers.AdvancedProfiler",
+    "lightning.pytorch.profilers.PyTorchProfiler",
+    "lightning.pytorch.profilers.SimpleProfiler",
+]
+# Where the processes of a run are told of each other, and what else Lightning calls a plug-in of its Trainer.
+TRAINER_PLUGINS = [
+    "lightning.pytorch.plugins.environments.KubeflowEnvironment",
+    "lightning.pytorch.plugins.environments.LSFEnvironment",
+    "lightning.pytorch.plugins.environments.LightningEnvironment",
+    "lightning.pytorch.plugins.environments.MPIEnvironment",
+    "lightning.pytorch.plugins.environments.SLURMEnvironment",
+    "lightning.pytorch.plugins.environments.TorchElasticEnvironment",
 ]
 # Metrics of one number. Those of several classes need their number, which the data tells.
 METRICS = [
@@ -115,7 +134,16 @@ NARROWED: Mapping[str, type] = {
     "TensorBoardLogger": TensorBoardLoggerKeys,
 }
 
-_LISTS = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "callback": CALLBACKS, "logger": LOGGERS, "metric": METRICS}
+_LISTS = {
+    "optimizer": OPTIMIZERS,
+    "schedule": SCHEDULES,
+    "callback": CALLBACKS,
+    "logger": LOGGERS,
+    "metric": METRICS,
+    "strategy": STRATEGIES,
+    "profiler": PROFILERS,
+    "trainer_plugin": TRAINER_PLUGINS,
+}
 _REGISTERED: dict[str, Any] = {}
 
 Target = TypeVar("Target", bound=Callable[..., Any])
@@ -123,12 +151,14 @@ Target = TypeVar("Target", bound=Callable[..., Any])
 TARGET, PARTIAL = "_target_", "_partial_"
 
 
-def register(kind: Literal["optimizer", "schedule", "callback", "logger", "metric"]) -> Callable[[Target], Target]:
+def register(
+    kind: Literal["optimizer", "schedule", "callback", "logger", "metric", "strategy", "profiler", "trainer_plugin"],
+) -> Callable[[Target], Target]:
     """Register a class or function that configurations may then name, by its full name or its last part.
 
     An optimizer is called with (model, lr=...) and a schedule with (optimizer, num_epochs=..., updates_per_epoch=...),
-    as timm's are; callbacks and loggers are called with their own options only. A metric is one of torchmetrics, called
-    also with num_classes or num_labels if it takes them.
+    as timm's are; the others are called with their own options only. A metric is one of torchmetrics, called also with
+    num_classes or num_labels if it takes them.
     """
     names = _LISTS[kind]
 
@@ -217,11 +247,19 @@ def find_targets(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 def _allowed_at(place: str) -> Sequence[str] | None:
     group, _, rest = place.partition(".")
-    if group == "callbacks" and rest and not set(rest) & set(".["):
-        return CALLBACKS
+    if group in ("callbacks", "logger") and rest and not set(rest) & set(".["):
+        return CALLBACKS if group == "callbacks" else LOGGERS
+    if re.fullmatch(r"trainer\.plugins\[\d+\]", place):
+        return TRAINER_PLUGINS
     if place.startswith("task.metrics.") and not set(place.removeprefix("task.metrics.")) & set(".["):
         return METRICS
-    return {"recipe.optimizer": OPTIMIZERS, "recipe.schedule": SCHEDULES, "logger": LOGGERS}.get(place)
+    return {
+        "recipe.optimizer": OPTIMIZERS,
+        "recipe.schedule": SCHEDULES,
+        "logger": LOGGERS,
+        "trainer.strategy": STRATEGIES,
+        "trainer.profiler": PROFILERS,
+    }.get(place)
 
 
 def _named(target: Any, allowed: Sequence[str], place: str) -> Any:

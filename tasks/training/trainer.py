@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from datetime import timedelta
+from typing import Annotated, Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
+from torch.nn.parallel import DistributedDataParallel
 
 from longseq.tasks.training import targets
 from longseq.tasks.training.callbacks.clock import RunClock
 from longseq.tasks.training.callbacks.ema import ExponentialMovingAverage
 from longseq.tasks.training.callbacks.progress import TrainingProgress
+from longseq.tasks.training.callbacks.run_log import RunLog
 from longseq.tasks.training.callbacks.stop import StopTogether
 from longseq.tasks.training.configuration import Config, resolve
 from longseq.tasks.training.files import WholeCheckpoints
+from longseq.tasks.training.logger import build_loggers
 from longseq.tasks.training.module import TrainedModule
+from longseq.tasks.training.options import Range, check_value, refuse_unknown, signature_options, spell
 from longseq.tasks.training.recipe import device_count
 from longseq.tasks.training.sharded import FullyShardedStrategy
 
-# Arguments of the Trainer that keys of the recipe replace; these count updates, not batches of a device.
-RECIPE_KEYS = {
-    "max_epochs": "recipe.epochs",
-    "max_steps": "recipe.updates",
-    "check_val_every_n_epoch": "recipe.validate_every_epochs",
-    "val_check_interval": "recipe.validate_every_updates",
+# Arguments of the Trainer that other keys replace, and the remedy. Keys of the recipe count updates, not batches of a
+# device.
+OWN_KEYS = {
+    "max_epochs": "the recipe says it; give recipe.epochs",
+    "max_steps": "the recipe says it; give recipe.updates",
+    "check_val_every_n_epoch": "the recipe says it; give recipe.validate_every_epochs",
+    "val_check_interval": "the recipe says it; give recipe.validate_every_updates",
+    "callbacks": "callbacks are a group of their own; give callbacks.NAME._target_=CLASS",
+    "logger": "loggers are a group of their own; give logger=tensorboard, csv, wandb, mlflow or none",
+    "default_root_dir": "the run folder has its own key; give output=FOLDER",
+    "overfit_batches": "give trainer.limit_train_batches and trainer.limit_val_batches, for which data need no sampler",
+    "use_distributed_sampler": "the data deal samples out to the processes themselves; leave it out",
 }
+
+# Parameters of DDPStrategy and of torch's module that Lightning passes by itself.
+_OF_LIGHTNING = ("accelerator", "parallel_devices", "cluster_environment", "kwargs", "module", "device_ids")
 
 # The value of trainer.strategy that shards a model with torch's `fully_shard`.
 FSDP = "fsdp"
@@ -40,7 +55,7 @@ def build_callbacks(config: DictConfig | Config, module: TrainedModule) -> list[
     such metric.
     """
     config = resolve(config)
-    callbacks: list[Callback] = [StopTogether(), RunClock()]
+    callbacks: list[Callback] = [StopTogether(), RunClock(), RunLog()]
     if config["recipe"].get("ema") and module.has_gradients:
         callbacks.append(ExponentialMovingAverage(**config["recipe"]["ema"]))
     callbacks += [
@@ -69,11 +84,31 @@ def _with_direction(options: Mapping[str, Any], module: TrainedModule, place: st
     return {**options, "mode": "max" if better else "min"}
 
 
-def refuse_recipe_keys(trainer: Mapping[str, Any]) -> None:
-    """Raise ValueError, with the remedy, for an argument of Lightning's Trainer that a key of the recipe replaces."""
-    for key, remedy in RECIPE_KEYS.items():
+def refuse_own_keys(trainer: Mapping[str, Any]) -> None:
+    """Raise ValueError, with the remedy, for an argument of Lightning's Trainer that another key replaces."""
+    for key, remedy in OWN_KEYS.items():
         if key in trainer:
-            raise ValueError(f"trainer.{key}={trainer[key]}: the recipe says it; give {remedy}")
+            raise ValueError(f"trainer.{key}={spell(trainer[key])}: {remedy}")
+
+
+def check_parts(trainer: Mapping[str, Any]) -> None:
+    """Raise ValueError, in one line, if the strategy, the profiler or a plug-in does not take its options."""
+    strategy = trainer.get("strategy")
+    if isinstance(strategy, Mapping):
+        target = targets.find(strategy, targets.STRATEGIES, "trainer.strategy")
+        targets.check_options(strategy, targets.STRATEGIES, "trainer.strategy", given=("devices",))
+        if target is DDPStrategy:
+            known = [*signature_options(DDPStrategy), *signature_options(DistributedDataParallel)]
+            known = [name for name in known if name not in _OF_LIGHTNING]
+            refuse_unknown((key for key in strategy if key != targets.TARGET), known, "trainer.strategy")
+        check_value(Annotated[float | None, Range(above=0)], strategy.get("timeout"), "trainer.strategy.timeout")
+    if isinstance(trainer.get("profiler"), Mapping):
+        targets.check_options(trainer["profiler"], targets.PROFILERS, "trainer.profiler")
+    plugins = trainer.get("plugins") or []
+    if not isinstance(plugins, list):
+        raise ValueError(f"trainer.plugins={spell(plugins)} must be a list, each with {targets.TARGET}")
+    for index, options in enumerate(plugins):
+        targets.check_options(options, targets.TRAINER_PLUGINS, f"trainer.plugins[{index}]")
 
 
 def refuse_sharded(config: Config) -> None:
@@ -86,24 +121,43 @@ def refuse_sharded(config: Config) -> None:
 def build_trainer(config: DictConfig | Config, callbacks: list[Callback] | None = None) -> Trainer:
     """The Trainer of `config.trainer` with the configured logger; it writes below `config.output`."""
     config = resolve(config)
-    logger = targets.build(config["logger"], targets.LOGGERS, "logger") if config.get("logger") else False
-    refuse_recipe_keys(config["trainer"])
-    # The data module divides samples among processes itself, without padding. A validation before training only costs
-    # time.
-    fixed: dict[str, Any] = {"use_distributed_sampler": False, "num_sanity_val_steps": 0, "enable_model_summary": False}
-    fixed["max_epochs"] = -1  # the module sets it when the fit begins
-    options = dict(config["trainer"])
-    if options.get("strategy") == FSDP:
-        refuse_sharded(config)
-        options["strategy"] = FullyShardedStrategy(device_count(config))
+    loggers = build_loggers(config.get("logger"))
+    refuse_own_keys(config["trainer"])
+    # The data module divides samples among processes itself, without padding. The module sets the number of epochs when
+    # the fit begins.
+    fixed: dict[str, Any] = {"use_distributed_sampler": False, "max_epochs": -1}
+    # A validation before training only costs time.
+    options = {"num_sanity_val_steps": 0, "enable_model_summary": False, **config["trainer"]}
+    plugins = [
+        targets.build(node, targets.TRAINER_PLUGINS, f"trainer.plugins[{index}]")
+        for index, node in enumerate(options.pop("plugins", None) or [])
+    ]
     try:
+        options["strategy"] = _build_strategy(config, options.get("strategy", "auto"))
+        if isinstance(options.get("profiler"), Mapping):
+            options["profiler"] = targets.build(options["profiler"], targets.PROFILERS, "trainer.profiler")
         return Trainer(
             **options,
             **fixed,
             callbacks=callbacks or [],
-            logger=logger,
-            plugins=[WholeCheckpoints()],
+            logger=loggers or False,
+            plugins=[WholeCheckpoints(), *plugins],
             default_root_dir=config.get("output"),
         )
     except (TypeError, ValueError, MisconfigurationException) as error:
         raise ValueError(f"the trainer cannot be built: {error}; see trainer=..., or trainer=cpu") from error
+
+
+def _build_strategy(config: Config, strategy: Any) -> Any:
+    """Lightning's strategy of `trainer.strategy`: a name, or a class with its options; `timeout` is in seconds."""
+    if strategy == FSDP:
+        strategy = {targets.TARGET: FullyShardedStrategy.__name__}
+    if not isinstance(strategy, Mapping):
+        return strategy
+    options = dict(strategy)
+    if targets.find(options, targets.STRATEGIES, "trainer.strategy") is FullyShardedStrategy:
+        refuse_sharded(config)
+        options["devices"] = device_count(config)
+    if options.get("timeout") is not None:
+        options["timeout"] = timedelta(seconds=options["timeout"])
+    return targets.build(options, targets.STRATEGIES, "trainer.strategy")

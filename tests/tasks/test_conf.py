@@ -26,7 +26,7 @@ from longseq.tasks.probe.generators import check_options
 from longseq.tasks.probe.info import ProbeInfo
 from longseq.tasks.text import corpora
 from longseq.tasks.text.info import TextInfo
-from longseq.tasks.training import targets
+from longseq.tasks.training import logger, targets
 from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.options import read
 from longseq.tasks.training.recipe import Training
@@ -61,13 +61,14 @@ def bind(target: Any, **arguments: Any) -> None:
 
 def chosen(group: str, option: str) -> list[str]:
     """Overrides that choose an option, with the task that it belongs to."""
-    tasks = yaml.safe_load((CONF / group / f"{option}.yaml").read_text()).get("tasks", ["image"])
+    content = yaml.safe_load((CONF / group / f"{option}.yaml").read_text()) or {}
+    tasks = content.get("tasks", ["image"])
     return [f"{group}={option}"] if "image" in tasks else [f"task={tasks[0]}", f"{group}={option}"]
 
 
 def test_the_groups_are_those_tested_here():
-    assert {path.parent.name for path in CONF.glob("*/*.yaml")} == {*GROUPS, "comparison"}, (
-        "test_compare.py has the comparisons"
+    assert {path.parent.name for path in CONF.glob("*/*.yaml")} == {*GROUPS, "comparison", "hparams_search"}, (
+        "test_compare.py has the comparisons, test_loggers.py the searches"
     )
 
 
@@ -89,10 +90,15 @@ def test_every_option_composes_and_binds(group, option, compose_config, tmp_path
     assert training.length is not None
     registry.of(config)  # the task registers callbacks of its own
     targets.check(config)
-    assert isinstance(targets.build(config["logger"], targets.LOGGERS, "logger"), Logger)
+    for name, options in (config.get("logger") or {}).items():
+        bind(
+            targets.find(options, targets.LOGGERS, name), **{key: options[key] for key in options if key != "_target_"}
+        )
+    if option not in ("wandb", "mlflow"):  # packages that need not be there
+        assert all(isinstance(built, Logger) for built in logger.build_loggers(config.get("logger")))
     callbacks = build_callbacks(config, Measured())
     wanted = [options for options in config["callbacks"].values() if options is not None]
-    assert len(callbacks) == len(wanted) + bool(config["recipe"]["ema"]) + 2
+    assert len(callbacks) == len(wanted) + bool(config["recipe"]["ema"]) + 3
 
 
 MODELS = [option for option in OPTIONS if option[0] in ("mixer", "model", "scale")]

@@ -17,7 +17,7 @@ from longseq.tasks.training.configuration import MARKS
 
 CONF = Path(longseq.conf.__file__).parent
 # Groups of whole configurations, which have the keys of other groups.
-WHOLE = ("experiment", "comparison")
+WHOLE = ("experiment", "comparison", "hparams_search", "hydra")
 
 VERBS = {
     "evaluate": "longseq.tasks.evaluate:EvaluateKeys",

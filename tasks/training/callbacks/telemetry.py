@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from longseq.blocks.sharding import has_shards
 from longseq.mixers import Mixer, named_readings
 from longseq.tasks.training.callbacks.updates import updated
+from longseq.tasks.training.logger import log_metrics
 from longseq.tasks.training.options import Range
 
 
@@ -48,7 +49,7 @@ class Telemetry(Callback):
         if named and trainer.is_global_zero:
             # one transfer from the device for all numbers
             values = torch.stack(list(named.values())).tolist()
-            trainer.logger.log_metrics(dict(zip(named, values, strict=True)), step=trainer.global_step - 1)
+            log_metrics(trainer.loggers, dict(zip(named, values, strict=True)), trainer.global_step - 1)
 
 
 @contextmanager

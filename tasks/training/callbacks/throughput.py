@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from longseq.tasks.data.units import count_tokens, count_units
 from longseq.tasks.training.callbacks.updates import updated
+from longseq.tasks.training.logger import log_metrics
 from longseq.tasks.training.memory import peak_memory
 
 _KEY = "throughput"
@@ -99,7 +100,7 @@ class Throughput(Callback):
                 measured["throughput/tokens_per_second"] = tokens
             if (used := self._utilisation(trainer, pl_module, batch)) is not None:
                 measured["throughput/mfu"] = used
-            trainer.logger.log_metrics(measured, step=trainer.global_step - 1)
+            log_metrics(trainer.loggers, measured, trainer.global_step - 1)
         # The first window includes the start of the workers and of the kernels.
         if self._first_window_is_over:
             self._run.merge(self._window)
@@ -143,7 +144,7 @@ class Throughput(Callback):
             measured = {f"throughput/{stage}_{self.unit}_per_second": window.rate}
             if stage == "val" and (memory := peak_memory(module.device)) is not None:
                 measured["throughput/memory_gib"] = memory / 2**30
-            trainer.logger.log_metrics(measured, step=step)
+            log_metrics(trainer.loggers, measured, step)
 
     def _utilisation(self, trainer: Trainer, module: Any, batch: Any) -> float | None:
         peak = peak_flops(module.device, str(trainer.precision), torch.get_float32_matmul_precision())
