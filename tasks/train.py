@@ -5,7 +5,7 @@ import logging
 import os
 import shlex
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -29,6 +29,7 @@ from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import automatic, processes, runs
 from longseq.tasks.training import checkpoint as checkpoints
 from longseq.tasks.training.callbacks.clock import RunClock
+from longseq.tasks.training.callbacks.run_log import logged
 from longseq.tasks.training.callbacks.stop import stoppable
 from longseq.tasks.training.callbacks.throughput import Throughput
 from longseq.tasks.training.class_figures import to_csv
@@ -77,10 +78,22 @@ def run(cfg: DictConfig) -> float | None:
         _print(f"this run is finished: {shorten(folder)}; the same command without resume=true trains anew")
         return done.get(config["optimized_metric"])
     try:
-        with locked(folder) if _is_first_process() else nullcontext():
+        if not _is_first_process():
+            return _train(config, folder)
+        with locked(folder), logged(_find_log(folder)):
             return _train(config, folder)
     finally:
         runs.forget_folders()
+
+
+def _find_log(folder: Path) -> Path | None:
+    """The log of a command, `hydra.job.name`.log in its folder. None without a command, and where Hydra logs instead.
+
+    Hydra's logging replaces and closes what a program around the command has set up: it is not the default.
+    """
+    if not HydraConfig.initialized() or HydraConfig.get().job_logging.root is not None:
+        return None
+    return folder / f"{HydraConfig.get().job.name}.log"
 
 
 def _train(config: dict[str, Any], folder: Path) -> float | None:

@@ -240,12 +240,10 @@ def _run_verb(name: str, overrides: list[str]) -> None:
             sweeps = HydraConfig.get().mode == RunMode.MULTIRUN
             told = explain(error, name, overrides)
             if told not in failures:
-                _fail(told)
+                trial = [word for word in HydraConfig.get().overrides.task if word not in overrides]
+                _fail(f"{told} (trial {' '.join(trial)})" if sweeps and trial else told)
             failures.append(told)
-            folder = Path(HydraConfig.get().runtime.output_dir)
-            _remove_empty(folder)
-            if not folder.exists():
-                drop_log_files()
+            _remove_empty(Path(HydraConfig.get().runtime.output_dir))
             if sweeps:
                 # One bad trial does not end a sweep. Hydra's own one would print more lines about it; others count it.
                 here = "basic_launcher" in str(HydraConfig.get().launcher._target_)  # else in another process
@@ -296,17 +294,6 @@ def _as_name(override: str) -> str:
     if override.startswith("mixer="):
         return f"mixer.name={override.removeprefix('mixer=')}"
     return f"++{override}" if override.startswith("mixer.options.") else override
-
-
-def drop_log_files() -> None:
-    """Take files from Python's root logger: that of a run that did not begin would stand in a folder that is gone."""
-    import logging
-
-    root = logging.getLogger()
-    for handler in list(root.handlers):
-        if isinstance(handler, logging.FileHandler):
-            root.removeHandler(handler)
-            handler.close()
 
 
 def _remove_empty(folder: Path) -> None:

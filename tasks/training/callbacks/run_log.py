@@ -1,17 +1,44 @@
-"""The validations of a run in its log."""
+"""The log of a run: a file in its folder with what the run prints, its validations, and warnings."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 _log = logging.getLogger(__name__)
+_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"  # as Hydra's
+
+
+@contextmanager
+def logged(file: Path | None) -> Iterator[None]:
+    """Append to `file` what is logged in the block: all of this package, and what others' levels let through.
+
+    The file begins with its first line, so that a wrong command leaves none. None: nothing is written.
+    """
+    if file is None:
+        yield
+        return
+    handler = logging.FileHandler(file, encoding="utf-8", delay=True)
+    handler.setFormatter(logging.Formatter(_FORMAT))
+    root, package = logging.getLogger(), logging.getLogger("longseq")
+    level = package.level
+    root.addHandler(handler)
+    package.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        package.setLevel(level)
+        root.removeHandler(handler)
+        handler.close()
 
 
 class RunLog(Callback):
-    """Logs the metrics of each validation of a training, by Python's logging; `hydra.job_logging` says where to."""
+    """Logs the metrics of each validation of a training, by Python's logging."""
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or not trainer.is_global_zero:
