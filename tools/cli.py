@@ -209,6 +209,7 @@ def _run_verb(name: str, overrides: list[str]) -> None:
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
+    from omegaconf import OmegaConf
 
     from longseq import plugins
     from longseq.tasks.training import runs  # noqa: F401  registers the resolver of hydra.run.dir
@@ -240,8 +241,10 @@ def _run_verb(name: str, overrides: list[str]) -> None:
             sweeps = HydraConfig.get().mode == RunMode.MULTIRUN
             told = explain(error, name, overrides)
             if told not in failures:
-                trial = [word for word in HydraConfig.get().overrides.task if word not in overrides]
-                _fail(f"{told} (trial {' '.join(trial)})" if sweeps and trial else told)
+                words = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False) if sweeps else []
+                trial = [str(word) for word in words if word not in overrides]
+                named = [word for word in trial if word.partition("=")[2] in told]  # else the fault is another key's
+                _fail(f"{told} (trial {' '.join(named)})" if named else told)
             failures.append(told)
             _remove_empty(Path(HydraConfig.get().runtime.output_dir))
             if sweeps:

@@ -57,8 +57,8 @@ class InputKeys:
     column: str | None
     truncation: Literal["none"] | None
     segment: Annotated[int | None, Range(1)]
-    saliency: str | None
-    saliency_class: str | int | None
+    saliency: str | None = None
+    saliency_class: str | int | None = None
 
 
 class Inputs(ABC):

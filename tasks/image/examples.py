@@ -16,21 +16,24 @@ from longseq.tasks.image.sources import Split
 from longseq.tasks.image.transforms import evaluation_transform
 
 
-def pick_examples(datamodule: Any, count: int) -> tuple[Tensor, Tensor]:
+def pick_examples(datamodule: Any, count: int) -> tuple[Tensor, Tensor] | None:
     """At most `count` validation images, uint8 [N, C, S, S] as the model is evaluated on them, and their targets.
 
     They have as many classes as possible, in order, and depend on the data alone: each run shows the same ones. Of a
-    stream they are the first ones.
+    stream they are the first ones. None if no image can be read.
     """
     if datamodule.splits is None:
-        images, targets = next(iter(datamodule.val_dataloader()))
-        return images[:count], targets[:count]
+        # Without a default, Lightning would take the end of the stream for that of the validation.
+        first = next(iter(datamodule.val_dataloader()), None)
+        return None if first is None else (first[0][:count], first[1][:count])
     split: Split = datamodule.splits.validation
     classes = split.source.targets()
     known = np.zeros(len(split), dtype=np.int64) if classes is None else rarest_labels(classes[split.indices])
     batches = EvaluationBatches(split, evaluation_transform(datamodule.info), datamodule.info)
     read = ((place, batches[[place]]) for place in stratified_order(known).tolist())
     picked = list(islice(((place, one) for place, one in read if len(one.targets)), count))
+    if not picked:
+        return None
     ordered = [one for _, one in sorted(picked, key=lambda pair: known[pair[0]])]
     return torch.cat([one.inputs for one in ordered]), torch.cat([one.targets for one in ordered])
 

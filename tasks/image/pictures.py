@@ -62,6 +62,8 @@ class SamplePredictions(Callback):
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
         if self._examples is None:
             self._examples = pick_examples(datamodule, self.count)
+        if self._examples is None:
+            return
         images, true = trainer.strategy.batch_to_device(
             trainer.precision_plugin.convert_input(self._examples), pl_module.device
         )

@@ -109,4 +109,7 @@ def _entries(logger: Any) -> dict[str, Mapping[str, Any]]:
         raise ValueError(f"logger={logger} must be a logger with {targets.TARGET}, or several by name")
     if targets.TARGET in logger:
         return {"logger": logger}
+    for name, options in logger.items():
+        if options is not None and not isinstance(options, Mapping):
+            raise ValueError(f"logger.{name}={options} must be a logger with {targets.TARGET}, or null")
     return {f"logger.{name}": options for name, options in logger.items() if options}

@@ -83,7 +83,7 @@ def test_a_wrong_command_is_one_line_and_loses_nothing(verb, folder, command_her
         if not one_line or result.returncode != 2 or changed:
             wrong[command] = (result.returncode, words, lines, changed)
         before = after
-    assert not wrong
+    assert not wrong, "\n".join(map(str, wrong.items()))
 
 
 @pytest.mark.slow

@@ -5,26 +5,41 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging.handlers import MemoryHandler
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from longseq.tasks.training.runs import CONFIG_FILE
+
 _log = logging.getLogger(__name__)
 _FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"  # as Hydra's
+
+
+class _RunLogFile(MemoryHandler):
+    """Keeps what is logged until the run has begun, which its configuration tells: a wrong command leaves no file."""
+
+    def __init__(self, file: Path) -> None:
+        target = logging.FileHandler(file, encoding="utf-8", delay=True)
+        target.setFormatter(logging.Formatter(_FORMAT))
+        super().__init__(capacity=0, target=target, flushOnClose=False)
+        self._begun = file.with_name(CONFIG_FILE)
+
+    def shouldFlush(self, record: logging.LogRecord) -> bool:
+        return self._begun.is_file()
 
 
 @contextmanager
 def logged(file: Path | None) -> Iterator[None]:
     """Append to `file` what is logged in the block: all of this package, and what others' levels let through.
 
-    The file begins with its first line, so that a wrong command leaves none. None: nothing is written.
+    The file is in the folder of a run, and is begun with it. None: nothing is written.
     """
     if file is None:
         yield
         return
-    handler = logging.FileHandler(file, encoding="utf-8", delay=True)
-    handler.setFormatter(logging.Formatter(_FORMAT))
+    handler = _RunLogFile(file)
     root, package = logging.getLogger(), logging.getLogger("longseq")
     level = package.level
     root.addHandler(handler)
@@ -34,7 +49,10 @@ def logged(file: Path | None) -> Iterator[None]:
     finally:
         package.setLevel(level)
         root.removeHandler(handler)
+        target = handler.target
         handler.close()
+        if target is not None:
+            target.close()
 
 
 class RunLog(Callback):

@@ -8,9 +8,10 @@ from hydra import compose, initialize_config_module
 from image_data import image_data
 from omegaconf import OmegaConf
 
+from longseq.tasks.experiment import with_any_choice
 from longseq.tasks.image.mixing import BatchMixing
 from longseq.tasks.training import targets
-from longseq.tasks.training.configuration import MARKS
+from longseq.tasks.training.configuration import MARKS, resolve
 from longseq.tasks.training.length import WARMUPS
 
 
@@ -21,9 +22,9 @@ def names(group):
 
 def load(*overrides):
     with initialize_config_module("longseq.conf", version_base=None):
-        config = compose("train", overrides=list(overrides))
-    sections = {key: OmegaConf.to_container(config[key], resolve=True) for key in ("data", "recipe")}
-    return {key: {name: x for name, x in section.items() if name not in MARKS} for key, section in sections.items()}
+        config = compose("train", overrides=[*overrides, "output=run"])
+    sections = with_any_choice(resolve(config))
+    return {key: {name: x for name, x in sections[key].items() if name not in MARKS} for key in ("data", "recipe")}
 
 
 def built(recipe, name):

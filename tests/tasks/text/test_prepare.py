@@ -460,4 +460,4 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
     partial = tmp_path / "out" / ".partial"
     with module.locked(partial, "output"), pytest.raises(ValueError, match=r"is being written by .* another output"):
         run(tmp_path / "a.jsonl", tmp_path / "out")
-    assert not os.listdir(partial)
+    assert not partial.exists()

@@ -32,7 +32,7 @@ def test_a_second_run_in_the_same_folder_is_refused_in_one_line(tiny, tmp_path):
         train.run(tiny())
     assert "choose another hydra.run.dir" in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert not list(folder.iterdir())
+    assert not folder.exists()
     train.run(tiny("trainer.fast_dev_run=true"))
     assert not (folder / LOCK_FILE).exists()
 
