@@ -91,7 +91,7 @@ def _find_log(folder: Path) -> Path | None:
 
     Hydra's logging replaces and closes what a program around the command has set up: it is not the default.
     """
-    if not HydraConfig.initialized() or HydraConfig.get().job_logging.root is not None:
+    if not HydraConfig.initialized() or HydraConfig.get().job_logging["root"] is not None:
         return None
     return folder / f"{HydraConfig.get().job.name}.log"
 

@@ -241,7 +241,7 @@ def _run_verb(name: str, overrides: list[str]) -> None:
             sweeps = HydraConfig.get().mode == RunMode.MULTIRUN
             told = explain(error, name, overrides)
             if told not in failures:
-                words = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False) if sweeps else []
+                words: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False) if sweeps else []
                 trial = [str(word) for word in words if word not in overrides]
                 named = [word for word in trial if word.partition("=")[2] in told]  # else the fault is another key's
                 _fail(f"{told} (trial {' '.join(named)})" if named else told)
