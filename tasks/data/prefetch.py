@@ -13,6 +13,7 @@ from torch import Tensor
 
 from longseq.tasks.data.batch import Batch
 
+THREAD = "prefetch"
 _AHEAD = 2  # batches that are finished before they are asked for
 
 
@@ -39,7 +40,8 @@ class Prefetch:
     def __call__(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         made: queue.SimpleQueue[_Made | _End] = queue.SimpleQueue()
         places, stopped = threading.Semaphore(_AHEAD), threading.Event()
-        thread = threading.Thread(target=self._produce, args=(batches, made, places, stopped), daemon=True)
+        options: Any = {"args": (batches, made, places, stopped), "name": THREAD, "daemon": True}
+        thread = threading.Thread(target=self._produce, **options)
         thread.start()
         try:
             while not isinstance(item := made.get(), _End):

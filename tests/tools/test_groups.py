@@ -17,7 +17,7 @@ CONF = Path(longseq.conf.__file__).parent
 TASKS = sorted(path.stem for path in (CONF / "task").glob("*.yaml"))
 # Groups whose options are for some tasks; those of the other groups are for every task.
 MARKED = ("callbacks", "data", "experiment", "model", "recipe", "scale")
-FREE = ("comparison", "hparams_search", "hydra", "logger", "mixer", "trainer")
+FREE = ("comparison", "hparams_search", "logger", "mixer", "trainer")
 
 
 def tasks_of(path: Path) -> list[str]:

@@ -14,6 +14,7 @@ from image_data import image_data
 from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor
 
+from longseq.tasks.data.prefetch import THREAD
 from longseq.tasks.image import data as image_data_module
 from longseq.tasks.image.batched import apply_steps, erase, resize, stack_draws, to_grey
 from longseq.tasks.image.datasets import seed_everything
@@ -218,15 +219,14 @@ def test_pixels_that_no_decoder_takes_are_replaced_in_training_and_left_out_of_e
 
 @pytest.mark.slow
 def test_an_error_in_the_thread_ends_the_loop_and_an_early_end_the_thread(folder, on_host):
-    before = threading.active_count()
     module = open_data(folder, "gpu", on_error="raise", num_workers=1)
     with pytest.raises(ValueError, match="is not readable"):
         list(module.val_dataloader())
     batches = iter(open_data(folder, "gpu", num_workers=1).val_dataloader())
     next(batches)
-    assert threading.active_count() > before
+    assert THREAD in {thread.name for thread in threading.enumerate()}
     batches.close()
-    assert threading.active_count() == before
+    assert THREAD not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_gpu_is_needed_to_decode_on_it(folder):
