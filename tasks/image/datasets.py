@@ -123,26 +123,29 @@ class TrainingBatches(Dataset[Batch]):
 class EvaluationBatches(Dataset[Batch]):
     """Positions -> a batch without the images that cannot be read."""
 
-    def __init__(self, split: Split, transform: Callable[[Image.Image], Tensor], info: DataInfo) -> None:
+    def __init__(self, split: Split, transform: Callable[[Image.Image], Any], info: DataInfo) -> None:
         self.split, self.transform = split, transform
         self.shape = (info.in_chans, info.img_size, info.img_size)
         self.num_labels = info.num_classes if info.multi_label else None
+        self.read: Callable[[Split, int], tuple[Any, Any] | Failure] = read_or_failure
 
     def __len__(self) -> int:
         return len(self.split)
 
     def __getitem__(self, positions: list[int]) -> Batch:
-        images: list[Tensor] = []
-        targets: list[Any] = []
         failures: list[Failure] = []
+        samples = [(self.transform(image), target) for image, target in self.samples(positions, failures)]
+        images = _stack([image for image, _ in samples], self.shape)
+        return Batch(images, as_targets([target for _, target in samples], self.num_labels), failures)
+
+    def samples(self, positions: list[int], failures: list[Failure]) -> Iterator[tuple[Any, Any]]:
+        """Each image that can be read, with its class; the others are added to `failures`."""
         for position in positions:
-            sample = read_or_failure(self.split, position)
+            sample = self.read(self.split, position)
             if isinstance(sample, Failure):
                 failures.append(sample)
             else:
-                images.append(self.transform(sample[0]))
-                targets.append(sample[1])
-        return Batch(_stack(images, self.shape), as_targets(targets, self.num_labels), failures)
+                yield sample
 
 
 class StreamBatches(IterableDataset[Batch]):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.functional import pil_to_tensor
 
@@ -19,6 +18,7 @@ from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.image.batched import Draws, apply_steps, erase, resize, stack_draws, to_grey
 from longseq.tasks.image.datasets import (
     REPLACEMENTS,
+    EvaluationBatches,
     TrainingBatches,
     as_targets,
     preserved_random_state,
@@ -84,48 +84,42 @@ class EncodedTrainingBatches(TrainingBatches):
 
     def __getitem__(self, indices: list[SampleIndex]) -> Batch:
         failures: list[Failure] = []
-        images: list[Jpeg | Image.Image] = []
-        draws: list[Draw] = []
-        targets: list[Any] = []
         with preserved_random_state():
-            for image, target in self.samples(indices, failures):
-                drawn = (image, self.draws(image.size)) if isinstance(image, Jpeg) else self.draws.crop(image)
-                images.append(drawn[0])
-                draws.append(drawn[1])
-                targets.append(target)
+            images, draws, targets = _draw(self.samples(indices, failures), self.draws)
         if len(images) < len(indices):
             return Batch(torch.empty(0), torch.empty(0), failures)
         encoded = _pack(images, draws, self.draws.size, self.draws.inner_channels, indices)
         return Batch(encoded, as_targets(targets), failures)
 
 
-class EncodedEvaluationBatches(Dataset[Batch]):
-    """`longseq.tasks.image.datasets.EvaluationBatches` that a `DeviceTransform` finishes."""
+class EncodedEvaluationBatches(EvaluationBatches):
+    """`EvaluationBatches` that a `DeviceTransform` finishes."""
 
     def __init__(self, split: Split, draws: EvaluationDraws, info: DataInfo) -> None:
-        self.split, self.draws = split, draws
-        self.num_labels = info.num_classes if info.multi_label else None
-
-    def __len__(self) -> int:
-        return len(self.split)
+        super().__init__(split, draws.crop, info)
+        self.draws = draws
+        self.read = read_encoded
 
     def __getitem__(self, positions: list[int]) -> Batch:
         failures: list[Failure] = []
-        images: list[Jpeg | Image.Image] = []
-        draws: list[Draw] = []
-        targets: list[Any] = []
-        for position in positions:
-            sample = read_encoded(self.split, position)
-            if isinstance(sample, Failure):
-                failures.append(sample)
-                continue
-            image, target = sample
-            drawn = (image, self.draws(image.size)) if isinstance(image, Jpeg) else self.draws.crop(image)
-            images.append(drawn[0])
-            draws.append(drawn[1])
-            targets.append(target)
+        images, draws, targets = _draw(self.samples(positions, failures), self.draws)
         encoded = _pack(images, draws, self.draws.size, self.draws.inner_channels, [])
         return Batch(encoded, as_targets(targets, self.num_labels), failures)
+
+
+def _draw(
+    samples: Iterable[tuple[Jpeg | Image.Image, Any]], draws: TrainingDraws | EvaluationDraws
+) -> tuple[list[Jpeg | Image.Image], list[Draw], list[Any]]:
+    """The images, those that the CPU has decoded cropped, with the parameters of their transforms and their targets."""
+    images: list[Jpeg | Image.Image] = []
+    drawn: list[Draw] = []
+    targets: list[Any] = []
+    for image, target in samples:
+        kept, parameters = (image, draws(image.size)) if isinstance(image, Jpeg) else draws.crop(image)
+        images.append(kept)
+        drawn.append(parameters)
+        targets.append(target)
+    return images, drawn, targets
 
 
 def _pack(

@@ -6,9 +6,27 @@ from typing import Any
 
 from longseq.tasks.image.config import ImageDataKeys
 from longseq.tasks.image.data import ImageDataModule
+from longseq.tasks.image.info import DataInfo
 
 
 def image_data(*, batch_size: int = 4, seed: int = 0, augment: Any = None, **keys: Any) -> ImageDataModule:
     """The data module of these keys of `data`; it opens nothing yet."""
     keys = {"num_workers": 0} | keys
     return ImageDataModule(ImageDataKeys(**keys), batch_size=batch_size, seed=seed, augment=augment)
+
+
+def image_info(
+    img_size: int = 32, in_chans: int = 3, crop_pct: float = 1.0, interpolation: str = "bicubic"
+) -> DataInfo:
+    """The info of data of two classes."""
+    return DataInfo(
+        class_names=["a", "b"],
+        num_classes=2,
+        img_size=img_size,
+        in_chans=in_chans,
+        mean=[0.5, 0.4, 0.3][:in_chans],
+        std=[0.2, 0.3, 0.25][:in_chans],
+        interpolation=interpolation,
+        crop_pct=crop_pct,
+        sizes={"train": 10, "val": None, "test": 3},
+    )

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from cases import cases
+from image_data import image_info
 from PIL import Image
 
 from longseq.tasks.image.datasets import preserved_random_state, seed_everything
@@ -18,20 +19,6 @@ from longseq.tasks.image.transforms import (
     normalize,
     training_transform,
 )
-
-
-def info(img_size=32, in_chans=3, crop_pct=1.0):
-    return DataInfo(
-        class_names=["a", "b"],
-        num_classes=2,
-        img_size=img_size,
-        in_chans=in_chans,
-        mean=[0.5, 0.4, 0.3][:in_chans],
-        std=[0.2, 0.3, 0.25][:in_chans],
-        interpolation="bicubic",
-        crop_pct=crop_pct,
-        sizes={"train": 10, "val": None, "test": 3},
-    )
 
 
 def picture(mode="RGB", size=(50, 40)):
@@ -48,7 +35,7 @@ SMALL = {"crop": "padded", "padding": 2, "erasing": {"prob": 1.0, "mode": "pixel
 @cases("in_chans", [1, 3])
 @cases("options", [DEIT, DEIT3, SMALL, {}])
 def test_training_gives_bytes_of_the_models_shape(options, in_chans, mode):
-    transform = training_transform(info(in_chans=in_chans), Augmentation(**options))
+    transform = training_transform(image_info(in_chans=in_chans), Augmentation(**options))
     for _ in range(3):
         pixels = transform(picture(mode))
         assert pixels.shape == (in_chans, 32, 32)
@@ -56,14 +43,14 @@ def test_training_gives_bytes_of_the_models_shape(options, in_chans, mode):
 
 
 def test_the_strongest_randaugment_never_fails():
-    transform = training_transform(info(), Augmentation(auto_augment="rand-m10-n6-inc1-p1"))
+    transform = training_transform(image_info(), Augmentation(auto_augment="rand-m10-n6-inc1-p1"))
     for seed in range(40):
         seed_everything(seed)
         transform(picture())
 
 
 def test_training_is_a_function_of_the_seed():
-    transform = training_transform(info(), Augmentation(**DEIT, erasing={"prob": 0.5, "mode": "pixel"}))
+    transform = training_transform(image_info(), Augmentation(**DEIT, erasing={"prob": 0.5, "mode": "pixel"}))
     results = []
     for seed in (1, 1, 2):
         seed_everything(seed)
@@ -75,34 +62,34 @@ def test_training_is_a_function_of_the_seed():
 def test_evaluation_resizes_by_crop_pct_and_takes_the_centre():
     image = Image.new("RGB", (128, 64))
     image.paste((255, 255, 255), (48, 16, 80, 48))
-    pixels = evaluation_transform(info(img_size=32, crop_pct=0.5))(image)
+    pixels = evaluation_transform(image_info(img_size=32, crop_pct=0.5))(image)
     assert pixels.shape == (3, 32, 32)
     assert pixels.float().mean() > 250
 
 
 def test_center_crop_trains_on_what_evaluation_sees():
-    train = training_transform(info(), Augmentation(crop="center"))
-    assert torch.equal(train(picture()), evaluation_transform(info())(picture()))
+    train = training_transform(image_info(), Augmentation(crop="center"))
+    assert torch.equal(train(picture()), evaluation_transform(image_info())(picture()))
 
 
 @pytest.mark.parametrize("in_chans", [1, 3])
 def test_normalize_and_back(in_chans):
     pixels = torch.randint(0, 256, (4, in_chans, 8, 8), dtype=torch.uint8)
-    normalised = normalize(pixels, info(in_chans=in_chans))
+    normalised = normalize(pixels, image_info(in_chans=in_chans))
     expected = (pixels[0, 0].float() / 255 - 0.5) / 0.2
     torch.testing.assert_close(normalised[0, 0], expected)
-    torch.testing.assert_close(denormalize(normalised, info(in_chans=in_chans)), pixels.float() / 255)
+    torch.testing.assert_close(denormalize(normalised, image_info(in_chans=in_chans)), pixels.float() / 255)
 
 
 def test_erasing_fills_with_the_mean_or_with_noise_around_it():
     pixels = torch.full((3, 32, 32), 7, dtype=torch.uint8)
-    constant = PixelErasing(info(), prob=1.0, mode="const")(pixels)
+    constant = PixelErasing(image_info(), prob=1.0, mode="const")(pixels)
     changed = (constant != 7).any(0)
     assert 0.01 < changed.float().mean() < 0.5
     assert constant[:, changed].unique(dim=1).flatten().tolist() == [128, 102, 76]
-    noise = PixelErasing(info(), prob=1.0, mode="pixel")(pixels)
+    noise = PixelErasing(image_info(), prob=1.0, mode="pixel")(pixels)
     assert len(noise.unique()) > 20
-    assert torch.equal(PixelErasing(info(), prob=0.0)(pixels), pixels)
+    assert torch.equal(PixelErasing(image_info(), prob=0.0)(pixels), pixels)
 
 
 @pytest.mark.parametrize(
@@ -119,8 +106,8 @@ def test_wrong_augmentation_options_say_what_is_allowed(options, message):
 
 
 def test_info_survives_plain_containers():
-    values = info().to_dict()
-    assert DataInfo.from_dict(values | {"extra": 1}) == info()
+    values = image_info().to_dict()
+    assert DataInfo.from_dict(values | {"extra": 1}) == image_info()
     assert isinstance(values["mean"], list)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cases import cases
-from image_data import image_data
+from image_data import image_data, image_info
 from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor
 
@@ -19,7 +19,6 @@ from longseq.tasks.image import data as image_data_module
 from longseq.tasks.image.batched import apply_steps, erase, resize, stack_draws, to_grey
 from longseq.tasks.image.datasets import seed_everything
 from longseq.tasks.image.draws import EvaluationDraws, TrainingDraws
-from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.transforms import Augmentation, evaluation_transform, training_transform
 
 DEIT = {"crop": "random_resized", "hflip": 0.5, "auto_augment": "rand-m9-mstd0.5-inc1"}
@@ -27,20 +26,6 @@ ERASED = {**DEIT, "erasing": {"prob": 0.5, "mode": "pixel", "count": 2}}
 DEIT3 = {"crop": "padded", "padding_mode": "reflect", "hflip": 0.5, "color_jitter": 0.3, "auto_augment": "3a"}
 STRONG = {"crop": "random_resized", "vflip": 0.5, "auto_augment": "rand-m10-n5-inc1-p1"}
 JITTER = {"crop": "padded", "padding_mode": "constant", "color_jitter": 0.4}
-
-
-def info(img_size=32, in_chans=3, crop_pct=1.0, interpolation="bicubic"):
-    return DataInfo(
-        class_names=["a", "b"],
-        num_classes=2,
-        img_size=img_size,
-        in_chans=in_chans,
-        mean=[0.5, 0.4, 0.3][:in_chans],
-        std=[0.2, 0.3, 0.25][:in_chans],
-        interpolation=interpolation,
-        crop_pct=crop_pct,
-        sizes={},
-    )
 
 
 def picture(number):
@@ -77,15 +62,15 @@ def batched(draws, about):
 @cases(
     ("options", "about"),
     [
-        (ERASED, info()),
-        (ERASED, info(in_chans=1)),
-        (DEIT, info(interpolation="bilinear")),
-        (DEIT3, info(48)),
-        (STRONG, info()),
-        (JITTER, info()),
-        (JITTER, info(in_chans=1)),
-        ({"crop": "padded", "padding_mode": "edge", "hflip": 0.5}, info(in_chans=1, interpolation="lanczos")),
-        ({"crop": "center", "auto_augment": "original"}, info(64, crop_pct=1.2, interpolation="bilinear")),
+        (ERASED, image_info()),
+        (ERASED, image_info(in_chans=1)),
+        (DEIT, image_info(interpolation="bilinear")),
+        (DEIT3, image_info(48)),
+        (STRONG, image_info()),
+        (JITTER, image_info()),
+        (JITTER, image_info(in_chans=1)),
+        ({"crop": "padded", "padding_mode": "edge", "hflip": 0.5}, image_info(in_chans=1, interpolation="lanczos")),
+        ({"crop": "center", "auto_augment": "original"}, image_info(64, crop_pct=1.2, interpolation="bilinear")),
     ],
 )
 def test_a_batch_has_the_pixels_of_the_single_images(options, about):
@@ -107,7 +92,7 @@ def test_a_batch_has_the_pixels_of_the_single_images(options, about):
 @cases("interpolation", ["box", "bilinear", "hamming", "bicubic", "lanczos"])
 @cases("crop_pct", [0.5, 0.875, 1.2])
 def test_evaluation_has_the_pixels_of_the_single_images(crop_pct, interpolation):
-    about = info(40, crop_pct=crop_pct, interpolation=interpolation)
+    about = image_info(40, crop_pct=crop_pct, interpolation=interpolation)
     draw, transform = EvaluationDraws(about), evaluation_transform(about)
     images = batched([draw((image.height, image.width)) for image in PICTURES], about)
     difference = (images.int() - torch.stack([transform(image) for image in PICTURES]).int()).abs()
@@ -117,9 +102,9 @@ def test_evaluation_has_the_pixels_of_the_single_images(crop_pct, interpolation)
 
 def test_what_has_no_batched_form_is_refused():
     with pytest.raises(ValueError, match="AugMix"):
-        TrainingDraws(info(), Augmentation(auto_augment="augmix-m5-w4-d2"))
+        TrainingDraws(image_info(), Augmentation(auto_augment="augmix-m5-w4-d2"))
     with pytest.raises(ValueError, match=r"Rotate with data.interpolation=lanczos"):
-        TrainingDraws(info(interpolation="lanczos"), Augmentation(**DEIT))
+        TrainingDraws(image_info(interpolation="lanczos"), Augmentation(**DEIT))
 
 
 def encode(image, kind="JPEG", **options):
