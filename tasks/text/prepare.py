@@ -152,8 +152,8 @@ def prepare(
     """Write the tokens of `parts` to the folder `output`; returns its manifest.
 
     `processes` is the number of processes that read and encode, by default one for each core that this process can use.
-    ValueError, in one line: the folder holds other tokens or other files, another process writes there, nothing could be read, a file
-    cannot be read or written, or the disk is full.
+    ValueError, in one line: the folder holds other tokens or other files, another process writes there, nothing could
+    be read, a file cannot be read or written, or the disk is full.
     """
     if (output / MANIFEST).exists():
         raise ValueError(f"{output} holds prepared tokens already: choose another output, or remove it")
