@@ -226,7 +226,8 @@ def _run_verb(name: str, overrides: list[str]) -> None:
         # Lightning starts the other processes of a run with the same command line, which must contain the verb.
         sys.argv = command_line
         try:
-            plugins.load(declared)  # a launcher such as submitit runs this function in another process
+            if plugins.loaded() != declared:  # a launcher such as submitit runs this function in another process
+                plugins.load(declared)
             plugins.check_loaded(cfg.plugins, "the configuration")  # a plug-in that only a file names is not imported
             check_choices(cfg, HydraConfig.get().runtime)
             run: Callable[..., Any] = importlib.import_module(VERBS[name].module).run
