@@ -6,6 +6,7 @@ asks for a sweep.
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,7 +72,7 @@ def _share(patch: pytest.MonkeyPatch) -> None:
         choice = tuple((entry.config_path, entry.package, entry.is_self) for entry in defaults)
         key = (places(repo), choice)
         if key not in merged:
-            whole = merge(self, defaults, repo)
+            whole = merge(self, defaults, _Copies(repo))
             if not all(is_of_package(path, repo.load_config(path)) for path, _, _ in choice):
                 return whole
             merged[key] = pickle.dumps(whole)
@@ -85,6 +86,22 @@ def _share(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CachingConfigRepository, "load_config", load_once)
     patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", merge_once)
     patch.setattr(Hydra, "get_mode", find_mode_of_few)
+
+
+class _Copies:
+    """The files of a repository, each a copy: Hydra changes them as it merges them."""
+
+    def __init__(self, repo: Any) -> None:
+        self.repo = repo
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.repo, name)
+
+    def load_config(self, config_path: str) -> Any:
+        found = copy.copy(self.repo.load_config(config_path))
+        if found is not None:
+            found.config = copy.deepcopy(found.config)
+        return found
 
 
 def is_of_package(path: str, loaded: Any) -> bool:
