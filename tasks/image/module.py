@@ -12,7 +12,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassConfusionMatrix, MultilabelConfusionMatrix
 
 from longseq.models import CHECKPOINT_RUN
-from longseq.tasks.data.given import TARGETS, as_pair, find_entry
+from longseq.tasks.data.given import IMAGES, TARGETS, as_pair, find_entry
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.mixing import BatchMixing
 from longseq.tasks.image.model import state_data, state_decision
@@ -27,9 +27,6 @@ from longseq.tasks.training.decisions import Criterion, Scores, decide
 from longseq.tasks.training.metrics import MeanLoss
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training
-
-# What other libraries call the images of a batch.
-IMAGES = ("images", "image", "pixel_values", "img", "x")
 
 
 class ImageClassifier(TrainedModule):
