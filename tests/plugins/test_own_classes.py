@@ -124,6 +124,12 @@ def test_what_does_not_fit_the_task_is_one_line(
     assert message in error
 
 
+def open_test_set(node: dict[str, Any]) -> None:
+    targets.check({"data": {"test_set": {"_target_": node["_target_"]}}})
+    train = {"_target_": "own_shapes.Squares", "samples": 9}
+    own_held_out(ImageDataKeys(name="own", source="own", img_size=8, train_set=train, test_set=node), "test")
+
+
 def test_wrong_names_and_samples_are_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     plugins.load([MODULE])
@@ -142,7 +148,5 @@ def test_wrong_names_and_samples_are_one_line(folder: Path, monkeypatch: pytest.
         ({"_target_": "own_shapes.Stream", "samples": 9}, "own_shapes.Stream has no length (__len__)"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)) as error:
-            targets.check({"data": {"test_set": {"_target_": node["_target_"]}}})
-            train = {"_target_": "own_shapes.Squares", "samples": 9}
-            own_held_out(ImageDataKeys(name="own", source="own", img_size=8, train_set=train, test_set=node), "test")
+            open_test_set(node)
         assert "\n" not in str(error.value)
