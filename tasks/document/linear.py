@@ -44,7 +44,7 @@ class LinearModelKeys:
 
     name: Literal["linear"] = "linear"
     label: str = "TF-IDF"
-    ngrams: Annotated[int, Range(1)] = 2
+    ngrams: Annotated[int, Range(1, 100)] = 2
     min_documents: Annotated[int, Range(1)] = 2
     inverse_regularization: Annotated[float, Range(above=0)] = 10.0
 
