@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-ABOUT = ("task", "model", "mixer", "pixels", "tokens", "batch", "recompute", "op", "variant", "shape", "dtype")
-ABOUT = (*ABOUT, "implementation", "call")
+ABOUT = ("task", "model", "mixer", "pixels", "tokens", "document_tokens", "batch", "recompute")
+ABOUT = (*ABOUT, "op", "variant", "shape", "dtype", "implementation", "call")
 
 
 def subject(row: Mapping[str, Any]) -> tuple[Any, ...]:

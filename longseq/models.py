@@ -24,7 +24,8 @@ config.json:
         (see `longseq.tools.hugging_face`).
     window: of models that were trained on text: the tokens of a training window, or of the longest document.
     id2label, label2id, problem_type: of classifiers of documents: their classes, as transformers writes them.
-    documents: of these classifiers: what else `DOCUMENT_KEYS` names, and `text_column` if the training named one.
+    documents: of these classifiers: what else `DOCUMENT_KEYS` names; `text_column` and `thresholds` where the
+        training has them.
     num_classes, label_names, pretrained_cfg: of models of the kind `plugin`, whose class `model_args` names: as below.
     timm_version, timm_defaults: of models that timm builds: its version, and the defaults of the constructor's options,
         with which a later timm is compared.
@@ -168,7 +169,7 @@ class PretrainedModel(KeepsArguments):
             "id2label": {str(number): name for number, name in enumerate(names)},
             "label2id": {name: number for number, name in enumerate(names)},
             "problem_type": _PROBLEM_TYPES[bool(text["multi_label"])],
-            "documents": {key: text[key] for key in _DOCUMENTS} | _column_of(text),
+            "documents": {key: text[key] for key in _DOCUMENTS} | _stated(text),
         }
 
     @classmethod
@@ -494,16 +495,15 @@ def _text_of(config: Mapping[str, Any], tokenizer: Mapping[str, Any] | None, lab
         return None if tokenizer is None else text
     try:
         listed = [names[str(number)] for number in range(len(names))]
-        known = {key: documents[key] for key in _DOCUMENTS} | _column_of(documents)
+        known = {key: documents[key] for key in _DOCUMENTS} | _stated(documents)
     except KeyError as error:
         raise ValueError(f"{label}: {CONFIG_FILE} is damaged: id2label or documents lacks {error}") from error
     return {**text, "class_names": listed, "multi_label": config.get("problem_type") == _PROBLEM_TYPES[True], **known}
 
 
-def _column_of(values: Mapping[str, Any]) -> dict[str, str]:
-    """The column of the text, where the training named one."""
-    column = values.get("text_column")
-    return {} if column is None else {"text_column": column}
+def _stated(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What only some trainings state: the column of the text, and the thresholds of decisions."""
+    return {key: values[key] for key in ("text_column", "thresholds") if values.get(key) is not None}
 
 
 def weight_files(folder: Path, label: str) -> list[str]:
@@ -593,7 +593,7 @@ def _read_checkpoint(path: Path, weights: str, label: str) -> SavedModel:
     keys = ("tokenizer", "window", *(DOCUMENT_KEYS if reads_documents else ()))
     text = {key: data.get(key) for key in keys} if data.get("tokenizer") or reads_documents else None
     if text is not None and reads_documents:
-        text |= _column_of(data)
+        text |= _stated(data)
     return SavedModel(label, config, own, taken, checkpoint, text)
 
 

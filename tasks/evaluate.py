@@ -58,6 +58,7 @@ def run(cfg: DictConfig) -> dict[str, float]:
     task = registry.get(loaded.task_name)
     changes = read_part(task.config.data, changes, "data")
     output = Path(keys.output or _beside(Path(checkpoint)) / f"evaluation_{split}.json")
+    _check_ending(output, ".json", "the metrics")
     prepare_file(output)
     unit = loaded.config.get("task", {}).get("unit", "samples")
     trainer = build_trainer(config, [StopTogether(), UnreadableSamples(unit=unit)])
@@ -95,6 +96,7 @@ def _evaluate_documents(keys: EvaluateKeys, config: Mapping[str, Any], changes: 
     inputs = [keys.input] if isinstance(keys.input, str) else keys.input
     columns = Columns(changes.get("column", TEXT.text), changes.get("prompt_column"))
     output = Path(keys.output or _beside(Path(keys.checkpoint)) / f"evaluation_{Path(inputs[0]).stem}.jsonl")
+    _check_ending(output, ".jsonl", "with input, a line a document")
     prepare_file(output, reads=inputs)
     trainer = build_trainer(config)
     if trainer.world_size > 1:
@@ -117,6 +119,11 @@ def _evaluate_documents(keys: EvaluateKeys, config: Mapping[str, Any], changes: 
     rows += [("", told) for told in totals.named]
     print_rows([*rows, ("written", shorten(output))])
     return metrics
+
+
+def _check_ending(output: Path, ending: str, content: str) -> None:
+    if output.suffix != ending:
+        raise ValueError(f"output={output} must end in {ending}: {content}")
 
 
 def _beside(checkpoint: Path) -> Path:

@@ -18,6 +18,7 @@ from longseq.tasks.training import automatic, targets
 from longseq.tasks.training.command import CommandKeys, compile_modes
 from longseq.tasks.training.length import WARMUPS, RunLength
 from longseq.tasks.training.logger import check_loggers
+from longseq.tasks.training.model import check_depth
 from longseq.tasks.training.options import (
     OneOf,
     Range,
@@ -184,6 +185,7 @@ def check_experiment(config: Mapping[str, Any], keys: type[TrainKeys] = TrainKey
     read(task.data, config["data"], "data")
     _check_recipe(config["recipe"], task)
     scale = read(ScaleKeys, config["scale"], "scale")
+    check_depth(config)
     _check_mixer(read(MixerKeys, config["mixer"], "mixer"), scale)
     check_trainer(config["trainer"])
     for name, options in config["callbacks"].items():

@@ -37,9 +37,10 @@ from longseq.tasks.training.configuration import Config, resolve, spell_value
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.freeze import freeze
 from longseq.tasks.training.learning_rate_finder import TABLE, find_learning_rate, refuse_search
+from longseq.tasks.training.length import Epoch, RunLength, count_epoch
 from longseq.tasks.training.lock import locked
 from longseq.tasks.training.logger import RunLogger, close_loggers, log_parameters, writes_events
-from longseq.tasks.training.model import reads_mixer, values_in_force
+from longseq.tasks.training.model import check_trainable, reads_mixer, values_in_force
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training, device_batch_size, device_count, effective_learning_rate
 from longseq.tasks.training.trainer import build_callbacks, build_trainer
@@ -71,6 +72,7 @@ def run(cfg: DictConfig) -> float | None:
     if not config["output"]:
         raise ValueError("output is empty: give output=FOLDER, or leave it out")
     folder = Path(config["output"])
+    _refuse_long_warmup(config, None)
     build_trainer({**config, "logger": None})  # refuses devices that are not there before the data is opened
     _refuse_distributed_sweep(config)
     done = runs.finished(folder)
@@ -112,6 +114,8 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     _check_optimized_metric(config, module)
     _check_direction(config["optimized_metric"], module)
     trainer = build_trainer(config, build_callbacks(config, module))
+    if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        _refuse_long_warmup(config, count_epoch(trainer, datamodule))
     for logger in trainer.loggers:
         if checkpoint is not None and isinstance(logger, RunLogger):
             logger.continue_at(runs.updates_of(checkpoint))
@@ -157,6 +161,9 @@ def _open(config: Config) -> tuple[dict[str, Any], TaskData, str | None]:
 
 def _build_module(config: Config, datamodule: TaskData, initialized: bool) -> TrainedModule:
     task, config = registry.of(config), dict(config)
+    outline = task.model.outline(config, datamodule.info)
+    if outline is not None:
+        check_trainable(config, outline)
     model = task.model.build(config if initialized else task.model.untrained(config), datamodule.info)
     if initialized and config["init"] is not None and task.model.is_weights(config["init"]):
         task.model.start_from_weights(model, config, datamodule.info)
@@ -219,6 +226,17 @@ def _check_direction(metric: str | None, module: TrainedModule) -> None:
             f"hydra.sweeper.direction={told}: better values of optimized_metric={metric} are "
             f"{'higher' if directions[metric] else 'lower'}; give hydra.sweeper.direction={wanted}"
         )
+
+
+def _refuse_long_warmup(config: Config, epoch: Epoch | None) -> None:
+    """ValueError for a warm-up that a person gave on the command line and that is not shorter than the run.
+
+    One of a recipe is shortened. Without an `epoch`, lengths in different units are not compared.
+    """
+    words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    by_hand = any(word.lstrip("+").startswith("recipe.schedule.warmup_") for word in words)
+    if by_hand and not automatic.is_automatic(config):
+        RunLength.from_recipe(config["recipe"]).refuse_long_warmup(epoch)
 
 
 def _refuse_distributed_sweep(config: dict[str, Any]) -> None:

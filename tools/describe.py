@@ -118,7 +118,9 @@ def _model_and_data(cfg: DictConfig) -> tuple[nn.Module, dict[str, Any], str | N
     ready = with_any_choice(config)
     info = _image_info(ready) if is_image else _info(ready, device_batch_size(ready))
     chosen, reason = choose(config, info) if info.sizes else (ready, None)
-    return registry.of(config).model.build(chosen, info), info.to_dict(), reason
+    model = registry.of(config).model
+    model.outline(chosen, info)  # refuses sizes that no memory holds
+    return model.build(chosen, info), info.to_dict(), reason
 
 
 def _describe(model: nn.Module, data: Mapping[str, Any], device: str) -> dict[str, Any]:

@@ -8,15 +8,14 @@ from typing import Annotated, Any, Literal
 
 from longseq.backbones.image import ImageBackbone
 from longseq.plugin_models import TARGET
-from longseq.tasks.data.labels import ClassWeights, check_label_keys
+from longseq.tasks.data.labels import ClassWeights, Sampling, check_balance, check_label_keys
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.model import check_model_name, model_options, own_arguments
 from longseq.tasks.image.recipe import choose_recipe, starts_trained
 from longseq.tasks.image.transforms import Augmentation
 from longseq.tasks.training.automatic import Choice
 from longseq.tasks.training.classification import check_metrics
-from longseq.tasks.training.decisions import Criterion
-from longseq.tasks.training.keys import TaskGroup, TaskKeys
+from longseq.tasks.training.keys import ClassifierGroup, TaskKeys
 from longseq.tasks.training.options import Length, Range, read, read_beside, refuse_unknown, spell
 from longseq.tasks.training.targets import is_named
 
@@ -35,14 +34,6 @@ FINETUNE = "finetune"
 
 # Options of our image models that are set by the data and by the group `mixer`.
 _DECIDED = ("img_size", "in_chans", "num_classes", "mixer", "mixer_options")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageGroup(TaskGroup):
-    """The keys of `task`; `longseq.tasks.image.module.ImageClassifier` documents them."""
-
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    threshold: Criterion | Share | Annotated[list[float], Range(0, 1)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +64,7 @@ class ImageDataKeys:
     pin_memory: bool = True
     on_error: Literal["skip", "raise"] = "skip"
     class_weights: ClassWeights = "none"
-    sampling: Literal["balanced"] | None = None
+    sampling: Sampling = None
     multi_label: bool = False
     file_column: str | None = None
     label_column: str | Annotated[list[str], Length(1)] | None = None
@@ -84,10 +75,7 @@ class ImageDataKeys:
     datamodule: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.sampling == "balanced" and self.class_weights == "balanced":
-            raise ValueError(
-                "data.sampling=balanced and data.class_weights=balanced would count a rare class twice: leave one out"
-            )
+        check_balance(self.sampling, self.class_weights)
         check_label_keys(self.multi_label, self.label_column, self.label_delimiter)
         tables = {name: getattr(self, name) for name in ("file_column", "label_column", "label_delimiter")}
         for name, value in tables.items():
@@ -236,7 +224,7 @@ class ImageKeys(TaskKeys):
     """The keys of image classification."""
 
     data: type = ImageDataKeys
-    group: type = ImageGroup
+    group: type = ClassifierGroup
     loss: type | None = ImageLossKeys
     augment: type | None = ImageAugmentKeys
 

@@ -20,7 +20,8 @@ from longseq.backbones.image import ImageBackbone, checkpoint_filter_fn
 from longseq.plugin_models import TARGET, make_plugin_model
 from longseq.plugins import find_class
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.training.model import TaskModel, copy_weights, mixer_options, without_weights
+from longseq.tasks.training.memory import machine_memory
+from longseq.tasks.training.model import TaskModel, copy_weights, mixer_options
 from longseq.tasks.training.options import check_call, signature_options
 from longseq.timm_models import DECISION, constructor_defaults, model_name, stated_by
 
@@ -68,9 +69,11 @@ class ImageModel(TaskModel):
             raise ValueError(f"model {name} does not take these options: {error}") from error
 
     def check(self, config: Mapping[str, Any]) -> None:
-        # Models of timm may load weights when they are made, and others do not all go without memory.
+        data = config["data"]
+        size, memory = data["img_size"], machine_memory()
+        if memory is not None and 4 * 3 * size**2 > memory:
+            raise ValueError(f"data.img_size={size}: one such image is larger than the memory of this machine")
         if config["model"]["name"].startswith("longseq_") and TARGET not in config["model"]:
-            data = config["data"]
             info = DataInfo(
                 class_names=["0", "1"],
                 num_classes=2,
@@ -81,8 +84,12 @@ class ImageModel(TaskModel):
                 interpolation="bicubic",
                 crop_pct=1.0,
             )
-            with without_weights():
-                self.build(config, info)
+            self.outline(config, info)
+
+    def outline(self, config: Mapping[str, Any], info: DataInfo) -> nn.Module | None:
+        # Models of timm may load weights when they are made, and do not all go without memory.
+        ours = config["model"]["name"].startswith("longseq_") and TARGET not in config["model"]
+        return super().outline(config, info) if ours else None
 
     def initialize(self, model: nn.Module, trained: nn.Module) -> None:
         """As `TaskModel.initialize`; position embeddings are interpolated to the grid of the new model."""

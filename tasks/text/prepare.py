@@ -152,12 +152,16 @@ def prepare(
     """Write the tokens of `parts` to the folder `output`; returns its manifest.
 
     `processes` is the number of processes that read and encode, by default one for each core that this process can use.
-    ValueError, in one line: the folder holds other tokens, another process writes there, nothing could be read, a file
-    cannot be read or written, or the disk is full.
+    ValueError, in one line: the folder holds other tokens or other files, another process writes there, nothing could
+    be read, a file cannot be read or written, or the disk is full.
     """
     if (output / MANIFEST).exists():
         raise ValueError(f"{output} holds prepared tokens already: choose another output, or remove it")
     partial = output / PARTIAL
+    if output.is_dir() and not partial.exists():
+        others = sorted(path.name for path in output.iterdir() if not path.name.startswith("."))
+        if others:
+            raise ValueError(f"output={output} holds other files, such as {others[0]}: choose a new or empty folder")
     plan = plan_of(parts, columns, tokenizer, separator, fractions)
     with told_in_one_line(output), _leaving_what_goes_on(partial), locked(partial, "output"):
         _continue_plan(partial, plan)

@@ -23,6 +23,21 @@ class Epoch(NamedTuple):
     tokens_per_update: float | None = None
 
 
+def count_epoch(trainer: Any, data: Any) -> Epoch | None:
+    """The updates of an epoch of a data module in a run of Lightning's Trainer, and the tokens of one.
+
+    None for data that does not count its batches.
+    """
+    batches = getattr(data, "batches_per_epoch", None)
+    if batches is None:
+        return None
+    parts, tokens, limit = trainer.accumulate_grad_batches, data.tokens_per_epoch, trainer.limit_train_batches
+    per_update = None if tokens is None else tokens / max(1, math.ceil(batches / parts))
+    if limit is not None:
+        batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+    return Epoch(max(1, math.ceil(batches / parts)), per_update)
+
+
 @dataclass(frozen=True)
 class Span:
     """A part of a run: a number of one of UNITS, and the key that gave it."""
@@ -114,10 +129,22 @@ class RunLength:
         if span.in_updates(epoch) < total:
             return span.in_epochs(epoch), None
         updates = int(SHORTENED * total)
-        return updates / epoch.updates, (
-            f"{span.key}={span.count:g} is no shorter than the run ({self.run.key}={self.run.count:g}): the warm-up "
-            f"takes {updates} of its {total} updates"
-        )
+        return updates / epoch.updates, f"{self._outlasted(span)}: the warm-up takes {updates} of its {total} updates"
+
+    def refuse_long_warmup(self, epoch: Epoch | None) -> None:
+        """Raise ValueError, in one line, for a warm-up that is not shorter than the run.
+
+        Without an `epoch`, before the data is open, one in another unit than the run is not judged.
+        """
+        span, run = self.warmup, self.run
+        if span is None or (epoch is None and span.unit != run.unit):
+            return
+        longer = span.count >= run.count if epoch is None else span.in_updates(epoch) >= self.count_updates(epoch)
+        if longer and span.count > 0:
+            raise ValueError(f"{self._outlasted(span)}: give a shorter warm-up")
+
+    def _outlasted(self, warmup: Span) -> str:
+        return f"{warmup.key}={warmup.count:g} is no shorter than the run ({self.run.key}={self.run.count:g})"
 
     def _find(self, prefix: str) -> Span | None:
         place = "recipe.schedule." if prefix == "warmup_" else "recipe."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,9 +13,22 @@ from torch import Tensor, nn
 from longseq import mixers
 from longseq.mixers.pattern import options_by_name
 from longseq.models import PretrainedModel, describe, kind_of
+from longseq.parameters import count_parameters
+from longseq.tasks.training.memory import machine_memory
+from longseq.tasks.training.options import spell
+from longseq.tasks.training.runs import flatten
 
 if TYPE_CHECKING:
     from longseq.tasks.training.checkpoint import Loaded
+
+
+# The bytes of a parameter in float32: of its weight, of its gradient, and of what optimizers keep of it at least, by a
+# part of their names: Adam and its kin keep two averages, Muon keeps one.
+WEIGHT_BYTES, GRADIENT_BYTES = 4, 4
+AVERAGES_BYTES = {"adam": 8, "muon": 4}
+
+# More layers than any published model has. A larger number is a slip, and takes hours to build.
+MOST_LAYERS = 4096
 
 
 class TaskModel(ABC):
@@ -40,6 +53,13 @@ class TaskModel(ABC):
         By default nothing is checked, and `build` says it.
         """
         return
+
+    def outline(self, config: Mapping[str, Any], info: Any) -> nn.Module | None:
+        """The model of `build` without memory for its weights; None for one that cannot be made so.
+
+        ValueError, in one line, as of `build`, and if the weights alone are larger than this machine's memory.
+        """
+        return outlined(config, lambda: self.build(config, info))
 
     def initialize(self, model: nn.Module, trained: nn.Module) -> None:
         """Copy the weights of `trained`; a head with other shapes keeps its initial weights.
@@ -84,6 +104,69 @@ def without_weights() -> Iterator[None]:
     """Models made inside have no memory for their weights, and what they draw is given back."""
     with torch.random.fork_rng([]), torch.device("meta"):
         yield
+
+
+def outlined(config: Mapping[str, Any], build: Callable[[], nn.Module]) -> nn.Module:
+    """The model that `build` makes for a configuration, without memory for its weights.
+
+    ValueError, in one line, for a model with weights that this machine's memory cannot hold.
+    """
+    try:
+        with without_weights():
+            model = build()
+    except RuntimeError as error:
+        if "overflow" not in str(error):  # torch's word for a tensor of more than 2**63 bytes
+            raise
+        raise ValueError(f"the model is too large for any memory: {_lower(config)}") from error
+    check_memory(config, model, WEIGHT_BYTES, "weights")
+    return model
+
+
+def check_trainable(config: Mapping[str, Any], model: nn.Module) -> None:
+    """Raise ValueError, in one line, for a model that cannot be trained in the memory of the run's machines.
+
+    What training keeps of every parameter is counted: the weight, its gradient, and the averages of AVERAGES_BYTES.
+    With `recipe.freeze`, some parameters have a weight alone, and nothing is counted.
+    """
+    if config["recipe"].get("freeze") is not None:
+        return
+    optimizer = str(config["recipe"]["optimizer"]).lower()
+    averages = next((count for name, count in AVERAGES_BYTES.items() if name in optimizer), 0)
+    parts = "weights, gradients and averages" if averages else "weights and gradients"
+    check_memory(config, model, WEIGHT_BYTES + GRADIENT_BYTES + averages, parts)
+
+
+def check_memory(config: Mapping[str, Any], model: nn.Module, kept: int, parts: str) -> None:
+    """Raise ValueError, in one line, if `kept` bytes of each parameter are more than the memory of the machines.
+
+    `parts` says what these bytes are.
+    """
+    nodes, memory, count = config["trainer"].get("num_nodes") or 1, machine_memory(), count_parameters(model)
+    if memory is not None and count * kept > nodes * memory:
+        place = "this machine has" if nodes == 1 else f"{nodes} such machines have"
+        raise ValueError(
+            f"the model has {count:,} parameters: in float32 its {parts} take {count * kept / 2**30:,.0f} GiB, and "
+            f"{place} {nodes * memory / 2**30:,.0f} GiB of memory: {_lower(config)}"
+        )
+
+
+def check_depth(config: Mapping[str, Any]) -> None:
+    """Raise ValueError, in one line, for more layers than `MOST_LAYERS`."""
+    places = {"scale": config["scale"], "recipe.model": config["recipe"].get("model"), "model": config["model"]}
+    for place, keys in places.items():
+        depth = (keys or {}).get("depth")
+        if isinstance(depth, int) and depth > MOST_LAYERS:
+            raise ValueError(f"{place}.depth={depth} must be a whole number of at most {MOST_LAYERS}")
+
+
+def _lower(config: Mapping[str, Any]) -> str:
+    """The remedy for a model that is too large: the key with the largest number among those of its sizes."""
+    groups = {"model": config["model"], "mixer": config["mixer"], "data": {"img_size": config["data"].get("img_size")}}
+    sizes = {
+        key: value for key, value in flatten(groups) if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    key = max(sizes, key=lambda name: sizes[name], default=None)
+    return "give lower sizes" if key is None else f"give lower sizes, such as of {key}={spell(sizes[key])}"
 
 
 def copy_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:

@@ -25,7 +25,7 @@ from longseq.tasks.data.info import Info
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.training.callbacks.updates import updated
 from longseq.tasks.training.checkpoint import known_data
-from longseq.tasks.training.length import Epoch
+from longseq.tasks.training.length import Epoch, count_epoch
 from longseq.tasks.training.logger import log_metrics
 from longseq.tasks.training.recipe import Training
 from longseq.tasks.training.update_mean import UpdateMean
@@ -429,16 +429,8 @@ class TrainedModule(LightningModule):
     def _count_epoch(self) -> Epoch:
         # trainer.estimated_stepping_batches would create the loader here, and Lightning 2.6 does not load the saved
         # state into a loader that exists already.
-        datamodule: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        batches = getattr(datamodule, "batches_per_epoch", None)
-        if batches is None:
-            return self._count_loader()
-        tokens = datamodule.tokens_per_epoch
-        per_update = None if tokens is None else tokens / max(1, self._updates(batches))
-        limit = self.trainer.limit_train_batches
-        if limit is not None:
-            batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
-        return Epoch(max(1, self._updates(batches)), per_update)
+        trainer: Any = self.trainer
+        return count_epoch(trainer, trainer.datamodule) or self._count_loader()
 
     def _count_loader(self) -> Epoch:
         """The epoch of a loader of the user's, or of a data module that does not count its batches."""

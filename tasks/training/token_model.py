@@ -12,7 +12,7 @@ from longseq.backbones.likeness import find_difference
 from longseq.backbones.tokens import TokenBackbone
 from longseq.models import describe
 from longseq.tasks.training.checkpoint import Loaded
-from longseq.tasks.training.model import TaskModel, mixer_options, without_weights
+from longseq.tasks.training.model import TaskModel, mixer_options, outlined
 from longseq.tasks.training.options import Range, spell
 from longseq.tokenizer_files import same_tokenizer
 
@@ -64,8 +64,7 @@ class TokenModel(TaskModel):
         check_alike(model, trained, ignored=("vocab_size", "direction", "share_directions", "merge"))
 
     def check(self, config: Mapping[str, Any]) -> None:
-        with without_weights():
-            build_token_model(config, vocab_size=2, longest=2)
+        outlined(config, lambda: build_token_model(config, vocab_size=2, longest=2))
 
 
 def check_alike(model: TokenBackbone, trained: TokenBackbone, ignored: Collection[str]) -> None:

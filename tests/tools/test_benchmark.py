@@ -325,6 +325,7 @@ SMALL_MODELS = (
     "text.vocabulary=20",
     "text.mixers=[attention,deltanet]",
     "text.lengths=[8]",
+    "text.document_lengths=[3]",
     "text.step_tokens=16",
     "text.decoding_batches=[2]",
     "text.prompt=4",
@@ -337,8 +338,8 @@ SMALL_MODELS = (
 @pytest.mark.slow
 def test_models_are_measured_beside_attention(tmp_path):
     result = run(models, "models", *SMALL_MODELS, f"output={tmp_path}/rows.json")
-    image, text, decoding = (
-        [row for row in result["rows"] if row["task"] == task] for task in ("image", "text", "decoding")
+    image, text, packed, decoding = (
+        [row for row in result["rows"] if row["task"] == task] for task in ("image", "text", "packed", "decoding")
     )
     assert [row.get("mixer") for row in image] == ["attention", "deltanet", None]
     assert image[0]["training_images_of_first"] == image[0]["inference_images_of_first"] == 1
@@ -346,7 +347,11 @@ def test_models_are_measured_beside_attention(tmp_path):
     ours = [(row["mixer"], row["tokens"], row["batch"]) for row in text if "mixer" in row]  # Llama's row has no mixer
     assert ours == [("attention", 8, 2), ("deltanet", 8, 2)]
     assert len(text) == len(ours) + (importlib.util.find_spec("transformers") is not None)
-    assert all(row["training_tokens_of_first"] > 0 for row in text)
+    assert all(row["training_tokens_of_first"] > 0 for row in (*text, *packed))
+    assert [(row["mixer"], row["document_tokens"], row["batch"]) for row in packed] == [
+        ("attention", 3, 1),
+        ("deltanet", 3, 1),
+    ]
     assert all(row["decoding_tokens_of_first"] > 0 for row in decoding)
     assert all(row["generation_tokens_of_first"] > 0 for row in decoding if "mixer" in row)
     assert not any(name.endswith("_s") for row in result["rows"] for name in row), "speeds of a CPU"
@@ -358,7 +363,15 @@ def test_models_are_measured_beside_attention(tmp_path):
 def test_generation_is_measured_for_as_long_as_it_takes(mixer, graphs_on_cpu, monkeypatch, tmp_path):
     """The room of a cache is used again and again; the tokens that are timed are not all of the first ones."""
     monkeypatch.setattr(models, "can_record", lambda model: True)
-    small = [*SMALL_MODELS, "image=null", "text.lengths=[]", "text.peers=[]", "text.depth=2", "seconds=0.2"]
+    small = [
+        *SMALL_MODELS,
+        "image=null",
+        "text.lengths=[]",
+        "text.document_lengths=[]",
+        "text.peers=[]",
+        "text.depth=2",
+        "seconds=0.2",
+    ]
     result = run(models, "models", *small, f"text.mixers=[{mixer}]", f"output={tmp_path}/rows.json")
     (row,) = result["rows"]
     assert "remark" not in row
@@ -385,7 +398,10 @@ def test_a_model_that_fails_is_a_row_with_a_remark(tmp_path):
         (["text=null", "image.sizes=[]"], "image.sizes=[] leaves nothing to measure"),
         (["image.sizes=[]"], "image.sizes=[] leaves nothing to measure: name something, or give image=null"),
         (["image=null", "text.mixers=[]", "text.peers=[]"], "text.mixers=[] text.peers=[] leaves nothing to measure"),
-        (["text.lengths=[]", "text.decoding_batches=[]"], "text.lengths=[] text.decoding_batches=[] leaves nothing"),
+        (
+            ["image=null", "text.lengths=[]", "text.document_lengths=[]", "text.decoding_batches=[]"],
+            "text.lengths=[] text.document_lengths=[] text.decoding_batches=[] leaves nothing",
+        ),
         (["image.mixers=deltanet"], "image.mixers=deltanet must be a list"),
         (["text.lengths=8"], "text.lengths=8 must be a list, each entry a whole number of at least 1"),
         (["text.sampling.top_p=2"], "top_p=2.0 must be above 0 and at most 1"),

@@ -25,12 +25,14 @@ from longseq.backbones.step_graph import StepGraph, can_record
 from longseq.backbones.tokens import TokenBackbone, TokenState, mlp_width
 from longseq.kernels import list_ops, token_loss
 from longseq.kernels.dispatch import backends
+from longseq.kernels.packing import Packing
 from longseq.kernels.self_test import CACHE_VARIABLE
 from longseq.mixers.attention import KeyValueCache
 from longseq.mixers.pattern import options_by_name
 from longseq.parameters import count_parameters
 from longseq.tasks.generate import draw_tokens
 from longseq.tasks.training.command import CommandKeys, compile_modes, read_command
+from longseq.tasks.training.model import MOST_LAYERS
 from longseq.tasks.training.options import OneOf, Range
 from longseq.tools.benchmark.measure import Run, added_bytes, environment, one_line, time_in_turn, time_once
 from longseq.tools.benchmark.report import check_output, find_device, make_result, to_markdown, write_result
@@ -76,11 +78,12 @@ class LanguageModelsKeys:
     """The keys of `longseq benchmark models` below `text`."""
 
     d_model: Annotated[int, Range(1)]
-    depth: Annotated[int, Range(1)]
+    depth: Annotated[int, Range(1, MOST_LAYERS)]
     vocabulary: Annotated[int, Range(1)]
     mixers: list[Any]
     peers: list[Literal["llama"]]
     lengths: Counts
+    document_lengths: Counts
     step_tokens: Annotated[int, Range(1)]
     recompute: Literal["none", "mixer", "block"]
     decoding_batches: Counts
@@ -156,6 +159,9 @@ def _plan_text(keys: ModelsKeys, device: torch.device) -> Iterator[Task]:
     for head, make in language_models(keys.text, keys.backend):
         for tokens in keys.text.lengths:
             yield {"task": "text", **head, "tokens": tokens}, partial(measure_training, make, tokens, keys, device)
+        for tokens in keys.text.document_lengths if "mixer" in head else ():
+            packed = {"task": "packed", **head, "document_tokens": tokens}
+            yield packed, partial(measure_training, make, tokens, keys, device, packed=True)
         for batch in keys.text.decoding_batches:
             yield {"task": "decoding", **head, "batch": batch}, partial(measure_decoding, make, batch, keys, device)
 
@@ -165,7 +171,7 @@ def _relate(rows: list[Row]) -> list[Row]:
     first: dict[Any, float] = {}
     related = []
     for row in rows:
-        size = tuple(row.get(name) for name in ("task", "pixels", "tokens", "batch"))
+        size = tuple(row.get(name) for name in ("task", "pixels", "tokens", "document_tokens", "batch"))
         kept = {name: value for name, value in row.items() if not name.endswith("_s")}
         for name in (name for name in row if name.endswith("_per_s")):
             bar = first.setdefault((size, name), row[name])
@@ -325,23 +331,31 @@ def measure_image(
     return row
 
 
-def measure_training(make: Callable[[], nn.Module], tokens: int, keys: ModelsKeys, device: torch.device) -> Row:
-    """Training of a language model; the number of sequences follows from a step's tokens."""
+def measure_training(
+    make: Callable[[], nn.Module], tokens: int, keys: ModelsKeys, device: torch.device, *, packed: bool = False
+) -> Row:
+    """Training of a language model; the number of sequences follows from a step's tokens.
+
+    With `packed` they are documents of this length, end to end in one row, with what is left over as a shorter one.
+    """
     before = _allocated(device)
     model, called = build_model(make, keys, device)
     text = keys.text
     assert text is not None
-    batch = max(1, text.step_tokens // tokens)
-    read = torch.randint(text.vocabulary, (batch, tokens + 1), device=device)
+    batch, length = (1, text.step_tokens) if packed else (max(1, text.step_tokens // tokens), tokens)
+    read = torch.randint(text.vocabulary, (batch, length + 1), device=device)
+    borders = torch.tensor([*range(0, length, tokens), length], dtype=torch.int32, device=device)
     model.train()
 
     def loss() -> Tensor:
-        logits, _ = called(read[:, :-1])
+        # As in a training, each batch brings its own borders.
+        options = {"cu_seqlens": Packing(borders, length, max_seqlen=tokens)} if packed else {}
+        logits, _ = called(read[:, :-1], **options)
         return token_loss(logits, read[:, 1:]).mean()
 
     step = training_step(model, loss, device)
     head = {"parameters": count_parameters(model), "batch": batch}
-    return head | _measure_step(step, batch * tokens, "tokens", before, keys, device)
+    return head | _measure_step(step, batch * length, "tokens", before, keys, device)
 
 
 @torch.inference_mode()

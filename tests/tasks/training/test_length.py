@@ -51,6 +51,18 @@ def test_a_warmup_that_would_outlast_the_run_is_shortened_to_a_tenth():
     )
 
 
+def test_a_long_warmup_that_was_given_by_hand_is_refused_in_any_unit():
+    for unit, count in (("epochs", 3), ("updates", 60), ("tokens", 6e4)):
+        length = RunLength.from_recipe(NULL | {"epochs": 3, "schedule": {f"warmup_{unit}": count}})
+        told = rf"recipe\.schedule\.warmup_{unit}={count:g} is no shorter than the run \(recipe\.epochs=3\)"
+        with pytest.raises(ValueError, match=told.replace("+", r"\+")):
+            length.refuse_long_warmup(EPOCH)
+        if unit != "epochs":
+            length.refuse_long_warmup(None)
+    RunLength.from_recipe(NULL | {"epochs": 3, "schedule": {"warmup_updates": 59}}).refuse_long_warmup(EPOCH)
+    RunLength.from_recipe(NULL | {"epochs": 1, "schedule": {"warmup_epochs": 0}}).refuse_long_warmup(EPOCH)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
