@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from longseq.plugin_models import TARGET
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.training.automatic import FIND, Choice, value_of
 
@@ -115,7 +116,7 @@ def _width(config: Mapping[str, Any]) -> int:
 
 
 def _is_ours(config: Mapping[str, Any]) -> bool:
-    return str(config["model"].get("name")).startswith("longseq_")
+    return str(config["model"].get("name")).startswith("longseq_") and TARGET not in config["model"]
 
 
 def _explain(
