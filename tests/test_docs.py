@@ -136,7 +136,8 @@ def shorten(words: list[str]) -> list[str]:
     if "task=lm" in words:
         return [*words, *(word for word in SHORT_TEXT if word.partition("=")[0] not in taken)]
     image = not any(word.startswith("task=") for word in words)
-    width = NARROW if image and "model=timm" not in words else ("data.num_workers=0",) if image else ()
+    foreign = {"model=timm", "model=own"} & set(words)
+    width = () if not image else NARROW[-1:] if foreign else NARROW
     return [*words, *(word for word in (*SHORT, *width) if word.partition("=")[0] not in taken)]
 
 

@@ -24,6 +24,7 @@ LAYERS = (
     ("longseq.blocks", ROOT / "longseq" / "blocks"),
     ("longseq.mixers", ROOT / "longseq" / "mixers"),
     ("longseq.timm_models", ROOT / "longseq" / "timm_models.py"),
+    ("longseq.plugin_models", ROOT / "longseq" / "plugin_models.py"),
     ("longseq.model_card", ROOT / "longseq" / "model_card.py"),
     ("longseq.models", ROOT / "longseq" / "models.py"),
     ("longseq.backbones", ROOT / "longseq" / "backbones"),

@@ -170,7 +170,7 @@ def describe_image_model(model: nn.Module, data: Mapping[str, Any], device: str 
         "mixer": getattr(model, "mixer_name", None),
         "direction": getattr(model, "direction", None),
         "images": [data["in_chans"], height, width],
-        "classes": getattr(model, "num_classes", None),
+        "classes": getattr(model, "num_classes", data.get("num_classes")),
         "tokens": tokens,
         "parameters": _count_parts(model),
         "weight_decay": _count_decayed(model),

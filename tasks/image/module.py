@@ -9,7 +9,7 @@ from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor, nn
 from torch.nn import functional
 
-from longseq.tasks.data.given import TARGETS, as_pair, find_entry
+from longseq.tasks.data.given import IMAGES, TARGETS, as_pair, find_entry
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.mixing import BatchMixing
 from longseq.tasks.image.model import state_data, state_decision
@@ -17,9 +17,6 @@ from longseq.tasks.training.classification import make_metrics
 from longseq.tasks.training.classifier import ClassifierModule
 from longseq.tasks.training.keys import Criterion
 from longseq.tasks.training.recipe import Training
-
-# What other libraries call the images of a batch.
-IMAGES = ("images", "image", "pixel_values", "img", "x")
 
 
 class ImageClassifier(ClassifierModule):

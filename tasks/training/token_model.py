@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from longseq.backbones.likeness import find_difference
 from longseq.backbones.tokens import TokenBackbone
@@ -28,6 +29,9 @@ class TokenModel(TaskModel):
         """As `TaskModel.initialize`; ValueError also if the models compute different functions of the same weights."""
         super().initialize(model, trained)
         check_alike(model, trained, ignored=("vocab_size", "direction", "share_directions", "merge"))
+
+    def outline(self, config: Mapping[str, Any], info: Any) -> nn.Module:
+        return outlined(config, lambda: self.build(config, info))
 
     def check(self, config: Mapping[str, Any]) -> None:
         outlined(config, lambda: build_token_model(config, vocab_size=2, longest=2))
