@@ -227,7 +227,8 @@ def _run_verb(name: str, overrides: list[str]) -> None:
         sys.argv = command_line
         defer_torchmetrics()
         try:
-            plugins.load(declared)  # a launcher such as submitit runs this function in another process
+            if plugins.loaded() != declared:  # a launcher such as submitit runs this function in another process
+                plugins.load(declared)
             plugins.check_loaded(cfg.plugins, "the configuration")  # a plug-in that only a file names is not imported
             check_choices(cfg, HydraConfig.get().runtime)
             run: Callable[..., Any] = importlib.import_module(VERBS[name].module).run
