@@ -151,6 +151,8 @@ class DocumentData(TaskData):
                 f"data.multi_label={str(keys.multi_label).lower()}: the model was trained with "
                 f"{'several labels' if trained.multi_label else 'one label'} a document"
             )
+        if keys.source != trained.source and sources.preparation_of(trained.source) is not None:
+            _warn(f"the model was trained on data.source={trained.source}, which prepares its texts; these are not")
         budget = (config.get("recipe") or {}).get("batch_size") or _BUDGET
         # What validation leaves out depends on test.
         stages = ("val", "test") if split == "val" and keys.duplicates == "drop" else (split,)
@@ -440,6 +442,7 @@ class DocumentData(TaskData):
                 gradient_segments=keys.gradient_segments,
                 text_column=keys.text_column,
                 class_counts=counts,
+                source=keys.source,
                 class_weights=find_weights(
                     keys.class_weights, counts, own.documents, names, multi_label=keys.multi_label
                 ),
@@ -458,9 +461,14 @@ def _found_here(changes: Mapping[str, Any], root: str | None) -> dict[str, Any]:
     found = dict(changes)
     for split in ("validation", "test"):
         given = changes.get(split)
-        if not isinstance(given, str) or "root" in changes or not os.path.exists(given):
+        if not isinstance(given, str) or "root" in changes:
             continue
         other = os.path.join(root, given) if root is not None and os.path.isdir(root) else given
+        if not os.path.exists(given):
+            if not os.path.exists(other) and not os.path.isabs(given) and not given.startswith(STREAM):
+                below = f" nor below the training's data.root={root}" if other != given else ""
+                raise ValueError(f"data.{split}={given} does not exist here{below}: give the path of a file")
+            continue
         if os.path.exists(other) and not os.path.samefile(given, other):
             raise ValueError(
                 f"data.{split}={given} is here and below the training's data.root={root}: give "
