@@ -103,6 +103,7 @@ class DocumentData(TaskData):
         self._init, self._trained = init, trained
         self._source = sources.find(keys)
         self._splits: dict[str, Split] = {}
+        self._told: set[Path] = set()  # folders of the cache whose unreadable lines a warning has listed
         self._info: DocumentInfo | None = None
 
     @classmethod
@@ -342,7 +343,15 @@ class DocumentData(TaskData):
         }
         stop = keys.on_bad_line == "stop"
         return prepare_documents(
-            name, reader, tokenizer, reading=reading, cache=keys.cache, check=keys.check, stop=stop, warn=warn
+            name,
+            reader,
+            tokenizer,
+            reading=reading,
+            cache=keys.cache,
+            check=keys.check,
+            stop=stop,
+            warn=warn,
+            told=self._told,
         )
 
     def _divide(self, found: Labelled, fractions: Mapping[str, float]) -> dict[str, Integers]:
