@@ -330,7 +330,7 @@ def register_source(name: str) -> Callable[[Opener], Opener]:
     """
 
     def enter(opener: Opener) -> Opener:
-        if name in _SOURCES or name == "folder" or "/" in name:
+        if name in _SOURCES or name in ("folder", "csv", "own") or "/" in name:
             raise ValueError(f"the source {name!r} is there already, or its name is one of timm's; choose another name")
         _SOURCES[name] = opener
         return opener
