@@ -55,6 +55,8 @@ def test_delta_rules(interpreted, variant, reverse):
 @pytest.mark.parametrize("op", OPS)
 def test_every_operation_on_a_gpu(op, dtype, tokens):
     sizes = {"H": 2, "K": 64, "V": 64, "M": 64, "N": 16}
+    if op == "orthogonal_recurrence":
+        sizes["D"] = 64  # 64 directions in a space of fewer dimensions: rounding grows to errors of 5 %
     inputs = make_inputs(op, batch=2, tokens=tokens, dtype=dtype, device="cuda", sizes=sizes)
     for stretch in (slice(0, tokens - 70), slice(70, None), slice(70, tokens - 70)):
         assert_passed(inputs, stretch)
