@@ -180,9 +180,6 @@ def main() -> int:
         hint = f"did you mean {near[0]!r}? " if near else ""
         return _fail(f"unknown verb {name!r}: {hint}the verbs are {', '.join(VERBS)}; `longseq` alone explains them")
     # Imported here, so that `longseq` alone and `longseq --version` answer without Hydra.
-    from longseq.tools.deferred_metrics import defer_torchmetrics
-
-    defer_torchmetrics()
     from longseq.tools.mistakes import check_arguments, explain, is_users
     from longseq.tools.plugin_options import load_plugins
 
@@ -227,10 +224,13 @@ def _run_verb(name: str, overrides: list[str]) -> None:
     from longseq import plugins
     from longseq.tasks.training import runs  # noqa: F401  registers the resolver of hydra.run.dir
     from longseq.tools import key_help
+    from longseq.tools.deferred_metrics import defer_torchmetrics
     from longseq.tools.groups import check_choices
     from longseq.tools.mistakes import explain, is_users
 
     key_help.register()
+    if plugins.loaded():
+        defer_torchmetrics()
     command_line, declared = sys.argv, plugins.loaded()
     failures: list[str] = []
     swept: list[Path] = []  # the folder of the sweep whose trials have failed
@@ -238,8 +238,10 @@ def _run_verb(name: str, overrides: list[str]) -> None:
     def task(cfg: Any) -> Any:
         # Lightning starts the other processes of a run with the same command line, which must contain the verb.
         sys.argv = command_line
+        defer_torchmetrics()
         try:
-            plugins.load(declared)  # a launcher such as submitit runs this function in another process
+            if plugins.loaded() != declared:  # a launcher such as submitit runs this function in another process
+                plugins.load(declared)
             plugins.check_loaded(cfg.plugins, "the configuration")  # a plug-in that only a file names is not imported
             check_choices(cfg, HydraConfig.get().runtime)
             run: Callable[..., Any] = importlib.import_module(VERBS[name].module).run

@@ -19,6 +19,7 @@ from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
 from longseq.tasks.data.prefetch import Prefetch
 from longseq.tasks.data.sampler import BalancedSampler, EvaluationSampler, TrainingSampler
+from longseq.tasks.image.augmentation import Augmentation
 from longseq.tasks.image.config import OWN, OWN_KEYS, ImageDataKeys, ImageKeys, per_channel
 from longseq.tasks.image.datasets import (
     EvaluationBatches,
@@ -53,7 +54,7 @@ from longseq.tasks.image.sources import (
     timm_splits,
 )
 from longseq.tasks.image.table import held_out_table, table_splits
-from longseq.tasks.image.transforms import Augmentation, evaluation_transform, normalize, training_transform
+from longseq.tasks.image.transforms import evaluation_transform, normalize, training_transform
 from longseq.tasks.training.options import read
 from longseq.tasks.training.processes import usable_cores
 from longseq.tasks.training.targets import is_named
