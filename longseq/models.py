@@ -24,7 +24,9 @@ config.json:
         (see `longseq.tools.hugging_face`).
     window: of models that were trained on text: the tokens of a training window, or of the longest document.
     id2label, label2id, problem_type: of classifiers of documents: their classes, as transformers writes them.
-    documents: of these classifiers: what else `DOCUMENT_KEYS` names, and `text_column` if the training named one.
+    documents: of these classifiers: what else `DOCUMENT_KEYS` names; `text_column` and `thresholds` where the
+        training has them.
+    num_classes, label_names, pretrained_cfg: of models of the kind `plugin`, whose class `model_args` names: as below.
     timm_version, timm_defaults: of models that timm builds: its version, and the defaults of the constructor's options,
         with which a later timm is compared.
     architecture, num_classes, num_features, global_pool, label_names, pretrained_cfg: of image models, as timm writes
@@ -59,6 +61,7 @@ from longseq.mixers import Mixer, check_revisions, mixer_revisions
 from longseq.mixers import get as get_mixer
 from longseq.mixers.pattern import options_by_name
 from longseq.model_card import model_card
+from longseq.plugin_models import describe_plugin_model, is_plugin_model, rebuild_plugin_model
 from longseq.plugins import check_loaded, plugin_of
 from longseq.timm_models import describe_timm_model, is_timm_model, rebuild_timm_model
 from longseq.tokenizer_files import GENERATION_FILE, SETTINGS_FILE, TOKENIZER_FILE, read_folder, tokenizer_files
@@ -74,8 +77,13 @@ CARD_FILE = "README.md"
 # Arguments that decide how a machine runs a model and not what the model computes: each run chooses its own.
 RUN_ARGUMENTS = ("backend", "recompute")
 
-# The kind of models that timm builds.
-TIMM = "timm"
+# The kind of models that timm builds, and of those whose class a configuration has named in a plug-in.
+TIMM, PLUGIN = "timm", "plugin"
+# Classes of neither kind are not registered.
+_REBUILD: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], nn.Module]] = {
+    TIMM: rebuild_timm_model,
+    PLUGIN: rebuild_plugin_model,
+}
 
 WEIGHTS = ("auto", "ema", "model")
 
@@ -161,7 +169,7 @@ class PretrainedModel(KeepsArguments):
             "id2label": {str(number): name for number, name in enumerate(names)},
             "label2id": {name: number for number, name in enumerate(names)},
             "problem_type": _PROBLEM_TYPES[bool(text["multi_label"])],
-            "documents": {key: text[key] for key in _DOCUMENTS} | _column_of(text),
+            "documents": {key: text[key] for key in _DOCUMENTS} | _stated(text),
         }
 
     @classmethod
@@ -185,7 +193,7 @@ def register_kind(name: str) -> Callable[[ModelClass], ModelClass]:
     """Register a class of models under a name: `@register_kind("token")`."""
 
     def enter(model: ModelClass) -> ModelClass:
-        if name == TIMM or name in _KINDS or OWN_KINDS.get(name, model.__module__) != model.__module__:
+        if name in _REBUILD or name in _KINDS or OWN_KINDS.get(name, model.__module__) != model.__module__:
             raise ValueError(f"the kind of models {name!r} is taken; choose another name")
         _KINDS[name] = model
         return model
@@ -197,6 +205,8 @@ def kind_of(model: nn.Module) -> str | None:
     """The kind of a model; None for a model of no kind, which cannot be saved."""
     own = unsharded_class(model)
     name = next((name for name, registered in _KINDS.items() if registered is own), None)
+    if name is None and is_plugin_model(model):
+        return PLUGIN
     return TIMM if name is None and is_timm_model(model) else name
 
 
@@ -384,7 +394,8 @@ def describe(model: nn.Module) -> dict[str, Any]:
         )
     if isinstance(model, PretrainedModel):
         return {**describe_origin(model), **model.describe_use(), **model.describe()}
-    return {**describe_origin(model), **describe_timm_model(model)}
+    own = describe_plugin_model(model) if kind == PLUGIN else describe_timm_model(model)
+    return {**describe_origin(model), **own}
 
 
 def describe_origin(model: nn.Module) -> dict[str, Any]:
@@ -407,9 +418,9 @@ def build(config: Mapping[str, Any], changes: Mapping[str, Any] | None = None, l
         raise ValueError(f"{label} names no model of longseq: {CONFIG_FILE} needs the keys kind and model_args")
     if kind in OWN_KINDS:
         importlib.import_module(OWN_KINDS[kind])
-    if kind != TIMM and kind not in _KINDS:
+    if kind not in _REBUILD and kind not in _KINDS:
         raise ValueError(f"{label} holds a model of the kind {kind}, which is not registered{_origin(config)}")
-    rebuild = rebuild_timm_model if kind == TIMM else _KINDS[kind].rebuild
+    rebuild = _REBUILD[kind] if kind in _REBUILD else _KINDS[kind].rebuild
     try:
         return rebuild(config, changes or {})
     except KeyError as error:
@@ -484,16 +495,15 @@ def _text_of(config: Mapping[str, Any], tokenizer: Mapping[str, Any] | None, lab
         return None if tokenizer is None else text
     try:
         listed = [names[str(number)] for number in range(len(names))]
-        known = {key: documents[key] for key in _DOCUMENTS} | _column_of(documents)
+        known = {key: documents[key] for key in _DOCUMENTS} | _stated(documents)
     except KeyError as error:
         raise ValueError(f"{label}: {CONFIG_FILE} is damaged: id2label or documents lacks {error}") from error
     return {**text, "class_names": listed, "multi_label": config.get("problem_type") == _PROBLEM_TYPES[True], **known}
 
 
-def _column_of(values: Mapping[str, Any]) -> dict[str, str]:
-    """The column of the text, where the training named one."""
-    column = values.get("text_column")
-    return {} if column is None else {"text_column": column}
+def _stated(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What only some trainings state: the column of the text, and the thresholds of decisions."""
+    return {key: values[key] for key in ("text_column", "thresholds") if values.get(key) is not None}
 
 
 def weight_files(folder: Path, label: str) -> list[str]:
@@ -583,7 +593,7 @@ def _read_checkpoint(path: Path, weights: str, label: str) -> SavedModel:
     keys = ("tokenizer", "window", *(DOCUMENT_KEYS if reads_documents else ()))
     text = {key: data.get(key) for key in keys} if data.get("tokenizer") or reads_documents else None
     if text is not None and reads_documents:
-        text |= _column_of(data)
+        text |= _stated(data)
     return SavedModel(label, config, own, taken, checkpoint, text)
 
 
@@ -664,8 +674,8 @@ def _some(keys: Iterable[str]) -> str:
 def _check_description(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless a config.json, read back from its text, describes a model with these weights."""
     read_back = json.loads(json.dumps(config))
-    # Not all models of timm accept the meta device, on which no weights are initialised.
-    with torch.random.fork_rng([]), torch.device("cpu" if config["kind"] == TIMM else "meta"):
+    # Not all models of others accept the meta device, on which no weights are initialised.
+    with torch.random.fork_rng([]), torch.device("cpu" if config["kind"] in _REBUILD else "meta"):
         described = build(read_back)
     if problem := _difference(described.state_dict(), state):
         raise ValueError(
@@ -708,7 +718,9 @@ def _from_plain(value: Any) -> Any:
 
 def _plugins(model: nn.Module) -> list[str]:
     """The plug-ins, or other modules outside longseq, that define the model's class and its mixers."""
-    kinds = {unsharded_class(part) for part in model.modules() if isinstance(part, Mixer | PretrainedModel)}
+    kinds: set[type] = {unsharded_class(part) for part in model.modules() if isinstance(part, Mixer | PretrainedModel)}
+    if is_plugin_model(model):
+        kinds.add(unsharded_class(model))
     return sorted({plugin_of(kind) or kind.__module__ for kind in kinds if not kind.__module__.startswith("longseq.")})
 
 

@@ -21,9 +21,11 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 GROUP = "longseq.plugins"
+
+Kind = TypeVar("Kind")
 
 _LOADED: dict[str, ModuleType] = {}
 
@@ -74,10 +76,47 @@ def plugin_of(part: Any) -> str | None:
     return max(own, key=len) if own else next(iter(kin), None)
 
 
+def find_class(target: Any, base: type[Kind], key: str) -> type[Kind]:
+    """The class that `target`, text such as my_module.MyModel, names in a loaded plug-in: one derived from `base`.
+
+    Nothing outside the loaded plug-ins is imported or found. `key` is where the name was given.
+
+    Raises:
+        ValueError: in one line, a name of no such class.
+    """
+    if not isinstance(target, str) or "." not in target:
+        given = "null" if target is None else target
+        example = f"{next(iter(_LOADED), 'my_module')}.MyClass"
+        raise ValueError(f"{key}={given} names no class: give its full name in a plug-in, such as {key}={example}")
+    module, _, name = target.rpartition(".")
+    if not any(f"{module}.".startswith(f"{plugin}.") for plugin in _LOADED):
+        declared = f"; declared is {', '.join(_LOADED)}" if _LOADED else ""
+        raise ValueError(
+            f"{key}={target} is not called: it must be a class of a module of yours that plugins=[MODULE] declares"
+            f"{declared}"
+        )
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{key}={target}: there is no module {error.name}") from error
+    if not isinstance(found, type) or plugin_of(found) is None:
+        known = [one for one, part in vars(importlib.import_module(module)).items() if _is_own(part, module, base)]
+        listed = f"; its classes of this kind are {', '.join(known)}" if known else ""
+        raise ValueError(f"{key}={target}: {module} defines no class {name}{listed}")
+    if not issubclass(found, base):
+        kind = f"{base.__name__} of {base.__module__.partition('.')[0]}"
+        raise ValueError(f"{key}={target} is no {kind}: derive {name} from it")
+    return found
+
+
 def conf_folders() -> list[Path]:
     """The folders of configuration groups of the loaded plug-ins."""
     packages = [Path(module.__file__).parent for module in _LOADED.values() if _is_package(module) and module.__file__]
     return [folder / "conf" for folder in packages if (folder / "conf").is_dir()]
+
+
+def _is_own(part: Any, module: str, base: type) -> bool:
+    return isinstance(part, type) and issubclass(part, base) and part.__module__ == module
 
 
 def _is_package(module: ModuleType) -> bool:

@@ -4,41 +4,23 @@ import csv
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
 from longseq.files import replacing
 from longseq.tasks import registry
-from longseq.tasks.data.inputs import InputKeys, Inputs, Prediction, Unreadable, describe_passed_over
+from longseq.tasks.command_keys import PredictKeys
+from longseq.tasks.data.inputs import Inputs, Prediction, Unreadable, describe_passed_over
 from longseq.tasks.devices import choose_device
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.training import checkpoint
-from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys, read_command
+from longseq.tasks.training.command import read_command
 from longseq.tasks.training.files import prepare_file, prepare_folder
-from longseq.tasks.training.options import Required
 
 _BETWEEN = ";"  # what stands between several labels in a cell
-
-
-@dataclass(frozen=True, kw_only=True)
-class PredictKeys(InputKeys, CommandKeys):
-    """The keys of `longseq predict`; conf/predict.yaml documents them."""
-
-    checkpoint: Annotated[str | None, CHECKPOINT_NEEDED]
-    input: Annotated[str | None, Required("give input=FILE or input=FOLDER: the file or files to classify")]
-    output: str
-    device: str
-    weights: Literal["auto", "ema", "model"]
-
-    def __post_init__(self) -> None:
-        if not self.output.endswith((".csv", ".json")):
-            raise ValueError(f"output={self.output} must end in .csv or .json")
-        if self.saliency_class is not None and self.saliency is None:
-            raise ValueError(f"saliency_class={self.saliency_class} draws nothing by itself: give saliency=FOLDER too")
 
 
 @quiet_libraries()

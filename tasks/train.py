@@ -402,7 +402,10 @@ def _record(
         rows.append(("checkpoint", best))
         if writes_events(trainer.loggers):
             rows.append(("TensorBoard", _tensorboard(folder)))
-        rows += zip(chain(["next"], repeat("")), report.next_commands(checkpoint_word(best)), strict=False)
+        words = checkpoint_word(best)
+        if config.get("plugins"):
+            words += f" {shlex.quote('plugins=[' + ','.join(config['plugins']) + ']')}"
+        rows += zip(chain(["next"], repeat("")), report.next_commands(words), strict=False)
     print_rows(rows)
     for row in rows:
         _log.info("  ".join(filter(None, row)))

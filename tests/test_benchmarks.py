@@ -10,9 +10,11 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from forked import start_others_as_forks
 from hydra import compose, initialize_config_module
 from PIL import Image
 
+from longseq.tasks import compare
 from longseq.tasks.image import data, sources
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.datasets import TrainingBatches
@@ -63,6 +65,7 @@ def test_language_models_are_measured_beyond_their_training_length(script, tmp_p
         words = [f"input={text}", f"output={tmp_path / name}", "validation=0.05", f"test={share}", "processes=1"]
         with initialize_config_module("longseq.conf", version_base="1.3"):
             prepare.run(compose("prepare", words))
+    start_others_as_forks(monkeypatch, compare)
     folder = tmp_path / "comparison"
     command = ["compare", "comparison=mixers_110m", "trainer=cpu", "jobs=1"]
     command += ["rows=null", "mixers=[gla]", f"data.root={tmp_path / 'short'}"]

@@ -455,7 +455,7 @@ def test_weights_have_stable_names_and_may_share_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_loading_needs_no_training_packages(tmp_path: Path) -> None:
+def test_import_and_loading_need_no_training_packages_and_import_adds_no_triton_and_no_cuda(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path / "image")
     reader = token_model()
     reader.text = {"tokenizer": {"kind": "bytes"}, "window": 64}
@@ -464,14 +464,18 @@ def test_loading_needs_no_training_packages(tmp_path: Path) -> None:
     absent += ("transformers", "tokenizers", "datasets", "accelerate")
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({absent!r}))\n"
-        "import longseq, torch\n"
+        "import torch, timm\n"
+        "before = {name for name in sys.modules if name.split('.')[0] == 'triton'}\n"
+        "import longseq, longseq.kernels, longseq.mixers\n"
+        "after = {name for name in sys.modules if name.split('.')[0] == 'triton'}\n"
+        "print(sorted(after - before), torch.cuda.is_initialized(), len(timm.list_models('longseq_*')) > 0)\n"
         f"model = longseq.from_pretrained({str(tmp_path / 'image')!r})\n"
         f"model.save_pretrained({str(tmp_path / 'again')!r})\n"
         f"longseq.from_pretrained({str(tmp_path / 'text')!r}).save_pretrained({str(tmp_path / 'text_again')!r})\n"
         "print(list(model(torch.zeros(1, 3, 16, 16)).shape))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "[1, 3]", done.stderr
+    assert done.stdout.splitlines() == ["[] False True", "[1, 3]"], done.stderr
 
 
 def test_a_sharded_model_is_of_its_own_kind() -> None:

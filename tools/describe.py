@@ -30,7 +30,8 @@ from longseq.mixers.cards import find_growth
 from longseq.parameters import count_parameters
 from longseq.state import state_size, state_tensors
 from longseq.tasks import registry
-from longseq.tasks.experiment import TrainKeys, check_experiment, choose, with_any_choice
+from longseq.tasks.command_keys import TrainKeys
+from longseq.tasks.experiment import check_experiment, choose, with_any_choice
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.command import read_command
@@ -169,7 +170,7 @@ def describe_image_model(model: nn.Module, data: Mapping[str, Any], device: str 
         "mixer": getattr(model, "mixer_name", None),
         "direction": getattr(model, "direction", None),
         "images": [data["in_chans"], height, width],
-        "classes": getattr(model, "num_classes", None),
+        "classes": getattr(model, "num_classes", data.get("num_classes")),
         "tokens": tokens,
         "parameters": _count_parts(model),
         "weight_decay": _count_decayed(model),

@@ -64,7 +64,7 @@ class _Groups:
         source = next((source for source in self.sources if source.is_config(path)), None)
         if source is None:
             return None
-        content: Any = source.load_config(path).config
+        content = _read(source, path)
         if "tasks" in content:
             return list(content["tasks"])
         parents = [name for name in content.get("defaults", []) if isinstance(name, str) and name != "_self_"]
@@ -87,6 +87,21 @@ class _Groups:
                 folders.update(source.list(path, ObjectType.GROUP))
         below = (name for folder in folders for name in self.names(group, f"{prefix}{folder}/"))
         return sorted([*(f"{prefix}{name}" for name in names), *below])
+
+
+# The files that are parts of packages, which do not change while a program runs: each command reads two dozen of them.
+_packed: dict[tuple[str, str], Any] = {}
+
+
+def _read(source: ConfigSource, path: str) -> Any:
+    """The content of an option's file."""
+    key = (source.path, path)
+    if key in _packed:
+        return _packed[key]
+    content = source.load_config(path).config
+    if source.scheme() == "pkg":
+        _packed[key] = content
+    return content
 
 
 def _wrong_task(groups: _Groups, group: str, option: str, tasks: list[str], task: str, served: set[str]) -> str:

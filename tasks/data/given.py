@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What other libraries call the targets of a batch.
+# What other libraries call the images and the targets of a batch.
+IMAGES = ("images", "image", "pixel_values", "img", "x")
 TARGETS = ("labels", "label", "targets", "target", "y")
 
 

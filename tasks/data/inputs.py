@@ -6,17 +6,16 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import Self
 
+from longseq.tasks.data.input_keys import InputKeys
 from longseq.tasks.training.decisions import decide
-from longseq.tasks.training.options import Range
 
 _NAMED = 5
 DECISION = "decision"  # the detail with what thresholds decide
@@ -45,20 +44,6 @@ class Unreadable(NamedTuple):
     path: str
     reason: str = "unreadable"
     details: Mapping[str, Any] = _NONE
-
-
-@dataclass(frozen=True, kw_only=True)
-class InputKeys:
-    """The keys of `longseq predict` that inputs read; conf/predict.yaml documents them."""
-
-    top_k: Annotated[int | None, Range(1)]
-    batch_size: Annotated[int, Range(1)]
-    num_workers: Annotated[int, Range(0)]
-    column: str | None
-    truncation: Literal["none"] | None
-    segment: Annotated[int | None, Range(1)]
-    saliency: str | None = None
-    saliency_class: str | int | None = None
 
 
 class Inputs(ABC):
@@ -114,8 +99,7 @@ class InputFiles(Inputs, Dataset[Any]):
         if keys.saliency is not None and not cls.draws_saliency:
             raise ValueError(f"saliency={keys.saliency} draws images, and this model classifies others: leave it out")
         inputs = cls(path, info)
-        if getattr(info, "multi_label", False) or getattr(info, "thresholds", None) is not None:
-            inputs.details = (DECISION,)
+        inputs.details = (*cls.details, *decided_details(info))
         return inputs
 
     @abstractmethod
@@ -135,28 +119,38 @@ class InputFiles(Inputs, Dataset[Any]):
 
     def predict(self, model: nn.Module, keys: InputKeys) -> Iterator[Prediction | Unreadable]:
         info, device = self.info, next(model.parameters()).device
-        several, given = getattr(info, "multi_label", False), getattr(info, "thresholds", None)
-        thresholds = None if given is None else torch.tensor(given, device=device)
+        several = getattr(info, "multi_label", False)
         most = len(info.class_names) if several else _TOP_K
         loader = DataLoader(self, keys.batch_size, num_workers=keys.num_workers, collate_fn=self.collate)
         for batch, paths, failed in loader:
             if paths:
                 logits = self.score(model, self.prepare(batch.to(device)), paths, keys).float()
                 probabilities = logits.sigmoid() if several else logits.softmax(dim=1)
-                decisions = decide(probabilities, thresholds, multi_label=several).tolist()
                 ranked = rank(probabilities, info.class_names, keys.top_k or most)
-                for path, classes, decision in zip(paths, ranked, decisions, strict=True):
-                    yield Prediction(path, classes, self._told(decision))
+                for path, classes, decision in zip(paths, ranked, tell_decisions(probabilities, info), strict=True):
+                    yield Prediction(path, classes, decision)
             yield from map(Unreadable, failed)
 
-    def _told(self, decision: Any) -> dict[str, Any]:
-        """The detail of a decision of `decide`: a class, or the labels that are there."""
-        names = self.info.class_names
-        if not self.details:
-            return {}
-        if isinstance(decision, int):
-            return {DECISION: names[decision]}
-        return {DECISION: [name for name, there in zip(names, decision, strict=True) if there]}
+
+def decided_details(info: Any) -> tuple[str, ...]:
+    """The details that are written of decisions: none where the most probable class is the decision."""
+    several, thresholds = getattr(info, "multi_label", False), getattr(info, "thresholds", None)
+    return (DECISION,) if several or thresholds is not None else ()
+
+
+def tell_decisions(probabilities: Tensor, info: Any) -> list[dict[str, Any]]:
+    """The details of `decided_details` of each row of `[B, C]`: a class, or the labels that are there."""
+    if not decided_details(info):
+        return [{} for _ in probabilities]
+    names, several, given = info.class_names, getattr(info, "multi_label", False), getattr(info, "thresholds", None)
+    decisions = decide(probabilities, None if given is None else torch.tensor(given), multi_label=several)
+    if several:
+        told: list[Any] = [
+            [name for name, there in zip(names, row, strict=True) if there] for row in decisions.tolist()
+        ]
+    else:
+        told = [names[number] for number in decisions.tolist()]
+    return [{DECISION: one} for one in told]
 
 
 def rank(probabilities: Tensor, class_names: Sequence[str], count: int) -> list[list[tuple[str, float]]]:

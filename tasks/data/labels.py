@@ -16,6 +16,9 @@ Weight = Annotated[float, Range(0)]
 # `data.class_weights`: a rule, a number for each class in their order, or numbers by the names of classes.
 ClassWeights = Literal["none", "balanced"] | Annotated[list[float], Range(0)] | Mapping[str, Weight]
 
+# `data.sampling`: balanced draws each class equally often (see `longseq.tasks.data.sampler.BalancedSampler`).
+Sampling = Literal["balanced"] | None
+
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
 
 
@@ -29,6 +32,14 @@ def check_label_keys(multi_label: bool, label_column: str | Sequence[str] | None
     if label_delimiter is not None and not multi_label:
         raise ValueError(
             f"data.label_delimiter={spell(label_delimiter)} stands between several labels: give data.multi_label=true"
+        )
+
+
+def check_balance(sampling: Sampling, class_weights: ClassWeights) -> None:
+    """Raise ValueError, in one line, where both keys of `data` make up for the rarity of a class."""
+    if sampling == "balanced" and class_weights == "balanced":
+        raise ValueError(
+            "data.sampling=balanced and data.class_weights=balanced would count a rare class twice: leave one out"
         )
 
 

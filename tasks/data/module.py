@@ -66,8 +66,8 @@ class TaskData(LightningDataModule, ABC):
 
     @property
     @abstractmethod
-    def batches_per_epoch(self) -> int:
-        """Training batches of one device in an epoch."""
+    def batches_per_epoch(self) -> int | None:
+        """Training batches of one device in an epoch; None if only its loader tells it, in a run."""
 
     @property
     def tokens_per_epoch(self) -> int | None:

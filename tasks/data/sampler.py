@@ -140,12 +140,22 @@ class BalancedSampler(TrainingSampler):
 
     def __init__(self, classes: npt.NDArray[np.int64], batch_size: int, **options: int) -> None:
         super().__init__(len(classes), batch_size, **options)  # type: ignore[arg-type]
-        self._members = [np.flatnonzero(classes == one) for one in np.unique(classes)]
+        self._balanced = BalancedDraw(classes)
 
     def draw(self, count: int) -> tuple[list[int], list[int] | None]:
+        return self._balanced.draw(count, np.random.default_rng(derive_seed(self.seed, self.epoch)))
+
+
+class BalancedDraw:
+    """Draws samples of `classes [N]` so that each class comes equally often, as `BalancedSampler` explains."""
+
+    def __init__(self, classes: npt.NDArray[np.int64]) -> None:
+        self._members = [np.flatnonzero(classes == one) for one in np.unique(classes)]
+
+    def draw(self, count: int, generator: np.random.Generator) -> tuple[list[int], list[int]]:
+        """The positions of `count` samples, and how often each was drawn before."""
         classes = len(self._members)
         rounds = math.ceil(count / classes)
-        generator = np.random.default_rng(derive_seed(self.seed, self.epoch))
         order = generator.permuted(np.tile(np.arange(classes), (rounds, 1)), axis=1)  # [rounds, classes]
         column, row = order.argsort(axis=1), np.arange(rounds)  # of each round, where each class stands
         positions = np.empty_like(order)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from longseq.tasks.data.labels import ClassWeights, check_label_keys
+from longseq.tasks.data.labels import ClassWeights, Sampling, check_balance, check_label_keys
 from longseq.tasks.document.truncation import Truncation
-from longseq.tasks.training.keys import TaskKeys
+from longseq.tasks.training.keys import ClassifierGroup, TaskKeys
 from longseq.tasks.training.options import Length, Range
-from longseq.tasks.training.token_model import BodyKeys
+from longseq.tasks.training.token_keys import BodyKeys
 
 Fraction = Annotated[float, Range(above=0, below=1)]
 
@@ -58,6 +58,7 @@ class DocumentDataKeys:
     segment: Annotated[int | None, Range(1)] = None
     gradient_segments: Annotated[int | None, Range(1)] = None
     class_weights: ClassWeights = "none"
+    sampling: Sampling = None
     packing: Literal["packed", "padded"] = "packed"
     cache: str | None = None
     check: bool = True
@@ -87,6 +88,12 @@ class DocumentDataKeys:
                 f"data.validation={self.validation} and data.test={self.test} leave nothing to train on: give less "
                 "than 1"
             )
+        check_balance(self.sampling, self.class_weights)
+        if self.sampling is not None and self.packing == "padded":
+            raise ValueError(
+                "data.sampling=balanced fills packed rows, and data.packing=padded sorts documents by their length: "
+                "give data.packing=packed, or data.class_weights=balanced in place of data.sampling"
+            )
         check_label_keys(self.multi_label, self.label_column, self.label_delimiter)
 
 
@@ -102,8 +109,17 @@ class DocumentKeys(TaskKeys):
     """The keys of document classifiers."""
 
     data: type = DocumentDataKeys
+    group: type = ClassifierGroup
     loss: type | None = LossKeys
 
     def check(self, config: Mapping[str, Any]) -> None:
         if config["recipe"].get("model"):
             raise ValueError("recipe.model is read by no part of task=document: leave it out with ~recipe.model")
+        # The keys themselves need none of these, which take seconds to import.
+        from longseq.tasks.document.metrics import TABLES
+        from longseq.tasks.training.classification import check_metrics
+
+        group = config["task"]
+        if isinstance(group.get("metrics") or {}, Mapping):
+            several = bool(config["data"].get("multi_label"))
+            check_metrics(group["metric"], group.get("metrics") or {}, multi_label=several, tables=TABLES)

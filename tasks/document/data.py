@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from longseq.models import read as read_model
 from longseq.plugins import plugin_of
-from longseq.tasks.data.labels import count_classes, find_weights, sort_names, targets_of, unknown_label
+from longseq.tasks.data.labels import count_classes, find_weights, rarest_labels, sort_names, targets_of, unknown_label
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
@@ -66,6 +66,7 @@ class DocumentData(TaskData):
     `multi_label` any number (see `longseq.tasks.data.labels.read_labels`). What cannot be read is left out and
     listed, or with `on_bad_line=stop` an error. `class_weights=balanced` weights the classes in the loss, each by
     documents / (classes * documents of the class), or with `multi_label` by documents without / with the label.
+    `sampling=balanced` draws each class equally often instead, of several labels each document by its rarest one.
 
     `tokenizer` is bytes, a tokenizer.json or its folder, `train:SIZE` (trained on the training documents), or `init`
     (that of the checkpoint that `init` gives, which is the default beside `init`; else bytes). Tokens are kept in
@@ -112,7 +113,7 @@ class DocumentData(TaskData):
         datamodule.setup()
         if config["model"]["name"] == linear.MODEL:
             # The fit reads the documents by itself; a batch only has to hold each of them.
-            datamodule.keys = replace(datamodule.keys, packing="padded")
+            datamodule.keys = replace(datamodule.keys, packing="padded", sampling=None)
             datamodule.batch_size = max(batch_size, datamodule.split("train").longest)
         else:  # mistakes are told before a run begins
             datamodule._sample(world_size=config["recipe"]["batch_size"] // batch_size)
@@ -136,7 +137,12 @@ class DocumentData(TaskData):
         }
         if not config.get("data") and not {"root", "test", "validation"} & changes.keys():
             raise ValueError("a saved model does not tell what to measure it on: give data.test=FILE")
-        own = {**own, "tokenizer": None, "separator": None}  # that of the model, whose file may be elsewhere by now
+        own = {
+            **own,
+            "tokenizer": None,
+            "separator": None,
+            "sampling": None,
+        }  # that of the model, whose file may be elsewhere by now
         if changes.get("truncation") == "none":
             own = {**own, "max_length": None}
         keys = read(DocumentDataKeys, {**own, **_found_here(changes, own.get("root"))}, "data")
@@ -241,8 +247,11 @@ class DocumentData(TaskData):
         return self._sample(**find_place(self.trainer)._asdict())
 
     def _sample(self, **place: int) -> DocumentSampler:
-        kind = PackedSampler if self.keys.packing == "packed" else PaddedSampler
-        return kind(self._splits["train"].lengths, self.batch_size, seed=self.seed, **place)
+        train = self._splits["train"]
+        if self.keys.packing == "padded":
+            return PaddedSampler(train.lengths, self.batch_size, seed=self.seed, **place)
+        classes = None if self.keys.sampling is None else rarest_labels(train.targets)
+        return PackedSampler(train.lengths, self.batch_size, classes=classes, seed=self.seed, **place)
 
     def _wanted(self) -> list[str]:
         return [STAGES[stage] for stage in self.stages]

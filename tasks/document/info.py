@@ -22,6 +22,8 @@ class DocumentInfo(Info):
     None for all (see `longseq.backbones.segments`). `text_column` is the column of the text, None for `text`.
     `class_counts` has the training documents of each class, and `class_weights` the weight of each class in the loss
     (with `multi_label` that of a document's own labels), None if all are 1. `sizes` has the documents of each split.
+    `thresholds` are those of `longseq.tasks.training.decisions.decide`: the probabilities from which a label is given,
+    or the second one of two classes; None for one half, or for the most probable class.
     """
 
     class_names: list[str]
@@ -37,6 +39,7 @@ class DocumentInfo(Info):
     text_column: str | None = None
     class_counts: list[int] = field(default_factory=list)
     class_weights: list[float] | None = None
+    thresholds: list[float] | None = None
 
     @property
     def num_classes(self) -> int:

@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.segments import find_obstacle, memory_per_token, read_in_segments
 from longseq.kernels.packing import Packing
-from longseq.tasks.data.inputs import InputKeys, Inputs, PassedOver, Prediction, Unreadable, rank
+from longseq.tasks.data.inputs import (
+    InputKeys,
+    Inputs,
+    PassedOver,
+    Prediction,
+    Unreadable,
+    decided_details,
+    rank,
+    tell_decisions,
+)
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.truncation import truncate
 from longseq.tasks.report import progress_bar
@@ -43,14 +52,15 @@ class DocumentFiles(Inputs):
 
     A file of jsonl, csv, tsv or parquet holds many documents, any other file one. Other columns than the text are not
     read, labels among them. Written are the path; `document`, its number in the whole input from 0, which also counts
-    what cannot be read; `tokens`, its length; and `cut`, how many of them truncation leaves out. With one label a
+    what cannot be read; `tokens`, its length; `cut`, how many of them truncation leaves out; and `decision`, where
+    there are several labels or thresholds, as of `InputFiles`. With one label a
     document, probabilities are those of classes that exclude each other; with several, each label has its own.
 
     Documents are read together up to `segment` tokens. A model that can be read in segments reads longer ones with
     carried state (see `longseq.backbones.segments`).
     """
 
-    details = ("document", "tokens", "cut")
+    details: tuple[str, ...] = ("document", "tokens", "cut")
     unit = "documents"
 
     def __init__(
@@ -58,6 +68,7 @@ class DocumentFiles(Inputs):
     ) -> None:
         self.parts, self.passed_over, self.columns, self.info = parts, passed_over, columns, info
         self.tokenizer = info.make_tokenizer()
+        self.details = (*type(self).details, *decided_details(info))
         self._notes: list[str] = []
         self._left_out: list[str] = []
 
@@ -149,9 +160,12 @@ class DocumentFiles(Inputs):
             device = _device_of(model)
             logits = model(tokens.to(device, torch.long), cu_seqlens=Packing(borders, device=device))
         names = self.info.class_names
-        ranked = rank(self._probabilities(logits), names, top_k or len(names))
-        for document, classes in zip(documents, ranked, strict=True):
-            yield Prediction(document.path, classes, document.details)
+        probabilities = self._probabilities(logits)
+        ranked = rank(probabilities, names, top_k or len(names))
+        for document, classes, decision in zip(
+            documents, ranked, tell_decisions(probabilities, self.info), strict=True
+        ):
+            yield Prediction(document.path, classes, {**document.details, **decision})
 
     def _probabilities(self, logits: Tensor) -> Tensor:
         return logits.float().sigmoid() if self.info.multi_label else logits.float().softmax(dim=1)

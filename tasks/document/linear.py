@@ -17,8 +17,10 @@ from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.tasks.document.assemble import Split
 from longseq.tasks.document.config import DocumentModelKeys
 from longseq.tasks.document.info import DocumentInfo
-from longseq.tasks.document.metrics import make_scores, update_scores
+from longseq.tasks.document.metrics import make_scores
 from longseq.tasks.training import targets
+from longseq.tasks.training.classification import update_metrics
+from longseq.tasks.training.decisions import decide
 from longseq.tasks.training.options import Range, read
 
 # The name of the model in `config.model`.
@@ -60,6 +62,9 @@ def check(config: Mapping[str, Any]) -> None:
     own = read_keys(config["model"])
     if unread := [f"model.{name}={value}" for name, value in config["model"].items() if not hasattr(own, name)]:
         _warn(f"{', '.join(unread)}: not read by model=linear")
+    for key, value in (("class_weights", "none"), ("sampling", None)):
+        if config["data"].get(key, value) != value:
+            _warn(f"data.{key}={config['data'][key]}: not read by model=linear, which fits each document alike")
     recipe = config["recipe"]
     if recipe.get("ema") is not None:
         _warn("recipe.ema averages the weights of updates, which model=linear does not have: it is not read")
@@ -174,13 +179,16 @@ def measure(
     model: LinearTextClassifier, documents: Iterable[tuple[Sequence[int], Any]], info: DocumentInfo
 ) -> dict[str, float]:
     """The metrics of the task for a linear model, on documents and their targets: all of those, on this process."""
-    scores: Any = make_scores(info.num_classes, info.multi_label, sync_on_compute=False)
+    scores = make_scores(info.num_classes, info.multi_label)
+    for metric in scores.values():
+        metric.sync_on_compute = False
     listed = list(documents)
     for start in range(0, len(listed), _BATCH):
         part = listed[start : start + _BATCH]
         logits = model.score([model.read(tokens) for tokens, _ in part])
         given: Tensor = torch.as_tensor(np.asarray([target for _, target in part])).long()
-        update_scores(scores, logits.sigmoid() if info.multi_label else logits.softmax(dim=1), given)
+        probabilities = logits.sigmoid() if info.multi_label else logits.softmax(dim=1)
+        update_metrics(scores, probabilities, decide(probabilities, None, multi_label=info.multi_label), given)
     return {name: float(metric.compute()) for name, metric in scores.items()}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,12 +13,19 @@ from torchmetrics.classification import (
     BinaryCalibrationError,
     MulticlassAccuracy,
     MulticlassCalibrationError,
-    MulticlassConfusionMatrix,
     MulticlassF1Score,
     MultilabelAveragePrecision,
-    MultilabelConfusionMatrix,
     MultilabelExactMatch,
     MultilabelF1Score,
+)
+
+from longseq.tasks.training.classification import (
+    ONE_LABEL,
+    ONE_LABEL_MORE,
+    SEVERAL_LABELS_MORE,
+    Make,
+    Tables,
+    update_metrics,
 )
 
 # The bins by the tokens of a document before truncation: up to each number, and above the last one. The tokens of byte
@@ -31,7 +38,47 @@ _CALIBRATION_BINS = 15
 Scores = dict[str, float]
 
 
-def make_scores(num_classes: int, multi_label: bool, *, sync_on_compute: bool = True) -> nn.ModuleDict:
+class LabelCalibrationError(BinaryCalibrationError):
+    """The calibration error over the decisions about all labels, from `[N, C]`."""
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        super().update(preds.flatten(), target.flatten())
+
+
+def _make(metric: Callable[..., Metric], **options: Any) -> Make:
+    return lambda classes: metric(classes, **options, validate_args=False)
+
+
+def _make_calibration_error(classes: int) -> Metric:
+    return LabelCalibrationError(n_bins=_CALIBRATION_BINS, validate_args=False)
+
+
+# The metrics of documents by `multi_label`: those that every run has, and those of other classifiers.
+TABLES: Mapping[bool, Tables] = {
+    False: Tables(
+        {
+            "accuracy": _make(MulticlassAccuracy, average="micro"),
+            "f1_micro": _make(MulticlassF1Score, average="micro"),
+            "f1_macro": _make(MulticlassF1Score, average="macro"),
+            "calibration_error": _make(MulticlassCalibrationError, n_bins=_CALIBRATION_BINS),
+        },
+        {name: ONE_LABEL[name] for name in ("top5", "balanced_accuracy")}
+        | {name: make for name, make in ONE_LABEL_MORE.items() if name != "calibration_error"},
+    ),
+    True: Tables(
+        {
+            "accuracy": _make(MultilabelExactMatch),
+            "f1_micro": _make(MultilabelF1Score, average="micro"),
+            "f1_macro": _make(MultilabelF1Score, average="macro"),
+            "calibration_error": _make_calibration_error,
+            "average_precision": _make(MultilabelAveragePrecision, average="macro"),
+        },
+        SEVERAL_LABELS_MORE,
+    ),
+}
+
+
+def make_scores(num_classes: int, multi_label: bool) -> dict[str, Metric]:
     """The metrics of probabilities `[N, C]` against targets: `[N]` classes, or for several labels `[N, C]` of 0 and 1.
 
     accuracy: the share of documents whose class is right; of several labels, whose labels are all right.
@@ -41,47 +88,8 @@ def make_scores(num_classes: int, multi_label: bool, *, sync_on_compute: bool = 
         bins of equal width, weighted by their documents (Guo et al., 2017, equation 3). Of several labels, the
         distance between the probability of a label and its frequency.
     average_precision: of several labels, the mean over the labels of the area under precision and recall.
-
-    Without `sync_on_compute` the metrics are those of the documents of this process alone.
     """
-    own: dict[str, Any] = {"validate_args": False, "sync_on_compute": sync_on_compute}
-    if not multi_label:
-        common: dict[str, Any] = {"num_classes": num_classes, **own}
-        return nn.ModuleDict(
-            {
-                "accuracy": MulticlassAccuracy(average="micro", **common),
-                "f1_micro": MulticlassF1Score(average="micro", **common),
-                "f1_macro": MulticlassF1Score(average="macro", **common),
-                "calibration_error": MulticlassCalibrationError(n_bins=_CALIBRATION_BINS, **common),
-            }
-        )
-    common = {"num_labels": num_classes, **own}
-    return nn.ModuleDict(
-        {
-            "accuracy": MultilabelExactMatch(**common),
-            "f1_micro": MultilabelF1Score(average="micro", **common),
-            "f1_macro": MultilabelF1Score(average="macro", **common),
-            "calibration_error": LabelCalibrationError(n_bins=_CALIBRATION_BINS, **own),
-            "average_precision": MultilabelAveragePrecision(average="macro", **common),
-        }
-    )
-
-
-def make_confusion_matrix(num_classes: int, multi_label: bool) -> Metric:
-    """Counts `[true, predicted]`; of several labels `[C, true, predicted]`, a matrix of 2 by 2 for each label."""
-    if multi_label:
-        return MultilabelConfusionMatrix(num_classes, validate_args=False)
-    return MulticlassConfusionMatrix(num_classes, validate_args=False)
-
-
-class LabelCalibrationError(BinaryCalibrationError):
-    """The calibration error over the decisions about all labels, from `[N, C]`."""
-
-    def update(self, preds: Tensor, target: Tensor) -> None:
-        super().update(preds.flatten(), target.flatten())
-
-
-_WITH_LISTS = (LabelCalibrationError, MultilabelAveragePrecision)
+    return {name: make(num_classes) for name, make in TABLES[multi_label].always.items()}
 
 
 class LengthCounts(Metric):
@@ -112,16 +120,18 @@ class ScoresByLength(nn.Module):
 
     def __init__(self, num_classes: int, multi_label: bool) -> None:
         super().__init__()
-        self.scores = nn.ModuleDict({name: make_scores(num_classes, multi_label) for name in BINS})
+        self.scores = nn.ModuleDict({name: nn.ModuleDict(make_scores(num_classes, multi_label)) for name in BINS})
         self.counts = LengthCounts()
 
-    def update(self, probabilities: Tensor, targets: Tensor, lengths: Tensor) -> None:
-        """Add documents: probabilities `[N, C]`, targets as in `make_scores`, lengths `[N]` in tokens."""
+    def update(self, probabilities: Tensor, decisions: Tensor, targets: Tensor, lengths: Tensor) -> None:
+        """Add documents: probabilities `[N, C]`, the decisions about them, targets as in `make_scores`, lengths `[N]`
+        in tokens.
+        """
         bins = torch.bucketize(lengths, torch.tensor(LENGTHS, device=lengths.device))
         self.counts.update(bins)
         for number, name in enumerate(BINS):
             chosen = bins == number
-            update_scores(self.scores[name], probabilities[chosen], targets[chosen])  # type: ignore[arg-type]
+            update_metrics(self.scores[name], probabilities[chosen], decisions[chosen], targets[chosen])  # type: ignore[arg-type]
 
     def compute(self) -> tuple[Scores, dict[str, int]]:
         """The metrics by names such as `accuracy_up_to_512`, and the documents of each bin; without empty bins.
@@ -144,14 +154,3 @@ class ScoresByLength(nn.Module):
         for part in self.modules():
             if isinstance(part, Metric):
                 part.reset()
-
-
-def update_scores(scores: Mapping[str, Any], probabilities: Tensor, targets: Tensor) -> None:
-    """Add documents, maybe none, to the metrics of `make_scores`; a metric `loss` beside them is left alone.
-
-    Metrics of several labels keep lists. torchmetrics can gather the lists of several processes only if each process
-    has the shape and the type of their entries: so these metrics are given empty batches, too. The others refuse them.
-    """
-    for name, metric in scores.items():
-        if name != "loss" and (len(targets) or isinstance(metric, _WITH_LISTS)):
-            metric.update(probabilities, targets)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -20,13 +20,14 @@ from longseq.tasks.data.given import TARGETS, as_pair, find_entry, read_mask
 from longseq.tasks.document.batch import DocumentBatch, DocumentInputs
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.linear import LinearModelKeys, fit_linear, read_documents, read_keys
-from longseq.tasks.document.metrics import ScoresByLength, make_confusion_matrix, make_scores, update_scores
-from longseq.tasks.training.metrics import MeanLoss
-from longseq.tasks.training.module import TrainedModule
+from longseq.tasks.document.metrics import TABLES, ScoresByLength
+from longseq.tasks.training.classification import make_metrics
+from longseq.tasks.training.classifier import ClassifierModule
+from longseq.tasks.training.keys import Criterion
 from longseq.tasks.training.recipe import Training
 
 
-class DocumentTask(TrainedModule):
+class DocumentTask(ClassifierModule):
     """Trains and measures a classifier on whole documents, packed or padded.
 
     The loss of a document is the cross-entropy of its class; of several labels the mean over the labels of the binary
@@ -38,15 +39,15 @@ class DocumentTask(TrainedModule):
 
     Logs `train/{loss,lr}`, `{val,test}/loss` and `{val,test}/METRIC` for the metrics of
     `longseq.tasks.document.metrics.make_scores`, and in a test `test/METRIC_BIN` for each bin of lengths that has
-    documents. After a test, `confusion_matrix` has the counts of classes `[true, predicted]`, of several labels `[C,
-    true, predicted]`, and `documents_by_length` the documents of each bin.
+    documents. `chosen_metrics` and `metric` add others, as `task.metrics` and `task.metric` do; `threshold` is that of
+    `ClassifierModule`, and by default that of `info`. After a test, `documents_by_length` has the documents of each
+    bin.
 
     Batches of any loader are padded rows of tokens with their classes (see `read_batch`).
     """
 
     kept_options = ("label_smoothing",)
 
-    confusion_matrix: Tensor | None = None
     documents_by_length: Mapping[str, int] | None = None
 
     def __init__(
@@ -55,9 +56,21 @@ class DocumentTask(TrainedModule):
         *,
         info: DocumentInfo,
         label_smoothing: float = 0.0,
+        chosen_metrics: Mapping[str, Any] | None = None,
+        metric: str | None = None,
+        threshold: float | Sequence[float] | Criterion | None = None,
         training: Training | None = None,
     ) -> None:
-        super().__init__(backbone, training)
+        super().__init__(
+            backbone,
+            training,
+            num_classes=info.num_classes,
+            multi_label=info.multi_label,
+            make_metrics=lambda: make_metrics(
+                info.num_classes, multi_label=info.multi_label, chosen=chosen_metrics, metric=metric, tables=TABLES
+            ),
+            threshold=info.thresholds if threshold is None else threshold,
+        )
         self.info = info
         self.label_smoothing = label_smoothing
         self._class_weights: Tensor | None
@@ -66,8 +79,6 @@ class DocumentTask(TrainedModule):
         self._train_read = self.compiled(self._read)
         if info.segment and not isinstance(backbone, LinearTextClassifier):
             check_segments(backbone, info.gradient_segments)
-        self.val_metrics, self.test_metrics = _metrics(info), _metrics(info)
-        self._confusion = make_confusion_matrix(info.num_classes, info.multi_label)
         self._by_length = ScoresByLength(info.num_classes, info.multi_label)
 
     @classmethod
@@ -75,10 +86,17 @@ class DocumentTask(TrainedModule):
         cls, config: Mapping[str, Any], backbone: nn.Module, info: DocumentInfo, training: Training | None
     ) -> DocumentTask:
         loss = config["recipe"].get("loss") or {} if training else {}
+        task = config.get("task") or {}
+        measured: dict[str, Any] = {
+            "chosen_metrics": task.get("metrics"),
+            "metric": task.get("metric"),
+            "threshold": task.get("threshold") if training else None,
+        }
         if isinstance(backbone, LinearTextClassifier):
             keys = read_keys(config["model"]) if training else None
-            return LinearTask(backbone, info=info, keys=keys, training=training)
-        return cls(backbone, info=info, label_smoothing=loss.get("label_smoothing", 0.0), training=training)
+            return LinearTask(backbone, info=info, keys=keys, training=training, **measured)
+        smoothing = loss.get("label_smoothing", 0.0)
+        return cls(backbone, info=info, label_smoothing=smoothing, training=training, **measured)
 
     @classmethod
     def arguments_for(cls, backbone: nn.Module, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,28 +171,22 @@ class DocumentTask(TrainedModule):
         real = inputs.numbers >= 0
         logits, targets = self(inputs)[real].float(), targets[real]
         if self.info.multi_label:
-            probabilities, classes = logits.sigmoid(), targets.long()
             losses = functional.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1)
         else:
-            probabilities, classes = logits.softmax(dim=1), targets
             losses = functional.cross_entropy(logits, targets, reduction="none")
-        update_scores(metrics, probabilities, classes)
         if len(targets):
             metrics["loss"].update(losses.mean(), weight=len(targets))
-        for name, metric in metrics.items():
-            self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True)
+        probabilities, classes = self.probabilities(logits), targets.long()
+        self.measure(probabilities, classes, metrics, stage)
         if stage == "test":
-            self._by_length.update(probabilities, classes, inputs.whole_lengths[real])
-            if len(targets):
-                self._confusion.update(probabilities, classes)
+            self._by_length.update(probabilities, self.decide(logits), classes, inputs.whole_lengths[real])
 
     def on_test_epoch_end(self) -> None:
+        super().on_test_epoch_end()
         scores, self.documents_by_length = self._by_length.compute()
         self._by_length.reset()
         # All processes have the same values; sync_dist says so to Lightning.
         self.log_dict({f"test/{name}": value for name, value in scores.items()}, sync_dist=True)
-        self.confusion_matrix = self._confusion.compute().cpu()
-        self._confusion.reset()
 
     def observe(self, batch: DocumentBatch, examples: int) -> None:
         """Run the first documents of a batch through the body of the model, for the diagnostics of the mixers."""
@@ -216,7 +228,7 @@ class LinearTask(DocumentTask):
 
     The fit is the beginning of a run. What follows is an epoch of one batch without a learning rate, after which the
     Trainer validates, saves and tests. Each of several processes fits the same model. `keys` are those of the model;
-    without them the task only measures.
+    without them the task only measures. `measured` are the options of `DocumentTask` for metrics and thresholds.
     """
 
     def __init__(
@@ -226,8 +238,9 @@ class LinearTask(DocumentTask):
         info: DocumentInfo,
         keys: LinearModelKeys | None = None,
         training: Training | None = None,
+        **measured: Any,
     ) -> None:
-        super().__init__(backbone, info=info, training=training)
+        super().__init__(backbone, info=info, training=training, **measured)
         self.keys = keys
 
     @property
@@ -267,7 +280,3 @@ def _packing_of(inputs: DocumentInputs) -> Packing | None:
     if inputs.cu_seqlens is None:
         return None
     return Packing(inputs.cu_seqlens, inputs.tokens.shape[1], max_seqlen=inputs.max_seqlen)
-
-
-def _metrics(info: DocumentInfo) -> nn.ModuleDict:
-    return nn.ModuleDict({"loss": MeanLoss(), **make_scores(info.num_classes, info.multi_label)})

@@ -8,11 +8,7 @@ from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.linear import LinearBaseline
 from longseq.tasks.document.metrics import BINS, LENGTHS
 from longseq.tasks.document.module import DocumentTask
-from longseq.tasks.report import Report
-from longseq.tasks.training.class_figures import per_class
-
-# The most classes whose confusion matrix metrics.json holds.
-_MOST_CLASSES = 100
+from longseq.tasks.training.class_report import ClassReport
 
 # The bins of lengths in words.
 _LENGTHS = dict(
@@ -20,23 +16,19 @@ _LENGTHS = dict(
 )
 
 
-class DocumentReport(Report):
-    """Adds the linear model's metrics, the documents by length, the confusion matrix and the figures of each class."""
+class DocumentReport(ClassReport):
+    """Adds to the figures of each class the linear model's metrics, and the documents by length."""
 
+    unit = "documents"
     headline = ("accuracy", "f1_macro", "average_precision", "calibration_error", "loss")
 
     def extras(self, module: DocumentTask, info: DocumentInfo, split: str) -> dict[str, Any]:
-        counts = module.confusion_matrix
         found: dict[str, Any] = {}
         if (baseline := _baseline(module)) is not None:
             found |= {f"{split}/linear_{name}": value for name, value in baseline.scores.items()}
         if module.documents_by_length is not None:
             found[f"{split}/documents_by_length"] = dict(module.documents_by_length)
-        if counts is not None:
-            found[f"{split}/per_class"] = per_class(counts, info.class_names, unit="documents")
-            if info.num_classes <= _MOST_CLASSES:
-                found[f"{split}/confusion_matrix"] = counts.tolist()
-        return found
+        return found | super().extras(module, info, split)
 
     def counts(self, module: DocumentTask, info: DocumentInfo, split: str) -> dict[str, int]:
         found = module.documents_by_length or {}
@@ -53,7 +45,7 @@ class DocumentReport(Report):
         ]
         if (baseline := _baseline(module)) is not None:
             rows.append(("linear model", baseline.describe()))
-        return rows
+        return rows + super().rows(module, info)
 
     def next_commands(self, checkpoint: str) -> list[str]:
         return [*super().next_commands(checkpoint), f"longseq predict {checkpoint} input=FILE"]

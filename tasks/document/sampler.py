@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from torch.utils.data import Sampler
 
-from longseq.tasks.data.sampler import UpdateSampler
+from longseq.tasks.data.sampler import BalancedDraw, UpdateSampler
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.document.rows import Group, group, pack, row_count, slots_of
 from longseq.tasks.text.store import Integers
@@ -68,11 +69,16 @@ class PackedSampler(DocumentSampler):
 
     An effective batch is cut into rows of equal length, whose number depends on its size and on the documents' lengths
     alone; the devices and the accumulated batches share the rows out. Each epoch packs all documents anew, in its own
-    order. Rows that do not fill an effective batch are left out: those with the last documents of the order.
+    order. Rows that do not fill an effective batch are left out: those with the last documents of the order. With
+    `classes [N]` an epoch draws as many documents, each class equally often (see
+    `longseq.tasks.data.sampler.BalancedSampler`).
     """
 
-    def __init__(self, lengths: Integers, batch_size: int, **place: int) -> None:
+    def __init__(
+        self, lengths: Integers, batch_size: int, *, classes: npt.NDArray[np.int64] | None = None, **place: int
+    ) -> None:
         super().__init__(lengths, batch_size, **place)  # type: ignore[arg-type]
+        self._balanced = None if classes is None else BalancedDraw(classes)
         effective = self.effective_batch_size
         self.rows = row_count(lengths, effective)
         if self.rows % self.parts:
@@ -111,7 +117,11 @@ class PackedSampler(DocumentSampler):
         return give
 
     def _pack(self, *draw: int) -> list[list[int]]:
-        order = np.random.default_rng(derive_seed(self.seed, *draw)).permutation(self.num_samples).tolist()
+        generator = np.random.default_rng(derive_seed(self.seed, *draw))
+        if self._balanced is None:
+            order = generator.permutation(self.num_samples).tolist()
+        else:
+            order, _ = self._balanced.draw(self.num_samples, generator)
         return list(pack(self.lengths, order, self.row, self.slots))
 
 

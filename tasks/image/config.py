@@ -6,16 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
-from longseq.backbones.image import ImageBackbone
-from longseq.tasks.data.labels import ClassWeights, check_label_keys
+from longseq.tasks.data.labels import ClassWeights, Sampling, check_balance, check_label_keys
+from longseq.tasks.image.augmentation import Augmentation
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.image.model import check_model_name, model_options
 from longseq.tasks.image.recipe import choose_recipe, starts_trained
-from longseq.tasks.image.transforms import Augmentation
 from longseq.tasks.training.automatic import Choice
-from longseq.tasks.training.classification import check_metrics
-from longseq.tasks.training.decisions import Criterion
-from longseq.tasks.training.keys import TaskGroup, TaskKeys
+from longseq.tasks.training.keys import ClassifierGroup, TaskKeys
 from longseq.tasks.training.options import Length, Range, read, read_beside, refuse_unknown, spell
 
 Size = Annotated[int, Range(1)] | tuple[Annotated[int, Range(1)], Annotated[int, Range(1)]]
@@ -24,19 +20,15 @@ Share = Annotated[float, Range(0, below=1)]
 # Sources whose images have one class each. A plug-in's source may have several.
 ONE_LABEL_SOURCES = ("digits", "fashion_mnist", "cifar10", "folder")
 
+# The source of classes of the user's own, and the keys that name them.
+OWN, DATAMODULE = "own", "datamodule"
+OWN_KEYS = ("train_set", "val_set", "test_set", DATAMODULE)
+
 # The recipe that has no sense for weights that nobody has trained.
 FINETUNE = "finetune"
 
 # Options of our image models that are set by the data and by the group `mixer`.
 _DECIDED = ("img_size", "in_chans", "num_classes", "mixer", "mixer_options")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageGroup(TaskGroup):
-    """The keys of `task`; `longseq.tasks.image.module.ImageClassifier` documents them."""
-
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    threshold: Criterion | Share | Annotated[list[float], Range(0, 1)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,17 +59,18 @@ class ImageDataKeys:
     pin_memory: bool = True
     on_error: Literal["skip", "raise"] = "skip"
     class_weights: ClassWeights = "none"
-    sampling: Literal["balanced"] | None = None
+    sampling: Sampling = None
     multi_label: bool = False
     file_column: str | None = None
     label_column: str | Annotated[list[str], Length(1)] | None = None
     label_delimiter: str | None = None
+    train_set: Mapping[str, Any] | None = None
+    val_set: Mapping[str, Any] | None = None
+    test_set: Mapping[str, Any] | None = None
+    datamodule: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.sampling == "balanced" and self.class_weights == "balanced":
-            raise ValueError(
-                "data.sampling=balanced and data.class_weights=balanced would count a rare class twice: leave one out"
-            )
+        check_balance(self.sampling, self.class_weights)
         check_label_keys(self.multi_label, self.label_column, self.label_delimiter)
         tables = {name: getattr(self, name) for name in ("file_column", "label_column", "label_delimiter")}
         for name, value in tables.items():
@@ -90,10 +83,42 @@ class ImageDataKeys:
             raise ValueError(
                 f"data.multi_label=true: data.source={self.source} has one class an image: give data.source=csv"
             )
-        if self.class_map is not None and self.source == "csv":
+        check_own_keys(self)
+        if self.class_map is not None and self.source in ("csv", "shards"):
             raise ValueError(
-                f"data.class_map={spell(self.class_map)} is for folders: data.source=csv has its own labels"
+                f"data.class_map={spell(self.class_map)} is for folders: data.source={self.source} has its own labels"
             )
+
+
+def check_own_keys(keys: ImageDataKeys) -> None:
+    """ValueError for classes of the user's own beside other data, and for `data.source=own` without any."""
+    from longseq.tasks.training.targets import is_named  # it imports Lightning, which the keys do not need
+
+    named = [key for key in OWN_KEYS if is_named(getattr(keys, key))]
+    if keys.source != OWN:
+        if named:
+            raise ValueError(f"data.{named[0]} is of data=own, and data.source={keys.source} reads none: leave it out")
+        return
+    if not named or (DATAMODULE not in named and "train_set" not in named):
+        raise ValueError(
+            "data=own names no class: give plugins=[my_module] 'data.train_set={_target_: my_module.MyDataset}', or "
+            "'data.datamodule={_target_: my_module.MyDataModule}'"
+        )
+    if DATAMODULE in named and len(named) > 1:
+        raise ValueError(f"data.datamodule has all splits: leave data.{named[0]} out")
+    if DATAMODULE in named and keys.sampling is not None:
+        raise ValueError("data.sampling is not for data.datamodule, whose loaders choose their samples: leave it out")
+    if DATAMODULE in named and keys.class_weights == "balanced":
+        raise ValueError("data.class_weights=balanced does not know the labels of data.datamodule: give {NAME: NUMBER}")
+
+
+def per_channel(name: str, values: Sequence[float], in_chans: int) -> list[float]:
+    """`data.mean` or `data.std` with one value for each channel: repeated for RGB, averaged for grey."""
+    if len(values) not in (1, 3):
+        raise ValueError(f"data.{name} has {len(values)} values: give 1 or 3")
+    if len(values) == in_chans:
+        return [float(value) for value in values]
+    return [sum(values) / len(values)] * in_chans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +195,16 @@ class ModelName:
 
 def _check_model(config: Mapping[str, Any]) -> None:
     """ValueError for an unknown model, and for options of `model` or `recipe.model` that the model does not have."""
+    # The keys themselves need none of these, which take seconds to import.
+    from longseq.backbones.image import ImageBackbone
+    from longseq.plugin_models import TARGET
+    from longseq.tasks.image.model import check_model_name, model_options, own_arguments
+
     own = [entry.name for entry in fields(ModelName)]
+    if TARGET in config["model"]:
+        read(ModelName, {key: value for key, value in config["model"].items() if key in own}, "model")
+        own_arguments(config, {"num_classes": 2, "in_chans": 3, "img_size": 1})
+        return
     name = read(ModelName, {key: value for key, value in config["model"].items() if key in own}, "model").name
     check_model_name(name)
     given = {key: value for key, value in config["model"].items() if key not in own}
@@ -192,11 +226,13 @@ class ImageKeys(TaskKeys):
     """The keys of image classification."""
 
     data: type = ImageDataKeys
-    group: type = ImageGroup
+    group: type = ClassifierGroup
     loss: type | None = ImageLossKeys
     augment: type | None = ImageAugmentKeys
 
     def check(self, config: Mapping[str, Any]) -> None:
+        from longseq.tasks.training.classification import check_metrics
+
         _check_model(config)
         group, several = config["task"], bool(config["data"].get("multi_label"))
         if isinstance(group.get("metrics") or {}, Mapping):

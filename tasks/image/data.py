@@ -19,7 +19,8 @@ from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
 from longseq.tasks.data.prefetch import Prefetch
 from longseq.tasks.data.sampler import BalancedSampler, EvaluationSampler, TrainingSampler
-from longseq.tasks.image.config import ImageDataKeys, ImageKeys
+from longseq.tasks.image.augmentation import Augmentation
+from longseq.tasks.image.config import OWN, OWN_KEYS, ImageDataKeys, ImageKeys, per_channel
 from longseq.tasks.image.datasets import (
     EvaluationBatches,
     ImageFiles,
@@ -36,22 +37,27 @@ from longseq.tasks.image.encoded import (
     has_nvjpeg,
 )
 from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.own_datamodule import OwnDataModule
+from longseq.tasks.image.own_dataset import DatasetSource, own_held_out, own_splits
 from longseq.tasks.image.sources import (
     SOURCES,
     Split,
     Splits,
     classes_at_hand,
+    held_out_shards,
     held_out_split,
     holds_jpegs,
     is_stream,
     open_stream,
     require_readable,
+    shard_splits,
     timm_splits,
 )
 from longseq.tasks.image.table import held_out_table, table_splits
-from longseq.tasks.image.transforms import Augmentation, evaluation_transform, normalize, training_transform
+from longseq.tasks.image.transforms import evaluation_transform, normalize, training_transform
 from longseq.tasks.training.options import read
 from longseq.tasks.training.processes import usable_cores
+from longseq.tasks.training.targets import is_named
 
 _log = logging.getLogger(__name__)
 
@@ -66,12 +72,14 @@ _EVALUATED = {"class_weights": "none", "sampling": None}
 class ImageDataModule(TaskData):
     """Images of one source, augmented for training, with fixed sets for validation and test.
 
-    `source` is digits, fashion_mnist, cifar10, folder (a folder or a .tar with class folders), csv (tables of images,
-    see `longseq.tasks.image.table`), or a name that timm reads: hfds/NAME, torch/NAME, and the streams hfids/NAME and
-    wds/NAME. After the transfer to the device, batches are (images float32 [B, C, S, S] normalised, targets int64
-    [B]), with `multi_label` targets float32 [B, classes] of 0 and 1; before it, images are uint8. `batch_size` is the
-    training batch of one device. Training draws are functions of (seed, epoch, sample, repeat). `split_seed` chooses
-    the validation images if the source has none, so that runs with different seeds share them.
+    `source` is digits, fashion_mnist, cifar10, folder (a folder or a .tar with class folders), shards
+    (see `longseq.tasks.image.shards`), csv (tables of images,
+    see `longseq.tasks.image.table`), own (see `longseq.tasks.image.own_dataset`), or a name that timm reads: hfds/NAME,
+    torch/NAME, and the streams hfids/NAME and wds/NAME. After the transfer to the device, batches are (images float32
+    [B, C, S, S] normalised, targets int64 [B]), with `multi_label` targets float32 [B, classes] of 0 and 1; before it,
+    images are uint8. `batch_size` is the training batch of one device. Training draws are functions of (seed, epoch,
+    sample, repeat). `split_seed` chooses the validation images if the source has none, so that runs with different
+    seeds share them.
 
     Of classes of different sizes, `class_weights` weights the losses (see `longseq.tasks.data.labels.find_weights`),
     and `sampling=balanced` draws each class equally often (see `longseq.tasks.data.sampler.BalancedSampler`).
@@ -93,7 +101,7 @@ class ImageDataModule(TaskData):
         self.keys = keys = read(ImageDataKeys, vars(keys), "data")
         self.root = None if keys.root is None else os.path.expanduser(keys.root)
         self.split_names = {"train": keys.train_split, "validation": keys.val_split, "test": keys.test_split}
-        self.mean, self.std = (_per_channel(name, getattr(keys, name), keys.in_chans) for name in ("mean", "std"))
+        self.mean, self.std = (per_channel(name, getattr(keys, name), keys.in_chans) for name in ("mean", "std"))
         self.batch_size, self.eval_batch_size = batch_size, keys.eval_batch_size or batch_size
         self.seed = seed
         self.augmentation, self.repeats = _augmentation(augment or {}, batch_size)
@@ -106,10 +114,13 @@ class ImageDataModule(TaskData):
                 raise ValueError(f"data.source={keys.source} is a stream, which the CPU decodes: give data.decode=cpu")
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], batch_size: int) -> ImageDataModule:
+    def from_config(cls, config: Mapping[str, Any], batch_size: int) -> Any:
+        """The data of a configuration: an `ImageDataModule`, or an `OwnDataModule`."""
         ImageKeys().check(config)
         augment = config["recipe"]["augment"]
         keys = read(ImageDataKeys, config["data"], "data")
+        if is_named(keys.datamodule):
+            return OwnDataModule.from_config(config, batch_size)
         if keys.decode == "gpu" and (config.get("trainer") or {}).get("accelerator") == "cpu":
             gpu_of(torch.device("cpu"))
         datamodule = cls(keys, batch_size=batch_size, seed=config["seed"], augment=augment)
@@ -130,17 +141,25 @@ class ImageDataModule(TaskData):
         split: str,
         trained: DataInfo,
         batch_size: int,
-    ) -> ImageDataModule:
+    ) -> Any:
         if "data" not in config and "source" not in changes:
             raise ValueError("the model does not say where its data lie: give data.source=folder data.root=FOLDER")
         own = dict(config.get("data") or trained.to_keys())
         if own.get("decode") == "gpu":  # the run's, which another machine need not have
             own["decode"] = "auto"
+        if changes.get("source", own.get("source")) != OWN:
+            own = {key: value for key, value in own.items() if key not in OWN_KEYS}
         keys = read(ImageDataKeys, {**own, **_EVALUATED, **changes}, "data")
+        mapped = "class_map" in changes
+        if is_named(keys.datamodule):
+            stage = {"val": "validate", "test": "test"}[split]
+            given = OwnDataModule.open(keys, batch_size=keys.eval_batch_size or batch_size, stage=stage, alone=True)
+            given.adopt(_adopt_classes(given.info, trained, mapped=mapped))
+            return given
         datamodule = cls(keys, batch_size=batch_size, seed=config.get("seed", 0))
         foreign = keys.source != own.get("source") or _absolute(datamodule.root) != _absolute(own.get("root"))
         datamodule.setup_evaluation(split, trained.class_names, foreign=foreign)
-        datamodule._adopt_classes(trained, mapped="class_map" in changes)
+        datamodule._info = _adopt_classes(datamodule.info, trained, mapped=mapped)
         return datamodule
 
     @property
@@ -165,6 +184,8 @@ class ImageDataModule(TaskData):
 
     @property
     def registered_parts(self) -> list[Any]:
+        if self._splits is not None and isinstance(self._splits.train.source, DatasetSource):
+            return [type(self._splits.train.source.dataset)]
         return [SOURCES[self.keys.source]] if self.keys.source in SOURCES else []
 
     @property
@@ -228,6 +249,20 @@ class ImageDataModule(TaskData):
                 self._info = self._describe(list(class_names), {split: len(table)})
                 require_readable(table, split)
                 return
+        if self.keys.source == "shards":
+            kind = {"val": "validation", "test": "test"}[split]
+            shards = held_out_shards(self.root, kind, multi_label=self.keys.multi_label, whole=foreign)
+            if shards is not None:
+                self._splits = Splits(Split(shards.source, shards.indices[:0]), shards, shards)
+                self._info = self._describe(shards.source.class_names, {split: len(shards)})
+                require_readable(shards, split)
+                return
+        if self.keys.source == OWN:
+            found = own_held_out(self.keys, {"val": "validation", "test": "test"}[split])
+            if found is not None:
+                self._splits = Splits(Split(found.source, found.indices[:0]), found, found)
+                self._info = self._describe(found.source.class_names, {split: len(found)})
+                return
         if self.keys.source == "folder" or self.keys.source.startswith(("hfds/", "torch/")):
             held_out = held_out_split(
                 self.keys.source,
@@ -248,37 +283,6 @@ class ImageDataModule(TaskData):
                 return
         self.prepare_data()
         self.setup()
-
-    def _adopt_classes(self, trained: DataInfo, *, mapped: bool) -> None:
-        """Use the model's class names. ValueError if the data's own names differ.
-
-        With `mapped`, data.class_map has given the data's classes the model's numbers.
-        """
-        found = self.info
-        if mapped:
-            if found.num_classes > trained.num_classes:
-                raise ValueError(
-                    f"data.class_map numbers {found.num_classes} classes, the model has {trained.num_classes}"
-                )
-        elif found.class_names != trained.class_names:
-            extra = sorted(set(found.class_names) ^ set(trained.class_names))[:3]
-            raise ValueError(
-                f"the data's {found.num_classes} classes are not the {trained.num_classes} of the checkpoint (they "
-                f"differ in {', '.join(extra) or 'their order'}); give data with the same class folders, or "
-                "data.class_map"
-            )
-        if found.multi_label != trained.multi_label:
-            raise ValueError(
-                f"data.multi_label={str(found.multi_label).lower()}: the model was trained with "
-                f"{'several labels' if trained.multi_label else 'one class'} an image"
-            )
-        self._info = replace(
-            found,
-            class_names=trained.class_names,
-            num_classes=trained.num_classes,
-            class_weights=trained.class_weights,
-            thresholds=trained.thresholds,
-        )
 
     def _require_two_classes(self, train: Split) -> None:
         present = classes_at_hand(train)
@@ -364,13 +368,18 @@ class ImageDataModule(TaskData):
             "val_fraction": keys.val_fraction,
             "split_seed": keys.split_seed,
         }
+        if keys.source == "shards":
+            options = {"val_fraction": keys.val_fraction, "split_seed": keys.split_seed}
+            return shard_splits(self.root, multi_label=keys.multi_label, **options)
         if keys.source == "csv":
             return table_splits(keys, self.root, self.split_names)
+        if keys.source == OWN:
+            return own_splits(keys)
         if keys.source in SOURCES:
             return SOURCES[keys.source](self.root, **options)
         if keys.source != "folder" and "/" not in keys.source:
             raise ValueError(
-                f"data.source={keys.source} is unknown: choose {', '.join(SOURCES)}, folder, csv, hfds/NAME, "
+                f"data.source={keys.source} is unknown: choose {', '.join(SOURCES)}, folder, shards, csv, hfds/NAME, "
                 "hfids/NAME, wds/NAME or torch/NAME"
             )
         return timm_splits(keys.source, self.root, names=self.split_names, class_map=keys.class_map, **options)
@@ -465,6 +474,35 @@ class ImageDataModule(TaskData):
         }
 
 
+def _adopt_classes(found: DataInfo, trained: DataInfo, *, mapped: bool) -> DataInfo:
+    """`found`, of data, with the class names of the trained model. ValueError if the data's own names differ.
+
+    With `mapped`, data.class_map has given the data's classes the model's numbers.
+    """
+    if mapped:
+        if found.num_classes > trained.num_classes:
+            raise ValueError(f"data.class_map numbers {found.num_classes} classes, the model has {trained.num_classes}")
+    elif found.class_names != trained.class_names:
+        extra = sorted(set(found.class_names) ^ set(trained.class_names))[:3]
+        raise ValueError(
+            f"the data's {found.num_classes} classes are not the {trained.num_classes} of the checkpoint (they "
+            f"differ in {', '.join(extra) or 'their order'}); give data with the same class folders, or "
+            "data.class_map"
+        )
+    if found.multi_label != trained.multi_label:
+        raise ValueError(
+            f"data.multi_label={str(found.multi_label).lower()}: the model was trained with "
+            f"{'several labels' if trained.multi_label else 'one class'} an image"
+        )
+    return replace(
+        found,
+        class_names=trained.class_names,
+        num_classes=trained.num_classes,
+        class_weights=trained.class_weights,
+        thresholds=trained.thresholds,
+    )
+
+
 def _finishing(transform: DeviceTransform, workers: int) -> dict[str, Any]:
     """The options of a loader whose batches a device finishes."""
     # Without workers, the loader's own code draws from the global generators: it must stay in the training thread.
@@ -495,12 +533,3 @@ def _augmentation(augment: Mapping[str, Any], batch_size: int) -> tuple[Augmenta
             f"Mixup and CutMix pair the images of a batch, but a device gets {batch_size}: choose an even batch size"
         )
     return Augmentation(**options), repeats
-
-
-def _per_channel(name: str, values: Sequence[float], in_chans: int) -> list[float]:
-    """One value for each channel: repeated for RGB, averaged for grey."""
-    if len(values) not in (1, 3):
-        raise ValueError(f"data.{name} has {len(values)} values: give 1 or 3")
-    if len(values) == in_chans:
-        return [float(value) for value in values]
-    return [sum(values) / len(values)] * in_chans

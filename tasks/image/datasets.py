@@ -21,7 +21,8 @@ from typing_extensions import Self
 
 from longseq.files import replacing
 from longseq.tasks.data.batch import Batch, Failure
-from longseq.tasks.data.inputs import InputFiles, InputKeys
+from longseq.tasks.data.input_keys import InputKeys
+from longseq.tasks.data.inputs import InputFiles
 from longseq.tasks.data.loader import BatchLoader
 from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.data.seeds import derive_seed

@@ -42,8 +42,9 @@ class Mistake(NamedTuple):
 
 @targets.register("callback")
 class WorstErrors(Callback):
-    """Lists the wrongly classified images of the highest loss in `folder`/worst_errors_val.csv, after each validation,
-    and in worst_errors_test.csv after the test, with the columns `COLUMNS`.
+    """Lists the wrongly classified images of the highest loss, with the columns `COLUMNS`, in `folder`:
+    worst_errors_val_last.csv is of the last validation, worst_errors_val.csv of the one that best.ckpt belongs to, and
+    worst_errors_test.csv of the test. Those of validation also have the column `epoch`, the epochs trained before it.
 
     `val/worst_errors` and `test/worst_errors` are pictures of the first `count` of at most `rows` images, with their
     files' names. A run gets about `pictures` of those of validation, evenly spaced. An image of a stream has no file
@@ -65,6 +66,7 @@ class WorstErrors(Callback):
         self._drawn: _Worst | None = None
         self._listed: _Worst | None = None
         self._sizes: list[int] = []  # of the batches
+        self._validated: str | None = None  # the list of the last validation, in the process that writes
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._drawn, self._listed, self._sizes = None, None, []
@@ -89,18 +91,30 @@ class WorstErrors(Callback):
         self.on_validation_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._tell(trainer, "val", trainer.global_step - 1, drawn=is_due(trainer, pl_module, self.pictures))
+        module: Any = pl_module
+        drawn = is_due(trainer, pl_module, self.pictures)
+        self._tell(trainer, "val", trainer.global_step - 1, drawn=drawn, epoch=module.epochs_trained)
+
+    def on_best_validation(self) -> None:
+        """`BestCheckpoint` calls this if the last validation is the best one so far."""
+        if self._validated is not None:
+            write_text(self.folder / "worst_errors_val.csv", self._validated)
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._tell(trainer, "test", trainer.global_step, drawn=True)
 
-    def _tell(self, trainer: Trainer, stage: str, step: int, *, drawn: bool) -> None:
+    def _tell(self, trainer: Trainer, stage: str, step: int, *, drawn: bool, epoch: float | None = None) -> None:
         listed = _of_all_processes(trainer, self._name(trainer, stage, self._listed))[: self.rows]
         shown = _of_all_processes(trainer, self._name(trainer, stage, self._drawn))[: self.count] if drawn else []
         self._drawn = self._listed = None
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        write_text(self.folder / f"worst_errors_{stage}.csv", spell(listed))
+        told = spell(listed, epoch)
+        if epoch is None:
+            write_text(self.folder / f"worst_errors_{stage}.csv", told)
+        else:
+            self._validated = told
+            write_text(self.folder / f"worst_errors_{stage}_last.csv", told)
         board = find_board(trainer)
         if shown and board is not None:
             picture = draw_predictions(
@@ -173,13 +187,14 @@ def _of_all_processes(trainer: Trainer, mistakes: list[Mistake]) -> list[Mistake
     return sorted((one for part in gathered for one in part), key=lambda one: (-one.loss, one.path))
 
 
-def spell(mistakes: list[Mistake]) -> str:
-    """Mistakes as a csv with the columns `COLUMNS`."""
+def spell(mistakes: list[Mistake], epoch: float | None = None) -> str:
+    """Mistakes as a csv with the columns `COLUMNS`, and with `epoch` where that is given."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(COLUMNS)
+    of_epoch = [] if epoch is None else [f"{epoch:g}"]
+    writer.writerow([*COLUMNS, *(["epoch"] if of_epoch else [])])
     for one in mistakes:
         # Python has decoded a path by the locale, which may be another than UTF-8.
         path = os.fsencode(one.path).decode("utf-8", "replace")
-        writer.writerow([path, one.true, one.predicted, f"{one.probability:.6f}", f"{one.loss:.6f}"])
+        writer.writerow([path, one.true, one.predicted, f"{one.probability:.6f}", f"{one.loss:.6f}", *of_epoch])
     return file.getvalue()

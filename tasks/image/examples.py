@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longseq.tasks.data.given import IMAGES, TARGETS, find_entry
 from longseq.tasks.data.labels import rarest_labels
 from longseq.tasks.data.sampler import EvaluationSampler
 from longseq.tasks.image.datasets import EvaluationBatches
@@ -25,6 +27,8 @@ def pick_examples(datamodule: Any, count: int) -> tuple[Tensor, Tensor] | None:
     if datamodule.splits is None:
         # Without a default, Lightning would take the end of the stream for that of the validation.
         first = next(iter(datamodule.val_dataloader()), None)
+        if isinstance(first, Mapping):
+            first = find_entry(first, IMAGES, "images"), find_entry(first, TARGETS, "labels")
         return None if first is None else (first[0][:count], first[1][:count])
     split: Split = datamodule.splits.validation
     classes = split.source.targets()

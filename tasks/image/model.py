@@ -14,12 +14,15 @@ import timm
 import torch
 from safetensors import SafetensorError
 from timm.models import is_model, load_state_dict, model_entrypoint
-from torch import nn
+from torch import Tensor, nn
 
 from longseq.backbones.image import ImageBackbone, checkpoint_filter_fn
+from longseq.plugin_models import TARGET, make_plugin_model
+from longseq.plugins import find_class
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.training.memory import machine_memory
-from longseq.tasks.training.model import TaskModel, copy_weights, mixer_options
+from longseq.tasks.training.model import TaskModel, copy_weights, mixer_options, outlined
+from longseq.tasks.training.options import check_call, signature_options
 from longseq.timm_models import DECISION, constructor_defaults, model_name, stated_by
 
 if TYPE_CHECKING:
@@ -32,15 +35,16 @@ _WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
 
 
 class ImageModel(TaskModel):
-    """Builds the models that `timm.create_model` knows, including those of longseq."""
+    """Builds the models that `timm.create_model` knows, including those of longseq, and those of a plug-in's class."""
 
     def build(self, config: Mapping[str, Any], info: DataInfo) -> nn.Module:
         """The model that `config.model` names.
 
         An option that is null there has the value of the recipe (`recipe.model`), or else the model's default.
         """
-        model = self._create(config, info)
-        if config["model"].get("pretrained"):
+        is_own = TARGET in config["model"]
+        model = _create_own(config, info) if is_own else self._create(config, info)
+        if config["model"].get("pretrained") and not is_own:
             _compare_preprocessing(config["model"]["name"], info)
         state_data(model, info)
         return model
@@ -69,7 +73,7 @@ class ImageModel(TaskModel):
         size, memory = data["img_size"], machine_memory()
         if memory is not None and 4 * 3 * size**2 > memory:
             raise ValueError(f"data.img_size={size}: one such image is larger than the memory of this machine")
-        if config["model"]["name"].startswith("longseq_"):
+        if config["model"]["name"].startswith("longseq_") and TARGET not in config["model"]:
             info = DataInfo(
                 class_names=["0", "1"],
                 num_classes=2,
@@ -84,7 +88,8 @@ class ImageModel(TaskModel):
 
     def outline(self, config: Mapping[str, Any], info: DataInfo) -> nn.Module | None:
         # Models of timm may load weights when they are made, and do not all go without memory.
-        return super().outline(config, info) if config["model"]["name"].startswith("longseq_") else None
+        ours = config["model"]["name"].startswith("longseq_") and TARGET not in config["model"]
+        return outlined(config, lambda: self.build(config, info)) if ours else None
 
     def initialize(self, model: nn.Module, trained: nn.Module) -> None:
         """As `TaskModel.initialize`; position embeddings are interpolated to the grid of the new model."""
@@ -113,6 +118,10 @@ class ImageModel(TaskModel):
         The head is new where the file has another number of classes.
         """
         name, path = config["model"]["name"], config["init"]
+        if TARGET in config["model"]:
+            raise ValueError(
+                f"init={path} is for models of timm: load it in the constructor of {name}, or give a run's"
+            )
         try:
             # With a head as in the file, timm refuses weights of another model; with another head it takes what fits.
             count = _count_classes(name, load_state_dict(path))
@@ -139,6 +148,52 @@ class ImageModel(TaskModel):
         except (AssertionError, RuntimeError, ValueError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(f"data.img_size={size} does not suit this {model_name(model)}: {reason}") from error
+
+
+def own_arguments(config: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the plug-in's class that `model._target_` names: the other keys of `model`, and of `told` those
+    that its constructor takes. ValueError, in one line, for what it does not take.
+    """
+    node = config["model"]
+    cls = find_class(node[TARGET], nn.Module, f"model.{TARGET}")
+    taken = signature_options(cls)
+    options = {key: value for key, value in node.items() if key not in (TARGET, "name", "label")}
+    of_recipe = {key: value for key, value in (config["recipe"].get("model") or {}).items() if value is not None}
+    if unread := [key for key in of_recipe if key not in taken and key not in options]:
+        raise ValueError(
+            f"the recipe sets {unread[0]}, which {cls.__name__} does not have: add recipe.model.{unread[0]}=null"
+        )
+    return check_call(cls, {key: value for key, value in told.items() if key in taken} | of_recipe | options, "model")
+
+
+def _create_own(config: Mapping[str, Any], info: DataInfo) -> nn.Module:
+    """The model of a plug-in's class. The classes, channels and size of the data are arguments if it takes them."""
+    told = {"num_classes": info.num_classes, "in_chans": info.in_chans, "img_size": info.img_size}
+    arguments = own_arguments(config, told)
+    torch.manual_seed(config["seed"])
+    model = make_plugin_model(config["model"][TARGET], arguments)
+    _check_logits(model, info)
+    return model
+
+
+def _check_logits(model: nn.Module, info: DataInfo) -> None:
+    """ValueError, in one line, for a model that does not map images to a logit for each class."""
+    name, images = type(model).__name__, torch.zeros(2, info.in_chans, info.img_size, info.img_size)
+    needed = f"images {list(images.shape)} must become logits {[len(images), info.num_classes]}"
+    if not any(True for _ in model.parameters()):
+        raise ValueError(f"{name} has no parameters, and nothing to train")
+    was_training = model.training
+    try:
+        with torch.no_grad():
+            logits = model.eval()(images)
+    except (AssertionError, IndexError, RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{name}: {needed}, and its forward fails on them: {reason}") from error
+    finally:
+        model.train(was_training)
+    if not isinstance(logits, Tensor) or logits.shape != (len(images), info.num_classes):
+        given = list(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+        raise ValueError(f"{name}: {needed}, and it gives {given}: its constructor may take num_classes")
 
 
 def state_data(model: nn.Module, info: DataInfo) -> None:

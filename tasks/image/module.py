@@ -1,38 +1,25 @@
 """The image classification task: loss, metrics, optimizer and schedule around a backbone."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor, nn
 from torch.nn import functional
-from torchmetrics import Metric
-from torchmetrics.classification import MulticlassConfusionMatrix, MultilabelConfusionMatrix
 
-from longseq.models import CHECKPOINT_RUN
-from longseq.tasks.data.given import TARGETS, as_pair, find_entry
+from longseq.tasks.data.given import IMAGES, TARGETS, as_pair, find_entry
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.mixing import BatchMixing
 from longseq.tasks.image.model import state_data, state_decision
-from longseq.tasks.training.classification import (
-    dense_counts,
-    make_metrics,
-    reads_decisions,
-    sparse_counts,
-    update_metrics,
-)
-from longseq.tasks.training.decisions import Criterion, Scores, decide
-from longseq.tasks.training.metrics import MeanLoss
-from longseq.tasks.training.module import TrainedModule
+from longseq.tasks.training.classification import make_metrics
+from longseq.tasks.training.classifier import ClassifierModule
+from longseq.tasks.training.keys import Criterion
 from longseq.tasks.training.recipe import Training
 
-# What other libraries call the images of a batch.
-IMAGES = ("images", "image", "pixel_values", "img", "x")
 
-
-class ImageClassifier(TrainedModule):
+class ImageClassifier(ClassifierModule):
     """Trains and evaluates a backbone that maps images [B, C, H, W] to logits [B, num_classes].
 
     Logs `train/loss`, `train/lr`, `{val,test}/{loss,top1,top5,f1,balanced_accuracy}`; top-5 only with more than five
@@ -44,10 +31,7 @@ class ImageClassifier(TrainedModule):
     `mixing` makes the soft targets of a training batch; by default they are the labels. With `binary_cross_entropy`, or
     several labels, each class is a separate decision. Losses of validation and test have no weights.
 
-    `threshold` is the probability from which a label is given, or the second one of two classes: a number, a number for
-    each label, or the criterion by which each validation chooses it (see
-    `longseq.tasks.training.decisions.choose_threshold`). `thresholds` are those in force, and checkpoints keep them.
-    Metrics of a validation are of the thresholds that it chose.
+    `threshold` is that of `ClassifierModule`.
 
     Batches of any loader are pairs (images, labels), or dictionaries with the names of `read_batch`. Images are
     normalised; labels are numbers `[B]`, or probabilities of the classes `[B, num_classes]`, which are not smoothed or
@@ -57,11 +41,6 @@ class ImageClassifier(TrainedModule):
     """
 
     kept_options = ("binary_cross_entropy",)
-
-    # Counts [true class, predicted class] of the last test, and of the last validation; of several labels [C, 2, 2].
-    # After a checkpoint was loaded, the validation is the one before that checkpoint.
-    confusion_matrix: Tensor | None = None
-    val_confusion_matrix: Tensor | None = None
 
     def __init__(
         self,
@@ -77,30 +56,29 @@ class ImageClassifier(TrainedModule):
         threshold: float | Sequence[float] | Criterion | None = None,
         info: DataInfo | None = None,
     ) -> None:
-        super().__init__(backbone, training)
         if info is not None and info.num_classes != num_classes:
             raise ValueError(f"num_classes={num_classes}, and info has {info.num_classes} classes: give one number")
-        self.info = info
-        self.num_classes, self.binary_cross_entropy = num_classes, binary_cross_entropy
         weights = None
         if info is not None:
             multi_label, weights = multi_label or info.multi_label, info.class_weights
             threshold = info.thresholds if threshold is None else threshold
-        self.multi_label = multi_label
+        super().__init__(
+            backbone,
+            training,
+            num_classes=num_classes,
+            multi_label=multi_label,
+            make_metrics=lambda: make_metrics(
+                num_classes, multi_label=multi_label, chosen=chosen_metrics, metric=metric
+            ),
+            threshold=threshold,
+        )
+        self.info = info
+        self.binary_cross_entropy = binary_cross_entropy
         self.mixing = mixing or BatchMixing(num_classes, seed=self.seed, multi_label=multi_label, class_weights=weights)
         self._decides_each = binary_cross_entropy or multi_label
         self.criterion = BinaryCrossEntropy(smoothing=0.0) if self._decides_each else SoftTargetCrossEntropy()
         # Training batches all have the same shape. Evaluation batches do not, and run the backbone without compilation.
         self._train_forward = self.compiled(self.forward)
-        self.val_metrics, self.test_metrics = (
-            _metrics(num_classes, multi_label=multi_label, chosen=chosen_metrics, metric=metric) for _ in range(2)
-        )
-        confusion = MultilabelConfusionMatrix if multi_label else MulticlassConfusionMatrix
-        self.confusion: Metric = confusion(num_classes, validate_args=False)
-        # no buffer, which an average of the weights would include
-        self.thresholds: Tensor | None = _given_thresholds(threshold, num_classes, multi_label)
-        self._criterion: Criterion | None = threshold if isinstance(threshold, str) else None
-        self._scores = Scores() if self._criterion else None
         self._measured = False  # True if an image was evaluated since the last validation or test
 
     @classmethod
@@ -208,81 +186,25 @@ class ImageClassifier(TrainedModule):
             else:
                 loss = functional.cross_entropy(logits, targets)
             metrics["loss"].update(loss, weight=len(targets))
-        self._measure(logits, targets, metrics, stage)
-        return logits
-
-    def decide(self, logits: Tensor) -> Tensor:
-        """The classes `[B]` of logits `[B, C]`, or `[B, C]` of several labels, by the thresholds in force."""
-        return decide(self._probabilities(logits), self.thresholds, multi_label=self.multi_label)
-
-    def _probabilities(self, logits: Tensor) -> Tensor:
-        return logits.float().sigmoid() if self.multi_label else logits.float().softmax(dim=1)
-
-    def _measure(self, logits: Tensor | None, targets: Tensor, metrics: Any, stage: str) -> None:
-        """Add a batch to the metrics of a stage, and log them."""
         if logits is None:
             probabilities = torch.zeros(0, self.num_classes, device=targets.device)
         else:
-            probabilities = self._probabilities(logits)
-        wanted = targets.long() if self.multi_label else _class_numbers(targets)
-        if self._scores is None or stage != "val":
-            self._count(metrics, probabilities, wanted)
-            self._log_metrics(metrics, stage)
-            return
-        # what depends on the threshold is counted after the last batch
-        self._scores.update(probabilities, wanted)
-        others = {name: metric for name, metric in metrics.items() if not reads_decisions(metric)}
-        update_metrics(others, probabilities, wanted, wanted)
-        self._log_metrics(others, stage)
-
-    def _count(self, metrics: Mapping[str, Any], probabilities: Tensor, wanted: Tensor) -> None:
-        """Add samples to metrics, and their decisions to the confusion matrix."""
-        decisions = decide(probabilities, self.thresholds, multi_label=self.multi_label)
-        update_metrics(metrics, probabilities, decisions, wanted)
-        if len(wanted):
-            self.confusion.update(decisions, wanted)
-
-    def _log_metrics(self, metrics: Mapping[str, Any], stage: str) -> None:
-        for name, metric in metrics.items():
-            self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True)
+            probabilities = self.probabilities(logits)
+        self.measure(probabilities, targets.long() if self.multi_label else _class_numbers(targets), metrics, stage)
+        return logits
 
     def on_validation_epoch_end(self) -> None:
         self._require_measured("validation")
-        if self._scores is not None and self._criterion is not None:
-            self.thresholds = self._scores.choose(self._criterion, multi_label=self.multi_label)
-            decided = {name: metric for name, metric in self.val_metrics.items() if reads_decisions(metric)}  # type: ignore[arg-type]
-            self._count(decided, *self._scores.own())
-            self._log_metrics(decided, "val")
-            self._scores.reset()
-        self.val_confusion_matrix = self._finish_confusion()
+        super().on_validation_epoch_end()
 
     def on_test_epoch_end(self) -> None:
         self._require_measured("test")
-        self.confusion_matrix = self._finish_confusion()
-
-    def _finish_confusion(self) -> Tensor:
-        counts: Tensor = self.confusion.compute().cpu()
-        self.confusion.reset()
-        return counts
+        super().on_test_epoch_end()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         thresholds = None if self.thresholds is None else self.thresholds.tolist()
         state_decision(self.backbone, multi_label=self.multi_label, thresholds=thresholds)
         super().on_save_checkpoint(checkpoint)
-        if thresholds is not None:
-            run = checkpoint.get(CHECKPOINT_RUN) or {}
-            if "data" in run:
-                checkpoint[CHECKPOINT_RUN] = {**run, "data": {**run["data"], "thresholds": thresholds}}
-            checkpoint["thresholds"] = thresholds
-        if self.val_confusion_matrix is not None:
-            checkpoint["val_confusion_matrix"] = sparse_counts(self.val_confusion_matrix)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
-        if (thresholds := checkpoint.get("thresholds")) is not None:
-            self.thresholds = torch.tensor(thresholds)
-        if (counts := checkpoint.get("val_confusion_matrix")) is not None:
-            self.val_confusion_matrix = dense_counts(counts)
 
     def _require_measured(self, kind: str) -> None:
         """Raise ValueError if no process of the run could read an image; a stream shows this only at its end."""
@@ -294,27 +216,3 @@ class ImageClassifier(TrainedModule):
 def _class_numbers(targets: Tensor) -> Tensor:
     """Class numbers `[B]`, of probabilities of the classes the most probable ones."""
     return targets.argmax(dim=1) if targets.ndim == 2 else targets
-
-
-def _metrics(num_classes: int, **options: Any) -> nn.ModuleDict:
-    return nn.ModuleDict({"loss": MeanLoss(), **make_metrics(num_classes, **options)})
-
-
-def _given_thresholds(threshold: Any, num_classes: int, multi_label: bool) -> Tensor | None:
-    """The thresholds as `decide` takes them, None where none are given. ValueError for those that do not fit."""
-    if threshold is None:
-        return None
-    if not multi_label and num_classes != 2:
-        raise ValueError(
-            f"task.threshold={threshold} decides between two classes or about several labels, and there are "
-            f"{num_classes} classes: leave it null, which takes the most probable one"
-        )
-    if isinstance(threshold, str):
-        if threshold not in get_args(Criterion):
-            raise ValueError(f"threshold={threshold} is unknown: give a number, or one of {get_args(Criterion)}")
-        return None
-    places = num_classes if multi_label else 1
-    values = [threshold] * places if isinstance(threshold, float | int) else list(threshold)
-    if len(values) != places:
-        raise ValueError(f"task.threshold has {len(values)} numbers: give one, or one for each of the {places} labels")
-    return torch.tensor([float(value) for value in values])

@@ -115,7 +115,9 @@ def _width(config: Mapping[str, Any]) -> int:
 
 
 def _is_ours(config: Mapping[str, Any]) -> bool:
-    return str(config["model"].get("name")).startswith("longseq_")
+    from longseq.plugin_models import TARGET  # it imports timm, which the keys beside this module do not need
+
+    return str(config["model"].get("name")).startswith("longseq_") and TARGET not in config["model"]
 
 
 def _explain(

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from longseq.backbones.tokens import MODEL_TYPE, TokenBackbone
-from longseq.models import SavedModel, read, restore, weight_files
+from longseq.models import PLUGIN, SavedModel, read, restore, weight_files
 from longseq.plugins import check_loaded
 from longseq.timm_models import model_name, stated_data, takes_any_resolution
 from longseq.tokenizer_files import SETTINGS_FILE, TOKENIZER_FILE, find_separator
@@ -132,10 +132,10 @@ def _numbered_classes(model: nn.Module) -> dict[str, Any]:
 def _task_of(saved: SavedModel) -> str | None:
     """The task of a model that is saved without its run, None where it is not known.
 
-    Models that timm can read classify images. Models that are saved with what they know of documents classify these.
-    Models that read text forward, and are saved with its tokenizer, continue it.
+    Models that timm can read, and those of a plug-in's own class, classify images. Models that are saved with what they
+    know of documents classify these. Models that read text forward, and are saved with its tokenizer, continue it.
     """
-    if "architecture" in saved.config:
+    if "architecture" in saved.config or saved.config.get("kind") == PLUGIN:
         return "image"
     if saved.text is not None and "class_names" in saved.text:
         return "document"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,15 +111,30 @@ SEVERAL_LABELS_MORE: Mapping[str, Make] = {
 }
 
 
-def known_metrics(chosen: Mapping[str, Any], *, multi_label: bool) -> list[str]:
+class Tables(NamedTuple):
+    """The metrics of a task by their names: those that every run has, and those that it has if they are named."""
+
+    always: Mapping[str, Make]
+    more: Mapping[str, Make]
+
+
+# By `multi_label`.
+TABLES: Mapping[bool, Tables] = {
+    False: Tables(ONE_LABEL, ONE_LABEL_MORE),
+    True: Tables(SEVERAL_LABELS, SEVERAL_LABELS_MORE),
+}
+
+
+def known_metrics(chosen: Mapping[str, Any], tables: Tables) -> list[str]:
     """The names that `task.metric` may give, without `val/`; `chosen` are those of `task.metrics`."""
-    tables = (SEVERAL_LABELS, SEVERAL_LABELS_MORE) if multi_label else (ONE_LABEL, ONE_LABEL_MORE)
-    return list(dict.fromkeys([LOSS, *tables[0], *tables[1], *chosen]))
+    return list(dict.fromkeys([LOSS, *tables.always, *tables.more, *chosen]))
 
 
-def check_metrics(metric: str, chosen: Mapping[str, Any], *, multi_label: bool) -> None:
+def check_metrics(
+    metric: str, chosen: Mapping[str, Any], *, multi_label: bool, tables: Mapping[bool, Tables] = TABLES
+) -> None:
     """Raise ValueError, in one line, for a metric that does not exist, and for options that it does not have."""
-    known = known_metrics({}, multi_label=multi_label)
+    known = known_metrics({}, tables[multi_label])
     for name, node in chosen.items():
         place = f"task.metrics.{name}"
         if node is None:
@@ -147,7 +162,7 @@ def check_metrics(metric: str, chosen: Mapping[str, Any], *, multi_label: bool) 
             refuse_unknown(options, [one for one in signature_options(_constructor(function)) if one != "self"], place)
         check_call(function, options, place, given=_TOLD)
     stage, _, name = metric.rpartition("/")
-    wanted = known_metrics({key: node for key, node in chosen.items() if node is not None}, multi_label=multi_label)
+    wanted = known_metrics({key: node for key, node in chosen.items() if node is not None}, tables[multi_label])
     if stage != "val" or name not in wanted:
         near = nearest(name, wanted)
         hint = f"did you mean val/{near}? " if near and near != name else ""
@@ -162,13 +177,14 @@ def make_metrics(
     multi_label: bool = False,
     chosen: Mapping[str, Any] | None = None,
     metric: str | None = None,
+    tables: Mapping[bool, Tables] = TABLES,
 ) -> dict[str, Metric]:
     """The metrics of a run: those of every run, those of `task.metrics`, and the one that `task.metric` names.
 
-    Accuracy among the first five is measured of more than five classes. ValueError for one of two classes where there
-    are more.
+    `tables` are those of the task, for one label and for several. Accuracy among the first five is measured of more
+    than five classes. ValueError for one of two classes where there are more.
     """
-    always, more = (SEVERAL_LABELS, SEVERAL_LABELS_MORE) if multi_label else (ONE_LABEL, ONE_LABEL_MORE)
+    always, more = tables[multi_label]
     made = {name: make(num_classes) for name, make in always.items() if name != "top5" or num_classes > 5}
     chosen = {name: node for name, node in (chosen or {}).items() if node is not None}
     named = [name for name, node in chosen.items() if node is True]
@@ -216,7 +232,8 @@ def update_metrics(metrics: Mapping[str, Any], probabilities: Tensor, decisions:
     for name, metric in metrics.items():
         if name != LOSS and (len(wanted) or _keeps_lists(metric)):
             read = decisions if reads_decisions(metric) else probabilities
-            metric.update(read[:, 1] if read.ndim == 2 and _is_binary(metric) else read, wanted)
+            one_class = read.ndim == 2 and wanted.ndim == 1 and _is_binary(metric)
+            metric.update(read[:, 1] if one_class else read, wanted)
 
 
 def reads_decisions(metric: Metric) -> bool:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
-Criterion = Literal["f1", "balanced_accuracy"]
+from longseq.tasks.training.keys import Criterion
 
 # Of several labels without a threshold of their own.
 HALF = 0.5

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 from longseq.tasks.training.automatic import Choice
+from longseq.tasks.training.options import Range
+
+# What a threshold is chosen by (see `longseq.tasks.training.decisions.choose_threshold`).
+Criterion = Literal["f1", "balanced_accuracy"]
 
 
 @dataclass(frozen=True)
@@ -16,6 +20,17 @@ class TaskGroup:
     name: str
     metric: str  # the validation metric that decides which checkpoint is best
     unit: str  # what the samples are called
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifierGroup(TaskGroup):
+    """The keys of `task` of a classifier; `longseq.tasks.training.classifier.ClassifierModule` explains the threshold.
+
+    `metrics` names more metrics (see `longseq.tasks.training.classification`).
+    """
+
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    threshold: Criterion | Annotated[float, Range(0, below=1)] | Annotated[list[float], Range(0, 1)] | None = None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 A configuration is text from the command line or a file. So it must not call functions that are not listed here: the
 names are complete ones, never modules or prefixes of names. A plug-in adds its own by `@register("callback")`.
+Of models and data there is no list: they are any class that a declared plug-in defines (see `PLUGIN_CLASSES`).
 """
 
 from __future__ import annotations
@@ -12,11 +13,16 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils.data import Dataset
 
-from longseq.tasks.training.options import Range, check_call, read_beside
+from longseq.plugins import find_class
+from longseq.tasks.training.options import Range, check_call, read_beside, signature_options
 
 OPTIMIZERS = ["timm.optim.create_optimizer_v2", "longseq.tasks.training.muon.create_muon"]
 SCHEDULES = ["timm.scheduler.create_scheduler_v2"]
@@ -80,6 +86,15 @@ METRICS += [
     "torchmetrics.classification.MultilabelRankingAveragePrecision",
     "torchmetrics.classification.MultilabelRankingLoss",
 ]
+
+# Where a configuration names a class of a declared plug-in, and what the class must be derived from.
+PLUGIN_CLASSES: Mapping[str, type] = {
+    "model": nn.Module,
+    "data.train_set": Dataset,
+    "data.val_set": Dataset,
+    "data.test_set": Dataset,
+    "data.datamodule": LightningDataModule,
+}
 
 # Options of callbacks and loggers that are folders.
 FOLDERS = ("dirpath", "folder", "save_dir")
@@ -194,10 +209,33 @@ def build(node: Mapping[str, Any], allowed: Sequence[str], key: str) -> Any:
 def check(config: Mapping[str, Any]) -> None:
     """Raise ValueError, in one line, if a configuration names something unlisted to build, or at another place."""
     for place, target in find_targets(config):
+        if place in PLUGIN_CLASSES:
+            find_class(target, PLUGIN_CLASSES[place], f"{place}.{TARGET}")
+            continue
         allowed = _allowed_at(place)
         if allowed is None:
             raise ValueError(f"{place}.{TARGET}={target}: nothing is built from a name here; give a plain value")
         _named(target, allowed, place)
+
+
+def is_named(node: Any) -> bool:
+    """True if a node of `PLUGIN_CLASSES` names a class."""
+    return isinstance(node, Mapping) and node.get(TARGET) is not None
+
+
+def build_own(node: Mapping[str, Any], key: str, told: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """An object of the plug-in's class that `node` names at the place `key`, with the other keys of `node`.
+
+    `told` are arguments that the program knows: the class gets those that it takes and `node` does not give.
+    ValueError, in one line, for another class, and for options that it does not take; errors of its constructor are its
+    own.
+    """
+    cls: Any = find_class(node[TARGET], PLUGIN_CLASSES[key], f"{key}.{TARGET}")
+    options = {name: value for name, value in node.items() if name != TARGET}
+    for place, _ in find_targets(options, key):
+        raise ValueError(f"{place}.{TARGET}: nothing is built from a name here; give a plain value")
+    arguments = {name: value for name, value in told.items() if name in signature_options(cls)} | options
+    return cls(**check_call(cls, arguments, key))
 
 
 def check_options(node: Mapping[str, Any], allowed: Sequence[str], key: str, *, given: Sequence[str] = ()) -> None:

@@ -123,9 +123,10 @@ def build_trainer(config: DictConfig | Config, callbacks: list[Callback] | None 
     config = resolve(config)
     loggers = build_loggers(config.get("logger"))
     refuse_own_keys(config["trainer"])
-    # The data module divides samples among processes itself, without padding. The module sets the number of epochs when
-    # the fit begins.
-    fixed: dict[str, Any] = {"use_distributed_sampler": False, "max_epochs": -1}
+    # Our data modules divide samples among processes themselves, without padding; Lightning does it for one of the
+    # user's. The module sets the number of epochs when the fit begins.
+    foreign = targets.is_named((config.get("data") or {}).get("datamodule"))
+    fixed: dict[str, Any] = {"use_distributed_sampler": foreign, "max_epochs": -1}
     # A validation before training only costs time.
     options = {"num_sanity_val_steps": 0, "enable_model_summary": False, **config["trainer"]}
     plugins = [

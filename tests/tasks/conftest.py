@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ from forked import start_fork
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 from PIL import Image
+from shared_composition import shared_composition
 
 TINY = (
     "mixer=attention",
@@ -31,6 +32,13 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 def compose_verb(verb: str, *overrides: str) -> DictConfig:
     with initialize_config_module("longseq.conf", version_base="1.3"):
         return compose(verb, list(overrides))
+
+
+@pytest.fixture(scope="package", autouse=True)
+def composed_once() -> Iterator[None]:
+    """All commands here share the work of Hydra."""
+    with shared_composition():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import start_others_as_forks
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from tiny_probe import TINY
@@ -42,6 +43,7 @@ def results_of(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_mixers_are_compared(tmp_path, monkeypatch, capsys):
+    start_others_as_forks(monkeypatch, compare)
     sweep = ("recipe.epochs=1", "mixers=[linear_attention,'attention model.positions=learned']", "jobs=2")
     script = Path(sys.executable).with_name("longseq")
     monkeypatch.setenv(COMMIT_VARIABLE, "0123abc 2026-01-02T03:04:05+00:00")

@@ -34,7 +34,14 @@ from longseq.tasks.training.trainer import build_callbacks
 
 CONF = Path(longseq.conf.__file__).parent
 GROUPS = ("task", "mixer", "model", "scale", "data", "recipe", "trainer", "callbacks", "logger")
-OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
+# Those that name a class of the user's own are tested in tests/plugins/test_own_classes.py.
+OWN = (("data", "own"), ("model", "own"))
+OPTIONS = [
+    option
+    for group in GROUPS
+    for path in sorted((CONF / group).glob("*.yaml"))
+    if (option := (group, path.stem)) not in OWN
+]
 EXPERIMENTS = sorted(path.relative_to(CONF / "experiment") for path in (CONF / "experiment").rglob("*.yaml"))
 SMALL = DataInfo(["a", "b"], 2, 32, 3, [0.5] * 3, [0.5] * 3, "bicubic", 1.0)
 SMALL_PROBE = ProbeInfo("mqar", vocab_size=8, longest=16, rebuild=False)

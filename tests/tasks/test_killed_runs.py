@@ -14,7 +14,6 @@ import pytest
 import torch
 from documents import make_rows, write_jsonl
 from forked import start_fork
-from shared_composition import share_composition
 
 ALL = (
     "trainer=cpu",
@@ -103,8 +102,7 @@ def assert_same_runs(one: Path, other: Path) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    share_composition(monkeypatch)
+def folder(tmp_path: Path) -> Path:
     write_jsonl(tmp_path / "rows.jsonl", make_rows(90))
     return tmp_path
 

@@ -35,7 +35,9 @@ SLOW = pytest.mark.slow  # they share a training
 def run(tmp_path_factory, compose_config, tiny_overrides):
     """A run of two epochs of the digits: its folder, what it printed without a terminal, and its events."""
     folder = tmp_path_factory.mktemp("shown") / "run"
-    often = ("recipe.epochs=2", "callbacks.progress.line_seconds=0")
+    # The second epoch, with a learning rate that is far too high, is worse than the first.
+    worse = ("recipe.schedule.sched=step", "+recipe.schedule.decay_epochs=1", "+recipe.schedule.decay_rate=300")
+    often = ("recipe.epochs=2", "callbacks.progress.line_seconds=0", *worse)
     config = compose_config("train", *tiny_overrides, *often, f"output={folder}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.stderr", printed := io.StringIO())
@@ -118,10 +120,12 @@ def test_the_worst_errors_are_listed_by_their_files(run):
         for row, place in enumerate(loader.sampler.batch(number)):
             if logits[row].argmax() != true[row]:
                 expected[split.source.path(split.indices[place])] = float(losses[row])
-    for stage in ("val", "test"):
+    assert loaded.epoch == 0
+    for stage, epoch in (("val", "1"), ("val_last", "2"), ("test", None)):
         with (run.folder / f"worst_errors_{stage}.csv").open() as file:
             rows = list(csv.DictReader(file))
-        assert tuple(rows[0]) == COLUMNS
+        assert tuple(rows[0])[:5] == COLUMNS
+        assert {row.get("epoch") for row in rows} == {epoch}
         assert all(row["true_class"] != row["predicted_class"] for row in rows)
         assert [float(row["loss"]) for row in rows] == sorted((float(row["loss"]) for row in rows), reverse=True)
     worst = sorted(expected, key=lambda path: -expected[path])[:100]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from forked import run_longseq, start_fork
-from shared_composition import share_composition
+from shared_composition import stop_sharing
 from wrong_folder import make_folder
 
 from longseq.tools import cli
@@ -52,14 +52,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def shared(cache: None) -> Iterator[pytest.MonkeyPatch]:
-    with pytest.MonkeyPatch.context() as patch:
-        share_composition(patch)
-        yield patch
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, shared: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, cache: None) -> Path:
     return make_folder(tmp_path_factory.mktemp("wrong"))
 
 
@@ -87,13 +80,13 @@ def test_a_wrong_command_is_one_line_and_loses_nothing(verb, folder, command_her
 
 
 @pytest.mark.slow
-def test_as_processes_they_end_with_the_same_line_and_code(folder, shared):
+def test_as_processes_they_end_with_the_same_line_and_code(folder):
     def run_unshared():
-        shared.undo()  # Hydra does all its work
+        stop_sharing()
         return run_longseq()
 
-    quick = [pair for verb in ("none", "train", "evaluate", "predict", "generate") for pair in COMMANDS[verb][::11]]
-    assert len(quick) >= 20
+    quick = [pair for verb in ("none", "train", "evaluate", "predict", "generate") for pair in COMMANDS[verb][::27]]
+    assert len(quick) >= 10
     before = contents(folder)
     for command, words in quick:
         process = start_fork(shlex.split(command), folder, run=run_unshared)
@@ -106,9 +99,9 @@ def test_as_processes_they_end_with_the_same_line_and_code(folder, shared):
 
 
 @pytest.mark.slow
-def test_a_bad_value_of_a_sweep_is_one_line_and_leaves_nothing(folder, shared):
+def test_a_bad_value_of_a_sweep_is_one_line_and_leaves_nothing(folder):
     def run_unshared():
-        shared.undo()
+        stop_sharing()
         return run_longseq()
 
     before = contents(folder)

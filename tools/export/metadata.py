@@ -41,7 +41,7 @@ def classifier_metadata(
     metadata["decoding"] = DECODING
     if data.get("class_names"):
         metadata["class_names"] = list(data["class_names"])
-    metadata |= _decision(data)
+    metadata |= _decision(data, "an image")
     metadata["input"] = (
         "uint8 pixels 0..255, [batch, channels, height, width]"
         if preprocess
@@ -51,7 +51,7 @@ def classifier_metadata(
     return {**metadata, **_origin(model), **extra}
 
 
-def _decision(data: Mapping[str, Any]) -> dict[str, Any]:
+def _decision(data: Mapping[str, Any], sample: str) -> dict[str, Any]:
     """How probabilities become decisions, where that is not the most probable class."""
     thresholds, several = data.get("thresholds"), bool(data.get("multi_label"))
     if several:
@@ -59,7 +59,7 @@ def _decision(data: Mapping[str, Any]) -> dict[str, Any]:
     if not thresholds:
         return {}
     told = (
-        "an image has each label whose probability, the sigmoid of its logit, is at least the label's threshold"
+        f"{sample} has each label whose probability, the sigmoid of its logit, is at least the label's threshold"
         if several
         else "the second class if its probability, the softmax of the logits, is at least the threshold; else the first"
     )
@@ -94,6 +94,7 @@ def language_metadata(
 def document_metadata(model: Any, data: Mapping[str, Any], *, extra: Mapping[str, Any]) -> dict[str, Any]:
     """Facts about a document classifier's file: classes, tokenizer, truncation, input and output, and its origin."""
     metadata: dict[str, Any] = {key: data[key] for key in DOCUMENTS if data.get(key) is not None}
+    metadata |= _decision(data, "a document")
     metadata["vocab_size"] = model.body.vocab_size
     if model.body.max_length is not None:
         metadata["positions"] = model.body.max_length

@@ -20,7 +20,8 @@ class BestCheckpoint(ModelCheckpoint):
     """Keeps `best.ckpt`, the checkpoint with the best `monitor`; of equally good ones the latest.
 
     `mode` is max if higher values are better, else min; a run takes it from the metric. `best_metrics` are the
-    validation metrics when it was written.
+    validation metrics when it was written. Other callbacks with the method `on_best_validation()` are told that the
+    last validation was the best one so far.
     """
 
     def __init__(self, dirpath: str, monitor: str, mode: str) -> None:
@@ -43,6 +44,9 @@ class BestCheckpoint(ModelCheckpoint):
         self.best_metrics = {
             name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")
         }
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if (tell := getattr(callback, "on_best_validation", None)) is not None:
+                tell()
         return True
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import accuracy_score, average_precision_score, confusion_matrix, f1_score
+from sklearn.metrics import accuracy_score, average_precision_score, f1_score
 
-from longseq.tasks.document.metrics import ScoresByLength, make_confusion_matrix, make_scores, update_scores
+from longseq.tasks.document.metrics import ScoresByLength, make_scores
+from longseq.tasks.training.classification import update_metrics
+from longseq.tasks.training.decisions import decide
 
 CLASSES, DOCUMENTS = 4, 60
 IN_BIN = {"up_to_512": (1, 512), "up_to_1024": (513, 1024), "longer": (4097, 10**6)}
@@ -49,8 +51,9 @@ def test_metrics_are_those_of_scikit_learn(multi_label):
     probabilities, targets, lengths = draw(multi_label)
     scores, by_length = make_scores(CLASSES, multi_label), ScoresByLength(CLASSES, multi_label)
     for part in torch.arange(DOCUMENTS).split(13):
-        update_scores(scores, probabilities[part], targets[part])
-        by_length.update(probabilities[part], targets[part], lengths[part])
+        decisions = decide(probabilities[part], None, multi_label=multi_label)
+        update_metrics(scores, probabilities[part], decisions, targets[part].long())
+        by_length.update(probabilities[part], decisions, targets[part].long(), lengths[part])
     found = {name: float(metric.compute()) for name, metric in scores.items()}
     assert found == pytest.approx(expected(probabilities, targets, multi_label), abs=1e-6)
 
@@ -62,10 +65,3 @@ def test_metrics_are_those_of_scikit_learn(multi_label):
         wanted |= {f"{key}_{name}": value for key, value in values.items()}
     assert found == pytest.approx(wanted, abs=1e-6)
     assert counts == {"up_to_512": 20, "up_to_1024": 20, "longer": 20}
-
-
-def test_a_confusion_matrix_counts_true_classes_in_rows():
-    probabilities, targets, _ = draw(False)
-    matrix = make_confusion_matrix(CLASSES, False)
-    matrix.update(probabilities, targets)
-    assert matrix.compute().tolist() == confusion_matrix(targets, probabilities.argmax(dim=1)).tolist()

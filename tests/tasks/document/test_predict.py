@@ -14,7 +14,8 @@ from documents import make_rows, open_data, write_jsonl
 
 from longseq.backbones.classifier import TextClassifier
 from longseq.tasks import predict
-from longseq.tasks.data.inputs import InputKeys, PassedOver, Prediction, Unreadable
+from longseq.tasks.data.input_keys import InputKeys
+from longseq.tasks.data.inputs import PassedOver, Prediction, Unreadable
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.inputs import DocumentFiles
 from longseq.tasks.text.documents import LineCounter

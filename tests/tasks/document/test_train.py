@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 
 import pytest
@@ -33,7 +34,15 @@ def folder(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_is_measured_again(folder, command_here):
-    whole = command_here(folder, "train", *WORDS, "hydra.run.dir=whole")
+    two = [row for row in make_rows(200) if row["label"] != "tree"]
+    write_jsonl(folder / "rows.jsonl", two[:90])
+    chosen = (
+        "task.metric=balanced_accuracy",
+        "+task.metrics.auroc=true",
+        "task.threshold=f1",
+        "data.sampling=balanced",
+    )
+    whole = command_here(folder, "train", *WORDS, *chosen, "hydra.run.dir=whole")
     assert whole.returncode == 0, whole.stderr
     metrics = json.loads((folder / "whole" / "metrics.json").read_text())
     assert metrics["test/linear_accuracy"] > 0.9, "the words of a document tell its class"
@@ -41,6 +50,13 @@ def test_a_run_is_measured_again(folder, command_here):
     assert sum(metrics["test/documents_by_length"].values()) == 18
     assert torch.tensor(metrics["test/confusion_matrix"]).sum() == 18
     assert metrics["updates"] > 4
+    assert {"val/balanced_accuracy", "test/auroc", "val/per_class", "val/confusion_matrix"} <= metrics.keys()
+    ((name, threshold),) = metrics["thresholds"].items()
+    for split in ("val", "test"):
+        rows = list(csv.reader((folder / "whole" / f"confusion_matrix_{split}.csv").open()))
+        assert [[int(cell) for cell in row[1:]] for row in rows[1:]] == metrics[f"{split}/confusion_matrix"]
+        rows = list(csv.DictReader((folder / "whole" / f"classes_{split}.csv").open()))
+        assert [row["class"] for row in rows] == rows_of(metrics[f"{split}/per_class"], "class") == ["bird", name]
 
     checkpoint = f"checkpoint={folder / 'whole' / 'checkpoints' / 'best.ckpt'}"
     measured = command_here(folder, "evaluate", checkpoint, "trainer=cpu", "output=m.json")
@@ -49,6 +65,17 @@ def test_a_run_is_measured_again(folder, command_here):
     assert found["test/documents"] == 18
     assert found["test/accuracy"] == pytest.approx(metrics["test/accuracy"])
     assert found["test/per_class"] == metrics["test/per_class"]
+    assert found["thresholds"] == metrics["thresholds"]
+    predicted = command_here(folder, "predict", "checkpoint=whole/model", "input=rows.jsonl", "output=p.csv")
+    assert predicted.returncode == 0, predicted.stderr
+    for row in csv.DictReader((folder / "p.csv").open()):
+        second = float(row["probability_1"] if row["class_1"] == name else row["probability_2"])
+        if abs(second - threshold) > 1e-5:
+            assert row["decision"] == (name if second > threshold else "bird")
+
+
+def rows_of(rows, key):
+    return [row[key] for row in rows]
 
 
 @pytest.mark.slow
@@ -83,7 +110,7 @@ def test_the_linear_model_trains_evaluates_and_predicts(folder, command_here):
     [
         (("model=linear", "init=x.ckpt"), "init is for models that are trained by gradients, not for model=linear"),
         (("recipe.batch_size=8",), "tokens, and a batch holds 8 (recipe.batch_size=8): give recipe.batch_size="),
-        (("model=linear", "model.ngrams=0"), "model.ngrams=0 must be a whole number of at least 1"),
+        (("model=linear", "model.ngrams=0"), "model.ngrams=0 must be a whole number from 1 to 100"),
         (("model=linear", "recipe.freeze=body"), "recipe.freeze is for models that are trained by gradients"),
         (
             ("recipe.loss.label_smoothing=1",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from lm_eval.tasks import TaskManager
 from longseq.tasks.text.tokenizer import ByteTokenizer
 from longseq.tasks.training import checkpoint
 from longseq.tools import harness
-from longseq.tools.harness import evaluation
+from longseq.tools.harness import evaluation, workers
 from longseq.tools.harness.evaluation import Adapter, evaluate, load_tasks
 from longseq.tools.harness.sets import sets_from
 from longseq.tools.harness.workers import Workers
@@ -131,13 +132,18 @@ def test_what_is_drawn_does_not_depend_on_the_batch(trained):
 
 
 @pytest.mark.slow
-def test_several_processes_give_what_one_gives(trained):
+def test_several_processes_give_what_one_gives(trained, monkeypatch):
+    def get_context(method):
+        assert method == "spawn"
+        return multiprocessing.get_context("fork")  # a new process imports for many seconds; no GPU is used here
+
+    monkeypatch.setattr(workers, "get_context", get_context)
     requests = [request(*pair) for pair in PAIRS]
     alone = Adapter(make_workers(trained, 1)).loglikelihood(requests)
-    with make_workers(trained, 1, devices=("cpu", "cpu")) as workers:
-        assert Adapter(workers).loglikelihood(requests) == alone
+    with make_workers(trained, 1, devices=("cpu", "cpu")) as others:
+        assert Adapter(others).loglikelihood(requests) == alone
         kwargs = {"until": ["\n\n"], "max_gen_toks": 3}
-        assert len(Adapter(workers).generate_until([request("a", kwargs), request("b", kwargs)])) == 2
+        assert len(Adapter(others).generate_until([request("a", kwargs), request("b", kwargs)])) == 2
 
 
 YAML = """

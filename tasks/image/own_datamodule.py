@@ -1,0 +1,224 @@
+"""A LightningDataModule of the user's own, which a plug-in defines, as the data of image classification."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sized
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+
+from longseq.tasks.data.given import TARGETS
+from longseq.tasks.data.labels import find_weights
+from longseq.tasks.data.module import TaskData
+from longseq.tasks.image.config import DATAMODULE, ImageDataKeys, per_channel
+from longseq.tasks.image.datasets import ImageFiles
+from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.own_dataset import class_names_of
+from longseq.tasks.training.options import read, signature_options
+from longseq.tasks.training.targets import TARGET, build_own
+
+_PLACE = f"data.{DATAMODULE}"
+
+
+class OwnDataModule(TaskData):
+    """The loaders, hooks and state of the LightningDataModule that `data.datamodule` names.
+
+    Its batches are those of `longseq.tasks.ImageClassifier.read_batch`, with images that are ready for the model:
+    `keys` (img_size, mean, std and more) say how they were made, for predictions and exported files. The names of the
+    classes are its attribute `classes` or `class_to_idx`; without names, their number is its `num_classes` or
+    `data.num_classes`. Without a test loader the validation is also the test. `setup` is called once for each stage.
+    """
+
+    info_class = DataInfo
+    inputs = ImageFiles
+
+    splits = None
+
+    def __init__(self, keys: ImageDataKeys, *, batch_size: int, alone: bool = False) -> None:
+        super().__init__()
+        self.keys, self._alone = keys, alone
+        self._build(batch_size)
+
+    @classmethod
+    def open(cls, keys: ImageDataKeys, *, batch_size: int, stage: str, alone: bool = False) -> OwnDataModule:
+        """The data module, set up for `stage`, with the info of its data; with `alone` it is for one process."""
+        datamodule = cls(keys, batch_size=batch_size, alone=alone)
+        datamodule._prepare(stage)
+        return datamodule
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], batch_size: int) -> OwnDataModule:
+        return cls.open(read(ImageDataKeys, config["data"], "data"), batch_size=batch_size, stage="fit")
+
+    def adopt(self, info: DataInfo) -> None:
+        """Take the info of a trained model's data, which this data fits."""
+        self._info = info
+
+    def _build(self, batch_size: int) -> None:
+        node: Any = self.keys.datamodule
+        self.own: LightningDataModule = build_own(node, _PLACE, {"batch_size": batch_size})
+        self.own.trainer = self.trainer
+        self.label = str(node[TARGET])
+        self.batch_size = batch_size
+        self.eval_batch_size = self.keys.eval_batch_size or batch_size
+        for name in ("train_dataloader", "val_dataloader"):
+            if not is_overridden(name, self.own, LightningDataModule):
+                raise ValueError(f"{self.label} defines no {name}: give it one")
+        self._takes_batch = "batch_size" in signature_options(type(self.own))
+        self._prepared = False
+        self._stages: set[str | None] = set()
+
+    def _prepare(self, stage: str) -> None:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            self.prepare_data()
+        self.setup(stage)
+        self._info = self._describe(stage)
+
+    @property
+    def trainer(self) -> Any:  # type: ignore[override]
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Any) -> None:
+        self._trainer = trainer
+        if "own" in vars(self):
+            self.own.trainer = trainer
+
+    @property
+    def info(self) -> DataInfo:
+        return self._info
+
+    @property
+    def batches_per_epoch(self) -> None:
+        """None: the loader tells it when the run begins."""
+        return
+
+    @property
+    def registered_parts(self) -> list[Any]:
+        return [type(self.own)]
+
+    def take_recipe(self, config: Mapping[str, Any], batch_size: int) -> None:
+        if self._takes_batch:
+            self._build(batch_size)
+            self._prepare("fit")
+        self.batch_size, self.eval_batch_size = batch_size, self.keys.eval_batch_size or batch_size
+
+    def prepare_data(self) -> None:
+        if not self._prepared:
+            self._prepared = True
+            self.own.prepare_data()
+
+    def setup(self, stage: str | None = None) -> None:
+        if stage not in self._stages:
+            self._stages.add(stage)
+            self.own.setup(stage)  # type: ignore[arg-type]
+
+    def teardown(self, stage: str) -> None:
+        self._stages.discard(stage)
+        self.own.teardown(stage)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.own.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.own.load_state_dict(state_dict)
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.own.on_exception(exception)
+
+    def train_dataloader(self) -> Any:
+        loader = self.own.train_dataloader()
+        size = getattr(loader, "batch_size", None)
+        if isinstance(size, int) and size != self.batch_size:
+            raise ValueError(
+                f"{self.label} makes batches of {size}, and the recipe means {self.batch_size} for a device: let its "
+                f"constructor take batch_size, or give recipe.batch_size={size} for one device"
+            )
+        return loader
+
+    def val_dataloader(self) -> Any:
+        return self._evaluated("val_dataloader")
+
+    def test_dataloader(self) -> Any:
+        own = is_overridden("test_dataloader", self.own, LightningDataModule)
+        return self._evaluated("test_dataloader" if own else "val_dataloader")
+
+    def _evaluated(self, name: str) -> Any:
+        if self._alone and self.trainer is not None and self.trainer.world_size > 1:
+            raise ValueError(f"{self.label} does not divide its samples among processes: give trainer.devices=1")
+        return getattr(self.own, name)()
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        batch = self.own.on_before_batch_transfer(batch, dataloader_idx)
+        self._check_labels(batch)
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return self.own.transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """The batch as the pair that the module reads, which callbacks see, too."""
+        batch = self.own.on_after_batch_transfer(batch, dataloader_idx)
+        module: Any = self.trainer.lightning_module
+        images, targets = module.read_batch(batch)
+        wanted = (self.keys.in_chans, self.keys.img_size, self.keys.img_size)
+        if not isinstance(images, Tensor) or not images.is_floating_point() or images.shape[1:] != wanted:
+            given = f"{list(images.shape)} of {images.dtype}" if isinstance(images, Tensor) else type(images).__name__
+            raise ValueError(
+                f"{self.label}: the images of a batch are {given}, and must be {['B', *wanted]} of floats, as "
+                "data.in_chans and data.img_size say"
+            )
+        if len(targets) != len(images):
+            raise ValueError(f"{self.label}: a batch has {len(images)} images and {len(targets)} labels")
+        return images, targets
+
+    def _check_labels(self, batch: Any) -> None:
+        """ValueError for a class number that does not exist, before the device stops at it."""
+        if isinstance(batch, Mapping):
+            labels = next((batch[name] for name in TARGETS if name in batch), None)
+        else:
+            labels = batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None
+        if self.keys.multi_label or not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.numel():
+            return
+        least, most = int(labels.min()), int(labels.max())
+        if labels.device.type == "cpu" and not (least >= 0 and most < self.info.num_classes):
+            raise ValueError(
+                f"{self.label}: the label {most if least >= 0 else least} is not among the classes 0 to "
+                f"{self.info.num_classes - 1}"
+            )
+
+    def _describe(self, stage: str) -> DataInfo:
+        keys, names = self.keys, class_names_of(self.own, self.label)
+        count = keys.num_classes or getattr(self.own, "num_classes", None) or len(names)
+        if not isinstance(count, int) or count < max(1, len(names)):
+            raise ValueError(
+                f"{self.label} does not tell its classes: give it an attribute `classes`, a list of names, or give "
+                "data.num_classes=N"
+            )
+        names += [str(index) for index in range(len(names), count)]
+        sizes: dict[str, int | None] = {}
+        if stage == "fit":
+            sizes = {"train": _count(self.own.train_dataloader()) or keys.train_samples}
+        return DataInfo(
+            class_names=names,
+            num_classes=count,
+            img_size=keys.img_size,
+            in_chans=keys.in_chans,
+            mean=per_channel("mean", keys.mean, keys.in_chans),
+            std=per_channel("std", keys.std, keys.in_chans),
+            interpolation=keys.interpolation,
+            crop_pct=keys.crop_pct,
+            multi_label=keys.multi_label,
+            class_weights=find_weights(keys.class_weights, [], 0, names, multi_label=keys.multi_label),
+            sizes=sizes,
+        )
+
+
+def _count(loader: Any) -> int | None:
+    """The samples of a loader's data set; None if it does not tell them."""
+    dataset = getattr(loader, "dataset", None)
+    return len(dataset) if isinstance(dataset, Sized) else None

@@ -1,0 +1,145 @@
+"""What the modules of classifiers share: metrics by name, decisions by thresholds, and confusion matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.classification import MulticlassConfusionMatrix, MultilabelConfusionMatrix
+
+from longseq.models import CHECKPOINT_RUN
+from longseq.tasks.training.classification import dense_counts, reads_decisions, sparse_counts, update_metrics
+from longseq.tasks.training.decisions import Scores, decide
+from longseq.tasks.training.keys import Criterion
+from longseq.tasks.training.metrics import MeanLoss
+from longseq.tasks.training.module import TrainedModule
+from longseq.tasks.training.recipe import Training
+
+
+class ClassifierModule(TrainedModule):
+    """A module that gives each sample one of several classes, or with `multi_label` any number of them.
+
+    `make_metrics` makes the metrics of a split beside the loss; it is called for validation and for the test.
+
+    `threshold` is the probability from which a label is given, or the second one of two classes: a number, a number for
+    each label, or the criterion by which each validation chooses it (see
+    `longseq.tasks.training.decisions.choose_threshold`). `thresholds` are those in force, and checkpoints keep them.
+    Metrics of a validation are of the thresholds that it chose.
+    """
+
+    # Counts [true class, predicted class] of the last test, and of the last validation; of several labels [C, 2, 2].
+    # After a checkpoint was loaded, the validation is the one before that checkpoint.
+    confusion_matrix: Tensor | None = None
+    val_confusion_matrix: Tensor | None = None
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        training: Training | None = None,
+        *,
+        num_classes: int,
+        multi_label: bool,
+        make_metrics: Callable[[], Mapping[str, Metric]],
+        threshold: float | Sequence[float] | Criterion | None = None,
+    ) -> None:
+        super().__init__(backbone, training)
+        self.num_classes, self.multi_label = num_classes, multi_label
+        self.val_metrics, self.test_metrics = (nn.ModuleDict({"loss": MeanLoss(), **make_metrics()}) for _ in range(2))
+        confusion = MultilabelConfusionMatrix if multi_label else MulticlassConfusionMatrix
+        self.confusion: Metric = confusion(num_classes, validate_args=False)
+        # no buffer, which an average of the weights would include
+        self.thresholds: Tensor | None = _given_thresholds(threshold, num_classes, multi_label)
+        self._criterion: Criterion | None = threshold if isinstance(threshold, str) else None
+        self._scores = Scores() if self._criterion else None
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """The probabilities `[N, C]` of logits: of classes that exclude each other, or of labels that do not."""
+        return logits.float().sigmoid() if self.multi_label else logits.float().softmax(dim=1)
+
+    def decide(self, logits: Tensor) -> Tensor:
+        """The classes `[N]` of logits `[N, C]`, or `[N, C]` of several labels, by the thresholds in force."""
+        return decide(self.probabilities(logits), self.thresholds, multi_label=self.multi_label)
+
+    def measure(self, probabilities: Tensor, wanted: Tensor, metrics: Any, stage: str) -> None:
+        """Add samples, maybe none, to the metrics of a stage, and log these; `wanted` is `[N]`, or `[N, C]` of labels.
+
+        Both are those of whole numbers.
+        """
+        if self._scores is None or stage != "val":
+            self._count(metrics, probabilities, wanted)
+            self._log_metrics(metrics, stage)
+            return
+        # what depends on the threshold is counted after the last batch
+        self._scores.update(probabilities, wanted)
+        others = {name: metric for name, metric in metrics.items() if not reads_decisions(metric)}
+        update_metrics(others, probabilities, wanted, wanted)
+        self._log_metrics(others, stage)
+
+    def _count(self, metrics: Mapping[str, Any], probabilities: Tensor, wanted: Tensor) -> None:
+        """Add samples to metrics, and their decisions to the confusion matrix."""
+        decisions = decide(probabilities, self.thresholds, multi_label=self.multi_label)
+        update_metrics(metrics, probabilities, decisions, wanted)
+        if len(wanted):
+            self.confusion.update(decisions, wanted)
+
+    def _log_metrics(self, metrics: Mapping[str, Any], stage: str) -> None:
+        for name, metric in metrics.items():
+            self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True)
+
+    def on_validation_epoch_end(self) -> None:
+        if self._scores is not None and self._criterion is not None:
+            self.thresholds = self._scores.choose(self._criterion, multi_label=self.multi_label)
+            decided = {name: metric for name, metric in self.val_metrics.items() if reads_decisions(metric)}  # type: ignore[arg-type]
+            self._count(decided, *self._scores.own())
+            self._log_metrics(decided, "val")
+            self._scores.reset()
+        self.val_confusion_matrix = self._finish_confusion()
+
+    def on_test_epoch_end(self) -> None:
+        self.confusion_matrix = self._finish_confusion()
+
+    def _finish_confusion(self) -> Tensor:
+        counts: Tensor = self.confusion.compute().cpu()
+        self.confusion.reset()
+        return counts
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        if self.thresholds is not None:
+            thresholds = self.thresholds.tolist()
+            run = checkpoint.get(CHECKPOINT_RUN) or {}
+            if "data" in run:
+                checkpoint[CHECKPOINT_RUN] = {**run, "data": {**run["data"], "thresholds": thresholds}}
+            checkpoint["thresholds"] = thresholds
+        if self.val_confusion_matrix is not None:
+            checkpoint["val_confusion_matrix"] = sparse_counts(self.val_confusion_matrix)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        if (thresholds := checkpoint.get("thresholds")) is not None:
+            self.thresholds = torch.tensor(thresholds)
+        if (counts := checkpoint.get("val_confusion_matrix")) is not None:
+            self.val_confusion_matrix = dense_counts(counts)
+
+
+def _given_thresholds(threshold: Any, num_classes: int, multi_label: bool) -> Tensor | None:
+    """The thresholds as `decide` takes them, None where none are given. ValueError for those that do not fit."""
+    if threshold is None:
+        return None
+    if not multi_label and num_classes != 2:
+        raise ValueError(
+            f"task.threshold={threshold} decides between two classes or about several labels, and there are "
+            f"{num_classes} classes: leave it null, which takes the most probable one"
+        )
+    if isinstance(threshold, str):
+        if threshold not in get_args(Criterion):
+            raise ValueError(f"threshold={threshold} is unknown: give a number, or one of {get_args(Criterion)}")
+        return None
+    places = num_classes if multi_label else 1
+    values = [threshold] * places if isinstance(threshold, float | int) else list(threshold)
+    if len(values) != places:
+        raise ValueError(f"task.threshold has {len(values)} numbers: give one, or one for each of the {places} labels")
+    return torch.tensor([float(value) for value in values])

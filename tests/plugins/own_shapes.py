@@ -1,0 +1,99 @@
+"""A plug-in with classes that a configuration names: a model, a Dataset and a LightningDataModule; dark or bright."""
+
+import os
+import signal
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+
+class Net(nn.Module):
+    """Channels, averaged over the image, and a head."""
+
+    def __init__(self, num_classes: int, width: int = 8) -> None:
+        super().__init__()
+        self.channels, self.head = nn.Conv2d(3, width, 3), nn.Linear(width, num_classes)
+
+    def forward(self, images):
+        return self.head(self.channels(images).relu().mean(dim=(2, 3)))
+
+
+class Features(nn.Module):
+    """A model without logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.channels = nn.Conv2d(3, 4, 3)
+
+    def forward(self, images):
+        return self.channels(images)
+
+
+class Squares(Dataset):
+    """Images of noise, dark and bright in turn; with `shape`, of another shape."""
+
+    classes = ("dark", "bright")
+
+    def __init__(self, samples: int, first: int = 0, shape: str = "CHW") -> None:
+        self.samples, self.first, self.shape = samples, first, shape
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int):
+        draw = torch.Generator().manual_seed(self.first + index)
+        label = index % 2
+        pixels = torch.randint(128 * label, 128 * (label + 1), (3, 8, 8), generator=draw, dtype=torch.uint8)
+        if self.shape == "float":
+            pixels = pixels / 255
+        return (pixels, label, "third") if self.shape == "three" else (pixels, label)
+
+
+class Stream(IterableDataset):
+    """Images of any number."""
+
+    classes = ("dark", "bright")
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(Squares(self.samples))
+
+
+class Batches(LightningDataModule):
+    """Finished batches; its state is the number of its training loaders. A file `stop` ends the run that finds it."""
+
+    num_classes = 2
+
+    def __init__(self, batch_size: int, labels: int = 2) -> None:
+        super().__init__()
+        self.batch_size, self.labels, self.loaders, self.stages = batch_size, labels, 0, []
+
+    def setup(self, stage: str) -> None:
+        self.stages.append(stage)
+        squares = Squares(32)
+        images = torch.stack([squares[place][0] for place in range(32)]) / 127.5 - 1
+        self.rows = TensorDataset(images, torch.arange(32) % self.labels)
+
+    def on_before_batch_transfer(self, batch, dataloader_idx: int):
+        if self.trainer.global_step == 5 and (mark := Path("stop")).exists():
+            mark.unlink()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return batch
+
+    def train_dataloader(self) -> DataLoader:
+        self.loaders += 1
+        return DataLoader(self.rows, self.batch_size)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.rows, 16)
+
+    def state_dict(self):
+        return {"loaders": self.loaders, "stages": self.stages}
+
+    def load_state_dict(self, state) -> None:
+        self.loaders += state["loaders"]

@@ -1,0 +1,152 @@
+"""Classes that a configuration names in a plug-in: the user's model, Dataset and LightningDataModule."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchvision.utils import save_image
+
+import longseq
+from longseq import plugins
+from longseq.tasks import ImageDataKeys
+from longseq.tasks.image.own_dataset import own_held_out
+from longseq.tasks.training import targets
+
+MODULE = "own_shapes"
+NET = ("model=own", f"model._target_={MODULE}.Net", "data=own", f"plugins=[{MODULE}]")
+SMALL = (
+    "data.img_size=8",
+    "data.crop_pct=1.0",
+    "data.num_workers=0",
+    "trainer=cpu",
+    "logger=none",
+    "callbacks.worst=null",
+)
+SQUARES = f"data.train_set={{_target_: {MODULE}.Squares, samples: 40}}"
+BEST = "checkpoint=run/checkpoints/best.ckpt"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with the plug-in, which is forgotten afterwards."""
+    shutil.copy(Path(__file__).with_name(f"{MODULE}.py"), tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(plugins, "_LOADED", dict(plugins._LOADED))
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    return tmp_path
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process, no plug-in is loaded."""
+    plugins._LOADED.pop(MODULE)
+    monkeypatch.delitem(sys.modules, MODULE)
+
+
+def test_own_model_and_dataset_train_and_are_used(
+    folder: Path, command_here: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test = f"data.test_set={{_target_: {MODULE}.Squares, samples: 20, first: 100}}"
+    long = ("recipe.epochs=4", "recipe.learning_rate=0.1", "recipe.loss.label_smoothing=0", "recipe.ema=null")
+    trained = command_here(folder, "train", *NET, "+model.width=4", *SMALL, SQUARES, test, *long, "output=run")
+    assert trained.returncode == 0, trained.stderr
+    metrics = json.loads((folder / "run/metrics.json").read_text())
+    assert metrics["test/top1"] == 1.0
+
+    forget(monkeypatch)
+    refused = command_here(folder, "evaluate", BEST)
+    assert refused.returncode == 2
+    assert f"needs the plug-in {MODULE}, which nothing declares" in refused.stderr
+    assert MODULE not in sys.modules
+
+    declared = f"plugins=[{MODULE}]"
+    assert command_here(folder, "evaluate", BEST, declared, "output=again.json").returncode == 0
+    again = json.loads((folder / "again.json").read_text())
+    assert again["test/images"] == 20
+    assert again["test/loss"] == pytest.approx(metrics["test/loss"], rel=1e-6)
+    assert command_here(folder, "evaluate", BEST, declared, "split=val", "output=val.json").returncode == 0
+    assert json.loads((folder / "val.json").read_text())["val/images"] == 4
+
+    save_image(torch.full((3, 8, 8), 0.9), folder / "white.png")
+    assert command_here(folder, "predict", BEST, declared, "input=white.png").returncode == 0
+    assert "white.png,bright,0.9" in (folder / "predictions.csv").read_text()
+
+    for checkpoint in (BEST, "checkpoint=run/model"):
+        exported = command_here(folder, "export", checkpoint, declared, "format=torchscript", "output=own.pt")
+        assert exported.returncode == 0, exported.stderr
+    model = longseq.from_pretrained(folder / "run/model")
+    images = torch.rand(3, 3, 8, 8)
+    torch.testing.assert_close(torch.jit.load(folder / "own.pt")(images), model(images))
+
+
+def test_own_datamodule_trains_and_resumes(folder: Path, command_here: Any) -> None:
+    data = f"data.datamodule={{_target_: {MODULE}.Batches}}"
+    words = ("train", *NET, *SMALL, data, "recipe.batch_size=8", "recipe.epochs=2", "output=run")
+    (folder / "stop").touch()
+    assert command_here(folder, *words).returncode == 128 + signal.SIGTERM
+    last = folder / "run/checkpoints/last.ckpt"
+    before = torch.load(last, weights_only=True)
+    assert before["OwnDataModule"]["stages"] == ["fit"]
+    again = command_here(folder, *words, f"resume={last}")
+    assert again.returncode == 0, again.stderr
+    after = torch.load(last, weights_only=True)
+    assert before["global_step"] < after["global_step"] == 8
+    assert after["OwnDataModule"]["loaders"] > before["OwnDataModule"]["loaders"]
+    evaluated = command_here(folder, "evaluate", BEST, f"plugins=[{MODULE}]", "output=again.json")
+    assert evaluated.returncode == 0, evaluated.stderr
+    told, found = (json.loads((folder / name).read_text()) for name in ("run/metrics.json", "again.json"))
+    assert found["test/images"] == 32
+    assert found["test/loss"] == pytest.approx(told["test/loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([SQUARES, "model._target_=own_shapes.Features"], "must become logits [2, 2], and it gives [2, 4, 6, 6]"),
+        ([SQUARES, "data.datamodule={_target_: own_shapes.Batches}"], "data.datamodule has all splits"),
+        (["data.datamodule={_target_: own_shapes.Batches, labels: 3}"], "the label 2 is not among the classes 0 to 1"),
+        (["data.datamodule={_target_: own_shapes.Batches}", "data.img_size=9"], "must be ['B', 3, 9, 9] of floats"),
+    ],
+)
+def test_what_does_not_fit_the_task_is_one_line(
+    folder: Path, command_here: Any, words: list[str], message: str
+) -> None:
+    done = command_here(folder, "train", *NET, *SMALL, "output=run", *words)
+    assert done.returncode == 2
+    (error,) = [line for line in done.stderr.splitlines() if not line.startswith("longseq: warning")]
+    assert message in error
+
+
+def open_test_set(node: dict[str, Any]) -> None:
+    targets.check({"data": {"test_set": {"_target_": node["_target_"]}}})
+    train = {"_target_": "own_shapes.Squares", "samples": 9}
+    own_held_out(ImageDataKeys(name="own", source="own", img_size=8, train_set=train, test_set=node), "test")
+
+
+def test_wrong_names_and_samples_are_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    plugins.load([MODULE])
+    for node, message in (
+        ({"_target_": None}, "data.test_set._target_=null names no class: give its full name in a plug-in"),
+        ({"_target_": "own_shapes.Circles"}, "defines no class Circles; its classes of this kind are Squares, Stream"),
+        ({"_target_": "own_shapes.Net"}, "is no Dataset of torch: derive Net from it"),
+        ({"_target_": "own_shapes.TensorDataset"}, "own_shapes defines no class TensorDataset"),
+        ({"_target_": "os.system", "command": "ls"}, "is not called: it must be a class of a module of yours"),
+        ({"_target_": "own_shapes.os.popen"}, "there is no module own_shapes.os"),
+        ({"_target_": "own_shapes.Squares", "sample": 3}, "did you mean data.test_set.samples?"),
+        ({"_target_": "own_shapes.Squares", "samples": {"_target_": "a.b"}}, "nothing is built from a name here"),
+        ({"_target_": "own_shapes.Squares", "samples": 0}, "own_shapes.Squares holds no sample"),
+        ({"_target_": "own_shapes.Squares", "samples": 9, "shape": "float"}, "torch.float32, and must be uint8 [C, H"),
+        ({"_target_": "own_shapes.Squares", "samples": 9, "shape": "three"}, "sample 0: a sample is a tuple of 3, and"),
+        ({"_target_": "own_shapes.Stream", "samples": 9}, "own_shapes.Stream has no length (__len__)"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)) as error:
+            open_test_set(node)
+        assert "\n" not in str(error.value)
