@@ -6,13 +6,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 # The constants of SplitMix64, as the signed numbers that torch computes with.
 _INCREMENT = 0x9E3779B97F4A7C15 - 2**64
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
-
-_BLOCK = 256  # columns; rows of more than four blocks are summed in two steps
 
 
 @dataclass(frozen=True)
@@ -124,34 +121,11 @@ def choose_tokens(scores: Tensor, places: Tensor, sampling: Sampling, seen: Tens
         # A token is kept while those before it have not reached p, so that the best one always is.
         before = probabilities.cumsum(dim=-1) - probabilities
         probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
-    drawn, total = _find_columns(probabilities, places)
+    reached = probabilities.cumsum(dim=-1)
+    total = reached[:, -1:]
+    drawn = torch.searchsorted(reached, places.to(reached.dtype)[:, None] * total, right=True)
+    # Sums in parallel are not monotonous to the last bit: a place may fall on a token of probability 0, or behind all.
+    drawn = drawn.clamp_max(scores.shape[-1] - 1)
+    drawn = torch.where(probabilities.gather(1, drawn) > 0, drawn, probabilities.argmax(dim=-1, keepdim=True))
     token = drawn if tokens is None else tokens.gather(1, drawn)
     return torch.where(total.isfinite(), token, -1).squeeze(1)
-
-
-def _find_columns(weights: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """The columns `[B, 1]` in which the running sums of rows `[B, V]` pass their places, and the sums `[B, 1]`.
-
-    A GPU sums a single long row with few of its threads. So it first finds the block of columns, then the column in it.
-    """
-    columns = weights.shape[-1]
-    if columns <= 4 * _BLOCK:
-        reached = weights.cumsum(dim=-1)
-        total = reached[:, -1:]
-        return _passing(weights, reached, places.to(weights.dtype)[:, None] * total), total
-    blocks = functional.pad(weights, (0, -columns % _BLOCK)).unflatten(-1, (-1, _BLOCK))
-    sums = blocks.sum(dim=-1)
-    reached = sums.cumsum(dim=-1)
-    total = reached[:, -1:]
-    aim = places.to(weights.dtype)[:, None] * total
-    block = _passing(sums, reached, aim)
-    inside = blocks.gather(1, block[..., None].expand(-1, -1, _BLOCK)).squeeze(1)
-    before = reached.gather(1, block) - sums.gather(1, block)
-    return _BLOCK * block + _passing(inside, inside.cumsum(dim=-1), aim - before), total
-
-
-def _passing(weights: Tensor, reached: Tensor, aim: Tensor) -> Tensor:
-    """The first column `[B, 1]` whose running sum `reached [B, N]` is above the aim `[B, 1]`."""
-    column = torch.searchsorted(reached, aim, right=True).clamp_max(weights.shape[-1] - 1)
-    # Sums in parallel are not monotonous to the last bit: an aim may fall on a column of weight 0, or behind all.
-    return torch.where(weights.gather(1, column) > 0, column, weights.argmax(dim=-1, keepdim=True))
