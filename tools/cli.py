@@ -26,6 +26,9 @@ class Verb(NamedTuple):
     tasks: tuple[str, ...] = ()
 
 
+# A verb whose command for a task is one of its own: `longseq prepare task=image` is `longseq prepare image`.
+BY_TASK = {("prepare", "image"): "prepare image"}
+
 VERBS = {
     "train": Verb("longseq.tasks.train", "train a model, watch it in TensorBoard, test it", "longseq train"),
     "evaluate": Verb(
@@ -38,6 +41,12 @@ VERBS = {
     ),
     "generate": Verb(
         "longseq.tasks.generate", "continue text with a language model", "longseq generate checkpoint=FILE prompt=TEXT"
+    ),
+    "prepare image": Verb(
+        "longseq.tasks.image.prepare",
+        "pack images into shards of a chosen size",
+        "longseq prepare task=image input=FOLDER output=FOLDER size=256",
+        ("image",),
     ),
     "prepare": Verb(
         "longseq.tasks.text.prepare", "turn text into tokens", "longseq prepare input=FOLDER output=FOLDER", ("lm",)
@@ -175,6 +184,9 @@ def main() -> int:
     from longseq.tools.plugin_options import load_plugins
 
     overrides = arguments[words:]
+    for (verb, task), own in BY_TASK.items():
+        if name == verb and f"task={task}" in overrides:
+            name = own
     try:
         overrides = check_arguments(name, overrides)
         overrides = overrides_for_hydra(name, load_plugins(_take_task(name, overrides)))
@@ -198,7 +210,8 @@ def _take_task(name: str, overrides: list[str]) -> list[str]:
         return overrides
     for override in overrides:
         if override.startswith("task=") and override.removeprefix("task=") not in tasks:
-            raise ValueError(f"{override}: longseq {name} works for task={' or task='.join(tasks)}")
+            others = [task for (verb, task) in BY_TASK if verb == name]
+            raise ValueError(f"{override}: longseq {name} works for task={' or task='.join([*tasks, *others])}")
     return [override for override in overrides if not override.startswith("task=")]
 
 

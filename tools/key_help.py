@@ -18,6 +18,7 @@ KEYS = {
     "evaluate": "longseq.tasks.command_keys.EvaluateKeys",
     "predict": "longseq.tasks.command_keys.PredictKeys",
     "generate": "longseq.tasks.generate.GenerateKeys",
+    "prepare_image": "longseq.tasks.image.prepare.PrepareImagesKeys",
     "prepare": "longseq.tasks.text.prepare.PrepareKeys",
     "harness": "longseq.tools.harness.HarnessKeys",
     "convert": "longseq.tools.hugging_face.convert.ConvertKeys",

@@ -84,9 +84,9 @@ class ImageDataKeys:
                 f"data.multi_label=true: data.source={self.source} has one class an image: give data.source=csv"
             )
         check_own_keys(self)
-        if self.class_map is not None and self.source == "csv":
+        if self.class_map is not None and self.source in ("csv", "shards"):
             raise ValueError(
-                f"data.class_map={spell(self.class_map)} is for folders: data.source=csv has its own labels"
+                f"data.class_map={spell(self.class_map)} is for folders: data.source={self.source} has its own labels"
             )
 
 

@@ -157,6 +157,7 @@ def test_a_verb_helps(monkeypatch, capsys):
         ("evaluate", ["checkpoint=null", "split=test", "data.img_size=null", "data.validation=null"]),
         ("predict", ["checkpoint=null", "top_k=null", "device=auto"]),
         ("prepare", ["input=null", "validation=0.01", "test=0.01"]),
+        ("prepare_image", ["input=null", "size=null", "shard_bytes=1000000000"]),
         ("generate", ["checkpoint=null", "temperature=1.0", "save_state=null"]),
         ("harness", ["checkpoint=null", "tasks=null", "data.root=null", "limit=null"]),
     ],
