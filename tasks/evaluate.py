@@ -2,24 +2,23 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
 from longseq.tasks import registry
+from longseq.tasks.command_keys import EvaluateKeys
 from longseq.tasks.experiment import check_trainer
 from longseq.tasks.report import Report, print_rows, quiet_libraries, shorten
 from longseq.tasks.training import checkpoint as checkpoints
 from longseq.tasks.training import processes
 from longseq.tasks.training.callbacks.stop import StopTogether, stoppable
 from longseq.tasks.training.callbacks.unreadable import UnreadableSamples
-from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys
 from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.files import prepare_file, write_text
-from longseq.tasks.training.options import Length, read, read_part
+from longseq.tasks.training.options import read, read_part
 from longseq.tasks.training.trainer import build_trainer
 
 # The batch size if data.eval_batch_size is not given.
@@ -27,19 +26,6 @@ EVALUATION_BATCH = 64
 # The tasks whose models `input` is for, and the keys of `data` that it reads.
 DOCUMENT_TASKS = ("lm",)
 DOCUMENT_KEYS = ("column", "prompt_column", "eval_batch_size")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateKeys(CommandKeys):
-    """The keys of `longseq evaluate`; conf/evaluate.yaml documents them."""
-
-    checkpoint: Annotated[str | None, CHECKPOINT_NEEDED]
-    weights: Literal["auto", "ema", "model"]
-    split: Literal["test", "val"]
-    input: str | Annotated[list[str], Length(1)] | None
-    output: str | None
-    data: Mapping[str, Any]
-    trainer: Mapping[str, Any]
 
 
 @quiet_libraries()

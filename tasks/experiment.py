@@ -14,8 +14,8 @@ from timm.scheduler import create_scheduler_v2
 from longseq import mixers
 from longseq.mixers.pattern import options_by_name
 from longseq.tasks import registry
+from longseq.tasks.command_keys import TrainKeys
 from longseq.tasks.training import automatic, targets
-from longseq.tasks.training.command import CommandKeys, compile_modes
 from longseq.tasks.training.length import WARMUPS, RunLength
 from longseq.tasks.training.logger import check_loggers
 from longseq.tasks.training.model import check_depth
@@ -31,44 +31,6 @@ from longseq.tasks.training.options import (
 )
 from longseq.tasks.training.recipe import device_batch_size, device_count
 from longseq.tasks.training.trainer import check_parts, refuse_mode, refuse_own_keys
-
-
-@dataclass(frozen=True, kw_only=True)
-class FinderKeys:
-    """The keys of `learning_rate_finder`, with the names of Lightning's `Tuner.lr_find`."""
-
-    min_lr: Annotated[float, Range(above=0)] = 1e-6
-    max_lr: Annotated[float, Range(above=0)] = 1.0
-    num_training: Annotated[int, Range(20)] = 100
-
-    def __post_init__(self) -> None:
-        if self.min_lr >= self.max_lr:
-            raise ValueError(
-                f"learning_rate_finder.min_lr={self.min_lr:g} must be below learning_rate_finder.max_lr={self.max_lr:g}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainKeys(CommandKeys):
-    """The keys of `longseq train`: its own, and the configuration groups; conf/train.yaml documents them."""
-
-    task: Mapping[str, Any]
-    data: Mapping[str, Any]
-    recipe: Mapping[str, Any]
-    model: Mapping[str, Any]
-    mixer: Mapping[str, Any]
-    scale: Mapping[str, Any]
-    trainer: Mapping[str, Any]
-    callbacks: Mapping[str, Any]
-    logger: Mapping[str, Any] | None = None
-    seed: Annotated[int, Range(0, 2**32 - 1)]
-    init: str | None
-    learning_rate_finder: FinderKeys = field(default_factory=FinderKeys)
-    resume: bool | str
-    optimized_metric: str | None
-    compile: Annotated[str | None, OneOf(compile_modes)]
-    matmul_precision: Literal["highest", "high", "medium"]
-    output: str | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,16 +6,24 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from longseq.tasks.data.module import TaskData
-from longseq.tasks.report import Report
 from longseq.tasks.training.keys import TaskKeys
-from longseq.tasks.training.model import TaskModel
-from longseq.tasks.training.module import TrainedModule
+
+if TYPE_CHECKING:  # the table itself needs none of what tasks import
+    from longseq.tasks.data.module import TaskData
+    from longseq.tasks.report import Report
+    from longseq.tasks.training.model import TaskModel
+    from longseq.tasks.training.module import TrainedModule
 
 # The files of a task's folder.
 PARTS = ("config", "data", "model", "module", "report")
+
+
+def _plain_report() -> Report:
+    from longseq.tasks.report import Report
+
+    return Report()
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class Task:
     data: type[TaskData]
     model: TaskModel
     module: type[TrainedModule]
-    report: Report = field(default_factory=Report)
+    report: Report = field(default_factory=_plain_report)
 
 
 _registered: dict[str, Task | Callable[[], Task]] = {}
@@ -57,6 +65,17 @@ def get(name: str) -> Task:
         raise ValueError(f"task.name={name} is unknown: choose one of {', '.join(names())}")
     found: Task | Callable[[], Task] = _registered.get(name) or importlib.import_module(f"longseq.tasks.{name}").task
     return found if isinstance(found, Task) else found()
+
+
+def keys(name: str) -> TaskKeys:
+    """The keys of a task of this package, without its other parts, which take seconds to import; else as of `get`."""
+    if name in _registered or name not in names():
+        return get(name).config
+    parts: Any = vars(importlib.import_module(f"longseq.tasks.{name}.config")).values()
+    own: Any
+    (own,) = [one for one in parts if isinstance(one, type) and issubclass(one, TaskKeys) and one is not TaskKeys]
+    found: TaskKeys = own()
+    return found
 
 
 def of(config: Mapping[str, Any]) -> Task:

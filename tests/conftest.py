@@ -25,6 +25,7 @@ gc.disable()  # until the collection is over: nearly all that it makes stays to 
 @functools.cache
 def prepare() -> None:
     """Import torch and what stands between it and the tests."""
+    import configurations
     import emulation
     import torch
     import tracing
@@ -37,6 +38,8 @@ def prepare() -> None:
         emulation.import_triton()  # before another conftest.py imports it
     tracing.leave_out_stack_traces()
     tracing.register_onnx_functions_once()
+    configurations.find_modes_once()
+    configurations.parse_files_once()
 
 
 def has_workers() -> bool:

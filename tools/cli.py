@@ -26,6 +26,9 @@ class Verb(NamedTuple):
     tasks: tuple[str, ...] = ()
 
 
+# A verb whose command for a task is one of its own: `longseq prepare task=image` is `longseq prepare image`.
+BY_TASK = {("prepare", "image"): "prepare image"}
+
 VERBS = {
     "train": Verb("longseq.tasks.train", "train a model, watch it in TensorBoard, test it", "longseq train"),
     "evaluate": Verb(
@@ -38,6 +41,12 @@ VERBS = {
     ),
     "generate": Verb(
         "longseq.tasks.generate", "continue text with a language model", "longseq generate checkpoint=FILE prompt=TEXT"
+    ),
+    "prepare image": Verb(
+        "longseq.tasks.image.prepare",
+        "pack images into shards of a chosen size",
+        "longseq prepare task=image input=FOLDER output=FOLDER size=256",
+        ("image",),
     ),
     "prepare": Verb(
         "longseq.tasks.text.prepare", "turn text into tokens", "longseq prepare input=FOLDER output=FOLDER", ("lm",)
@@ -171,13 +180,13 @@ def main() -> int:
         hint = f"did you mean {near[0]!r}? " if near else ""
         return _fail(f"unknown verb {name!r}: {hint}the verbs are {', '.join(VERBS)}; `longseq` alone explains them")
     # Imported here, so that `longseq` alone and `longseq --version` answer without Hydra.
-    from longseq.tools.deferred_metrics import defer_torchmetrics
-
-    defer_torchmetrics()
     from longseq.tools.mistakes import check_arguments, explain, is_users
     from longseq.tools.plugin_options import load_plugins
 
     overrides = arguments[words:]
+    for (verb, task), own in BY_TASK.items():
+        if name == verb and f"task={task}" in overrides:
+            name = own
     try:
         overrides = check_arguments(name, overrides)
         overrides = overrides_for_hydra(name, load_plugins(_take_task(name, overrides)))
@@ -201,7 +210,8 @@ def _take_task(name: str, overrides: list[str]) -> list[str]:
         return overrides
     for override in overrides:
         if override.startswith("task=") and override.removeprefix("task=") not in tasks:
-            raise ValueError(f"{override}: longseq {name} works for task={' or task='.join(tasks)}")
+            others = [task for (verb, task) in BY_TASK if verb == name]
+            raise ValueError(f"{override}: longseq {name} works for task={' or task='.join([*tasks, *others])}")
     return [override for override in overrides if not override.startswith("task=")]
 
 
@@ -214,10 +224,13 @@ def _run_verb(name: str, overrides: list[str]) -> None:
     from longseq import plugins
     from longseq.tasks.training import runs  # noqa: F401  registers the resolver of hydra.run.dir
     from longseq.tools import key_help
+    from longseq.tools.deferred_metrics import defer_torchmetrics
     from longseq.tools.groups import check_choices
     from longseq.tools.mistakes import explain, is_users
 
     key_help.register()
+    if plugins.loaded():
+        defer_torchmetrics()
     command_line, declared = sys.argv, plugins.loaded()
     failures: list[str] = []
     swept: list[Path] = []  # the folder of the sweep whose trials have failed
@@ -225,6 +238,7 @@ def _run_verb(name: str, overrides: list[str]) -> None:
     def task(cfg: Any) -> Any:
         # Lightning starts the other processes of a run with the same command line, which must contain the verb.
         sys.argv = command_line
+        defer_torchmetrics()
         try:
             if plugins.loaded() != declared:  # a launcher such as submitit runs this function in another process
                 plugins.load(declared)

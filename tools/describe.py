@@ -30,7 +30,8 @@ from longseq.mixers.cards import find_growth
 from longseq.parameters import count_parameters
 from longseq.state import state_size, state_tensors
 from longseq.tasks import registry
-from longseq.tasks.experiment import TrainKeys, check_experiment, choose, with_any_choice
+from longseq.tasks.command_keys import TrainKeys
+from longseq.tasks.experiment import check_experiment, choose, with_any_choice
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.command import read_command

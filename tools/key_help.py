@@ -10,14 +10,15 @@ from typing import Any, get_type_hints
 
 from omegaconf import OmegaConf
 
-from longseq.tasks.training.options import Required, describe_type
+from longseq.tasks.training.options import OneOf, Required, describe_type
 
 # The dataclass of each command whose help lists its keys.
 KEYS = {
-    "train": "longseq.tasks.experiment.TrainKeys",
-    "evaluate": "longseq.tasks.evaluate.EvaluateKeys",
-    "predict": "longseq.tasks.predict.PredictKeys",
+    "train": "longseq.tasks.command_keys.TrainKeys",
+    "evaluate": "longseq.tasks.command_keys.EvaluateKeys",
+    "predict": "longseq.tasks.command_keys.PredictKeys",
     "generate": "longseq.tasks.generate.GenerateKeys",
+    "prepare_image": "longseq.tasks.image.prepare.PrepareImagesKeys",
     "prepare": "longseq.tasks.text.prepare.PrepareKeys",
     "harness": "longseq.tools.harness.HarnessKeys",
     "convert": "longseq.tools.hugging_face.convert.ConvertKeys",
@@ -50,6 +51,9 @@ def describe_keys(verb: str) -> str:
 
 
 def _describe(hint: Any) -> str:
+    for one in getattr(hint, "__metadata__", ()):
+        if isinstance(one, OneOf) and one.such_as:
+            return f"one of {', '.join(one.such_as)} and others"
     needed = any(isinstance(one, Required) for one in getattr(hint, "__metadata__", ()))
     return describe_type(hint).removesuffix(" or null") + ", needed" if needed else describe_type(hint)
 
@@ -69,10 +73,10 @@ def _read_file(verb: str) -> Iterator[tuple[str, str, str]]:
 
 def _data_hints() -> dict[str, Any]:
     """The types of the keys of `data`, but of those to which tasks give several."""
-    from longseq.tasks import registry  # needed for help alone, and seconds to import
+    from longseq.tasks import registry
 
     found: dict[str, list[Any]] = {}
     for name in registry.names():
-        for key, hint in get_type_hints(registry.get(name).config.data, include_extras=True).items():
+        for key, hint in get_type_hints(registry.keys(name).data, include_extras=True).items():
             found.setdefault(key, []).append(hint)
     return {key: hints[0] if hints == hints[:1] * len(hints) else Any for key, hints in found.items()}

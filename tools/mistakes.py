@@ -317,7 +317,8 @@ def _check_addition(key: str, verb: str, overrides: list[str]) -> str | None:
     node = _compose_without("", verb, [*others, f"++{given}", "output=FOLDER"]) if known else None
     if node is None or "task" not in node:
         return None
-    from longseq.tasks.experiment import TrainKeys, check_experiment
+    from longseq.tasks.command_keys import TrainKeys
+    from longseq.tasks.experiment import check_experiment
 
     own = {entry.name for entry in fields(TrainKeys)}
     try:

@@ -14,7 +14,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 import longseq.conf
-from longseq import mixers, plugins
+from longseq import plugins
 
 # Options that a file of the group `mixer` leaves to the model and to the direction.
 _DECIDED = ("backend", "causal")
@@ -37,6 +37,8 @@ def load_plugins(overrides: Sequence[str]) -> list[str]:
     """
     plugins.load(_declared(overrides))
     if plugins.loaded():
+        from longseq import mixers
+
         Plugins.instance().register(PluginFolders)
         folders = [Path(longseq.conf.__path__[0]), *plugins.conf_folders()]
         for name in mixers.mixer_names():
@@ -58,5 +60,8 @@ def _declared(overrides: Sequence[str]) -> Iterator[str]:
 
 def _as_group(override: str, overrides: Sequence[str]) -> str:
     key, _, value = override.partition("=")
-    chosen = any(other.startswith("mixer=") for other in overrides)
-    return f"mixer={value}" if key == "mixer.name" and value in mixers.mixer_names() and not chosen else override
+    if key != "mixer.name" or any(other.startswith("mixer=") for other in overrides):
+        return override
+    from longseq import mixers  # all of them, which other commands need later or not at all
+
+    return f"mixer={value}" if value in mixers.mixer_names() else override

@@ -6,17 +6,16 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import Self
 
+from longseq.tasks.data.input_keys import InputKeys
 from longseq.tasks.training.decisions import decide
-from longseq.tasks.training.options import Range
 
 _NAMED = 5
 DECISION = "decision"  # the detail with what thresholds decide
@@ -45,20 +44,6 @@ class Unreadable(NamedTuple):
     path: str
     reason: str = "unreadable"
     details: Mapping[str, Any] = _NONE
-
-
-@dataclass(frozen=True, kw_only=True)
-class InputKeys:
-    """The keys of `longseq predict` that inputs read; conf/predict.yaml documents them."""
-
-    top_k: Annotated[int | None, Range(1)]
-    batch_size: Annotated[int, Range(1)]
-    num_workers: Annotated[int, Range(0)]
-    column: str | None
-    truncation: Literal["none"] | None
-    segment: Annotated[int | None, Range(1)]
-    saliency: str | None = None
-    saliency_class: str | int | None = None
 
 
 class Inputs(ABC):
@@ -121,8 +106,8 @@ class InputFiles(Inputs, Dataset[Any]):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def collate(self, items: list[Any]) -> tuple[Tensor, list[str], list[str]]:
-        """A batch `[B, ...]` of items, the paths of its B inputs, and the paths of those that cannot be read."""
+    def collate(self, items: list[Any]) -> tuple[Tensor, list[str], list[Unreadable]]:
+        """A batch `[B, ...]` of items, the paths of its B inputs, and those that cannot be read."""
 
     def prepare(self, batch: Tensor) -> Tensor:
         """The model's input for a batch, on the device of the batch."""
@@ -144,7 +129,7 @@ class InputFiles(Inputs, Dataset[Any]):
                 ranked = rank(probabilities, info.class_names, keys.top_k or most)
                 for path, classes, decision in zip(paths, ranked, tell_decisions(probabilities, info), strict=True):
                     yield Prediction(path, classes, decision)
-            yield from map(Unreadable, failed)
+            yield from failed
 
 
 def decided_details(info: Any) -> tuple[str, ...]:

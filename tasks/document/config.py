@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from longseq.tasks.data.labels import ClassWeights, Sampling, check_balance, check_label_keys
-from longseq.tasks.document.metrics import TABLES
 from longseq.tasks.document.truncation import Truncation
-from longseq.tasks.training.classification import check_metrics
 from longseq.tasks.training.keys import ClassifierGroup, TaskKeys
 from longseq.tasks.training.options import Length, Range
-from longseq.tasks.training.token_model import BodyKeys
+from longseq.tasks.training.token_keys import BodyKeys
 
 Fraction = Annotated[float, Range(above=0, below=1)]
 
@@ -117,6 +115,10 @@ class DocumentKeys(TaskKeys):
     def check(self, config: Mapping[str, Any]) -> None:
         if config["recipe"].get("model"):
             raise ValueError("recipe.model is read by no part of task=document: leave it out with ~recipe.model")
+        # The keys themselves need none of these, which take seconds to import.
+        from longseq.tasks.document.metrics import TABLES
+        from longseq.tasks.training.classification import check_metrics
+
         group = config["task"]
         if isinstance(group.get("metrics") or {}, Mapping):
             several = bool(config["data"].get("multi_label"))

@@ -41,6 +41,9 @@ class DocumentModel(TaskModel):
         _check_positions(model, info)
         return model
 
+    def outline(self, config: Mapping[str, Any], info: DocumentInfo) -> nn.Module:
+        return outlined(config, lambda: self.build(config, info))
+
     def check(self, config: Mapping[str, Any]) -> None:
         if config["model"]["name"] == linear.MODEL:
             linear.check(config)

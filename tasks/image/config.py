@@ -6,18 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
-from longseq.backbones.image import ImageBackbone
-from longseq.plugin_models import TARGET
 from longseq.tasks.data.labels import ClassWeights, Sampling, check_balance, check_label_keys
+from longseq.tasks.image.augmentation import Augmentation
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.image.model import check_model_name, model_options, own_arguments
 from longseq.tasks.image.recipe import choose_recipe, starts_trained
-from longseq.tasks.image.transforms import Augmentation
 from longseq.tasks.training.automatic import Choice
-from longseq.tasks.training.classification import check_metrics
 from longseq.tasks.training.keys import ClassifierGroup, TaskKeys
 from longseq.tasks.training.options import Length, Range, read, read_beside, refuse_unknown, spell
-from longseq.tasks.training.targets import is_named
 
 Size = Annotated[int, Range(1)] | tuple[Annotated[int, Range(1)], Annotated[int, Range(1)]]
 Share = Annotated[float, Range(0, below=1)]
@@ -89,14 +84,16 @@ class ImageDataKeys:
                 f"data.multi_label=true: data.source={self.source} has one class an image: give data.source=csv"
             )
         check_own_keys(self)
-        if self.class_map is not None and self.source == "csv":
+        if self.class_map is not None and self.source in ("csv", "shards"):
             raise ValueError(
-                f"data.class_map={spell(self.class_map)} is for folders: data.source=csv has its own labels"
+                f"data.class_map={spell(self.class_map)} is for folders: data.source={self.source} has its own labels"
             )
 
 
 def check_own_keys(keys: ImageDataKeys) -> None:
     """ValueError for classes of the user's own beside other data, and for `data.source=own` without any."""
+    from longseq.tasks.training.targets import is_named  # it imports Lightning, which the keys do not need
+
     named = [key for key in OWN_KEYS if is_named(getattr(keys, key))]
     if keys.source != OWN:
         if named:
@@ -198,6 +195,11 @@ class ModelName:
 
 def _check_model(config: Mapping[str, Any]) -> None:
     """ValueError for an unknown model, and for options of `model` or `recipe.model` that the model does not have."""
+    # The keys themselves need none of these, which take seconds to import.
+    from longseq.backbones.image import ImageBackbone
+    from longseq.plugin_models import TARGET
+    from longseq.tasks.image.model import check_model_name, model_options, own_arguments
+
     own = [entry.name for entry in fields(ModelName)]
     if TARGET in config["model"]:
         read(ModelName, {key: value for key, value in config["model"].items() if key in own}, "model")
@@ -229,6 +231,8 @@ class ImageKeys(TaskKeys):
     augment: type | None = ImageAugmentKeys
 
     def check(self, config: Mapping[str, Any]) -> None:
+        from longseq.tasks.training.classification import check_metrics
+
         _check_model(config)
         group, several = config["task"], bool(config["data"].get("multi_label"))
         if isinstance(group.get("metrics") or {}, Mapping):

@@ -19,6 +19,7 @@ from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
 from longseq.tasks.data.prefetch import Prefetch
 from longseq.tasks.data.sampler import BalancedSampler, EvaluationSampler, TrainingSampler
+from longseq.tasks.image.augmentation import Augmentation
 from longseq.tasks.image.config import OWN, OWN_KEYS, ImageDataKeys, ImageKeys, per_channel
 from longseq.tasks.image.datasets import (
     EvaluationBatches,
@@ -43,15 +44,17 @@ from longseq.tasks.image.sources import (
     Split,
     Splits,
     classes_at_hand,
+    held_out_shards,
     held_out_split,
     holds_jpegs,
     is_stream,
     open_stream,
     require_readable,
+    shard_splits,
     timm_splits,
 )
 from longseq.tasks.image.table import held_out_table, table_splits
-from longseq.tasks.image.transforms import Augmentation, evaluation_transform, normalize, training_transform
+from longseq.tasks.image.transforms import evaluation_transform, normalize, training_transform
 from longseq.tasks.training.options import read
 from longseq.tasks.training.processes import usable_cores
 from longseq.tasks.training.targets import is_named
@@ -69,7 +72,8 @@ _EVALUATED = {"class_weights": "none", "sampling": None}
 class ImageDataModule(TaskData):
     """Images of one source, augmented for training, with fixed sets for validation and test.
 
-    `source` is digits, fashion_mnist, cifar10, folder (a folder or a .tar with class folders), csv (tables of images,
+    `source` is digits, fashion_mnist, cifar10, folder (a folder or a .tar with class folders), shards
+    (see `longseq.tasks.image.shards`), csv (tables of images,
     see `longseq.tasks.image.table`), own (see `longseq.tasks.image.own_dataset`), or a name that timm reads: hfds/NAME,
     torch/NAME, and the streams hfids/NAME and wds/NAME. After the transfer to the device, batches are (images float32
     [B, C, S, S] normalised, targets int64 [B]), with `multi_label` targets float32 [B, classes] of 0 and 1; before it,
@@ -245,6 +249,14 @@ class ImageDataModule(TaskData):
                 self._info = self._describe(list(class_names), {split: len(table)})
                 require_readable(table, split)
                 return
+        if self.keys.source == "shards":
+            kind = {"val": "validation", "test": "test"}[split]
+            shards = held_out_shards(self.root, kind, multi_label=self.keys.multi_label, whole=foreign)
+            if shards is not None:
+                self._splits = Splits(Split(shards.source, shards.indices[:0]), shards, shards)
+                self._info = self._describe(shards.source.class_names, {split: len(shards)})
+                require_readable(shards, split)
+                return
         if self.keys.source == OWN:
             found = own_held_out(self.keys, {"val": "validation", "test": "test"}[split])
             if found is not None:
@@ -356,6 +368,9 @@ class ImageDataModule(TaskData):
             "val_fraction": keys.val_fraction,
             "split_seed": keys.split_seed,
         }
+        if keys.source == "shards":
+            options = {"val_fraction": keys.val_fraction, "split_seed": keys.split_seed}
+            return shard_splits(self.root, multi_label=keys.multi_label, **options)
         if keys.source == "csv":
             return table_splits(keys, self.root, self.split_names)
         if keys.source == OWN:
@@ -364,7 +379,7 @@ class ImageDataModule(TaskData):
             return SOURCES[keys.source](self.root, **options)
         if keys.source != "folder" and "/" not in keys.source:
             raise ValueError(
-                f"data.source={keys.source} is unknown: choose {', '.join(SOURCES)}, folder, csv, hfds/NAME, "
+                f"data.source={keys.source} is unknown: choose {', '.join(SOURCES)}, folder, shards, csv, hfds/NAME, "
                 "hfids/NAME, wds/NAME or torch/NAME"
             )
         return timm_splits(keys.source, self.root, names=self.split_names, class_map=keys.class_map, **options)

@@ -21,7 +21,7 @@ from longseq.plugin_models import TARGET, make_plugin_model
 from longseq.plugins import find_class
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.training.memory import machine_memory
-from longseq.tasks.training.model import TaskModel, copy_weights, mixer_options
+from longseq.tasks.training.model import TaskModel, copy_weights, mixer_options, outlined
 from longseq.tasks.training.options import check_call, signature_options
 from longseq.timm_models import DECISION, constructor_defaults, model_name, stated_by
 
@@ -89,7 +89,7 @@ class ImageModel(TaskModel):
     def outline(self, config: Mapping[str, Any], info: DataInfo) -> nn.Module | None:
         # Models of timm may load weights when they are made, and do not all go without memory.
         ours = config["model"]["name"].startswith("longseq_") and TARGET not in config["model"]
-        return super().outline(config, info) if ours else None
+        return outlined(config, lambda: self.build(config, info)) if ours else None
 
     def initialize(self, model: nn.Module, trained: nn.Module) -> None:
         """As `TaskModel.initialize`; position embeddings are interpolated to the grid of the new model."""

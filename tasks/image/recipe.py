@@ -13,7 +13,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from longseq.plugin_models import TARGET
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.training.automatic import FIND, Choice, value_of
 
@@ -116,6 +115,8 @@ def _width(config: Mapping[str, Any]) -> int:
 
 
 def _is_ours(config: Mapping[str, Any]) -> bool:
+    from longseq.plugin_models import TARGET  # it imports timm, which the keys beside this module do not need
+
     return str(config["model"].get("name")).startswith("longseq_") and TARGET not in config["model"]
 
 

@@ -21,6 +21,7 @@ from torchvision import datasets as torchvision_datasets
 from longseq.tasks.data.labels import rarest_labels
 from longseq.tasks.image.decoding import UNREADABLE, decode, image_endings, in_eight_bits, is_hidden, is_image, upright
 from longseq.tasks.image.folder import ClassFolders, TarImages, find_images, report_passed_over
+from longseq.tasks.image.shards import ShardSource, holds_shards, open_shards
 
 _log = logging.getLogger(__name__)
 
@@ -272,7 +273,7 @@ def require_readable(split: Split, kind: str) -> None:
 def classes_at_hand(split: Split) -> np.ndarray | None:
     """The classes of a split's images, or None if finding them would take reading the data set."""
     source = split.source
-    known = isinstance(source, FolderSource) or isinstance(getattr(source, "reader", None), TarImages)
+    known = isinstance(source, FolderSource | ShardSource) or isinstance(getattr(source, "reader", None), TarImages)
     targets = source.targets() if known else None
     return None if targets is None else np.unique(targets[split.indices])
 
@@ -330,7 +331,7 @@ def register_source(name: str) -> Callable[[Opener], Opener]:
     """
 
     def enter(opener: Opener) -> Opener:
-        if name in _SOURCES or name in ("folder", "csv", "own") or "/" in name:
+        if name in _SOURCES or name in ("folder", "shards", "csv", "own") or "/" in name:
             raise ValueError(f"the source {name!r} is there already, or its name is one of timm's; choose another name")
         _SOURCES[name] = opener
         return opener
@@ -363,7 +364,7 @@ def timm_splits(
     train_source: Source
     held_out: dict[str, Source]
     if source == "folder":
-        train_source, held_out = _folder_splits(root, names, class_map)
+        train_source, held_out = open_folders(root, names, class_map)
     else:
         path = source.removeprefix("hfds/")
         if path != source and not download and not Path(path).exists():
@@ -392,6 +393,25 @@ def finish_splits(
         return Splits(train, validation, Split.whole(held_out["test"]))
     _log.warning("%s has no test split: the validation images are also the test images", label)
     return Splits(train, validation, validation)
+
+
+def shard_splits(root: str | None, *, multi_label: bool, val_fraction: float, split_seed: int) -> Splits:
+    """The splits of a folder of shards; what it does not set apart is set apart as of a folder of images."""
+    found = open_shards(root, multi_label=multi_label)
+    held_out: dict[str, Source] = {name: source for name, source in found.items() if name != "train"}
+    return finish_splits(found["train"], held_out, val_fraction, split_seed, str(root))
+
+
+def held_out_shards(root: str | None, kind: str, *, multi_label: bool, whole: bool) -> Split | None:
+    """The split `kind` (validation or test) of a folder of shards; None if it is a part of the training images.
+
+    Without a test split, the validation images are the test images. With `whole`, a folder of one split is the split.
+    """
+    found = open_shards(root, multi_label=multi_label)
+    for name in ("test", "validation") if kind == "test" else ("validation",):
+        if name in found:
+            return Split.whole(found[name])
+    return Split.whole(found["train"]) if whole and len(found) == 1 else None
 
 
 def held_out_split(
@@ -501,9 +521,10 @@ def _torchvision_array(name: str, root: str, train: bool, download: bool) -> Arr
     return ArraySource(np.asarray(data.data), np.asarray(data.targets), data.classes, label)
 
 
-def _folder_splits(
+def open_folders(
     root: str | None, names: Mapping[str, str | None], class_map: ClassMap
 ) -> tuple[FolderSource | ReaderSource, dict[str, Source]]:
+    """The training images of a folder, and those of `validation` and `test` that it sets apart."""
     root = _existing(root)
     paths = {kind: find_split(root, kind, name) for kind, name in names.items() if name is not None}
     if any(paths.values()) and paths.get("train") is None:
@@ -522,6 +543,8 @@ def _existing(root: str | None) -> str:
         raise ValueError("this data set needs a folder: give data.root=FOLDER with train/ and val/ in it")
     if not Path(root).exists():
         raise ValueError(f"data.root={root} does not exist: give the folder (or .tar file) that holds the images")
+    if holds_shards(root):
+        raise ValueError(f"data.root={root} holds shards: give data=image_shards, or data.source=shards")
     return root
 
 

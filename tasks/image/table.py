@@ -12,7 +12,7 @@ from PIL import Image
 
 from longseq.tasks.data.labels import Labels, read_labels, sort_names, targets_of
 from longseq.tasks.image.decoding import decode
-from longseq.tasks.image.sources import SPLIT_NAMES, Split, Splits, finish_splits
+from longseq.tasks.image.sources import SPLIT_NAMES, Source, Split, Splits, finish_splits
 
 if TYPE_CHECKING:
     from longseq.tasks.image.config import ImageDataKeys
@@ -60,10 +60,18 @@ class TableSource:
 
 
 def table_splits(keys: ImageDataKeys, root: str | None, names: Mapping[str, str | None]) -> Splits:
-    """The splits of `data.source=csv`: `root` is a table, or a folder with train.csv and maybe val.csv and test.csv.
+    """The splits of `data.source=csv`; what has no table is taken as of a folder of images."""
+    train, held_out = open_tables(keys, root, names)
+    return finish_splits(train, held_out, keys.val_fraction, keys.split_seed, str(root))
 
-    What has no table is taken as of a folder of images. ValueError, in one line, for a table that cannot be read, and
-    for labels that training does not have.
+
+def open_tables(
+    keys: ImageDataKeys, root: str | None, names: Mapping[str, str | None]
+) -> tuple[TableSource, dict[str, Source]]:
+    """The training images, and those of `validation` and `test` that have a table.
+
+    `root` is a table, or a folder with train.csv and maybe val.csv and test.csv. ValueError, in one line, for a table
+    that cannot be read, and for labels that training does not have.
     """
     tables = {kind: find_table(root, kind, name) for kind, name in names.items()}
     if tables["train"] is None:
@@ -75,10 +83,10 @@ def table_splits(keys: ImageDataKeys, root: str | None, names: Mapping[str, str 
     if len(class_names) < 2 and not (keys.multi_label and class_names):
         raise ValueError(f"{tables['train']} has one class alone ({''.join(class_names)}), and nothing to tell apart")
     train = TableSource(tables["train"], rows, class_names, multi_label=keys.multi_label)
-    held_out = {
+    held_out: dict[str, Source] = {
         kind: _open(path, keys, class_names) for kind, path in tables.items() if kind != "train" and path is not None
     }
-    return finish_splits(train, held_out, keys.val_fraction, keys.split_seed, str(root))
+    return train, held_out
 
 
 def held_out_table(

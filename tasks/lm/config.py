@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from longseq.tasks.text.keys import TextDataKeys
 from longseq.tasks.training.keys import TaskKeys
 from longseq.tasks.training.options import Range, read
-from longseq.tasks.training.token_model import TokenModelKeys
+from longseq.tasks.training.token_keys import TokenModelKeys
 
 
 @dataclass(frozen=True, kw_only=True)

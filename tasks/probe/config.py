@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from longseq.tasks.probe.slices import check_slices
 from longseq.tasks.training.keys import TaskKeys
 from longseq.tasks.training.options import Length, Range, read
-from longseq.tasks.training.token_model import TokenModelKeys
+from longseq.tasks.training.token_keys import TokenModelKeys
 
 SPLITS = ("train", "validation", "test")
 
@@ -38,6 +37,8 @@ class ProbeKeys(TaskKeys):
     data: type = ProbeDataKeys
 
     def check(self, config: Mapping[str, Any]) -> None:
+        from longseq.tasks.probe.slices import check_slices  # it imports torch, which the keys do not need
+
         read(TokenModelKeys, config["model"], "model")
         if config["recipe"].get("model"):
             raise ValueError("recipe.model is read by no part of task=probe: leave it out with ~recipe.model")

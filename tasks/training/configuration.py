@@ -10,8 +10,6 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from longseq.mixers.pattern import spell_pattern
-
 Config = Mapping[str, Any]
 
 # Text that stands for itself in an override.
@@ -20,8 +18,17 @@ _UNQUOTED = re.compile(r"[\w/+.$%*@?|:-]+", re.ASCII)
 # Keys by which the files of configuration groups state their tasks (see `longseq.tools.groups`).
 MARKS = ("tasks", "like")
 
-# `${mixer_label:${mixer.name}}` names a run by its mixer, also if a hybrid's pattern is a list or a dictionary.
-OmegaConf.register_new_resolver("mixer_label", spell_pattern, replace=True)
+
+def mixer_label(pattern: Any) -> str:
+    """Resolver `${mixer_label:${mixer.name}}`: a run's name by its mixer, also if the pattern of a hybrid is a list."""
+    if isinstance(pattern, str) and pattern.isidentifier():
+        return pattern
+    from longseq.mixers.pattern import spell_pattern  # it imports all mixers, which `--help` need not wait for
+
+    return spell_pattern(pattern)
+
+
+OmegaConf.register_new_resolver("mixer_label", mixer_label, replace=True)
 
 
 def by_width(width: Any, table: Mapping[Any, Any]) -> Any:

@@ -55,11 +55,11 @@ class TaskModel(ABC):
         return
 
     def outline(self, config: Mapping[str, Any], info: Any) -> nn.Module | None:
-        """The model of `build` without memory for its weights; None for one that cannot be made so.
+        """The model of `build` without memory for its weights; None, as here, for one that cannot be made so.
 
         ValueError, in one line, as of `build`, and if the weights alone are larger than this machine's memory.
         """
-        return outlined(config, lambda: self.build(config, info))
+        return None
 
     def initialize(self, model: nn.Module, trained: nn.Module) -> None:
         """Copy the weights of `trained`; a head with other shapes keeps its initial weights.

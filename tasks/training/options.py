@@ -61,6 +61,7 @@ class OneOf:
     """One of `choices`, or of the results of the function `choices`, for names that are only known at run time."""
 
     choices: Iterable[str] | Callable[[], Iterable[str]]
+    such_as: tuple[str, ...] = ()  # some of them for `--help`, where the function takes long
 
     def names(self) -> list[str]:
         return list(self.choices() if callable(self.choices) else self.choices)

@@ -7,7 +7,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 
 from longseq.tasks.training.automatic import as_chosen_before
@@ -222,6 +221,8 @@ def _saved_config(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def _read(checkpoint: Path) -> dict[str, Any]:
+    import torch  # the resolvers of this module, which `--help` needs, do without it
+
     try:
         content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError):

@@ -1,58 +1,25 @@
-"""The token models that several tasks train: the keys of `model`, and the construction of a model from them."""
+"""The token models that several tasks train, built from the keys of `longseq.tasks.training.token_keys`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from longseq.backbones.likeness import find_difference
 from longseq.backbones.tokens import TokenBackbone
 from longseq.models import describe
 from longseq.tasks.training.checkpoint import Loaded
 from longseq.tasks.training.model import TaskModel, mixer_options, outlined
-from longseq.tasks.training.options import Range, spell
+from longseq.tasks.training.options import spell
 from longseq.tokenizer_files import same_tokenizer
 
 # The only model of these tasks, as `config.model` names it.
 MODEL = "token"
 
 ModelT = TypeVar("ModelT")
-
-Probability = Annotated[float, Range(0, below=1)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class BodyKeys:
-    """The keys of `model` for every model with the body of a token model; see `TokenBackbone`."""
-
-    label: str
-    d_model: Annotated[int | None, Range(1)] = None
-    depth: Annotated[int | None, Range(1)] = None
-    direction: Literal["forward", "bidirectional", "alternating"] | None = None
-    mlp: Literal["swiglu", "gelu", "none"] | None = None
-    mlp_ratio: Annotated[float | None, Range(above=0)] = None
-    mlp_bias: bool | None = None
-    norm: Literal["rms", "layer"] | None = None
-    norm_eps: Annotated[float | None, Range(above=0)] = None
-    norm_order: Literal["pre", "post"] | None = None
-    positions: Literal["none", "learned"] | None = None
-    max_length: Annotated[int | None, Range(1)] = None
-    dropout: Probability | None = None
-    drop_path: Probability | None = None
-    residual_in_float32: bool | None = None
-    recompute: Literal["none", "mixer", "block"] | None = None
-    backend: Literal["auto", "torch", "reference", "triton"] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenModelKeys(BodyKeys):
-    """The keys of `model`, explained in `longseq.backbones.tokens.TokenBackbone`."""
-
-    name: Literal["token"]
-    tie_embeddings: bool | None = None
 
 
 class TokenModel(TaskModel):
@@ -62,6 +29,9 @@ class TokenModel(TaskModel):
         """As `TaskModel.initialize`; ValueError also if the models compute different functions of the same weights."""
         super().initialize(model, trained)
         check_alike(model, trained, ignored=("vocab_size", "direction", "share_directions", "merge"))
+
+    def outline(self, config: Mapping[str, Any], info: Any) -> nn.Module:
+        return outlined(config, lambda: self.build(config, info))
 
     def check(self, config: Mapping[str, Any]) -> None:
         outlined(config, lambda: build_token_model(config, vocab_size=2, longest=2))

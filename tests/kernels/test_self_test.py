@@ -669,12 +669,14 @@ def plans(monkeypatch):
 
 
 def make_cases(op, dtype=torch.bfloat16, **widths):
-    """Each case of an operation, with its key, its inputs and cu_seqlens."""
+    """Each case of an operation, with its key, its inputs, whose values nobody reads, and cu_seqlens."""
     trial = self_test.TRIALS[op]
     for case in trial.cases:
         reverse, packed = case.options.get("reverse", False), bool(case.bounds)
         call = reverse, packed, case.kind
-        test = self_test._Test(op, dtype, CPU, reverse, False, packed, case.kind, {**trial.widths, **widths})
+        test = self_test._Test(
+            op, dtype, torch.device("meta"), reverse, False, packed, case.kind, {**trial.widths, **widths}
+        )
         yield case, call, self_test._make(test, case, dtype), torch.tensor(case.bounds) if packed else None
 
 

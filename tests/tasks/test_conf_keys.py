@@ -12,7 +12,8 @@ import yaml
 
 import longseq.conf
 from longseq.tasks import registry
-from longseq.tasks.experiment import MixerKeys, RecipeKeys, ScaleKeys, TrainKeys
+from longseq.tasks.command_keys import TrainKeys
+from longseq.tasks.experiment import MixerKeys, RecipeKeys, ScaleKeys
 from longseq.tasks.training.configuration import MARKS
 
 CONF = Path(longseq.conf.__file__).parent

@@ -72,6 +72,22 @@ def test_an_answer_about_the_command_imports_no_large_library(argument):
     assert process.stdout.splitlines()[-1] == "set()"
 
 
+@pytest.mark.slow
+def test_the_help_of_a_verb_imports_neither_torch_nor_what_needs_it():
+    code = (
+        "import sys; from longseq.tools import cli\n"
+        "for verb in ('train', 'evaluate'):\n"
+        "    sys.argv[1:] = [verb, '--help']\n"
+        "    try:\n"
+        "        cli.main()\n"
+        "    except SystemExit as leaving:\n"
+        "        assert not leaving.code\n"
+        "print('help ended', {'torch', 'timm', 'lightning', 'torchmetrics', 'torchvision'} & sys.modules.keys())"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.splitlines()[-1] == "help ended set()"
+
+
 def test_the_package_answers_before_it_imports_large_libraries():
     code = (
         "import sys, longseq; print(longseq.__version__, 'from_pretrained' in dir(longseq)); "
@@ -141,6 +157,7 @@ def test_a_verb_helps(monkeypatch, capsys):
         ("evaluate", ["checkpoint=null", "split=test", "data.img_size=null", "data.validation=null"]),
         ("predict", ["checkpoint=null", "top_k=null", "device=auto"]),
         ("prepare", ["input=null", "validation=0.01", "test=0.01"]),
+        ("prepare_image", ["input=null", "size=null", "shard_bytes=1000000000"]),
         ("generate", ["checkpoint=null", "temperature=1.0", "save_state=null"]),
         ("harness", ["checkpoint=null", "tasks=null", "data.root=null", "limit=null"]),
     ],

@@ -18,7 +18,7 @@ from longseq.models import describe
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.training.command import CommandKeys, read_command
 from longseq.tasks.training.options import Length, Range, Required
-from longseq.tasks.training.token_model import BodyKeys, TokenModelKeys
+from longseq.tasks.training.token_keys import BodyKeys, TokenModelKeys
 from longseq.tools.hugging_face.conversion import change_mixer, read_model, write_family, write_model
 from longseq.tools.hugging_face.families import FAMILIES
 

@@ -16,10 +16,11 @@ from image_data import image_data
 from PIL import Image
 
 from longseq.tasks import predict, train
+from longseq.tasks.image.augmentation import Augmentation
 from longseq.tasks.image.datasets import ImageFiles
 from longseq.tasks.image.decoding import decode, image_endings, in_eight_bits
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.image.transforms import Augmentation, evaluation_transform, training_transform
+from longseq.tasks.image.transforms import evaluation_transform, training_transform
 
 GREY = np.arange(0, 256, 2, dtype=np.uint8).reshape(8, 16)
 COLOUR = np.stack([GREY, GREY[::-1], np.roll(GREY, 3, axis=1)], axis=-1)

@@ -16,10 +16,11 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from longseq.tasks.data.prefetch import THREAD
 from longseq.tasks.image import data as image_data_module
+from longseq.tasks.image.augmentation import Augmentation
 from longseq.tasks.image.batched import apply_steps, erase, resize, stack_draws, to_grey
 from longseq.tasks.image.datasets import seed_everything
 from longseq.tasks.image.draws import EvaluationDraws, TrainingDraws
-from longseq.tasks.image.transforms import Augmentation, evaluation_transform, training_transform
+from longseq.tasks.image.transforms import evaluation_transform, training_transform
 
 DEIT = {"crop": "random_resized", "hflip": 0.5, "auto_augment": "rand-m9-mstd0.5-inc1"}
 ERASED = {**DEIT, "erasing": {"prob": 0.5, "mode": "pixel", "count": 2}}

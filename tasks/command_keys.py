@@ -1,0 +1,79 @@
+"""The keys of the commands that `longseq VERB --help` explains, without what the commands themselves import."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from longseq.tasks.data.input_keys import InputKeys
+from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys, compile_modes
+from longseq.tasks.training.options import Length, OneOf, Range, Required
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinderKeys:
+    """The keys of `learning_rate_finder`, with the names of Lightning's `Tuner.lr_find`."""
+
+    min_lr: Annotated[float, Range(above=0)] = 1e-6
+    max_lr: Annotated[float, Range(above=0)] = 1.0
+    num_training: Annotated[int, Range(20)] = 100
+
+    def __post_init__(self) -> None:
+        if self.min_lr >= self.max_lr:
+            raise ValueError(
+                f"learning_rate_finder.min_lr={self.min_lr:g} must be below learning_rate_finder.max_lr={self.max_lr:g}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainKeys(CommandKeys):
+    """The keys of `longseq train`: its own, and the configuration groups; conf/train.yaml documents them."""
+
+    task: Mapping[str, Any]
+    data: Mapping[str, Any]
+    recipe: Mapping[str, Any]
+    model: Mapping[str, Any]
+    mixer: Mapping[str, Any]
+    scale: Mapping[str, Any]
+    trainer: Mapping[str, Any]
+    callbacks: Mapping[str, Any]
+    logger: Mapping[str, Any] | None = None
+    seed: Annotated[int, Range(0, 2**32 - 1)]
+    init: str | None
+    learning_rate_finder: FinderKeys = field(default_factory=FinderKeys)
+    resume: bool | str
+    optimized_metric: str | None
+    compile: Annotated[str | None, OneOf(compile_modes, such_as=("default", "reduce-overhead", "max-autotune"))]
+    matmul_precision: Literal["highest", "high", "medium"]
+    output: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateKeys(CommandKeys):
+    """The keys of `longseq evaluate`; conf/evaluate.yaml documents them."""
+
+    checkpoint: Annotated[str | None, CHECKPOINT_NEEDED]
+    weights: Literal["auto", "ema", "model"]
+    split: Literal["test", "val"]
+    input: str | Annotated[list[str], Length(1)] | None
+    output: str | None
+    data: Mapping[str, Any]
+    trainer: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictKeys(InputKeys, CommandKeys):
+    """The keys of `longseq predict`; conf/predict.yaml documents them."""
+
+    checkpoint: Annotated[str | None, CHECKPOINT_NEEDED]
+    input: Annotated[str | None, Required("give input=FILE or input=FOLDER: the file or files to classify")]
+    output: str
+    device: str
+    weights: Literal["auto", "ema", "model"]
+
+    def __post_init__(self) -> None:
+        if not self.output.endswith((".csv", ".json")):
+            raise ValueError(f"output={self.output} must end in .csv or .json")
+        if self.saliency_class is not None and self.saliency is None:
+            raise ValueError(f"saliency_class={self.saliency_class} draws nothing by itself: give saliency=FOLDER too")
