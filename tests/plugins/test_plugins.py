@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
+import multiprocessing
 import os
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,10 +17,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import SCRIPT, start_fork, start_others_as_forks
+from lightning.pytorch.strategies.launchers import subprocess_script
+from shared_composition import shared_composition
 
 import longseq
 from longseq import mixers, plugins, timm_script
-from longseq.tasks import registry
+from longseq.tasks import compare, registry
 from longseq.tasks.image import sources
 from longseq.tasks.probe import generators
 from longseq.tasks.training import checkpoint as checkpoints
@@ -32,15 +40,6 @@ TINY = (
 BEST = Path("installed/checkpoints/best.ckpt")
 
 
-def run(command: list[str | Path], folder: Path, *, stdin: str = "", path: Path | None = None) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({} if path is None else {"PYTHONPATH": str(path)})
-    result = subprocess.run(
-        command, cwd=folder, env=environment, input=stdin, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which commands ran with an installed plug-in, then with a module of that folder besides.
@@ -51,7 +50,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(HERE / "my_module.py", folder)
     sources, site = shutil.copytree(HERE / "package", folder / "sources"), folder / "site"
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
-    run([sys.executable, "-m", "pip", "install", *options, "--target", site, sources], folder)
+    install = [sys.executable, "-m", "pip", "install", *options, "--target", site, sources]
+    installed = subprocess.run(install, cwd=folder, capture_output=True, text=True, check=False)
+    assert installed.returncode == 0, installed.stdout + installed.stderr
     mine = f"plugins=[my_module] mixer.name=mine data=digits data.source=halves {TINY}"
     stopped = "++callbacks.stop={_target_:StopOnce} recipe.epochs=2"
     commands = (
@@ -67,9 +68,36 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "evaluate checkpoint=local/checkpoints/best.ckpt plugins=[my_module] trainer=cpu data.num_workers=1",
         f"train {mine} trainer=ddp_sim ++callbacks.ranks={{_target_:CountRanks}} output=ranks",
     )
-    output = run([sys.executable, HERE / "commands.py"], folder, stdin="\n".join(commands), path=site)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(site)}
+    program = functools.partial(run_commands, site)
+    process = start_fork([], folder, environment=environment, run=program, stdin=subprocess.PIPE)
+    output, errors = process.communicate("\n".join(commands))
+    assert process.returncode == 0, output + errors
     (folder / "output.txt").write_text(output)
     return folder
+
+
+def run_commands(site: Path) -> int:
+    """Run the commands of standard input in a fork that finds the packages in `site`.
+
+    What it starts for a run on two devices and for loading data are new processes, and a fork for a comparison.
+    """
+    sys.path.insert(0, str(site))
+    importlib.invalidate_caches()
+    subprocess_script.subprocess = subprocess
+    start_others_as_forks(pytest.MonkeyPatch(), compare)
+    multiprocessing.set_start_method("spawn", force=True)  # workers know of the plug-in what they import themselves
+    with shared_composition():
+        for line in sys.stdin:
+            sys.argv = [str(SCRIPT), *shlex.split(line)]  # what further processes run
+            print("+", line.strip(), flush=True)
+            try:
+                code = cli.main()
+            except SystemExit as left:  # one that is told to end does not end the others
+                code = 0 if left.code == 128 + signal.SIGTERM else int(left.code or 0)
+            if code:
+                return code
+    return 0
 
 
 def recorded(checkpoint: Path) -> dict:
