@@ -281,8 +281,8 @@ def _memory_explained(
         # Lightning has forgotten the stage by now; the module is still in the mode in which it failed.
         if module.training:
             told = (
-                f"{device_batch_size(config)} of recipe.batch_size={config['recipe']['batch_size']} on a device at a time: "
-                f"halve that and keep the recipe with "
+                f"{device_batch_size(config)} of recipe.batch_size={config['recipe']['batch_size']} on a device at a time"
+                f": halve that and keep the recipe with "
                 f"trainer.accumulate_grad_batches={2 * trainer.accumulate_grad_batches}"
             )
         else:
