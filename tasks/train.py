@@ -280,9 +280,10 @@ def _memory_explained(
             raise
         # Lightning has forgotten the stage by now; the module is still in the mode in which it failed.
         if module.training:
+            effective = config["recipe"]["batch_size"]
             told = (
-                f"{device_batch_size(config)} of recipe.batch_size={config['recipe']['batch_size']} on a device at a time"
-                f": halve that and keep the recipe with "
+                f"{device_batch_size(config)} of recipe.batch_size={effective} on a device at a time: halve that and "
+                f"keep the recipe with "
                 f"trainer.accumulate_grad_batches={2 * trainer.accumulate_grad_batches}"
             )
         else:
