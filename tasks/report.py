@@ -24,6 +24,7 @@ UNWANTED = (
     ".*The dirpath has changed from.*",
     ".*LeafSpec.*",
     "(?s).*Corrupt EXIF data.*",
+    ".*returned a view tensor. An in-place op on this view.*",  # torch's fully_shard: nothing changes logits in place
 )
 
 
