@@ -283,6 +283,50 @@ def documents(name: str) -> str:
     return draw(heading, lines) + "\n" + surroundings(result["rows"])
 
 
+def packed() -> str:
+    """Language models on documents of 300 tokens in one row, beside whole sequences of 2,048 tokens; and generation."""
+    result = read("language_models")
+    lines, used = [], []
+    for mixer in dict.fromkeys(row["mixer"] for row in result["rows"] if row["task"] == "packed"):
+        own = [row for row in result["rows"] if row.get("mixer") == mixer and not row.get("recompute")]
+        whole = next(row for row in own if row["task"] == "text" and row["tokens"] == 2048)
+        documents = next(row for row in own if row["task"] == "packed")
+        decoding = {row["batch"]: row for row in own if row["task"] == "decoding"}
+        speeds = (whole["training_tokens_per_s"], documents["training_tokens_per_s"])
+        older = any(find_later_changes(row, result["kind"]) for row in (whole, documents, *decoding.values()))
+        cells = [f"{speed:,}" for speed in speeds]
+        memory = [f"{row['training_gib']} GiB" for row in (whole, documents)]
+        lines.append([mixer + " (older)" * older, *cells, f"{100 * speeds[1] / speeds[0]:.0f} %", *memory])
+        for batch in (1, 64):
+            row = decoding.get(batch, {})
+            lines[-1].append(" / ".join(f"{row[key]:,.0f}" for key in GENERATION if key in row))
+        used += [whole, documents, *decoding.values()]
+    heading = ["mixer", "tokens/s at 2,048", "documents of 300", "share", "memory at 2,048", "documents of 300"]
+    heading += ["step / generation of one text, tokens/s", "of 64 texts"]
+    return draw(heading, lines) + "\n" + surroundings(used)
+
+
+GENERATION = ("decoding_graph_tokens_per_s", "generation_tokens_per_s")
+
+
+def trainer_speed() -> str:
+    """`longseq train` beside a plain loop on the same batches."""
+    result = read("trainer_speed")
+    lines = [
+        [
+            row["run"],
+            f"{row['trainer_tokens_per_second']:,.0f}",
+            f"{row['loop_tokens_per_second']:,.0f}",
+            f"{100 * row['share']:.0f} %",
+            f"{row['trainer_gib']} GiB",
+            f"{row['loop_gib']} GiB",
+        ]
+        for row in result["rows"]
+    ]
+    heading = ["run", "tokens/s of `longseq train`", "of a plain loop", "share", "memory", "of the loop"]
+    return draw(heading, lines) + "\n" + surroundings(result["rows"])
+
+
 SUMMARY = ("attention", "linear_attention", "longhorn", "longhorn_exact", "mamba", "deltanet", "gsa", "vla")
 
 
@@ -323,8 +367,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "image_models": image_models,
     "mad": lambda: columns_of("mad", "data=", lambda key: key.removeprefix("data=mad_").replace("_", " ")),
     "recall": recall,
+    "packed": packed,
     "recompute": recompute,
     "summary": summary,
+    "trainer_speed": trainer_speed,
     "zoology": lambda: columns_of("mqar_zoology", "d_model=", lambda key: key.replace("d_model=", "width ")),
 }
 # The comparisons of document classifiers that were measured.

@@ -229,7 +229,9 @@ def retreat(
             du_unit = two_to(du_exponent)
             read_exponent = exponent_of(do_unit) + unpack_queries(packed)
             read_exponent = tl.maximum(read_exponent, state_exponent - LEAD)
-            earlier_exponent = tl.maximum(du_exponent + unpack_erased(packed), read_exponent - LEAD)
+            # The state's numbers take both factors, which together are at most 2^LEAD.
+            earlier_exponent = tl.maximum(read_exponent, state_exponent) - LEAD
+            earlier_exponent = tl.maximum(du_exponent + unpack_erased(packed), earlier_exponent)
             first_weight = whole * two_to(state_exponent - read_exponent)
             second_weight = two_to(read_exponent - earlier_exponent)
         du = as_tile(du, SCALED)

@@ -43,6 +43,18 @@ def test_shares_of_drawn_tokens_are_those_of_the_scores():
     assert shares(temperature=0.0)[0] == 1
 
 
+def test_many_tokens_are_drawn_where_the_running_sum_of_their_shares_passes_a_place():
+    scores = make_scores(1, vocabulary=3001)
+    places = (torch.arange(20_000) + 0.5) / 20_000
+    drawn = choose_tokens(scores.expand(20_000, -1), places, Sampling())
+    reached = scores.double().softmax(dim=-1).cumsum(dim=-1)[0]
+    low, high = torch.cat((torch.zeros(1), reached[:-1]))[drawn], reached[drawn]
+    assert ((places >= low - 1e-6) & (places <= high + 1e-6)).all()
+    assert (drawn.diff() >= 0).all()
+    assert drawn[0] == 0
+    assert drawn[-1] >= 2999
+
+
 def test_the_penalty_makes_seen_tokens_less_probable():
     scores = torch.tensor([[2.0, 1.5, -1.0, -1.2]])
     seen = torch.tensor([[True, False, True, False]])
@@ -112,11 +124,12 @@ def test_shapes_do_not_depend_on_values_and_nothing_is_read_back(options: dict[s
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_token_without_probability_is_never_drawn(options: dict[str, Any]) -> None:
-    scores = torch.full((3, 40), -torch.inf)
-    scores[:, [7, 20]] = torch.tensor([1.0, 0.5])
+    few, many = torch.full((3, 40), -torch.inf), torch.full((3, 1300), -torch.inf)
+    few[:, [7, 20]] = many[:, [7, 1290]] = torch.tensor([1.0, 0.5])
     edges = torch.tensor([0.0, 0.5, 1 - 2.0**-24])
     for places in (edges, torch.ones(3)):  # 1 is behind all
-        assert set(choose_tokens(scores, places, Sampling(**options)).tolist()) <= {7, 20}
+        assert set(choose_tokens(few, places, Sampling(**options)).tolist()) <= {7, 20}
+        assert set(choose_tokens(many, places, Sampling(**options)).tolist()) <= {7, 1290}
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -149,12 +149,13 @@ EXPORTED = sorted(
     | {(VIM, "longhorn"), (VIM, "deltanet")}
 )
 # ONNX and pt2 take up to ten seconds, TorchScript a fifth of one. These are models that see all tokens at once, that
-# read both ways, and that read forward: in chunks with and without gates, in parts of time, with long convolutions and
-# in windows. tests/kernels/test_export.py exports every operation, test_export_language.py its steps.
+# read both ways, and that read forward: in chunks with gates, with a long convolution and in windows.
+# `test_dynamic_resolution` has a scan over time. tests/kernels/test_export.py exports every operation and
+# test_export_language.py its steps.
 IN_ALL_FORMATS = [
     (VIM, "attention"),
     (VIM, "deltanet"),
-    *((VIT, mixer) for mixer in ("baseconv", "hyena", "longhorn", "mamba2", "window_attention")),
+    *((VIT, mixer) for mixer in ("baseconv", "mamba2", "window_attention")),
 ]
 
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from longseq.kernels.packed_attention.attend import attend_window
 from longseq.mixers import window_attention
 from longseq.tasks import generate
 from longseq.tasks.text.tokenizer import train_tokenizer
-from longseq.tools.export import FORMATS, export_language_model, onnx_file, run, state_spec
+from longseq.tools.export import FORMATS, checked_file, export_language_model, onnx_file, run, state_spec
 from longseq.tools.export.formats import SUFFIXES
 from longseq.tools.export.graph import capture
 from longseq.tools.export.language_model import LanguageModelFile
@@ -335,7 +336,10 @@ def test_the_command_says_which_keys_are_of_another_task(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_latency_is_that_of_one_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_latency_is_that_of_one_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checked_file, "latency_ms", partial(checked_file.latency_ms, seconds=0.01))
     folder = tmp_path / "model"
     save_model(folder, "deltanet", {"kind": "bytes"}, 257)
     report = run(compose_verb("export", f"checkpoint={folder}", "format=torchscript", "batch_sizes=[1]"))

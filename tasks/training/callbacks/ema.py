@@ -29,14 +29,16 @@ class ExponentialMovingAverage(WeightAveraging):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        share = 0.0 if self.warmup else self.decay**trainer.estimated_stepping_batches
+        # Lightning counts whole epochs, of which a run may take a part.
+        updates = getattr(pl_module, "last_update", None) or trainer.estimated_stepping_batches
+        share = 0.0 if self.warmup else self.decay**updates
         if share > 0.1 and not trainer.fast_dev_run and trainer.is_global_zero:  # type: ignore[attr-defined]
             _log.warning(
                 "recipe.ema.decay=%g keeps %.0f%% of the initial weights in the average, which is what is validated, "
                 "after all %d updates: set recipe.ema.warmup=true or a lower decay",
                 self.decay,
                 100 * share,
-                trainer.estimated_stepping_batches,
+                updates,
             )
 
     def decay_at(self, update: int) -> float:
