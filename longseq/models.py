@@ -24,8 +24,8 @@ config.json:
         (see `longseq.tools.hugging_face`).
     window: of models that were trained on text: the tokens of a training window, or of the longest document.
     id2label, label2id, problem_type: of classifiers of documents: their classes, as transformers writes them.
-    documents: of these classifiers: what else `DOCUMENT_KEYS` names; `text_column` and `thresholds` where the
-        training has them.
+    documents: of these classifiers: what else `DOCUMENT_KEYS` names; `text_column`, `thresholds` and the
+        `source` of the documents, where they are known.
     num_classes, label_names, pretrained_cfg: of models of the kind `plugin`, whose class `model_args` names: as below.
     timm_version, timm_defaults: of models that timm builds: its version, and the defaults of the constructor's options,
         with which a later timm is compared.
@@ -502,8 +502,8 @@ def _text_of(config: Mapping[str, Any], tokenizer: Mapping[str, Any] | None, lab
 
 
 def _stated(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What only some trainings state: the column of the text, and the thresholds of decisions."""
-    return {key: values[key] for key in ("text_column", "thresholds") if values.get(key) is not None}
+    """What only some trainings state: the column of the text, the thresholds of decisions, the source."""
+    return {key: values[key] for key in ("text_column", "thresholds", "source") if values.get(key) is not None}
 
 
 def weight_files(folder: Path, label: str) -> list[str]:

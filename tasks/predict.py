@@ -42,23 +42,29 @@ def run(cfg: DictConfig) -> dict[str, int]:
     found = inputs.predict(loaded.backbone.to(device).eval(), keys)
     write = _write_csv if output.suffix == ".csv" else _write_json
     with torch.inference_mode(), replacing(output) as partial:
-        classified, unreadable = write(partial, found, inputs)
+        classified, failed = write(partial, found, inputs)
+        unreadable = len(failed)
+        first = f"{_in_utf8(failed[0].path)}: {failed[0].reason}" if failed else ""
         if not classified:
-            raise ValueError(f"input={keys.input}: not one of its {unreadable} {inputs.unit} can be read")
+            raise ValueError(f"input={keys.input}: not one of its {unreadable} {inputs.unit} can be read: {first}")
     passed_over = inputs.passed_over
     more = f" ({describe_passed_over(passed_over, keys.input)})" if passed_over else ""
     unit = loaded.config.get("task", {}).get("unit", inputs.unit)
     for line in inputs.notes():
         print(line)
     print(
-        f"{classified} {unit} classified, {unreadable} unreadable, {len(passed_over)} passed over{more}; "
+        f"{classified} {unit} classified, {unreadable} unreadable{f' (the first: {first})' if failed else ''}, "
+        f"{len(passed_over)} passed over{more}; "
         f"written to {output}"
     )
     return {"classified": classified, "unreadable": unreadable, "passed_over": len(passed_over)}
 
 
-def _write_csv(path: Path, found: Iterator[Prediction | Unreadable], inputs: Inputs) -> tuple[int, int]:
-    """Write predictions as they come, then the inputs that cannot be read, then what was passed over; count them."""
+def _write_csv(path: Path, found: Iterator[Prediction | Unreadable], inputs: Inputs) -> tuple[int, list[Unreadable]]:
+    """Write predictions as they come, then the inputs that cannot be read, then what was passed over.
+
+    Returns the number of predictions, and the inputs that cannot be read.
+    """
     failed: list[Unreadable] = []
     classified, width = 0, 1
     with path.open("w", encoding="utf-8", newline="") as file:
@@ -78,7 +84,7 @@ def _write_csv(path: Path, found: Iterator[Prediction | Unreadable], inputs: Inp
         others = [Unreadable(path, f"passed over: {reason}") for path, reason in inputs.passed_over]
         for other in (*failed, *others):
             writer.writerow([_in_utf8(other.path), *_cells(other, inputs.details), *[""] * (2 * width), other.reason])
-    return classified, len(failed)
+    return classified, failed
 
 
 def _write_header(writer: Any, details: Sequence[str], width: int) -> None:
@@ -91,22 +97,27 @@ def _cells(one: Prediction | Unreadable, details: Sequence[str]) -> list[Any]:
     return [_BETWEEN.join(value) if isinstance(value, list) else value for value in values]
 
 
-def _write_json(path: Path, found: Iterator[Prediction | Unreadable], inputs: Inputs) -> tuple[int, int]:
-    """Write one object: the predictions, the inputs that cannot be read, and what was passed over; count them."""
+def _write_json(path: Path, found: Iterator[Prediction | Unreadable], inputs: Inputs) -> tuple[int, list[Unreadable]]:
+    """Write one object: the predictions, the inputs that cannot be read, and what was passed over.
+
+    Returns the number of predictions, and the inputs that cannot be read.
+    """
     predictions: list[dict[str, Any]] = []
-    failed: list[Any] = []
+    failed: list[Unreadable] = []
+    told: list[Any] = []
     for one in found:
         if isinstance(one, Prediction):
             classes = [{"class": name, "probability": round(value, 6)} for name, value in one.classes]
             predictions.append({"path": _in_utf8(one.path), **one.details, "classes": classes})
         else:
-            # Without details there is no reason to tell: the file is no image, say.
-            told = {"path": _in_utf8(one.path), **one.details, "reason": one.reason}
-            failed.append(told if inputs.details else told["path"])
+            # Without details the path alone is told; the command prints the first reason.
+            failed.append(one)
+            facts = {"path": _in_utf8(one.path), **one.details, "reason": one.reason}
+            told.append(facts if inputs.details else facts["path"])
     passed_over = [one._asdict() | {"path": _in_utf8(one.path)} for one in inputs.passed_over]
-    written = {"predictions": predictions, "unreadable": failed, "passed_over": passed_over}
+    written = {"predictions": predictions, "unreadable": told, "passed_over": passed_over}
     path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-    return len(predictions), len(failed)
+    return len(predictions), failed
 
 
 def _in_utf8(path: str) -> str:

@@ -106,8 +106,8 @@ class InputFiles(Inputs, Dataset[Any]):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def collate(self, items: list[Any]) -> tuple[Tensor, list[str], list[str]]:
-        """A batch `[B, ...]` of items, the paths of its B inputs, and the paths of those that cannot be read."""
+    def collate(self, items: list[Any]) -> tuple[Tensor, list[str], list[Unreadable]]:
+        """A batch `[B, ...]` of items, the paths of its B inputs, and those that cannot be read."""
 
     def prepare(self, batch: Tensor) -> Tensor:
         """The model's input for a batch, on the device of the batch."""
@@ -129,7 +129,7 @@ class InputFiles(Inputs, Dataset[Any]):
                 ranked = rank(probabilities, info.class_names, keys.top_k or most)
                 for path, classes, decision in zip(paths, ranked, tell_decisions(probabilities, info), strict=True):
                     yield Prediction(path, classes, decision)
-            yield from map(Unreadable, failed)
+            yield from failed
 
 
 def decided_details(info: Any) -> tuple[str, ...]:

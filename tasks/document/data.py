@@ -103,6 +103,7 @@ class DocumentData(TaskData):
         self._init, self._trained = init, trained
         self._source = sources.find(keys)
         self._splits: dict[str, Split] = {}
+        self._told: set[Path] = set()  # folders of the cache whose unreadable lines a warning has listed
         self._info: DocumentInfo | None = None
 
     @classmethod
@@ -151,6 +152,8 @@ class DocumentData(TaskData):
                 f"data.multi_label={str(keys.multi_label).lower()}: the model was trained with "
                 f"{'several labels' if trained.multi_label else 'one label'} a document"
             )
+        if keys.source != trained.source and sources.preparation_of(trained.source) is not None:
+            _warn(f"the model was trained on data.source={trained.source}, which prepares its texts; these are not")
         budget = (config.get("recipe") or {}).get("batch_size") or _BUDGET
         # What validation leaves out depends on test.
         stages = ("val", "test") if split == "val" and keys.duplicates == "drop" else (split,)
@@ -340,7 +343,15 @@ class DocumentData(TaskData):
         }
         stop = keys.on_bad_line == "stop"
         return prepare_documents(
-            name, reader, tokenizer, reading=reading, cache=keys.cache, check=keys.check, stop=stop, warn=warn
+            name,
+            reader,
+            tokenizer,
+            reading=reading,
+            cache=keys.cache,
+            check=keys.check,
+            stop=stop,
+            warn=warn,
+            told=self._told,
         )
 
     def _divide(self, found: Labelled, fractions: Mapping[str, float]) -> dict[str, Integers]:
@@ -440,6 +451,7 @@ class DocumentData(TaskData):
                 gradient_segments=keys.gradient_segments,
                 text_column=keys.text_column,
                 class_counts=counts,
+                source=keys.source,
                 class_weights=find_weights(
                     keys.class_weights, counts, own.documents, names, multi_label=keys.multi_label
                 ),
@@ -458,9 +470,14 @@ def _found_here(changes: Mapping[str, Any], root: str | None) -> dict[str, Any]:
     found = dict(changes)
     for split in ("validation", "test"):
         given = changes.get(split)
-        if not isinstance(given, str) or "root" in changes or not os.path.exists(given):
+        if not isinstance(given, str) or "root" in changes:
             continue
         other = os.path.join(root, given) if root is not None and os.path.isdir(root) else given
+        if not os.path.exists(given):
+            if not os.path.exists(other) and not os.path.isabs(given) and not given.startswith(STREAM):
+                below = f" nor below the training's data.root={root}" if other != given else ""
+                raise ValueError(f"data.{split}={given} does not exist here{below}: give the path of a file")
+            continue
         if os.path.exists(other) and not os.path.samefile(given, other):
             raise ValueError(
                 f"data.{split}={given} is here and below the training's data.root={root}: give "

@@ -23,7 +23,8 @@ class DocumentInfo(Info):
     `class_counts` has the training documents of each class, and `class_weights` the weight of each class in the loss
     (with `multi_label` that of a document's own labels), None if all are 1. `sizes` has the documents of each split.
     `thresholds` are those of `longseq.tasks.training.decisions.decide`: the probabilities from which a label is given,
-    or the second one of two classes; None for one half, or for the most probable class.
+    or the second one of two classes; None for one half, or for the most probable class. `source` is `data.source` of
+    the training, whose preparation of a text `longseq predict` repeats; None where it is not known.
     """
 
     class_names: list[str]
@@ -40,6 +41,7 @@ class DocumentInfo(Info):
     class_counts: list[int] = field(default_factory=list)
     class_weights: list[float] | None = None
     thresholds: list[float] | None = None
+    source: str | None = None
 
     @property
     def num_classes(self) -> int:

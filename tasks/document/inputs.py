@@ -26,6 +26,7 @@ from longseq.tasks.data.inputs import (
     tell_decisions,
 )
 from longseq.tasks.document.info import DocumentInfo
+from longseq.tasks.document.sources import preparation_of
 from longseq.tasks.document.truncation import truncate
 from longseq.tasks.report import progress_bar
 from longseq.tasks.text.documents import Document, LineCounter, Place
@@ -68,6 +69,7 @@ class DocumentFiles(Inputs):
     ) -> None:
         self.parts, self.passed_over, self.columns, self.info = parts, passed_over, columns, info
         self.tokenizer = info.make_tokenizer()
+        self._prepare = preparation_of(info.source)
         self.details = (*type(self).details, *decided_details(info))
         self._notes: list[str] = []
         self._left_out: list[str] = []
@@ -99,6 +101,8 @@ class DocumentFiles(Inputs):
             )
         device = _device_of(model)
         self._notes = [_describe_reading(model, segment, obstacle)]
+        if self._prepare is not None:
+            self._notes.append(f"texts are prepared as those of the training, data.source={info.source}")
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         group: list[_Document] = []
@@ -130,12 +134,15 @@ class DocumentFiles(Inputs):
             assert one.place is not None, "documents that are read from files have a place"
             path, details = one.place.path, {"document": number}
             number += 1
-            if isinstance(one, Document) and not one.text.strip():
+            text = one.text if isinstance(one, Document) else ""
+            if self._prepare is not None:
+                text = self._prepare(text)
+            if isinstance(one, Document) and not text.strip():
                 one = Malformed(one.place, "empty")
             if isinstance(one, Malformed):
                 yield Unreadable(path, one.describe(lines).removeprefix(path).lstrip(",: "), details)
                 continue
-            tokens = np.concatenate([begin, self.tokenizer.encode(one.text).astype(dtype)])
+            tokens = np.concatenate([begin, self.tokenizer.encode(text).astype(dtype)])
             kept = truncate(tokens, info.max_length, truncation, info.separator)
             details |= {"tokens": len(tokens), "cut": len(tokens) - len(kept)}
             if most is not None and len(kept) > most:

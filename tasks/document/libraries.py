@@ -97,4 +97,4 @@ def _open(keys: DocumentDataKeys) -> Opened:
     return Opened({"train": train})
 
 
-register("libraries", Source(_open, reads=_TEXT))
+register("libraries", Source(_open, reads=_TEXT, prepare=conceal))

@@ -69,22 +69,28 @@ def prepare_documents(
     check: bool,
     stop: bool,
     warn: bool = True,
+    told: set[Path] | None = None,
 ) -> Labelled:
     """The documents of a reader as tokens, from the cache if it has them.
 
     `reading` are the keys that decide what the reader gives, beside its stamp. Lines and files that cannot be read, and
     empty documents, are left out; with `warn` a warning lists the first ones, and with `stop` they are a ValueError.
+    `told` has the folders of the cache of which a warning has told already, and gets this one: splits may share files.
     One process prepares while others wait.
     """
-    told = {"kind": "bare", "vocab_size": tokenizer.vocab_size} if isinstance(tokenizer, Bare) else tokenizer.to_dict()
-    folder = _folder(name, cache, [VERSION, reader.stamp, dict(reading), told])
+    made_by = (
+        {"kind": "bare", "vocab_size": tokenizer.vocab_size} if isinstance(tokenizer, Bare) else tokenizer.to_dict()
+    )
+    folder = _folder(name, cache, [VERSION, reader.stamp, dict(reading), made_by])
     with _alone(folder):
         if not (folder / MANIFEST).exists():
             _log.info("preparing %s in %s", name, folder)
             with told_in_one_line(folder):
                 _write(reader, tokenizer, folder)
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    _tell(manifest, folder, name, stop=stop, warn=warn)
+    _tell(manifest, folder, name, stop=stop, warn=warn and (told is None or folder not in told))
+    if warn and told is not None:
+        told.add(folder)
     try:
         corpus = open_store(folder, check=check).splits[_SPLIT]
     except ValueError as error:

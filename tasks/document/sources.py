@@ -67,11 +67,13 @@ class Source:
     """A source: the function that opens it, and the keys of `data` that it reads, of those that some sources read.
 
     `reads` may name root, train, text_column, label_column, label_delimiter, tokenizer, separator, options; and
-    validation and test, where these can be fractions of train.
+    validation and test, where these can be fractions of train. `prepare` is what the source does to the text of a file
+    beforehand: `longseq predict` does it, too.
     """
 
     open: Callable[[DocumentDataKeys], Opened]
     reads: tuple[str, ...] = ()
+    prepare: Callable[[str], str] | None = None
 
 
 _TEXT = ("tokenizer", "separator", "validation", "test")
@@ -85,6 +87,12 @@ def register(name: str, source: Source) -> None:
     if SOURCES.get(name, source) is not source:
         raise ValueError(f"the source {name!r} is there already: register yours under another name")
     SOURCES[name] = source
+
+
+def preparation_of(name: str | None) -> Callable[[str], str] | None:
+    """What the source of a training does to a text beforehand. None for nothing, and for a source that is not known."""
+    source = SOURCES.get(name) if name is not None else None
+    return None if source is None else source.prepare
 
 
 def find(keys: DocumentDataKeys) -> Source:

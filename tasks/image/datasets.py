@@ -23,14 +23,15 @@ from longseq.files import replacing
 from longseq.tasks.data.batch import Batch, Failure
 from longseq.tasks.data.input_keys import InputKeys
 from longseq.tasks.data.inputs import InputFiles
+from longseq.tasks.data.inputs import Unreadable as NotRead
 from longseq.tasks.data.loader import BatchLoader
 from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.data.seeds import derive_seed
-from longseq.tasks.image.decoding import UNREADABLE, decode, image_endings, in_eight_bits, upright
+from longseq.tasks.image.decoding import UNREADABLE, decode, first_line, image_endings, in_eight_bits, upright
 from longseq.tasks.image.folder import Found, find_images
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.saliency import draw_saliency, saliency
-from longseq.tasks.image.sources import Split, first_line
+from longseq.tasks.image.sources import Split
 from longseq.tasks.image.transforms import denormalize, evaluation_transform, normalize
 
 _log = logging.getLogger(__name__)
@@ -235,8 +236,8 @@ class StreamLoader(BatchLoader):
 class ImageFiles(InputFiles):
     """The image files of a folder (all levels), or one file, in the order of their paths, transformed for a model.
 
-    Items are (uint8 [C, S, S], path), with None for an image that cannot be read (logged). `passed_over` lists the
-    files of the folder that are hidden or have no image ending. ValueError if there are no images.
+    Items are (uint8 [C, S, S], path), or of an image that cannot be read the reason, which is logged. `passed_over`
+    lists the files of the folder that are hidden or have no image ending. ValueError if there are no images.
     """
 
     draws_saliency = True
@@ -269,19 +270,19 @@ class ImageFiles(InputFiles):
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitem__(self, index: int) -> tuple[Tensor | None, str]:
+    def __getitem__(self, index: int) -> tuple[Tensor, str] | NotRead:
         path = self.paths[index]
         try:
             return self.transform(decode(path)), path
         except UNREADABLE as error:
             _log.warning("skipped unreadable image %s (%s)", path, first_line(error))
-            return None, path
+            return NotRead(path, f"unreadable: {first_line(error)}")
 
-    def collate(self, items: list[tuple[Tensor | None, str]]) -> tuple[Tensor, list[str], list[str]]:
-        """Images uint8 [B, C, S, S], their paths, and the paths of those that cannot be read."""
-        images = _stack([image for image, _ in items if image is not None], self.shape)
-        paths = [path for image, path in items if image is not None]
-        return images, paths, [path for image, path in items if image is None]
+    def collate(self, items: list[tuple[Tensor, str] | NotRead]) -> tuple[Tensor, list[str], list[NotRead]]:
+        """Images uint8 [B, C, S, S], their paths, and the images that cannot be read."""
+        read = [item for item in items if not isinstance(item, NotRead)]
+        images = _stack([image for image, _ in read], self.shape)
+        return images, [path for _, path in read], [item for item in items if isinstance(item, NotRead)]
 
     def prepare(self, batch: Tensor) -> Tensor:
         """The normalised images."""

@@ -15,6 +15,8 @@ from omegaconf import DictConfig
 from PIL import Image
 from shared_composition import shared_composition
 
+from longseq.tasks.lm import report
+
 TINY = (
     "mixer=attention",
     "trainer=cpu",
@@ -38,6 +40,14 @@ def compose_verb(verb: str, *overrides: str) -> DictConfig:
 def composed_once() -> Iterator[None]:
     """All commands here share the work of Hydra."""
     with shared_composition():
+        yield
+
+
+@pytest.fixture(scope="package", autouse=True)
+def short_samples() -> Iterator[None]:
+    """At its end, a run of a language model here writes a few tokens in place of hundreds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "_SAMPLE", 8)
         yield
 
 

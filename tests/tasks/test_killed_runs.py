@@ -49,7 +49,7 @@ RUNS = {
         "data.truncation=middle",
         "data.random_crops=true",
         "data.segment=48",
-        "recipe.batch_size=1024",
+        "recipe.batch_size=384",
         "callbacks.linear=null",
         *ALL,
     ),

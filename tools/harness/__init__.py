@@ -19,6 +19,7 @@ from longseq.tasks.training import processes
 from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys, read_command
 from longseq.tasks.training.files import prepare_file, write_text
 from longseq.tasks.training.options import Length, Range, Required
+from longseq.tools.harness.names import check_names
 
 TASKS_NEEDED = Required("give tasks=[NAME,...], such as tasks=[hellaswag,piqa]: tasks of lm-evaluation-harness")
 
@@ -56,6 +57,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     assert keys.tasks is not None
     if find_spec("lm_eval") is None:
         raise ValueError('longseq harness needs the library lm-eval: pip install "longseq[text]"')
+    check_names(keys.tasks, keys.include)
     from longseq.tools.harness.evaluation import evaluate, load_tasks
     from longseq.tools.harness.workers import Workers
 

@@ -17,11 +17,9 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
 from longseq.tasks.lm.likelihood import Row, document_rows
-from longseq.tasks.training.options import nearest
+from longseq.tools.harness.names import YAML, check_names, unknown_task
 from longseq.tools.harness.sets import sets_from
 from longseq.tools.harness.workers import Workers
-
-_YAML = (".yaml", ".yml")
 
 
 class Adapter(TemplateLM):
@@ -103,19 +101,12 @@ def load_tasks(
     `include` is a folder with YAML files of more tasks. `root` is the folder that holds the data sets; without it they
     come from the Hugging Face hub or its cache. ValueError, in one line, for what the user can mend.
     """
-    for path in [*(name for name in names if name.endswith(_YAML)), *([include] if include else [])]:
-        if not Path(path).exists():
-            raise ValueError(f"{path} does not exist: give a YAML file of a task, or include=FOLDER with such files")
+    check_names(names, include)
     with _quiet():
         manager = TaskManager(include_path=include, include_defaults=not all(map(_stands_alone, names)))
         for name in names:
-            if not name.endswith(_YAML) and name not in manager.task_index:
-                near = nearest(name, manager.all_tasks)
-                hint = f"did you mean {near}? " if near else ""
-                raise ValueError(
-                    f"tasks: lm-evaluation-harness has no task {name!r}: {hint}give a name of its list, a YAML file, "
-                    "or include=FOLDER with your own"
-                )
+            if not name.endswith(YAML) and name not in manager.task_index:
+                raise ValueError(unknown_task(name, manager.all_tasks))
         loaded: Any = None
         with sets_from(root) as splits:
             try:
@@ -133,7 +124,7 @@ def load_tasks(
 
 def _stands_alone(name: str) -> bool:
     """True for the YAML file of a task; a group names tasks that must be found in the list, which takes seconds."""
-    return name.endswith(_YAML) and not any(
+    return name.endswith(YAML) and not any(
         line.startswith("group:") for line in Path(name).read_text(encoding="utf-8").splitlines()
     )
 

@@ -141,3 +141,12 @@ def test_bad_lines_are_counted_listed_and_left_out(tmp_path: Path, caplog: Any) 
     caplog.clear()
     open_data(tmp_path, root=str(path))
     assert any("left out" in record.message for record in caplog.records)  # from the cache too
+    for tokenizer in ("bytes", "train:300"):  # which reads the training documents twice
+        caplog.clear()
+        open_data(
+            tmp_path,
+            root=str(tmp_path),
+            **dict.fromkeys(("train", "validation", "test"), "a.jsonl"),
+            tokenizer=tokenizer,
+        )
+        assert sum("left out" in record.message for record in caplog.records) == 1, "splits share the file"

@@ -85,6 +85,13 @@ def test_rows_of_tables_are_classified_with_or_without_labels(label: bool, tmp_p
         assert files.notes()[1].startswith("peak memory of this process: ")
 
 
+def test_texts_are_prepared_as_by_the_source_of_the_training(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("# A licence\nimport torch\nfrom timm.layers import x\nprint(torch.ones(3), x)\n")
+    ((one,), files) = classify(tmp_path / "a.py", info=make_info(source="libraries"))
+    check_probabilities(one, expect("print(library.ones(3), x)\n"))
+    assert files.notes()[1] == "texts are prepared as those of the training, data.source=libraries"
+
+
 def test_documents_are_cut_as_in_training_and_read_whole_in_segments_where_asked_for(tmp_path: Path) -> None:
     path, text = tmp_path / "long.txt", "the quick brown fox jumps"
     path.write_text(text)
@@ -222,7 +229,8 @@ def test_the_command_writes_classes_details_and_reasons_and_tells_how_it_has_rea
     assert told[0].startswith("direction=forward: read in segments of 8,192 tokens with carried state: the memory does")
     assert told[1].startswith("peak memory of this process: ")
     assert told[2] == f"not classified: {tmp_path / 'a.jsonl'}: line 2: empty"
-    assert told[3].startswith("1 documents classified, 1 unreadable, 0 passed over; written to ")
+    assert told[3].startswith("1 documents classified, 1 unreadable (the first: ")
+    assert ", 0 passed over; written to " in told[3]
     first, second = csv.DictReader((tmp_path / "p.csv").open())
     written = json.loads((tmp_path / "p.json").read_text())
     (prediction,), (failed,) = written["predictions"], written["unreadable"]

@@ -66,6 +66,8 @@ def test_a_run_is_measured_again(folder, command_here):
     assert found["test/accuracy"] == pytest.approx(metrics["test/accuracy"])
     assert found["test/per_class"] == metrics["test/per_class"]
     assert found["thresholds"] == metrics["thresholds"]
+    refused = command_here(folder, "evaluate", checkpoint, "trainer=cpu", "data.test=nowhere.jsonl")
+    assert "data.test=nowhere.jsonl does not exist here: give the path of a file" in refused.stderr
     predicted = command_here(folder, "predict", "checkpoint=whole/model", "input=rows.jsonl", "output=p.csv")
     assert predicted.returncode == 0, predicted.stderr
     for row in csv.DictReader((folder / "p.csv").open()):

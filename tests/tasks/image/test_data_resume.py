@@ -1,5 +1,7 @@
 """An interrupted epoch continues bitwise: by the loader's own state, and through Lightning's checkpoints."""
 
+import dataclasses
+import functools
 import itertools
 import zlib
 
@@ -8,9 +10,26 @@ import torch
 from image_data import image_data
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from longseq.tasks.image import sources
+
 AUGMENT = {"crop": "padded", "padding": 1, "hflip": 0.5, "repeats": 3, "erasing": {"prob": 0.5, "mode": "pixel"}}
-BATCH_SIZE = 256
-BATCHES = 5  # 1,295 training digits
+BATCH_SIZE = 64
+BATCHES = 5  # of 323 training digits
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_digits():
+    """A quarter of the training digits."""
+    whole = sources.digits
+
+    def few(*arguments, **options):
+        splits = whole(*arguments, **options)
+        train = dataclasses.replace(splits.train, indices=splits.train.indices[: BATCHES * BATCH_SIZE + 3])
+        return dataclasses.replace(splits, train=train)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sources._SOURCES, "digits", few)
+        yield
 
 
 def digits(num_workers=0, **options):
@@ -66,7 +85,7 @@ def test_the_state_does_not_depend_on_the_rank():
     assert "rank" not in state
 
 
-@pytest.mark.parametrize(("options", "name"), [({"seed": 4}, "seed"), ({"batch_size": 128}, "effective_batch_size")])
+@pytest.mark.parametrize(("options", "name"), [({"seed": 4}, "seed"), ({"batch_size": 32}, "effective_batch_size")])
 def test_another_order_of_samples_is_refused(options, name):
     state = digits().train_dataloader().state_dict()
     with pytest.raises(ValueError, match=rf"trained with {name}=.*resume with {name}="):
@@ -74,8 +93,8 @@ def test_another_order_of_samples_is_refused(options, name):
 
 
 def test_a_checkpoint_between_two_updates_goes_on_as_it_was_trained_only():
-    state = digits().train_dataloader().state_dict() | {"batches": 3, "batch_size": 128, "accumulate": 2}
-    with pytest.raises(ValueError, match=r"between two updates \(128 at a time on 1 device\(s\) x 2 accumulated"):
+    state = digits().train_dataloader().state_dict() | {"batches": 3, "batch_size": 32, "accumulate": 2}
+    with pytest.raises(ValueError, match=r"between two updates \(32 at a time on 1 device\(s\) x 2 accumulated"):
         digits().train_dataloader().load_state_dict(state)
 
 
@@ -155,6 +174,11 @@ def train(module, callbacks=(), checkpoint=None, num_workers=0, accumulate=1, **
     return module
 
 
+@functools.cache
+def train_whole(accumulate):
+    return train(Recorder(), accumulate=accumulate)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
@@ -169,7 +193,7 @@ def train(module, callbacks=(), checkpoint=None, num_workers=0, accumulate=1, **
     ],
 )
 def test_lightning_resumes_exactly(hook, place, num_workers, accumulate, tmp_path):
-    whole = train(Recorder(), accumulate=accumulate)
+    whole = train_whole(accumulate)
     path = tmp_path / "interrupted.ckpt"
     interrupted = Recorder(fail_at=place if hook == "failure" else None)
     with pytest.raises((SystemExit, KeyboardInterrupt, RuntimeError)):
@@ -183,13 +207,13 @@ def test_lightning_resumes_exactly(hook, place, num_workers, accumulate, tmp_pat
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("hook", "place"), [("batch", (1, 3)), ("epoch", (0, 0))])
 def test_an_effective_batch_may_be_accumulated_otherwise_after_a_resume(hook, place, tmp_path):
-    """After updates of 2 x 128 images, 4 x 64 images make an update: images of all epochs come once and in order."""
+    """After updates of 2 x 32 images, 4 x 16 images make an update: images of all epochs come once and in order."""
     path = tmp_path / "interrupted.ckpt"
     with pytest.raises((SystemExit, KeyboardInterrupt)):
-        train(Recorder(), [Interrupt(hook, place, path)], accumulate=2, batch_size=128)
+        train(Recorder(), [Interrupt(hook, place, path)], accumulate=2, batch_size=32)
     done = torch.load(path, weights_only=True)["global_step"]
-    whole = train(Recorder(), accumulate=4, batch_size=64)
-    resumed = train(Recorder(), checkpoint=path, accumulate=4, batch_size=64)
+    whole = train(Recorder(), accumulate=4, batch_size=16)
+    resumed = train(Recorder(), checkpoint=path, accumulate=4, batch_size=16)
     assert resumed.seen == whole.seen[4 * done :]
     assert resumed.trainer.global_step == whole.trainer.global_step == 3 * BATCHES
     torch.testing.assert_close(resumed.layer.weight, whole.layer.weight, rtol=0, atol=1e-5)

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -206,12 +207,12 @@ def test_scores_of_a_process_stay_its_own():
     assert [len(part) for part in scores.own()] == [2, 2]
 
 
-def write_digits(folder: Path, name: str, numbers: range) -> list[Path]:
-    data = load_digits()
+def write_digits(folder: Path, name: str, numbers: Iterable[int]) -> list[Path]:
+    images = load_digits().images
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}{i}.png" for i in numbers]
     for path, i in zip(paths, numbers, strict=True):
-        Image.fromarray(np.round(data.images[i] * 255 / 16).astype(np.uint8)).save(path)
+        Image.fromarray(np.round(images[i] * 255 / 16).astype(np.uint8)).save(path)
     return paths
 
 
@@ -225,9 +226,9 @@ def test_two_classes_of_different_sizes(tiny, compose_config, tmp_path):
     """A run's figures are those of scikit-learn on what `predict` writes; all use the threshold of the validation."""
     target = load_digits().target
     root = tmp_path / "digits"
-    for split, start, stop in (("train", 0, 300), ("val", 300, 500), ("test", 500, 700)):
-        for i in range(start, stop):
-            write_digits(root / split / ("three" if target[i] == 3 else "other"), "", range(i, i + 1))
+    for split, numbers in (("train", range(300)), ("val", range(300, 500)), ("test", range(500, 700))):
+        for name, three in (("three", True), ("other", False)):
+            write_digits(root / split / name, "", [i for i in numbers if (target[i] == 3) == three])
     words = ("task.metric=f1", "task.threshold=f1", "data.class_weights=balanced", "+task.metrics.auroc=true")
     train.run(tiny(*DATA, f"data.root={root}", *words, "recipe.epochs=3"))
     run = tmp_path / "run"
