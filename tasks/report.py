@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -24,6 +25,7 @@ UNWANTED = (
     ".*The dirpath has changed from.*",
     ".*LeafSpec.*",
     "(?s).*Corrupt EXIF data.*",
+    ".*returned a view tensor. An in-place op on this view.*",  # torch's fully_shard: nothing changes logits in place
 )
 
 
@@ -135,6 +137,6 @@ def print_rows(rows: Sequence[Sequence[str]]) -> None:
     for _ in columns:
         table.add_column(no_wrap=True, overflow="ignore")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))  # brackets are text, as in plugins=[my_module]
     width = sum(max(map(len, column)) + 2 for column in columns)
     Console(width=width, highlight=False).print(table)

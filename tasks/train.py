@@ -254,7 +254,7 @@ def _fit(
 ) -> None:
     if _trains_on_gpu(trainer):
         torch.cuda.reset_peak_memory_stats()  # a sweep trains several models in this process
-    with _memory_explained(trainer, module, datamodule, config["task"]["unit"]):
+    with _memory_explained(trainer, module, datamodule, config):
         trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
 
 
@@ -270,7 +270,9 @@ def _peak_memory(trainer: Trainer) -> dict[str, float]:
 
 
 @contextmanager
-def _memory_explained(trainer: Trainer, module: LightningModule, datamodule: TaskData, unit: str) -> Iterator[None]:
+def _memory_explained(
+    trainer: Trainer, module: LightningModule, datamodule: TaskData, config: Config
+) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
@@ -278,22 +280,23 @@ def _memory_explained(trainer: Trainer, module: LightningModule, datamodule: Tas
             raise
         # Lightning has forgotten the stage by now; the module is still in the mode in which it failed.
         if module.training:
-            batch = datamodule.batch_size
-            remedy = (
-                f"halve that and keep the recipe with "
+            effective = config["recipe"]["batch_size"]
+            told = (
+                f"{device_batch_size(config)} of recipe.batch_size={effective} on a device at a time: halve that and "
+                f"keep the recipe with "
                 f"trainer.accumulate_grad_batches={2 * trainer.accumulate_grad_batches}"
             )
         else:
             batch = datamodule.eval_batch_size
-            remedy = f"evaluate fewer at a time with data.eval_batch_size={max(1, batch // 2)}"
-        raise ValueError(f"out of memory with {batch} {unit} on a device at a time: {remedy}") from error
+            told = f"data.eval_batch_size={batch}: evaluate fewer at a time, with {max(1, batch // 2)}"
+        raise ValueError(f"out of memory with {told}") from error
 
 
 def _test(trainer: Trainer, module: TrainedModule, datamodule: TaskData, config: Config) -> dict[str, Any]:
     """Test with the best checkpoint, or with the last weights in a fast_dev_run, which writes none."""
     best = best_checkpoint(trainer)
     validated = {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("val/")}
-    with _memory_explained(trainer, module, datamodule, config["task"]["unit"]):
+    with _memory_explained(trainer, module, datamodule, config):
         (tested,) = trainer.test(module, datamodule=datamodule, ckpt_path=best, verbose=False, weights_only=True)
     if best is not None:
         validated = getattr(trainer.checkpoint_callback, "best_metrics", None) or validated

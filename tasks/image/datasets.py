@@ -27,11 +27,11 @@ from longseq.tasks.data.inputs import Unreadable as NotRead
 from longseq.tasks.data.loader import BatchLoader
 from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.data.seeds import derive_seed
-from longseq.tasks.image.decoding import UNREADABLE, decode, image_endings, in_eight_bits, upright
+from longseq.tasks.image.decoding import UNREADABLE, decode, first_line, image_endings, in_eight_bits, upright
 from longseq.tasks.image.folder import Found, find_images
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.saliency import draw_saliency, saliency
-from longseq.tasks.image.sources import Split, first_line
+from longseq.tasks.image.sources import Split
 from longseq.tasks.image.transforms import denormalize, evaluation_transform, normalize
 
 _log = logging.getLogger(__name__)

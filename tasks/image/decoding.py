@@ -79,6 +79,11 @@ def decode(file: str | Path | IO[bytes]) -> Image.Image:
         return in_eight_bits(upright(image))
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the name of its type."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def find_jpeg_size(data: bytes) -> tuple[int, int] | None:
     """The height and width of a JPEG file that any decoder turns into the image of `decode`, up to rounding.
 

@@ -25,10 +25,10 @@ from longseq.tasks.image.datasets import (
     read_or_failure,
     replace_position,
 )
-from longseq.tasks.image.decoding import UNREADABLE, decode, find_jpeg_size
+from longseq.tasks.image.decoding import UNREADABLE, decode, find_jpeg_size, first_line
 from longseq.tasks.image.draws import Draw, EvaluationDraws, TrainingDraws
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.image.sources import Split, first_line
+from longseq.tasks.image.sources import Split
 
 # Pixels that are decoded at a time: 2**27 of three bytes each are 384 MiB.
 _MOST_PIXELS = 1 << 27

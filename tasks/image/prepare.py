@@ -20,16 +20,16 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from omegaconf import DictConfig
-from PIL import Image
 
 from longseq.tasks.image.config import ImageDataKeys
-from longseq.tasks.image.decoding import UNREADABLE, decode
+from longseq.tasks.image.decoding import UNREADABLE, first_line
+from longseq.tasks.image.encoding import Encoded, Encoding, File, encode_file, encode_files, ending_of
 from longseq.tasks.image.shards import MANIFEST, SPLITS, VERSION, crc32_of
-from longseq.tasks.image.sources import ReaderSource, Source, first_line, open_folders
+from longseq.tasks.image.sources import ReaderSource, Source, open_folders
 from longseq.tasks.image.table import open_tables
 from longseq.tasks.report import progress_bar, quiet_libraries, shorten
 from longseq.tasks.training.command import CommandKeys, read_command
@@ -70,25 +70,6 @@ class PrepareImagesKeys(CommandKeys):
     def __post_init__(self) -> None:
         if self.format == "keep" and self.size is not None:
             raise ValueError(f"size={self.size} changes images, and format=keep keeps them: leave one out")
-
-
-class Encoding(NamedTuple):
-    """What becomes of an image: `size` is the most pixels of its shorter side, None: as many as it has."""
-
-    format: str
-    size: int | None
-    quality: int
-
-
-class Encoded(NamedTuple):
-    """The bytes of an image's file and its ending; or `reason`, why it cannot be read."""
-
-    data: bytes
-    ending: str
-    reason: str | None = None
-
-
-File = str | Encoded  # a path, or an image in an archive
 
 
 @quiet_libraries()
@@ -220,7 +201,7 @@ def encode(source: Source, encoding: Encoding, processes: int | None) -> Iterato
     """Each image of a source, in its order, as the file that a shard holds."""
     count = min(processes or usable_cores(), -(-len(source) // _CHUNK))
     if encoding.format == "keep" or count <= 1:
-        yield from (_encode(_file_of(source, index), encoding) for index in range(len(source)))
+        yield from (encode_file(_file_of(source, index), encoding) for index in range(len(source)))
         return
     # Not forked: the libraries of this process have threads.
     with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
@@ -230,7 +211,7 @@ def encode(source: Source, encoding: Encoding, processes: int | None) -> Iterato
             while True:
                 while len(waiting) < _AHEAD * count and (first := next(chunks, None)) is not None:
                     files = [_file_of(source, index) for index in range(first, min(first + _CHUNK, len(source)))]
-                    waiting.append(pool.submit(_encode_all, files, encoding))
+                    waiting.append(pool.submit(encode_files, files, encoding))
                 if not waiting:
                     return
                 yield from waiting.popleft().result()
@@ -245,49 +226,9 @@ def _file_of(source: Source, index: int) -> File:
     if not isinstance(source, ReaderSource):
         return source.path(index)
     try:
-        return Encoded(source.read_file(index)[0], _ending(source.path(index)))
+        return Encoded(source.read_file(index)[0], ending_of(source.path(index)))
     except UNREADABLE as error:
         return Encoded(b"", "", first_line(error))
-
-
-def _encode_all(files: Sequence[File], encoding: Encoding) -> list[Encoded]:
-    return [_encode(file, encoding) for file in files]
-
-
-def _encode(file: File, encoding: Encoding) -> Encoded:
-    try:
-        read = Encoded(Path(file).read_bytes(), _ending(file)) if isinstance(file, str) else file
-        return read if encoding.format == "keep" or read.reason else encode_image(read, encoding)
-    except UNREADABLE as error:
-        return Encoded(b"", "", first_line(error))
-
-
-def _ending(path: str) -> str:
-    return PurePosixPath(path).suffix.lower().removeprefix(".")
-
-
-def encode_image(file: Encoded, encoding: Encoding) -> Encoded:
-    """A JPEG file of an image, upright, its shorter side scaled down to `encoding.size`.
-
-    A JPEG file that is small enough stays as it is: encoding it again would only make it worse. Raises one of
-    UNREADABLE.
-    """
-    image = decode(io.BytesIO(file.data))
-    shorter, size = min(image.size), encoding.size
-    if size is None or shorter <= size:
-        if file.data.startswith(b"\xff\xd8"):
-            return file._replace(ending="jpg")
-    else:
-        width, height = (max(1, round(side * size / shorter)) for side in image.size)
-        image = _plain(image).resize((width, height), Image.Resampling.BICUBIC)
-    written = io.BytesIO()
-    _plain(image).save(written, "JPEG", quality=encoding.quality)
-    return Encoded(written.getvalue(), "jpg")
-
-
-def _plain(image: Image.Image) -> Image.Image:
-    """The image in grey or RGB, as JPEG files have it; transparency is dropped, as in training."""
-    return image if image.mode in ("L", "RGB") else image.convert("L" if image.mode in ("1", "LA") else "RGB")
 
 
 def _target(source: Source, index: int) -> Any:
@@ -299,7 +240,7 @@ def _target(source: Source, index: int) -> Any:
 def _name(source: Any, index: int, one: Encoded) -> str:
     """The path of an image below its folder, with the ending of its file in the shard."""
     path = PurePosixPath(os.path.relpath(source.path(index), os.path.dirname(source.label) or "."))
-    return str(path if _ending(path.name) == one.ending else path.with_name(f"{path.name}.{one.ending}"))
+    return str(path if ending_of(path.name) == one.ending else path.with_name(f"{path.name}.{one.ending}"))
 
 
 class _File:

@@ -19,7 +19,16 @@ from timm.data.readers.class_map import load_class_map
 from torchvision import datasets as torchvision_datasets
 
 from longseq.tasks.data.labels import rarest_labels
-from longseq.tasks.image.decoding import UNREADABLE, decode, image_endings, in_eight_bits, is_hidden, is_image, upright
+from longseq.tasks.image.decoding import (
+    UNREADABLE,
+    decode,
+    first_line,
+    image_endings,
+    in_eight_bits,
+    is_hidden,
+    is_image,
+    upright,
+)
 from longseq.tasks.image.folder import ClassFolders, TarImages, find_images, report_passed_over
 from longseq.tasks.image.shards import ShardSource, holds_shards, open_shards
 
@@ -503,11 +512,6 @@ def find_split(root: str, kind: str, name: str | None = None) -> str | None:
             if path.exists():
                 return str(path)
     return None
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or the name of its type."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _torchvision_array(name: str, root: str, train: bool, download: bool) -> ArraySource:

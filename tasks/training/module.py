@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -365,6 +366,11 @@ class TrainedModule(LightningModule):
     def configure_optimizers(self) -> Any:
         recipe = self.recipe
         assert recipe is not None, "this module only measures"
+        if isinstance(self.trainer.strategy, FSDPStrategy):
+            raise ValueError(
+                "FSDPStrategy gives the optimizer flat pieces of parameters, and no weight would decay: take "
+                "FullyShardedStrategy of longseq.tasks.training.sharded"
+            )
         optimizer = recipe.optimizer(self.backbone, lr=recipe.learning_rate, **self._fused(recipe.optimizer))
         epoch = self._epoch()
         if recipe.length is None:

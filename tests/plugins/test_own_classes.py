@@ -59,6 +59,7 @@ def test_own_model_and_dataset_train_and_are_used(
     assert trained.returncode == 0, trained.stderr
     metrics = json.loads((folder / "run/metrics.json").read_text())
     assert metrics["test/top1"] == 1.0
+    assert f"longseq evaluate {BEST} 'plugins=[{MODULE}]'" in trained.stdout
 
     forget(monkeypatch)
     refused = command_here(folder, "evaluate", BEST)

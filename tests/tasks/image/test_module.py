@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.strategies import FSDPStrategy
 
-from longseq.tasks import train
+from longseq.tasks import Training, train
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.module import ImageClassifier
 from longseq.tasks.training.configuration import resolve
@@ -68,6 +70,13 @@ def test_recurrence_and_norm_parameters_do_not_decay(tiny):
     assert not any("A_log" in name or name.endswith((".bias", ".D", "norm.weight")) for name in names)
     listed = sum(len(group["params"]) for group in optimizer.param_groups)
     assert listed == len(list(task.backbone.parameters()))
+
+
+def test_flat_parameters_which_would_not_decay_are_refused():
+    classifier = ImageClassifier(torch.nn.Linear(3, 2), num_classes=2, training=Training(learning_rate=1e-3))
+    classifier._trainer = SimpleNamespace(strategy=FSDPStrategy())
+    with pytest.raises(ValueError, match="no weight would decay: take FullyShardedStrategy"):
+        classifier.configure_optimizers()
 
 
 def test_metrics_weigh_every_image_alike(tiny):

@@ -16,7 +16,8 @@ from PIL import Image
 
 from longseq.tasks import ImageDataKeys, ImageDataModule
 from longseq.tasks.image.encoded import Jpeg, read_encoded
-from longseq.tasks.image.prepare import Encoding, PrepareImagesKeys, describe, open_input, prepare
+from longseq.tasks.image.encoding import Encoding
+from longseq.tasks.image.prepare import PrepareImagesKeys, describe, open_input, prepare
 from longseq.tasks.image.shards import open_shards
 
 KEEP = Encoding("keep", None, 90)

@@ -227,7 +227,9 @@ def test_a_memory_that_is_too_small_is_one_line_with_the_remedy(tiny, monkeypatc
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB\nmore")
 
     monkeypatch.setattr("longseq.tasks.image.module.ImageClassifier.forward", exhaust)
-    with pytest.raises(ValueError, match=r"64 images on a device .* trainer.accumulate_grad_batches=2"):
+    with pytest.raises(
+        ValueError, match=r"64 of recipe.batch_size=64 on a device .* trainer.accumulate_grad_batches=2"
+    ):
         train.run(tiny())
 
 
@@ -237,7 +239,7 @@ def test_memory_that_is_too_small_for_evaluation_names_its_batch(tiny, monkeypat
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
     monkeypatch.setattr("longseq.tasks.image.module.ImageClassifier.validation_step", exhaust)
-    with pytest.raises(ValueError, match=r"256 images on a device .* data.eval_batch_size=128"):
+    with pytest.raises(ValueError, match=r"data.eval_batch_size=256: .* with 128"):
         train.run(tiny("recipe.epochs=1"))
 
 
