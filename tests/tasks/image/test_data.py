@@ -262,7 +262,7 @@ def test_files_to_predict_report_the_unreadable_ones(folder):
     images, paths, unreadable = files.collate([files[index] for index in range(len(files))])
     assert images.shape == (13, 3, 16, 16)
     assert len(paths) == 13
-    assert sorted(unreadable) == bad
+    assert sorted(one.path for one in unreadable) == bad
     assert len(ImageFiles(paths[0], info)) == 1
 
 
