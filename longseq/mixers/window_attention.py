@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from longseq.blocks.packing import front_places, gather_tokens, last_tokens, scatter_tokens
-from longseq.kernels.packed_attention import packed_attention
+from longseq.kernels.dispatch import Call, is_exporting
+from longseq.kernels.packed_attention import packed_attention, varlen
 from longseq.kernels.packed_attention.attend import attend_blocks, attend_nearby, attend_window
 from longseq.kernels.packing import Packing
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
@@ -133,7 +134,10 @@ class WindowAttention(SoftmaxAttention):
             key, value = (last_tokens(x, packing, self.window - 1).to(memory_dtype(x.dtype)) for x in (k, v))
             return o, (key, value)
         if _known(q.shape[1]) and state is None and mask is None:
-            o = attend_nearby(q, k, v, self.window, self.causal)
+            if q.shape[1] > self.window and self._reads_rows_packed(q):
+                o = self._attend_end_to_end(q, k, v)
+            else:
+                o = attend_nearby(q, k, v, self.window, self.causal)
             return o, (self._latest(k), self._latest(v)) if keep else None
         if packing is not None:
             # True at all tokens; the tokens that unpacking adds are padding.
@@ -149,6 +153,21 @@ class WindowAttention(SoftmaxAttention):
             unpack=run_padded,
         )
         return o, (kept.key, kept.value) if keep else None
+
+    def _reads_rows_packed(self, q: Tensor) -> bool:
+        """Whether torch's fused kernel over packed rows can run: it needs no mask, and other forms with a window do."""
+        if self.backend == "torch" or is_exporting():
+            return False
+        return not varlen.reasons(Call(q.device, q.dtype, packed=True, sizes={"D": q.shape[-1]}))
+
+    def _attend_end_to_end(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend within each row, with the rows as packed sequences."""
+        rows, tokens = q.shape[:2]
+        borders = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32, device=q.device)
+        packing = Packing(borders, rows * tokens, max_seqlen=tokens)
+        q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
+        o = packed_attention(q, k, v, packing, causal=self.causal, window=self.window, backend=self.backend)
+        return o.squeeze(0).unflatten(0, (rows, tokens))
 
     def _latest(self, x: Tensor) -> Tensor:
         """The last `window` - 1 of the tokens `x [B, T, G, D]`, in the type of the state."""

@@ -233,6 +233,24 @@ def test_a_window_of_all_tokens_is_attention() -> None:
         assert_same(window(x)[0], full(x)[0])
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_rows_longer_than_a_window_may_be_read_as_packed_sequences(
+    causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where the fused kernel takes packed rows."""
+    mixer = make("window_attention", window=6, causal=causal)
+    x = torch.randn(2, TOKENS, D_MODEL, dtype=torch.float64, requires_grad=True)
+    results = []
+    for fused in (False, True):
+        monkeypatch.setattr(mixer, "_reads_rows_packed", lambda q, fused=fused: fused)
+        y, _ = mixer(x)
+        results.append((y, torch.autograd.grad(y.square().sum(), [x, *mixer.parameters()])))
+    (y, grads), (packed, packed_grads) = results
+    assert_same(packed, y)
+    for one, other in zip(packed_grads, grads, strict=True):
+        assert_same(one, other)
+
+
 def test_the_state_of_a_window_has_one_size_and_forgets_what_it_passed() -> None:
     mixer = make("window_attention", window=6)
     x = make_tokens(1)
@@ -299,3 +317,18 @@ def test_the_output_projection_has_a_bias_unless_it_is_left_out(name):
     y, _ = plain(x)
     assert torch.all(plain(torch.zeros_like(x))[0] == 0)
     assert y.shape == x.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False])
+def test_rows_longer_than_a_window_on_a_gpu(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixer = mixers.create("window_attention", 256, window=100, num_heads=4, causal=causal).cuda()
+    x = torch.randn(3, 700, 256, device="cuda", requires_grad=True)
+    results = []
+    for fused in (False, True):
+        monkeypatch.setattr(mixer, "_reads_rows_packed", lambda q, fused=fused: fused)
+        with torch.autocast("cuda", torch.bfloat16):
+            y, _ = mixer(x)
+        results.append((y, *torch.autograd.grad(y.float().square().sum(), [x, *mixer.parameters()])))
+    for one, other in zip(*results, strict=True):
+        assert (one.double() - other.double()).norm() < 0.02 * one.double().norm()

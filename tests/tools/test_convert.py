@@ -426,11 +426,11 @@ def test_a_converted_model_learns_faster_than_a_new_one(tmp_path: Path, monkeypa
     bare = {"num_heads": 2, "rotary": True, "qkv_bias": False, "out_bias": False}
     torch.manual_seed(0)
     attention = TokenBackbone(vocab_size=12, d_model=32, depth=2, mixer="attention", mixer_options=bare)
-    trained = train(attention, 200)
+    trained = train(attention, 140)
     attention.save_pretrained(tmp_path / "attention")
     keys = {"source": tmp_path / "attention", "output": tmp_path / "gsa", "mixer": "gsa", "mixer.options.num_slots": 16}
     assert convert(monkeypatch, **keys) == 0
     converted = longseq.from_pretrained(tmp_path / "gsa")
     new = TokenBackbone(**{**converted.arguments, "backend": "auto"})
-    tuned, scratch = train(converted, 60), train(new, 60)
+    tuned, scratch = train(converted, 40), train(new, 40)
     assert tuned < scratch - 0.1, (trained, tuned, scratch)
