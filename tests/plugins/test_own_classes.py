@@ -72,16 +72,13 @@ def test_own_model_and_dataset_train_and_are_used(
     again = json.loads((folder / "again.json").read_text())
     assert again["test/images"] == 20
     assert again["test/loss"] == pytest.approx(metrics["test/loss"], rel=1e-6)
-    assert command_here(folder, "evaluate", BEST, declared, "split=val", "output=val.json").returncode == 0
-    assert json.loads((folder / "val.json").read_text())["val/images"] == 4
 
     save_image(torch.full((3, 8, 8), 0.9), folder / "white.png")
     assert command_here(folder, "predict", BEST, declared, "input=white.png").returncode == 0
     assert "white.png,bright,0.9" in (folder / "predictions.csv").read_text()
 
-    for checkpoint in (BEST, "checkpoint=run/model"):
-        exported = command_here(folder, "export", checkpoint, declared, "format=torchscript", "output=own.pt")
-        assert exported.returncode == 0, exported.stderr
+    exported = command_here(folder, "export", BEST, declared, "format=torchscript", "output=own.pt")
+    assert exported.returncode == 0, exported.stderr
     model = longseq.from_pretrained(folder / "run/model")
     images = torch.rand(3, 3, 8, 8)
     torch.testing.assert_close(torch.jit.load(folder / "own.pt")(images), model(images))
@@ -111,7 +108,6 @@ def test_own_datamodule_trains_and_resumes(folder: Path, command_here: Any) -> N
     ("words", "message"),
     [
         ([SQUARES, "model._target_=own_shapes.Features"], "must become logits [2, 2], and it gives [2, 4, 6, 6]"),
-        ([SQUARES, "data.datamodule={_target_: own_shapes.Batches}"], "data.datamodule has all splits"),
         (["data.datamodule={_target_: own_shapes.Batches, labels: 3}"], "the label 2 is not among the classes 0 to 1"),
         (["data.datamodule={_target_: own_shapes.Batches}", "data.img_size=9"], "must be ['B', 3, 9, 9] of floats"),
     ],
@@ -123,6 +119,12 @@ def test_what_does_not_fit_the_task_is_one_line(
     assert done.returncode == 2
     (error,) = [line for line in done.stderr.splitlines() if not line.startswith("longseq: warning")]
     assert message in error
+
+
+def test_a_datamodule_has_all_splits() -> None:
+    batches, squares = ({"_target_": f"{MODULE}.{name}"} for name in ("Batches", "Squares"))
+    with pytest.raises(ValueError, match=r"data\.datamodule has all splits: leave data\.train_set out"):
+        ImageDataKeys(name="own", source="own", img_size=8, datamodule=batches, train_set=squares)
 
 
 def open_test_set(node: dict[str, Any]) -> None:
