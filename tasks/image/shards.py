@@ -61,7 +61,6 @@ class ShardSource:
         self._names_path = _checked(self.root, told["names"])
         self._names: list[str] | None = None
         self._files: dict[int, int] = {}
-        self._opened_by = os.getpid()
 
     def __len__(self) -> int:
         return len(self._index)
