@@ -71,6 +71,7 @@ def test_language_models_are_measured_beyond_their_training_length(script, tmp_p
     command += ["rows=null", "mixers=[gla]", f"data.root={tmp_path / 'short'}"]
     command += ["scale=1m", "model.d_model=16", "model.depth=1", "data.window=64", "recipe.batch_size=256"]
     command += ["recipe.tokens=null", "recipe.updates=6", "recipe.schedule.warmup_tokens=null", "plot=false"]
+    command += ["data.num_workers=0"]
     command += ["recipe.validate_every_updates=null", "trainer.log_every_n_steps=2", f"output={folder}"]
     done = command_here(tmp_path, *command)
     assert done.returncode == 0, done.stderr + done.stdout

@@ -60,17 +60,19 @@ def held():
     return json.loads(FILE.read_text())
 
 
-@pytest.mark.compilations
 def test_the_file_is_of_these_sources(held):
     sources = compilations.hash_sources()
     names = sources | held["sources"]
     stale = [name or "what all share" for name in names if sources.get(name) != held["sources"].get(name)]
     assert not stale, f"{FILE.name} is of other sources of {', '.join(stale)}: {REMEDY}"
-    assert Version(triton.__version__) <= Version(held["versions"]["triton"]), f"Triton is newer: {REMEDY}"
     assert held["missing"] == 0, f"{held['missing']} launches are not compiled: {REMEDY}"
 
 
 @pytest.mark.compilations
+def test_the_file_is_of_this_triton(held):
+    assert Version(triton.__version__) <= Version(held["versions"]["triton"]), f"Triton is newer: {REMEDY}"
+
+
 def test_everything_compiles_and_fits(held):
     assert not [(row, fault) for row in held["rows"] if (fault := compilations.find_fault(row)) is not None]
     assert {(row["op"], row["capability"]) for row in held["rows"]} == {

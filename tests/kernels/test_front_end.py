@@ -46,9 +46,8 @@ gc.set_threshold(20_000, 20, 20)
 failed = []
 for op, trial in self_test.TRIALS.items():
     calls = {(case.options.get("reverse", False), bool(case.bounds), case.kind) for case in trial.cases}
-    # Each way of reading once, packed or not, where there are several: they differ in as many places.
-    ways = {(False, False), (True, True), ("second_half", False)}
-    tests = [(op, *call) for call in sorted(calls, key=str) if len(calls) == 1 or call[:2] in ways]
+    # Packed and from the end, where there are several ways of reading: the table of compiled launches has the others.
+    tests = [(op, *call) for call in sorted(calls, key=str) if len(calls) == 1 or call[:2] == (True, True)]
     if f"{op}_step" in dispatch._STEPS:
         tests.append((f"{op}_step", False, False, ""))
     for name, reverse, packed, kind in tests:
@@ -79,4 +78,4 @@ def test_kernels_of_all_self_tests_pass_the_front_end(tmp_path, monkeypatch):
         [sys.executable, tmp_path / "process.py", tmp_path / "cache"], check=False, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-8000:]
-    assert int(done.stdout) > 1000
+    assert int(done.stdout) > 400
