@@ -68,7 +68,14 @@ FAST_CASES = pytest.StashKey[set[tuple[str, ...]]]()
 APART = ("gpu", "oracle", "soak", "compilations", "slow")
 # The parameters that hold an operation's or a mixer's name, and the tests that are about each of them.
 SUBJECTS = ("op", "mixer", "name")
-ABOUT_EACH = ("tests/kernels/", "tests/mixers/", "tests/test_frozen_models.py")
+ABOUT_EACH = (
+    "tests/kernels/",
+    "tests/mixers/test_contract.py::test_any_split_is_the_whole",
+    "tests/mixers/test_contract.py::test_every_parameter_and_the_state_get_gradients",
+    "tests/mixers/test_contract.py::test_padding_leaves_no_trace",
+    "tests/mixers/test_contract.py::test_steps_are_the_whole",
+    "tests/test_frozen_models.py",
+)
 
 
 # Tests of half a minute: they come first, so that at the end no process of several waits for one of them.
@@ -104,7 +111,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def mark_fast(items: list[pytest.Item]) -> set[tuple[str, ...]]:
-    """Mark as fast one case of each test, unless the test is slow; in ABOUT_EACH, one for each operation or mixer."""
+    """Mark as fast one case of each test, unless the test is slow; of ABOUT_EACH, one for each operation or mixer."""
     from longseq import mixers
     from longseq.kernels import dispatch, list_ops
 
@@ -115,7 +122,8 @@ def mark_fast(items: list[pytest.Item]) -> set[tuple[str, ...]]:
             values = item.callspec.params if hasattr(item, "callspec") else {}
             file = relative_path(item)
             names = [values[name] for name in SUBJECTS if str(values.get(name)) in subjects]
-            case = (file, item.originalname, *(names if file.startswith(ABOUT_EACH) else ()))
+            about_each = f"{file}::{item.originalname}".startswith(ABOUT_EACH)
+            case = (file, item.originalname, *(names if about_each else ()))
             if case not in fast:
                 fast.add(case)
                 item.add_marker("fast")

@@ -91,6 +91,7 @@ def test_language_models_are_measured_beyond_their_training_length(script, tmp_p
     assert (tmp_path / "kept.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_packed_images_are_those_of_the_folder_and_a_changed_pixel_is_found(script, folder, tmp_path, monkeypatch):
     cifar10_data = script("cifar10_data")
     monkeypatch.setattr(cifar10_data, "ACROSS", 2)
@@ -150,6 +151,7 @@ def test_first_calls_are_timed_of_operations_and_of_models(script, monkeypatch):
     assert len(first_calls.CALLS) == 10
 
 
+@pytest.mark.slow
 def test_a_step_is_taken_apart(script, monkeypatch):
     image_steps = script("image_steps")
     x = torch.randn(4, 4)
@@ -182,6 +184,7 @@ def test_new_rows_replace_those_of_the_same_model_and_others_stay(script):
     assert keep.merge(kept, all_new, {})["command"] == "second"
 
 
+@pytest.mark.slow
 def test_a_single_run_joins_a_comparison_once_and_is_no_line_of_its_plot(script, tmp_path, monkeypatch):
     single_run, lengths = script("single_run"), script("lengths")
     compared = {"mixer": "gla", "test/accuracy": {"0": 0.7}, "up_to_512": {"0": 0.6}, "longer": {"0": 0.8}}
@@ -208,6 +211,7 @@ def test_a_single_run_joins_a_comparison_once_and_is_no_line_of_its_plot(script,
     assert (tmp_path / "reviews.png").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_tables_are_those_of_the_rows(script):
     pages = script("table").list_pages()
     stale = [page.relative_to(ROOT).as_posix() for page, make in pages.items() if page.read_text() != make()]

@@ -66,6 +66,7 @@ def layer_of(module: str) -> str | None:
 
 
 @pytest.mark.parametrize(("name", "path"), LAYERS, ids=NAMES)
+@pytest.mark.slow
 def test_imports_point_down(name: str, path: Path) -> None:
     allowed = set(NAMES[: NAMES.index(name) + 1])
     files = [path] if path.is_file() else sorted(path.rglob("*.py"))
@@ -93,6 +94,7 @@ def room_of(module: str) -> str:
     return next((room for room in rooms if module == room or module.startswith(f"{room}.")), "commands")
 
 
+@pytest.mark.slow
 def test_rooms_of_the_tasks_name_those_below_them():
     assert len(TASKS) >= 2
     for file in sorted((ROOT / "tasks").rglob("*.py")):
@@ -136,6 +138,7 @@ def test_library_does_not_name_training_packages(path: Path, banned: set[str]) -
         assert not roots & banned, f"{file.relative_to(ROOT)} imports {roots & banned}"
 
 
+@pytest.mark.slow
 def test_kernels_import_without_timm() -> None:
     # The package's own __init__ registers image models; the kernels below it must not need them.
     for file in (ROOT / "kernels").rglob("*.py"):

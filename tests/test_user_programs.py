@@ -37,6 +37,7 @@ from longseq.tasks.text.tokenizer import ByteTokenizer
 HERE = Path(__file__).resolve().parent
 
 
+@pytest.mark.slow
 def test_layers_and_models_of_a_script(capsys: pytest.CaptureFixture[str]) -> None:
     names = runpy.run_path(str(HERE / "user_script.py"))
     assert names["token"].shape == (2, 64)
@@ -141,6 +142,7 @@ def test_forms_of_image_batches_and_wrong_ones() -> None:
         ImageClassifier(model, num_classes=3, info=info)
 
 
+@pytest.mark.slow
 def test_soft_labels_are_trained_on_as_they_are(tmp_path: Path) -> None:
     model, _, rows = make_images()
     module = ImageClassifier(model, num_classes=2, training=Training(learning_rate=1e-2))
@@ -207,6 +209,7 @@ def test_rows_of_tokens_of_any_loader_train_a_language_model(tmp_path: Path, com
     assert error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_padded_documents_of_any_loader_train_a_classifier(tmp_path: Path, command_here) -> None:
     info = DocumentInfo(class_names=["few", "many"], multi_label=False, window=12, **BYTES)
     model = TextClassifier(vocab_size=257, num_classes=2, d_model=16, depth=1, mixer="linear_attention")

@@ -92,6 +92,7 @@ def test_a_document_that_is_not_finite_spoils_no_other(pooling: str, spoilt: flo
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.slow
 def test_every_pooling_and_sharing_reads_batches_as_single_documents(pooling: str) -> None:
     documents = [document for document in make_documents() if document.shape[1]]
     turned = [document.flip(1) for document in documents]
@@ -255,6 +256,7 @@ def test_a_forward_classifier_starts_with_the_features_of_the_language_model(mix
 @cases("mixer", ["deltanet", "mamba2", "rwkv4"])
 @cases("sharing", ["projections", "all", "none"])
 @cases("merge", ["sum", "mean"])
+@pytest.mark.slow
 def test_a_bidirectional_layer_starts_as_the_mean_of_two_readings_by_the_language_models(
     mixer: str, sharing: str, merge: str
 ) -> None:

@@ -37,6 +37,7 @@ def images(height=32, width=24, batch=2, channels=3):
         ("longseq_base_patch16_224", 96_418_024, 39.45),
     ],
 )
+@pytest.mark.slow
 def test_vim_with_longhorn_has_the_published_size(name, parameters, gigaflops):
     """Vision Longhorn: 7M and 26M in the paper's table, 6.85M and 25.21M by its settings."""
     model = timm.create_model(name, mixer="longhorn", device="meta")
@@ -276,6 +277,7 @@ def test_a_changed_size_is_what_timm_reports():
         model(images())
 
 
+@pytest.mark.slow
 def test_a_smaller_stride_gives_more_tokens():
     model = timm.create_model("longseq_tiny_patch16_224", stride=8, device="meta")
     assert model.pos_embed.shape[1] == 729

@@ -43,6 +43,7 @@ def test_shares_of_drawn_tokens_are_those_of_the_scores():
     assert shares(temperature=0.0)[0] == 1
 
 
+@pytest.mark.slow
 def test_many_tokens_are_drawn_where_the_running_sum_of_their_shares_passes_a_place():
     scores = make_scores(1, vocabulary=3001)
     places = (torch.arange(20_000) + 0.5) / 20_000

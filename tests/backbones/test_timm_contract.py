@@ -124,6 +124,7 @@ def test_every_parameter_gets_a_gradient(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_default_configuration(name):
     model = timm.create_model(name, device="meta")
     config = model.default_cfg
@@ -144,6 +145,7 @@ def test_default_configuration(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_weights_are_made_on_the_device_and_in_the_type_asked_for(name):
     model = timm.create_model(name, device="meta", dtype=torch.bfloat16)
     assert {(t.device.type, t.dtype) for t in model.parameters()} == {("meta", torch.bfloat16)}
@@ -155,6 +157,7 @@ def test_weights_are_made_on_the_device_and_in_the_type_asked_for(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_frozen_weights_stay_frozen(name):
     model = timm.create_model(name, device="meta").requires_grad_(False)
     model.reset_classifier(0, "")
@@ -197,6 +200,7 @@ def test_the_output_follows_the_type_of_the_weights(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_parameter_groups(name):
     model = timm.create_model(name, device="meta")
     names = {name for name, _ in model.named_parameters()}

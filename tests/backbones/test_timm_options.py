@@ -47,6 +47,7 @@ def images(*size, batch=2):
         ({"reg_tokens": 1, "dynamic_img_size": True, "dynamic_img_pad": True}, (37, 26)),
     ],
 )
+@pytest.mark.slow
 def test_models_compute_what_timm_computes_with_the_same_options(options, size):
     vit = randomised(timm.create_model("vit_tiny_patch16_224", num_heads=2, fc_norm=False, **SIZES, **options))
     x = images(*size)
@@ -218,6 +219,7 @@ def test_saved_models_keep_their_options(tmp_path):
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*nodes obtained by tracing")
+@pytest.mark.slow
 def test_torchvisions_extractor_needs_no_list_of_leaves(options):
     model = tiny(mlp_ratio=1.0, **options)
     extractor = create_feature_extractor(model, ["blocks.0", "head"]).eval()
@@ -360,6 +362,7 @@ def test_other_weights_of_vim_are_refused(change, options, message):
         checkpoint_filter_fn(published_vim() | change, model)
 
 
+@pytest.mark.slow
 def test_every_mixer_takes_registers_and_layer_scale():
     for mixer in mixers.mixer_names():
         model = tiny(mixer=mixer, reg_tokens=2, init_values=0.1, global_pool="avgmax", depth=1).train()

@@ -61,6 +61,7 @@ def test_forms_equal_the_recurrence(op, variant, tokens):
 
 @pytest.mark.parametrize("op", CHUNKED)
 @cases("chunk_size", [1, 2, 8, 16, 32, 128])
+@pytest.mark.slow
 def test_chunk_size_does_not_matter(op, chunk_size):
     for variant in list_variants(op)[:4]:
         inputs = make_inputs(op, variant, tokens=37)
@@ -70,6 +71,7 @@ def test_chunk_size_does_not_matter(op, chunk_size):
 
 @pytest.mark.parametrize("op", list_ops())
 @cases("variant", lambda op: [variant for variant in list_variants(op) if "extreme" not in variant])
+@pytest.mark.slow
 def test_gradients_are_those_of_finite_differences(op, variant):
     inputs = make_inputs(op, variant, batch=1, tokens=6).map(lambda x: x.requires_grad_())
     options = {"chunk_size": 2} if takes_chunk_size(op) else {}
@@ -179,6 +181,7 @@ def test_packed_equals_each_alone(op, backend, draw):
 
 
 @pytest.mark.parametrize(("op", "backend"), FORMS)
+@pytest.mark.slow
 def test_packed_gradients_equal_the_recurrence(op, backend):
     lengths = [0, 17, 1, 0, 22, 0]
     cu_seqlens = torch.tensor(bounds_of(lengths))
@@ -214,6 +217,7 @@ def test_padding_stays_where_it_is_in_reverse(op, backend):
 
 @pytest.mark.parametrize(("op", "backend"), [form for form in BACKENDS if takes(form[0], "reverse")])
 @cases("tokens", [1, 19])
+@pytest.mark.slow
 def test_half_of_the_rows_is_read_from_the_end(op, backend, tokens):
     for variant in list_variants(op)[:4]:
         inputs = make_inputs(op, variant, batch=4, tokens=tokens)

@@ -50,6 +50,7 @@ def test_it_is_two_operations(way, variant):
 
 @pytest.mark.parametrize("with_state", [True, False], ids=["state", "no_state"])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.slow
 def test_the_kernel_is_two_operations(interpreted, way, with_state):
     options = WAYS[way] if with_state else {"initial_state": None, **WAYS[way]}
     inputs, exact = (draw(way, dtype=dtype, with_state=with_state) for dtype in (torch.float32, torch.float64))

@@ -187,6 +187,7 @@ def test_a_choice_is_not_remembered_where_it_may_be_another_one(asked, monkeypat
     assert len(shapes) == 3
 
 
+@pytest.mark.slow
 def test_sizes_that_are_symbols_are_not_remembered(asked):
     call, shapes = asked
     mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -197,6 +198,7 @@ def test_sizes_that_are_symbols_are_not_remembered(asked):
     assert len(shapes) == 2
 
 
+@pytest.mark.slow
 def test_a_remembered_choice_compiles_to_one_graph(asked):
     call, _ = asked
     x = torch.zeros(2)

@@ -549,6 +549,7 @@ def compiled(function, **options):
 @pytest.mark.parametrize("function", [short_convolution_chunk, wrong_output], ids=["right", "wrong"])
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.filterwarnings("ignore:longseq refuses")
+@pytest.mark.slow
 def test_torch_compile_tests_outside_of_its_graph(kernel, tests_run, function, dynamic):
     kernel(function)
     inputs = make_inputs(OP, tokens=6, dtype=torch.float32)

@@ -80,6 +80,7 @@ def test_plain_forms_are_right_or_refused(op):
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("op", TRITON_OPS)
+@pytest.mark.slow
 def test_a_batch_of_calls_is_right_or_refused(interpreted, op):
     call, x = make_call(op, "triton")
     batch = torch.stack((x, 0.5 * x))

@@ -667,6 +667,7 @@ def test_variational_linear_attention_has_the_precision_of_its_values(interprete
 
 
 @pytest.mark.parametrize("op", LEAST_SQUARES_OPS)
+@pytest.mark.slow
 def test_least_squares_of_what_is_not_a_number(interpreted, op):
     inputs = make_inputs(op, tokens=9, dtype=torch.bfloat16)
     inputs.sequences["u"][0, 5, 0, 0] = torch.nan
@@ -801,6 +802,7 @@ def test_diagonal_scans_in_parts_of_time_read_half_of_the_rows_in_reverse(interp
 
 
 @pytest.mark.parametrize("op", ["longhorn_scan", "selective_scan"])
+@pytest.mark.slow
 def test_diagonal_scans_of_more_warps_than_run_at_once(interpreted, monkeypatch, op):
     from longseq.kernels.diagonal_scan import triton_scan as kernels
 

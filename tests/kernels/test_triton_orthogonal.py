@@ -64,6 +64,7 @@ def test_chunks_of_more_than_a_few_tokens(interpreted, variant):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize(("objective", "chunk_size"), [("decode", 4), ("encode", 4), ("decode", 17), ("encode", 17)])
+@pytest.mark.slow
 def test_more_slots_and_channels_than_a_block(interpreted, objective, chunk_size, dtype):
     inputs = make_inputs(OP, "gated", batch=1, tokens=2 * chunk_size + 1, dtype=dtype, sizes={"H": 1, "D": 66, "M": 70})
     inputs = replace(inputs, options={**inputs.options, "objective": objective})
@@ -147,6 +148,7 @@ def test_a_loss_on_the_state_alone(interpreted, chunk_size):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_compiled_graph_holds_the_chunks_whole(interpreted):
     inputs = make_inputs(OP, "gated", batch=1, tokens=5, dtype=torch.float32)
     torch._dynamo.reset()

@@ -273,6 +273,7 @@ def test_reading_backwards_is_reading_turned_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if mixers.get(name).reads_backwards])
+@pytest.mark.slow
 def test_packed_sequences_are_read_backwards(name: str) -> None:
     mixer = make(name)
     projected = mixer.project_in(make_tokens(1))

@@ -269,6 +269,7 @@ READINGS = [
 
 
 @pytest.mark.parametrize(("mixer", "reading"), READINGS)
+@pytest.mark.slow
 def test_documents_are_read_as_if_alone(mixer, reading):
     if reading == "every token":
         layer = mixers.make_reading(mixer, WIDTH, options={}, direction="bidirectional").double()

@@ -94,6 +94,7 @@ class Convolution(nn.Module):
         return long_convolution(x, filters)
 
 
+@pytest.mark.slow
 def test_the_exported_convolution_is_the_same_for_any_length() -> None:
     x, filters = torch.randn(2, 30, 4), torch.randn(30, 4)
     length = torch.export.Dim("length", min=2)

@@ -50,6 +50,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, MODULE)
 
 
+@pytest.mark.slow
 def test_own_model_and_dataset_train_and_are_used(
     folder: Path, command_here: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +85,7 @@ def test_own_model_and_dataset_train_and_are_used(
     torch.testing.assert_close(torch.jit.load(folder / "own.pt")(images), model(images))
 
 
+@pytest.mark.slow
 def test_own_datamodule_trains_and_resumes(folder: Path, command_here: Any) -> None:
     data = f"data.datamodule={{_target_: {MODULE}.Batches}}"
     words = ("train", *NET, *SMALL, data, "recipe.batch_size=8", "recipe.epochs=2", "output=run")
@@ -112,6 +114,7 @@ def test_own_datamodule_trains_and_resumes(folder: Path, command_here: Any) -> N
         (["data.datamodule={_target_: own_shapes.Batches}", "data.img_size=9"], "must be ['B', 3, 9, 9] of floats"),
     ],
 )
+@pytest.mark.slow
 def test_what_does_not_fit_the_task_is_one_line(
     folder: Path, command_here: Any, words: list[str], message: str
 ) -> None:

@@ -236,6 +236,7 @@ def test_a_name_that_is_taken_is_refused(register: Callable[[], object]) -> None
         register()
 
 
+@pytest.mark.slow
 def test_a_configuration_file_imports_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -192,6 +192,7 @@ def test_the_commands_that_a_run_prints_can_be_copied(path):
 
 
 @pytest.mark.parametrize("output", ["compared", "a b, (c)=d's"])
+@pytest.mark.slow
 def test_values_and_folders_are_spelled_so_that_hydra_reads_them(output, tmp_path):
     slices = [{"samples": 50, "name": "a b"}, {"samples": 60}]
     own = compare.CompareKeys(
@@ -270,6 +271,7 @@ def test_the_best_learning_rate_by_validation_is_reported():
     assert comparison.table(results) == [["model", "depth=1", "depth=2"], ["a", "0.600 ± 0.141", "failed"]]
 
 
+@pytest.mark.slow
 def test_slices_are_columns(tmp_path):
     rows = [row("a", 1, 0.1, 0, test__accuracy=0.5, test__accuracy_64x4=0.75, test__accuracy_512x64=0.25)]
     rows.append(row("b", 1, 0.1, 0, test__accuracy=0.6, test__accuracy_64x4=0.9, test__accuracy_512x64=0.3))

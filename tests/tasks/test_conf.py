@@ -122,6 +122,7 @@ def test_every_model_builds(group, option, compose_config, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["vim", "vit", "token"])
+@pytest.mark.slow
 def test_the_override_that_the_page_of_kernels_names_has_second_derivatives(model, compose_config, tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "pages" / "kernels.md").read_text()
     paragraph = next(paragraph for paragraph in page.split("\n\n") if "`create_graph=True`" in paragraph)
@@ -138,6 +139,7 @@ def test_the_override_that_the_page_of_kernels_names_has_second_derivatives(mode
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=str)
+@pytest.mark.slow
 def test_every_experiment_states_its_claim_and_runs(
     experiment, compose_config, tmp_path, monkeypatch, image_folder, fashion_mnist
 ):

@@ -133,6 +133,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("task", "key", "value", "words"), MISTAKES, ids=name_part)
+@pytest.mark.slow
 def test_a_mistake_is_one_line_before_anything_is_opened(configurations, task, key, value, words):
     with pytest.raises(ValueError, match=re.escape(words)) as caught:
         check_experiment(changed(configurations[task], key, value))

@@ -46,6 +46,7 @@ class KeptLogger(Logger):
         self.parameters |= params
 
 
+@pytest.mark.slow
 def test_several_loggers_get_the_same_numbers(tiny, tmp_path, capsys):
     own = "+logger.kept={_target_: KeptLogger, place: here}"
     train.run(tiny("recipe.epochs=1", "logger=[tensorboard,csv]", own, "trainer.log_every_n_steps=5"))
@@ -59,6 +60,7 @@ def test_several_loggers_get_the_same_numbers(tiny, tmp_path, capsys):
     assert "tensorboard --logdir" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_without_loggers_says_nothing_of_tensorboard(tiny, tmp_path, capsys):
     train.run(tiny("recipe.epochs=1", "logger=none"))
     assert not list((tmp_path / "run").glob("events.out.tfevents*"))
@@ -73,6 +75,7 @@ def test_a_logger_whose_package_is_missing_is_one_line(name, monkeypatch):
         check_loggers({"it": {"_target_": name}})
 
 
+@pytest.mark.slow
 def test_a_run_has_a_log_where_hydra_says(command_here, tmp_path, tiny_overrides):
     root = logging.getLogger()
     before = list(root.handlers), root.level

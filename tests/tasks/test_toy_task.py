@@ -112,6 +112,7 @@ def test_a_task_from_outside_is_compared(folder, command_here, monkeypatch):
         ("task.name=minority", "task.name=minority is unknown: choose one of document, image, lm, probe, majority"),
     ],
 )
+@pytest.mark.slow
 def test_what_a_run_monitors_is_checked_before_it_writes(override, message, folder, command_here):
     refused = command_here(folder, "train", *WORDS, override, f"hydra.run.dir={folder / 'run'}")
     assert refused.returncode == 2

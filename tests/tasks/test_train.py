@@ -104,12 +104,14 @@ def test_trainings_of_one_process_leave_no_writer_behind(tiny, tmp_path):
     assert threading.active_count() == before
 
 
+@pytest.mark.slow
 def test_a_training_that_logs_to_csv(tiny, tmp_path):
     train.run(tiny("recipe.epochs=1", "logger=csv"))
     header = (tmp_path / "run" / "metrics.csv").read_text().splitlines()[0]
     assert {"val/top1", "test/top1"} <= set(header.split(","))
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_never_measured_is_refused_before_training(tiny):
     with pytest.raises(ValueError, match=r"optimized_metric=val/top7 .*val/top1"):
         train.run(tiny("optimized_metric=val/top7"))
@@ -235,6 +237,7 @@ def test_commands_of_one_second_have_folders_of_their_own(tmp_path):
     runs.forget_folders()
 
 
+@pytest.mark.slow
 def test_resuming_under_another_configuration_names_the_keys(tiny, tmp_path):
     train.run(tiny("recipe.epochs=1"))
     path = tmp_path / "run" / "checkpoints" / "last.ckpt"

@@ -378,6 +378,7 @@ def test_generation_is_measured_for_as_long_as_it_takes(mixer, graphs_on_cpu, mo
     assert row["decoding_graph_tokens_of_first"] == row["generation_tokens_of_first"] == 1
 
 
+@pytest.mark.slow
 def test_a_model_that_fails_is_a_row_with_a_remark(tmp_path):
     result = run(models, "models", *SMALL_MODELS, "text=null", "image.sizes=[[8,2]]", f"output={tmp_path}/rows.json")
     assert all("Error" in row["remark"] for row in result["rows"])
@@ -418,6 +419,7 @@ def test_mistakes_about_models_are_one_line(overrides, words, monkeypatch, tmp_p
     assert not list(tmp_path.iterdir()), "nothing is measured"
 
 
+@pytest.mark.slow
 def test_a_result_says_what_was_not_compiled(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "measure_training", lambda *_: {})
     monkeypatch.setattr(models, "measure_decoding", lambda *_: {})

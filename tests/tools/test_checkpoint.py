@@ -30,6 +30,7 @@ def change(checkpoint: Path, target: Path, edit: Callable[[dict[str, Any]], None
     return target
 
 
+@pytest.mark.slow
 def test_loads_the_averaged_weights_or_the_raw_ones(checkpoint: Path) -> None:
     contents = torch.load(checkpoint, weights_only=True)
     loaded = {weights: load(checkpoint, weights=weights) for weights in ("auto", "ema", "model")}
@@ -40,6 +41,7 @@ def test_loads_the_averaged_weights_or_the_raw_ones(checkpoint: Path) -> None:
     assert not torch.equal(*(loaded[weights].backbone.get_parameter("head.weight") for weights in ("ema", "model")))
 
 
+@pytest.mark.slow
 def test_knows_what_the_run_knew(checkpoint: Path) -> None:
     loaded = load(checkpoint)
     assert loaded.task_name == "image"

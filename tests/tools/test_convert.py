@@ -177,6 +177,7 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("family", OWN)
+@pytest.mark.slow
 def test_a_model_of_ours_becomes_another_library_s(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +220,7 @@ def edited(folder: Path, target: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("mixer", ["gsa", "gla", "retnet", "supra", "window_attention", "gsa+attention"])
+@pytest.mark.slow
 def test_attention_becomes_another_mixer(
     mixer: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +250,7 @@ def test_attention_becomes_another_mixer(
     assert torch.equal(torch.get_rng_state(), random)
 
 
+@pytest.mark.slow
 def test_options_of_the_new_mixer(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {"mixer": "window_attention", "mixer.options.window": 8}
     assert convert(monkeypatch, source=llama, output=tmp_path / "window", **keys) == 0
@@ -257,6 +260,7 @@ def test_options_of_the_new_mixer(llama: Path, tmp_path: Path, monkeypatch: pyte
     torch.testing.assert_close(logits(tmp_path / "window")[:, :8], logits(tmp_path / "kept")[:, :8])
 
 
+@pytest.mark.slow
 def test_half_precision_stays_half(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = edited(llama, tmp_path / "half")
     weights = {name: x.bfloat16() for name, x in load_file(source / "model.safetensors").items()}

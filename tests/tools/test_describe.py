@@ -31,6 +31,7 @@ def describe_small(**options: Any) -> dict[str, Any]:
     )
 
 
+@pytest.mark.slow
 def test_timm_model_and_ours_count_alike() -> None:
     ours = describe_image_model(timm.create_model("longseq_vit_tiny_patch16_224", mixer="attention"), DATA)
     timms = describe_image_model(timm.create_model("deit_tiny_patch16_224"), DATA)
@@ -150,6 +151,7 @@ def compose_describe(*overrides: str) -> DictConfig:
         return compose("describe", list(overrides))
 
 
+@pytest.mark.slow
 def test_describes_a_checkpoint_as_json(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(compose_describe(f"checkpoint={checkpoint}", "format=json"))
     facts = json.loads(capsys.readouterr().out)

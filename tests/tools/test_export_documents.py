@@ -135,6 +135,7 @@ def test_every_pooling_in_every_format(exported: tuple[Any, dict[str, Path]]) ->
         compare_with_single_documents(model, FORMATS[format].open_file(path))
 
 
+@pytest.mark.slow
 def test_pairs_of_documents(tmp_path: Path) -> None:
     model = build(kind=PairClassifier, separator=10)
     path = tmp_path / "model.pt"
@@ -144,6 +145,7 @@ def test_pairs_of_documents(tmp_path: Path) -> None:
     torch.testing.assert_close(found[1:], model(pairs[1:, :4]).softmax(-1), atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_several_labels_have_a_probability_each(tmp_path: Path) -> None:
     model, path = build(), tmp_path / "model.pt"
     export_document_classifier(model, path, format="torchscript", data={**DATA, "multi_label": True}, batch_sizes=(1,))
@@ -152,6 +154,7 @@ def test_several_labels_have_a_probability_each(tmp_path: Path) -> None:
     torch.testing.assert_close(found, model(tokens).sigmoid(), atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_learned_positions_limit_the_length_of_a_document(tmp_path: Path) -> None:
     model, path = build(positions="learned", max_length=12), tmp_path / "model.pt"
     report = export_document_classifier(model, path, format="torchscript", data=DATA, batch_sizes=(1,))
@@ -161,6 +164,7 @@ def test_learned_positions_limit_the_length_of_a_document(tmp_path: Path) -> Non
         FORMATS["torchscript"].open_file(path)(torch.zeros(1, 13, dtype=torch.long), torch.tensor([13]))
 
 
+@pytest.mark.slow
 def test_a_file_that_reads_the_padding_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read_all(self: DocumentClassifierFile, tokens: Tensor, lengths: Tensor) -> Tensor:
         return self.model(tokens, mask=lengths.unsqueeze(1).expand_as(tokens) > 0).softmax(-1)
@@ -172,6 +176,7 @@ def test_a_file_that_reads_the_padding_is_not_kept(tmp_path: Path, monkeypatch: 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_differences_of_small_probabilities_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, model = DocumentClassifierFile.forward, build(num_classes=500)
 

@@ -130,6 +130,7 @@ def test_a_program_traced_with_views_takes_other_tensors() -> None:
     torch.testing.assert_close(logits, module.model(tokens)[0], atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_one_file_reads_the_prompt_and_another_goes_on(tmp_path: Path) -> None:
     model = build("attention+longhorn")
     for name, open_length in (("read", True), ("step", False)):
@@ -210,6 +211,7 @@ def test_an_onnx_file_names_its_inputs_and_outputs_and_where_it_is_from(tmp_path
     assert re.match(r"\d+\.\d+", facts["longseq_version"])
 
 
+@pytest.mark.slow
 def test_a_file_that_loses_its_states_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = LanguageModelFile.forward
 
@@ -231,6 +233,7 @@ def test_weights_in_half_precision_and_tied_embeddings(tmp_path: Path) -> None:
     assert model.embedding.weight.dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_onnx_weights_beyond_a_protobuf_lie_beside_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

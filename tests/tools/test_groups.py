@@ -72,6 +72,7 @@ def test_an_option_that_does_not_exist_names_the_nearest():
         check("recipe=zology")
 
 
+@pytest.mark.slow
 def test_data_without_a_recipe_of_its_name_asks_for_one(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "mine.yaml").write_text("defaults:\n  - digits\n  - _self_\n\nname: mine\n")
@@ -80,6 +81,7 @@ def test_data_without_a_recipe_of_its_name_asks_for_one(tmp_path):
     check(f"hydra.searchpath=[file://{tmp_path}]", "data=mine", "recipe=digits")
 
 
+@pytest.mark.slow
 def test_a_task_can_take_the_options_of_another(tmp_path):
     (tmp_path / "task").mkdir()
     task = tmp_path / "task" / "mine.yaml"

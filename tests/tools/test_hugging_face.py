@@ -62,6 +62,7 @@ def test_generate_continues_padded_prompts_and_beams_as_each_alone(mixer: str) -
 
 
 @pytest.mark.parametrize("mixer", [*mixers.mixer_names(), "deltanet+attention"])
+@pytest.mark.slow
 def test_adapters_of_every_projection_train_and_merge(mixer: str) -> None:
     peft = pytest.importorskip("peft", reason="needs peft")
     options = {"target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"}
@@ -85,6 +86,7 @@ def test_adapters_of_every_projection_train_and_merge(mixer: str) -> None:
     torch.testing.assert_close(merged(TOKENS).logits, scores, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_saved_adapter_finds_its_model(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="needs peft")
     make().float().save_pretrained(tmp_path / "model")
@@ -181,6 +183,7 @@ def test_only_the_wanted_logits_are_computed() -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.slow
 def test_a_cache_goes_on_where_it_ended(side: str) -> None:
     """In parts of several tokens, in steps beyond the room of attention's first cache, and in a copy."""
     model = make("deltanet+attention", depth=2)

@@ -47,6 +47,7 @@ def as_loaded(model: Any, task: str = "lm", **data: Any) -> Loaded:
     return Loaded(path, path, model, task, {}, {"tokenizer": dict(BYTES), **data}, "model", 0, 0)
 
 
+@pytest.mark.slow
 def test_a_configuration_becomes_a_classifier(configure: Any) -> None:
     words = ("model.pooling=attention", "model.head_dropout=0.1", "model.share_directions=none", "model.drop_path=0.2")
     model = DocumentModel().build(configure(*words), INFO)
@@ -72,6 +73,7 @@ def test_a_configuration_becomes_a_classifier(configure: Any) -> None:
         (["+model.heads=2"], r"model\.heads is unknown: the keys of model are label, d_model"),
     ],
 )
+@pytest.mark.slow
 def test_a_model_that_cannot_be_built_is_one_line_before_data_is_opened(
     configure: Any, words: list[str], message: str
 ) -> None:
@@ -127,6 +129,7 @@ def test_the_head_of_a_classifier_is_copied_for_the_same_classes(configure: Any)
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_is_one_line(
     configure: Any, options: dict[str, Any], data: dict[str, Any], message: str
 ) -> None:

@@ -120,6 +120,7 @@ def test_the_linear_model_trains_evaluates_and_predicts(folder, command_here):
         ),
     ],
 )
+@pytest.mark.slow
 def test_what_a_run_cannot_heed_is_refused(words, message, folder, command_here):
     refused = command_here(folder, "train", *WORDS[:6], "trainer=cpu", *words, "hydra.run.dir=run")
     assert refused.returncode == 2

@@ -259,6 +259,7 @@ def test_webdataset_keeps_sixteen_bits_and_takes_every_ending(tmp_path):
     assert images[:, 0, 4, 4].tolist() == [40 + 160 * label for label in targets.tolist()]
 
 
+@pytest.mark.slow
 def test_a_stream_without_a_readable_image_measures_nothing(tmp_path, tiny):
     pytest.importorskip("webdataset", reason="wds/ sources need longseq[datasets]")
     stream = io.BytesIO()

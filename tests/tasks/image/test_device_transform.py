@@ -74,6 +74,7 @@ def batched(draws, about):
         ({"crop": "center", "auto_augment": "original"}, image_info(64, crop_pct=1.2, interpolation="bilinear")),
     ],
 )
+@pytest.mark.slow
 def test_a_batch_has_the_pixels_of_the_single_images(options, about):
     transform, draw = (make(about, Augmentation(**options)) for make in (training_transform, TrainingDraws))
     single, draws = [], []
@@ -92,6 +93,7 @@ def test_a_batch_has_the_pixels_of_the_single_images(options, about):
 
 @cases("interpolation", ["box", "bilinear", "hamming", "bicubic", "lanczos"])
 @cases("crop_pct", [0.5, 0.875, 1.2])
+@pytest.mark.slow
 def test_evaluation_has_the_pixels_of_the_single_images(crop_pct, interpolation):
     about = image_info(40, crop_pct=crop_pct, interpolation=interpolation)
     draw, transform = EvaluationDraws(about), evaluation_transform(about)

@@ -71,6 +71,7 @@ def test_balanced_samples_are_a_function_of_seed_epoch_and_place():
     assert found == whole
 
 
+@pytest.mark.slow
 def test_a_balanced_epoch_continues_where_it_was_left():
     def loader():
         data = image_data(name="digits", source="digits", img_size=8, in_chans=1, batch_size=64, sampling="balanced")

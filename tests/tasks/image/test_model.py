@@ -14,6 +14,7 @@ def info(img_size: int) -> DataInfo:
     return DataInfo(["a", "b"], 2, img_size, 3, [0.5] * 3, [0.5] * 3, "bicubic", 1.0)
 
 
+@pytest.mark.slow
 def test_deit3_has_layer_scale(compose_config, tmp_path):
     words = ("recipe=deit3", "model=vit", "model.depth=1", "mixer=attention", f"output={tmp_path}")
     config = resolve(compose_config("train", *words))
@@ -38,6 +39,7 @@ def test_deit3_has_layer_scale(compose_config, tmp_path):
         ("resnet18", 32, None),
     ],
 )
+@pytest.mark.slow
 def test_models_of_timm_keep_their_architecture(name, img_size, patch, compose_config, tmp_path):
     config = compose_config("train", "model=timm", f"model.name={name}", f"output={tmp_path}")
     with torch.device("meta"):

@@ -79,6 +79,7 @@ def test_flat_parameters_which_would_not_decay_are_refused():
         classifier.configure_optimizers()
 
 
+@pytest.mark.slow
 def test_metrics_weigh_every_image_alike(tiny):
     config = tiny("data.eval_batch_size=100")
     trainer, task, datamodule = parts(config)

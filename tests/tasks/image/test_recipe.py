@@ -42,6 +42,7 @@ def write_links(root: Path, count: int) -> Path:
         (50_000, "45,000 images of 2 classes at 16 px (few images, seen often): batch 256, 100 epochs"),
     ],
 )
+@pytest.mark.slow
 def test_the_recipe_of_a_folder_fits_its_size(count, chosen, tmp_path, command_here):
     write_links(tmp_path / "images", count)
     described = command_here(tmp_path, "describe", "data=image_folder", "data.root=images", *SMALL, "format=json")
@@ -87,6 +88,7 @@ def test_the_chosen_batch_divides_over_devices_and_fits_few_images(compose_confi
         assert config["recipe"]["batch_size"] == batch
 
 
+@pytest.mark.slow
 def test_a_run_repeats_what_it_chose_when_the_folder_has_grown(tmp_path, command_here, image_folder):
     shutil.copytree(image_folder, tmp_path / "images")
     words = ("train", "data=image_folder", "data.root=images", *SMALL, *QUIET, "recipe.epochs=1", "output=run")
@@ -111,6 +113,7 @@ def test_a_run_repeats_what_it_chose_when_the_folder_has_grown(tmp_path, command
     assert saved["hyper_parameters"]["config"]["recipe"] == written
 
 
+@pytest.mark.slow
 def test_a_learning_rate_is_found_and_recorded(tmp_path, command_here, tiny_overrides):
     search = ("recipe.learning_rate=find", "learning_rate_finder.num_training=20", "trainer.accumulate_grad_batches=2")
     words = ("train", *tiny_overrides, *QUIET, *search, "recipe.optimizer.layer_decay=0.5", "recipe.epochs=1")
@@ -132,6 +135,7 @@ def test_a_learning_rate_is_found_and_recorded(tmp_path, command_here, tiny_over
 
 
 @pytest.mark.parametrize("count", [3, 5])
+@pytest.mark.slow
 def test_timms_weights_are_tuned_with_a_new_head_for_other_classes(count, tmp_path, compose_config, image_folder):
     options = {"depth": 1, "embed_dim": 24, "num_heads": 2}
     theirs = timm.create_model("vit_tiny_patch16_224", num_classes=count, **options)
@@ -152,6 +156,7 @@ def test_timms_weights_are_tuned_with_a_new_head_for_other_classes(count, tmp_pa
         train.build(other)
 
 
+@pytest.mark.slow
 def test_our_weights_are_tuned_with_a_new_head_for_classes_of_other_names(tmp_path, compose_config, image_folder):
     shutil.copytree(image_folder, tmp_path / "others")
     for split in ("train", "val"):

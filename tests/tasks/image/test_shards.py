@@ -52,6 +52,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return torch.load(run / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
 
 
+@pytest.mark.slow
 def test_training_from_kept_files_is_that_from_the_folder(images: Path, tmp_path: Path, command_here: Any) -> None:
     made = command_here(
         tmp_path, "prepare", "task=image", f"input={images}", "output=shards", "format=keep", "shard_bytes=8000"

@@ -108,6 +108,7 @@ def test_text_is_prepared_once(jsonl: Path, tokens: Path, tmp_path: Path, monkey
     assert sizes == [270, 300]
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_prepare_a_text_once(
     jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +133,7 @@ def test_processes_that_start_together_prepare_a_text_once(
         make(**{**options, "cache": str(tmp_path / "file" / "cache")})
 
 
+@pytest.mark.slow
 def test_a_model_is_measured_on_other_text_and_in_other_windows(jsonl: Path, tokens: Path, tmp_path: Path) -> None:
     trained = make(source="standard_library", validation=0.02, test=0.02).info
     config = {"seed": 0, "data": {"name": "made", "source": "standard_library", "window": 16, "validation": 0.02}}
@@ -171,6 +173,7 @@ def test_python_sources_are_those_that_are_installed(tmp_path: Path, monkeypatch
     assert texts[2].endswith("# é\n")
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_split_by_file_and_measured_by_gzip() -> None:
     files = python_sources.standard_library_files()
     names = {Path(path).name for path in files}

@@ -50,6 +50,7 @@ def test_prompts_of_one_length_need_no_mixer_that_packs(monkeypatch):
     assert len(make_writer().write(["one", "two"])) == 2
 
 
+@pytest.mark.slow
 def test_what_is_drawn_depends_on_the_seed_and_the_number_of_the_prompt_alone():
     hot = {"temperature": 10.0}
     whole = make_writer(batch_size=4, **hot).write(PROMPTS)
@@ -212,6 +213,7 @@ def test_a_command_ends_without_a_traceback_where_its_reader_or_user_has_enough(
     assert closed == [1]
 
 
+@pytest.mark.slow
 def test_too_little_memory_is_one_line(trained, command_here, tmp_path, monkeypatch):
     def write(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 600 GiB.")

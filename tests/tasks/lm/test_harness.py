@@ -208,6 +208,7 @@ def test_what_cannot_be_is_one_line(tmp_path, sets, cache, monkeypatch):
     assert datasets.load_dataset is refuse, "it is put back"
 
 
+@pytest.mark.slow
 def test_an_unknown_task_is_one_line(monkeypatch):
     few = partial(TaskManager, include_path=f"{OWN}/hellaswag", include_defaults=False)
     monkeypatch.setattr(evaluation, "TaskManager", lambda **options: few())

@@ -95,6 +95,7 @@ def test_a_mixer_learns_to_recall_and_training_stops_there(compose_config, tmp_p
         ("mqar_mixture", ["data.options.vocab_size=600", "model.direction=bidirectional"]),
     ],
 )
+@pytest.mark.slow
 def test_every_kind_of_probe_takes_a_step(data, overrides, compose_config, tmp_path):
     slices = [] if data == "mqar_mixture" else ["data.train=[{samples: 8}]", "data.test=[{samples: 4}]"]
     small = [
@@ -118,6 +119,7 @@ def test_every_kind_of_probe_takes_a_step(data, overrides, compose_config, tmp_p
     assert 0 <= value <= 1
 
 
+@pytest.mark.slow
 def test_the_training_pass_is_compiled_for_each_shape(compose_config, tmp_path, monkeypatch):
     calls = []
 

@@ -133,6 +133,7 @@ def test_each_file_of_source_code_is_a_document(tmp_path: Path) -> None:
     assert [one.text for part in parts for one in read_part(part, Columns())] == list(files.values())  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_the_size_of_parts_and_the_order_of_files_change_nothing(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", TEXTS)
     made = [documents(run(tmp_path / "a.jsonl", tmp_path / f"out{size}", size=size)) for size in (40, 300, 10**9)]

@@ -110,6 +110,7 @@ def test_an_interrupted_validation_leaves_the_weights_as_trained(tiny):
     ],
     ids=["parameter", "gradient", "loss"],
 )
+@pytest.mark.slow
 def test_divergence_stops_with_the_update_and_what_went_first(spoil, message, tiny, tmp_path):
     last = LastCheckpoint(str(tmp_path), every_n_train_steps=4)
     with pytest.raises(NonFiniteError, match=message) as caught:
@@ -122,6 +123,7 @@ def test_divergence_stops_with_the_update_and_what_went_first(spoil, message, ti
     assert all(torch.isfinite(value).all() for value in saved["state_dict"].values() if value.is_floating_point())
 
 
+@pytest.mark.slow
 def test_an_error_within_a_step_leaves_a_checkpoint_of_the_update_before(tiny, tmp_path):
     def fail(task):
         raise OSError("disk full")
@@ -222,6 +224,7 @@ def test_unreadable_images_are_counted_skipped_and_named(image_folder, tmp_path,
     assert str(broken) in output
 
 
+@pytest.mark.slow
 def test_a_memory_that_is_too_small_is_one_line_with_the_remedy(tiny, monkeypatch):
     def exhaust(self, images):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB\nmore")

@@ -25,6 +25,7 @@ class Norms(Callback):
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.slow
 def test_a_fused_optimizer_clips_too(fused, precision, tiny):
     config = tiny(
         f"+recipe.optimizer.fused={str(fused).lower()}",

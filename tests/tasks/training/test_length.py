@@ -84,6 +84,7 @@ def test_what_cannot_be_is_one_line_with_the_key(keys, message):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_tokens_of_data_without_tokens_are_refused(tiny):
     with pytest.raises(
         ValueError, match=r"recipe\.tokens=1000: .* give recipe\.epochs or recipe\.updates in its place"

@@ -47,6 +47,7 @@ def test_each_reading_has_its_charts(tiny, tmp_path):
     assert rows != back
 
 
+@pytest.mark.slow
 def test_the_body_is_asked_and_not_the_head(tiny, monkeypatch):
     head, modes = ImageBackbone.forward_head, []
 
@@ -108,6 +109,7 @@ def test_the_training_is_the_same_with_and_without(precision, tiny, tmp_path):
     assert not scalars(tmp_path / "1")
 
 
+@pytest.mark.slow
 def test_a_watched_pass_leaves_no_trace(tiny):
     model = torch.nn.Sequential(
         torch.nn.BatchNorm2d(1), build(tiny, *LONGHORN), torch.nn.Dropout(0.5), torch.nn.Linear(10, 1)
