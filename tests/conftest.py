@@ -69,7 +69,11 @@ APART = ("gpu", "oracle", "soak", "compilations", "slow")
 # The parameters that hold an operation's or a mixer's name, and the tests that are about each of them.
 SUBJECTS = ("op", "mixer", "name")
 ABOUT_EACH = (
-    "tests/kernels/",
+    "tests/kernels/test_contracts.py::test_forms_equal_the_recurrence",
+    "tests/kernels/test_contracts.py::test_packed_equals_each_alone",
+    "tests/kernels/test_contracts.py::test_reverse_reads_from_the_end",
+    "tests/kernels/test_local.py::test_the_torch_form_is_the_formula",
+    "tests/kernels/test_triton.py::test_kernel_equals_the_recurrence",
     "tests/mixers/test_contract.py::test_any_split_is_the_whole",
     "tests/mixers/test_contract.py::test_every_parameter_and_the_state_get_gradients",
     "tests/mixers/test_contract.py::test_padding_leaves_no_trace",
