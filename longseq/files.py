@@ -1,14 +1,16 @@
-"""Writing files whole: an error or an interruption leaves the old file or the new one, never a part."""
+"""Files that are written whole, so that an error or an interruption leaves no part of one, and their checksums."""
 
 from __future__ import annotations
 
 import os
 import re
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _TRIED = 1 << 20  # bytes
+_BLOCK = 1 << 24  # bytes that are read at a time
 _CODE_OF_RUST = re.compile(r"\(os error (\d+)\)")  # in messages of safetensors
 
 
@@ -63,3 +65,12 @@ def _refusal(error: Exception, path: Path) -> OSError | None:
     except OSError as refused:
         return refused
     return None
+
+
+def crc32_of(path: Path) -> int:
+    """The CRC-32 of a file's bytes."""
+    found = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            found = zlib.crc32(block, found)
+    return found

@@ -25,10 +25,11 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from omegaconf import DictConfig
 
+from longseq.files import crc32_of
 from longseq.tasks.image.config import ImageDataKeys
 from longseq.tasks.image.decoding import UNREADABLE, first_line
 from longseq.tasks.image.encoding import Encoded, Encoding, File, encode_file, encode_files, ending_of
-from longseq.tasks.image.shards import MANIFEST, SPLITS, VERSION, crc32_of
+from longseq.tasks.image.shards import MANIFEST, SPLITS, VERSION
 from longseq.tasks.image.sources import ReaderSource, Source, open_folders
 from longseq.tasks.image.table import open_tables
 from longseq.tasks.report import progress_bar, quiet_libraries, shorten

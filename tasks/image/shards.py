@@ -25,13 +25,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from longseq.files import crc32_of
 from longseq.tasks.image.decoding import decode
 
 VERSION = 1
 MANIFEST = "manifest.json"
 SPLITS = ("train", "validation", "test")
-
-_BLOCK = 1 << 20
 
 
 def holds_shards(folder: str | Path) -> bool:
@@ -127,15 +126,6 @@ def open_shards(root: str | None, names: Sequence[str] = SPLITS, *, multi_label:
         found = str(manifest["multi_label"]).lower()
         raise ValueError(f"data.root={root} was prepared with multi_label={found}: give data.multi_label={found}")
     return {name: ShardSource(str(root), name, manifest) for name in names if name in manifest["splits"]}
-
-
-def crc32_of(path: Path) -> int:
-    """The CRC-32 of a file."""
-    value = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            value = zlib.crc32(block, value)
-    return value
 
 
 def _load(path: Path) -> dict[str, Any]:

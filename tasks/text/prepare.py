@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import numpy as np
 from omegaconf import DictConfig
 
+from longseq.files import crc32_of
 from longseq.tasks.report import progress_bar, quiet_libraries, shorten
 from longseq.tasks.text.documents import (
     Encoded,
@@ -47,7 +48,6 @@ from longseq.tasks.text.store import (
     TOKENIZER,
     VERSION,
     SplitWriter,
-    checksum,
     file_types,
 )
 from longseq.tasks.text.tokenizer import (
@@ -333,7 +333,7 @@ def manifest_of(tokenizer: Tokenizer, output: Path) -> dict[str, Any]:
     if told["kind"] == "file":
         path = output / TOKENIZER
         write_text(path, told["json"])
-        manifest["tokenizer_file"] = {"size": path.stat().st_size, "crc32": checksum(path)}
+        manifest["tokenizer_file"] = {"size": path.stat().st_size, "crc32": crc32_of(path)}
     return manifest
 
 

@@ -28,6 +28,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from longseq.files import crc32_of
+
 Integers = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -36,8 +38,6 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 PARTIAL = ".partial"
 SPLITS = ("train", "validation", "test")
-
-_BLOCK = 1 << 24
 
 
 class Corpus(NamedTuple):
@@ -85,15 +85,6 @@ def file_types(vocab_size: int, *, prompts: bool = False, labels: bool = False) 
     if labels:
         types |= {"labels": np.dtype("<i8"), "hashes": np.dtype("<u8")}
     return types
-
-
-def checksum(path: Path) -> int:
-    """CRC-32 of a file's bytes."""
-    found = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            found = zlib.crc32(block, found)
-    return found
 
 
 def open_store(root: str | Path, *, check: bool = True) -> TokenStore:
@@ -179,7 +170,7 @@ def _check_file(path: Path, told: Mapping[str, int], check: bool) -> None:
     size = path.stat().st_size
     if size != told["size"]:
         raise ValueError(f"{path} has {size} bytes, its manifest tells {told['size']}: it is truncated or changed")
-    if check and checksum(path) != told["crc32"]:
+    if check and crc32_of(path) != told["crc32"]:
         raise ValueError(f"{path} was changed: its checksum is not that of its manifest; prepare the tokens again")
 
 
