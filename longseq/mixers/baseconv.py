@@ -17,7 +17,7 @@ from longseq.blocks.precision import at_least_float32
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, required
+from longseq.mixers.base import Mixer, memory_dtype
 from longseq.mixers.long_convolution import Reading, convolution_flops
 from longseq.mixers.registry import register
 
@@ -179,7 +179,8 @@ class BaseConv(Mixer[BaseConvState | ShortBaseConvState]):
             y, last = self.filter.step(x, state[0])
             return self._gate(y, gate), ShortBaseConvState(last)
         y, following = self.scan(projected.unsqueeze(1), state)
-        return y.squeeze(1), required(following)
+        assert following is not None
+        return y.squeeze(1), following
 
     def initial_state(
         self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
