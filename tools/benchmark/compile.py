@@ -268,6 +268,7 @@ def _choose(capability: tuple[int, int], found: Iterable[tuple[Any, ...]]) -> li
         name = f"{kernel.fn.__module__}:{kernel.fn.__qualname__}"
         data = json.loads(specialization)
         del data["key"]  # it contains the line of the kernel in its file
+        data["options"].pop("extern_libs", None)  # where this machine has libdevice, a part of Triton
         parts = json.dumps([data, hash_kernel(kernel), triton.__version__], sort_keys=True, default=str)
         key = hashlib.sha256(parts.encode()).hexdigest()[:16]
         launches.append(Launch(op, capability, call, name, specialization, key))
