@@ -12,6 +12,7 @@ from typing_extensions import Self
 
 from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
+from longseq.blocks.token_shift import latest_token, previous_tokens, previous_tokens_pair, shift_tokens
 from longseq.kernels import linear_attention, linear_attention_step
 from longseq.kernels.chunks import scan
 from longseq.kernels.dispatch import is_exporting
@@ -22,7 +23,6 @@ from longseq.mixers.base import Mixer, memory_dtype, required
 from longseq.mixers.heads import largest_heads
 from longseq.mixers.measures import saturation
 from longseq.mixers.registry import register
-from longseq.mixers.token_shift import latest_token, previous_tokens, previous_tokens_pair, shift_tokens
 
 NOTHING = -1e38  # the exponent before the first token, in place of log 0
 NEVER = -100.0  # e to this power is nothing beside 1, in float64 too

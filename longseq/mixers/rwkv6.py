@@ -11,6 +11,7 @@ from typing_extensions import Self
 
 from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
+from longseq.blocks.token_shift import latest_token, previous_tokens, previous_tokens_pair, shift_tokens
 from longseq.kernels import linear_attention, linear_attention_step
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse, halves
@@ -18,7 +19,6 @@ from longseq.mixers.base import Mixer, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
-from longseq.mixers.token_shift import latest_token, previous_tokens, previous_tokens_pair, shift_tokens
 
 PARTS = 5  # the decay, the key, the value, the receptance and the gate, in this order, each mix two tokens
 
