@@ -54,6 +54,8 @@ class RWKV4(Mixer[RWKV4State]):
     Two tokens are mixed before they are projected, so no projection acts on single tokens: `in_proj` is None, `scan`
     reads the tokens themselves, and several scans over an image share only the output projection.
 
+    The channel mixing of RWKV is an MLP of token models, mlp="rwkv" (`longseq.blocks.channel_mixing`).
+
     Initially, μ, u and the decay have the values of the published code for the middle layer of a network, because a
     mixer does not know its layer. W_k, W_r and W_o start as the model's other matrices; the published code starts them
     at zero.

@@ -41,6 +41,8 @@ class RWKV6(Mixer[RWKV6State]):
     Two tokens are mixed before they are projected, so no projection acts on single tokens: `in_proj` is None, `scan`
     reads the tokens themselves, and several scans over an image share only the output projection.
 
+    The channel mixing of RWKV is an MLP of token models, mlp="rwkv" (`longseq.blocks.channel_mixing`).
+
     Initially, μ, d and u have the values of the published code for the middle layer of a network, because a mixer does
     not know its layer. A starts with small numbers in place of zeros, so that B gets a gradient in the first step.
 
