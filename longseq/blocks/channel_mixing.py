@@ -30,8 +30,8 @@ class ChannelMixing(nn.Module):
     Raises:
         ValueError: `bias` is True.
 
-    Source: RWKV: Reinventing RNNs for the Transformer Era (Peng et al., 2023), section 3.1, equations 14, 15 and 18; that
-    of RWKV-6 (Peng et al., 2024, arXiv:2404.05892) has the same formula.
+    Source: RWKV: Reinventing RNNs for the Transformer Era (Peng et al., 2023), section 3.1, equations 14, 15 and 18.
+    RWKV-6 (Peng et al., 2024, arXiv:2404.05892) has the same formula.
     """
 
     no_weight_decay_names = ("mix",)
