@@ -132,6 +132,8 @@ def _read(path: Path, keys: ImageDataKeys) -> Iterator[Listed]:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
             present = list(reader.fieldnames or [])
+            if len(present) == 1 and (found := next((mark for mark in ";\t|" if mark in present[0]), None)):
+                raise ValueError(f"{path} has {found!r} between its columns: save it with commas")
             for key, column in (("file_column", named), *(("label_column", one) for one in columns)):
                 if column not in present:
                     raise ValueError(
