@@ -66,6 +66,8 @@ def run(cfg: DictConfig) -> float | None:
     """
     processes.follow_parent()
     config = resolve(cfg)
+    if isinstance(config.get("output"), str) and Path(config["output"]).is_file():
+        raise ValueError(f"output={config['output']} is a file: give output=FOLDER, or leave it out")
     check_experiment(config)
     if automatic.searches(config):
         refuse_search(config)

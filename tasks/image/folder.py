@@ -30,14 +30,14 @@ class Found(NamedTuple):
 
     images: list[str]
     passed_over: list[PassedOver]
-    empty: list[PassedOver] = []
+    empty: list[PassedOver]
 
 
 def find_images(root: str) -> Found:
     """Search a folder on all levels, also through symbolic links; images are recognised by their endings.
 
     Hidden files and folders are passed over: those of version control and of notebooks, and the second file that macOS
-    writes beside each image. So are links to a folder that holds them, below which each image would be found many times.
+    writes beside each image. So are links to a folder that holds them, below which images would be found many times.
     """
     images, others, empty = [], [], []
     for folder, folders, files in os.walk(root, followlinks=True):
