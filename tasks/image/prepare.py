@@ -20,7 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
@@ -29,14 +29,14 @@ from longseq.files import crc32_of
 from longseq.tasks.image.config import ImageDataKeys
 from longseq.tasks.image.decoding import UNREADABLE, first_line
 from longseq.tasks.image.encoding import Encoded, Encoding, File, encode_file, encode_files, ending_of
+from longseq.tasks.image.prepare_keys import PrepareImagesKeys
 from longseq.tasks.image.shards import MANIFEST, SPLITS, VERSION
 from longseq.tasks.image.sources import ReaderSource, Source, open_folders
 from longseq.tasks.image.table import open_tables
 from longseq.tasks.report import progress_bar, quiet_libraries, shorten
-from longseq.tasks.training.command import CommandKeys, read_command
+from longseq.tasks.training.command import read_command
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.lock import locked
-from longseq.tasks.training.options import Length, Range, Required
 from longseq.tasks.training.processes import usable_cores
 
 # How many unreadable images a manifest names.
@@ -48,29 +48,6 @@ _CHUNK, _AHEAD = 16, 4
 _OF_TABLES = ("multi_label", "file_column", "label_column", "label_delimiter")
 
 _NAMES = {"train": "train", "validation": "validation", "test": "test"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrepareImagesKeys(CommandKeys):
-    """The keys of `longseq prepare task=image`, explained in conf/prepare_image.yaml."""
-
-    input: Annotated[
-        str | None, Required("give input=FOLDER or input=FILE.csv: the images to prepare, as data.root names them")
-    ]
-    output: Annotated[str | None, Required("give output=FOLDER: where the shards are written")]
-    format: Literal["jpeg", "keep"]
-    size: Annotated[int | None, Range(1)]
-    quality: Annotated[int, Range(1, 100)]
-    shard_bytes: Annotated[int, Range(1_000)]
-    multi_label: bool
-    file_column: str | None
-    label_column: str | Annotated[list[str], Length(1)] | None
-    label_delimiter: str | None
-    processes: Annotated[int | None, Range(1)]
-
-    def __post_init__(self) -> None:
-        if self.format == "keep" and self.size is not None:
-            raise ValueError(f"size={self.size} changes images, and format=keep keeps them: leave one out")
 
 
 @quiet_libraries()
