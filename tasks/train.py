@@ -23,7 +23,7 @@ from longseq.parameters import count_parameters
 from longseq.plugins import plugin_of
 from longseq.tasks import registry
 from longseq.tasks.data.module import Info, TaskData
-from longseq.tasks.devices import is_out_of_memory
+from longseq.tasks.devices import halve, is_out_of_memory
 from longseq.tasks.experiment import check_experiment, choose, with_any_choice
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import automatic, processes, runs
@@ -290,8 +290,7 @@ def _memory_explained(
                 f"trainer.accumulate_grad_batches={2 * trainer.accumulate_grad_batches}"
             )
         else:
-            batch = datamodule.eval_batch_size
-            told = f"data.eval_batch_size={batch}: evaluate fewer at a time, with {max(1, batch // 2)}"
+            told = halve("data.eval_batch_size", datamodule.eval_batch_size)
         raise ValueError(f"out of memory with {told}") from error
 
 

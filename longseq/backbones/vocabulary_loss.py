@@ -19,8 +19,8 @@ IGNORED = -100  # the target of a token without a target
 # Elements of a chunk's scores: 128 MiB in float32, or 1,048 tokens with a vocabulary of 32,000. Not tuned.
 CHUNK_SCORES = 2**25
 
-# A chunk on a GPU has as many times these elements: 256 MiB in bfloat16. Each chunk adds its part to the gradient of the
-# whole weight. With 1,048 tokens a chunk, this takes a third of the time of the matrix products, by the bytes it moves.
+# A chunk on a GPU has as many times these elements: 256 MiB in bfloat16. Each chunk adds to the gradient of the whole
+# weight. With 1,048 tokens a chunk, this takes a third of the time of the matrix products, by the bytes that it moves.
 GPU_CHUNKS = 4
 
 
@@ -62,8 +62,7 @@ def token_losses(features: Tensor, project: Callable[[Tensor], Tensor], vocabula
     rows, targets = features.flatten(0, -2), target.flatten()
     losses = [features.new_zeros((0,), dtype=compute_dtype(features))]
     losses += [
-        token_loss(project(rows[part]), targets[part], ignore_index=IGNORED)
-        for part in _chunks(rows, vocabulary)
+        token_loss(project(rows[part]), targets[part], ignore_index=IGNORED) for part in _chunks(rows, vocabulary)
     ]
     return torch.cat(losses).view(target.shape)
 
