@@ -33,7 +33,7 @@ from longseq.tasks.training.callbacks.run_log import logged
 from longseq.tasks.training.callbacks.stop import stoppable
 from longseq.tasks.training.callbacks.throughput import Throughput
 from longseq.tasks.training.class_figures import to_csv
-from longseq.tasks.training.configuration import Config, resolve, spell_value
+from longseq.tasks.training.configuration import Config, resolve, spell_value, with_absolute_root
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.freeze import freeze
 from longseq.tasks.training.learning_rate_finder import TABLE, find_learning_rate, refuse_search
@@ -66,6 +66,8 @@ def run(cfg: DictConfig) -> float | None:
     """
     processes.follow_parent()
     config = resolve(cfg)
+    if isinstance(config.get("output"), str) and Path(config["output"]).is_file():
+        raise ValueError(f"output={config['output']} is a file: give output=FOLDER, or leave it out")
     check_experiment(config)
     if automatic.searches(config):
         refuse_search(config)
@@ -105,6 +107,7 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     if checkpoint is not None:
         config = runs.chosen_in(checkpoint, config)
     config, datamodule, reason = _open(config)
+    config = with_absolute_root(config)  # the run remembers where its data are, whoever evaluates it from elsewhere
     if reason is not None:
         _print(reason)
     if automatic.searches(config):

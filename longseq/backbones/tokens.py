@@ -279,10 +279,12 @@ class TokenBackbone(PretrainedModel, nn.Module):
     def forward_features(
         self, tokens: Tensor, state: TokenState | None = None, *, cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None, output_final_state: bool = True, max_length: int | None = None,
+        added: Tensor | None = None,
     ) -> tuple[Tensor, TokenState | None]:  # fmt: skip
         """Return normalised features `[B, T, d_model]` and the state; the arguments are those of `forward`.
 
         With `max_length` the state is preallocated (see `preallocate`), layer by layer, which needs less memory.
+        `added [B, T, d_model]` is added to the embeddings of the tokens.
         """
         if self.max_length is not None and tokens.shape[1] > self.max_length and cu_seqlens is None:
             raise ValueError(
@@ -296,7 +298,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         packing, places = pack_like(cu_seqlens, tokens), None
         if self.positions is not None:
             places, position = count_positions(tokens, position, cu_seqlens=packing, mask=mask)
-        x = self.embed(tokens, places)
+        x = self.embed(tokens, places, added)
         states = []
         options: dict[str, Any] = {"cu_seqlens": packing, "mask": mask, "output_final_state": output_final_state}
         for index, block in enumerate(self.blocks):
@@ -453,9 +455,14 @@ class TokenBackbone(PretrainedModel, nn.Module):
         # An adapter took the place of the layer: `weight` is then the weight that it adapts.
         return self.embedding(torch.arange(self.vocab_size, device=self.embedding.weight.device))
 
-    def embed(self, tokens: Tensor, places: Tensor | None) -> Tensor:
-        """The residual before the first block: the embeddings of tokens, and of `places` with learned positions."""
+    def embed(self, tokens: Tensor, places: Tensor | None, added: Tensor | None = None) -> Tensor:
+        """The residual before the first block: the embeddings of tokens, and of `places` with learned positions.
+
+        `added` is what stands beside the embeddings of the tokens, of the same shape.
+        """
         x = self.embedding(tokens)
+        if added is not None:
+            x = x + added
         if self.positions is not None:
             assert places is not None
             x = x + self.positions(places)

@@ -11,6 +11,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import tarfile
 import zlib
 from collections import deque
@@ -36,7 +37,7 @@ from longseq.tasks.image.table import open_tables
 from longseq.tasks.report import progress_bar, quiet_libraries, shorten
 from longseq.tasks.training.command import read_command
 from longseq.tasks.training.files import write_text
-from longseq.tasks.training.lock import locked
+from longseq.tasks.training.lock import LOCK_FILE, locked
 from longseq.tasks.training.processes import usable_cores
 
 # How many unreadable images a manifest names.
@@ -46,6 +47,10 @@ NAMED = 20
 _CHUNK, _AHEAD = 16, 4
 
 _OF_TABLES = ("multi_label", "file_column", "label_column", "label_delimiter")
+
+_OWN = re.compile(
+    rf"(({'|'.join(SPLITS)})(-\d{{6}}\.tar|\.index\.npy|\.targets\.npy|\.names\.txt)|{re.escape(MANIFEST)})(\.partial)?"
+)
 
 _NAMES = {"train": "train", "validation": "validation", "test": "test"}
 
@@ -124,10 +129,10 @@ def prepare(
     """
     if (output / MANIFEST).exists():
         raise ValueError(f"{output} holds prepared data already: choose another output, or remove it")
+    begun = _begun_in(output)
     with locked(output, "output"):
-        for old in output.glob("*-[0-9][0-9][0-9][0-9][0-9][0-9].tar*"):
-            if old.name.partition("-")[0] in SPLITS:
-                old.unlink()  # of an interrupted preparation
+        for old in begun:
+            old.unlink()
         written: list[Path] = []
         try:
             with progress_bar("packing", sum(map(len, sources.values())), shown=show_progress) as advance:
@@ -140,6 +145,23 @@ def prepare(
                     path.unlink()
             raise
     return manifest
+
+
+def _begun_in(output: Path) -> list[Path]:
+    """The files that a killed preparation has left in a folder.
+
+    Its lock or a file that is not whole tells that they are ours: other programs name their shards in the same way.
+    ValueError if the folder holds anything else.
+    """
+    inside = sorted(output.iterdir()) if output.is_dir() else []
+    locks = [path for path in inside if path.name.startswith(LOCK_FILE)]
+    left = [path for path in inside if _OWN.fullmatch(path.name)]
+    others = [path for path in inside if path not in left and path not in locks]
+    if not others and not locks and not any(path.suffix == ".partial" for path in left):
+        others = left
+    if others:
+        raise ValueError(f"output={output} holds other files, such as {others[0].name}: choose a new or empty folder")
+    return left
 
 
 def _write_splits(

@@ -334,6 +334,37 @@ def test_a_sharded_run_measures_what_one_process_does_and_goes_on_there(
 
 
 @pytest.mark.slow
+def test_a_run_remembers_where_its_images_are(tmp_path, command_here, tiny_overrides, image_folder):
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    shutil.copytree(image_folder, home / "images")
+    shutil.copytree(image_folder / "val", elsewhere / "images" / "train")  # other images in a folder of the same name
+    words = ("data=image_folder", "recipe=digits", "data.root=images", "data.img_size=16", "data.num_workers=0")
+    words += ("recipe.epochs=1", "recipe.batch_size=8", "callbacks.samples=null", "callbacks.worst=null")
+    trained = command_here(home, "train", *tiny_overrides, *words, f"output={home / 'run'}")
+    assert trained.returncode == 0, trained.stderr
+    checkpoint = home / "run" / "checkpoints" / "last.ckpt"
+    assert read(checkpoint)["hyper_parameters"]["config"]["data"]["root"] == str(home / "images")
+
+    evaluate = ("evaluate", f"checkpoint={checkpoint}", "trainer=cpu")
+    measured = command_here(elsewhere, *evaluate, f"output={tmp_path / 'there.json'}")
+    assert measured.returncode == 0, measured.stderr
+    metrics = json.loads((home / "run" / "metrics.json").read_text())
+    assert json.loads((tmp_path / "there.json").read_text())["test/loss"] == pytest.approx(metrics["test/loss"])
+
+    again = ("train", *tiny_overrides, *words, f"resume={checkpoint}", f"output={home / 'run'}")
+    refused = command_here(elsewhere, *again)
+    assert refused.returncode == 2
+    assert f"data.root: '{home / 'images'}' there, '{elsewhere / 'images'}' here" in refused.stderr
+
+    (home / "images").rename(tmp_path / "images")
+    gone = command_here(home, *evaluate)
+    assert gone.returncode == 2
+    assert f"data.root={home / 'images'} does not exist: give the folder" in gone.stderr
+    moved = command_here(tmp_path, *again)
+    assert moved.returncode == 0, moved.stderr
+
+
+@pytest.mark.slow
 def test_a_sweep_trains_each_choice(tmp_path, command_here, tiny_overrides):
     result = command_here(tmp_path, "train", "-m", *tiny_overrides, "seed=0,1", "recipe.epochs=1")
     assert result.returncode == 0, result.stderr
