@@ -33,7 +33,7 @@ def name_kind(temperature: float, top_k: int | None, top_p: float | None, seen: 
 def reasons(call: Call) -> list[str]:
     """The reasons against the fused form."""
     found = triton_reasons(call)
-    if found or is_emulated():
+    if found or is_emulated() or not torch.cuda.is_available():
         return found
     index = torch.cuda.current_device() if call.device.index is None else call.device.index
     if (index, call.dtype, call.kind) not in _CHECKED and torch.cuda.is_current_stream_capturing():

@@ -52,6 +52,8 @@ def test_the_processor_takes_the_form_of_torch_and_names_the_reason():
     why = explain("token_choice", dtype=torch.float32)
     assert why["torch"] == []
     assert "it runs on a CUDA device, not on cpu" in why["fused"][0]
+    if not torch.cuda.is_available():  # of a GPU that is elsewhere, what is known without it
+        assert explain("token_choice", device="cuda") == {"fused": [], "torch": []}
     with pytest.raises(ValueError, match="it runs on a CUDA device"):
         token_choice(torch.randn(1, 9), torch.zeros(1).long(), torch.ones(1).bool(), backend="fused")
 
