@@ -64,10 +64,8 @@ def test_a_kernel_that_fails_its_check_is_refused_in_one_line(monkeypatch):
     for name in ("device", "stream", "Stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: torch.no_grad())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    fused.find_error.cache_clear()
     with pytest.warns(UserWarning, match="refuses the fused form of token_choice"):
         error = fused.find_error(0, torch.float32, "drawn")
-    fused.find_error.cache_clear()
     assert error == "the kernel that draws tokens (drawn) failed its check on a GPU: 3 of 8 tokens are wrong"
 
 
