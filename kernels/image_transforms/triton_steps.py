@@ -55,14 +55,14 @@ def count_values(images, kinds, counts, plane, PIXELS: tl.constexpr):
         values = tl.arange(0, 256)
         # Pixels behind the last one count as 0.
         behind = tl.where(values == 0, tl.sum((pixel >= plane).to(tl.int32), 0), 0)
-        counts += image * 1024 + values
+        places = counts + image * 1024 + values
         if kind == CONTRAST:
             # The grey of a pixel behind the last one is 0 as well.
-            tl.atomic_add(counts + 768, tl.histogram(_grey(red, green, blue), 256) - behind)
+            tl.atomic_add(places + 768, tl.histogram(_grey(red, green, blue), 256) - behind)
         else:
-            tl.atomic_add(counts, tl.histogram(red, 256) - behind)
-            tl.atomic_add(counts + 256, tl.histogram(green, 256) - behind)
-            tl.atomic_add(counts + 512, tl.histogram(blue, 256) - behind)
+            tl.atomic_add(places, tl.histogram(red, 256) - behind)
+            tl.atomic_add(places + 256, tl.histogram(green, 256) - behind)
+            tl.atomic_add(places + 512, tl.histogram(blue, 256) - behind)
 
 
 @triton.jit(do_not_specialize=["plane"])
