@@ -52,7 +52,7 @@ def find_error(index: int, kind: str) -> str | None:
     """Transform random images on a GPU, and compare them with the form of torch on the CPU: what is wrong, or None."""
     device = torch.device("cuda", index)
     try:
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)), torch.no_grad():
+        with torch.cuda.device(device), torch.no_grad():
             error = compare(device, kind)
     except Exception as failure:  # a missing compiler, or a kernel that does not compile
         error = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"

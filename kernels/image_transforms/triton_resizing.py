@@ -44,10 +44,11 @@ def _filter(x, FILTER: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["S", "TAPS"])
-def weigh(heads, places, firsts, taps, weights, S, TAPS, SUPPORT, FILTER: tl.constexpr, BLOCK: tl.constexpr):
+def weigh(heads, centres, firsts, taps, weights, S, TAPS, SUPPORT, FILTER: tl.constexpr, BLOCK: tl.constexpr):
     """The first pixel and the weights of the pixels that each picked row (axis 0) or column (axis 1) sums.
 
-    `places` [n, 2, S], `firsts` [n, 2, S], `taps` [n, 2], `weights` [n, 2, TAPS, S]; see Pillow's Resample.c.
+    `centres` [n, 2, S] are places in the box, below 0 for black; `firsts` [n, 2, S], `taps` [n, 2], `weights`
+    [n, 2, TAPS, S]. See Pillow's Resample.c.
     """
     image = tl.program_id(0).to(tl.int64)
     axis = tl.program_id(1)
@@ -63,8 +64,7 @@ def weigh(heads, places, firsts, taps, weights, S, TAPS, SUPPORT, FILTER: tl.con
     tl.store(taps + line, number)
     for start in range(0, S, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        picked = tl.load(places + line * S + place, mask=place < S, other=-1)
-        centre = (picked.to(tl.float64) + 0.5) * scale
+        centre = tl.load(centres + line * S + place, mask=place < S, other=-1.0)
         if FILTER == 0:
             first = tl.floor(centre)
             end = first + 1.0
@@ -81,7 +81,7 @@ def weigh(heads, places, firsts, taps, weights, S, TAPS, SUPPORT, FILTER: tl.con
             weight = tl.full((BLOCK,), 1.0, tl.float64)
             if FILTER != 0:
                 weight = _filter((first + tap - centre + 0.5) / blur, FILTER)
-            weight = tl.where((first + tap < end) & (picked >= 0), weight / tl.where(total == 0.0, 1.0, total), 0.0)
+            weight = tl.where((first + tap < end) & (centre >= 0.0), weight / tl.where(total == 0.0, 1.0, total), 0.0)
             tl.store(weights + (line * TAPS + tap) * S + place, weight.to(tl.float32), mask=place < S)
         tl.store(firsts + line * S + place, tl.maximum(first, 0.0).to(tl.int32), mask=place < S)
 
@@ -164,9 +164,11 @@ def image_resize_triton(
     heads[:, 2:6] = geometries.box
     heads[:, 6:8] = geometries.resized
     heads[:, 8:] = torch.tensor([image.shape[1:] for image in images])
+    scales = geometries.box[:, 2:].double() / geometries.resized
+    # Whether a pixel belongs to a box filter may hang on the last bit, so the kernel has no product that it could fuse.
     places = torch.stack([geometries.rows, geometries.columns], 1).to(device)
-    largest = float((geometries.box[:, 2:].double() / geometries.resized).max())
-    most = 2 * math.ceil(SUPPORTS[interpolation] * max(largest, 1.0)) + 1
+    centres = (places.double() + 0.5) * scales.to(device)[..., None]
+    most = 2 * math.ceil(SUPPORTS[interpolation] * max(float(scales.max()), 1.0)) + 1
     firsts = torch.empty(count, 2, size, dtype=torch.int32, device=device)
     taps = torch.empty(count, 2, dtype=torch.int32, device=device)
     weights = torch.empty(count, 2, most, size, dtype=torch.float32, device=device)
@@ -176,7 +178,7 @@ def image_resize_triton(
     block = min(next_power_of_2(size), 128)
     with torch.cuda.device_of(result):  # Triton launches on the current device
         weigh[(count, 2)](
-            found[0], places, firsts, taps, weights, size, most, SUPPORTS[interpolation],
+            found[0], centres, firsts, taps, weights, size, most, SUPPORTS[interpolation],
             FILTER=FILTERS.index(interpolation), BLOCK=block, **launch_options(4),
         )  # fmt: skip
         resize_across[(count, triton.cdiv(int(heights.max()), ROWS))](
