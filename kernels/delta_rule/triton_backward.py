@@ -95,6 +95,13 @@ def _load_gradients(
     return load_tokens(d_output, do_token * direction(REVERSE), end - start - m * CHUNK, column, V, CHUNK, BLOCK)
 
 
+@triton.jit
+def _load_strengths(beta, beta_token, m, start, end, REVERSE: tl.constexpr, CHUNK: tl.constexpr):
+    """The strengths of chunk m of a sequence."""
+    beta += token_after(m * CHUNK, start, end, REVERSE) * beta_token
+    return load_numbers(beta, beta_token * direction(REVERSE), end - start - m * CHUNK, CHUNK)
+
+
 @triton.jit(do_not_specialize=SIZES_AND_STRIDES)
 def weigh_rows(
     q, beta, write_key, units, cu_seqlens, sequence_of, queries, writes,
@@ -125,19 +132,21 @@ def weigh_rows(
 
 @triton.jit(do_not_specialize=[*SIZES_AND_STRIDES, "sequences", "span"])
 def retreat(
-    g, units, d_units, cu_seqlens, squares, queries, writes, erased, written, decays,
+    g, beta, units, d_units, cu_seqlens, squares, queries, writes, erased, written, decays,
     d_output, d_final, d_offsets, d_states, d_written, d_v, d_attention, d_lower, d_initial,
     scale, sequences, span, T, H, g_row, g_token, g_head, do_row, do_token, do_head,
+    q_row, q_token, q_head, beta_row, beta_token, beta_head, write_row, write_token, write_head,
     K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, D_UNITS: tl.constexpr, GATED: tl.constexpr,
     PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr, HAS_FINAL: tl.constexpr, SHORT: tl.constexpr,
-    SEGMENTED: tl.constexpr, SUMMARY: tl.constexpr,
+    SEGMENTED: tl.constexpr, SUMMARY: tl.constexpr, WEIGH: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK value columns of one head of one sequence or segment: gradients of the states after each chunk and of U.
 
     The state's gradient is in pieces of STEP key columns, as the state is in `walk_through`. For SHORT sequences one
     program holds all columns; it stores the gradients of V instead of those of U, and also those of the scores. With
-    SUMMARY only a segment's offset is stored.
+    SUMMARY only a segment's offset is stored. WEIGH: `queries` and `writes` are q and write keys as they came, and the
+    program makes of them the tiles of the forward pass.
     """
     BITS: tl.constexpr = 6 if K <= 64 else 7 if K <= 128 else 8  # K is at most 2^BITS
     blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
@@ -155,6 +164,10 @@ def retreat(
         stop = tl.cdiv((end - start).to(tl.int32), CHUNK)
     NEXT = direction(REVERSE)
     d_output += row * do_row + head * do_head
+    if WEIGH:
+        queries += row * q_row + head * q_head
+        writes += row * write_row + head * write_head
+        beta += row * beta_row + head * beta_head
     d_state = ()
     for e in tl.static_range(0, K, STEP):
         piece = tl.zeros((BLOCK, STEP), tl.float32)
@@ -176,6 +189,8 @@ def retreat(
         following_units = units + ((slot + tl.maximum(stop - 1, 0)) * H + head) * UNITS
         later_packed = tl.load(following_units + PACKED_UNITS)
         later_size = tl.load(following_units + SIZE)
+    if WEIGH:
+        later_strength = _load_strengths(beta, beta_token, tl.maximum(stop - 1, 0), start, end, REVERSE, CHUNK)
     for back in range(0, stop - begin):
         m = stop - 1 - back
         t = token_after(m * CHUNK, start, end, REVERSE)
@@ -202,6 +217,10 @@ def retreat(
             following_units = units + ((slot + following) * H + head) * UNITS
             later_packed = tl.load(following_units + PACKED_UNITS)
             later_size = tl.load(following_units + SIZE)
+        if WEIGH:
+            query_weight = scale * two_to(-unpack_queries(packed))
+            write_weight = (later_strength * two_to(-unpack_writes(packed)))[:, None]
+            later_strength = _load_strengths(beta, beta_token, following, start, end, REVERSE, CHUNK)
 
         d_state, state_exponent = turn_to_tiles(d_state, exponent, SCALED)
         du = tl.zeros((BLOCK, CHUNK), tl.float32)
@@ -209,7 +228,11 @@ def retreat(
             after = as_tile(d_state[e // STEP], SCALED)
             if not SUMMARY:
                 store_block(d_states + place * K * V, column, e, after, V, K, BLOCK, STEP)
-            write = load_block(writes + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
+            if WEIGH:
+                write = load_tokens(writes + t * write_token, write_token * NEXT, live, e, K, CHUNK, STEP)
+                write = as_tile(write.to(tl.float32) * write_weight, SCALED)
+            else:
+                write = load_block(writes + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
             du = tl.dot(after, tl.trans(write), du, input_precision=PRECISION)
         du_exponent, earlier_exponent, first_weight, second_weight = 0, 0, whole, 1.0
         if SCALED:
@@ -238,7 +261,11 @@ def retreat(
         pieces = ()
         for e in tl.static_range(0, K, STEP):
             erase = load_block(erased + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
-            query = load_block(queries + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
+            if WEIGH:
+                query = load_tokens(queries + t * q_token, q_token * NEXT, live, e, K, CHUNK, STEP)
+                query = as_tile(query.to(tl.float32) * query_weight, SCALED)
+            else:
+                query = load_block(queries + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
             piece = tl.dot(tl.trans(do), query, d_state[e // STEP] * first_weight, input_precision=PRECISION)
             piece = tl.dot(du, erase, piece * second_weight, input_precision=PRECISION)
             pieces = pieces + (piece,)

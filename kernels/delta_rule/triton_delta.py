@@ -170,6 +170,10 @@ class _Plan(NamedTuple):
         wide = f"{kernel}_wide"
         return wide if self.wide and wide in self.launches else kernel
 
+    def weighs(self, q: Tensor, write_key: Tensor) -> bool:
+        """Whether `retreat` of calls without gates computes e^b Q and e^{b_C - b} W from q and write keys."""
+        return self.scaled and q.element_size() == write_key.element_size() == 2
+
     @property
     def advance(self) -> str:
         return self.walk("advance")
@@ -513,8 +517,11 @@ def delta_rule_backward(
     summary = plan.walk("retreat_summary")
     walks = [plan.retreat] if d_offsets is None else [summary, plan.retreat]
     options = scale, reverse, g is not None, cu_seqlens is not None
+    weigh = g is None and plan.weighs(q, write)
+    if weigh:
+        ours = ours._replace(queries=q, writes=write)
     with torch.cuda.device_of(q):
-        if g is None:
+        if g is None and not weigh:
             rows = q.new_empty((2, plan.slots * heads * plan.chunk * key_dim), dtype=plan.dtype)
             ours = ours._replace(queries=rows[0], writes=rows[1])
             weigh_rows[(plan.slots * heads,)](
@@ -525,11 +532,11 @@ def delta_rule_backward(
             )  # fmt: skip
         for walk in walks:
             launch = _prepare_retreat(
-                plan, walk, plan.launches[walk], q.device, *sizes, *options, d_final is not None,
-                (*strides(g), *strides(d_output)),
+                plan, walk, plan.launches[walk], q.device, *sizes, *options, d_final is not None, weigh,
+                (*strides(g), *strides(d_output), *strides(q), *strides(beta), *strides(write)),
             )  # fmt: skip
             launch(
-                g, ours.units, d_units, cu_seqlens, ours.squares, ours.queries, ours.writes,
+                g, beta, ours.units, d_units, cu_seqlens, ours.squares, ours.queries, ours.writes,
                 ours.erased, ours.written, ours.decays, d_output, d_final, d_offsets, d_states, d_written, d_v,
                 d_attention, d_lower, d_initial,
             )  # fmt: skip
@@ -562,7 +569,7 @@ def delta_rule_backward(
 @lru_cache(PREPARED)
 def _prepare_retreat(
     plan: _Plan, walk: str, entry: Launch, device: torch.device, tokens: int, heads: int, key_dim: int, value_dim: int,
-    scale: float, reverse: int, gated: bool, packed: bool, has_final: bool,
+    scale: float, reverse: int, gated: bool, packed: bool, has_final: bool, weigh: bool,
     strides: tuple[int, ...],
 ) -> Prepared:  # fmt: skip
     block = plan.tiles(walk, value_dim)
@@ -571,7 +578,7 @@ def _prepare_retreat(
         retreat, device, plan.walks * heads * cdiv(value_dim, block),
         (scale, plan.sequences, plan.span, tokens, heads, *strides),
         GATED=gated, REVERSE=reverse, HAS_FINAL=has_final, SHORT=plan.short,
-        SEGMENTED=plan.span > 0, SUMMARY=walk.startswith("retreat_summary"),
+        SEGMENTED=plan.span > 0, SUMMARY=walk.startswith("retreat_summary"), WEIGH=weigh,
         D_UNITS=count_gradient_units(value_dim), BLOCK=block, STEP=plan.step(walk, key_dim),
         **_constants(plan, key_dim, value_dim, packed), **entry.options,
     )  # fmt: skip
