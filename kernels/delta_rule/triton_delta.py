@@ -12,6 +12,7 @@ e^{b_C - b} W, which the backward pass else recomputes from q and k. With `recom
 inputs, and the backward pass begins with a forward pass. For segments of time it also keeps transitions.
 """
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -47,6 +48,7 @@ from longseq.kernels.triton_launch import (
     sequence_of_slots,
     strides,
 )
+from longseq.kernels.triton_tiles import SECOND_HALF
 
 # By the precision's bytes and the width, max(K, V) rounded up to 64, 128 or 256; those of half precision were measured
 # on an H200. The walks have three stages where shared memory holds them: with two, a chunk's tiles are loaded just
@@ -135,6 +137,8 @@ FEWEST_SEGMENTS = 3  # fewer do not make up for walking most of the sequence twi
 FEWEST_CHUNKS = 32
 SHORTEST_SEGMENT = 4  # chunks
 ALIGNMENT = 64  # numbers
+# Chunks that one program of the second launch of `prepare` looks at: a program for each takes 2 to 4 % of a call.
+LOOKS = 8
 
 
 class _Plan(NamedTuple):
@@ -323,12 +327,15 @@ def delta_rule(
     sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
     with torch.cuda.device_of(q):  # Triton launches on the current device
         name = "prepare" if g is None else "prepare_gated"  # with a gate the same kernel has other registers
-        # The second launch computes the chunks that are not mild again, if there are any.
-        for again in (False, True) if plan.scaled else (False,):
-            prepare[(plan.slots * heads,)](
+        places = plan.slots * heads
+        # The second launch computes the chunks that are not mild again, if there are any. A program looks at several.
+        # Read in both directions, none may look at both halves of the batch.
+        looks = math.gcd(places // 2, LOOKS) if reverse == SECOND_HALF.value else LOOKS
+        for again in (0, looks) if plan.scaled else (0,):
+            prepare[(cdiv(places, again or 1),)](
                 q, k, v, beta, write, g, cu_seqlens, sequence_of,
                 kept.squares, kept.queries, kept.writes, kept.erased, kept.written, kept.decays, kept.units,
-                scale, tokens, heads,
+                scale, places, tokens, heads,
                 *strides(q), *strides(k), *strides(v), *strides(beta), *strides(write), *strides(g),
                 GATED=g is not None, REVERSE=reverse, SAVE=save or plan.along, RAW=raw,
                 DTYPE=TRITON_DTYPES[score_dtype], AGAIN=again, OWN_WRITE_KEY=write_key is not None,

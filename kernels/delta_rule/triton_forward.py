@@ -141,9 +141,9 @@ def _multiply_tiles(x, rows, SCALED: tl.constexpr, PRECISION: tl.constexpr):
     return as_tile(tl.dot(x, rows, input_precision=PRECISION), SCALED)
 
 
-@triton.jit(do_not_specialize=SIZES_AND_STRIDES)
-def prepare(
-    q, k, v, beta, write_key, g, cu_seqlens, sequence_of,
+@triton.jit
+def _prepare_place(
+    place, q, k, v, beta, write_key, g, cu_seqlens, sequence_of,
     squares, queries, writes, erased, offered, decays, units,
     scale, T, H,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
@@ -153,18 +153,10 @@ def prepare(
     AGAIN: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     OWN_WRITE_KEY: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: tril(Q Wᵀ ⊙ D), e^{b_C - b} W, -X e^b R, (X V)ᵀ and e^{b_C}; if SAVE, X and e^b Q.
-
-    Queries and keys are multiplied with each other RAW, or as numbers of DTYPE. AGAIN, only chunks that are not mild
-    (see `inverse_size`), with an inverse in float32.
-    """
+    """`prepare` for one chunk of one head; AGAIN, one that is not mild (see `inverse_size`), with a float32 inverse."""
     BITS: tl.constexpr = 6 if K <= 64 else 7 if K <= 128 else 8  # K is at most 2^BITS
-    slot = (tl.program_id(0) // H).to(tl.int64)
-    head = (tl.program_id(0) % H).to(tl.int64)
-    place = slot * H + head
-    if AGAIN:
-        if tl.load(units + place * UNITS + SIZE) <= MILD:
-            return
+    slot = place // H
+    head = place % H
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
     NEXT = direction(REVERSE)
     q += row * q_row + start * q_token + head * q_head
@@ -307,6 +299,52 @@ def prepare(
         store_block(erased + place * CHUNK * K, 0, e, tile, CHUNK, K, CHUNK, BLOCK)
     if SCALED:
         tl.store(units + PACKED_UNITS, pack_units(unit, two_to(writes_exponent), two_to(queries_exponent), among_unit))
+
+
+@triton.jit(do_not_specialize=[*SIZES_AND_STRIDES, "places"])
+def prepare(
+    q, k, v, beta, write_key, g, cu_seqlens, sequence_of,
+    squares, queries, writes, erased, offered, decays, units,
+    scale, places, T, H,
+    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
+    beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
+    K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
+    REVERSE: tl.constexpr, SCALED: tl.constexpr, SAVE: tl.constexpr, RAW: tl.constexpr, DTYPE: tl.constexpr,
+    AGAIN: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    OWN_WRITE_KEY: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one head: tril(Q Wᵀ ⊙ D), e^{b_C - b} W, -X e^b R, (X V)ᵀ and e^{b_C}; if SAVE, X and e^b Q.
+
+    Queries and keys are multiplied with each other RAW, or as numbers of DTYPE. AGAIN, those of AGAIN chunks, out of
+    `places` of all heads, that are not mild (see `inverse_size`), with an inverse in float32.
+    """
+    if AGAIN:
+        first = tl.program_id(0).to(tl.int64) * AGAIN
+        place = first + tl.arange(0, AGAIN)
+        sizes = tl.load(units + place * UNITS + SIZE, mask=place < places, other=0.0)
+        if tl.max(sizes, 0) > MILD:
+            for i in range(0, AGAIN):
+                size = 0.0
+                if first + i < places:
+                    size = tl.load(units + (first + i) * UNITS + SIZE)
+                if size > MILD:
+                    _prepare_place(
+                        first + i, q, k, v, beta, write_key, g, cu_seqlens, sequence_of,
+                        squares, queries, writes, erased, offered, decays, units, scale, T, H,
+                        q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
+                        beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
+                        K, V, UNITS, GATED, PACKED, REVERSE, SCALED, SAVE, RAW, DTYPE, True, PRECISION, CHUNK, BLOCK,
+                        OWN_WRITE_KEY,
+                    )  # fmt: skip
+    else:
+        _prepare_place(
+            tl.program_id(0).to(tl.int64), q, k, v, beta, write_key, g, cu_seqlens, sequence_of,
+            squares, queries, writes, erased, offered, decays, units, scale, T, H,
+            q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
+            beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
+            K, V, UNITS, GATED, PACKED, REVERSE, SCALED, SAVE, RAW, DTYPE, False, PRECISION, CHUNK, BLOCK,
+            OWN_WRITE_KEY,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=[*SIZES_AND_STRIDES, "sequences", "span"])
