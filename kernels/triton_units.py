@@ -35,7 +35,7 @@ def as_tile(x, SCALED: tl.constexpr):
 @triton.jit
 def find_largest(x):
     """The largest magnitude in a matrix."""
-    return tl.max(tl.max(tl.abs(x.to(tl.float32)), 1), 0)
+    return tl.max(tl.abs(x.to(tl.float32)))
 
 
 @triton.jit
