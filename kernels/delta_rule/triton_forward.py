@@ -122,6 +122,9 @@ def _tile_of_scores(scores, exponent, LOOK: tl.constexpr, SCALED: tl.constexpr):
 # add up to less than 2^8, and the other numbers are below 2^7. So their product is below LIMIT and is a tile.
 INVERSE_SHARE = tl.constexpr(2.0**-7)
 ROWS_SHARE = tl.constexpr(2.0**-8)
+# Bounds of decays above 2^FLAT are too far from them to give units. Gates are logarithms of decays below 1; there the
+# bound is 2.
+FLAT = tl.constexpr(4)
 
 
 @triton.jit
@@ -519,12 +522,12 @@ def read_through(
         query = load_tokens(q + t * q_token, q_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
         value = load_tokens(v + t * v_token, v_token * NEXT, live, 0, V, CHUNK, BLOCK)
         read_unit, read_inverse = find_unit(read, SCALED)
+        query_unit, query_inverse = find_unit(query, SCALED)
         read_tile = as_tile(read.to(tl.float32) * read_inverse, SCALED)
-        write_unit, query_unit = read_unit, 1.0
-        if SCALED:
-            query_unit, query_inverse = find_unit(query, SCALED)
-            if OWN_WRITE_KEY:
-                write_unit, write_inverse = find_unit(write, SCALED)
+        write_unit = read_unit
+        if OWN_WRITE_KEY:
+            write_unit, write_inverse = find_unit(write, SCALED)
+        value_exponent = exponent_of(power_of_two(find_largest(value))[0])
         if RAW:
             erasing = tl.dot(read.to(DTYPE), tl.trans(write.to(DTYPE)), input_precision=PRECISION)
             reading = tl.dot(query.to(DTYPE), tl.trans(write.to(DTYPE)), input_precision=PRECISION)
@@ -536,7 +539,7 @@ def read_through(
             erasing = tl.dot(read_tile, tl.trans(write_tile), input_precision=PRECISION) * (read_unit * write_unit)
             reading = tl.dot(query_tile, tl.trans(write_tile), input_precision=PRECISION) * (query_unit * write_unit)
         lower = _weigh(erasing, strength, gate, 1, GATED, CHUNK)
-        steepest = _largest_of_rows(lower)
+        steepest = find_largest(lower)
         x = unit_lower_inverse(lower, CHUNK, SCALED)
         size = inverse_size(steepest, x)
         if size > MILD:
@@ -544,27 +547,24 @@ def read_through(
             size = inverse_size(steepest, x)
         x_unit, x_inverse = _find_unit_below(size, INVERSE_SHARE, SCALED)
         square = as_tile(x * x_inverse, SCALED)
-        queries_exponent, writes_exponent, among_exponent, since_exponent = 0, 0, 0, 0
-        if SCALED:
-            queries_exponent = exponent_of(query_unit) + exponent_above(tl.abs(scale))
-            if GATED:
-                since_exponent = exponent_above(tl.max(since, 0))
-                queries_exponent += since_exponent
-            queries_exponent = clamp_exponent(queries_exponent)
-            writes_exponent = clamp_exponent(
-                exponent_of(write_unit) + exponent_above(tl.max(tl.abs(until * strength), 0))
-            )
-            if not GATED:
-                among_exponent = bound_product(exponent_of(query_unit), exponent_of(write_unit), 6)
-                among_exponent = clamp_exponent(among_exponent + exponent_above(tl.max(tl.abs(strength * scale), 0)))
+        # No decay between two tokens of the chunk exceeds 2^rise: gates above 0 are rare, and may follow each other.
+        rise = 0
+        if GATED:
+            rise = exponent_above(tl.exp(tl.sum(tl.maximum(gate, 0.0), 0)))
+        weight_exponent = exponent_above(tl.abs(scale))
+        queries_exponent = clamp_exponent(exponent_of(query_unit) + weight_exponent + rise)
+        writes_exponent = exponent_of(write_unit) + exponent_above(tl.max(tl.abs(until * strength), 0))
+        writes_exponent = clamp_exponent(writes_exponent)
         among = _weigh(reading, strength * scale, gate, 0, GATED, CHUNK)
-        among_unit, among_inverse = 1.0, 1.0
-        if SCALED:
-            among_unit, among_inverse = two_to(among_exponent), two_to(-among_exponent)
-            if GATED or size > MILD:
-                among_unit, among_inverse = find_unit(among, SCALED)
+        among_exponent = bound_product(exponent_of(query_unit), exponent_of(write_unit), 6)
+        among_exponent += exponent_above(tl.max(tl.abs(strength), 0)) + weight_exponent + rise
+        among_exponent = clamp_exponent(among_exponent)
+        among_unit, among_inverse = two_to(among_exponent), two_to(-among_exponent)
+        if (size > MILD) | (rise > FLAT):
+            among_unit, among_inverse = find_unit(among, SCALED)
         among = as_tile(among * among_inverse, SCALED)
         queries_unit, writes_unit = two_to(queries_exponent), two_to(writes_exponent)
+
         queries_tile = as_tile(query.to(tl.float32) * (since * scale * two_to(-queries_exponent))[:, None], SCALED)
         writes_tile = as_tile(write.to(tl.float32) * (until * strength * two_to(-writes_exponent))[:, None], SCALED)
 
@@ -574,9 +574,13 @@ def read_through(
         if size > MILD:
             u, u_unit = mix_rows(x, rest, SCALED, PRECISION)
         else:
-            rest_unit, rest_inverse = _find_unit_below(find_largest(rest), ROWS_SHARE, SCALED)
-            u = _multiply_tiles(square, as_tile(rest * rest_inverse, SCALED), SCALED, PRECISION)
-            u_unit = x_unit * rest_unit
+            # A bound: to find the largest number would delay the walk.
+            known_exponent = bound_product(exponent_of(read_unit), exponent_of(state_unit), 6) + rise
+            rest_exponent = tl.maximum(known_exponent, value_exponent) + 1
+            rest_exponent = tl.minimum(tl.maximum(rest_exponent, -112), 112)
+            rest_tile = as_tile(rest * (two_to(-rest_exponent) * ROWS_SHARE), SCALED)
+            u = _multiply_tiles(square, rest_tile, SCALED, PRECISION)
+            u_unit = x_unit * (two_to(rest_exponent) / ROWS_SHARE)
         o = tl.dot(queries_tile, before, input_precision=PRECISION) * (queries_unit * state_unit)
         o = add_product(o, among, u, among_unit * u_unit, SCALED, PRECISION)
         store_tokens(output + ((row * T + t) * H + head) * V, H * V * NEXT, live, 0, o, V, CHUNK, BLOCK)
@@ -596,10 +600,10 @@ def read_through(
                 erase, erase_unit = mix_rows(x, read.to(tl.float32), SCALED, PRECISION)
             else:
                 if GATED:
-                    square = as_tile(x * (x_inverse * two_to(-since_exponent)), SCALED)
+                    square = as_tile(x * (x_inverse * two_to(-rise)), SCALED)
                 rows = as_tile(read.to(tl.float32) * (read_inverse * ROWS_SHARE), SCALED)
                 erase = _multiply_tiles(square, rows, SCALED, PRECISION)
-                erase_unit = x_unit * two_to(since_exponent) * (read_unit / ROWS_SHARE)
+                erase_unit = x_unit * two_to(rise) * (read_unit / ROWS_SHARE)
             store_block(erased + place * CHUNK * K, 0, 0, -erase, CHUNK, K, CHUNK, BLOCK_K)
             of_chunk = units + place * UNITS
             tl.store(of_chunk + SIZE, size)
