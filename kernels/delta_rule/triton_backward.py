@@ -1,6 +1,6 @@
 """The delta rule backward in Triton. The formulas are those of chunk.py, `_backward`.
 
-Without a gate `weigh_rows` recomputes e^b Q and e^{b_C - b} W. `retreat` walks from the last chunk to the first, in the
+Without a gate e^b Q and e^{b_C - b} W are computed again, by `retreat` or, for float32, by `weigh_rows`. `retreat` walks from the last chunk to the first, in the
 segments of time of the forward pass (see triton_segments.py), and stores the gradients of the states after each chunk.
 The other kernels run over chunks in parallel: `differentiate_scores` (gradients of V, of tril(Q Wᵀ ⊙ D) and of L; for
 short sequences `retreat` computes them) and `differentiate_inputs` (gradients of queries, keys, strengths and gates).
@@ -245,9 +245,8 @@ def retreat(
             of_state = bound_product(state_exponent, unpack_writes(packed), BITS)
             of_output = bound_product(exponent_of(do_unit), unpack_among(packed), 6)
             du_exponent = clamp_exponent(tl.maximum(of_state, of_output) + 1)
-            du *= two_to(sum_exponent - du_exponent)
-            inverse, exponent_of_largest = rescale_if_steep(du, size)
-            du *= inverse
+            factor, exponent_of_largest = rescale_if_steep(du, two_to(sum_exponent - du_exponent), size)
+            du *= factor
             du_exponent += exponent_of_largest
             du_unit = two_to(du_exponent)
             read_exponent = exponent_of(do_unit) + unpack_queries(packed)
