@@ -1,7 +1,8 @@
 """The delta rule backward in Triton. The formulas are those of chunk.py, `_backward`.
 
-Without a gate e^b Q and e^{b_C - b} W are computed again, by `retreat` or, for float32, by `weigh_rows`. `retreat` walks from the last chunk to the first, in the
-segments of time of the forward pass (see triton_segments.py), and stores the gradients of the states after each chunk.
+Without a gate e^b Q and e^{b_C - b} W are computed again, by `retreat` or, for float32, by `weigh_rows`. `retreat`
+walks from the last chunk to the first, in the segments of time of the forward pass (see triton_segments.py), and stores
+the gradients of the states after each chunk.
 The other kernels run over chunks in parallel: `differentiate_scores` (gradients of V, of tril(Q Wᵀ ⊙ D) and of L; for
 short sequences `retreat` computes them) and `differentiate_inputs` (gradients of queries, keys, strengths and gates).
 
