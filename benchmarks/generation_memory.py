@@ -70,16 +70,20 @@ def main() -> None:
         rows.append(measure(mixer))
         print(rows[-1], flush=True)
         torch.cuda.empty_cache()
+        write(rows, Path(sys.argv[1]))  # after every row: a mixer that is cut off loses no other row
+
+
+def write(rows: list[dict[str, Any]], file: Path) -> None:
     result = {
         "what": "Memory of a language model that writes 100,000 tokens",
-        "command": f"python benchmarks/generation_memory.py OUTPUT.json {' '.join(sys.argv[2:])}",
+        "command": f"python benchmarks/generation_memory.py OUTPUT.json {' '.join(row['mixer'] for row in rows)}",
         "kind": "speed",
         "rows": add_circumstances(rows, torch.device("cuda")),
         "notes": [
             "GiB: the most that tensors took since the graph was recorded, bfloat16 weights included, up to a token."
         ],
     }
-    Path(sys.argv[1]).write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,9 @@ python benchmarks/trainer_speed.py OUTPUT.json NAME UPDATES key=value ...
 The overrides are those of `longseq train`. It trains UPDATES updates, without a result that counts. Then it times a
 loop over batches of the same run, which lie on the device: forward, backward and optimizer, and nothing else, in the
 same process. The row NAME of OUTPUT.json is added or replaced. Needs a GPU.
+
+Packed documents are also timed padded: in the plain loop, the documents of each batch stand in a row each, as long as
+the longest of them. `padded_slowdown` is the time of such an update, divided by that of the packed one.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from hydra import compose, initialize_config_module
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from longseq.parameters import count_parameters
 from longseq.tasks import train
@@ -50,8 +54,30 @@ def loss_of(module: Any, batch: Any) -> Tensor:
     return functional.cross_entropy(module(inputs)[real].float(), targets[real])
 
 
+def pad_to_longest(batch: Any) -> Any:
+    """The documents of a packed batch, each in a row as long as the longest of them."""
+    inputs, targets = batch
+    real = inputs.numbers >= 0
+    lengths, numbers = inputs.lengths[real], inputs.numbers[real]
+    # Documents come first in the row, and padding after them.
+    rows = pad_sequence(
+        inputs.tokens[0].split([*lengths.tolist(), inputs.tokens.shape[1] - int(lengths.sum())])[:-1], True
+    )
+    mask = torch.arange(rows.shape[1], device=rows.device) < lengths[:, None]
+    padded = inputs._replace(
+        tokens=rows,
+        cu_seqlens=None,
+        mask=mask,
+        max_seqlen=rows.shape[1],
+        lengths=lengths,
+        whole_lengths=inputs.whole_lengths[real],
+        numbers=numbers,
+    )
+    return padded, targets[real]
+
+
 def time_loop(config: Any, updates: int, device: torch.device) -> dict[str, float]:
-    """Units, tokens and GiB of the plain loop; units and tokens a second."""
+    """Parameters and GiB of the plain loop, units and tokens a second; of packed documents also padded ones."""
     parts = train.build(config)
     module = parts.module.to(device).train()
     recipe = module.recipe
@@ -69,24 +95,36 @@ def time_loop(config: Any, updates: int, device: torch.device) -> dict[str, floa
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    for batch in batches[:WINDOW]:
-        update(batch)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    def time_updates(batches: list[Any]) -> tuple[float, float]:
+        """Seconds of the updates, and the peak of memory in GiB."""
+        for batch in batches[:WINDOW]:
+            update(batch)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        for number in range(updates):
+            update(batches[number % len(batches)])
+        torch.cuda.synchronize()
+        return time.perf_counter() - started, torch.cuda.max_memory_allocated() / 2**30
+
+    seconds, gib = time_updates(batches)
     chosen = [batches[number % len(batches)] for number in range(updates)]
-    started = time.perf_counter()
-    for batch in chosen:
-        update(batch)
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - started
-    return {
+    figures = {
         "parameters": count_parameters(module.backbone),
         "loop_units_per_second": round(sum(map(count_units, chosen)) / seconds, 1),
         "loop_tokens_per_second": round(
             sum(count_tokens(batch) or count_units(batch) for batch in chosen) / seconds, 1
         ),
-        "loop_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "loop_gib": round(gib, 2),
     }
+    if config.task.name == "document" and batches[0][0].cu_seqlens is not None:
+        slow, gib = time_updates([pad_to_longest(batch) for batch in batches])
+        figures |= {
+            "padded_loop_tokens_per_second": round(sum(count_tokens(batch) or 0 for batch in chosen) / slow, 1),  # real
+            "padded_loop_gib": round(gib, 2),
+            "padded_slowdown": round(slow / seconds, 3),
+        }
+    return figures
 
 
 def measure(words: list[str], updates: int) -> dict[str, Any]:
@@ -106,6 +144,7 @@ def measure(words: list[str], updates: int) -> dict[str, Any]:
         "data_wait_ms": metrics["data_wait_ms"],
         "trainer_gib": metrics["gpu_memory_gib"],
         "loop_gib": loop["loop_gib"],
+        **{name: value for name, value in loop.items() if name.startswith("padded_")},
     }
     if config.task.unit != "tokens":
         row["trainer_units_per_second"] = metrics[f"{config.task.unit}_per_second"]
@@ -131,7 +170,9 @@ def main() -> None:
         "notes": [
             "The loop: forward, backward and optimizer on batches of the same run that lie on the device, in the same "
             "process, after the training; no gradient clipping, no schedule, no logs, no loading. share: the trainer's "
-            "tokens per second, divided by those of the loop. Tokens are real ones: padding does not count."
+            "tokens per second, divided by those of the loop. Tokens are real ones: padding does not count. "
+            "padded_slowdown: the loop's time for the same documents, padded to the longest of each batch, divided by "
+            "that of packed ones."
         ],
     }
     file.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -9,7 +9,7 @@ projections, read in both directions. `convolved_features` has no step: for one 
 
 A `Packing`, made once from `cu_seqlens`, can be given in place of `cu_seqlens`. Operations and layers then derive
 positions and groups from the borders once per batch. `packed_attention` is softmax attention over such packed
-sequences.
+sequences. `token_choice` draws tokens from the scores of a language model.
 
 Rows of a batch, heads and packed sequences do not mix. The values of one, inf and NaN included, change no bit of the
 results of another, nor of its gradients; only gradients of parameters are sums over all. Along time inf and NaN reach
@@ -38,6 +38,7 @@ from longseq.kernels.recursive_least_squares import recursive_least_squares, rec
 from longseq.kernels.short_convolution import short_convolution, short_convolution_step
 from longseq.kernels.silu_product import silu_product
 from longseq.kernels.slot_attention import slot_attention, slot_attention_step
+from longseq.kernels.token_choice import token_choice
 from longseq.kernels.token_loss import token_loss
 from longseq.kernels.variational_linear_attention import (
     variational_linear_attention,
@@ -73,6 +74,7 @@ __all__ = [
     "silu_product",
     "slot_attention",
     "slot_attention_step",
+    "token_choice",
     "token_loss",
     "variational_linear_attention",
     "variational_linear_attention_step",

@@ -53,7 +53,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed, nn
 
-from longseq.arguments import KeepsArguments, complete
+from longseq.arguments import KeepsArguments, complete, copy_containers
 from longseq.blocks.sharding import gather, is_sharded, unsharded_class
 from longseq.checksum import CHECKSUM, checksum
 from longseq.files import partial_path, writing
@@ -461,13 +461,18 @@ def mixer_options_of(
     """The complete options of the mixers in a stack of layers, in the form in which a model takes `mixer_options`.
 
     `names` are those of the layers' mixers. The result keeps `given` options of mixers that the pattern names and no
-    layer has.
+    layer has, and those whose values layers take in turn.
     """
     options = options_by_name(pattern, given)
+    in_turn = {
+        name: {key: copy_containers(own[key]) for key in get_mixer(name).options_in_turn if key in own}
+        for name, own in options.items()
+    }
     left_out = ("d_model", *RUN_ARGUMENTS, *without)
     for name, layer in zip(names, layers, strict=True):
         mixer = next(part for part in layer.modules() if isinstance(part, Mixer))
-        options[name] = {key: value for key, value in mixer.arguments.items() if key not in left_out}
+        complete_options = {key: value for key, value in mixer.arguments.items() if key not in left_out}
+        options[name] = complete_options | in_turn[name]
     return options if len(options) > 1 else next(iter(options.values()))
 
 

@@ -10,6 +10,8 @@ from longseq.tasks.data.input_keys import InputKeys
 from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys, compile_modes
 from longseq.tasks.training.options import Length, OneOf, Range, Required
 
+TASKS_NEEDED = Required("give tasks=[NAME,...], such as tasks=[hellaswag,piqa]: tasks of lm-evaluation-harness")
+
 
 @dataclass(frozen=True, kw_only=True)
 class FinderKeys:
@@ -77,3 +79,28 @@ class PredictKeys(InputKeys, CommandKeys):
             raise ValueError(f"output={self.output} must end in .csv or .json")
         if self.saliency_class is not None and self.saliency is None:
             raise ValueError(f"saliency_class={self.saliency_class} draws nothing by itself: give saliency=FOLDER too")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetKeys:
+    """The keys of `data` in `longseq harness`."""
+
+    root: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarnessKeys(CommandKeys):
+    """The keys of `longseq harness`; conf/harness.yaml says what they mean."""
+
+    checkpoint: Annotated[str | None, CHECKPOINT_NEEDED]
+    weights: Literal["auto", "ema", "model"]
+    tasks: Annotated[Annotated[list[str], Length(1)] | None, TASKS_NEEDED]
+    include: str | None
+    data: SetKeys
+    num_fewshot: Annotated[int | None, Range(0)]
+    limit: Annotated[int | None, Range(1)]
+    batch_size: Annotated[int, Range(1)]
+    device: str
+    devices: Annotated[int, Range(1)]
+    dtype: Literal["float32", "bfloat16", "float16"]
+    output: str | None

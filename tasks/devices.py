@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 
@@ -23,3 +26,21 @@ def choose_device(name: str) -> torch.device:
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether an error says that a device, or the host, has no memory left."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def halve(key: str, size: int) -> str:
+    """What to do where `key=size` inputs at a time do not fit into the memory."""
+    if size == 1:
+        return f"{key}=1: a single input is too large for this device: give shorter or smaller ones"
+    return f"{key}={size}: evaluate fewer at a time, with {size // 2}"
+
+
+@contextmanager
+def memory_explained(key: str, size: int) -> Iterator[None]:
+    """ValueError, in one line, where the memory ends while `key=size` inputs are read at a time."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ValueError(f"out of memory with {halve(key, size)}") from error

@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from longseq.tasks import registry
 from longseq.tasks.command_keys import EvaluateKeys
+from longseq.tasks.devices import memory_explained
 from longseq.tasks.experiment import check_trainer
 from longseq.tasks.report import Report, print_rows, quiet_libraries, shorten
 from longseq.tasks.training import checkpoint as checkpoints
@@ -59,7 +60,7 @@ def run(cfg: DictConfig) -> dict[str, float]:
     datamodule.trainer = trainer
     loader = datamodule.test_dataloader() if split == "test" else datamodule.val_dataloader()
     datamodule.test_dataloader = lambda: loader  # type: ignore[method-assign]
-    with stoppable():
+    with stoppable(), memory_explained("data.eval_batch_size", datamodule.eval_batch_size):
         (tested,) = trainer.test(module, datamodule=datamodule, verbose=False)
     metrics = {key.replace("test/", f"{split}/"): float(value) for key, value in tested.items()}
     _write(metrics, task.report, module, datamodule.info, split, output)

@@ -252,7 +252,12 @@ def _check_mixer(mixer: MixerKeys, scale: ScaleKeys) -> None:
     chosen = options_by_name(mixer.name, mixer.options)
     for name, options in chosen.items():
         place = f"mixer.options.{name}" if len(chosen) > 1 else "mixer.options"
-        check_call(mixers.get(name), options, place, given=("d_model",), least=0)
+        in_turn = [key for key in mixers.get(name).options_in_turn if isinstance(options.get(key), list | tuple)]
+        for key in in_turn:
+            for value in options[key]:
+                check_call(mixers.get(name), {key: value}, place, given=("d_model",), least=0)
+        single = {key: value for key, value in options.items() if key not in in_turn}
+        check_call(mixers.get(name), single, place, given=("d_model",), least=0)
     for key, value in scale.mixer.items():
         if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
             raise ValueError(f"scale.mixer.{key}={value} must be a number above 0")

@@ -158,7 +158,7 @@ def read_prompts(path: Path) -> list[str]:
     """
     try:
         # Not splitlines(), which also splits at characters that JSON texts may hold as they are, such as U+2028.
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no UTF-8: {error.reason} at byte {error.start}") from error
     prompts = []

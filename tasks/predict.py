@@ -14,7 +14,7 @@ from longseq.files import replacing
 from longseq.tasks import registry
 from longseq.tasks.command_keys import PredictKeys
 from longseq.tasks.data.inputs import Inputs, Prediction, Unreadable, describe_passed_over
-from longseq.tasks.devices import choose_device
+from longseq.tasks.devices import choose_device, memory_explained
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.command import read_command
@@ -41,7 +41,11 @@ def run(cfg: DictConfig) -> dict[str, int]:
     inputs = data.inputs.open(keys.input, data.info_class.from_dict(loaded.data), keys)
     found = inputs.predict(loaded.backbone.to(device).eval(), keys)
     write = _write_csv if output.suffix == ".csv" else _write_json
-    with torch.inference_mode(), replacing(output) as partial:
+    with (
+        torch.inference_mode(),
+        memory_explained("batch_size", keys.batch_size),
+        replacing(output) as partial,
+    ):
         classified, failed = write(partial, found, inputs)
         unreadable = len(failed)
         first = f"{_in_utf8(failed[0].path)}: {failed[0].reason}" if failed else ""

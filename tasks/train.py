@@ -23,7 +23,7 @@ from longseq.parameters import count_parameters
 from longseq.plugins import plugin_of
 from longseq.tasks import registry
 from longseq.tasks.data.module import Info, TaskData
-from longseq.tasks.devices import is_out_of_memory
+from longseq.tasks.devices import halve, is_out_of_memory
 from longseq.tasks.experiment import check_experiment, choose, with_any_choice
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import automatic, processes, runs
@@ -33,7 +33,7 @@ from longseq.tasks.training.callbacks.run_log import logged
 from longseq.tasks.training.callbacks.stop import stoppable
 from longseq.tasks.training.callbacks.throughput import Throughput
 from longseq.tasks.training.class_figures import to_csv
-from longseq.tasks.training.configuration import Config, resolve, spell_value
+from longseq.tasks.training.configuration import Config, resolve, spell_value, with_absolute_root
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.freeze import freeze
 from longseq.tasks.training.learning_rate_finder import TABLE, find_learning_rate, refuse_search
@@ -66,6 +66,8 @@ def run(cfg: DictConfig) -> float | None:
     """
     processes.follow_parent()
     config = resolve(cfg)
+    if isinstance(config.get("output"), str) and Path(config["output"]).is_file():
+        raise ValueError(f"output={config['output']} is a file: give output=FOLDER, or leave it out")
     check_experiment(config)
     if automatic.searches(config):
         refuse_search(config)
@@ -105,6 +107,7 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     if checkpoint is not None:
         config = runs.chosen_in(checkpoint, config)
     config, datamodule, reason = _open(config)
+    config = with_absolute_root(config)  # the run remembers where its data are, whoever evaluates it from elsewhere
     if reason is not None:
         _print(reason)
     if automatic.searches(config):
@@ -287,8 +290,7 @@ def _memory_explained(
                 f"trainer.accumulate_grad_batches={2 * trainer.accumulate_grad_batches}"
             )
         else:
-            batch = datamodule.eval_batch_size
-            told = f"data.eval_batch_size={batch}: evaluate fewer at a time, with {max(1, batch // 2)}"
+            told = halve("data.eval_batch_size", datamodule.eval_batch_size)
         raise ValueError(f"out of memory with {told}") from error
 
 

@@ -185,6 +185,28 @@ def test_new_rows_replace_those_of_the_same_model_and_others_stay(script):
 
 
 @pytest.mark.slow
+def test_converted_models_stand_beside_those_from_scratch(script, tmp_path, monkeypatch):
+    conversion = script("conversion")
+    for name, values in (
+        ("attention", [4.0, 3.0]),
+        ("gsa.converted.3e-4", [3.5, 3.2]),
+        ("gsa.scratch.3e-4", [6.0, 5.0]),
+    ):
+        run = tmp_path / name
+        run.mkdir()
+        lines = [f"{update - 1},{value}" for update, value in zip((10, 20), values, strict=True)]
+        (run / "metrics.csv").write_text("\n".join(["step,val/loss", "14,", *lines]))
+        (run / "metrics.json").write_text('{"updates": 20, "parameters": 7, "test/loss": 2.0}')
+    output = tmp_path / "conversion.json"
+    monkeypatch.setattr(sys, "argv", ["conversion.py", str(tmp_path), str(output)])
+    conversion.main()
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["best_validation_loss"] for row in rows] == [3.0, 3.2, 5.0]
+    assert [row["start"] for row in rows[1:]] == ["converted", "scratch"]
+    assert rows[1]["validation_loss_at_10"] == 3.5
+    assert output.with_suffix(".png").is_file()
+
+
 def test_a_single_run_joins_a_comparison_once_and_is_no_line_of_its_plot(script, tmp_path, monkeypatch):
     single_run, lengths = script("single_run"), script("lengths")
     compared = {"mixer": "gla", "test/accuracy": {"0": 0.7}, "up_to_512": {"0": 0.6}, "longer": {"0": 0.8}}

@@ -42,9 +42,6 @@ TEXT = "longseq.tasks.text"
 TABLE = "longseq.tasks.registry"
 TASKS = tuple(sorted(f"longseq.tasks.{path.parent.name}" for path in (ROOT / "tasks").glob("*/config.py")))
 
-# Long Range Arena has tasks of other rooms as documents: the expressions of a probe, and images of CIFAR-10.
-BORROWED = {"tasks/document/arena.py": ("longseq.tasks.probe", "longseq.tasks.image")}
-
 
 def imported_modules(source: str) -> set[str]:
     """Return the dotted names that a file imports, anywhere in it."""
@@ -101,8 +98,7 @@ def test_rooms_of_the_tasks_name_those_below_them():
         own = room_of(".".join(("longseq.tasks", *file.relative_to(ROOT / "tasks").with_suffix("").parts)))
         if own == "commands":
             continue
-        borrowed = BORROWED.get(file.relative_to(ROOT).as_posix(), ())
-        allowed = {*SHARED, own, *borrowed, *((TEXT, TABLE) if own not in (*SHARED, TEXT) else ())}
+        allowed = {*SHARED, own, *((TEXT, TABLE) if own not in (*SHARED, TEXT) else ())}
         for module in named_modules(file.read_text()):
             if module.startswith("longseq.tasks."):
                 told = f"{file.relative_to(ROOT)} names {module}"

@@ -24,6 +24,7 @@ from longseq import mixers
 from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.backbones.tokens import TokenBackbone
+from longseq.blocks.channel_mixing import ChannelMixing
 from longseq.blocks.positions import Layout
 from longseq.kernels.dispatch import Call, explain_call, record_calls
 from longseq.mixers.cards import find_growth
@@ -281,7 +282,7 @@ def _count_flops(model: nn.Module, channels: int, height: int, width: int) -> di
 
 
 def _describe_states(model: nn.Module) -> list[dict[str, Any]]:
-    """For each mixing layer with a state: its readings, and the numbers that they keep for one sequence.
+    """For each mixing layer and MLP with a state: its readings, and the numbers that they keep for one sequence.
 
     `growth` counts those that each token adds.
     """
@@ -302,6 +303,11 @@ def _describe_states(model: nn.Module) -> list[dict[str, Any]]:
                 "tensors": {field: list(tensor.shape[1:]) for field, tensor in state_tensors(state)},
             }
         )
+    for name, part in model.named_modules():
+        if isinstance(part, ChannelMixing):
+            shift = part.initial_state(1)
+            tensors = {"shift": list(shift.shape[1:])}
+            states.append({"layer": name, "readings": 1, "numbers": shift.numel(), "growth": 0, "tensors": tensors})
     return states
 
 

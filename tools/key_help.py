@@ -18,10 +18,10 @@ KEYS = {
     "evaluate": "longseq.tasks.command_keys.EvaluateKeys",
     "predict": "longseq.tasks.command_keys.PredictKeys",
     "generate": "longseq.tasks.generate.GenerateKeys",
-    "prepare_image": "longseq.tasks.image.prepare.PrepareImagesKeys",
-    "prepare": "longseq.tasks.text.prepare.PrepareKeys",
-    "harness": "longseq.tools.harness.HarnessKeys",
-    "convert": "longseq.tools.hugging_face.convert.ConvertKeys",
+    "prepare_image": "longseq.tasks.image.prepare_keys.PrepareImagesKeys",
+    "prepare": "longseq.tasks.text.prepare_keys.PrepareKeys",
+    "harness": "longseq.tasks.command_keys.HarnessKeys",
+    "convert": "longseq.tools.hugging_face.convert_keys.ConvertKeys",
 }
 
 _LINE = re.compile(r"(?P<indent>(?:  )?)(?P<key>\w+):(?P<value>(?: [^#]*)?)(?:# *(?P<words>.*))?")

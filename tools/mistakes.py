@@ -233,6 +233,8 @@ def _explain_hydra(text: str, verb: str, arguments: Sequence[str]) -> str | None
 def _unreadable(override: str) -> str:
     key, _, value = override.partition("=")
     told = f"{override} cannot be read"
+    if not key.isascii():
+        return f"{told}: keys have no letters but a to z; `longseq VERB --help` lists them"
     if value.startswith("="):
         return f"{told}: write {key}{value}, with one ="
     if any(value.count(one) != value.count(other) for one, other in ("[]", "{}", "()")):

@@ -226,9 +226,14 @@ class _Layout:
         return x.reshape(self.blocks, self.length, self.lanes * self.batch, -1)
 
     def join(self, x: Tensor, like: Tensor) -> Tensor:
-        """The inverse of `split`, in the shape and dtype of `like`."""
+        """The inverse of `split`, in the shape and dtype of `like`, without gaps.
+
+        With one lane, or chunks of one token, the reshape is a view with the tokens outside of the batch. Operations of
+        torch that read such a gradient have other strides in torch.compile's trace than when they run.
+        """
         x = x.reshape(self.blocks, self.length, self.lanes, self.batch, -1).permute(3, 0, 2, 1, 4)
-        return x.reshape(self.batch, self.blocks * self.lanes * self.length, -1)[:, : self.tokens].to(like.dtype)
+        x = x.reshape(self.batch, self.blocks * self.lanes * self.length, -1)[:, : self.tokens]
+        return x.to(like.dtype).contiguous()
 
 
 def _longhorn_lanes(layout: _Layout, x: Tensor, q: Tensor, k: Tensor, beta: Tensor, dtype: torch.dtype):

@@ -122,6 +122,18 @@ def orthogonal_recurrence(
 
     Precision: arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype.
 
+    Rounding: "decode" writes to all slots by one residual, φ k - v. Where gamma ‖k‖² is well above 1, the step
+    overshoots, and rounding errors grow with every token: the sooner, the fewer dimensions D the M slots share. Keys of
+    length 1 with gamma <= 1 are safe. Relative errors of o in float32, over 256 tokens with random q, k and v, v of
+    length 1, gamma = 1/2 and M = 64:
+
+        gamma ‖k‖²    0.5     2       4       8       16
+        D = 64        4e-7    4e-7    5e-7    1e-6    4e-3
+        D = 16        4e-7    5e-7    8e-7    1e-5    4e-2
+        D = 4         4e-7    7e-6    9e-4    7e-1    1
+
+    "encode" and "similarity" stayed below 2e-6 for D of 4 to 64, with gamma up to 1 and ‖k‖² of 1 and of about M.
+
     Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are

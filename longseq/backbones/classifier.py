@@ -20,7 +20,9 @@ from longseq.arguments import takes_also
 from longseq.backbones.likeness import find_difference
 from longseq.backbones.tokens import TokenBackbone
 from longseq.blocks.initialisation import save_rng_state
+from longseq.blocks.ngrams import HashedNgrams
 from longseq.blocks.pooling import Pooling
+from longseq.blocks.rotary import count_positions
 from longseq.blocks.sharding import full_parameters, gathers_parameters
 from longseq.kernels.packing import Packing, pack_like
 from longseq.mixers.base import check_rows
@@ -49,6 +51,9 @@ class TextClassifier(PretrainedModel, nn.Module):
         pooling: mean, max, last, first or attention (see `longseq.blocks.pooling`). In a forward model the first token
             sees nothing of the others.
         head_dropout: of the pooled features.
+        hashed_ngrams: the most tokens of an n-gram. The embeddings of the n-grams of 2 to `hashed_ngrams` tokens that
+            end with a token are added to its own (see `longseq.blocks.ngrams`); 1 has none.
+        ngram_buckets: the embeddings that n-grams of one length share by their hash.
         options: arguments of `TokenBackbone`, among them `vocab_size`, which has no default; all but `tie_embeddings`.
 
     Raises:
@@ -56,10 +61,23 @@ class TextClassifier(PretrainedModel, nn.Module):
     """
 
     decided_options = TokenBackbone.decided_options
-    arguments_before: ClassVar[Mapping[str, Any]] = TokenBackbone.arguments_before
+    arguments_before: ClassVar[Mapping[str, Any]] = {
+        **TokenBackbone.arguments_before,
+        "hashed_ngrams": 1,
+        "ngram_buckets": 32768,
+    }
 
     @takes_also(TokenBackbone, without=("tie_embeddings",))
-    def __init__(self, *, num_classes: int, pooling: str = "mean", head_dropout: float = 0.0, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        num_classes: int,
+        pooling: str = "mean",
+        head_dropout: float = 0.0,
+        hashed_ngrams: int = 1,
+        ngram_buckets: int = 32768,
+        **options: Any,
+    ) -> None:
         super().__init__()
         if num_classes < 1:
             raise ValueError(f"num_classes={num_classes}: a classifier has at least one class")
@@ -67,6 +85,8 @@ class TextClassifier(PretrainedModel, nn.Module):
         self.num_classes = num_classes
         # With tied embeddings a token model has no weights beyond its body.
         self.body = TokenBackbone(**options, tie_embeddings=True)
+        has_ngrams = hashed_ngrams != 1
+        self.ngrams = HashedNgrams(hashed_ngrams, ngram_buckets, self.body.d_model) if has_ngrams else None
         self.pooling = Pooling(pooling, self.body.d_model)
         self.dropout = nn.Dropout(head_dropout)
         self.head = nn.Linear(self.body.d_model, num_classes)
@@ -92,14 +112,15 @@ class TextClassifier(PretrainedModel, nn.Module):
         The body's weights are those of a `TokenBackbone` with the same seed. The head starts close to zero.
         """
         self.body.init_weights()
-        for part in (self.pooling, self.head):
+        for part in (self.pooling, self.head, *(() if self.ngrams is None else (self.ngrams,))):
             with full_parameters(part):
                 self.init_part(part)
 
     def init_part(self, part: nn.Module) -> None:
-        """Initialise the pooling, the head, or a part of the body."""
-        if part is self.pooling:
-            self.pooling.reset_parameters()
+        """Initialise the pooling, the head, the n-grams, or a part of the body."""
+        if part is self.pooling or part is self.ngrams:
+            reset: Any = part.reset_parameters
+            reset()
         elif part is self.head:
             trunc_normal_(self.head.weight, std=0.02)
             nn.init.zeros_(self.head.bias)
@@ -131,7 +152,11 @@ class TextClassifier(PretrainedModel, nn.Module):
         self, tokens: Tensor, cu_seqlens: Tensor | Packing | None = None, mask: Tensor | None = None
     ) -> Tensor:
         """Return the normalised features of the tokens, `[B, T, d_model]`; the arguments are those of `forward`."""
-        return self.body.forward_features(tokens, cu_seqlens=cu_seqlens, mask=mask, output_final_state=False)[0]
+        packing, added = pack_like(cu_seqlens, tokens), None
+        if self.ngrams is not None:
+            added = self.ngrams(tokens, count_positions(tokens, cu_seqlens=packing, mask=mask)[0])
+        options: dict[str, Any] = {"cu_seqlens": packing, "mask": mask, "output_final_state": False}
+        return self.body.forward_features(tokens, **options, added=added)[0]
 
     @gathers_parameters
     def pool(self, features: Tensor, cu_seqlens: Tensor | Packing | None = None, mask: Tensor | None = None) -> Tensor:
@@ -191,7 +216,7 @@ class TextClassifier(PretrainedModel, nn.Module):
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return timm's patterns that group parameters by depth, for layer-wise learning rates and frozen layers."""
         return {
-            "stem": r"^body\.(?:embedding|positions)",
+            "stem": r"^ngrams|^body\.(?:embedding|positions)",
             "blocks": [(r"^body\.blocks\.(\d+)", None), (r"^body\.norm", (99999,))],
         }
 

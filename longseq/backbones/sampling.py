@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# The constants of SplitMix64, as the signed numbers that torch computes with.
-_INCREMENT = 0x9E3779B97F4A7C15 - 2**64
-_MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
+from longseq.kernels import token_choice
+from longseq.kernels.token_choice.choice import INCREMENT
 
 
 @dataclass(frozen=True)
@@ -58,17 +57,21 @@ class TokenSampler:
     def __init__(self, sampling: Sampling, seeds: Tensor, *, drawn: int = 0, seen: Tensor | None = None) -> None:
         self.sampling = sampling
         self.seen = seen if sampling.repetition_penalty != 1 else None
-        self._counter = seeds + ((drawn * _INCREMENT + 2**63) % 2**64 - 2**63)
+        self._counter = seeds + ((drawn * INCREMENT + 2**63) % 2**64 - 2**63)
         self._valid = torch.ones_like(seeds, dtype=torch.bool)
 
     def __call__(self, scores: Tensor) -> Tensor:
-        self._counter.add_(_INCREMENT)
-        token = choose_tokens(scores, random_places(self._counter), self.sampling, self.seen)
-        self._valid.logical_and_(token >= 0)
-        token = token.clamp_min(0)
-        if self.seen is not None:
-            self.seen.scatter_(1, token[:, None], True)
-        return token
+        how = self.sampling
+        return token_choice(
+            scores,
+            self._counter,
+            self._valid,
+            self.seen,
+            temperature=how.temperature,
+            top_k=how.top_k,
+            top_p=how.top_p,
+            repetition_penalty=how.repetition_penalty,
+        )
 
     def check(self) -> None:
         """Raise ValueError if the scores of a draw were not finite. It waits for the device."""
@@ -77,55 +80,3 @@ class TokenSampler:
                 "the model's scores are not finite (NaN or infinite): it has diverged, or the range of its type is too "
                 "small (try dtype=float32)"
             )
-
-
-def random_places(counters: Tensor) -> Tensor:
-    """Hash whole numbers `[B]` (int64) to places `[B]` in [0, 1), multiples of 2^-24 in float32.
-
-    Consecutive multiples of the increment give independent places. Source: SplitMix64, Fast Splittable Pseudorandom
-    Number Generators (Steele et al., 2014), figure 16, with Stafford's variant 13 as its mixing function.
-    """
-    for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
-        counters = (counters ^ _shift(counters, shift)) * multiplier
-    counters = counters ^ _shift(counters, 31)
-    return _shift(counters, 40).float() * 2.0**-24
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Shift to the right with zeros, as for a number without sign."""
-    return (x >> bits) & (2 ** (64 - bits) - 1)
-
-
-def choose_tokens(scores: Tensor, places: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
-    """Choose one token a row, by a place in the row's distribution: no generator, and a row depends on itself alone.
-
-    All shapes are known before, and nothing waits for the device, so that a CUDA graph can record it.
-
-    Shapes: scores [B, V]; places [B], in [0, 1); seen [B, V], True at tokens that the penalty is for; tokens [B], -1 in
-    rows whose scores are no distribution (NaN or infinite).
-    """
-    scores = scores.float()
-    if seen is not None and sampling.repetition_penalty != 1:
-        penalty = sampling.repetition_penalty
-        scores = torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
-    if sampling.temperature == 0:
-        best, token = scores.max(dim=-1)
-        return torch.where(best.isfinite(), token, -1)
-    tokens = None  # the tokens of the columns, where these are not in order
-    if sampling.top_k is not None and sampling.top_k < scores.shape[-1]:
-        scores, tokens = scores.topk(sampling.top_k, dim=-1)
-    elif sampling.top_p is not None:
-        scores, tokens = scores.sort(dim=-1, descending=True, stable=True)
-    probabilities = (scores / sampling.temperature).softmax(dim=-1)
-    if sampling.top_p is not None:
-        # A token is kept while those before it have not reached p, so that the best one always is.
-        before = probabilities.cumsum(dim=-1) - probabilities
-        probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
-    reached = probabilities.cumsum(dim=-1)
-    total = reached[:, -1:]
-    drawn = torch.searchsorted(reached, places.to(reached.dtype)[:, None] * total, right=True)
-    # Sums in parallel are not monotonous to the last bit: a place may fall on a token of probability 0, or behind all.
-    drawn = drawn.clamp_max(scores.shape[-1] - 1)
-    drawn = torch.where(probabilities.gather(1, drawn) > 0, drawn, probabilities.argmax(dim=-1, keepdim=True))
-    token = drawn if tokens is None else tokens.gather(1, drawn)
-    return torch.where(total.isfinite(), token, -1).squeeze(1)

@@ -84,7 +84,7 @@ def read_in_segments(
         )
     steps = _choose_gradients(_cut(bounds, segment), gradient_segments)
     pooling = _RunningPooling(model.pooling)
-    reader = _Stream(body, pooling) if body.direction == "forward" else _Sweep(body, pooling)
+    reader = _Stream(model, pooling) if body.direction == "forward" else _Sweep(model, pooling)
     found = list(reader.read(row, steps))
     if not found:
         return model.classify(body.embedding.weight.new_zeros(len(bounds) - 1, body.d_model))
@@ -193,6 +193,12 @@ class _Step:
         """The borders of the pieces, with more tokens around the first and the last; None for a single one."""
         inner = [border + before for border in self.borders[1:-1]]
         return _pack([0, *inner, before + self.borders[-1] + after], device)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """`[1, T]`, the place of each token in its document."""
+        places = [torch.arange(end - start) for start, end in pairwise(self.borders)]
+        places[0] += self.offset
+        return torch.cat(places)[None].to(device)
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function with the step's gradients: none, recorded, or recorded and recomputed."""
@@ -317,22 +323,23 @@ class _RunningPooling:
 class _Stream:
     """Reads documents once, through all layers of a model that reads forward."""
 
-    def __init__(self, body: TokenBackbone, pooling: _RunningPooling) -> None:
-        self.body, self.pooling = body, pooling
-        self.device = body.embedding.weight.device
+    def __init__(self, model: TextClassifier, pooling: _RunningPooling) -> None:
+        self.model, self.body, self.pooling = model, model.body, pooling
+        self.device = model.body.embedding.weight.device
 
     def read(self, row: Tensor, steps: list[_Step]) -> Iterator[Pooled]:
         """The documents that end in each step, with their pooled features."""
         carried: tuple[Any, Any] = (None, None)
         for step in steps:
-            tokens = row[None, step.start : step.stop].to(self.device, torch.long)
+            tokens = _tokens_of(step, row, self.model).to(self.device)
             vectors, *carried = step.run(partial(self._read, step), tokens, *carried)
             yield step.ending, vectors
 
     def _read(self, step: _Step, tokens: Tensor, state: Any, gathered: Gathered | None) -> tuple[Any, Any, Any]:
+        tokens, added = _embed_ngrams(step, tokens, self.model)
         start = _place(state, len(step.documents), 0, self.body.initial_state, self.body.embedding.weight)
         features, last = self.body.forward_features(
-            tokens, start, cu_seqlens=step.packing(self.device), output_final_state=step.goes_on
+            tokens, start, cu_seqlens=step.packing(self.device), output_final_state=step.goes_on, added=added
         )
         vectors, gathered = self.pooling.read(features, step, gathered)
         return vectors, last, gathered
@@ -343,15 +350,14 @@ class _Sweep:
     both ways, with a carried state for each way.
     """
 
-    def __init__(self, body: TokenBackbone, pooling: _RunningPooling) -> None:
-        self.body, self.pooling = body, pooling
-        self.device = body.embedding.weight.device
+    def __init__(self, model: TextClassifier, pooling: _RunningPooling) -> None:
+        self.model, self.body, self.pooling = model, model.body, pooling
+        self.device = model.body.embedding.weight.device
 
     def read(self, row: Tensor, steps: list[_Step]) -> Iterator[Pooled]:
         """The documents that end in each step, with their pooled features."""
         residual = [
-            step.run(partial(self._embed, step), row[None, step.start : step.stop].to(self.device, torch.long))
-            for step in steps
+            step.run(partial(self._embed, step), _tokens_of(step, row, self.model).to(self.device)) for step in steps
         ]
         for block in self.body.blocks:
             if isinstance(block.mixer, Directions):
@@ -367,11 +373,9 @@ class _Sweep:
             yield step.ending, vectors
 
     def _embed(self, step: _Step, tokens: Tensor) -> Tensor:
-        if self.body.positions is None:
-            return self.body.embed(tokens, None)
-        places = [torch.arange(end - start) for start, end in pairwise(step.borders)]
-        places[0] += step.offset
-        return self.body.embed(tokens, torch.cat(places)[None].to(self.device))
+        tokens, added = _embed_ngrams(step, tokens, self.model)
+        places = None if self.body.positions is None else step.positions(self.device)
+        return self.body.embed(tokens, places, added)
 
     def _pool(self, step: _Step, x: Tensor, gathered: Gathered | None) -> tuple[Any, Any]:
         return self.pooling.read(self.body.norm(x), step, gathered)
@@ -449,6 +453,20 @@ class _Sweep:
             output_final_state=False,
         )
         return y[:, around[0] : around[0] + x.shape[1]]
+
+
+def _tokens_of(step: _Step, row: Tensor, model: TextClassifier) -> Tensor:
+    """The tokens `[1, C + T]` of a step, behind the C tokens of their document that n-grams reach back to."""
+    reach = 0 if model.ngrams is None else min(step.offset, model.ngrams.longest - 1)
+    return row[None, step.start - reach : step.stop].long()
+
+
+def _embed_ngrams(step: _Step, tokens: Tensor, model: TextClassifier) -> tuple[Tensor, Tensor | None]:
+    """The tokens `[1, T]` of a step alone, and the embeddings of the n-grams that end at them, None without n-grams."""
+    if model.ngrams is None:
+        return tokens, None
+    context, own = tokens.split([tokens.shape[1] - step.borders[-1], step.borders[-1]], dim=1)
+    return own, model.ngrams(own, step.positions(tokens.device), context)
 
 
 def _place(carried: Any, count: int, row: int, initial_state: Callable[..., Any], like: Tensor) -> Any:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from longseq.blocks.residual import Block
-from longseq.mixers import Mixer, make_reading
+from longseq.mixers import Mixer, get, make_reading
 from longseq.mixers.pattern import Pattern, expand_pattern, options_by_name
 
 BlockT = TypeVar("BlockT", bound=Block[Any])
@@ -49,7 +49,7 @@ def build_blocks(
         reading = make_reading(
             name,
             d_model,
-            options=options[name],
+            options=_options_of_layer(name, options[name], names[:index].count(name), names.count(name)),
             direction=direction,
             # Layers are counted for each mixer. Otherwise all layers of one mixer in a hybrid could alternate to the
             # same direction.
@@ -64,3 +64,19 @@ def build_blocks(
         mlp, mlp_norm = (None, None) if make_mlp is None else (make_mlp(), make_norm())
         blocks.append(kind(reading, make_norm(), mlp=mlp, mlp_norm=mlp_norm, drop_path=rate))
     return blocks
+
+
+def _options_of_layer(mixer: str, options: Mapping[str, Any], layer: int, count: int) -> dict[str, Any]:
+    """The options of a mixer in the layer with index `layer` among its `count` layers."""
+    chosen = dict(options)
+    for option in get(mixer).options_in_turn:
+        values = chosen.get(option)
+        if isinstance(values, str) or not isinstance(values, Sequence):
+            continue
+        if not 0 < len(values) <= count:
+            raise ValueError(
+                f"{option}={list(values)} has {len(values)} values in turn and the model has {count} layers of "
+                f"{mixer}: give 1 to {count}"
+            )
+        chosen[option] = values[layer % len(values)]
+    return chosen

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from longseq.blocks.residual import ChannelMixingState
 from longseq.mixers import Mixer
 from longseq.mixers.attention import KeyValueCache
 from longseq.state import map_state, state_tensors
@@ -101,6 +102,8 @@ class StepGraph:
 
 
 def _own(layer: Any) -> Any:
+    if isinstance(layer, ChannelMixingState):
+        return ChannelMixingState(_own(layer.mixer), layer.shift.clone())
     if isinstance(layer, KeyValueCache):
         return layer._replace(length=layer.length.clone())
     return map_state(torch.clone, layer)
@@ -108,7 +111,7 @@ def _own(layer: Any) -> Any:
 
 def _check_preallocated(model: TokenBackbone, state: TokenState) -> None:
     for block, layer in zip(model.blocks, state.layers, strict=True):
-        if block.mixer.growing_state and not isinstance(layer, KeyValueCache):
+        if block.mixer.growing_state and not isinstance(block.mixer_state(layer), KeyValueCache):
             raise ValueError(
                 f"the state of {type(block.mixer).__name__} grows with every token, and a CUDA graph has fixed shapes; "
                 "give it room: model.preallocate(state, max_length)"

@@ -23,6 +23,7 @@ from longseq.backbones.sampling import Sampling, TokenSampler
 from longseq.backbones.stack import build_blocks
 from longseq.backbones.step_graph import check_step_graph
 from longseq.backbones.vocabulary_loss import SummedLoss, sum_scored, summed_loss, token_losses
+from longseq.blocks.channel_mixing import ChannelMixing
 from longseq.blocks.hooks import is_replaceable
 from longseq.blocks.initialisation import save_rng_state
 from longseq.blocks.mlp import SwiGLU
@@ -43,6 +44,7 @@ NORMS: dict[str, Callable[..., nn.Module]] = {"rms": ResidualRMSNorm, "layer": R
 MLPS: dict[str, Callable[..., nn.Module]] = {
     "swiglu": SwiGLU,
     "gelu": lambda width, hidden, **options: Mlp(width, hidden),
+    "rwkv": ChannelMixing,
 }
 BLOCKS: dict[str, type[Block[Any]]] = {"pre": Block, "post": PostNormBlock}
 POSITIONS = ("none", "learned")
@@ -52,17 +54,19 @@ DIRECTIONS = ("forward", "bidirectional", "alternating")
 MODEL_TYPE = "longseq"
 
 
-def mlp_width(d_model: int, ratio: float | None = None) -> int:
-    """Width of an MLP: `ratio` times `d_model`, or the least multiple of 64 that is at least 8/3 of it.
+def mlp_width(d_model: int, ratio: float | None = None, mlp: str | None = "swiglu") -> int:
+    """Width of an MLP: `ratio` times `d_model`, or the least multiple of 64 that is at least 8/3 of it (7/2 for rwkv).
 
-    With 8/3, a gated MLP of three matrices has as many parameters as one of two matrices and the ratio 4. Matrix
-    products of half precision need a multiple of 8 to be fast.
+    With 8/3, a gated MLP of three matrices has as many parameters as one of two matrices and the ratio 4; with 7/2 so
+    has RWKV's, whose third matrix is square. Matrix products of half precision need a multiple of 8 to be fast.
     """
-    return -(-8 * d_model // 192) * 64 if ratio is None else round(d_model * ratio)
+    if ratio is not None:
+        return round(d_model * ratio)
+    return -(-7 * d_model // 128) * 64 if mlp == "rwkv" else -(-8 * d_model // 192) * 64
 
 
 class TokenState(NamedTuple):
-    """The state of a token model: the state of each layer's mixer, and the number of tokens so far, `[B]`.
+    """The state of a token model: the state of each block (`longseq.blocks.residual`), and the number of tokens, `[B]`.
 
     Only models with learned positions count the tokens; elsewhere `position` is None.
     """
@@ -89,9 +93,10 @@ class TokenBackbone(PretrainedModel, nn.Module):
             alternates by itself.
         share_directions: what both readings of a bidirectional layer share: projections, all or none.
         merge: sum or mean of the two readings.
-        mlp: swiglu, gelu, or None for blocks of a mixer alone.
-        mlp_ratio: width of the MLP relative to `d_model`; None: 8/3 of it, rounded up to a multiple of 64.
-        mlp_bias: whether the projections of swiglu have biases; those of gelu always do.
+        mlp: swiglu, gelu, rwkv, or None for blocks of a mixer alone. rwkv is the channel mixing of RWKV, which also
+            reads the token before, and is for direction="forward".
+        mlp_ratio: width of the MLP relative to `d_model`; None: 8/3 of it, of rwkv 7/2, rounded up to a multiple of 64.
+        mlp_bias: whether the projections of swiglu have biases; those of gelu always do, and those of rwkv never.
         norm, norm_eps: rms or layer, and the number added to the variance.
         norm_order: pre norms what a mixer or an MLP reads, post what it adds to the residual (as in OLMo 2).
         positions: none (the recurrence itself depends on the order), or learned: a table of `max_length` vectors that
@@ -149,6 +154,11 @@ class TokenBackbone(PretrainedModel, nn.Module):
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
         if mlp is not None and mlp not in MLPS:
             raise ValueError(f"mlp={mlp!r} is not one of {', '.join(MLPS)}, or None")
+        if mlp == "rwkv" and direction != "forward":
+            raise ValueError(
+                f"mlp='rwkv' reads the token before, which direction={direction!r} does not have: give "
+                "direction='forward', or mlp='swiglu'"
+            )
         if positions == "learned" and not max_length:
             raise ValueError("positions='learned' needs max_length, the most tokens of a sequence")
         if vocab_size < 1 or depth < 1:
@@ -166,7 +176,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         self.dropout = nn.Dropout(dropout)
         make_norm = partial(NORMS[norm], d_model, eps=norm_eps, backend=backend)
         switches = {"recompute": recompute == "mixer", "backend": backend}
-        width = mlp_width(d_model, mlp_ratio)
+        width = mlp_width(d_model, mlp_ratio, mlp)
         make_mlp = None if mlp is None else partial(MLPS[mlp], d_model, width, bias=mlp_bias, **switches)
         blocks = build_blocks(
             BLOCKS[norm_order],
@@ -269,10 +279,12 @@ class TokenBackbone(PretrainedModel, nn.Module):
     def forward_features(
         self, tokens: Tensor, state: TokenState | None = None, *, cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None, output_final_state: bool = True, max_length: int | None = None,
+        added: Tensor | None = None,
     ) -> tuple[Tensor, TokenState | None]:  # fmt: skip
         """Return normalised features `[B, T, d_model]` and the state; the arguments are those of `forward`.
 
         With `max_length` the state is preallocated (see `preallocate`), layer by layer, which needs less memory.
+        `added [B, T, d_model]` is added to the embeddings of the tokens.
         """
         if self.max_length is not None and tokens.shape[1] > self.max_length and cu_seqlens is None:
             raise ValueError(
@@ -286,14 +298,14 @@ class TokenBackbone(PretrainedModel, nn.Module):
         packing, places = pack_like(cu_seqlens, tokens), None
         if self.positions is not None:
             places, position = count_positions(tokens, position, cu_seqlens=packing, mask=mask)
-        x = self.embed(tokens, places)
+        x = self.embed(tokens, places, added)
         states = []
         options: dict[str, Any] = {"cu_seqlens": packing, "mask": mask, "output_final_state": output_final_state}
         for index, block in enumerate(self.blocks):
             run = partial(checkpoint, block) if self.grad_checkpointing and self.training else block
             x, layer = run(x, None if layers is None else layers[index], **options)
             if layer is not None and max_length is not None:
-                layer = block.mixer.preallocate(layer, max_length)
+                layer = block.change_mixer_state(layer, partial(block.mixer.preallocate, max_length=max_length))
             states.append(layer)
         return self.norm(x), TokenState(tuple(states), position) if output_final_state else None
 
@@ -344,7 +356,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
             ValueError: the model does not read forward.
         """
         self._check_forward("a state")
-        layers = tuple(block.mixer.initial_state(batch, device, dtype) for block in self.blocks)
+        layers = tuple(block.initial_state(batch, device, dtype) for block in self.blocks)
         counted = self.positions is not None
         return TokenState(layers, torch.zeros(batch, dtype=torch.long, device=device) if counted else None)
 
@@ -361,19 +373,23 @@ class TokenBackbone(PretrainedModel, nn.Module):
         Raises:
             ValueError: the state has more than `max_length` tokens.
         """
-        return state._replace(layers=self._by_layer(state, lambda mixer, layer: mixer.preallocate(layer, max_length)))
+        return self._change(state, lambda mixer, layer: mixer.preallocate(layer, max_length))
 
     def trim(self, state: TokenState) -> TokenState:
         """Return a state in the form that `forward` returns, without the room that `preallocate` has given it."""
-        return state._replace(layers=self._by_layer(state, lambda mixer, layer: mixer.trim(layer)))
+        return self._change(state, lambda mixer, layer: mixer.trim(layer))
 
     def room(self, state: TokenState) -> int | None:
         """Count the tokens for which a preallocated state has room; None: any number."""
-        found = self._by_layer(state, lambda mixer, layer: mixer.room(layer))
+        layers = zip(self.blocks, state.layers, strict=True)
+        found = [block.mixer.room(block.mixer_state(layer)) for block, layer in layers]
         return min((tokens for tokens in found if tokens is not None), default=None)
 
-    def _by_layer(self, state: TokenState, call: Callable[[Any, Any], Any]) -> tuple[Any, ...]:
-        return tuple(call(block.mixer, layer) for block, layer in zip(self.blocks, state.layers, strict=True))
+    def _change(self, state: TokenState, change: Callable[[Any, Any], Any]) -> TokenState:
+        """Return a state with the results of `change` in place of the mixers' states."""
+        layers = zip(self.blocks, state.layers, strict=True)
+        changed = [block.change_mixer_state(layer, partial(change, block.mixer)) for block, layer in layers]
+        return state._replace(layers=tuple(changed))
 
     @torch.no_grad()
     def generate(
@@ -439,9 +455,14 @@ class TokenBackbone(PretrainedModel, nn.Module):
         # An adapter took the place of the layer: `weight` is then the weight that it adapts.
         return self.embedding(torch.arange(self.vocab_size, device=self.embedding.weight.device))
 
-    def embed(self, tokens: Tensor, places: Tensor | None) -> Tensor:
-        """The residual before the first block: the embeddings of tokens, and of `places` with learned positions."""
+    def embed(self, tokens: Tensor, places: Tensor | None, added: Tensor | None = None) -> Tensor:
+        """The residual before the first block: the embeddings of tokens, and of `places` with learned positions.
+
+        `added` is what stands beside the embeddings of the tokens, of the same shape.
+        """
         x = self.embedding(tokens)
+        if added is not None:
+            x = x + added
         if self.positions is not None:
             assert places is not None
             x = x + self.positions(places)

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple
 
+import torch
 from timm.layers import DropPath
 from torch import Tensor, nn
 
+from longseq.blocks.channel_mixing import ChannelMixing
 from longseq.blocks.norm import add_and_norm
 from longseq.blocks.positions import Layout
 from longseq.blocks.precision import product_dtype
 from longseq.blocks.reading import Reading
 from longseq.blocks.sharding import gathers_parameters
-from longseq.kernels.packing import Packing
-from longseq.state import StateT
+from longseq.kernels.packing import Packing, pack_like
+from longseq.state import StateT, StateTree
+
+
+class ChannelMixingState(NamedTuple):
+    """The state of a block whose MLP looks back: that of its mixer, and the last token `[B, D, 1]` of the MLP."""
+
+    mixer: StateTree
+    shift: Tensor
 
 
 class Block(nn.Module, Generic[StateT]):
@@ -21,7 +31,8 @@ class Block(nn.Module, Generic[StateT]):
 
         x = x + mixer(norm1(x));   x = x + mlp(norm2(x))
 
-    The residual keeps the type it comes in (float32, say) whatever the type of the weights.
+    The residual keeps the type it comes in (float32, say) whatever the type of the weights. The state is that of the
+    mixer; with a `ChannelMixing` as MLP it is a `ChannelMixingState`.
 
     Args:
         mixer: the reading: a mixer, or several that read in different directions.
@@ -60,21 +71,61 @@ class Block(nn.Module, Generic[StateT]):
         output_final_state: bool = True,
     ) -> tuple[Tensor, StateT | None]:
         """Transform `x [B, T, D]`; the arguments and the state are those of `longseq.blocks.reading.Reading`."""
+        own, shift = self._split(state)
         y, following = self.mixer(
             self.enter(x),
-            state,
+            own,
             layout=layout,
             cu_seqlens=cu_seqlens,
             mask=mask,
             output_final_state=output_final_state,
         )
-        return self.add_branches(x, y), following
+        if not isinstance(self.mlp, ChannelMixing):
+            return self.add_branches(x, y), following
+        x, y = self.add_mixed(x, y)
+        y, shift = self.mlp(
+            y, shift, cu_seqlens=pack_like(cu_seqlens, y), mask=mask, output_final_state=output_final_state
+        )
+        return self.add_mlp(x, y), self._join(following, shift)
 
     @gathers_parameters
     def step(self, x: Tensor, state: StateT) -> tuple[Tensor, StateT]:
         """Transform one more token `x [B, D]`; raises ValueError for a reading in several directions."""
-        y, following = self.mixer.step(self.enter(x), state)
-        return self.add_branches(x, y), following
+        own, shift = self._split(state)
+        y, following = self.mixer.step(self.enter(x), own)
+        if not isinstance(self.mlp, ChannelMixing):
+            return self.add_branches(x, y), following
+        assert shift is not None
+        x, y = self.add_mixed(x, y)
+        y, shift = self.mlp.step(y, shift)
+        return self.add_mlp(x, y), self._join(following, shift)
+
+    def initial_state(
+        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> StateT:
+        """Return the state before the first token, of a block that reads in one direction."""
+        mixer: Any = self.mixer
+        state = mixer.initial_state(batch, device, dtype)
+        if not isinstance(self.mlp, ChannelMixing):
+            return state
+        return self._join(state, self.mlp.initial_state(batch, device, dtype))
+
+    def mixer_state(self, state: StateT) -> Any:
+        """The mixer's part of a state."""
+        return self._split(state)[0]
+
+    def change_mixer_state(self, state: StateT, change: Callable[[Any], Any]) -> StateT:
+        """Return a state with the result of `change` in place of its mixer's part."""
+        own, shift = self._split(state)
+        return self._join(change(own), shift)
+
+    def _split(self, state: StateT | None) -> tuple[Any, Tensor | None]:
+        if isinstance(state, ChannelMixingState):
+            return state
+        return state, None
+
+    def _join(self, state: Any, shift: Tensor | None) -> Any:
+        return state if shift is None else ChannelMixingState(state, shift)
 
     def enter(self, x: Tensor) -> Tensor:
         """What the mixer reads of the residual."""
@@ -82,11 +133,19 @@ class Block(nn.Module, Generic[StateT]):
 
     def add_branches(self, x: Tensor, branch: Tensor) -> Tensor:
         """Add what the mixer gives, and then the MLP's branch, to the residual."""
-        branch = self.drop_path(branch)
-        if self.mlp is None or self.norm2 is None:
-            return x + branch
-        x, y = add_and_norm(self.norm2, x, branch)
-        return x + self.drop_path(self.mlp(y))
+        if self.mlp is None:
+            return x + self.drop_path(branch)
+        x, y = self.add_mixed(x, branch)
+        return self.add_mlp(x, self.mlp(y))
+
+    def add_mixed(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+        """Add what the mixer gives to the residual; returns it and what the MLP reads of it."""
+        assert self.norm2 is not None
+        return add_and_norm(self.norm2, x, self.drop_path(branch))
+
+    def add_mlp(self, x: Tensor, branch: Tensor) -> Tensor:
+        """Add what the MLP gives to the residual."""
+        return x + self.drop_path(branch)
 
     def flops(self, tokens: int) -> int:
         """Count the floating-point operations over one sequence, without norms and additions."""
@@ -107,7 +166,13 @@ class PostNormBlock(Block[StateT]):
         return x.to(product_dtype(norm.weight))
 
     def add_branches(self, x: Tensor, branch: Tensor) -> Tensor:
+        x, y = self.add_mixed(x, branch)
+        return x if self.mlp is None else self.add_mlp(x, self.mlp(y))
+
+    def add_mixed(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
         x = x + self.drop_path(self.norm1(branch))
-        if self.mlp is None or self.norm2 is None:
-            return x
-        return x + self.drop_path(self.norm2(self.mlp(self.enter(x))))
+        return x, self.enter(x)
+
+    def add_mlp(self, x: Tensor, branch: Tensor) -> Tensor:
+        assert self.norm2 is not None
+        return x + self.drop_path(self.norm2(branch))

@@ -44,13 +44,15 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
         paper: the source of the layer.
         operations: names of the `longseq.kernels` operations over sequences that `scan` calls.
         no_weight_decay_names: names of parameters that weight decay must leave alone (see `longseq.parameters`).
+        options_in_turn: options for which a model also takes a list: its values in turn over the layers of this mixer.
         supports_noncausal: the constructor takes `causal=False`, with which one pass sees all tokens.
         reads_backwards: `scan` takes `reverse`. True reads from the last token to the first, without a reversed copy of
             the tokens; the given state is then that of the tokens after the last one. "second_half" does so for the
             second half of the rows of the batch.
         reads_pairs: the class defines `scan_pair`, which reads the same tokens in both directions.
         growing_state: the state keeps all tokens, in their own type. False: its size does not depend on the number of
-            tokens, and its floating-point tensors are float32 (float64 for float64 inputs).
+            tokens, and its floating-point tensors are float32 (float64 for float64 inputs). An object may say False
+            where its class says True.
         preallocates: `preallocate` gives the state fixed buffers, a growing one room for a known number of tokens.
         recomputable: `recompute` saves memory. False if `scan` saves little more than its arguments.
 
@@ -70,10 +72,11 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
     supports_noncausal: ClassVar[bool] = False
     reads_backwards: ClassVar[bool] = False
     reads_pairs: ClassVar[bool] = False
-    growing_state: ClassVar[bool] = False
+    options_in_turn: ClassVar[tuple[str, ...]] = ()
     preallocates: ClassVar[bool] = False
     recomputable: ClassVar[bool] = True
 
+    growing_state: bool = False
     revision: int = 1
     reverse: bool = False
     recompute: bool = False

@@ -1,25 +1,27 @@
-"""BaseConv: a long convolution, gated by a projection of the token."""
+"""BaseConv: a long or a short convolution, gated by a projection of the token."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.linear import UpcastLinear
 from longseq.blocks.packing import pack_rows, rows_of, unpack_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, required
+from longseq.mixers.base import Mixer, memory_dtype
 from longseq.mixers.long_convolution import Reading, convolution_flops
 from longseq.mixers.registry import register
 
-FILTERS = ("implicit", "explicit")
+FILTERS = ("implicit", "explicit", "short")
 LOWEST_BAND = 1e-4  # the one frequency in the inputs of implicit filters
 
 
@@ -30,9 +32,15 @@ class BaseConvState(NamedTuple):
     length: Tensor
 
 
+class ShortBaseConvState(NamedTuple):
+    """The last inputs of a short filter, oldest first: `[B, d_model, convolution_width - 1]`."""
+
+    convolution: Tensor
+
+
 @register("baseconv")
-class BaseConv(Mixer[BaseConvState]):
-    """A causal convolution as long as the sequence, times a projection of the token.
+class BaseConv(Mixer[BaseConvState | ShortBaseConvState]):
+    """A causal convolution, as long as the sequence or short, times a projection of the token.
 
         y = (W u + b_1) ⊙ (h ∗ u + b_2)
 
@@ -43,15 +51,21 @@ class BaseConv(Mixer[BaseConvState]):
 
     The explicit filter has a learned number for each channel and each distance below `max_length`, and is zero beyond.
 
-    The published code differs: it adds u to y, and u to h ∗ u, and its long convolutions have no b_2. There, explicit
-    filters start with the variance 1, here with 1 / max_length, so that h ∗ u does not grow with max_length. In the
-    models of the paper every second layer has a convolution of three taps instead, which longseq does not have.
+    The short filter has a learned number for each channel and each distance below `convolution_width`. In the models of
+    the paper, every second layer has one of three taps. Models take a list in turn over their layers of this mixer:
+    `mixer_options={"filter": ["short", "implicit"]}`.
 
-    The layer has no output projection. A token's output depends on all tokens before it. Therefore the state keeps all
-    tokens and grows, and the time of a step is proportional to their number.
+    The published code differs: it adds u to y, and u to h ∗ u for long filters, and its long convolutions have no b_2.
+    There, explicit filters start with the variance 1, here with 1 / max_length, so that h ∗ u does not grow with
+    max_length; and b_2 of short filters starts at random, here at 0.
+
+    The layer has no output projection. With long filters, a token's output depends on all tokens before it. Therefore
+    the state keeps all tokens and grows, and the time of a step is proportional to their number. With a short filter,
+    the state has a constant size.
 
     Args:
-        filter: "implicit" or "explicit".
+        filter: "implicit", "explicit" or "short".
+        convolution_width: the number of taps of a short filter.
         max_length: the number of tokens over which t runs from 0 to 1, at least 2, or the number of taps of an explicit
             filter. It is a constant and not the length of the input, so that a filter is the same for a sequence, for
             a part of it and for one token. For longer sequences, implicit filters continue beyond t = 1.
@@ -62,26 +76,29 @@ class BaseConv(Mixer[BaseConvState]):
     """
 
     paper = "BaseConv (arXiv:2312.04927), section 4.1"
+    options_in_turn = ("filter",)
     reads_backwards = True
     growing_state = True
     no_weight_decay_names = ("bias",)
+    arguments_before: ClassVar[Mapping[str, Any]] = {"convolution_width": 3}
 
     def __init__(
         self,
         d_model: int,
         *,
         filter: str = "implicit",
+        convolution_width: int = 3,
         max_length: int = 2048,
         filter_width: int = 16,
         backend: str = "auto",
     ) -> None:
-        if backend not in ("auto", "torch"):
-            raise ValueError(
-                f"baseconv runs on torch's Fourier transforms, not on backend={backend!r}; use auto or torch"
-            )
         super().__init__(d_model, backend=backend)
         if filter not in FILTERS:
             raise ValueError(f"filter={filter!r} is not one of {', '.join(FILTERS)}")
+        if filter != "short" and backend not in ("auto", "torch"):
+            raise ValueError(
+                f"baseconv runs on torch's Fourier transforms, not on backend={backend!r}; use auto or torch"
+            )
         if max_length < 2:
             raise ValueError(f"max_length={max_length}: distances are measured in it; at least 2")
         if filter_width < 1:
@@ -90,11 +107,14 @@ class BaseConv(Mixer[BaseConvState]):
         self.in_proj = nn.Linear(d_model, d_model)
         self.out_proj = None
         self.bias = nn.Parameter(torch.empty(d_model))
-        self.filter: ImplicitFilter | ExplicitFilter = (
-            ImplicitFilter(d_model, filter_width, max_length)
-            if filter == "implicit"
-            else ExplicitFilter(d_model, max_length)
-        )
+        self.filter: ImplicitFilter | ExplicitFilter | ShortConvolution
+        if filter == "short":
+            self.filter = ShortConvolution(d_model, convolution_width, activation=None, backend=backend)
+            self.growing_state = False
+        elif filter == "implicit":
+            self.filter = ImplicitFilter(d_model, filter_width, max_length)
+        else:
+            self.filter = ExplicitFilter(d_model, max_length)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -112,38 +132,67 @@ class BaseConv(Mixer[BaseConvState]):
     def scan(
         self,
         projected: Tensor,
-        state: BaseConvState | None = None,
+        state: BaseConvState | ShortBaseConvState | None = None,
         *,
         cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         reverse: Reverse = False,
         output_final_state: bool = True,
-    ) -> tuple[Tensor, BaseConvState | None]:
+    ) -> tuple[Tensor, BaseConvState | ShortBaseConvState | None]:
         x, gate = projected.chunk(2, dim=-1)
         packing = pack_like(cu_seqlens, projected)
+        following: BaseConvState | ShortBaseConvState | None
+        if isinstance(self.filter, ShortConvolution):
+            past = None if state is None else state[0]
+            y, last = self.filter(
+                x, past, cu_seqlens=packing, mask=mask, reverse=reverse, output_final_state=output_final_state
+            )
+            following = None if last is None else ShortBaseConvState(last)
+        else:
+            assert state is None or isinstance(state, BaseConvState)
+            y, following = self._convolve(x, self.filter, state, packing, mask, reverse)
+        return self._gate(y, gate), following if output_final_state else None
+
+    def _convolve(
+        self, x: Tensor, filters: ImplicitFilter | ExplicitFilter, state: BaseConvState | None,
+        packing: Packing | None, mask: Tensor | None, reverse: Reverse,
+    ) -> tuple[Tensor, BaseConvState]:  # fmt: skip
+        """Convolve tokens `[B, T, d_model]` with a long filter."""
         if packing is not None:
             x, mask = unpack_rows(x, packing), rows_of(packing)
         past, before = (None, None) if state is None else state
         reading = Reading.of(x, before, mask, reverse)
         row = reading.join(x, past)
-        y = reading.convolve(row, self.filter(row.shape[1], at_least_float32(x).dtype))
+        y = reading.convolve(row, filters(row.shape[1], at_least_float32(x).dtype))
         if packing is not None:
             y = pack_rows(y, packing)
-        y = gate * (y + self.bias).to(gate.dtype)
-        return y, BaseConvState(reading.keep(row), reading.length) if output_final_state else None
+        return y, BaseConvState(reading.keep(row), reading.length)
 
-    def scan_step(self, projected: Tensor, state: BaseConvState) -> tuple[Tensor, BaseConvState]:
+    def _gate(self, y: Tensor, gate: Tensor) -> Tensor:
+        return gate * (y + self.bias).to(gate.dtype)
+
+    def scan_step(
+        self, projected: Tensor, state: BaseConvState | ShortBaseConvState
+    ) -> tuple[Tensor, BaseConvState | ShortBaseConvState]:
+        if isinstance(self.filter, ShortConvolution):
+            x, gate = projected.chunk(2, dim=-1)
+            y, last = self.filter.step(x, state[0])
+            return self._gate(y, gate), ShortBaseConvState(last)
         y, following = self.scan(projected.unsqueeze(1), state)
-        return y.squeeze(1), required(following)
+        assert following is not None
+        return y.squeeze(1), following
 
     def initial_state(
         self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> BaseConvState:
+    ) -> BaseConvState | ShortBaseConvState:
+        if isinstance(self.filter, ShortConvolution):
+            return ShortBaseConvState(self.filter.initial_state(batch, device, memory_dtype(dtype)))
         inputs = torch.zeros(batch, 0, self.d_model, device=device, dtype=dtype)
         return BaseConvState(inputs, torch.zeros(batch, dtype=torch.long, device=device))
 
     def scan_flops(self, tokens: int) -> int:
-        return self.d_model * convolution_flops(tokens) + self.filter.flops(tokens) + 2 * self.d_model * tokens
+        long = 0 if isinstance(self.filter, ShortConvolution) else self.d_model * convolution_flops(tokens)
+        return long + self.filter.flops(tokens) + 2 * self.d_model * tokens
 
 
 class ImplicitFilter(nn.Module):

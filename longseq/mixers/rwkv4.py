@@ -12,6 +12,7 @@ from typing_extensions import Self
 
 from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
+from longseq.blocks.token_shift import latest_token, previous_tokens, previous_tokens_pair, shift_tokens
 from longseq.kernels import linear_attention, linear_attention_step
 from longseq.kernels.chunks import scan
 from longseq.kernels.dispatch import is_exporting
@@ -22,7 +23,6 @@ from longseq.mixers.base import Mixer, memory_dtype, required
 from longseq.mixers.heads import largest_heads
 from longseq.mixers.measures import saturation
 from longseq.mixers.registry import register
-from longseq.mixers.token_shift import latest_token, previous_tokens, previous_tokens_pair, shift_tokens
 
 NOTHING = -1e38  # the exponent before the first token, in place of log 0
 NEVER = -100.0  # e to this power is nothing beside 1, in float64 too
@@ -53,6 +53,8 @@ class RWKV4(Mixer[RWKV4State]):
 
     Two tokens are mixed before they are projected, so no projection acts on single tokens: `in_proj` is None, `scan`
     reads the tokens themselves, and several scans over an image share only the output projection.
+
+    The channel mixing of RWKV is an MLP of token models, mlp="rwkv" (`longseq.blocks.channel_mixing`).
 
     Initially, μ, u and the decay have the values of the published code for the middle layer of a network, because a
     mixer does not know its layer. W_k, W_r and W_o start as the model's other matrices; the published code starts them

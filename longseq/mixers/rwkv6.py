@@ -11,6 +11,7 @@ from typing_extensions import Self
 
 from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
+from longseq.blocks.token_shift import latest_token, previous_tokens, previous_tokens_pair, shift_tokens
 from longseq.kernels import linear_attention, linear_attention_step
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse, halves
@@ -18,7 +19,6 @@ from longseq.mixers.base import Mixer, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
-from longseq.mixers.token_shift import latest_token, previous_tokens, previous_tokens_pair, shift_tokens
 
 PARTS = 5  # the decay, the key, the value, the receptance and the gate, in this order, each mix two tokens
 
@@ -40,6 +40,8 @@ class RWKV6(Mixer[RWKV6State]):
 
     Two tokens are mixed before they are projected, so no projection acts on single tokens: `in_proj` is None, `scan`
     reads the tokens themselves, and several scans over an image share only the output projection.
+
+    The channel mixing of RWKV is an MLP of token models, mlp="rwkv" (`longseq.blocks.channel_mixing`).
 
     Initially, μ, d and u have the values of the published code for the middle layer of a network, because a mixer does
     not know its layer. A starts with small numbers in place of zeros, so that B gets a gradient in the first step.

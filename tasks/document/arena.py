@@ -7,6 +7,9 @@ Source: Long Range Arena (Tay et al., 2020), section 2.2, and the reading of the
 
 from __future__ import annotations
 
+import struct
+import tarfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -15,6 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
+from longseq.tasks import registry
+from longseq.tasks.data.generators.listops import CLOSE, listops
+from longseq.tasks.data.generators.options import check_values, options_of
+from longseq.tasks.data.generators.samples import IGNORED, draw
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.document.sources import Opened, Reader, Sample, Source, register
 from longseq.tasks.text.documents import Place
@@ -37,12 +44,21 @@ LEVELS = 256
 HARDEST = "curv_contour_length_14"  # the folder of pathfinder's longest paths, which the arena takes
 SHARES = (0.8, 0.9)  # where the training images end, and those of validation
 
+# What decoders raise for bytes that are no image.
+_UNREADABLE = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    struct.error,
+    zlib.error,
+    tarfile.TarError,
+    Image.DecompressionBombError,
+)
+
 
 def _listops(keys: DocumentDataKeys) -> Opened:
-    """Expressions of the probe's generator; `options` are those of the generator, the numbers of samples, and seed."""
-    from longseq.tasks.probe.generators import check_options
-    from longseq.tasks.probe.generators.listops import CLOSE
-
+    """Expressions of the generator of the probe listops; `options` are its own, the numbers of samples, and seed."""
     options = dict(keys.options)
     counts = {split: options.pop(split, count) for split, count in EXPRESSIONS.items()}
     seed = options.pop("seed", 0)
@@ -50,7 +66,7 @@ def _listops(keys: DocumentDataKeys) -> Opened:
         least = 0 if name == "seed" else 1
         if not isinstance(value, int) or value < least:
             raise ValueError(f"data.options.{name}={value} must be a whole number of at least {least}")
-    check_options("listops", options)
+    check_values("listops", options_of(listops), options)
     return Opened(
         {
             split: partial(
@@ -65,9 +81,6 @@ def _listops(keys: DocumentDataKeys) -> Opened:
 
 
 def _generate(count: int, seed: int, options: dict[str, Any], split: str) -> Iterator[Sample]:
-    from longseq.tasks.probe.generators import IGNORED, draw
-    from longseq.tasks.probe.generators.listops import CLOSE, listops
-
     random = np.random.default_rng(seed)
     seen: np.ndarray = np.zeros(0, np.uint64)
     block = 2048  # a block of expressions, padded to the longest, takes 64 MB
@@ -86,19 +99,18 @@ def _image(keys: DocumentDataKeys) -> Opened:
 
     @cache
     def splits() -> Any:
-        from longseq.tasks.image.sources import cifar10
-
-        return cifar10(root, download=False, val_fraction=0.1, split_seed=0)
+        image: Any = registry.get("image")
+        data = image.data(image.config.data(name="cifar10", source="cifar10", img_size=32, root=root), batch_size=1)
+        data.setup()
+        return data.splits
 
     def read(split: str) -> Iterator[Sample | Malformed]:
-        from longseq.tasks.image.decoding import UNREADABLE
-
         source, indices = getattr(splits(), split).source, getattr(splits(), split).indices
         for index in indices.tolist():
             place = Place(source.path(index))
             try:
                 image, target = source.read(index)
-            except UNREADABLE as error:
+            except _UNREADABLE as error:
                 yield Malformed(place, f"no image ({error})")
             else:
                 yield Sample(_levels(image), (source.class_names[target],), place)
@@ -217,7 +229,7 @@ def _read_image(path: Path) -> np.ndarray | str:
     try:
         with Image.open(path) as image:
             return _levels(image)
-    except (OSError, ValueError, SyntaxError) as error:
+    except _UNREADABLE as error:
         return f"no image ({error})"
 
 

@@ -22,6 +22,8 @@ class DocumentModelKeys(BodyKeys):
     name: Literal["document", "document_pair"]
     pooling: Literal["mean", "max", "last", "first", "attention"] | None = None
     head_dropout: Annotated[float | None, Range(0, below=1)] = None
+    hashed_ngrams: Annotated[int | None, Range(1, 16)] = None
+    ngram_buckets: Annotated[int | None, Range(1, 2**31 - 1)] = None
     share_directions: Literal["projections", "all", "none"] | None = None
     merge: Literal["sum", "mean"] | None = None
     separator: Annotated[int | None, Range(0)] = None  # of pairs

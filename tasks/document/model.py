@@ -63,7 +63,8 @@ class DocumentModel(TaskModel):
     def start_from(self, model: Any, loaded: Loaded, info: DocumentInfo) -> None:
         """Copy the body of a language model or of another classifier (see `TextClassifier.load_body`).
 
-        Of a classifier of the same kind and classes the head is copied, too, and the pooling if it is the same.
+        Of a classifier of the same kind and classes the head is copied, too, and the pooling and the n-grams if they
+        are the same.
         """
         trained: Any = loaded.backbone
         if isinstance(model, LinearTextClassifier) or isinstance(trained, LinearTextClassifier):
@@ -85,6 +86,8 @@ class DocumentModel(TaskModel):
             return
         if trained.pooling.kind == model.pooling.kind:
             model.pooling.load_state_dict(trained.pooling.state_dict())
+        if model.ngrams is not None and _ngrams_of(trained) == _ngrams_of(model):
+            model.ngrams.load_state_dict(trained.ngrams.state_dict())
         if type(trained) is type(model) and loaded.data.get("class_names") == info.class_names:
             model.head.load_state_dict(trained.head.state_dict())
 
@@ -108,6 +111,10 @@ def build_classifier(config: Mapping[str, Any], num_classes: int, vocab_size: in
             f"task=document trains classifiers: take model={', '.join(MODELS)} or {linear.MODEL} in place of {name}"
         )
     return build_seeded(MODELS[name], config, longest, num_classes=num_classes, vocab_size=vocab_size)
+
+
+def _ngrams_of(model: TextClassifier) -> tuple[int, int] | None:
+    return None if model.ngrams is None else (model.ngrams.longest, model.ngrams.buckets)
 
 
 def _check_positions(model: Any, info: DocumentInfo) -> None:

@@ -246,7 +246,7 @@ class ImageFiles(InputFiles):
         root = Path(path)
         if not root.exists():
             raise ValueError(f"input={path} does not exist: give an image file or a folder of images")
-        found = Found([str(root)], []) if root.is_file() else find_images(str(root))
+        found = Found([str(root)], [], []) if root.is_file() else find_images(str(root))
         self.paths, self.passed_over = sorted(found.images), found.passed_over
         if not self.paths:
             endings = ", ".join(sorted(image_endings()))

@@ -26,31 +26,41 @@ _LARGE_TAR = 10 * 2**30
 
 
 class Found(NamedTuple):
-    """The image files below a folder, and the other files."""
+    """The image files below a folder, the other files, and the folders with nothing in them."""
 
     images: list[str]
     passed_over: list[PassedOver]
+    empty: list[PassedOver]
 
 
 def find_images(root: str) -> Found:
     """Search a folder on all levels, also through symbolic links; images are recognised by their endings.
 
     Hidden files and folders are passed over: those of version control and of notebooks, and the second file that macOS
-    writes beside each image.
+    writes beside each image. So are links to a folder that holds them, below which images would be found many times.
     """
-    images, others = [], []
+    images, others, empty = [], [], []
     for folder, folders, files in os.walk(root, followlinks=True):
-        for name in folders:
-            if is_hidden(name):
-                others.append(PassedOver(os.path.join(folder, name, ""), "hidden"))
-        folders[:] = sorted(name for name in folders if not is_hidden(name))
+        if not folders and not files and folder != root:
+            empty.append(PassedOver(os.path.join(folder, ""), "empty"))
+        for name in list(folders):
+            path = os.path.join(folder, name)
+            if is_hidden(name) or _leads_above(path):
+                others.append(PassedOver(os.path.join(path, ""), "hidden" if is_hidden(name) else "link to above"))
+                folders.remove(name)
+        folders.sort()
         for name in sorted(files):
             path = os.path.join(folder, name)
             if is_image(name):
                 images.append(path)
             else:
                 others.append(PassedOver(path, _why_no_image(name)))
-    return Found(images, others)
+    return Found(images, others, empty)
+
+
+def _leads_above(path: str) -> bool:
+    """True for a link to a folder that holds the link."""
+    return os.path.islink(path) and Path(os.path.realpath(os.path.dirname(path))).is_relative_to(os.path.realpath(path))
 
 
 def report_passed_over(passed_over: Sequence[PassedOver], root: str) -> None:
@@ -69,7 +79,7 @@ class ClassFolders:
     def __init__(self, root: str, class_to_idx: Mapping[str, int] | None = None) -> None:
         self.root = root
         found = find_images(root)
-        self.passed_over = found.passed_over
+        self.passed_over = [*found.passed_over, *found.empty]
         folders = defaultdict(list)
         for path in found.images:
             folders[os.path.dirname(path)].append(path)

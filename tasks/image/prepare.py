@@ -11,6 +11,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import tarfile
 import zlib
 from collections import deque
@@ -20,7 +21,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
@@ -29,14 +30,14 @@ from longseq.files import crc32_of
 from longseq.tasks.image.config import ImageDataKeys
 from longseq.tasks.image.decoding import UNREADABLE, first_line
 from longseq.tasks.image.encoding import Encoded, Encoding, File, encode_file, encode_files, ending_of
+from longseq.tasks.image.prepare_keys import PrepareImagesKeys
 from longseq.tasks.image.shards import MANIFEST, SPLITS, VERSION
 from longseq.tasks.image.sources import ReaderSource, Source, open_folders
 from longseq.tasks.image.table import open_tables
 from longseq.tasks.report import progress_bar, quiet_libraries, shorten
-from longseq.tasks.training.command import CommandKeys, read_command
+from longseq.tasks.training.command import read_command
 from longseq.tasks.training.files import write_text
-from longseq.tasks.training.lock import locked
-from longseq.tasks.training.options import Length, Range, Required
+from longseq.tasks.training.lock import LOCK_FILE, locked
 from longseq.tasks.training.processes import usable_cores
 
 # How many unreadable images a manifest names.
@@ -47,30 +48,11 @@ _CHUNK, _AHEAD = 16, 4
 
 _OF_TABLES = ("multi_label", "file_column", "label_column", "label_delimiter")
 
+_OWN = re.compile(
+    rf"(({'|'.join(SPLITS)})(-\d{{6}}\.tar|\.index\.npy|\.targets\.npy|\.names\.txt)|{re.escape(MANIFEST)})(\.partial)?"
+)
+
 _NAMES = {"train": "train", "validation": "validation", "test": "test"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrepareImagesKeys(CommandKeys):
-    """The keys of `longseq prepare task=image`, explained in conf/prepare_image.yaml."""
-
-    input: Annotated[
-        str | None, Required("give input=FOLDER or input=FILE.csv: the images to prepare, as data.root names them")
-    ]
-    output: Annotated[str | None, Required("give output=FOLDER: where the shards are written")]
-    format: Literal["jpeg", "keep"]
-    size: Annotated[int | None, Range(1)]
-    quality: Annotated[int, Range(1, 100)]
-    shard_bytes: Annotated[int, Range(1_000)]
-    multi_label: bool
-    file_column: str | None
-    label_column: str | Annotated[list[str], Length(1)] | None
-    label_delimiter: str | None
-    processes: Annotated[int | None, Range(1)]
-
-    def __post_init__(self) -> None:
-        if self.format == "keep" and self.size is not None:
-            raise ValueError(f"size={self.size} changes images, and format=keep keeps them: leave one out")
 
 
 @quiet_libraries()
@@ -147,10 +129,10 @@ def prepare(
     """
     if (output / MANIFEST).exists():
         raise ValueError(f"{output} holds prepared data already: choose another output, or remove it")
+    begun = _begun_in(output)
     with locked(output, "output"):
-        for old in output.glob("*-[0-9][0-9][0-9][0-9][0-9][0-9].tar*"):
-            if old.name.partition("-")[0] in SPLITS:
-                old.unlink()  # of an interrupted preparation
+        for old in begun:
+            old.unlink()
         written: list[Path] = []
         try:
             with progress_bar("packing", sum(map(len, sources.values())), shown=show_progress) as advance:
@@ -163,6 +145,23 @@ def prepare(
                     path.unlink()
             raise
     return manifest
+
+
+def _begun_in(output: Path) -> list[Path]:
+    """The files that a killed preparation has left in a folder.
+
+    Its lock or a file that is not whole tells that they are ours: other programs name their shards in the same way.
+    ValueError if the folder holds anything else.
+    """
+    inside = sorted(output.iterdir()) if output.is_dir() else []
+    locks = [path for path in inside if path.name.startswith(LOCK_FILE)]
+    left = [path for path in inside if _OWN.fullmatch(path.name)]
+    others = [path for path in inside if path not in left and path not in locks]
+    if not others and not locks and not any(path.suffix == ".partial" for path in left):
+        others = left
+    if others:
+        raise ValueError(f"output={output} holds other files, such as {others[0].name}: choose a new or empty folder")
+    return left
 
 
 def _write_splits(

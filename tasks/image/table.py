@@ -77,6 +77,8 @@ def open_tables(
     if tables["train"] is None:
         raise ValueError(f"{root} holds no {names['train']}.csv: add it, or give data.root=FILE.csv")
     rows = list(_read(tables["train"], keys))
+    if not rows:
+        raise ValueError(f"{tables['train']} lists no images: give each image a line below the header")
     flagged = isinstance(keys.label_column, list | tuple)
     found = keys.label_column if flagged else sort_names(name for row in rows for name in row.labels)
     class_names = list(found or ())
@@ -132,11 +134,12 @@ def _read(path: Path, keys: ImageDataKeys) -> Iterator[Listed]:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
             present = list(reader.fieldnames or [])
+            if len(present) == 1 and (found := next((mark for mark in ";\t|" if mark in present[0]), None)):
+                raise ValueError(f"{path} has {found!r} between its columns: save it with commas")
             for key, column in (("file_column", named), *(("label_column", one) for one in columns)):
                 if column not in present:
-                    raise ValueError(
-                        f"{path} has no column {column}: give data.{key}=NAME, one of {', '.join(present)}"
-                    )
+                    shown = ", ".join(name if name == name.strip() else repr(name) for name in present)
+                    raise ValueError(f"{path} has no column {column}: give data.{key}=NAME, one of {shown}")
             for row in reader:
                 line = reader.line_num
                 name = row[named]

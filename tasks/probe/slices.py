@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longseq.tasks.data.generators.samples import Integers
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.probe.generators import GENERATORS, IGNORED, Samples, check_options, draw, generator_options
-from longseq.tasks.probe.generators.samples import Integers
 
 # Increased when a generator makes other samples than before, so that files of earlier versions are not read.
 _VERSION = 1

@@ -14,9 +14,8 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
@@ -40,6 +39,7 @@ from longseq.tasks.text.encoded_parts import (
     read_array,
     told_path,
 )
+from longseq.tasks.text.prepare_keys import PrepareKeys
 from longseq.tasks.text.sources import TEXT, Columns, Malformed, Part, find_parts, read_part
 from longseq.tasks.text.store import (
     MANIFEST,
@@ -57,41 +57,13 @@ from longseq.tasks.text.tokenizer import (
     train_tokenizer,
     trained_size,
 )
-from longseq.tasks.training.command import CommandKeys, read_command
+from longseq.tasks.training.command import read_command
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.lock import locked
-from longseq.tasks.training.options import Length, Range, Required
 from longseq.tasks.training.processes import usable_cores
 
 # Bytes of text from which a tokenizer is trained. More text takes long and changes the tokenizer little.
 TRAINING_TEXT = 1 << 28
-
-Fraction = Annotated[float, Range(0, below=1)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrepareKeys(CommandKeys):
-    """The keys of `longseq prepare`, explained in conf/prepare.yaml."""
-
-    input: Annotated[
-        str | Annotated[list[str], Length(1)] | None,
-        Required("give input=FILE, input=FOLDER or input=[A,B]: the text to prepare"),
-    ]
-    whole_files: bool
-    output: Annotated[str | None, Required("give output=FOLDER: where the tokens are written")]
-    tokenizer: str
-    separator: str | None
-    column: str
-    prompt_column: str | None
-    validation: Fraction
-    test: Fraction
-    processes: Annotated[int | None, Range(1)]
-
-    def __post_init__(self) -> None:
-        if self.validation + self.test >= 1:
-            raise ValueError(
-                f"validation={self.validation} and test={self.test} leave nothing to train on: give less than 1"
-            )
 
 
 @quiet_libraries()

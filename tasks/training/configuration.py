@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -102,3 +103,23 @@ def spell_value(value: Any) -> str:
         return json.dumps(value)
     escaped = value.replace("'", "\\'")
     return value if _UNQUOTED.fullmatch(value) else f"'{escaped}'"
+
+
+def with_absolute_root(config: Config) -> dict[str, Any]:
+    """The configuration with the paths of `data.root` as absolute ones, which mean the same in any working folder.
+
+    An entry that does not exist, such as the name of a stream, stays as it is.
+    """
+    data = config.get("data")
+    if not isinstance(data, Mapping) or "root" not in data:
+        return dict(config)
+    root = data["root"]
+    whole = [_absolute(one) for one in root] if isinstance(root, list) else _absolute(root)
+    return {**config, "data": {**data, "root": whole}}
+
+
+def _absolute(path: Any) -> Any:
+    if not isinstance(path, str) or not path:
+        return path
+    found = os.path.expanduser(path)
+    return os.path.abspath(found) if os.path.exists(found) else path

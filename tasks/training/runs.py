@@ -1,6 +1,7 @@
 """Run folders: where a run writes, and which earlier run a command continues."""
 
 import json
+import os
 import pickle
 from collections.abc import Iterator, Mapping
 from itertools import count
@@ -10,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from longseq.tasks.training.automatic import as_chosen_before
-from longseq.tasks.training.configuration import resolve
+from longseq.tasks.training.configuration import resolve, with_absolute_root
 from longseq.tasks.training.lock import is_locked
 
 CONFIG_FILE = "config.yaml"
@@ -55,6 +56,7 @@ LENGTH_KEYS = (
     "recipe.schedule.min_lr",
 )
 _SCHEDULE = "recipe.schedule.sched"
+_ROOT = "data.root"
 
 # The folders of this command, by the names that it wanted: Hydra resolves a name several times.
 _OWN: dict[str, str] = {}
@@ -149,9 +151,17 @@ def differences(
 def _alike(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     """True for equal values, and for a key that one configuration does not know, and that does nothing in the other."""
     if key in old and key in new:
-        return bool(old[key] == new[key])
+        return bool(old[key] == new[key]) or (key == _ROOT and _has_moved(old[key], new[key]))
     value = old.get(key, new.get(key))
     return value is None or value is False or value in ("none", [], {})
+
+
+def _has_moved(old: Any, new: Any) -> bool:
+    """True if the folder of the data is gone, and a folder of the same name is given in its place."""
+    paths = (old, new)
+    if not all(isinstance(path, str) and os.path.isabs(path) for path in paths):
+        return False
+    return Path(old).name == Path(new).name and not Path(old).exists()
 
 
 def finished(folder: Path) -> dict[str, Any] | None:
@@ -166,7 +176,12 @@ def finished(folder: Path) -> dict[str, Any] | None:
 def _inside_the_run(config: Mapping[str, Any]) -> dict[str, Any]:
     """The flat configuration, with paths below the run folder as if all runs had the same folder."""
     folder = str(config["output"])
-    return {key: value.replace(folder, "OUTPUT") if isinstance(value, str) else value for key, value in flatten(config)}
+
+    def told(value: Any) -> Any:
+        below = isinstance(value, str) and (value == folder or value.startswith(f"{folder}/"))
+        return f"OUTPUT{value.removeprefix(folder)}" if below else value
+
+    return {key: told(value) for key, value in flatten(with_absolute_root(config))}
 
 
 def newest_other_run(config: Mapping[str, Any]) -> tuple[Path, list[str]] | None:

@@ -18,7 +18,7 @@ class BodyKeys:
     d_model: Annotated[int | None, Range(1)] = None
     depth: Annotated[int | None, Range(1)] = None
     direction: Literal["forward", "bidirectional", "alternating"] | None = None
-    mlp: Literal["swiglu", "gelu", "none"] | None = None
+    mlp: Literal["swiglu", "gelu", "rwkv", "none"] | None = None
     mlp_ratio: Annotated[float | None, Range(above=0)] = None
     mlp_bias: bool | None = None
     norm: Literal["rms", "layer"] | None = None

@@ -111,6 +111,34 @@ def test_every_pooling_and_sharing_reads_batches_as_single_documents(pooling: st
         assert (flipped.flip(0) - alone)[0].abs().max() > 1e-6, "the model sees no order"
 
 
+@cases("direction", ["forward", "bidirectional"])
+def test_ngrams_of_batches_are_those_of_single_documents(direction: str) -> None:
+    documents = [document for document in make_documents() if document.shape[1]]
+    model = make(direction=direction, hashed_ngrams=3, ngram_buckets=50)
+    assert model.ngrams is not None
+    with torch.no_grad():
+        for table in model.ngrams.tables:
+            table.weight.mul_(50)
+    alone = torch.cat([model(document) for document in documents])
+    assert_same(model(torch.cat(documents, dim=1), torch.tensor([0, 5, 6, 9])), alone)
+    for left in (False, True):
+        tokens, mask = pad(documents, left=left)
+        assert_same(model(tokens, mask=mask), alone)
+
+
+def test_ngrams_end_at_their_token_and_have_a_table_for_each_length() -> None:
+    model = make(hashed_ngrams=3, ngram_buckets=5000)  # so many that no two n-grams meet
+    ngrams: Any = model.ngrams
+    text = torch.tensor([[1, 2, 1, 2, 3, 1, 2, 0, 0]])
+    found = ngrams(text, torch.arange(9)[None])[0]
+    pairs, triples = (table.weight for table in ngrams.tables)
+    assert len(found.unique(dim=0)) == 9, "each place has another pair or triple"
+    assert torch.equal(ngrams(text[:, 2:4], torch.arange(2)[None])[0], ngrams(text[:, :2], torch.arange(2)[None])[0])
+    assert torch.equal(ngrams(text[:, 2:], torch.arange(2, 9)[None], text[:, :2])[0], found[2:])
+    found.sum().backward()
+    assert [int((one.grad.abs().sum(1) > 0).sum()) for one in (pairs, triples)] == [7, 9]
+
+
 def test_a_forward_model_does_not_see_what_follows_and_an_encoder_does() -> None:
     document, changed = torch.tensor([[0, 1, 2, 3, 4]]), torch.tensor([[0, 1, 2, 3, 5]])
     for direction, sees in (("forward", False), ("bidirectional", True), ("alternating", True)):
@@ -177,13 +205,14 @@ def test_autocast_rounds_no_sum(kind: str) -> None:
 
 
 def test_a_classifier_is_saved_with_every_argument(tmp_path: Path) -> None:
-    model = make("gla", direction="bidirectional", pooling="attention", head_dropout=0.3).float()
+    options: dict[str, Any] = {"pooling": "attention", "head_dropout": 0.3, "hashed_ngrams": 2, "ngram_buckets": 30}
+    model = make("gla", direction="bidirectional", **options).float()
     model.save_pretrained(tmp_path)
     loaded = longseq.from_pretrained(tmp_path, backend="reference")
     row = torch.cat(make_documents(), dim=1)
     torch.testing.assert_close(loaded(row, BORDERS), model(row, BORDERS))
     arguments = model.saved_arguments()
-    assert {"num_classes": 3, "pooling": "attention", "head_dropout": 0.3}.items() <= arguments.items()
+    assert {"num_classes": 3, **options}.items() <= arguments.items()
     body = model.body.saved_arguments()
     assert body.pop("tie_embeddings") is True
     assert body.items() <= arguments.items()

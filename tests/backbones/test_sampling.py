@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from longseq.backbones.sampling import Sampling, TokenSampler, choose_tokens, random_places
+from longseq.backbones.sampling import Sampling, TokenSampler
+from longseq.kernels.token_choice.choice import choose_tokens, penalize, random_places
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -32,7 +33,7 @@ def test_shares_of_drawn_tokens_are_those_of_the_scores():
     places = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000
 
     def shares(**options):
-        return choose_tokens(scores, places, Sampling(**options)).bincount(minlength=4) / 10_000
+        return choose_tokens(scores, places, **options).bincount(minlength=4) / 10_000
 
     torch.testing.assert_close(shares(), torch.tensor([0.5, 0.3, 0.15, 0.05]), atol=2e-4, rtol=0)
     torch.testing.assert_close(shares(top_k=2), torch.tensor([0.625, 0.375, 0.0, 0.0]), atol=2e-4, rtol=0)
@@ -47,7 +48,7 @@ def test_shares_of_drawn_tokens_are_those_of_the_scores():
 def test_many_tokens_are_drawn_where_the_running_sum_of_their_shares_passes_a_place():
     scores = make_scores(1, vocabulary=3001)
     places = (torch.arange(20_000) + 0.5) / 20_000
-    drawn = choose_tokens(scores.expand(20_000, -1), places, Sampling())
+    drawn = choose_tokens(scores.expand(20_000, -1), places)
     reached = scores.double().softmax(dim=-1).cumsum(dim=-1)[0]
     low, high = torch.cat((torch.zeros(1), reached[:-1]))[drawn], reached[drawn]
     assert ((places >= low - 1e-6) & (places <= high + 1e-6)).all()
@@ -59,9 +60,9 @@ def test_many_tokens_are_drawn_where_the_running_sum_of_their_shares_passes_a_pl
 def test_the_penalty_makes_seen_tokens_less_probable():
     scores = torch.tensor([[2.0, 1.5, -1.0, -1.2]])
     seen = torch.tensor([[True, False, True, False]])
-    places, best = torch.zeros(1), Sampling(temperature=0.0, repetition_penalty=2.0)
-    assert choose_tokens(scores, places, best, seen).tolist() == [1]
-    assert choose_tokens(scores[:, 2:], places, best, seen[:, 2:]).tolist() == [1]
+    assert penalize(scores, seen, 2.0).tolist() == [[1.0, 1.5, -2.0, torch.tensor(-1.2).item()]]
+    sampler = TokenSampler(Sampling(temperature=0.0, repetition_penalty=2.0), torch.arange(1), seen=seen)
+    assert draw(sampler, [scores, scores]) == [[1], [0]], "a drawn token is seen from then on"
 
 
 @pytest.mark.parametrize(
@@ -128,9 +129,10 @@ def test_a_token_without_probability_is_never_drawn(options: dict[str, Any]) -> 
     few, many = torch.full((3, 40), -torch.inf), torch.full((3, 1300), -torch.inf)
     few[:, [7, 20]] = many[:, [7, 1290]] = torch.tensor([1.0, 0.5])
     edges = torch.tensor([0.0, 0.5, 1 - 2.0**-24])
+    options = {name: value for name, value in options.items() if name != "repetition_penalty"}
     for places in (edges, torch.ones(3)):  # 1 is behind all
-        assert set(choose_tokens(few, places, Sampling(**options)).tolist()) <= {7, 20}
-        assert set(choose_tokens(many, places, Sampling(**options)).tolist()) <= {7, 1290}
+        assert set(choose_tokens(few, places, **options).tolist()) <= {7, 20}
+        assert set(choose_tokens(many, places, **options).tolist()) <= {7, 1290}
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -73,6 +73,8 @@ def test_segments_give_the_logits_and_gradients_of_whole_documents(mixer: str, d
         {"norm_order": "post", "positions": "learned", "max_length": 7, "pooling": "last"},
         {"positions": "learned", "max_length": 7, "direction": "alternating", "depth": 2, "pooling": "attention"},
         {"mixer": "mamba", "pooling": "attention", "recompute": "block"},
+        {"hashed_ngrams": 4, "ngram_buckets": 50},
+        {"hashed_ngrams": 4, "ngram_buckets": 50, "direction": "bidirectional", "pooling": "max"},
     ],
 )
 def test_every_way_of_reading_and_pooling_goes_on_from_segment_to_segment(options: dict[str, Any]) -> None:

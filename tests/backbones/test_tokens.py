@@ -453,7 +453,7 @@ def test_the_backend_reaches_every_mixer() -> None:
     ("options", "message"),
     [
         ({"norm": "batch"}, "norm='batch' is not one of rms, layer"),
-        ({"mlp": "moe"}, "mlp='moe' is not one of swiglu, gelu, or None"),
+        ({"mlp": "moe"}, "mlp='moe' is not one of swiglu, gelu, rwkv, or None"),
         ({"positions": "sines"}, "positions='sines' is not one of none, learned"),
         ({"positions": "learned"}, "needs max_length"),
         ({"depth": 0}, "depth=0"),

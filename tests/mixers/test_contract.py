@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils import prune
 
 from longseq import mixers
-from longseq.kernels import dispatch
+from longseq.kernels import dispatch, longhorn_scan, selective_scan
 from longseq.kernels.packing import Packing
 from longseq.parameters import no_weight_decay
 from longseq.state import map_state, select_state, state_tensors
@@ -469,8 +469,8 @@ def test_the_backend_that_is_named_runs(name: str, options: dict[str, Any], aske
 def test_compiled_training_in_autocast_equals_eager(name: str) -> None:
     """Compiled code is traced before autocast is set for the backward pass, which must not affect the recurrences."""
     torch._dynamo.reset()
-    # Few tokens: the graph of a chunk has parts for each of its halves.
-    mixer, x = make(name).float(), make_tokens(2, 3).float().requires_grad_()
+    # Few tokens: the graph of a chunk has parts for each of its halves. At two, a chunk of the scans is one token.
+    mixer, x = make(name).float(), make_tokens(2, 2).float().requires_grad_()
     gradients = []
     for call in (mixer, torch.compile(mixer, backend="aot_eager", fullgraph=True)):
         x.grad = None
@@ -496,6 +496,21 @@ def test_mamba_computes_its_rates_in_float32() -> None:
     expected, expected_state = wide.step(x[:, 0], expected_state)
     assert torch.equal(y, expected)
     assert torch.equal(state.memory, expected_state.memory)
+
+
+@pytest.mark.parametrize("lanes", ["several", "one"])
+def test_gradients_of_scans_have_no_gaps(lanes: str) -> None:
+    """torch.compile traces operations behind gradients with gaps with other strides than these have when they run."""
+    tokens, width = (2, 32) if lanes == "several" else (5, 1024)  # on a CPU, one lane has 2**14 numbers and more
+    x, step = (torch.rand(2, tokens, width).requires_grad_() for _ in range(2))
+    key, query = (torch.rand(2, tokens, 16).requires_grad_() for _ in range(2))
+    rates = -torch.rand(width, 16)
+    for y, _ in (
+        selective_scan(x, step, rates, key, query, backend="torch"),
+        longhorn_scan(x, query, key, step, backend="torch"),
+    ):
+        gradients = torch.autograd.grad(y.square().sum(), (x, step, key, query))
+        assert all(each.is_contiguous() for each in (y, *gradients))
 
 
 def test_mamba_step_sizes_start_in_their_range() -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longseq import mixers
+from longseq.blocks.channel_mixing import ChannelMixing
 from longseq.state import state_tensors
 
 pytestmark = pytest.mark.oracle
@@ -546,3 +547,25 @@ def _memory(state: Any) -> Tensor:
     if "exponent" in tensors:
         return torch.cat([tensors.pop("shift"), *(part.unsqueeze(-1) for part in tensors.values())], -1)
     return tensors["memory"] if "memory" in tensors else torch.cat((tensors["keys"], tensors["values"]), -1)
+
+
+def test_the_channel_mixing_is_that_of_transformers() -> None:
+    module = load("transformers.models.rwkv.modeling_rwkv")
+    peer = module.RwkvFeedForward(load("transformers").RwkvConfig(hidden_size=D_MODEL, intermediate_size=48)).double()
+    with torch.no_grad():
+        peer.time_mix_key.uniform_()
+        peer.time_mix_receptance.uniform_()
+    ours = ChannelMixing(D_MODEL, 48).double()
+    p = dict(peer.named_parameters())
+    mix = torch.cat([p["time_mix_key"], p["time_mix_receptance"]]).squeeze(1)
+    weights = {"fc1": p["key.weight"], "fc2": p["value.weight"], "receptance": p["receptance.weight"]}
+    ours.load_state_dict({"mix": mix, **{f"{name}.weight": weight for name, weight in weights.items()}})
+    x = torch.randn(2, TOKENS, D_MODEL, dtype=torch.float64, requires_grad=True)
+    expected, y = peer(x)[0], ours(x)[0]
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(out.sin().sum(), x) for out in (y, expected)))
+    with torch.no_grad():
+        memory = [torch.randn(2, D_MODEL, 1, dtype=torch.float64)]
+        y, state = ours(x, memory[0].clone())
+        torch.testing.assert_close(y, peer(x, state=memory)[0])  # it writes its last token into the state
+    torch.testing.assert_close(state, memory[0])

@@ -44,6 +44,9 @@ def make_folder(folder: Path) -> Path:
         "nothing.txt": "",
         "text.txt": "some text\n\nmore\n",
         "rows.jsonl": '{"text": "a"}\n',
+        "header.csv": "file_name,label\n",
+        "semicolons.csv": "file_name;label\nphotos/a.png;bird\n",
+        "spaced.csv": "file_name, label\nphotos/a.png, bird\n",
         "broken.jsonl": '{"text": "a"}\n{"text": \n',
     }
     for name, text in texts.items():

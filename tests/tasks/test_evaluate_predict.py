@@ -122,6 +122,23 @@ def test_training_images_are_not_measured_in_place_of_others(checkpoint, compose
         evaluate.run(compose_config("evaluate", *known))
 
 
+def test_a_memory_that_is_too_small_is_one_line(checkpoint, pictures, compose_config, tmp_path, monkeypatch):
+    def exhaust(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr("longseq.tasks.image.module.ImageClassifier.test_step", exhaust)
+    words = [f"checkpoint={checkpoint}", "data.eval_batch_size=32", f"output={tmp_path / 'a.json'}"]
+    with pytest.raises(ValueError, match=r"data.eval_batch_size=32: evaluate fewer at a time, with 16"):
+        evaluate.run(compose_config("evaluate", *words))
+    with pytest.raises(ValueError, match=r"data.eval_batch_size=1: a single input is too large"):
+        evaluate.run(compose_config("evaluate", *words, "data.eval_batch_size=1"))
+    monkeypatch.setattr("torch.Tensor.softmax", exhaust)
+    output = tmp_path / "predictions.csv"
+    with pytest.raises(ValueError, match="batch_size=2: evaluate fewer"):
+        predict.run(compose_config("predict", *words[:1], f"input={pictures}", f"output={output}", "batch_size=2"))
+    assert not output.exists()
+
+
 def test_evaluate_at_another_resolution_and_crop(checkpoint, compose_config, tmp_path):
     output = tmp_path / "metrics.json"
     known = (f"checkpoint={checkpoint}", "trainer=cpu", f"output={output}")

@@ -120,7 +120,7 @@ MISTAKES = [
     ("probe", "data.train", [], "data.train=[] must be a list of at least 1"),
     ("probe", "data.test", [{"tokens": 64}], "data.test: a slice needs samples=N of at least 1"),
     ("probe", "data.generator", "mqra", "data.generator=mqra is unknown"),
-    ("probe", "model.mlp", "relu", "model.mlp=relu must be one of swiglu, gelu, none or null"),
+    ("probe", "model.mlp", "relu", "model.mlp=relu must be one of swiglu, gelu, rwkv, none or null"),
     # what only the constructors of models and callbacks know
     ("image", "mixer", {"name": "deltanet", "options": {"num_heads": 7}}, "num_heads=7"),
     ("probe", "mixer", {"name": "deltanet", "options": {"num_heads": 7}}, "num_heads=7"),

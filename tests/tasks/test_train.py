@@ -294,6 +294,77 @@ def test_two_processes_count_each_test_image_once(tmp_path, command, command_her
 
 
 @pytest.mark.slow
+def test_a_sharded_run_measures_what_one_process_does_and_goes_on_there(
+    tiny, tmp_path, monkeypatch, command, command_here, tiny_overrides
+):
+    words = ("recipe.epochs=1", "recipe.batch_size=128", "recipe.ema=null", "trainer.precision=32-true")
+    words += ("callbacks.checkpoint.every_n_train_steps=5", "trainer.log_every_n_steps=10", "callbacks.samples=null")
+    words += ("recipe.augment.mixing.cutmix=0",)  # it draws for the batch of a device
+    train.run(tiny(*words))
+    step = ImageClassifier.training_step
+
+    def keep_the_half(self: ImageClassifier, *batch: Any) -> Any:
+        if self.trainer.global_step == 7 and self.trainer.is_global_zero:
+            shutil.copy("sharded/checkpoints/last.ckpt", "half.ckpt")
+        return step(self, *batch)
+
+    others = [word for word in tiny_overrides if word != "trainer=cpu"]
+    sharded = ("trainer=fsdp", "trainer.accelerator=cpu", "trainer.devices=2", "output=sharded")
+    with monkeypatch.context() as patch:
+        patch.setattr(ImageClassifier, "training_step", keep_the_half)  # the processes are forks of this one
+        result = command(tmp_path, "train", *others, *words, *sharded)
+    assert result.returncode == 0, result.stderr
+    assert read(tmp_path / "half.ckpt")["global_step"] == 5
+    train.run(tiny(*words, f"output={tmp_path / 'other'}", f"resume={tmp_path / 'half.ckpt'}"))
+
+    whole, *again = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("run", "sharded", "other"))
+    weights = read(tmp_path / "run" / "checkpoints" / "last.ckpt")["state_dict"]
+    for name, metrics in zip(("sharded", "other"), again, strict=True):
+        own = read(tmp_path / name / "checkpoints" / "last.ckpt")["state_dict"]
+        assert own.keys() == weights.keys()
+        for key, value in weights.items():  # AdamW divides tiny gradients by their size, and so their rounding grows
+            torch.testing.assert_close(own[key], value, rtol=1e-3, atol=1e-4)
+        for key in ("val/loss", "val/top1", "test/loss", "test/top1", "test/f1"):
+            assert metrics[key] == pytest.approx(whole[key], rel=1e-3), (name, key)
+
+    alone = command_here(tmp_path, "evaluate", "checkpoint=sharded/checkpoints/best.ckpt", "trainer=cpu")
+    assert alone.returncode == 0, alone.stderr
+    evaluated = json.loads((tmp_path / "sharded" / "evaluation_test.json").read_text())
+    assert evaluated["test/top1"] == pytest.approx(again[0]["test/top1"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_run_remembers_where_its_images_are(tmp_path, command_here, tiny_overrides, image_folder):
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    shutil.copytree(image_folder, home / "images")
+    shutil.copytree(image_folder / "val", elsewhere / "images" / "train")  # other images in a folder of the same name
+    words = ("data=image_folder", "recipe=digits", "data.root=images", "data.img_size=16", "data.num_workers=0")
+    words += ("recipe.epochs=1", "recipe.batch_size=8", "callbacks.samples=null", "callbacks.worst=null")
+    trained = command_here(home, "train", *tiny_overrides, *words, f"output={home / 'run'}")
+    assert trained.returncode == 0, trained.stderr
+    checkpoint = home / "run" / "checkpoints" / "last.ckpt"
+    assert read(checkpoint)["hyper_parameters"]["config"]["data"]["root"] == str(home / "images")
+
+    evaluate = ("evaluate", f"checkpoint={checkpoint}", "trainer=cpu")
+    measured = command_here(elsewhere, *evaluate, f"output={tmp_path / 'there.json'}")
+    assert measured.returncode == 0, measured.stderr
+    metrics = json.loads((home / "run" / "metrics.json").read_text())
+    assert json.loads((tmp_path / "there.json").read_text())["test/loss"] == pytest.approx(metrics["test/loss"])
+
+    again = ("train", *tiny_overrides, *words, f"resume={checkpoint}", f"output={home / 'run'}")
+    refused = command_here(elsewhere, *again)
+    assert refused.returncode == 2
+    assert f"data.root: '{home / 'images'}' there, '{elsewhere / 'images'}' here" in refused.stderr
+
+    (home / "images").rename(tmp_path / "images")
+    gone = command_here(home, *evaluate)
+    assert gone.returncode == 2
+    assert f"data.root={home / 'images'} does not exist: give the folder" in gone.stderr
+    moved = command_here(tmp_path, *again)
+    assert moved.returncode == 0, moved.stderr
+
+
+@pytest.mark.slow
 def test_a_sweep_trains_each_choice(tmp_path, command_here, tiny_overrides):
     result = command_here(tmp_path, "train", "-m", *tiny_overrides, "seed=0,1", "recipe.epochs=1")
     assert result.returncode == 0, result.stderr

@@ -116,8 +116,8 @@ class EveryPooling(nn.Module):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Path]]:
-    """A model with every pooling that reads both ways, and its file in each format."""
-    model = build("attention", direction="bidirectional", vocab_size=270)
+    """A model with n-grams and every pooling that reads both ways, and its file in each format."""
+    model = build("attention", direction="bidirectional", vocab_size=270, hashed_ngrams=3, ngram_buckets=100)
     model.pooling = EveryPooling(16)
     folder, files = tmp_path_factory.mktemp("exported"), {}
     with pytest.MonkeyPatch.context() as patch:

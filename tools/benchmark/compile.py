@@ -43,6 +43,7 @@ from longseq.kernels import list_ops
 from longseq.kernels.dispatch import backends, explain, list_local_ops, list_stepped_ops
 from longseq.kernels.launch_file import LAUNCHES_VARIABLE
 from longseq.kernels.self_test import SELF_TEST_VARIABLE, find_trial, list_calls
+from longseq.kernels.token_choice import fused
 from longseq.tasks.training.command import CommandKeys, read_command
 from longseq.tasks.training.options import Length, OneOf, Range
 from longseq.tools.benchmark.measure import one_line
@@ -54,6 +55,7 @@ WIDTHS = (128, 256, 512)
 STATES = (16, 64)
 CHUNKS = (1, 16, 64)
 TENSOR_MEMORY = 512  # the columns of Blackwell's tensor memory
+CHOICE = "token_choice"  # has no self-test, and so a list of calls of its own
 SECONDS = 20.0  # the interval between two writings of the file
 
 
@@ -87,7 +89,7 @@ def _capabilities() -> dict[str, tuple[int, int]]:
 def list_compiled() -> list[str]:
     """The operations with Triton kernels, including those for one token."""
     names = [*list_ops(), *list_local_ops(), *(f"{op}_step" for op in list_stepped_ops())]
-    return [op for op in names if "triton" in [backend.name for backend in backends(op)]]
+    return [*(op for op in names if "triton" in [backend.name for backend in backends(op)]), CHOICE]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +227,9 @@ def list_calls_at_widths(op: str) -> Iterator[tuple[str, bool, Callable[[], Any]
 
     The boolean is true for the widths of the self-test.
     """
+    if op == CHOICE:
+        yield from ((name, True, call) for name, call in fused.list_calls())
+        return
     for place, widths in enumerate(list_widths(op)):
         sizes = " ".join(f"{name}={size}" for name, size in widths.items())
         for dtype in (torch.bfloat16, torch.float32):
@@ -263,6 +268,7 @@ def _choose(capability: tuple[int, int], found: Iterable[tuple[Any, ...]]) -> li
         name = f"{kernel.fn.__module__}:{kernel.fn.__qualname__}"
         data = json.loads(specialization)
         del data["key"]  # it contains the line of the kernel in its file
+        data["options"].pop("extern_libs", None)  # where this machine has libdevice, a part of Triton
         parts = json.dumps([data, hash_kernel(kernel), triton.__version__], sort_keys=True, default=str)
         key = hashlib.sha256(parts.encode()).hexdigest()[:16]
         launches.append(Launch(op, capability, call, name, specialization, key))

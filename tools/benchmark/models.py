@@ -440,8 +440,9 @@ def _measure_generation(
 
 def _rewind(graph: StepGraph, tokens: int) -> None:
     """Make room for the same number of tokens again; the other states go on."""
-    for layer in graph.state.layers:
-        if isinstance(layer, KeyValueCache):
-            layer.length.sub_(tokens)
+    for block, layer in zip(graph.model.blocks, graph.state.layers, strict=True):
+        own = block.mixer_state(layer)
+        if isinstance(own, KeyValueCache):
+            own.length.sub_(tokens)
     if graph.room is not None:
         graph.room += tokens

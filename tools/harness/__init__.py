@@ -4,49 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
+from longseq.tasks.command_keys import HarnessKeys
 from longseq.tasks.devices import choose_device
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import processes
-from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys, read_command
+from longseq.tasks.training.command import read_command
 from longseq.tasks.training.files import prepare_file, write_text
-from longseq.tasks.training.options import Length, Range, Required
 from longseq.tools.harness.names import check_names
-
-TASKS_NEEDED = Required("give tasks=[NAME,...], such as tasks=[hellaswag,piqa]: tasks of lm-evaluation-harness")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SetKeys:
-    """The keys of `data`."""
-
-    root: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class HarnessKeys(CommandKeys):
-    """The keys of `longseq harness`; conf/harness.yaml says what they mean."""
-
-    checkpoint: Annotated[str | None, CHECKPOINT_NEEDED]
-    weights: Literal["auto", "ema", "model"]
-    tasks: Annotated[Annotated[list[str], Length(1)] | None, TASKS_NEEDED]
-    include: str | None
-    data: SetKeys
-    num_fewshot: Annotated[int | None, Range(0)]
-    limit: Annotated[int | None, Range(1)]
-    batch_size: Annotated[int, Range(1)]
-    device: str
-    devices: Annotated[int, Range(1)]
-    dtype: Literal["float32", "bfloat16", "float16"]
-    output: str | None
 
 
 @quiet_libraries()

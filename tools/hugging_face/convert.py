@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -16,40 +16,11 @@ from longseq.backbones.tokens import TokenBackbone
 from longseq.mixers.pattern import options_by_name
 from longseq.models import describe
 from longseq.tasks.report import quiet_libraries
-from longseq.tasks.training.command import CommandKeys, read_command
-from longseq.tasks.training.options import Length, Range, Required
+from longseq.tasks.training.command import read_command
 from longseq.tasks.training.token_keys import BodyKeys, TokenModelKeys
 from longseq.tools.hugging_face.conversion import change_mixer, read_model, write_family, write_model
+from longseq.tools.hugging_face.convert_keys import OURS, ConvertKeys
 from longseq.tools.hugging_face.families import FAMILIES
-
-OURS = "longseq"
-
-
-@dataclass(frozen=True, kw_only=True)
-class MixerKeys:
-    """The keys of `mixer`."""
-
-    name: str | Annotated[list[str], Length(1)] | None
-    options: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        if self.options and self.name is None:
-            raise ValueError("mixer.options are those of new mixers: give mixer=NAME, too")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConvertKeys(CommandKeys):
-    """The keys of `longseq convert`, explained in conf/convert.yaml."""
-
-    source: Annotated[str | None, Required("give source=FOLDER: the model to convert")]
-    output: Annotated[str | None, Required("give output=FOLDER: where the converted model is written")]
-    mixer: MixerKeys
-    format: str
-    seed: Annotated[int, Range(0)]
-
-    def __post_init__(self) -> None:
-        if self.format != OURS and self.format not in FAMILIES:
-            raise ValueError(f"format={self.format} is unknown: take {OURS}, {', '.join(FAMILIES)}")
 
 
 @quiet_libraries()

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from arena_files import write_cifar10, write_pairs, write_paths
 
+from longseq.tasks.data.generators.listops import CLOSE, MAX, MED, MIN, SM
 from longseq.tasks.document.config import DocumentDataKeys
 from longseq.tasks.document.data import DocumentData
-from longseq.tasks.probe.generators.listops import CLOSE, MAX, MED, MIN, SM
 
 
 def open_data(source: str, tmp_path: Path, **keys: Any) -> DocumentData:

@@ -215,6 +215,20 @@ def test_every_ending_is_trained_on_and_the_rest_is_counted_and_named(kind, tmp_
     return check_shades(module, 12)
 
 
+def test_links_to_above_and_empty_class_folders_are_told(tmp_path, caplog):
+    root = write_mixed(tmp_path / "images") / "train"
+    (root / "dark" / "again").symlink_to(root)
+    (root / "grey").mkdir()
+    (root / "shade").symlink_to(root / "light")  # beside it: a class like others
+    module = open_folder(root, val_fraction=0.34)
+    assert module.info.class_names == ["dark", "light", "shade"]
+    (line,) = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]
+    assert "1 link to above" in line
+    assert "1 empty" in line
+    source = module.splits.train.source
+    assert not any("again" in source.path(index) for index in range(len(source)))
+
+
 def test_tar_files_that_were_read_before_workers_start(tmp_path):
     root = write_mixed(tmp_path / "images")
     with tarfile.open(tmp_path / "all.tar", "w") as archive:

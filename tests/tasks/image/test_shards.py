@@ -144,7 +144,13 @@ def test_what_is_not_whole_is_not_read(images: Path, tmp_path: Path, monkeypatch
             prepare(sources, shards, KEEP, shard_bytes=4000)
     assert not shards.exists()
     shards.mkdir()
-    (shards / "train-000000.tar.partial").touch()  # as a killed process leaves it
+    (shards / "train-000000.tar").write_bytes(b"another program's shard")
+    with pytest.raises(ValueError, match=r"holds other files, such as train-000000\.tar: choose a new or empty folder"):
+        prepare(sources, shards, KEEP, shard_bytes=4000)
+    assert (shards / "train-000000.tar").read_bytes() == b"another program's shard"
+    with pytest.raises(ValueError, match=r"holds other files, such as train: choose a new or empty folder"):
+        prepare(sources, images, KEEP, shard_bytes=4000)
+    (shards / "train.index.npy.partial").touch()  # as a killed process leaves it
     with pytest.raises(ValueError, match="holds shards that are not finished"):
         open_shards(str(shards), multi_label=False)
     prepare(sources, shards, KEEP, shard_bytes=4000)

@@ -188,6 +188,9 @@ def test_prompts_come_from_lines_and_from_json(tmp_path):
     assert generate.read_prompts(tmp_path / "b.jsonl") == ["two\nlines", "bare"]
     (tmp_path / "c.jsonl").write_text('{"prompt": "a\u2028b"}\r\n"c\x85"\n', encoding="utf-8")
     assert generate.read_prompts(tmp_path / "c.jsonl") == ["a\u2028b", "c\x85"]
+    for name, content in (("d.txt", "film"), ("d.jsonl", '{"prompt": "film"}')):
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")  # with the mark that some editors write first
+        assert generate.read_prompts(tmp_path / name) == ["film"]
     for content, message in ((b"{}\n", "line 1: no JSON object"), (b"\xff", "is no UTF-8"), (b"\n", "holds no prompt")):
         (tmp_path / "bad.jsonl").write_bytes(content)
         with pytest.raises(ValueError, match=message):

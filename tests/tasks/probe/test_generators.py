@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from longseq.tasks.data.generators.listops import CLOSE, MAX, MED, MIN, PADDING
+from longseq.tasks.data.generators.samples import distinct, row_hashes
 from longseq.tasks.probe.generators import GENERATORS, IGNORED, Samples, draw, generator_options
-from longseq.tasks.probe.generators.listops import CLOSE, MAX, MED, MIN, PADDING
-from longseq.tasks.probe.generators.samples import distinct, row_hashes
 from longseq.tasks.probe.slices import make_splits, slice_names
 
 SMALL: dict[str, dict[str, Any]] = {

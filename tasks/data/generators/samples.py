@@ -1,4 +1,4 @@
-"""Samples of a probe: the result of a generator, and the removal of duplicates."""
+"""Samples: the result of a generator, and the removal of duplicates."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longseq.tasks.probe.generators.samples import IGNORED, Integers, Samples
+from longseq.tasks.data.generators.samples import IGNORED, Integers, Samples
 
 # Digits are their own tokens; these are the others.
 MIN, MAX, MED, SM, CLOSE, PADDING = range(10, 16)

@@ -1,0 +1,98 @@
+"""The channel mixing of RWKV, the MLP of its blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from longseq.blocks.recompute import checkpoint_if
+from longseq.blocks.sharding import gathers_parameters
+from longseq.blocks.token_shift import previous_tokens
+from longseq.kernels.packing import Packing
+
+
+class ChannelMixing(nn.Module):
+    """An MLP with a squared ReLU and a gate, which reads each token together with the one before it.
+
+        y = sigmoid(W_r x_r) ⊙ W_v ReLU(W_k x_k)²;   x_□ = μ_□ ⊙ x_t + (1 − μ_□) ⊙ x_{t−1}                 □ in k, r
+
+    W_k is `fc1`, W_v `fc2`. The state is the last token, `[B, D, 1]`: zeros before the first one.
+
+    Initially, μ has the values of the published code for the middle layer of a network, because the part does not know
+    its layer. The matrices start as the model's other ones; the published code starts W_k, W_v and W_r at zero.
+
+    Args:
+        width, hidden: D, and the number of channels between W_k and W_v.
+        bias: False; the published layer has no biases.
+        recompute: compute the squared ReLU and the gate again for the gradient, in place of keeping them.
+        backend: the kernel backend of the token shift.
+
+    Raises:
+        ValueError: `bias` is True.
+
+    Source: RWKV: Reinventing RNNs for the Transformer Era (Peng et al., 2023), section 3.1, equations 14, 15 and 18.
+    RWKV-6 (Peng et al., 2024, arXiv:2404.05892) has the same formula.
+    """
+
+    no_weight_decay_names = ("mix",)
+
+    def __init__(
+        self, width: int, hidden: int, *, bias: bool = False, recompute: bool = False, backend: str = "auto"
+    ) -> None:
+        super().__init__()
+        if bias:
+            raise ValueError("mlp_bias=True: the channel mixing of mlp='rwkv' has no biases; leave mlp_bias out")
+        self.recompute = recompute
+        self.backend = backend
+        self.mix = nn.Parameter(torch.empty(2, width))  # of the key and of the receptance
+        self.fc1 = nn.Linear(width, hidden, bias=False)
+        self.fc2 = nn.Linear(hidden, width, bias=False)
+        self.receptance = nn.Linear(width, width, bias=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the matrices as torch does, and set μ."""
+        for layer in (self.fc1, self.fc2, self.receptance):
+            layer.reset_parameters()
+        place = torch.arange(self.mix.shape[1], device=self.mix.device) / self.mix.shape[1]
+        self.mix.copy_(place.sqrt().expand_as(self.mix))
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Tensor | None = None,
+        *,
+        cu_seqlens: Packing | None = None,
+        mask: Tensor | None = None,
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Mix `x [B, T, D]`; returns the same shape, and the last real token of each sequence `[N, D, 1]` if wanted."""
+        previous, latest = previous_tokens(
+            x,
+            state,
+            cu_seqlens=cu_seqlens,
+            mask=mask,
+            output_final_state=output_final_state,
+            backend=self.backend,
+        )
+        return self._mix(x, previous), latest if output_final_state else None
+
+    @gathers_parameters
+    def step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Mix one more token `x [B, D]`."""
+        return self._mix(x, state.squeeze(-1).to(x.dtype)), x.to(state.dtype).unsqueeze(-1)
+
+    def initial_state(
+        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return zeros `[batch, D, 1]`, in float32 for every `dtype` but float64."""
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return torch.zeros(batch, self.mix.shape[1], 1, device=device, dtype=wide)
+
+    def _mix(self, x: Tensor, previous: Tensor) -> Tensor:
+        for_key, for_receptance = (previous + (x - previous) * amount.to(x.dtype) for amount in self.mix.unbind())
+        return checkpoint_if(self.recompute, self._gate, self.fc1(for_key), self.receptance(for_receptance))
+
+    def _gate(self, key: Tensor, receptance: Tensor) -> Tensor:
+        return receptance.sigmoid() * self.fc2(key.relu().square())

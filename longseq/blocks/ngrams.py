@@ -1,0 +1,65 @@
+"""Embeddings of n-grams of tokens: what the few tokens up to a token spell, at the cost of a look-up."""
+
+from __future__ import annotations
+
+import torch
+from timm.layers import trunc_normal_
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+# The hash multiplies numbers below a prime: no product leaves 64 bits, so that every device and runtime agree.
+_PRIME = 2**31 - 1
+_FACTOR = 1_540_483_477
+
+
+class HashedNgrams(nn.Module):
+    """Σ_n E_n[hash(x_{t-n+1}, …, x_t) mod `buckets`] over n = 2, …, `longest`: a vector for each token of documents.
+
+    Each n has a table of `buckets` vectors of its own. N-grams that meet in a bucket share its vector. Tokens before
+    the beginning of a document are those of no document, so that its first tokens have n-grams, too.
+
+    Sources: Enriching word vectors with subword information (Bojanowski et al., 2017), section 3.2, for the hash;
+    Byte Latent Transformer (Pagnoni et al., 2024), section 3.2.1, for the sum beside the tokens' own embeddings.
+
+    Raises:
+        ValueError: `longest` is below 2, or `buckets` below 1 or above 2³¹ - 1.
+    """
+
+    def __init__(self, longest: int, buckets: int, d_model: int) -> None:
+        super().__init__()
+        if longest < 2 or not 1 <= buckets <= _PRIME:
+            raise ValueError(
+                f"hashed_ngrams={longest}, ngram_buckets={buckets}: n-grams have at least 2 tokens, and from 1 to "
+                f"{_PRIME} buckets"
+            )
+        self.longest, self.buckets = longest, buckets
+        self.tables = nn.ModuleList(nn.Embedding(buckets, d_model) for _ in range(2, longest + 1))
+
+    def reset_parameters(self) -> None:
+        """Set the initial weights, those of a token model's embeddings."""
+        for table in self.tables:
+            trunc_normal_(table.weight, std=0.02)  # type: ignore[arg-type]
+
+    def forward(self, tokens: Tensor, positions: Tensor, context: Tensor | None = None) -> Tensor:
+        """Embed the n-grams that end at each token.
+
+        Args:
+            tokens: `[B, T]` whole numbers.
+            positions: `[B, T]`, the place of each token in its document, whose earlier tokens stand right before it.
+            context: `[B, C]`, what stands before `tokens`, for documents that began earlier.
+
+        Returns:
+            `[B, T, d_model]`.
+        """
+        length, reach = tokens.shape[1], self.longest - 1
+        before = tokens[:, :0] if context is None else context[:, max(context.shape[1] - reach, 0) :]
+        row = pad(torch.cat([before, tokens], 1) + 1, (reach - before.shape[1], 0))  # [B, reach + T]; 0 for no token
+        hashed, found = tokens + 1, []
+        for distance, table in enumerate(self.tables, start=1):
+            earlier = row[:, reach - distance : reach - distance + length].masked_fill(positions < distance, 0)
+            hashed = (hashed * _FACTOR + earlier + 1) % _PRIME
+            found.append(table(hashed % self.buckets))
+        return torch.stack(found).sum(0)
+
+    def extra_repr(self) -> str:
+        return f"longest={self.longest}, buckets={self.buckets}"

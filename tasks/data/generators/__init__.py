@@ -1,0 +1,1 @@
+"""Generated sequences that several tasks read: probes, and Long Range Arena as documents."""
