@@ -39,6 +39,13 @@ def find_largest(x):
 
 
 @triton.jit
+def find_largest_of_both(x, y):
+    """The largest magnitudes in two tensors of one shape, found in one reduction."""
+    both = tl.join(tl.abs(x.to(tl.float32)), tl.abs(y.to(tl.float32)))
+    return tl.split(tl.max(tl.reshape(both, (x.numel, 2)), 0))
+
+
+@triton.jit
 def power_of_two(largest):
     """The unit for numbers up to `largest`, and its inverse: the least power of two that brings them below LIMIT.
 

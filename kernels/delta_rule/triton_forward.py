@@ -3,8 +3,8 @@
 `prepare` runs over chunks in parallel and stores tiles that need no further scaling but by their units (see
 triton_units.py). Then `advance` walks along time and stores the outputs. In float32 the tiles are too large for that:
 `read_out` computes the outputs over chunks in parallel. A long sequence with few heads is cut into segments of time
-first (see triton_segments.py). Short sequences are read by one launch, `read_through`, which walks along time and keeps
-everything on chip.
+first (see triton_segments.py). Short sequences without a backward pass are read by one launch, `read_through`, which
+walks along time and keeps everything on chip.
 
 Units are found from bounds where that is accurate enough, because finding the largest number of a tile takes time. The
 units of products follow from those of their factors, and the units of sums from those of their parts. A bound can be
@@ -62,6 +62,7 @@ from longseq.kernels.triton_units import (
     exponent_above,
     exponent_of,
     find_largest,
+    find_largest_of_both,
     find_unit,
     in_units,
     mix_rows,
@@ -122,9 +123,6 @@ def _tile_of_scores(scores, exponent, LOOK: tl.constexpr, SCALED: tl.constexpr):
 # add up to less than 2^8, and the other numbers are below 2^7. So their product is below LIMIT and is a tile.
 INVERSE_SHARE = tl.constexpr(2.0**-7)
 ROWS_SHARE = tl.constexpr(2.0**-8)
-# Bounds of decays above 2^FLAT are too far from them to give units. Gates are logarithms of decays below 1; there the
-# bound is 2.
-FLAT = tl.constexpr(4)
 
 
 @triton.jit
@@ -186,9 +184,8 @@ def _prepare_place(
 
     erasing = tl.zeros((CHUNK, CHUNK), tl.float32)
     reading = tl.zeros((CHUNK, CHUNK), tl.float32)
-    query_rows = tl.zeros((CHUNK,), tl.float32)
     read_rows = tl.zeros((CHUNK,), tl.float32)
-    write_rows = tl.zeros((CHUNK,), tl.float32)
+    largest_query, largest_read, largest_write = 0.0, 0.0, 0.0
     for e in tl.static_range(0, K, BLOCK):
         query = load_tokens(q, q_token, live, e, K, CHUNK, BLOCK)
         read = load_tokens(k, k_token, live, e, K, CHUNK, BLOCK)
@@ -199,24 +196,28 @@ def _prepare_place(
             reading = tl.dot(query.to(DTYPE), tl.trans(write.to(DTYPE)), reading, input_precision=PRECISION)
             erasing = tl.dot(read.to(DTYPE), tl.trans(write.to(DTYPE)), erasing, input_precision=PRECISION)
         if SCALED:
-            query_rows = tl.maximum(query_rows, _largest_of_rows(query))
-            read_rows = tl.maximum(read_rows, _largest_of_rows(read))
+            of_query, of_read = find_largest_of_both(query, read)
+            largest_query = tl.maximum(largest_query, of_query)
+            largest_read = tl.maximum(largest_read, of_read)
             if OWN_WRITE_KEY:
-                write_rows = tl.maximum(write_rows, _largest_of_rows(write))
+                largest_write = tl.maximum(largest_write, find_largest(write))
+            if AGAIN:
+                read_rows = tl.maximum(read_rows, _largest_of_rows(read))
     query_unit, query_inverse, read_unit, read_inverse, write_unit, write_inverse = 1.0, 1.0, 1.0, 1.0, 1.0, 1.0
     queries_inverse, writes_inverse, since_exponent = 1.0, 1.0, 0
     if SCALED:
-        query_unit, query_inverse = power_of_two(tl.max(query_rows, 0))
-        read_unit, read_inverse = power_of_two(tl.max(read_rows, 0))
+        query_unit, query_inverse = power_of_two(largest_query)
+        read_unit, read_inverse = power_of_two(largest_read)
         write_unit, write_inverse = read_unit, read_inverse
         if OWN_WRITE_KEY:
-            write_unit, write_inverse = power_of_two(tl.max(write_rows, 0))
+            write_unit, write_inverse = power_of_two(largest_write)
         queries_exponent = exponent_of(query_unit) + exponent_above(tl.abs(scale))
         if GATED:
             since_exponent = exponent_above(tl.max(since, 0))
             queries_exponent += since_exponent
+        strongest = tl.max(tl.abs(until * strength), 0)
         queries_exponent = clamp_exponent(queries_exponent)
-        writes_exponent = clamp_exponent(exponent_of(write_unit) + exponent_above(tl.max(tl.abs(until * strength), 0)))
+        writes_exponent = clamp_exponent(exponent_of(write_unit) + exponent_above(strongest))
         queries_inverse = two_to(-queries_exponent)
         writes_inverse = two_to(-writes_exponent)
         tl.store(units + QUERY, query_unit)
@@ -248,7 +249,7 @@ def _prepare_place(
     among_exponent = 0
     if SCALED and not (GATED or AGAIN):
         products = bound_product(exponent_of(query_unit), exponent_of(write_unit), BITS)
-        among_exponent = clamp_exponent(products + exponent_above(tl.max(tl.abs(strength * scale), 0)))
+        among_exponent = clamp_exponent(products + exponent_above(strongest * tl.abs(scale)))
     among, among_unit = _tile_of_scores(among, among_exponent, GATED or AGAIN, SCALED)
     store_block(squares + CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
 
@@ -257,7 +258,7 @@ def _prepare_place(
     if EARLY:
         value = load_tokens(v, v_token, live, 0, V, CHUNK, BLOCK)
     lower = _weigh(erasing, strength, gate, 1, GATED, CHUNK)
-    steepest = _largest_of_rows(lower)
+    steepest = find_largest(lower)
     x = eliminate(lower, CHUNK) if AGAIN else unit_lower_inverse(lower, CHUNK, SCALED)
     x_unit, x_inverse, unit = 1.0, 1.0, 1.0
     if SCALED:
@@ -475,20 +476,18 @@ def read_out(
 
 @triton.jit(do_not_specialize=SIZES_AND_STRIDES)
 def read_through(
-    q, k, v, beta, write_key, g, initial, cu_seqlens,
-    squares, queries, writes, erased, written, decays, states, units, output, final,
+    q, k, v, beta, write_key, g, initial, cu_seqlens, output, final,
     scale, T, H,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
-    K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
-    REVERSE: tl.constexpr, SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr, SAVE: tl.constexpr,
-    SAVE_KEYS: tl.constexpr, OWN_WRITE_KEY: tl.constexpr, RAW: tl.constexpr, DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
+    SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr, OWN_WRITE_KEY: tl.constexpr, RAW: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one whole sequence; with SAVE it also stores what the kernels above would have stored."""
+    """One head of one whole sequence: the output and the final state, and nothing for the backward pass."""
     head = (tl.program_id(0) % H).to(tl.int64)
     n = (tl.program_id(0) // H).to(tl.int64)
-    row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    row, start, end, _ = sequence(n, T, cu_seqlens, PACKED, CHUNK)
     NEXT = direction(REVERSE)
     q += row * q_row + head * q_head
     k += row * k_row + head * k_head
@@ -502,7 +501,6 @@ def read_through(
     if HAS_INITIAL:
         state = load_block(initial + (n * H + head) * K * V, 0, 0, K, V, BLOCK_K, BLOCK).to(tl.float32)
     for m in range(0, tl.cdiv((end - start).to(tl.int32), CHUNK)):
-        place = (slot + m) * H + head
         live = end - start - m * CHUNK
         t = token_after(m * CHUNK, start, end, REVERSE)
         strength = load_numbers(beta + t * beta_token, beta_token * NEXT, live, CHUNK)
@@ -521,13 +519,13 @@ def read_through(
             write = load_tokens(write_key + t * write_token, write_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
         query = load_tokens(q + t * q_token, q_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
         value = load_tokens(v + t * v_token, v_token * NEXT, live, 0, V, CHUNK, BLOCK)
-        read_unit, read_inverse = find_unit(read, SCALED)
-        query_unit, query_inverse = find_unit(query, SCALED)
+        largest_query, largest_read = find_largest_of_both(query, read)
+        read_unit, read_inverse = power_of_two(largest_read)
+        query_unit, query_inverse = power_of_two(largest_query)
         read_tile = as_tile(read.to(tl.float32) * read_inverse, SCALED)
         write_unit = read_unit
         if OWN_WRITE_KEY:
             write_unit, write_inverse = find_unit(write, SCALED)
-        value_exponent = exponent_of(power_of_two(find_largest(value))[0])
         if RAW:
             erasing = tl.dot(read.to(DTYPE), tl.trans(write.to(DTYPE)), input_precision=PRECISION)
             reading = tl.dot(query.to(DTYPE), tl.trans(write.to(DTYPE)), input_precision=PRECISION)
@@ -547,24 +545,25 @@ def read_through(
             size = inverse_size(steepest, x)
         x_unit, x_inverse = _find_unit_below(size, INVERSE_SHARE, SCALED)
         square = as_tile(x * x_inverse, SCALED)
-        # No decay between two tokens of the chunk exceeds 2^rise: gates above 0 are rare, and may follow each other.
-        rise = 0
+        queries_exponent = exponent_of(query_unit) + exponent_above(tl.abs(scale))
         if GATED:
-            rise = exponent_above(tl.exp(tl.sum(tl.maximum(gate, 0.0), 0)))
-        weight_exponent = exponent_above(tl.abs(scale))
-        queries_exponent = clamp_exponent(exponent_of(query_unit) + weight_exponent + rise)
-        writes_exponent = exponent_of(write_unit) + exponent_above(tl.max(tl.abs(until * strength), 0))
-        writes_exponent = clamp_exponent(writes_exponent)
+            steepest_since, strongest = find_largest_of_both(since, until * strength)
+            queries_exponent += exponent_above(steepest_since)
+        else:
+            strongest = find_largest(strength)
+        queries_exponent = clamp_exponent(queries_exponent)
+        writes_exponent = clamp_exponent(exponent_of(write_unit) + exponent_above(strongest))
         among = _weigh(reading, strength * scale, gate, 0, GATED, CHUNK)
-        among_exponent = bound_product(exponent_of(query_unit), exponent_of(write_unit), 6)
-        among_exponent += exponent_above(tl.max(tl.abs(strength), 0)) + weight_exponent + rise
-        among_exponent = clamp_exponent(among_exponent)
-        among_unit, among_inverse = two_to(among_exponent), two_to(-among_exponent)
-        if (size > MILD) | (rise > FLAT):
+        if GATED:
             among_unit, among_inverse = find_unit(among, SCALED)
+        else:
+            among_exponent = bound_product(exponent_of(query_unit), exponent_of(write_unit), 6)
+            among_exponent = clamp_exponent(among_exponent + exponent_above(strongest * tl.abs(scale)))
+            among_unit, among_inverse = two_to(among_exponent), two_to(-among_exponent)
+            if size > MILD:
+                among_unit, among_inverse = find_unit(among, SCALED)
         among = as_tile(among * among_inverse, SCALED)
         queries_unit, writes_unit = two_to(queries_exponent), two_to(writes_exponent)
-
         queries_tile = as_tile(query.to(tl.float32) * (since * scale * two_to(-queries_exponent))[:, None], SCALED)
         writes_tile = as_tile(write.to(tl.float32) * (until * strength * two_to(-writes_exponent))[:, None], SCALED)
 
@@ -574,46 +573,11 @@ def read_through(
         if size > MILD:
             u, u_unit = mix_rows(x, rest, SCALED, PRECISION)
         else:
-            # A bound: to find the largest number would delay the walk.
-            known_exponent = bound_product(exponent_of(read_unit), exponent_of(state_unit), 6) + rise
-            rest_exponent = tl.maximum(known_exponent, value_exponent) + 1
-            rest_exponent = tl.minimum(tl.maximum(rest_exponent, -112), 112)
-            rest_tile = as_tile(rest * (two_to(-rest_exponent) * ROWS_SHARE), SCALED)
-            u = _multiply_tiles(square, rest_tile, SCALED, PRECISION)
-            u_unit = x_unit * (two_to(rest_exponent) / ROWS_SHARE)
+            rest_unit, rest_inverse = _find_unit_below(find_largest(rest), ROWS_SHARE, SCALED)
+            u = _multiply_tiles(square, as_tile(rest * rest_inverse, SCALED), SCALED, PRECISION)
+            u_unit = x_unit * rest_unit
         o = tl.dot(queries_tile, before, input_precision=PRECISION) * (queries_unit * state_unit)
         o = add_product(o, among, u, among_unit * u_unit, SCALED, PRECISION)
         store_tokens(output + ((row * T + t) * H + head) * V, H * V * NEXT, live, 0, o, V, CHUNK, BLOCK)
         state = add_product(state * whole, tl.trans(writes_tile), u, writes_unit * u_unit, SCALED, PRECISION)
-        if SAVE:
-            of_square = squares + place * 2 * CHUNK * CHUNK
-            store_block(of_square, 0, 0, square, CHUNK, CHUNK, CHUNK, CHUNK)
-            store_block(of_square + CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
-            store_block(states + place * K * V, 0, 0, tl.trans(before), V, K, BLOCK, BLOCK_K)
-            store_block(written + place * CHUNK * V, 0, 0, tl.trans(u), V, CHUNK, BLOCK, CHUNK)
-            if SAVE_KEYS:
-                store_block(queries + place * CHUNK * K, 0, 0, queries_tile, CHUNK, K, CHUNK, BLOCK_K)
-                store_block(writes + place * CHUNK * K, 0, 0, writes_tile, CHUNK, K, CHUNK, BLOCK_K)
-            if GATED:
-                x *= since[None, :]
-            if size > MILD:
-                erase, erase_unit = mix_rows(x, read.to(tl.float32), SCALED, PRECISION)
-            else:
-                if GATED:
-                    square = as_tile(x * (x_inverse * two_to(-rise)), SCALED)
-                rows = as_tile(read.to(tl.float32) * (read_inverse * ROWS_SHARE), SCALED)
-                erase = _multiply_tiles(square, rows, SCALED, PRECISION)
-                erase_unit = x_unit * two_to(rise) * (read_unit / ROWS_SHARE)
-            store_block(erased + place * CHUNK * K, 0, 0, -erase, CHUNK, K, CHUNK, BLOCK_K)
-            of_chunk = units + place * UNITS
-            tl.store(of_chunk + SIZE, size)
-            tl.store(of_chunk + INVERSE, x_unit)
-            tl.store(of_chunk + PACKED_UNITS, pack_units(erase_unit, writes_unit, queries_unit, among_unit))
-            tl.store(of_chunk + QUERY, query_unit)
-            tl.store(of_chunk + KEY, read_unit)
-            tl.store(of_chunk + WRITE_KEY, write_unit)
-            tl.store(of_chunk + WRITTEN, u_unit)
-            tl.store(of_chunk + WRITTEN + 1, state_unit)
-            if GATED:
-                tl.store(decays + place, whole)
     store_block(final + (n * H + head) * K * V, 0, 0, state, K, V, BLOCK_K, BLOCK)

@@ -115,12 +115,11 @@ def rescale_if_steep(x, factor, size):
     of its largest number: there tokens after a large one can be so much larger than those before it that these need a
     tile's whole range. Elsewhere finding the largest number would delay the walk.
     """
-    exponent = 0
+    inverse, exponent = 1.0, 0
     if size > MILD:
         unit, inverse = power_of_two(find_largest(x) * factor)
-        factor *= inverse
         exponent = exponent_of(unit)
-    return factor, exponent
+    return factor * inverse, exponent
 
 
 @triton.jit
