@@ -104,3 +104,34 @@ class HarnessKeys(CommandKeys):
     devices: Annotated[int, Range(1)]
     dtype: Literal["float32", "bfloat16", "float16"]
     output: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateKeys(CommandKeys):
+    """The keys of `longseq generate`; conf/generate.yaml says what they mean."""
+
+    checkpoint: Annotated[str | None, CHECKPOINT_NEEDED]
+    weights: Literal["auto", "ema", "model"]
+    prompt: str | None
+    input: str | None
+    output: str | None
+    max_new_tokens: Annotated[int, Range(1)]
+    temperature: Annotated[float, Range(0)]
+    top_k: Annotated[int | None, Range(1)]
+    top_p: Annotated[float | None, Range(above=0, most=1)]
+    repetition_penalty: Annotated[float, Range(above=0)]
+    stop: Annotated[list[str], Length(0)]
+    end: bool
+    seed: Annotated[int, Range(0)]
+    batch_size: Annotated[int, Range(1)]
+    device: str
+    dtype: Literal["float32", "bfloat16", "float16"]
+    cuda_graph: bool | None
+    state: str | None
+    save_state: str | None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("prompt", "input", "state") if getattr(self, name) is not None]
+        if len(given) != 1:
+            told = " and ".join(f"{name}=" for name in given) or "none of them"
+            raise ValueError(f"give one of prompt=TEXT, input=FILE and state=FILE; there is {told}")

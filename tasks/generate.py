@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -23,6 +23,7 @@ from longseq.files import replacing
 from longseq.kernels.packing import Packing
 from longseq.models import describe
 from longseq.state import fill_state, state_tensors
+from longseq.tasks.command_keys import GenerateKeys
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.devices import choose_device, is_out_of_memory
 from longseq.tasks.report import quiet_libraries
@@ -30,43 +31,11 @@ from longseq.tasks.text.info import TextInfo
 from longseq.tasks.text.stream import StopStrings, TextStream
 from longseq.tasks.text.tokenizer import Tokenizer
 from longseq.tasks.training import checkpoint
-from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys, read_command
+from longseq.tasks.training.command import read_command
 from longseq.tasks.training.files import prepare_file, write_text
-from longseq.tasks.training.options import Length, Range
 
 # The tasks whose models write text.
 TASKS = ("lm",)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateKeys(CommandKeys):
-    """The keys of `longseq generate`; conf/generate.yaml says what they mean."""
-
-    checkpoint: Annotated[str | None, CHECKPOINT_NEEDED]
-    weights: Literal["auto", "ema", "model"]
-    prompt: str | None
-    input: str | None
-    output: str | None
-    max_new_tokens: Annotated[int, Range(1)]
-    temperature: Annotated[float, Range(0)]
-    top_k: Annotated[int | None, Range(1)]
-    top_p: Annotated[float | None, Range(above=0, most=1)]
-    repetition_penalty: Annotated[float, Range(above=0)]
-    stop: Annotated[list[str], Length(0)]
-    end: bool
-    seed: Annotated[int, Range(0)]
-    batch_size: Annotated[int, Range(1)]
-    device: str
-    dtype: Literal["float32", "bfloat16", "float16"]
-    cuda_graph: bool | None
-    state: str | None
-    save_state: str | None
-
-    def __post_init__(self) -> None:
-        given = [name for name in ("prompt", "input", "state") if getattr(self, name) is not None]
-        if len(given) != 1:
-            told = " and ".join(f"{name}=" for name in given) or "none of them"
-            raise ValueError(f"give one of prompt=TEXT, input=FILE and state=FILE; there is {told}")
 
 
 @dataclass(frozen=True)
@@ -257,8 +226,7 @@ class Writer:
         keys = self.keys
         written = [Written([]) for _ in requests]
         texts = [
-            _Text(self.tokenizer, keys.stop, request.tokens + old)
-            for request, old in zip(requests, before, strict=True)
+            _Text(self.tokenizer, keys.stop, request.tokens, old) for request, old in zip(requests, before, strict=True)
         ]
         seeds = torch.tensor([derive_seed(keys.seed, request.number) for request in requests])
         seen = self._seen(requests, before, scores.shape[-1])
@@ -349,10 +317,16 @@ def draw_tokens(writing: Continuation, count: int) -> Iterator[list[int]]:
 
 
 class _Text:
-    """The text of a row, of which stop strings are no part."""
+    """The text of a row, of which stop strings are no part.
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], context: Sequence[int]) -> None:
-        self._stream, self._stops = TextStream(tokenizer, context), StopStrings(stops)
+    `prompt` are the tokens of its prompt, and `old` those that an interrupted writing has drawn.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], prompt: Sequence[int], old: Sequence[int]) -> None:
+        # A stop string may have begun in the text of the last tokens; a character has at most four tokens.
+        last = max(len(old) - 4 * max(map(len, stops), default=0), 0)
+        self._stream = TextStream(tokenizer, [*prompt, *old[:last]])
+        self._stops = StopStrings(stops, "".join([self._stream.push(token) for token in old[last:]]))
 
     @property
     def stopped(self) -> bool:

@@ -17,7 +17,7 @@ KEYS = {
     "train": "longseq.tasks.command_keys.TrainKeys",
     "evaluate": "longseq.tasks.command_keys.EvaluateKeys",
     "predict": "longseq.tasks.command_keys.PredictKeys",
-    "generate": "longseq.tasks.generate.GenerateKeys",
+    "generate": "longseq.tasks.command_keys.GenerateKeys",
     "prepare_image": "longseq.tasks.image.prepare_keys.PrepareImagesKeys",
     "prepare": "longseq.tasks.text.prepare_keys.PrepareKeys",
     "harness": "longseq.tasks.command_keys.HarnessKeys",

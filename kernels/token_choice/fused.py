@@ -70,6 +70,7 @@ def compare(
     scores[-1, columns // 2] = torch.nan
     seen = torch.rand(rows, columns, generator=generator) < 0.1 if "seen" in kind.split() else None
     how = _options(kind)
+    is_sorted = how["top_k"] is not None or how["top_p"] is not None
     counter = torch.arange(rows, device=device)
     valid = torch.ones(rows, dtype=torch.bool, device=device)
     here = None if seen is None else seen.clone().to(device)
@@ -78,8 +79,15 @@ def compare(
     next_counter = torch.arange(rows) + choice.INCREMENT
     exact = scores.double() if seen is None else choice.penalize(scores.double(), seen, 1.3)
     places = choice.random_places(next_counter).double()
-    near = [choice.choose_tokens(exact, places + shift, **how) for shift in (-ROUNDING, 0.0, ROUNDING)]
-    right = torch.stack([drawn == token for token in near]).any(0)
+    # Places that are moved down and up give tokens before and behind the right one, in the order of the running sum:
+    # that of the tokens, or, where they are sorted, of their scores, of which several may be equal.
+    low, high = (
+        choice.choose_tokens(exact, (places + shift).clamp(0, 1 - 2**-24), **how) for shift in (-ROUNDING, ROUNDING)
+    )
+    keys = [low, drawn, high]
+    if is_sorted:
+        keys = [-exact.gather(1, token.clamp_min(0)[:, None])[:, 0] for token in keys]
+    right = (keys[0] <= keys[1]) & (keys[1] <= keys[2])
     right[-1] = drawn[-1] == 0
     if not right.all():
         return f"{int((~right).sum())} of {rows} tokens are wrong"

@@ -45,13 +45,18 @@ class TextStream:
 
 
 class StopStrings:
-    """Passes text on up to the first of the stop strings, and holds back what may be the beginning of one."""
+    """Passes text on up to the first of the stop strings, and holds back what may be the beginning of one.
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    `before` is text that was shown before, in which a stop string may have begun.
+    """
+
+    def __init__(self, stops: Sequence[str], before: str = "") -> None:
         if "" in stops:
             raise ValueError("stop: a stop string is empty; give text that ends the output")
         self._stops = list(stops)
-        self._held = ""
+        begun = max((_overlap(before, stop) for stop in self._stops), default=0)
+        self._held = before[len(before) - begun :]
+        self._shown = begun  # characters of what is held that were shown before
         self.stopped = False
 
     def push(self, text: str) -> str:
@@ -62,17 +67,21 @@ class StopStrings:
         found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if found:
             self.stopped = True
-            shown, self._held = self._held[: min(found)], ""
-            return shown
+            return self._show(min(found), "")
         begun = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         keep = len(self._held) - begun
-        shown, self._held = self._held[:keep], self._held[keep:]
-        return shown
+        return self._show(keep, self._held[keep:])
 
     def finish(self) -> str:
         """What is held back at the end."""
-        held, self._held = self._held, ""
-        return held
+        return self._show(len(self._held), "")
+
+    def _show(self, count: int, held: str) -> str:
+        """The first characters of what is held, without those that were shown before."""
+        shown = self._held[self._shown : count]
+        self._shown = max(self._shown - count, 0)
+        self._held = held
+        return shown
 
 
 def _overlap(text: str, stop: str) -> int:

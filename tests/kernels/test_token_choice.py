@@ -73,7 +73,7 @@ def test_a_kernel_that_fails_its_check_is_refused_in_one_line(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernel_draws_the_tokens_of_float64_on_a_gpu(kind, dtype):
-    for rows, columns in ((64, 50_257), (3, 151_936), (5, 256), (2, 7)):
+    for rows, columns in ((64, 50_257), (3, 151_936), (5, 256)):
         assert fused.compare(torch.device("cuda"), dtype, kind, rows=rows, columns=columns) is None
     assert fused.find_error(torch.cuda.current_device(), dtype, kind) is None
     assert explain("token_choice", device="cuda", dtype=dtype)["fused"] == []

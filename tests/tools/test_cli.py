@@ -76,7 +76,7 @@ def test_an_answer_about_the_command_imports_no_large_library(argument):
 def test_the_help_of_a_verb_imports_neither_torch_nor_what_needs_it():
     code = (
         "import sys; from longseq.tools import cli\n"
-        "for verb in ('train', 'evaluate', 'prepare', 'prepare image', 'harness', 'convert'):\n"
+        "for verb in ('train', 'evaluate', 'prepare', 'prepare image', 'generate', 'harness', 'convert'):\n"
         "    sys.argv[1:] = [*verb.split(), '--help']\n"
         "    try:\n"
         "        cli.main()\n"

@@ -159,6 +159,9 @@ def test_a_stop_string_is_found_across_tokens_and_what_may_begin_one_is_held_bac
     assert stops.push("more") == stops.finish() == ""
     with pytest.raises(ValueError, match="a stop string is empty"):
         StopStrings([""])
+    later = StopStrings(["END"], before="the text E")  # which was shown
+    assert [later.push(part) for part in ("N", "T", "END")] == ["", "NT", ""]
+    assert later.stopped
     unfinished = StopStrings(["END"])
     assert unfinished.push("the EN") + unfinished.finish() == "the EN"
 
