@@ -362,6 +362,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "digits": lambda: trained("digits", "mixer"),
     "fashion_mnist": lambda: trained("fashion_mnist", "mixer"),
     "cifar10": lambda: trained("cifar10", "model"),
+    "cifar10_100_epochs": lambda: trained("cifar10_100_epochs", "model"),
     "language_mixers": language_mixers,
     "language_models": language_models,
     "image_models": image_models,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ ROUNDING = 1e-5
 # What the fused form has kernels of its own for: see `name_kind`.
 KINDS = tuple(f"{kind}{seen}" for kind in ("greedy", "drawn", "drawn top_p", "drawn top_k") for seen in ("", " seen"))
 
-_CHECKED: set[tuple[int, torch.dtype, str]] = set()
+# By GPU, type and kind: why the kernel is refused, or None.
+_VERDICTS: dict[tuple[int, torch.dtype, str], str | None] = {}
 
 
 def name_kind(temperature: float, top_k: int | None, top_p: float | None, seen: Tensor | None) -> str:
@@ -33,20 +34,21 @@ def name_kind(temperature: float, top_k: int | None, top_p: float | None, seen: 
 def reasons(call: Call) -> list[str]:
     """The reasons against the fused form."""
     found = triton_reasons(call)
-    if found or is_emulated():
+    if found or is_emulated() or not torch.cuda.is_available():
         return found
     index = torch.cuda.current_device() if call.device.index is None else call.device.index
-    if (index, call.dtype, call.kind) not in _CHECKED and torch.cuda.is_current_stream_capturing():
-        return ["its check has not run, and cannot while a CUDA graph is captured: draw a token once before"]
-    error = find_error(index, call.dtype, call.kind)
+    key = index, call.dtype, call.kind
+    if key not in _VERDICTS:
+        if torch.cuda.is_current_stream_capturing():
+            return ["its check has not run, and cannot while a CUDA graph is captured: draw a token once before"]
+        _VERDICTS[key] = find_error(*key)
+    error = _VERDICTS[key]
     return [] if error is None else [error]
 
 
-@cache
 def find_error(index: int, dtype: torch.dtype, kind: str) -> str | None:
     """Draw tokens of random scores on a GPU, and compare them with float64: what is wrong, or None."""
     device = torch.device("cuda", index)
-    _CHECKED.add((index, dtype, kind))
     try:
         with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)), torch.no_grad():
             error = compare(device, dtype, kind)

@@ -7,9 +7,6 @@ Source: Long Range Arena (Tay et al., 2020), section 2.2, and the reading of the
 
 from __future__ import annotations
 
-import struct
-import tarfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -23,6 +20,7 @@ from longseq.tasks.data.generators.listops import CLOSE, listops
 from longseq.tasks.data.generators.options import check_values, options_of
 from longseq.tasks.data.generators.samples import IGNORED, draw
 from longseq.tasks.data.seeds import derive_seed
+from longseq.tasks.data.unreadable import UNREADABLE
 from longseq.tasks.document.sources import Opened, Reader, Sample, Source, register
 from longseq.tasks.text.documents import Place
 from longseq.tasks.text.prepare import stamp
@@ -43,18 +41,6 @@ TEXT_BYTES = 4000
 LEVELS = 256
 HARDEST = "curv_contour_length_14"  # the folder of pathfinder's longest paths, which the arena takes
 SHARES = (0.8, 0.9)  # where the training images end, and those of validation
-
-# What decoders raise for bytes that are no image.
-_UNREADABLE = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    EOFError,
-    struct.error,
-    zlib.error,
-    tarfile.TarError,
-    Image.DecompressionBombError,
-)
 
 
 def _listops(keys: DocumentDataKeys) -> Opened:
@@ -110,7 +96,7 @@ def _image(keys: DocumentDataKeys) -> Opened:
             place = Place(source.path(index))
             try:
                 image, target = source.read(index)
-            except _UNREADABLE as error:
+            except UNREADABLE as error:
                 yield Malformed(place, f"no image ({error})")
             else:
                 yield Sample(_levels(image), (source.class_names[target],), place)
@@ -229,7 +215,7 @@ def _read_image(path: Path) -> np.ndarray | str:
     try:
         with Image.open(path) as image:
             return _levels(image)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         return f"no image ({error})"
 
 

@@ -27,7 +27,8 @@ from longseq.tasks.data.inputs import Unreadable as NotRead
 from longseq.tasks.data.loader import BatchLoader
 from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.data.seeds import derive_seed
-from longseq.tasks.image.decoding import UNREADABLE, decode, first_line, image_endings, in_eight_bits, upright
+from longseq.tasks.data.unreadable import UNREADABLE
+from longseq.tasks.image.decoding import decode, first_line, image_endings, in_eight_bits, upright
 from longseq.tasks.image.folder import Found, find_images
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.saliency import draw_saliency, saliency

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import io
-import struct
-import tarfile
-import zlib
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -13,17 +10,7 @@ from typing import IO, Any
 import numpy as np
 from PIL import ExifTags, Image
 
-# What decoders raise for bytes that are not an image.
-UNREADABLE = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    EOFError,
-    struct.error,
-    zlib.error,
-    tarfile.TarError,
-    Image.DecompressionBombError,
-)
+from longseq.tasks.data.unreadable import UNREADABLE
 
 # Exported files contain this text, for programs that prepare images for them.
 DECODING = (

@@ -15,6 +15,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from longseq.tasks.data.batch import Batch, Failure
 from longseq.tasks.data.sampler import SampleIndex
+from longseq.tasks.data.unreadable import UNREADABLE
 from longseq.tasks.image.batched import Draws, apply_steps, erase, resize, stack_draws, to_grey
 from longseq.tasks.image.datasets import (
     REPLACEMENTS,
@@ -25,7 +26,7 @@ from longseq.tasks.image.datasets import (
     read_or_failure,
     replace_position,
 )
-from longseq.tasks.image.decoding import UNREADABLE, decode, find_jpeg_size, first_line
+from longseq.tasks.image.decoding import decode, find_jpeg_size, first_line
 from longseq.tasks.image.draws import Draw, EvaluationDraws, TrainingDraws
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.sources import Split

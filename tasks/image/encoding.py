@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from longseq.tasks.image.decoding import UNREADABLE, decode, first_line
+from longseq.tasks.data.unreadable import UNREADABLE
+from longseq.tasks.image.decoding import decode, first_line
 
 
 class Encoding(NamedTuple):

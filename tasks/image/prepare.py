@@ -27,8 +27,9 @@ import numpy as np
 from omegaconf import DictConfig
 
 from longseq.files import crc32_of
+from longseq.tasks.data.unreadable import UNREADABLE
 from longseq.tasks.image.config import ImageDataKeys
-from longseq.tasks.image.decoding import UNREADABLE, first_line
+from longseq.tasks.image.decoding import first_line
 from longseq.tasks.image.encoding import Encoded, Encoding, File, encode_file, encode_files, ending_of
 from longseq.tasks.image.prepare_keys import PrepareImagesKeys
 from longseq.tasks.image.shards import MANIFEST, SPLITS, VERSION

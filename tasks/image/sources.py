@@ -19,8 +19,8 @@ from timm.data.readers.class_map import load_class_map
 from torchvision import datasets as torchvision_datasets
 
 from longseq.tasks.data.labels import rarest_labels
+from longseq.tasks.data.unreadable import UNREADABLE
 from longseq.tasks.image.decoding import (
-    UNREADABLE,
     decode,
     first_line,
     image_endings,

@@ -168,7 +168,7 @@ def test_every_experiment_states_its_claim_and_runs(
         evaluated = batch
         data += [f"data.cache={tmp_path}", "model.d_model=16", "mixer=attention"]
         data += ["callbacks.linear=null", "data.pin_memory=false"]
-        if name == "document/libraries":
+        if name in ("document/libraries", "document/ngrams"):
             data += ["data.source=files", "data.train=train.jsonl", "data.test=test.jsonl"]
             data += ["data.text_column=text", "data.label_column=label"]
     else:

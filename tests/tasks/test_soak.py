@@ -98,5 +98,7 @@ def test_four_hundred_epochs_and_ten_interruptions_leave_nothing_behind(tmp_path
         assert held.threads <= late.threads + 1
     assert max(sizes) < 1.02 * min(sizes)
     assert len(events) <= STOPS + 1
-    assert sum(events) < 20e6
+    # Three kinds of pictures of 1.65 MB together (the images are noise, which PNG does not compress): about 20 of each
+    # in 400 epochs, whether there are stops or not.
+    assert sum(events) < 40e6
     assert len(list(tmp_path.glob("outputs/image/*"))) == 1

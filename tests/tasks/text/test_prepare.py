@@ -259,7 +259,8 @@ def test_several_processes_write_the_same_files(tmp_path: Path) -> None:
     (partial / f"{last:06}.npz").mkdir()
     with pytest.raises(ValueError, match=r"\.npz'?: Is a directory"):
         run(tmp_path / "a.jsonl", tmp_path / "out2", processes=2)
-    assert len(list(partial.glob("*.npz"))) == last + 1
+    # All that came before is kept, but for the part that the other process may have been at.
+    assert len(list(partial.glob("*.npz"))) in (last, last + 1)
     (partial / f"{last:06}.npz").rmdir()
     run(tmp_path / "a.jsonl", tmp_path / "out2")
     one, two = ({path.name: path.read_bytes() for path in (tmp_path / f"out{n}").iterdir()} for n in (1, 2))
