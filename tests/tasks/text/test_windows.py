@@ -195,12 +195,13 @@ def test_what_cannot_be_trained_on_is_refused() -> None:
 
 def test_batches_have_few_empty_sequences_and_one_shape() -> None:
     lengths = np.random.default_rng(0).integers(3, 40, 4000).tolist()
-    for cut in (Concatenated(make_corpus(lengths), 128, whole=True), Documents(make_corpus(lengths), 128)):
+    corpus = make_corpus(lengths)
+    for cut, most in ((Concatenated(corpus, 128, whole=True), 1.35), (Documents(corpus, 128), 2.1)):
         found = [inputs.cu_seqlens for inputs, _ in batches([cut], MixedSampler([cut], 16, seed=0), 16)]
         (length,) = {len(borders) for borders in found}
         used = np.array([len(borders.unique()) for borders in found])
         assert len(found) > 20
-        assert length < 1.35 * used.mean()
+        assert used.max() <= length < most * used.mean()
 
 
 def test_a_batch_with_more_sequences_than_expected_doubles_the_borders() -> None:
@@ -208,8 +209,7 @@ def test_a_batch_with_more_sequences_than_expected_doubles_the_borders() -> None
     assemble = Assembler([cut.corpus], 16, 2, sequences=3, separator=SEPARATOR, reset_state=True, carries=False)
     inputs, _ = assemble([Row(0, cut.spans(0)), Row(0, cut.spans(1))])
     assert inputs.cu_seqlens is not None
-    assert len(inputs.cu_seqlens) == 17
-    assert inputs.cu_seqlens.unique().tolist() == list(range(0, 33, 2))  # a token and a separator each
+    assert inputs.cu_seqlens.tolist() == list(range(33))  # 8, doubled twice
 
 
 def test_an_empty_batch_has_no_targets() -> None:
