@@ -115,6 +115,8 @@ def weigh_rows(
     slot = (tl.program_id(0) // H).to(tl.int64)
     place = slot * H + head
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    if live <= 0:
+        return
     NEXT = direction(REVERSE)
     q += row * q_row + start * q_token + head * q_head
     write_key += row * write_row + start * write_token + head * write_head
@@ -299,6 +301,8 @@ def differentiate_scores(
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    if live <= 0:
+        return
     NEXT = direction(REVERSE)
     place = slot * H + head
     units += place * UNITS
@@ -377,6 +381,8 @@ def differentiate_inputs(
     head = (tl.program_id(0) // blocks % H).to(tl.int64)
     slot = (tl.program_id(0) // blocks // H).to(tl.int64)
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    if live <= 0:
+        return
     NEXT = direction(REVERSE)
     place = slot * H + head
     token = (row * T + start) * H + head

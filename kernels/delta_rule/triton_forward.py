@@ -341,14 +341,19 @@ def prepare(
                         OWN_WRITE_KEY,
                     )  # fmt: skip
     else:
-        _prepare_place(
-            tl.program_id(0).to(tl.int64), q, k, v, beta, write_key, g, cu_seqlens, sequence_of,
-            squares, queries, writes, erased, offered, decays, units, scale, T, H,
-            q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
-            beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
-            K, V, UNITS, GATED, PACKED, REVERSE, SCALED, SAVE, RAW, DTYPE, False, PRECISION, CHUNK, BLOCK,
-            OWN_WRITE_KEY,
-        )  # fmt: skip
+        place = tl.program_id(0).to(tl.int64)
+        _, _, live = chunk(place // H, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+        if live > 0:
+            _prepare_place(
+                place, q, k, v, beta, write_key, g, cu_seqlens, sequence_of,
+                squares, queries, writes, erased, offered, decays, units, scale, T, H,
+                q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
+                beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
+                K, V, UNITS, GATED, PACKED, REVERSE, SCALED, SAVE, RAW, DTYPE, False, PRECISION, CHUNK, BLOCK,
+                OWN_WRITE_KEY,
+            )  # fmt: skip
+        elif SCALED:
+            tl.store(units + place * UNITS + SIZE, 0.0)  # a slot without tokens is mild
 
 
 @triton.jit(do_not_specialize=[*SIZES_AND_STRIDES, "sequences", "span"])
@@ -456,6 +461,8 @@ def read_out(
     slot = (tl.program_id(0) // blocks // H).to(tl.int64)
     place = slot * H + head
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    if live <= 0:
+        return
     NEXT = direction(REVERSE)
 
     q += row * q_row + start * q_token + head * q_head

@@ -88,6 +88,8 @@ def decay_channels(
     slot = (tl.program_id(0) // H).to(tl.int64)
     place = slot * H + head
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    if live <= 0:
+        return
     NEXT = direction(REVERSE)
     x += row * x_row + start * x_token + head * x_head
     y += row * y_row + start * y_token + head * y_head
@@ -160,6 +162,8 @@ def score(
     slot = (tl.program_id(0) // H).to(tl.int64)
     place = slot * H + head
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    if live <= 0:
+        return
     NEXT = direction(REVERSE)
     x += row * x_row + start * x_token + head * x_head
     y += row * y_row + start * y_token + head * y_head
@@ -201,6 +205,8 @@ def score_by_level(
     slot = (tl.program_id(0) // H).to(tl.int64)
     place = slot * H + head
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    if live <= 0:
+        return
     NEXT = direction(REVERSE)
     mild = _lowest_level(levels + place * ((W + TILE - 1) // TILE), W, TILE, LEVELS, TILES)
     if mild == LEVELS:
@@ -407,6 +413,8 @@ def read(
     slot = (tl.program_id(0) // blocks // H).to(tl.int64)
     place = slot * H + head
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    if live <= 0:
+        return
     NEXT = direction(REVERSE)
     if not DECAYED:
         x += row * x_row + start * x_token + head * x_head
@@ -548,6 +556,8 @@ def differentiate(
         if (level < LEVELS) != BY_LEVEL:
             return
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    if live <= 0:
+        return
     NEXT = direction(REVERSE)
     token = (row * T + start) * H + head
     x += row * x_row + start * x_token + head * x_head

@@ -366,6 +366,8 @@ def read_out(
     slot = (tl.program_id(0) // H).to(tl.int64)
     place = slot * H + head
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    if live <= 0:
+        return
     live = tl.minimum(live, CHUNK)
     NEXT = direction(REVERSE)
     q += row * q_row + start * q_token + head * q_head

@@ -67,6 +67,8 @@ def linearize(
     slot = (tl.program_id(0) // 2 // H).to(tl.int64)
     place = slot * H + head
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    if live <= 0:
+        return
     NEXT = direction(REVERSE)
     u += row * u_row + start * u_token + head * u_head
     u_token *= NEXT
@@ -198,6 +200,8 @@ def differentiate_directions(
     slot = (tl.program_id(0) // H).to(tl.int64)
     place = slot * H + head
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    if live <= 0:
+        return
     matrix = place * CHUNK * CHUNK
     tokens = place * CHUNK * K
     square = place * K * K

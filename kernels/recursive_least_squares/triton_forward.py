@@ -288,6 +288,8 @@ def read_out(
     slot = (tl.program_id(0) // H).to(tl.int64)
     place = slot * H + head
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    if live <= 0:
+        return
     NEXT = direction(REVERSE)
     u += row * u_row + start * u_token + head * u_head
     x += row * x_row + start * x_token + head * x_head
