@@ -137,6 +137,15 @@ def _load_segments(segment_of, t, T, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _load_next_segments(segment_of, t, T, COUNT: tl.constexpr):
+    """The packed segments of COUNT tokens from token t on. Loaded together, before a token between them is stored."""
+    segments = (_load_segment(segment_of, t, T),)
+    for i in tl.static_range(1, COUNT):
+        segments = segments + (_load_segment(segment_of, t + i, T),)
+    return segments
+
+
+@triton.jit
 def _of_segment(values, segments, WIDTH: tl.constexpr, PACKED: tl.constexpr, DELAY: tl.constexpr):
     """W values, one for each of the last W tokens: zero for tokens of other segments than that of DELAY steps ago."""
     if PACKED:
@@ -238,10 +247,13 @@ def convolve_features(
         segments = _load_segments(segment_of, begin, T, WIDTH)
     for u in range(begin, end + (delay if READINGS == 1 else WIDTH - 1), UNROLL):
         rows = _load_tokens(x, u, x_token, T, channel, there, UNROLL)
+        next_segments = (0,)
+        if PACKED:
+            next_segments = _load_next_segments(segment_of, u, T, UNROLL)
         for i in tl.static_range(UNROLL):
             window = push(window, rows[i].to(tl.float32), WIDTH)
             if PACKED:
-                segments = push(segments, _load_segment(segment_of, u + i, T), WIDTH)
+                segments = push(segments, next_segments[i], WIDTH)
             z = convolve(_of_segment(window, segments, WIDTH, PACKED, DELAY), taps, 0.0, WIDTH)
             feature = _map(z, unit, K, BLOCK_K, KIND)
             feature *= _scale(feature, unit, EPS, L1)
@@ -337,13 +349,16 @@ def differentiate_convolved(
         segments = _load_segments(segment_of, first, T, WIDTH)
     for u in range(first, end + (WIDTH - 1), UNROLL):
         rows = _load_tokens(x, u, x_token, T, channel, there, UNROLL)
+        next_segments = (0,)
+        if PACKED:
+            next_segments = _load_next_segments(segment_of, u, T, UNROLL)
         dy_rows = _load_tokens(dy_at, u - delay, width, T, channel, there, UNROLL)
         if READINGS == 2:
             later_rows = _load_tokens(later_at, u - (WIDTH - 1), width, T, channel, there, UNROLL)
         for i in tl.static_range(UNROLL):
             window = push(window, rows[i].to(tl.float32), WIDTH)
             if PACKED:
-                segments = push(segments, _load_segment(segment_of, u + i, T), WIDTH)
+                segments = push(segments, next_segments[i], WIDTH)
             seen = _of_segment(window, segments, WIDTH, PACKED, DELAY)
             dz = _gradient(convolve(seen, taps, 0.0, WIDTH), dy_rows[i], unit, EPS, K, BLOCK_K, KIND, L1)
             t = u + i - delay
