@@ -140,6 +140,21 @@ def _segment(cu_seqlens, segment_of, t, T, REVERSE: tl.constexpr):
 
 
 @triton.jit
+def _segments(cu_seqlens, segment_of, t, T, REVERSE: tl.constexpr, COUNT: tl.constexpr):
+    """The packed segments of COUNT tokens from number t on, and the tokens' numbers in them.
+
+    They are loaded together, before a token between them is stored.
+    """
+    n, age = _segment(cu_seqlens, segment_of, t, T, REVERSE)
+    segments, ages = (n,), (age,)
+    for i in tl.static_range(1, COUNT):
+        n, age = _segment(cu_seqlens, segment_of, t + i, T, REVERSE)
+        segments = segments + (n,)
+        ages = ages + (age,)
+    return segments, ages
+
+
+@triton.jit
 def _enter_segment(window, state, n, age, d, D, WIDTH: tl.constexpr, HAS_STATE: tl.constexpr):
     """At the first token of a packed segment, its state replaces the inputs of the segment before it."""
     entered = (_first_input(window[0], state, n, age, 1, d, D, WIDTH, HAS_STATE),)
@@ -232,9 +247,12 @@ def _convolve_stretch(
 
     for t in range(first, end, UNROLL):
         rows = _load_rows(at, step, t, T, d, D, UNROLL)
+        segments, ages = (0,), (0,)
+        if PACKED:
+            segments, ages = _segments(cu_seqlens, segment_of, t, T, REVERSE, UNROLL)
         for i in tl.static_range(UNROLL):
             if PACKED:
-                n, age = _segment(cu_seqlens, segment_of, t + i, T, REVERSE)
+                n, age = segments[i], ages[i]
                 window = _enter_segment(window, state, n, age, d, D, WIDTH, HAS_STATE)
             window = push(window, rows[i].to(tl.float32), WIDTH)
             z = convolve(window, taps, offset, WIDTH)
@@ -299,13 +317,16 @@ def _differentiate_stretch(
 
     for t in range(first, end + (WIDTH - 1), UNROLL):
         rows = _load_rows(at, step, t, T, d, D, UNROLL)
+        segments, ages = (0,), (0,)
+        if PACKED:
+            segments, ages = _segments(cu_seqlens, segment_of, t, T, REVERSE, UNROLL)
         dy_rows = _load_rows(dy_at, dy_step, t, T, d, D, UNROLL)
         skipped_rows = dy_rows
         if HAS_SKIP:
             skipped_rows = _load_rows(skipped_at, skipped_step, t, T, d, D, UNROLL)
         for i in tl.static_range(UNROLL):
             if PACKED:
-                n, age = _segment(cu_seqlens, segment_of, t + i, T, REVERSE)
+                n, age = segments[i], ages[i]
                 window = _enter_segment(window, state, n, age, d, D, WIDTH, HAS_STATE)
             window = push(window, rows[i].to(tl.float32), WIDTH)
             dy_t = dy_rows[i].to(tl.float32)
