@@ -157,7 +157,7 @@ def differences(
     second's.
     """
     old, new = _inside_the_run(saved), _inside_the_run(as_chosen_before(config, saved))
-    free = LENGTH_KEYS if another_length and old.get(_SCHEDULE) == new.get(_SCHEDULE) == "wsd" else ()
+    free: tuple[str, ...] = LENGTH_KEYS if another_length and old.get(_SCHEDULE) == new.get(_SCHEDULE) == "wsd" else ()
     free += ("trainer.accelerator",) if another_accelerator else ()
     keys = [key for key in sorted(old.keys() | new.keys()) if not _is_free(key) and key not in free]
     return [(key, old.get(key), new.get(key)) for key in keys if not _alike(key, old, new)]
