@@ -1,14 +1,20 @@
-"""Files that are written whole, so that an error or an interruption leaves no part of one, and their checksums."""
+"""Files that are written whole, so that an error or an interruption leaves no part of one, and their checksums.
+
+`check_place` tells before the work whether the system would write at all.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+_PROBED = 1 << 12  # bytes that are written before the work
 _TRIED = 1 << 20  # bytes
 _BLOCK = 1 << 24  # bytes that are read at a time
 _CODE_OF_RUST = re.compile(r"\(os error (\d+)\)")  # in messages of safetensors
@@ -39,7 +45,7 @@ def writing(path: Path) -> Iterator[Path]:
     try:
         yield partial
     except BaseException as error:
-        refused = _refusal(error, partial) if isinstance(error, Exception) else None
+        refused = refusal_in(error, partial) if isinstance(error, Exception) else None
         if not special:
             with suppress(OSError):
                 partial.unlink()
@@ -53,7 +59,29 @@ def partial_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.partial")
 
 
-def _refusal(error: Exception, path: Path) -> OSError | None:
+def check_place(path: Path, key: str, *, is_folder: bool = False) -> None:
+    """Check that a file, or a folder, can be written where `key` says. The folders above it may not exist yet.
+
+    ValueError, in one line, where something above it is a file, or the system refuses a new file: the place is
+    read-only or of another user, or the disk is full.
+    """
+    if not is_folder and path.exists() and not path.is_file():
+        return  # a device or a pipe, which is written itself
+    above = next(place for place in ([path] * is_folder + [*path.parents]) if os.path.exists(place))
+    if not above.is_dir():
+        raise ValueError(f"{key}={path}: {above} is a file, and a folder is needed there: give another name")
+    # The mode of a folder does not tell it: root may write everywhere, but in /sys or on a disk that is read-only.
+    try:
+        with tempfile.TemporaryFile(dir=above, buffering=0) as file:
+            file.write(bytes(_PROBED))
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ValueError(f"{key}={path}: the disk is full: make room first") from error
+        told = (error.strerror or str(error)).lower()
+        raise ValueError(f"{key}={path}: {above} takes no new file ({told}): name another folder") from error
+
+
+def refusal_in(error: Exception, path: Path) -> OSError | None:
     """The error of the system that made writing a file fail; None if `error` has another reason."""
     if isinstance(error, OSError):  # of this file, or of another one that was read meanwhile
         return error if error.filename in (None, str(path)) and error.errno is not None else None

@@ -6,9 +6,10 @@ import atexit
 import functools
 import gc
 import os
+import resource
 import subprocess
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,15 @@ def command_here(
         return subprocess.CompletedProcess(arguments, code, output, errors)
 
     return call
+
+
+@pytest.fixture
+def little_room() -> Iterator[None]:
+    """No file may have more than 64 KiB, which the system refuses as it refuses a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 from pathlib import Path
 
 import pytest
@@ -14,15 +13,6 @@ import longseq
 from longseq.backbones.tokens import TokenBackbone
 from longseq.files import replacing
 from longseq.tasks.training.files import WholeCheckpoints, write_text
-
-
-@pytest.fixture
-def little_room():
-    """No file may have more than 64 KiB, which the system refuses as it refuses a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def save_checkpoint(path: Path) -> None:

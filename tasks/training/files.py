@@ -1,6 +1,5 @@
 """The files of a run, each written whole."""
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from longseq.files import replacing
+from longseq.files import check_place, replacing
 from longseq.models import CONFIG_FILE, INDEX_FILE
 from longseq.tokenizer_files import SETTINGS_FILE, TOKENIZER_FILE
 
@@ -22,6 +21,15 @@ def prepare_file(path: Path, key: str = "output", *, reads: Iterable[str | Path 
     ValueError, in one line, where no file can come to stand, or where a model or one of the files that the command
     `reads` stands.
     """
+    check_file(path, key, reads=reads)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{key}={path}: the folder cannot be made: {error.strerror}") from error
+
+
+def check_file(path: Path, key: str = "output", *, reads: Iterable[str | Path | None] = ()) -> None:
+    """Raise the errors of `prepare_file`, and make no folder."""
     if path.is_dir():
         raise ValueError(f"{key}={path} is a folder: name a file")
     if path.is_file():
@@ -30,12 +38,7 @@ def prepare_file(path: Path, key: str = "output", *, reads: Iterable[str | Path 
             raise ValueError(f"{key}={path} is a file of a model, which it would replace: give another name")
         if any(read is not None and Path(read).exists() and path.samefile(read) for read in reads):
             raise ValueError(f"{key}={path} is what the command reads, and would be replaced: give another name")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{key}={path}: the folder cannot be made: {error.strerror}") from error
-    if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"{key}={path}: {path.parent} is read-only, give {key}=FILE in another folder")
+    check_place(path, key)
 
 
 def prepare_folder(path: Path, key: str, *, apart_from: Path) -> None:
@@ -47,11 +50,7 @@ def prepare_folder(path: Path, key: str, *, apart_from: Path) -> None:
         raise ValueError(
             f"{key}={path} lies in {apart_from}, with which its pictures would be read: name a folder apart"
         )
-    nearest = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    if not nearest.is_dir():
-        raise ValueError(f"{key}={path}: {nearest} is a file: name a folder")
-    if not os.access(nearest, os.W_OK):
-        raise ValueError(f"{key}={path}: {nearest} is read-only: name another folder")
+    check_place(path, key, is_folder=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -173,7 +173,11 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
     file.write_text("kept")
     more = {"predict": [f"input={pictures}"], "export": ["format=onnx"]}
     given = [f"checkpoint={checkpoint}", *more.get(verb, [])]
-    for output, told in ((folder, "is a folder: name a file"), (file / "a.json", "the folder cannot be made: ")):
+    for output, told in (
+        (folder, "is a folder: name a file"),
+        (file / "a.json", "is a file, and a folder is needed there: "),
+        ("/proc/a.json", "/proc takes no new file (no such file or directory)"),
+    ):
         monkeypatch.setattr(sys, "argv", ["longseq", verb, *given, f"output={output}"])
         with pytest.raises(SystemExit) as left:
             cli.main()

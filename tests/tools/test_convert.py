@@ -358,6 +358,23 @@ def test_large_models_have_several_files(llama: Path, tmp_path: Path) -> None:
         read_model(tmp_path / "many")
 
 
+@pytest.mark.parametrize("existed", [False, True])
+def test_a_model_without_room_leaves_nothing(
+    existed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    source, out = tmp_path / "source", tmp_path / "out"
+    model = TokenBackbone(vocab_size=2000, d_model=16, depth=1, mixer="attention")
+    model.text = {"tokenizer": BYTES, "window": 16}
+    model.save_pretrained(source)
+    if existed:
+        out.mkdir()
+    request.getfixturevalue("little_room")
+    refuses(monkeypatch, capsys, f"{out}/model.safetensors: file too large", source=source, output=out)
+    assert out.exists() == existed
+    assert not existed or not any(out.iterdir())
+
+
 @pytest.mark.slow
 def test_mistakes_in_the_command(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

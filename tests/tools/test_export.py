@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -301,6 +302,43 @@ def test_a_file_that_differs_is_not_kept(tmp_path: Path) -> None:
         export_image_classifier(BatchAware(), path, format="torchscript")
     assert [file.name for file in tmp_path.iterdir()] == ["model.pt"]
     assert path.read_text() == "of yesterday"
+
+
+class Many(BatchAware):
+    """Has more weights than `little_room` lets a file have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(1, 2, 1 << 15))
+
+    def forward(self, images: Tensor) -> Tensor:  # [B, C, H, W] -> [B, 32768]
+        return images.mean((1, 2, 3))[:, None] * self.scale
+
+
+@pytest.mark.parametrize("format", reversed(SUFFIXES))  # a fast run has the first, and ONNX takes most time
+def test_a_file_without_room_is_told_as_such(format: str, tmp_path: Path, little_room: None) -> None:
+    path = tmp_path / "new" / f"model{SUFFIXES[format]}"
+    with pytest.raises(OSError, match="File too large") as refused:
+        export_image_classifier(Many().eval(), path, format=format, batch_sizes=[1], measure_latency=False)
+    assert (refused.value.errno, refused.value.filename) == (errno.EFBIG, str(path))
+    assert not list(tmp_path.iterdir())
+
+
+class NeverRun(BatchAware):
+    def forward(self, images: Tensor) -> Tensor:
+        raise AssertionError("the model was run first")
+
+
+@pytest.mark.parametrize("format", SUFFIXES)
+def test_a_place_that_takes_no_file_is_told_first(format: str, tmp_path: Path) -> None:
+    device = tmp_path / f"device{SUFFIXES[format]}"
+    device.symlink_to("/dev/full")
+    for path, told in ((Path("/proc", device.name), "/proc takes no new file"), (device, "a device or a pipe")):
+        with pytest.raises(ValueError, match=rf"output={path}.*{told}") as refused:
+            export_image_classifier(NeverRun(), path, format=format)
+        assert "\n" not in str(refused.value)
+    assert Path("/dev/full").is_char_device()
+    assert [*tmp_path.iterdir()] == [device]
 
 
 def test_a_failing_exporter_leaves_nothing(tmp_path: Path) -> None:

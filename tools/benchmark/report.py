@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from longseq.files import replacing
+from longseq.files import check_place, replacing
 from longseq.tasks.circumstances import describe, find_circumstances
 from longseq.tasks.training.options import Length
 
@@ -83,20 +83,25 @@ def check_output(output: str) -> Path:
     file = Path(output)
     if file.suffix != ".json":
         raise ValueError(f"output={output} is no name for JSON rows: give one that ends in .json")
-    above = next(place for place in file.parents if place.exists())
-    if not above.is_dir():
-        raise ValueError(f"output={output}: {above} is a file, and a folder is needed there")
+    for one in (file, _table_beside(file)):
+        if one.is_dir():
+            raise ValueError(f"output={output}: {one} is a folder: give another name")
+    check_place(file, "output")
     return file
 
 
 def write_result(result: Mapping[str, Any], output: str) -> Path:
     """Write the rows as JSON and their table beside it, in Markdown."""
-    file = check_output(output)
+    file = Path(output)
     file.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(file) as partial:
-        partial.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    file.with_suffix(".md").write_text(to_markdown(result) + "\n", encoding="utf-8")
+    for path, text in ((file, json.dumps(result, indent=2)), (_table_beside(file), to_markdown(result))):
+        with replacing(path) as partial:
+            partial.write_text(text + "\n", encoding="utf-8")
     return file
+
+
+def _table_beside(file: Path) -> Path:
+    return file.with_suffix(".md")
 
 
 def to_markdown(result: Mapping[str, Any]) -> str:

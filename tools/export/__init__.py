@@ -63,18 +63,21 @@ def run(cfg: DictConfig) -> ExportReport:
     # Imported here, because an export from Python needs no training packages.
     from longseq.tasks import registry
     from longseq.tasks.training import checkpoint
-    from longseq.tasks.training.files import prepare_file
+    from longseq.tasks.training.files import check_file
 
     keys = read_command(ExportKeys, cfg)
     assert keys.checkpoint is not None
     format = keys.format or _format_of(keys.output)
     tasks = {name: base for base in EXPORTS for name in registry.like(base)}
+    if keys.output is not None:  # before the model is read
+        check_file(Path(keys.output))
     loaded = checkpoint.load(keys.checkpoint, weights=keys.weights, any_resolution=keys.dynamic_resolution, tasks=tasks)
     model: Any = loaded.backbone
     export, defaults = EXPORTS[tasks[loaded.task_name]]
     _check_keys(keys, defaults, loaded.task_name)
     output = Path(keys.output or loaded.file.with_suffix(SUFFIXES.get(format, "")))
-    prepare_file(output)
+    if keys.output is None:
+        check_file(output)
     options: dict[str, Any] = {
         "format": format,
         "data": loaded.data,

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from longseq.blocks.convolution import ShortConvolution
+from longseq.files import refusal_in
 from longseq.mixers import Mixer
 from longseq.timm_models import model_name
 from longseq.tools.export.formats import FORMATS
@@ -65,15 +66,18 @@ def write_checked(
 
     The file is traced with the arguments `example`; `compare` gets it as a function. `timed` are the arguments of one
     call that is timed, in the module and in the file; None leaves that out. `model` and `unit` (what a batch holds)
-    are named in messages. Raises ValueError if the format cannot represent the module, or the file differs too much; an
-    existing file of that name then remains as it is.
+    are named in messages. Raises ValueError if the format cannot represent the module, or the file differs too much,
+    and OSError, which names `target`, if the system refuses to write, as on a full disk. An existing file of that name
+    then remains as it is.
     """
     started = time.perf_counter()
     # Before a runtime is loaded: its idle threads slow down the rest of the process.
     model_ms = None if timed is None else latency_ms(module, *timed)
     file_ms = None
-    # A folder, because a file may have another beside it, which it knows by its final name.
-    folder = target.with_name(f".partial.{os.getpid()}.{target.name}")
+    # A folder, because a file may have another beside it, which it knows by its final name. It lies in what exists of
+    # the path of the file, so that a failure leaves none of the folders that are still to be made.
+    above = next(place for place in target.parents if place.exists())
+    folder = above / f".partial.{os.getpid()}.{target.name}"
     partial = folder / target.name
     try:
         folder.mkdir()
@@ -86,9 +90,12 @@ def write_checked(
         _check_comparisons(comparisons, unit, tolerance)
         beside = sorted(path for path in folder.iterdir() if path != partial)
         size = sum(path.stat().st_size for path in (partial, *beside))
+        target.parent.mkdir(parents=True, exist_ok=True)
         for path in (*beside, partial):
             os.replace(path, target.with_name(path.name))
     except Exception as error:
+        if (refused := _refusal_in(error, folder, partial)) is not None:
+            raise OSError(refused.errno, refused.strerror, str(target)) from error
         reason = textwrap.shorten(str(error) or type(error).__name__, 300)
         others = " or ".join(name for name in FORMATS if name != format)
         raise ValueError(
@@ -110,6 +117,13 @@ def write_checked(
         model_ms=model_ms,
         file_ms=file_ms,
     )
+
+
+def _refusal_in(error: Exception, folder: Path, partial: Path) -> OSError | None:
+    """The error of the system that made writing the files of a folder fail; None if `error` has another reason."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return error if Path(error.filename).is_relative_to(folder) else None
+    return refusal_in(error, partial)
 
 
 def _check_comparisons(comparisons: Sequence[Comparison], unit: str, tolerance: float) -> None:

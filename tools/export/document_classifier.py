@@ -91,9 +91,8 @@ def export_document_classifier(
     metadata, with which a program without longseq classifies text.
 
     `longseq.tools.export.parity.compare` defines how far the file may be from the model, in the logarithms of
-    probabilities. Raises ValueError if the
-    format cannot represent the model, or the file differs too much; an existing file of that name then remains as it
-    is.
+    probabilities. Raises ValueError if the format cannot represent the model, or the file differs too much, and OSError
+    if the system refuses to write it; an existing file of that name then remains as it is.
     """
     target = find_target(output, format)
     _check_data(model, data)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from longseq.files import check_place
 from longseq.tools.export import onnx_file, pt2_file, torchscript_file
 from longseq.tools.export.spec import FileSpec
 
@@ -45,7 +46,10 @@ def register_format(name: str, suffix: str, file_format: FileFormat) -> None:
 
 
 def find_target(output: str | Path, format: str) -> Path:
-    """The file to write, with its folder created; ValueError if its name has the ending of another format."""
+    """The file to write.
+
+    ValueError if its name has the ending of another format, or no file can come to stand there.
+    """
     if format not in FORMATS:
         raise ValueError(f"format={format} is unknown: take one of {', '.join(FORMATS)}")
     target = Path(output)
@@ -60,5 +64,7 @@ def find_target(output: str | Path, format: str) -> Path:
             )
     if target.suffix == ".ckpt":
         raise ValueError(f"output={output} ends like a checkpoint: take a name in {SUFFIXES[format]}")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists() and not target.is_file():  # what is written is read again for the comparison
+        raise ValueError(f"output={output} is a device or a pipe, and a file is needed: name a file")
+    check_place(target, "output")
     return target

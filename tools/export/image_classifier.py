@@ -93,8 +93,8 @@ def export_image_classifier(
     model states. With multi_label, the probabilities of a row are each label's own.
 
     `longseq.tools.export.parity.compare` defines how far the file may be from the model. Raises ValueError if the
-    format cannot represent the model, or the file differs too much; an existing file of that name then remains as it
-    is.
+    format cannot represent the model, or the file differs too much, and OSError if the system refuses to write
+    it; an existing file of that name then remains as it is.
     """
     target = find_target(output, format)
     data = {**stated_data(model), **(data or {})}

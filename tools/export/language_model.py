@@ -92,8 +92,8 @@ def export_language_model(
     of its text (see `longseq.tasks.text.info.TextInfo`).
 
     `longseq.tools.export.parity.compare` defines how far the file may be from the model. Raises ValueError if the model
-    does not read forward, the format cannot represent it, or the file differs too much; an existing file of that name
-    then remains as it is.
+    does not read forward, the format cannot represent it, or the file differs too much, and OSError if the system
+    refuses to write it; an existing file of that name then remains as it is.
     """
     target = find_target(output, format)
     max_length = min(max_length, model.max_length or max_length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -27,7 +28,10 @@ def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpe
     foreign = foreign_operators(program)
     if foreign:
         raise RuntimeError(f"the program calls {', '.join(sorted(foreign))}, which other processes lack")
-    torch.export.save(program, path, extra_files={EXTRA_FILE: json.dumps(dict(spec.metadata))})
+    # In memory first: given a name or an open file, torch ends the whole process where the disk is full.
+    content = io.BytesIO()
+    torch.export.save(program, content, extra_files={EXTRA_FILE: json.dumps(dict(spec.metadata))})
+    path.write_bytes(content.getbuffer())
     return Counter(str(node.target) for node in call_nodes(program))
 
 

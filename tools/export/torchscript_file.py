@@ -27,7 +27,8 @@ def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpe
     foreign = {kind for kind in _kinds(traced.inlined_graph) if not kind.startswith(("aten::", "prim::"))}
     if foreign:
         raise RuntimeError(f"the trace calls {', '.join(sorted(foreign))}, which other processes lack")
-    torch.jit.save(traced, str(path), _extra_files={EXTRA_FILE: json.dumps(dict(spec.metadata))})
+    with path.open("wb") as file:  # given a name, torch ends the whole process where the disk is full
+        torch.jit.save(traced, file, _extra_files={EXTRA_FILE: json.dumps(dict(spec.metadata))})
     written = torch.jit.load(str(path)).inlined_graph  # loading removes some of what was traced
     return Counter(kind for kind in _kinds(written) if kind != "prim::Constant")
 

@@ -373,10 +373,12 @@ def _config_of(model: TokenModel, family: Family) -> dict[str, Any]:
 def _copy_files(model: TokenModel, folder: Path, names: tuple[str, ...]) -> None:
     if model.folder is None and model.text is not None:
         for name, text in tokenizer_files(model.text["tokenizer"]).items():
-            (folder / name).write_text(text, encoding="utf-8")
+            with replacing(folder / name) as partial:
+                partial.write_text(text, encoding="utf-8")
     for name in names:
         if model.folder is not None and (model.folder / name).is_file():
-            shutil.copyfile(model.folder / name, folder / name)
+            with replacing(folder / name) as partial:
+                partial.write_bytes((model.folder / name).read_bytes())
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from omegaconf import DictConfig
 
 from longseq import mixers
 from longseq.backbones.tokens import TokenBackbone
+from longseq.files import check_place
 from longseq.mixers.pattern import options_by_name
 from longseq.models import describe
 from longseq.tasks.report import quiet_libraries
@@ -34,13 +37,15 @@ def run(cfg: DictConfig) -> Path:
         raise ValueError(f"source={source} is no folder here; download a model of the hub first")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"output={output} is not empty: give a new folder")
+    check_place(output, "output", is_folder=True)
     model = read_model(source)
     if keys.mixer.name is not None:
         model = change_mixer(model, keys.mixer.name, keys.mixer.options, keys.seed)
-    if keys.format == OURS:
-        write_model(model, output)
-    else:
-        write_family(model, FAMILIES[keys.format], output)
+    with _written_whole(output):
+        if keys.format == OURS:
+            write_model(model, output)
+        else:
+            write_family(model, FAMILIES[keys.format], output)
     backbone = model.backbone()
     count = sum(parameter.numel() for parameter in backbone.parameters())
     print(f"{output}: {count:,} parameters, {backbone.mixer_name}, format={keys.format}")
@@ -48,6 +53,20 @@ def run(cfg: DictConfig) -> Path:
         print(f"to classify documents with it: {train_command(backbone, output, 'document')}")
         print(f"to train it further: {train_command(backbone, output, 'lm')}")
     return output
+
+
+@contextmanager
+def _written_whole(folder: Path) -> Iterator[None]:
+    """Leave a folder that was empty, or not there, as it was if the block fails."""
+    existed = folder.exists()
+    try:
+        yield
+    except BaseException:
+        if folder.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            if existed:
+                folder.mkdir(exist_ok=True)
+        raise
 
 
 def train_command(backbone: TokenBackbone, folder: Path, task: str) -> str:
