@@ -349,6 +349,8 @@ def _announce(
             f"effective batch {recipe['batch_size']} = {batch} per device x {devices} device(s) "
             f"x {accumulate} accumulated; effective learning rate {effective_learning_rate(config):.3g}"
         )
+    for line in registry.of(config).model.remarks(module.backbone):
+        _log.warning(line)
     if checkpoint is not None:
         _print(f"continuing from {shorten(checkpoint)}")
     elif config["resume"]:

@@ -124,6 +124,20 @@ def test_a_run_too_short_for_a_rate_names_none(tiny, capsys):
 
 
 @pytest.mark.slow
+def test_pixels_that_no_patch_reads_are_told_once(tmp_path, command_here, tiny_overrides):
+    words = ("model.depth=1", "model.patch_size=4", "trainer.fast_dev_run=true", "data.img_size=10")
+    cut = command_here(tmp_path, "train", *tiny_overrides, *words)
+    assert cut.returncode == 0, cut.stderr
+    told = "data.img_size=10: patches of 4 px leave the last 2 row(s) and 2 column(s) of pixels unread"
+    remedy = "sizes that fit are 8 and 12; model.dynamic_img_pad=true completes them by zeros"
+    warned = [line for line in cut.stderr.splitlines() if "warning" in line]
+    assert warned == [f"longseq: warning: {told}; {remedy}"]
+    padded = command_here(tmp_path, "train", *tiny_overrides, *words, "model.dynamic_img_pad=true")
+    assert padded.returncode == 0, padded.stderr
+    assert "warning" not in padded.stderr
+
+
+@pytest.mark.slow
 def test_resume_finds_runs_beside_what_else_lies_there(tmp_path, command_here, tiny_overrides):
     arguments = ("train", *tiny_overrides, "recipe.epochs=1")
     for name, content in (("foreign", "- 1\n"), ("half", "seed: [0,"), ("lacks", "seed: 0\n")):
