@@ -315,6 +315,7 @@ TABLES = {
     "file_name,label\na.png,x\na.png,y\n": "line 3: a.png is in line 2 already: give each image one line",
     "file_name,label\na.png,x\n,y\n": "line 3: no file in column 'file_name'",
     "file_name,label\na.png,x\nb.png,\n": "line 3: no label in column 'label'",
+    "file_name;label\na.png;x\n": "has ';' between its columns: save it with commas",
     "file_name,label\na.png,x\nb.png,x\n": "has one class alone (x), and nothing to tell apart",
 }
 
