@@ -17,6 +17,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The suite itself compares the kernels with float64, in more cases.
 os.environ.setdefault("LONGSEQ_SELF_TEST", "0")
+# What an operation on tensors without values gives is soon computed again; to keep it takes torch longer.
+os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
 import forked  # noqa: F401  (notes the filters of warnings before pytest changes them)
 import pytest

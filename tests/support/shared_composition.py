@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hydra._internal import config_loader_impl
@@ -59,7 +60,9 @@ def _share(patch: pytest.MonkeyPatch) -> None:
     merged: dict[Any, bytes] = {}
     load, merge = CachingConfigRepository.load_config, ConfigLoaderImpl._compose_config_from_defaults_list
     find_mode, choose = Hydra.get_mode, config_loader_impl.create_defaults_list
+    load_part = ConfigLoaderImpl._load_single_config
     chosen: dict[Any, DefaultsList] = {}
+    parts: dict[Any, bytes] = {}
 
     def places(repo: Any) -> tuple[str, ...]:
         return tuple(source.full_path() for source in repo.get_sources())
@@ -93,10 +96,26 @@ def _share(patch: pytest.MonkeyPatch) -> None:
                 chosen[key] = found
         return dataclasses.replace(found, config_overrides=values)
 
+    def load_part_once(self: ConfigLoaderImpl, default: Any, repo: Any) -> Any:
+        """A file as it is merged: below the key of its package."""
+        if isinstance(default, _Merged):
+            return default
+        key = (places(repo), default.config_path, default.package, default.primary)
+        if key in parts:
+            return pickle.loads(parts[key])
+        part = load_part(self, default, repo)
+        if is_of_package(default.config_path, repo.load_config(default.config_path)):
+            parts[key] = pickle.dumps(part)
+        return part
+
     def merge_once(self: ConfigLoaderImpl, defaults: Any, repo: Any) -> DictConfig:
         choice = tuple((entry.config_path, entry.package, entry.is_self) for entry in defaults)
         key = (places(repo), choice)
         if key not in merged:
+            # Hydra's own files come first, and are the same in nearly all choices.
+            count = sum(1 for _ in itertools.takewhile(lambda entry: entry.config_path.startswith("hydra/"), defaults))
+            if 0 < count < len(defaults):
+                defaults = [_Merged("hydra", merge_once(self, defaults[:count], repo)), *defaults[count:]]
             whole = merge(self, defaults, _Copies(repo))
             if not all(is_of_package(path, repo.load_config(path)) for path, _, _ in choice):
                 return whole
@@ -110,6 +129,7 @@ def _share(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(CachingConfigRepository, "load_config", load_once)
     patch.setattr(config_loader_impl, "create_defaults_list", choose_once)
+    patch.setattr(ConfigLoaderImpl, "_load_single_config", load_part_once)
     patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", merge_once)
     patch.setattr(Hydra, "get_mode", find_mode_of_few)
 
@@ -129,6 +149,13 @@ def _draw_no_weights_without_values(patch: pytest.MonkeyPatch) -> None:
     """On the meta device, initial values are computed step by step, in Python, and are none."""
     fill = weight_init._trunc_normal_
     patch.setattr(weight_init, "_trunc_normal_", lambda x, *options: x if x.is_meta else fill(x, *options))
+
+
+class _Merged(NamedTuple):
+    """The result of merging some files, in their place among others."""
+
+    config_path: str
+    config: DictConfig
 
 
 class _Copies:
