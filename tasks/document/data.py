@@ -350,7 +350,7 @@ class DocumentData(TaskData):
             "options": dict(keys.options),
         }
         if isinstance(keys.label_column, list | tuple):
-            # What earlier versions kept in the cache is not read: they took a list of one column for a column of labels.
+            # Not from the cache of earlier versions, which took a list of one column for a column of labels.
             reading["flags"] = True
         stop = keys.on_bad_line == "stop"
         return prepare_documents(
