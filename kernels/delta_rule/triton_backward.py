@@ -1,9 +1,10 @@
 """The delta rule backward in Triton. The formulas are those of chunk.py, `_backward`.
 
-Without a gate `weigh_rows` recomputes e^b Q and e^{b_C - b} W. `retreat` walks from the last chunk to the first, in the
-segments of time of the forward pass (see triton_segments.py), and stores the gradients of the states after each chunk.
-The other kernels run over chunks in parallel: `differentiate_scores` (gradients of V, of tril(Q Wᵀ ⊙ D) and of L; for
-short sequences `retreat` computes them) and `differentiate_inputs` (gradients of queries, keys, strengths and gates).
+Without a gate e^b Q and e^{b_C - b} W are computed again, by `retreat` or, for float32, by `weigh_rows`. `retreat`
+walks from the last chunk to the first, in the segments of time of the forward pass (see triton_segments.py), and stores
+the gradients of the states after each chunk.
+The other kernels run over chunks in parallel: `differentiate_scores` (gradients of V, of tril(Q Wᵀ ⊙ D) and of L) and
+`differentiate_inputs` (gradients of queries, keys, strengths and gates).
 
 A matrix that is needed both as it is and transposed goes through memory in between: a transposed result of one matrix
 product as the left operand of another gives wrong numbers on Hopper in Triton 3.4 to 3.7. The kernels exchange tiles
@@ -95,6 +96,13 @@ def _load_gradients(
     return load_tokens(d_output, do_token * direction(REVERSE), end - start - m * CHUNK, column, V, CHUNK, BLOCK)
 
 
+@triton.jit
+def _load_strengths(beta, beta_token, m, start, end, REVERSE: tl.constexpr, CHUNK: tl.constexpr):
+    """The strengths of chunk m of a sequence."""
+    beta += token_after(m * CHUNK, start, end, REVERSE) * beta_token
+    return load_numbers(beta, beta_token * direction(REVERSE), end - start - m * CHUNK, CHUNK)
+
+
 @triton.jit(do_not_specialize=SIZES_AND_STRIDES)
 def weigh_rows(
     q, beta, write_key, units, cu_seqlens, sequence_of, queries, writes,
@@ -125,19 +133,20 @@ def weigh_rows(
 
 @triton.jit(do_not_specialize=[*SIZES_AND_STRIDES, "sequences", "span"])
 def retreat(
-    g, units, d_units, cu_seqlens, squares, queries, writes, erased, written, decays,
-    d_output, d_final, d_offsets, d_states, d_written, d_v, d_attention, d_lower, d_initial,
-    scale, sequences, span, T, H, g_row, g_token, g_head, do_row, do_token, do_head,
+    beta, units, d_units, cu_seqlens, squares, queries, writes, erased, decays,
+    d_output, d_final, d_offsets, d_states, d_written, d_initial,
+    scale, sequences, span, T, H, do_row, do_token, do_head,
+    q_row, q_token, q_head, beta_row, beta_token, beta_head, write_row, write_token, write_head,
     K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, D_UNITS: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr, HAS_FINAL: tl.constexpr, SHORT: tl.constexpr,
-    SEGMENTED: tl.constexpr, SUMMARY: tl.constexpr,
+    PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr, HAS_FINAL: tl.constexpr,
+    SEGMENTED: tl.constexpr, SUMMARY: tl.constexpr, WEIGH: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK value columns of one head of one sequence or segment: gradients of the states after each chunk and of U.
 
-    The state's gradient is in pieces of STEP key columns, as the state is in `walk_through`. For SHORT sequences one
-    program holds all columns; it stores the gradients of V instead of those of U, and also those of the scores. With
-    SUMMARY only a segment's offset is stored.
+    The state's gradient is in pieces of STEP key columns, as the state is in `walk_through`. With SUMMARY only a
+    segment's offset is stored. WEIGH: `queries` and `writes` are q and write keys as they came, and the program makes
+    of them the tiles of the forward pass.
     """
     BITS: tl.constexpr = 6 if K <= 64 else 7 if K <= 128 else 8  # K is at most 2^BITS
     blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
@@ -155,6 +164,10 @@ def retreat(
         stop = tl.cdiv((end - start).to(tl.int32), CHUNK)
     NEXT = direction(REVERSE)
     d_output += row * do_row + head * do_head
+    if WEIGH:
+        queries += row * q_row + head * q_head
+        writes += row * write_row + head * write_head
+        beta += row * beta_row + head * beta_head
     d_state = ()
     for e in tl.static_range(0, K, STEP):
         piece = tl.zeros((BLOCK, STEP), tl.float32)
@@ -176,12 +189,13 @@ def retreat(
         following_units = units + ((slot + tl.maximum(stop - 1, 0)) * H + head) * UNITS
         later_packed = tl.load(following_units + PACKED_UNITS)
         later_size = tl.load(following_units + SIZE)
+    if WEIGH:
+        later_strength = _load_strengths(beta, beta_token, tl.maximum(stop - 1, 0), start, end, REVERSE, CHUNK)
     for back in range(0, stop - begin):
         m = stop - 1 - back
         t = token_after(m * CHUNK, start, end, REVERSE)
         live = end - start - m * CHUNK
         place = (slot + m) * H + head
-        of_chunk = units + place * UNITS
         left_units = d_units + place * D_UNITS
         whole = 1.0
         if GATED:
@@ -202,6 +216,10 @@ def retreat(
             following_units = units + ((slot + following) * H + head) * UNITS
             later_packed = tl.load(following_units + PACKED_UNITS)
             later_size = tl.load(following_units + SIZE)
+        if WEIGH:
+            query_weight = scale * two_to(-unpack_queries(packed))
+            write_weight = (later_strength * two_to(-unpack_writes(packed)))[:, None]
+            later_strength = _load_strengths(beta, beta_token, following, start, end, REVERSE, CHUNK)
 
         d_state, state_exponent = turn_to_tiles(d_state, exponent, SCALED)
         du = tl.zeros((BLOCK, CHUNK), tl.float32)
@@ -209,7 +227,11 @@ def retreat(
             after = as_tile(d_state[e // STEP], SCALED)
             if not SUMMARY:
                 store_block(d_states + place * K * V, column, e, after, V, K, BLOCK, STEP)
-            write = load_block(writes + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
+            if WEIGH:
+                write = load_tokens(writes + t * write_token, write_token * NEXT, live, e, K, CHUNK, STEP)
+                write = as_tile(write.to(tl.float32) * write_weight, SCALED)
+            else:
+                write = load_block(writes + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
             du = tl.dot(after, tl.trans(write), du, input_precision=PRECISION)
         du_exponent, earlier_exponent, first_weight, second_weight = 0, 0, whole, 1.0
         if SCALED:
@@ -223,7 +245,7 @@ def retreat(
             of_output = bound_product(exponent_of(do_unit), unpack_among(packed), 6)
             du_exponent = clamp_exponent(tl.maximum(of_state, of_output) + 1)
             du *= two_to(sum_exponent - du_exponent)
-            inverse, exponent_of_largest = rescale_if_steep(du, size)
+            inverse, exponent_of_largest = rescale_if_steep(du, 1.0, size)
             du *= inverse
             du_exponent += exponent_of_largest
             du_unit = two_to(du_exponent)
@@ -238,7 +260,11 @@ def retreat(
         pieces = ()
         for e in tl.static_range(0, K, STEP):
             erase = load_block(erased + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
-            query = load_block(queries + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
+            if WEIGH:
+                query = load_tokens(queries + t * q_token, q_token * NEXT, live, e, K, CHUNK, STEP)
+                query = as_tile(query.to(tl.float32) * query_weight, SCALED)
+            else:
+                query = load_block(queries + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
             piece = tl.dot(tl.trans(do), query, d_state[e // STEP] * first_weight, input_precision=PRECISION)
             piece = tl.dot(du, erase, piece * second_weight, input_precision=PRECISION)
             pieces = pieces + (piece,)
@@ -250,26 +276,6 @@ def retreat(
             store_column_units(left_units + D_OUTPUT, column, do_unit, TILE, V, BLOCK, SCALED)
             if SCALED:
                 store_column_units(state_units, column, two_to(state_exponent), TILE, V, BLOCK, SCALED)
-        if SHORT:
-            x = load_block(squares + place * 2 * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-            u = load_block(written + place * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
-            u_unit = load_unit(of_chunk, WRITTEN, SCALED)
-            dv = tl.dot(du, x, input_precision=PRECISION) * (du_unit * load_unit(of_chunk, INVERSE, SCALED))
-            d_v_row = d_v + ((row * T + t) * H + head) * V
-            store_tokens(d_v_row, H * V * NEXT, live, column, tl.trans(dv), V, CHUNK, BLOCK)
-            dv, dv_unit = in_units(dv, SCALED)
-            store_block(d_written + place * CHUNK * V, column, 0, dv, V, CHUNK, BLOCK, CHUNK)
-            store_unit(left_units, D_OUTPUT + tiles, dv_unit, SCALED)
-            d_reading = tl.dot(do, u, input_precision=PRECISION) * (do_unit * u_unit)
-            d_erasing = tl.dot(tl.trans(u), dv, input_precision=PRECISION) * (dv_unit * u_unit)
-            gate = tl.zeros((CHUNK,), tl.float32)
-            if GATED:
-                gate = load_numbers(g + row * g_row + t * g_token + head * g_head, g_token * NEXT, live, CHUNK)
-            d_erasing = tl.trans(d_erasing)
-            _store_scores(
-                d_attention, d_lower, left_units, d_reading, d_erasing, gate, scale, place, GATED, SCALED, CHUNK
-            )
-        elif not SUMMARY:
             store_block(d_written + place * CHUNK * V, column, 0, du, V, CHUNK, BLOCK, CHUNK)
             store_column_units(left_units + D_OUTPUT + tiles, column, du_unit, TILE, V, BLOCK, SCALED)
     for e in tl.static_range(0, K, STEP):

@@ -7,11 +7,12 @@ it to bfloat16. Each tile has its own unit (see triton_units.py), so that the ra
 
 No sum depends on the order in which programs run: the result is the same in every run. The forward pass keeps X,
 tril(Q Wᵀ ⊙ D), -X e^b R, U and the states before each chunk for the backward pass: about 2 C + K + V + K V / C numbers
-for each token and head, with C = 64 (32 for short sequences). With a gate these are 2 K more, for e^b Q and
+for each token and head, with C = 64. With a gate these are 2 K more, for e^b Q and
 e^{b_C - b} W, which the backward pass else recomputes from q and k. With `recompute` the forward pass keeps only its
 inputs, and the backward pass begins with a forward pass. For segments of time it also keeps transitions.
 """
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -47,6 +48,7 @@ from longseq.kernels.triton_launch import (
     sequence_of_slots,
     strides,
 )
+from longseq.kernels.triton_tiles import SECOND_HALF
 
 # By the precision's bytes and the width, max(K, V) rounded up to 64, 128 or 256; those of half precision were measured
 # on an H200. The walks have three stages where shared memory holds them: with two, a chunk's tiles are loaded just
@@ -56,19 +58,15 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, 64): {
         "prepare": Launch(64, 0, 4, 1, 168),
         "prepare_gated": Launch(64, 0, 4, 1, 168),
-        "read_through": Launch(64, 0, 4, 1, 168),
-        "read_through_saving": Launch(64, 0, 4, 1),
+        "read_through": Launch(64, 0, 4, 1),
         "summarize": Launch(64, 0, 4, 3),
         "connect": Launch(16, 0, 4, 3, 128),
         "advance": Launch(64, 0, 4, 3),
-        "retreat_short": Launch(64, 0, 4, 3),
         "retreat_summary": Launch(64, 0, 4, 2),
         "retreat": Launch(64, 0, 4, 2),
         "differentiate_scores": Launch(0, 64, 4, 1),
         "differentiate_inputs": Launch(64, 64, 4, 1),
         "differentiate_gated": Launch(64, 64, 4, 1),
-        "differentiate_inputs_short": Launch(64, 64, 4, 1, 128),
-        "differentiate_gated_short": Launch(64, 64, 4, 1, 168),
     },
     (2, 128): {
         "prepare": Launch(64, 0, 4, 1, 168),
@@ -86,7 +84,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "differentiate_gated": Launch(64, 64, 4, 1),
     },
     (2, 256): {
-        "prepare": Launch(64, 0, 4, 1, 168),
+        "prepare": Launch(128, 0, 4, 1),
         "prepare_gated": Launch(64, 0, 4, 1, 168),
         "summarize": Launch(128, 64, 8, 2),
         "connect": Launch(16, 0, 8, 1),
@@ -120,8 +118,8 @@ if (capability_here() or [0])[0] == 10:
         LAUNCHES[2, 256][walk] = LAUNCHES[2, 256][walk]._replace(block=64)
 fit_launches("delta_rule", LAUNCHES)
 CHUNKS = {2: 64, 4: 32}  # tokens of a chunk, by the precision's bytes
-# Half precision sequences up to this length are read by the single launch of `read_through`. In the backward pass
-# `retreat` also computes the gradients of their scores.
+# Half precision sequences up to this length are read by the single launch of `read_through`, where nothing is kept for
+# a backward pass. Else more launches that run over chunks in parallel take less time.
 SHORT_TOKENS = 1024
 SHORT_WIDTH = 64
 SHORT_CHUNK = 32  # registers do not suffice for both the inverse of 64 tokens and the state
@@ -135,6 +133,8 @@ FEWEST_SEGMENTS = 3  # fewer do not make up for walking most of the sequence twi
 FEWEST_CHUNKS = 32
 SHORTEST_SEGMENT = 4  # chunks
 ALIGNMENT = 64  # numbers
+# Chunks that one program of the second launch of `prepare` looks at: a program for each takes 2 to 4 % of a call.
+LOOKS = 8
 
 
 class _Plan(NamedTuple):
@@ -144,7 +144,7 @@ class _Plan(NamedTuple):
     chunk: int
     slots: int  # the largest number of chunks of all sequences
     sequences: int
-    short: bool
+    short: bool  # whether `read_through` does all
     span: int  # chunks of a segment of time; 0 if sequences are not cut
     walks: int  # the largest number of sequences, or of segments of all sequences
     narrowest: int  # the smallest block of columns
@@ -170,18 +170,21 @@ class _Plan(NamedTuple):
         wide = f"{kernel}_wide"
         return wide if self.wide and wide in self.launches else kernel
 
+    def weighs(self, q: Tensor, write_key: Tensor) -> bool:
+        """Whether `retreat` of calls without gates computes e^b Q and e^{b_C - b} W from q and write keys."""
+        return self.scaled and q.element_size() == write_key.element_size() == 2
+
     @property
     def advance(self) -> str:
         return self.walk("advance")
 
     @property
     def retreat(self) -> str:
-        """The table's name for the kernel `retreat`, which also computes other gradients for short sequences."""
-        return "retreat_short" if self.short else self.walk("retreat")
+        return self.walk("retreat")
 
     def differentiate(self, gated: bool) -> str:
         """The table's name for the kernel `differentiate_inputs`: with a gate the same kernel has other registers."""
-        return ("differentiate_gated" if gated else "differentiate_inputs") + ("_short" if self.short else "")
+        return "differentiate_gated" if gated else "differentiate_inputs"
 
     @property
     def precision(self) -> str:
@@ -217,12 +220,12 @@ class _Plan(NamedTuple):
         return step
 
 
-def _plan(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, half: bool) -> _Plan:
-    """The plan of a call. `v` may be any tensor of v's shape and dtype."""
+def _plan(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, half: bool, differentiable: bool) -> _Plan:
+    """The plan of a call, which may have a backward pass. `v` may be any tensor of v's shape and dtype."""
     batch, tokens, heads, key_dim = k.shape
     dtype = torch.float16 if half else torch.float32
     width = max(key_dim, v.shape[3])
-    short = half and tokens <= SHORT_TOKENS and width <= SHORT_WIDTH
+    short = half and not differentiable and tokens <= SHORT_TOKENS and width <= SHORT_WIDTH
     chunk = SHORT_CHUNK if short else CHUNKS[dtype.itemsize]
     sequences = count_sequences(batch, cu_seqlens)
     slots = count_slots(batch, tokens, chunk, cu_seqlens)
@@ -287,13 +290,13 @@ def delta_rule(
     recompute: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Returns o [B, T, H, V] in v's dtype, the final state [B or segments, H, K, V] in float32, and if `save` what the
-    backward pass needs, in the order of `_Kept`. With `recompute` the backward pass finds that by itself. `half`: the
-    products are of float16 numbers, whatever the inputs are."""
+    backward pass needs, in the order of `_Kept`. With `recompute` the backward pass finds that by itself. Without both
+    there is none. `half`: the products are of float16 numbers, whatever the inputs are."""
     q, k, v = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v)
     write = k if write_key is None else channels_adjacent(write_key)
     initial_state = None if initial_state is None else initial_state.contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    plan = _plan(k, v, cu_seqlens, half)
+    plan = _plan(k, v, cu_seqlens, half, save or recompute)
     tokens, heads, value_dim = v.shape[1:]
     key_dim = k.shape[3]
     sizes = _kept_sizes(plan, heads, key_dim, value_dim, g is not None, save)
@@ -302,16 +305,12 @@ def delta_rule(
     score_dtype, raw = _score_dtype(plan, q, k, write)
     if plan.short:
         launch = _prepare_read_through(
-            plan, plan.launches["read_through_saving" if save else "read_through"], q.device, tokens, heads, key_dim,
-            value_dim, score_dtype, raw, scale, reverse, g is not None, cu_seqlens is not None,
-            initial_state is not None, save, write_key is not None,
+            plan, plan.launches["read_through"], q.device, tokens, heads, key_dim, value_dim, score_dtype, raw, scale,
+            reverse, g is not None, cu_seqlens is not None, initial_state is not None, write_key is not None,
             (*strides(q), *strides(k), *strides(v), *strides(beta), *strides(write), *strides(g)),
         )  # fmt: skip
-        launch(
-            q, k, v, beta, write, g, initial_state, cu_seqlens, kept.squares, kept.queries, kept.writes,
-            kept.erased, kept.written, kept.decays, kept.states, kept.units, output, final,
-        )  # fmt: skip
-        return output, final, buffers if save else []
+        launch(q, k, v, beta, write, g, initial_state, cu_seqlens, output, final)
+        return output, final, []
     if g is None:
         rows = v.new_empty((2, plan.slots * heads * plan.chunk * key_dim), dtype=plan.dtype)
         kept = kept._replace(queries=rows[0], writes=rows[1])
@@ -319,12 +318,15 @@ def delta_rule(
     sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
     with torch.cuda.device_of(q):  # Triton launches on the current device
         name = "prepare" if g is None else "prepare_gated"  # with a gate the same kernel has other registers
-        # The second launch computes the chunks that are not mild again, if there are any.
-        for again in (False, True) if plan.scaled else (False,):
-            prepare[(plan.slots * heads,)](
+        places = plan.slots * heads
+        # The second launch computes the chunks that are not mild again, if there are any. A program looks at several.
+        # Read in both directions, none may look at both halves of the batch.
+        looks = math.gcd(places // 2, LOOKS) if reverse == SECOND_HALF.value else LOOKS
+        for again in (0, looks) if plan.scaled else (0,):
+            prepare[(cdiv(places, again or 1),)](
                 q, k, v, beta, write, g, cu_seqlens, sequence_of,
                 kept.squares, kept.queries, kept.writes, kept.erased, kept.written, kept.decays, kept.units,
-                scale, tokens, heads,
+                scale, places, tokens, heads,
                 *strides(q), *strides(k), *strides(v), *strides(beta), *strides(write), *strides(g),
                 GATED=g is not None, REVERSE=reverse, SAVE=save or plan.along, RAW=raw,
                 DTYPE=TRITON_DTYPES[score_dtype], AGAIN=again, OWN_WRITE_KEY=write_key is not None,
@@ -366,20 +368,20 @@ def delta_rule(
 def _prepare_read_through(
     plan: _Plan, entry: Launch, device: torch.device, tokens: int, heads: int, key_dim: int, value_dim: int,
     scores: torch.dtype, raw: bool, scale: float, reverse: int, gated: bool, packed: bool, has_initial: bool,
-    save: bool, own_write_key: bool, strides: tuple[int, ...],
+    own_write_key: bool, strides: tuple[int, ...],
 ) -> Prepared:  # fmt: skip
     return Prepared(
         read_through, device, plan.sequences * heads, (scale, tokens, heads, *strides),
-        GATED=gated, REVERSE=reverse, HAS_INITIAL=has_initial, SAVE=save, SAVE_KEYS=gated,
-        OWN_WRITE_KEY=own_write_key, RAW=raw, DTYPE=TRITON_DTYPES[scores],
-        BLOCK_K=plan.whole(key_dim), BLOCK=plan.whole(value_dim),
-        **_constants(plan, key_dim, value_dim, packed), **entry.options,
+        K=key_dim, V=value_dim, GATED=gated, PACKED=packed, REVERSE=reverse, SCALED=plan.scaled,
+        HAS_INITIAL=has_initial, OWN_WRITE_KEY=own_write_key, RAW=raw, DTYPE=TRITON_DTYPES[scores],
+        PRECISION=plan.precision, CHUNK=plan.chunk, BLOCK_K=plan.whole(key_dim), BLOCK=plan.whole(value_dim),
+        **entry.options,
     )  # fmt: skip
 
 
 @delta_rule.register_fake
 def _(q, k, v, beta, write_key, g, initial_state, cu_seqlens, scale, reverse, half, save, recompute):
-    plan = _plan(k, v, cu_seqlens, half)
+    plan = _plan(k, v, cu_seqlens, half, save or recompute)
     heads, key_dim = k.shape[2:]
     value_dim = v.shape[3]
     sizes = _kept_sizes(plan, heads, key_dim, value_dim, g is not None, save)
@@ -388,7 +390,7 @@ def _(q, k, v, beta, write_key, g, initial_state, cu_seqlens, scale, reverse, ha
 
 
 class _Kept(NamedTuple):
-    """What `prepare` and `advance`, or `read_through`, store by slot and head, in one buffer for each type."""
+    """What `prepare` and `advance` store by slot and head, in one buffer for each type."""
 
     squares: Tensor  # X and tril(Q Wᵀ ⊙ D)
     queries: Tensor  # e^b Q
@@ -406,7 +408,7 @@ def _kept_sizes(
     plan: _Plan, heads: int, key_dim: int, value_dim: int, gated: bool, save: bool
 ) -> tuple[list[int], list[int]]:
     """The elements of the parts of `_Kept`: of tiles, and of float32. Each part is aligned for vector loads."""
-    places = heads * (plan.slots if save or not plan.short else 0)
+    places = 0 if plan.short else heads * plan.slots
     keys = places * plan.chunk * key_dim
     tiles = [
         2 * places * plan.chunk**2,
@@ -491,7 +493,7 @@ def delta_rule_backward(
     write = k if write_key is None else channels_adjacent(write_key)
     d_final = None if d_final is None else d_final.contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    plan = _plan(k, d_output, cu_seqlens, half)
+    plan = _plan(k, d_output, cu_seqlens, half, True)
     batch, tokens, heads, key_dim = k.shape
     value_dim = d_output.shape[3]
     sizes = tokens, heads, key_dim, value_dim
@@ -513,8 +515,11 @@ def delta_rule_backward(
     summary = plan.walk("retreat_summary")
     walks = [plan.retreat] if d_offsets is None else [summary, plan.retreat]
     options = scale, reverse, g is not None, cu_seqlens is not None
+    weigh = g is None and plan.weighs(q, write)
+    if weigh:
+        ours = ours._replace(queries=q, writes=write)
     with torch.cuda.device_of(q):
-        if g is None:
+        if g is None and not weigh:
             rows = q.new_empty((2, plan.slots * heads * plan.chunk * key_dim), dtype=plan.dtype)
             ours = ours._replace(queries=rows[0], writes=rows[1])
             weigh_rows[(plan.slots * heads,)](
@@ -525,26 +530,24 @@ def delta_rule_backward(
             )  # fmt: skip
         for walk in walks:
             launch = _prepare_retreat(
-                plan, walk, plan.launches[walk], q.device, *sizes, *options, d_final is not None,
-                (*strides(g), *strides(d_output)),
+                plan, walk, plan.launches[walk], q.device, *sizes, *options, d_final is not None, weigh,
+                (*strides(d_output), *strides(q), *strides(beta), *strides(write)),
             )  # fmt: skip
             launch(
-                g, ours.units, d_units, cu_seqlens, ours.squares, ours.queries, ours.writes,
-                ours.erased, ours.written, ours.decays, d_output, d_final, d_offsets, d_states, d_written, d_v,
-                d_attention, d_lower, d_initial,
+                beta, ours.units, d_units, cu_seqlens, ours.squares, ours.queries, ours.writes, ours.erased,
+                ours.decays, d_output, d_final, d_offsets, d_states, d_written, d_initial,
             )  # fmt: skip
             if d_offsets is not None and walk == summary:
                 _connect(plan, cu_seqlens, d_offsets, ours, tokens, back=True)
-        if not plan.short:
-            constants = _constants(plan, key_dim, value_dim, cu_seqlens is not None)
-            differentiate_scores[(plan.slots * heads,)](
-                g, ours.units, d_units, cu_seqlens, sequence_of, ours.squares, ours.written, d_output, d_written, d_v,
-                d_attention, d_lower, scale, tokens, heads, *strides(g), *strides(d_output),
-                GATED=g is not None, REVERSE=reverse, D_UNITS=count_gradient_units(value_dim),
-                STEP=plan.tile("differentiate_scores", value_dim),
-                **{name: value for name, value in constants.items() if name != "K"},
-                **plan.options("differentiate_scores"),
-            )  # fmt: skip
+        constants = _constants(plan, key_dim, value_dim, cu_seqlens is not None)
+        differentiate_scores[(plan.slots * heads,)](
+            g, ours.units, d_units, cu_seqlens, sequence_of, ours.squares, ours.written, d_output, d_written, d_v,
+            d_attention, d_lower, scale, tokens, heads, *strides(g), *strides(d_output),
+            GATED=g is not None, REVERSE=reverse, D_UNITS=count_gradient_units(value_dim),
+            STEP=plan.tile("differentiate_scores", value_dim),
+            **{name: value for name, value in constants.items() if name != "K"},
+            **plan.options("differentiate_scores"),
+        )  # fmt: skip
         if reads or rest:
             launch = _prepare_inputs(
                 plan, differentiate, plan.launches[differentiate], q.device, batch, *sizes, *options,
@@ -562,16 +565,15 @@ def delta_rule_backward(
 @lru_cache(PREPARED)
 def _prepare_retreat(
     plan: _Plan, walk: str, entry: Launch, device: torch.device, tokens: int, heads: int, key_dim: int, value_dim: int,
-    scale: float, reverse: int, gated: bool, packed: bool, has_final: bool,
+    scale: float, reverse: int, gated: bool, packed: bool, has_final: bool, weigh: bool,
     strides: tuple[int, ...],
 ) -> Prepared:  # fmt: skip
     block = plan.tiles(walk, value_dim)
-    assert not plan.short or block >= value_dim, "of short sequences one program holds all value columns"
     return Prepared(
         retreat, device, plan.walks * heads * cdiv(value_dim, block),
         (scale, plan.sequences, plan.span, tokens, heads, *strides),
-        GATED=gated, REVERSE=reverse, HAS_FINAL=has_final, SHORT=plan.short,
-        SEGMENTED=plan.span > 0, SUMMARY=walk.startswith("retreat_summary"),
+        GATED=gated, REVERSE=reverse, HAS_FINAL=has_final, SEGMENTED=plan.span > 0,
+        SUMMARY=walk.startswith("retreat_summary"), WEIGH=weigh,
         D_UNITS=count_gradient_units(value_dim), BLOCK=block, STEP=plan.step(walk, key_dim),
         **_constants(plan, key_dim, value_dim, packed), **entry.options,
     )  # fmt: skip
@@ -704,8 +706,9 @@ def delta_rule_triton(
     come in float32 beside them, from a norm, keep their gradients in float32.
     """
     tensors = (q, k, v, beta, write_key, g, initial_state)
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors) and not recompute
+    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(k.device)
-    options = (float(scale), number_of(reverse), v.dtype.itemsize == 2, save, recompute)
+    keep = differentiable and not recompute, differentiable and recompute
+    options = (float(scale), number_of(reverse), v.dtype.itemsize == 2, *keep)
     o, final, *_ = delta_rule(q, k, v, beta, write_key, g, initial_state, cu_seqlens, *options)
     return o, final if output_final_state else None

@@ -3,8 +3,8 @@
 `prepare` runs over chunks in parallel and stores tiles that need no further scaling but by their units (see
 triton_units.py). Then `advance` walks along time and stores the outputs. In float32 the tiles are too large for that:
 `read_out` computes the outputs over chunks in parallel. A long sequence with few heads is cut into segments of time
-first (see triton_segments.py). Short sequences are read by one launch, `read_through`, which walks along time and keeps
-everything on chip.
+first (see triton_segments.py). Short sequences without a backward pass are read by one launch, `read_through`, which
+walks along time and keeps everything on chip.
 
 Units are found from bounds where that is accurate enough, because finding the largest number of a tile takes time. The
 units of products follow from those of their factors, and the units of sums from those of their parts. A bound can be
@@ -62,6 +62,7 @@ from longseq.kernels.triton_units import (
     exponent_above,
     exponent_of,
     find_largest,
+    find_largest_of_both,
     find_unit,
     in_units,
     mix_rows,
@@ -141,9 +142,9 @@ def _multiply_tiles(x, rows, SCALED: tl.constexpr, PRECISION: tl.constexpr):
     return as_tile(tl.dot(x, rows, input_precision=PRECISION), SCALED)
 
 
-@triton.jit(do_not_specialize=SIZES_AND_STRIDES)
-def prepare(
-    q, k, v, beta, write_key, g, cu_seqlens, sequence_of,
+@triton.jit
+def _prepare_place(
+    place, q, k, v, beta, write_key, g, cu_seqlens, sequence_of,
     squares, queries, writes, erased, offered, decays, units,
     scale, T, H,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
@@ -153,18 +154,10 @@ def prepare(
     AGAIN: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     OWN_WRITE_KEY: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: tril(Q Wᵀ ⊙ D), e^{b_C - b} W, -X e^b R, (X V)ᵀ and e^{b_C}; if SAVE, X and e^b Q.
-
-    Queries and keys are multiplied with each other RAW, or as numbers of DTYPE. AGAIN, only chunks that are not mild
-    (see `inverse_size`), with an inverse in float32.
-    """
+    """`prepare` for one chunk of one head; AGAIN, one that is not mild (see `inverse_size`), with a float32 inverse."""
     BITS: tl.constexpr = 6 if K <= 64 else 7 if K <= 128 else 8  # K is at most 2^BITS
-    slot = (tl.program_id(0) // H).to(tl.int64)
-    head = (tl.program_id(0) % H).to(tl.int64)
-    place = slot * H + head
-    if AGAIN:
-        if tl.load(units + place * UNITS + SIZE) <= MILD:
-            return
+    slot = place // H
+    head = place % H
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
     NEXT = direction(REVERSE)
     q += row * q_row + start * q_token + head * q_head
@@ -191,9 +184,8 @@ def prepare(
 
     erasing = tl.zeros((CHUNK, CHUNK), tl.float32)
     reading = tl.zeros((CHUNK, CHUNK), tl.float32)
-    query_rows = tl.zeros((CHUNK,), tl.float32)
     read_rows = tl.zeros((CHUNK,), tl.float32)
-    write_rows = tl.zeros((CHUNK,), tl.float32)
+    largest_query, largest_read, largest_write = 0.0, 0.0, 0.0
     for e in tl.static_range(0, K, BLOCK):
         query = load_tokens(q, q_token, live, e, K, CHUNK, BLOCK)
         read = load_tokens(k, k_token, live, e, K, CHUNK, BLOCK)
@@ -204,24 +196,28 @@ def prepare(
             reading = tl.dot(query.to(DTYPE), tl.trans(write.to(DTYPE)), reading, input_precision=PRECISION)
             erasing = tl.dot(read.to(DTYPE), tl.trans(write.to(DTYPE)), erasing, input_precision=PRECISION)
         if SCALED:
-            query_rows = tl.maximum(query_rows, _largest_of_rows(query))
-            read_rows = tl.maximum(read_rows, _largest_of_rows(read))
+            of_query, of_read = find_largest_of_both(query, read)
+            largest_query = tl.maximum(largest_query, of_query)
+            largest_read = tl.maximum(largest_read, of_read)
             if OWN_WRITE_KEY:
-                write_rows = tl.maximum(write_rows, _largest_of_rows(write))
+                largest_write = tl.maximum(largest_write, find_largest(write))
+            if AGAIN:
+                read_rows = tl.maximum(read_rows, _largest_of_rows(read))
     query_unit, query_inverse, read_unit, read_inverse, write_unit, write_inverse = 1.0, 1.0, 1.0, 1.0, 1.0, 1.0
     queries_inverse, writes_inverse, since_exponent = 1.0, 1.0, 0
     if SCALED:
-        query_unit, query_inverse = power_of_two(tl.max(query_rows, 0))
-        read_unit, read_inverse = power_of_two(tl.max(read_rows, 0))
+        query_unit, query_inverse = power_of_two(largest_query)
+        read_unit, read_inverse = power_of_two(largest_read)
         write_unit, write_inverse = read_unit, read_inverse
         if OWN_WRITE_KEY:
-            write_unit, write_inverse = power_of_two(tl.max(write_rows, 0))
+            write_unit, write_inverse = power_of_two(largest_write)
         queries_exponent = exponent_of(query_unit) + exponent_above(tl.abs(scale))
         if GATED:
             since_exponent = exponent_above(tl.max(since, 0))
             queries_exponent += since_exponent
+        strongest = tl.max(tl.abs(until * strength), 0)
         queries_exponent = clamp_exponent(queries_exponent)
-        writes_exponent = clamp_exponent(exponent_of(write_unit) + exponent_above(tl.max(tl.abs(until * strength), 0)))
+        writes_exponent = clamp_exponent(exponent_of(write_unit) + exponent_above(strongest))
         queries_inverse = two_to(-queries_exponent)
         writes_inverse = two_to(-writes_exponent)
         tl.store(units + QUERY, query_unit)
@@ -253,7 +249,7 @@ def prepare(
     among_exponent = 0
     if SCALED and not (GATED or AGAIN):
         products = bound_product(exponent_of(query_unit), exponent_of(write_unit), BITS)
-        among_exponent = clamp_exponent(products + exponent_above(tl.max(tl.abs(strength * scale), 0)))
+        among_exponent = clamp_exponent(products + exponent_above(strongest * tl.abs(scale)))
     among, among_unit = _tile_of_scores(among, among_exponent, GATED or AGAIN, SCALED)
     store_block(squares + CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
 
@@ -262,7 +258,7 @@ def prepare(
     if EARLY:
         value = load_tokens(v, v_token, live, 0, V, CHUNK, BLOCK)
     lower = _weigh(erasing, strength, gate, 1, GATED, CHUNK)
-    steepest = _largest_of_rows(lower)
+    steepest = find_largest(lower)
     x = eliminate(lower, CHUNK) if AGAIN else unit_lower_inverse(lower, CHUNK, SCALED)
     x_unit, x_inverse, unit = 1.0, 1.0, 1.0
     if SCALED:
@@ -307,6 +303,52 @@ def prepare(
         store_block(erased + place * CHUNK * K, 0, e, tile, CHUNK, K, CHUNK, BLOCK)
     if SCALED:
         tl.store(units + PACKED_UNITS, pack_units(unit, two_to(writes_exponent), two_to(queries_exponent), among_unit))
+
+
+@triton.jit(do_not_specialize=[*SIZES_AND_STRIDES, "places"])
+def prepare(
+    q, k, v, beta, write_key, g, cu_seqlens, sequence_of,
+    squares, queries, writes, erased, offered, decays, units,
+    scale, places, T, H,
+    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
+    beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
+    K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
+    REVERSE: tl.constexpr, SCALED: tl.constexpr, SAVE: tl.constexpr, RAW: tl.constexpr, DTYPE: tl.constexpr,
+    AGAIN: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    OWN_WRITE_KEY: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one head: tril(Q Wᵀ ⊙ D), e^{b_C - b} W, -X e^b R, (X V)ᵀ and e^{b_C}; if SAVE, X and e^b Q.
+
+    Queries and keys are multiplied with each other RAW, or as numbers of DTYPE. AGAIN, those of AGAIN chunks, out of
+    `places` of all heads, that are not mild (see `inverse_size`), with an inverse in float32.
+    """
+    if AGAIN:
+        first = tl.program_id(0).to(tl.int64) * AGAIN
+        place = first + tl.arange(0, AGAIN)
+        sizes = tl.load(units + place * UNITS + SIZE, mask=place < places, other=0.0)
+        if tl.max(sizes, 0) > MILD:
+            for i in range(0, AGAIN):
+                size = 0.0
+                if first + i < places:
+                    size = tl.load(units + (first + i) * UNITS + SIZE)
+                if size > MILD:
+                    _prepare_place(
+                        first + i, q, k, v, beta, write_key, g, cu_seqlens, sequence_of,
+                        squares, queries, writes, erased, offered, decays, units, scale, T, H,
+                        q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
+                        beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
+                        K, V, UNITS, GATED, PACKED, REVERSE, SCALED, SAVE, RAW, DTYPE, True, PRECISION, CHUNK, BLOCK,
+                        OWN_WRITE_KEY,
+                    )  # fmt: skip
+    else:
+        _prepare_place(
+            tl.program_id(0).to(tl.int64), q, k, v, beta, write_key, g, cu_seqlens, sequence_of,
+            squares, queries, writes, erased, offered, decays, units, scale, T, H,
+            q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
+            beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
+            K, V, UNITS, GATED, PACKED, REVERSE, SCALED, SAVE, RAW, DTYPE, False, PRECISION, CHUNK, BLOCK,
+            OWN_WRITE_KEY,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=[*SIZES_AND_STRIDES, "sequences", "span"])
@@ -434,20 +476,18 @@ def read_out(
 
 @triton.jit(do_not_specialize=SIZES_AND_STRIDES)
 def read_through(
-    q, k, v, beta, write_key, g, initial, cu_seqlens,
-    squares, queries, writes, erased, written, decays, states, units, output, final,
+    q, k, v, beta, write_key, g, initial, cu_seqlens, output, final,
     scale, T, H,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
-    K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
-    REVERSE: tl.constexpr, SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr, SAVE: tl.constexpr,
-    SAVE_KEYS: tl.constexpr, OWN_WRITE_KEY: tl.constexpr, RAW: tl.constexpr, DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
+    SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr, OWN_WRITE_KEY: tl.constexpr, RAW: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one whole sequence; with SAVE it also stores what the kernels above would have stored."""
+    """One head of one whole sequence: the output and the final state, and nothing for the backward pass."""
     head = (tl.program_id(0) % H).to(tl.int64)
     n = (tl.program_id(0) // H).to(tl.int64)
-    row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    row, start, end, _ = sequence(n, T, cu_seqlens, PACKED, CHUNK)
     NEXT = direction(REVERSE)
     q += row * q_row + head * q_head
     k += row * k_row + head * k_head
@@ -461,7 +501,6 @@ def read_through(
     if HAS_INITIAL:
         state = load_block(initial + (n * H + head) * K * V, 0, 0, K, V, BLOCK_K, BLOCK).to(tl.float32)
     for m in range(0, tl.cdiv((end - start).to(tl.int32), CHUNK)):
-        place = (slot + m) * H + head
         live = end - start - m * CHUNK
         t = token_after(m * CHUNK, start, end, REVERSE)
         strength = load_numbers(beta + t * beta_token, beta_token * NEXT, live, CHUNK)
@@ -480,13 +519,13 @@ def read_through(
             write = load_tokens(write_key + t * write_token, write_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
         query = load_tokens(q + t * q_token, q_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
         value = load_tokens(v + t * v_token, v_token * NEXT, live, 0, V, CHUNK, BLOCK)
-        read_unit, read_inverse = find_unit(read, SCALED)
+        largest_query, largest_read = find_largest_of_both(query, read)
+        read_unit, read_inverse = power_of_two(largest_read)
+        query_unit, query_inverse = power_of_two(largest_query)
         read_tile = as_tile(read.to(tl.float32) * read_inverse, SCALED)
-        write_unit, query_unit = read_unit, 1.0
-        if SCALED:
-            query_unit, query_inverse = find_unit(query, SCALED)
-            if OWN_WRITE_KEY:
-                write_unit, write_inverse = find_unit(write, SCALED)
+        write_unit = read_unit
+        if OWN_WRITE_KEY:
+            write_unit, write_inverse = find_unit(write, SCALED)
         if RAW:
             erasing = tl.dot(read.to(DTYPE), tl.trans(write.to(DTYPE)), input_precision=PRECISION)
             reading = tl.dot(query.to(DTYPE), tl.trans(write.to(DTYPE)), input_precision=PRECISION)
@@ -498,7 +537,7 @@ def read_through(
             erasing = tl.dot(read_tile, tl.trans(write_tile), input_precision=PRECISION) * (read_unit * write_unit)
             reading = tl.dot(query_tile, tl.trans(write_tile), input_precision=PRECISION) * (query_unit * write_unit)
         lower = _weigh(erasing, strength, gate, 1, GATED, CHUNK)
-        steepest = _largest_of_rows(lower)
+        steepest = find_largest(lower)
         x = unit_lower_inverse(lower, CHUNK, SCALED)
         size = inverse_size(steepest, x)
         if size > MILD:
@@ -506,24 +545,22 @@ def read_through(
             size = inverse_size(steepest, x)
         x_unit, x_inverse = _find_unit_below(size, INVERSE_SHARE, SCALED)
         square = as_tile(x * x_inverse, SCALED)
-        queries_exponent, writes_exponent, among_exponent, since_exponent = 0, 0, 0, 0
-        if SCALED:
-            queries_exponent = exponent_of(query_unit) + exponent_above(tl.abs(scale))
-            if GATED:
-                since_exponent = exponent_above(tl.max(since, 0))
-                queries_exponent += since_exponent
-            queries_exponent = clamp_exponent(queries_exponent)
-            writes_exponent = clamp_exponent(
-                exponent_of(write_unit) + exponent_above(tl.max(tl.abs(until * strength), 0))
-            )
-            if not GATED:
-                among_exponent = bound_product(exponent_of(query_unit), exponent_of(write_unit), 6)
-                among_exponent = clamp_exponent(among_exponent + exponent_above(tl.max(tl.abs(strength * scale), 0)))
+        queries_exponent = exponent_of(query_unit) + exponent_above(tl.abs(scale))
+        if GATED:
+            steepest_since, strongest = find_largest_of_both(since, until * strength)
+            queries_exponent += exponent_above(steepest_since)
+        else:
+            strongest = find_largest(strength)
+        queries_exponent = clamp_exponent(queries_exponent)
+        writes_exponent = clamp_exponent(exponent_of(write_unit) + exponent_above(strongest))
         among = _weigh(reading, strength * scale, gate, 0, GATED, CHUNK)
-        among_unit, among_inverse = 1.0, 1.0
-        if SCALED:
+        if GATED:
+            among_unit, among_inverse = find_unit(among, SCALED)
+        else:
+            among_exponent = bound_product(exponent_of(query_unit), exponent_of(write_unit), 6)
+            among_exponent = clamp_exponent(among_exponent + exponent_above(strongest * tl.abs(scale)))
             among_unit, among_inverse = two_to(among_exponent), two_to(-among_exponent)
-            if GATED or size > MILD:
+            if size > MILD:
                 among_unit, among_inverse = find_unit(among, SCALED)
         among = as_tile(among * among_inverse, SCALED)
         queries_unit, writes_unit = two_to(queries_exponent), two_to(writes_exponent)
@@ -543,35 +580,4 @@ def read_through(
         o = add_product(o, among, u, among_unit * u_unit, SCALED, PRECISION)
         store_tokens(output + ((row * T + t) * H + head) * V, H * V * NEXT, live, 0, o, V, CHUNK, BLOCK)
         state = add_product(state * whole, tl.trans(writes_tile), u, writes_unit * u_unit, SCALED, PRECISION)
-        if SAVE:
-            of_square = squares + place * 2 * CHUNK * CHUNK
-            store_block(of_square, 0, 0, square, CHUNK, CHUNK, CHUNK, CHUNK)
-            store_block(of_square + CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
-            store_block(states + place * K * V, 0, 0, tl.trans(before), V, K, BLOCK, BLOCK_K)
-            store_block(written + place * CHUNK * V, 0, 0, tl.trans(u), V, CHUNK, BLOCK, CHUNK)
-            if SAVE_KEYS:
-                store_block(queries + place * CHUNK * K, 0, 0, queries_tile, CHUNK, K, CHUNK, BLOCK_K)
-                store_block(writes + place * CHUNK * K, 0, 0, writes_tile, CHUNK, K, CHUNK, BLOCK_K)
-            if GATED:
-                x *= since[None, :]
-            if size > MILD:
-                erase, erase_unit = mix_rows(x, read.to(tl.float32), SCALED, PRECISION)
-            else:
-                if GATED:
-                    square = as_tile(x * (x_inverse * two_to(-since_exponent)), SCALED)
-                rows = as_tile(read.to(tl.float32) * (read_inverse * ROWS_SHARE), SCALED)
-                erase = _multiply_tiles(square, rows, SCALED, PRECISION)
-                erase_unit = x_unit * two_to(since_exponent) * (read_unit / ROWS_SHARE)
-            store_block(erased + place * CHUNK * K, 0, 0, -erase, CHUNK, K, CHUNK, BLOCK_K)
-            of_chunk = units + place * UNITS
-            tl.store(of_chunk + SIZE, size)
-            tl.store(of_chunk + INVERSE, x_unit)
-            tl.store(of_chunk + PACKED_UNITS, pack_units(erase_unit, writes_unit, queries_unit, among_unit))
-            tl.store(of_chunk + QUERY, query_unit)
-            tl.store(of_chunk + KEY, read_unit)
-            tl.store(of_chunk + WRITE_KEY, write_unit)
-            tl.store(of_chunk + WRITTEN, u_unit)
-            tl.store(of_chunk + WRITTEN + 1, state_unit)
-            if GATED:
-                tl.store(decays + place, whole)
     store_block(final + (n * H + head) * K * V, 0, 0, state, K, V, BLOCK_K, BLOCK)

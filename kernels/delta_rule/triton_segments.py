@@ -108,17 +108,18 @@ def end_walk(piece, exponent, SCALED: tl.constexpr):
 
 
 @triton.jit
-def rescale_if_steep(x, size):
-    """The factor, and its exponent, that brings a matrix from the unit of a bound into the unit of its largest number.
+def rescale_if_steep(x, factor, size):
+    """The factor that brings a matrix into a tile's range, and the exponent by which its unit grows.
 
-    Finding the largest number delays the walk. It is done only where `size`, of the chunk's inverse, is above MILD:
-    there tokens after a large one can be so much larger than those before it that these need a tile's whole range.
+    `factor` brings it into the unit of a bound. Where `size`, of the chunk's inverse, is above MILD, the unit is that
+    of its largest number: there tokens after a large one can be so much larger than those before it that these need a
+    tile's whole range. Elsewhere finding the largest number would delay the walk.
     """
     inverse, exponent = 1.0, 0
     if size > MILD:
-        unit, inverse = power_of_two(find_largest(x))
+        unit, inverse = power_of_two(find_largest(x) * factor)
         exponent = exponent_of(unit)
-    return inverse, exponent
+    return factor * inverse, exponent
 
 
 @triton.jit
@@ -136,27 +137,27 @@ def walk_through(
     """
     BITS: tl.constexpr = 6 if K <= 64 else 7 if K <= 128 else 8  # K is at most 2^BITS
     state, state_exponent = turn_to_tiles(state, exponent, SCALED)
-    known = tl.zeros((BLOCK, CHUNK), tl.float32)
+    # U's sum begins with X V, in the unit of the products with the state.
+    sum_exponent = 0
+    if SCALED:
+        sum_exponent = tl.maximum(state_exponent + unpack_erased(packed), offered_exponent - LEAD)
+        offered_unit *= two_to(-sum_exponent)
+    u = offered.to(tl.float32) * offered_unit
     for e in tl.static_range(0, K, STEP):
         erase = load_block(erased + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
         before = as_tile(state[e // STEP], SCALED)
         if SAVE:
             store_block(states + place * K * V, column, e, before, V, K, BLOCK, STEP)
-        known = tl.dot(before, tl.trans(erase), known, input_precision=PRECISION)
+        u = tl.dot(before, tl.trans(erase), u, input_precision=PRECISION)
     read_exponent, u_exponent, after_exponent, weight = 0, 0, 0, whole
     if SCALED:
         if SAVE:
             of_states = units + WRITTEN + (V + TILE - 1) // TILE
             store_column_units(of_states, column, two_to(state_exponent), TILE, V, BLOCK, SCALED)
-        known_exponent = state_exponent + unpack_erased(packed)
         bound = bound_product(state_exponent, unpack_erased(packed), BITS)
         u_exponent = clamp_exponent(tl.maximum(bound, offered_exponent) + 1)
-        known *= two_to(known_exponent - u_exponent)
-        offered_unit *= two_to(-u_exponent)
-    u = known + offered.to(tl.float32) * offered_unit
-    if SCALED:
-        inverse, exponent_of_largest = rescale_if_steep(u, size)
-        u *= inverse
+        factor, exponent_of_largest = rescale_if_steep(u, two_to(sum_exponent - u_exponent), size)
+        u *= factor
         u_exponent += exponent_of_largest
         if READ:
             read_exponent = state_exponent + unpack_queries(packed)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longseq.kernels.devices import is_emulated, triton_reasons
+from longseq.kernels.devices import is_emulated, side_stream, triton_reasons
 from longseq.kernels.dispatch import Call
 from longseq.kernels.token_choice import choice
 
@@ -50,7 +50,7 @@ def find_error(index: int, dtype: torch.dtype, kind: str) -> str | None:
     """Draw tokens of random scores on a GPU, and compare them with float64: what is wrong, or None."""
     device = torch.device("cuda", index)
     try:
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)), torch.no_grad():
+        with torch.cuda.device(device), torch.cuda.stream(side_stream(index)), torch.no_grad():
             error = compare(device, dtype, kind)
     except Exception as failure:  # a missing compiler, or a kernel that does not compile
         error = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from longseq.blocks.residual import ChannelMixingState
+from longseq.kernels.devices import side_stream
 from longseq.mixers import Mixer
 from longseq.mixers.attention import KeyValueCache
 from longseq.state import map_state, state_tensors
@@ -59,7 +60,7 @@ class StepGraph:
         # Autocast's cache of weights is freed when autocast ends, but a graph would still read it.
         casts = torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False)
         with torch.no_grad(), casts, torch.cuda.device(device):
-            side = torch.cuda.Stream()
+            side = side_stream(torch.cuda.current_device())
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 # The first calls compile kernels and choose those of libraries, which cannot be recorded. What they

@@ -13,10 +13,12 @@ from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.functional import pil_to_tensor
 
+from longseq.kernels.image_transforms import image_resize, image_steps
+from longseq.kernels.image_transforms.arithmetic import to_grey
 from longseq.tasks.data.batch import Batch, Failure
 from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.data.unreadable import UNREADABLE
-from longseq.tasks.image.batched import Draws, apply_steps, erase, resize, stack_draws, to_grey
+from longseq.tasks.image.batched import Draws, erase, stack_draws
 from longseq.tasks.image.datasets import (
     REPLACEMENTS,
     EvaluationBatches,
@@ -174,7 +176,7 @@ class DeviceTransform:
         failures, targets = list(failures), targets.clone()
         draws = encoded.draws
         lost: list[int] = []
-        images = self._empty(len(draws.steps), encoded)
+        images = self._empty(draws.samples, encoded)
         for group in self._groups(encoded.sizes):
             decoded = self.decode(encoded, group)
             for file in (file for file, image in decoded.items() if image is None):
@@ -183,7 +185,7 @@ class DeviceTransform:
                 lost += [] if encoded.indices else samples
             self._crop(encoded, decoded, images)
         self._place_cropped(encoded, images)
-        apply_steps(images, draws.steps, self.fill)
+        images = image_steps(images, draws.steps, self.fill)
         if self.info.in_chans < images.shape[1]:
             images = to_grey(images)
         erase(images, draws)
@@ -194,7 +196,7 @@ class DeviceTransform:
 
     def crop(self, encoded: EncodedImages, decoded: Mapping[int, Tensor | None]) -> Tensor:
         """The images uint8 [B, C, S, S] of a batch after crop and flips, from all of its decoded files."""
-        images = self._empty(len(encoded.draws.steps), encoded)
+        images = self._empty(encoded.draws.samples, encoded)
         self._crop(encoded, decoded, images)
         self._place_cropped(encoded, images)
         return images
@@ -207,7 +209,7 @@ class DeviceTransform:
         """Crop the samples of these files into their places among the images of the batch."""
         geometries = encoded.draws.geometries
         places = [place for place, file in enumerate(encoded.file_of) if file in decoded]
-        images[[encoded.draws.resized[place] for place in places]] = resize(
+        images[[encoded.draws.resized[place] for place in places]] = image_resize(
             [decoded[encoded.file_of[place]] for place in places],  # type: ignore[misc]
             type(geometries)(*(values[places] for values in geometries)),
             self.info.img_size,

@@ -16,7 +16,7 @@ from longseq.tasks.text.info import TextInfo
 from longseq.tasks.text.keys import READ_BY, TextDataKeys
 from longseq.tasks.text.sampler import EveryStream, EveryWindow, MixedSampler, StreamSampler, WindowBatches
 from longseq.tasks.text.store import Corpus, TokenStore
-from longseq.tasks.text.windows import Assembler, Concatenated, Documents, Windows
+from longseq.tasks.text.windows import Assembler, Concatenated, Documents, Windows, most_sequences
 from longseq.tasks.training.options import read
 from longseq.tokenizer_files import same_tokenizer
 
@@ -183,7 +183,7 @@ class LanguageModelData(TaskData):
             [windows.corpus for windows in cut],
             self.keys.window,
             rows,
-            sequences=max(windows.sequences for windows in cut if windows.count),
+            sequences=most_sequences(cut, rows),
             separator=self.info.separator,
             reset_state=self.keys.reset_state,
             carries=self.keys.packing == "streams",

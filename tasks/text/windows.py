@@ -6,6 +6,7 @@ that each token of the corpus, separators included, is predicted once in a pass 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import defaultdict
@@ -18,6 +19,12 @@ from torch import Tensor
 
 from longseq.tasks.text.batch import IGNORED, Carry, TokenBatch, TokenInputs
 from longseq.tasks.text.store import Corpus, Integers
+
+# Of a corpus, so many windows tell how many sequences a window has; a batch may have so many standard deviations more
+# than the mean; and lengths of `cu_seqlens` are multiples of this.
+_WINDOWS = 100_000
+_DEVIATIONS = 5
+_STEP = 8
 
 
 class Span(NamedTuple):
@@ -39,10 +46,9 @@ class Windows(ABC):
     def spans(self, index: int, shift: int = 0) -> list[Span]:
         """The spans of window `index`; `shift` moves all windows of a pass along the ring, if they can be moved."""
 
-    @property
     @abstractmethod
-    def sequences(self) -> float:
-        """The approximate number of sequences of a window: documents and parts of documents."""
+    def sequences(self) -> Integers:
+        """How many sequences each of some windows has, from all over the corpus: documents and parts of documents."""
 
 
 class Concatenated(Windows):
@@ -60,9 +66,12 @@ class Concatenated(Windows):
         start = (first + shift) % self.size
         return [Span(start, start + min(self.length, self.size - first))]
 
-    @property
-    def sequences(self) -> float:
-        return 1 + self.corpus.documents * self.length / max(1, self.size)
+    def sequences(self) -> Integers:
+        chosen = np.unique(np.linspace(0, self.count - 1, min(self.count, _WINDOWS)).astype(np.int64)) * self.length
+        offsets = np.asarray(self.corpus.offsets)
+        last = np.minimum(chosen + self.length, self.size)
+        begun = np.searchsorted(offsets, last, side="left") - np.searchsorted(offsets, chosen, side="right")
+        return 1 + begun + (last < chosen + self.length)  # the rest of a short window is one more
 
 
 class Documents(Windows):
@@ -76,9 +85,8 @@ class Documents(Windows):
     def spans(self, index: int, shift: int = 0) -> list[Span]:
         return [Span(*map(int, piece)) for piece in self._pieces[self._first[index] : self._first[index + 1]]]
 
-    @property
-    def sequences(self) -> float:
-        return 1 + len(self._pieces) / max(1, self.count)
+    def sequences(self) -> Integers:
+        return 1 + np.diff(self._first)  # the rest of a window, if there is one, is one more
 
 
 def _best_fit(offsets: Integers, length: int) -> tuple[np.ndarray, Integers]:
@@ -115,6 +123,16 @@ def _best_fit(offsets: Integers, length: int) -> tuple[np.ndarray, Integers]:
     return np.stack([begin, begin + size], axis=1)[by_window], first
 
 
+def most_sequences(cut: Sequence[Windows], rows: int) -> int:
+    """How many sequences a batch of windows that are drawn at random has, at the most, but for one in millions."""
+    found = []
+    for windows in cut:
+        if windows.count:
+            counts = windows.sequences()
+            found.append(min(rows * counts.max(), rows * counts.mean() + _DEVIATIONS * rows**0.5 * counts.std()))
+    return math.ceil(max(found))
+
+
 class Row(NamedTuple):
     """A row of a batch: spans of a corpus. `fresh` states that no earlier batch holds the tokens before the row."""
 
@@ -126,8 +144,9 @@ class Row(NamedTuple):
 class Assembler:
     """Makes batches of rows of T tokens from corpora, all of one shape (see `TokenInputs`).
 
-    `sequences` is about how many sequences a row holds, from which the length of `cu_seqlens` follows. Without
-    `reset_state` rows are not packed: `[B, T]`, whatever documents are in them.
+    `sequences` is how many sequences a batch holds at the most, from which the length of `cu_seqlens` follows: kernels
+    have programs for them all. A batch with more gets twice the length. Without `reset_state` rows are not packed:
+    `[B, T]`, whatever documents are in them.
     """
 
     def __init__(
@@ -136,16 +155,14 @@ class Assembler:
         length: int,
         rows: int,
         *,
-        sequences: float,
+        sequences: int,
         separator: int,
         reset_state: bool,
         carries: bool,
     ) -> None:
         self.corpora, self.length, self.rows, self.separator = corpora, length, rows, separator
         self.reset_state, self.carries = reset_state, carries
-        self._slots = 1
-        while self._slots < 1.5 * rows * sequences:
-            self._slots *= 2
+        self._slots = -(-sequences // _STEP) * _STEP
 
     def __call__(self, rows: Sequence[Row | None]) -> TokenBatch:
         """The batch of at most B rows; rows that are None or missing have no targets."""

@@ -61,8 +61,9 @@ def test_the_processor_takes_the_form_of_torch_and_names_the_reason():
 def test_a_kernel_that_fails_its_check_is_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(fused, "compare", lambda *_: "3 of 8 tokens are wrong")
     monkeypatch.setattr(torch.cuda, "device", torch.no_grad)
-    for name in ("device", "stream", "Stream"):
+    for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: torch.no_grad())
+    monkeypatch.setattr(fused, "side_stream", lambda index: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     with pytest.warns(UserWarning, match="refuses the fused form of token_choice"):
         error = fused.find_error(0, torch.float32, "drawn")

@@ -207,15 +207,21 @@ def test_fake_results_are_like_real_ones_in_shape_and_strides(interpreted, op, d
             assert real == fake, name
 
 
+def delta_results(inputs, form, **options):
+    """Results of the delta rule: of the kernels that keep what gradients need, or of that for short sequences alone."""
+    if form == "long":
+        return gradients(inputs, backend="triton", **options)
+    with torch.no_grad():
+        output, final = inputs.run(backend="triton", **options)
+    return {"output": output, "final_state": final}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["short", "long"])
-def test_delta_rule_reads_half_of_the_rows_in_reverse_in_half_precision(interpreted, monkeypatch, form):
-    from longseq.kernels.delta_rule import triton_delta
-
-    monkeypatch.setattr(triton_delta, "SHORT_TOKENS", 1024 if form == "short" else 0)
+def test_delta_rule_reads_half_of_the_rows_in_reverse_in_half_precision(interpreted, form):
     inputs = make_inputs("delta_rule", "gated_write_key", tokens=70, dtype=torch.float16)
     exact = gradients(inputs.map(torch.Tensor.double), run=Inputs.run_both_ways, backend="reference")
-    for name, value in gradients(inputs, backend="triton", reverse="second_half").items():
+    for name, value in delta_results(inputs, form, reverse="second_half").items():
         assert error(value, exact[name]) <= 3e-3, name
 
 
@@ -229,41 +235,30 @@ def test_delta_rule_reads_half_of_the_rows_in_reverse_in_half_precision(interpre
         ("long", True, torch.float16),
     ],
 )
-def test_delta_rule_over_several_chunks(interpreted, monkeypatch, form, dtype, reverse):
-    from longseq.kernels.delta_rule import triton_delta
-
-    monkeypatch.setattr(triton_delta, "SHORT_TOKENS", 1024 if form == "short" else 0)
+def test_delta_rule_over_several_chunks(interpreted, form, dtype, reverse):
     bounds = torch.tensor([0, 3, 3, 68, 70])  # the third segment has two chunks
     inputs = make_inputs("delta_rule", "gated_write_key", tokens=70, segments=4, dtype=dtype)
     run = Inputs.run_reversed if reverse else Inputs.run
     exact = gradients(inputs.map(torch.Tensor.double), run=run, backend="reference", cu_seqlens=bounds)
-    actual = gradients(inputs, backend="triton", cu_seqlens=bounds, reverse=reverse)
-    for name, value in exact.items():
+    for name, value in delta_results(inputs, form, cu_seqlens=bounds, reverse=reverse).items():
         # float16 products for every dtype, then rounding; the interpreter truncates bfloat16.
-        assert error(actual[name], value) <= 2e-3 + torch.finfo(dtype).eps, name
+        assert error(value, exact[name]) <= 2e-3 + torch.finfo(dtype).eps, name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["short", "long"])
-def test_delta_rule_inverts_for_repeated_keys_in_half_precision(interpreted, monkeypatch, form):
-    from longseq.kernels.delta_rule import triton_delta
-
-    monkeypatch.setattr(triton_delta, "SHORT_TOKENS", 1024 if form == "short" else 0)
+def test_delta_rule_inverts_for_repeated_keys_in_half_precision(interpreted, form):
     inputs = make_inputs("delta_rule", "repeated_keys", tokens=70, batch=1, dtype=torch.float16)
     exact = gradients(inputs.map(torch.Tensor.double), backend="reference")
-    actual = gradients(inputs, backend="triton")
-    for name, value in exact.items():
+    for name, value in delta_results(inputs, form).items():
         # With strengths near 2, the first of 64 errors persists to the last token; a wrong inverse is off by more than
         # 1.
-        assert error(actual[name], value) <= 2e-2, name
+        assert error(value, exact[name]) <= 2e-2, name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["short", "long"])
-def test_delta_rule_keeps_the_range_of_every_sequence_and_head(interpreted, monkeypatch, form):
-    from longseq.kernels.delta_rule import triton_delta
-
-    monkeypatch.setattr(triton_delta, "SHORT_TOKENS", 1024 if form == "short" else 0)
+def test_delta_rule_keeps_the_range_of_every_sequence_and_head(interpreted, form):
     of_values = 2.0 ** torch.tensor([[90, 0], [-90, 45]])  # by sequence and head
     of_gradients = 2.0 ** torch.tensor([[-60, 30], [0, 60]])
     shape = (2, 70, 2, 16)
@@ -275,14 +270,17 @@ def test_delta_rule_keeps_the_range_of_every_sequence_and_head(interpreted, monk
         return x * (factors[:, :, None, None] if x is state else factors[:, None, :, None]).to(x.dtype)
 
     def run(of_values, of_gradients):
-        leaves = [x.detach().requires_grad_() for x in (q, k, scale(v, of_values), beta, scale(state, of_values))]
+        leaves = [x.detach() for x in (q, k, scale(v, of_values), beta, scale(state, of_values))]
+        if form == "long":
+            leaves = [x.requires_grad_() for x in leaves]
         o, final = delta_rule(*leaves[:4], initial_state=leaves[4], output_final_state=True, backend="triton")
-        return [final, o, *torch.autograd.grad(o, leaves, scale(d_output, of_gradients))]
+        gradients = torch.autograd.grad(o, leaves, scale(d_output, of_gradients)) if form == "long" else ()
+        return [final, o, *gradients]
 
     both = of_values * of_gradients
     factors = (of_values, of_values, both, both, of_gradients, both, of_gradients)
     plain, scaled = run(torch.ones(2, 2), torch.ones(2, 2)), run(of_values, of_gradients)
-    for x, y, factor in zip(plain, scaled, factors, strict=True):
+    for x, y, factor in zip(plain, scaled, factors[: len(plain)], strict=True):
         by_time = x.shape[1] == shape[1]
         factor = factor[:, None, :] if by_time else factor[:, :, None]
         assert torch.equal(y, x * (factor if x.ndim == 3 else factor[..., None]).to(x.dtype))
@@ -292,22 +290,19 @@ def test_delta_rule_keeps_the_range_of_every_sequence_and_head(interpreted, monk
 CUT_OFF = torch.finfo(torch.bfloat16).eps / 4
 
 
-def delta_errors(form, monkeypatch, factors, part=slice(None), outlier=None):
+def delta_errors(form, factors, part=slice(None), outlier=None):
     """Relative errors of a delta rule in bfloat16, of its output and gradients in a part of time: ours and torch's.
 
     Inputs are multiplied by `factors`, all of them or those of the token `outlier`.
     """
-    from longseq.kernels.delta_rule import triton_delta
-
-    monkeypatch.setattr(triton_delta, "SHORT_TOKENS", 1024 if form == "short" else 0)
     inputs = make_inputs("delta_rule", "plain", batch=1, tokens=70, dtype=torch.float32, sizes={"H": 1})
     scaled = {name: x.clone() for name, x in inputs.arguments.items() if name in factors}
     for name, x in scaled.items():
         x[:, slice(None) if outlier is None else outlier] *= factors[name]
     inputs = inputs.replace(scaled).map(torch.Tensor.bfloat16)
     exact = gradients(inputs.map(torch.Tensor.double), backend="torch")
-    forms = [gradients(inputs, backend=backend) for backend in ("triton", "torch")]
-    names = ["output", *(f"gradient of {name}" for name in "qkv")]
+    forms = delta_results(inputs, form), gradients(inputs, backend="torch")
+    names = ["output", *(f"gradient of {name}" for name in "qkv" if form == "long")]
     return {
         name: [((x[name] - exact[name])[:, part].norm() / exact[name][:, part].norm()).item() for x in forms]
         for name in names
@@ -327,16 +322,16 @@ def delta_errors(form, monkeypatch, factors, part=slice(None), outlier=None):
     ],
     ids=str,
 )
-def test_delta_rule_takes_inputs_of_any_size(interpreted, monkeypatch, form, factors):
-    for name, (ours, plain) in delta_errors(form, monkeypatch, factors).items():
+def test_delta_rule_takes_inputs_of_any_size(interpreted, form, factors):
+    for name, (ours, plain) in delta_errors(form, factors).items():
         assert ours <= 3 * max(plain, CUT_OFF), name
 
 
 @pytest.mark.parametrize("form", ["short", "long"])
 @pytest.mark.parametrize("names", ["q", "k", "v", "qkv"])
-def test_delta_rule_keeps_tokens_beside_a_large_one(interpreted, monkeypatch, form, names):
+def test_delta_rule_keeps_tokens_beside_a_large_one(interpreted, form, names):
     factors = dict.fromkeys(names, 1e4)
-    for name, (ours, plain) in delta_errors(form, monkeypatch, factors, slice(20), outlier=20).items():
+    for name, (ours, plain) in delta_errors(form, factors, slice(20), outlier=20).items():
         assert ours <= 3 * max(plain, CUT_OFF), name
 
 
@@ -368,7 +363,6 @@ def delta_segments(monkeypatch):
     """Segments of time with two chunks; records for each call the number of segments of its programs."""
     from longseq.kernels.delta_rule import triton_delta
 
-    monkeypatch.setattr(triton_delta, "SHORT_TOKENS", 0)
     monkeypatch.setattr(triton_delta, "_find_span", lambda *sizes: 2)
     counts = []
     plan = triton_delta._plan
@@ -453,7 +447,7 @@ def test_delta_rule_is_cut_where_a_gpu_would_be_idle():
 
     def plan(batch, tokens, heads, width, *bounds, half=True):
         x = torch.empty((batch, tokens, heads, width), device="meta")
-        return _plan(x, x, torch.tensor(bounds) if bounds else None, half)
+        return _plan(x, x, torch.tensor(bounds) if bounds else None, half, True)
 
     def segments(*sizes, **options):
         found = plan(*sizes, **options)

@@ -41,9 +41,10 @@ from omegaconf import DictConfig
 import longseq.kernels
 from longseq.kernels import list_ops
 from longseq.kernels.dispatch import backends, explain, list_local_ops, list_stepped_ops
+from longseq.kernels.image_transforms.fused import list_calls as list_image_calls
 from longseq.kernels.launch_file import LAUNCHES_VARIABLE
 from longseq.kernels.self_test import SELF_TEST_VARIABLE, find_trial, list_calls
-from longseq.kernels.token_choice import fused
+from longseq.kernels.token_choice.fused import list_calls as list_choice_calls
 from longseq.tasks.training.command import CommandKeys, read_command
 from longseq.tasks.training.options import Length, OneOf, Range
 from longseq.tools.benchmark.measure import one_line
@@ -55,7 +56,11 @@ WIDTHS = (128, 256, 512)
 STATES = (16, 64)
 CHUNKS = (1, 16, 64)
 TENSOR_MEMORY = 512  # the columns of Blackwell's tensor memory
-CHOICE = "token_choice"  # has no self-test, and so a list of calls of its own
+# Kernels without a self-test, which have lists of calls of their own.
+UNTESTED = {
+    "image_transforms": list_image_calls,
+    "token_choice": list_choice_calls,
+}
 SECONDS = 20.0  # the interval between two writings of the file
 
 
@@ -89,7 +94,7 @@ def _capabilities() -> dict[str, tuple[int, int]]:
 def list_compiled() -> list[str]:
     """The operations with Triton kernels, including those for one token."""
     names = [*list_ops(), *list_local_ops(), *(f"{op}_step" for op in list_stepped_ops())]
-    return [*(op for op in names if "triton" in [backend.name for backend in backends(op)]), CHOICE]
+    return [*(op for op in names if "triton" in [backend.name for backend in backends(op)]), *UNTESTED]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,8 +232,8 @@ def list_calls_at_widths(op: str) -> Iterator[tuple[str, bool, Callable[[], Any]
 
     The boolean is true for the widths of the self-test.
     """
-    if op == CHOICE:
-        yield from ((name, True, call) for name, call in fused.list_calls())
+    if op in UNTESTED:
+        yield from ((name, True, call) for name, call in UNTESTED[op]())
         return
     for place, widths in enumerate(list_widths(op)):
         sizes = " ".join(f"{name}={size}" for name, size in widths.items())

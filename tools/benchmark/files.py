@@ -24,9 +24,10 @@ from torch.utils.data import DataLoader, Dataset
 
 import longseq  # noqa: F401  registers the image models
 from longseq import mixers
+from longseq.kernels.image_transforms import image_steps
 from longseq.mixers.pattern import options_by_name
 from longseq.tasks.data.sampler import SampleIndex
-from longseq.tasks.image.batched import apply_steps, erase
+from longseq.tasks.image.batched import erase
 from longseq.tasks.image.config import ImageAugmentKeys, ImageDataKeys
 from longseq.tasks.image.data import ImageDataModule, gpu_of
 from longseq.tasks.image.datasets import TrainingBatches
@@ -285,9 +286,7 @@ class Bench:
         images = transform.crop(encoded, decoded)
 
         def colour() -> None:
-            chosen = images.clone()
-            apply_steps(chosen, encoded.draws.steps, draws.fill)
-            erase(chosen, encoded.draws)
+            erase(image_steps(images.clone(), encoded.draws.steps, draws.fill), encoded.draws)
 
         def both() -> None:
             transform.crop(encoded, decoded)

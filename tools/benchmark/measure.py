@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from longseq.kernels.devices import side_stream
+
 Run = Callable[[], Any]
 
 ROUNDS = 2  # every function is measured in turn, so often, against clocks that drift
@@ -139,7 +141,7 @@ def added_bytes(run: Run, device: torch.device) -> int:
 def capture(run: Run, device: torch.device) -> Run:
     """The replay of a function's CUDA graph. Raises RuntimeError for functions that cannot be captured."""
     with torch.cuda.device(device):
-        stream = torch.cuda.Stream()
+        stream = side_stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
         # By default, torch.cuda.graph uses a stream of the device on which the first graph was captured. If capturing
         # fails, torch up to 2.15 at least leaves that stream current.

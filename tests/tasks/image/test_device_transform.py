@@ -14,10 +14,13 @@ from image_data import image_data, image_info
 from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor
 
+from longseq.kernels.image_transforms.arithmetic import to_grey
+from longseq.kernels.image_transforms.colour import image_steps_torch
+from longseq.kernels.image_transforms.resizing import image_resize_torch
 from longseq.tasks.data.prefetch import THREAD
 from longseq.tasks.image import data as image_data_module
 from longseq.tasks.image.augmentation import Augmentation
-from longseq.tasks.image.batched import apply_steps, erase, resize, stack_draws, to_grey
+from longseq.tasks.image.batched import erase, stack_draws
 from longseq.tasks.image.datasets import seed_everything
 from longseq.tasks.image.draws import EvaluationDraws, TrainingDraws
 from longseq.tasks.image.transforms import evaluation_transform, training_transform
@@ -44,8 +47,8 @@ PICTURES = [picture(number) for number in range(24)]
 
 def batched(draws, about):
     stacked = stack_draws(draws, about.img_size)
-    coloured = any(stacked.steps) or about.in_chans == 3
-    images = resize(
+    coloured = len(stacked.steps.kinds) > 0 or about.in_chans == 3
+    images = image_resize_torch(
         [pil_to_tensor(image) for image in PICTURES],
         stacked.geometries,
         about.img_size,
@@ -53,7 +56,7 @@ def batched(draws, about):
         interpolation=about.interpolation,
         most_values=1 << 18,
     )
-    apply_steps(images, stacked.steps, [round(255 * value) for value in (about.mean * 3)[:3]])
+    image_steps_torch(images, stacked.steps, [round(255 * value) for value in (about.mean * 3)[:3]])
     if coloured and about.in_chans == 1:
         images = to_grey(images)
     erase(images, stacked)

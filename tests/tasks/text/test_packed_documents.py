@@ -27,7 +27,7 @@ def make_model(mixer: str) -> TokenBackbone:
     return TokenBackbone(vocab_size=VOCABULARY, d_model=32, depth=1, mixer=mixer, mlp=None).double()
 
 
-def assemble(windows: Windows, rows: int, *, carries: bool = False, sequences: float = 4) -> WindowBatches:
+def assemble(windows: Windows, rows: int, *, carries: bool = False, sequences: int = 16) -> WindowBatches:
     options: dict[str, Any] = {"separator": SEPARATOR, "reset_state": True, "carries": carries}
     return WindowBatches([windows], Assembler([windows.corpus], windows.length, rows, sequences=sequences, **options))
 
@@ -69,7 +69,7 @@ def test_borders_that_repeat_change_nothing(mixer: str) -> None:
     windows = Documents(make_corpus(LENGTHS), 13)
     batch = next(iter(EveryWindow([2], 2)))
     found = []
-    for sequences in (4, 40):
+    for sequences in (16, 128):
         inputs, targets, _ = assemble(windows, 2, sequences=sequences)[batch]
         loss = losses(model, inputs, targets, inputs.tokens)
         found.append((len(inputs.cu_seqlens), loss, torch.autograd.grad(loss.sum(), list(model.parameters()))))  # type: ignore[arg-type]
