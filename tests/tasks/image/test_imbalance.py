@@ -288,7 +288,9 @@ def test_several_labels_from_a_table_train_and_export(tiny, compose_config, tmp_
     written = json.loads((run / "metrics.json").read_text())
     file = tmp_path / "labels.onnx"
     checkpoint = f"checkpoint={run / 'checkpoints' / 'best.ckpt'}"
-    export.run(compose_config("export", checkpoint, f"output={file}", "preprocess=true", "softmax=true"))
+    export.run(
+        compose_config("export", checkpoint, f"output={file}", "preprocess=true", "softmax=true", "latency=false")
+    )
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
     stated = {
         key: json.loads(session.get_modelmeta().custom_metadata_map[key]) for key in ("class_names", "thresholds")
