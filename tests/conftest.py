@@ -44,11 +44,7 @@ def prepare() -> None:
     tracing.register_onnx_functions_once()
     tracing.find_operators_once()
     tracing.find_no_gpu_once()
-    configurations.find_modes_once()
-    configurations.parse_files_once()
-    configurations.choose_files_faster()
-    configurations.share_places()
-    configurations.find_entry_points_once()
+    configurations.share_work()
 
 
 def has_workers() -> bool:

@@ -11,6 +11,15 @@ from pathlib import Path
 from typing import Any
 
 
+def share_work() -> None:
+    """All that commands of one process can share whatever they do."""
+    find_modes_once()
+    parse_files_once()
+    choose_files_faster()
+    share_places()
+    find_entry_points_once()
+
+
 def find_modes_once() -> None:
     """Compose no configuration only to learn that a command is no sweep, if a command of the same groups was none.
 
