@@ -78,7 +78,7 @@ def check_place(path: Path, key: str, *, is_folder: bool = False) -> None:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ValueError(f"{key}={path}: the disk is full: make room first") from error
         told = (error.strerror or str(error)).lower()
-        raise ValueError(f"{key}={path}: {above} takes no new file ({told}): name another folder") from error
+        raise ValueError(f"{key}={path}: {above} takes no new file ({told}): give another {key}") from error
 
 
 def refusal_in(error: Exception, path: Path) -> OSError | None:

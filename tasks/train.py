@@ -105,7 +105,8 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision(config["matmul_precision"])
     if checkpoint is not None:
-        config = runs.chosen_in(checkpoint, config)
+        given, config = config, runs.chosen_in(checkpoint, config)
+        _tell_kept(given, config)
     config, datamodule, reason = _open(config)
     config = with_absolute_root(config)  # the run remembers where its data are, whoever evaluates it from elsewhere
     if reason is not None:
@@ -348,12 +349,24 @@ def _announce(
             f"effective batch {recipe['batch_size']} = {batch} per device x {devices} device(s) "
             f"x {accumulate} accumulated; effective learning rate {effective_learning_rate(config):.3g}"
         )
+    for line in registry.of(config).model.remarks(module.backbone):
+        _log.warning(line)
     if checkpoint is not None:
         _print(f"continuing from {shorten(checkpoint)}")
     elif config["resume"]:
         _print(f"nothing to resume: {_what_else_ran(config)}; starting anew")
     shown = f"   ({_tensorboard(Path(config['output']))})" if events else ""
     _print(f"writing to {shorten(config['output'])}{shown}")
+
+
+@rank_zero_only
+def _tell_kept(given: Config, config: Config) -> None:
+    """Print the values of a file of `trainer` that a resumed run does not take over."""
+    values = dict(runs.flatten(config))
+    old = dict(runs.flatten(given))
+    kept = [f"{key}={values[key]}" for key in runs.KEPT_KEYS if values.get(key) != old.get(key)]
+    if kept:
+        _print(f"as the run began: {', '.join(kept)}")
 
 
 def _what_else_ran(config: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import os
@@ -16,6 +17,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The suite itself compares the kernels with float64, in more cases.
 os.environ.setdefault("LONGSEQ_SELF_TEST", "0")
+# What an operation on tensors without values gives is soon computed again; to keep it takes torch longer.
+os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
 import forked  # noqa: F401  (notes the filters of warnings before pytest changes them)
 import pytest
@@ -39,8 +42,9 @@ def prepare() -> None:
         emulation.import_triton()  # before another conftest.py imports it
     tracing.leave_out_stack_traces()
     tracing.register_onnx_functions_once()
-    configurations.find_modes_once()
-    configurations.parse_files_once()
+    tracing.find_operators_once()
+    tracing.find_no_gpu_once()
+    configurations.share_work()
 
 
 def has_workers() -> bool:
@@ -104,15 +108,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """The garbage collector leaves alone what imports and the collection have made, which is there to the end.
 
-    It runs more rarely, too. Both save a tenth of the suite's processor time.
+    It runs more rarely, too. Both save a tenth of the suite's processor time. When pytest has ended, which collects
+    garbage five times, all is freed: some libraries complain of objects that outlive them.
     """
     gc.freeze()
+    atexit.register(gc.unfreeze)
     gc.enable()
     gc.set_threshold(50_000, 20, 50)
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    gc.unfreeze()
 
 
 def mark_fast(items: list[pytest.Item]) -> set[tuple[str, ...]]:

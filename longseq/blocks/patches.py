@@ -68,6 +68,7 @@ class PatchEmbed(layers.PatchEmbed):
 
     Images `[B, C, H, W]` become a grid of tokens `[B, h, w, D]`, h = (H - patch) // stride + 1. The pixels at the lower
     and the right border that fill no patch are left out, or with `dynamic_img_pad` completed by zeros, which rounds up.
+    timm leaves them out, too, in models of one image size; in those of any size, which take them here, it refuses them.
     """
 
     img_size: tuple[int, int]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.linear import UpcastLinear
 from longseq.blocks.packing import pack_rows, rows_of, unpack_rows
-from longseq.blocks.precision import at_least_float32
+from longseq.blocks.precision import KeepsFloat32, at_least_float32, parameter_dtype
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.reading import Reverse
@@ -51,6 +51,8 @@ class Hyena(Mixer[HyenaState]):
     where b is spread evenly from 1e-4 to filter_bands − 1. The rates α_c increase with the channel: the window of the
     first channel falls to 1/100 at t = `slow_decay`, that of the last channel at t = `fast_decay`. For orders above 2,
     the N - 1 filters of a channel have neighbouring rates. The published code also trains the inputs of f.
+
+    The parameters of the filters stay in float32 in models of half precision (see `ImplicitFilter`).
 
     A token's output depends on the inputs of all tokens before it. Therefore the state keeps all inputs and grows, and
     the time of a step is proportional to their number.
@@ -187,11 +189,13 @@ class FilterLinear(UpcastLinear):
     no_weight_decay_names = ("weight", "bias")
 
 
-class ImplicitFilter(nn.Module):
+class ImplicitFilter(KeepsFloat32):
     """Filters `[L, channels]` as functions of the distance: a network of sines times an exponential window.
 
     The filters are computed in the requested type, whatever that of the weights. The sines are computed in float64:
-    each layer multiplies the rounding errors before it by about its frequency, three layers by a few thousand.
+    each layer multiplies the rounding errors before it by about its frequency, three layers by a few thousand. The same
+    holds for the rounding of the weights: in bfloat16, they would change a fresh layer's output by a third or more. So
+    the weights stay in float32 where the model is converted to half precision.
     """
 
     no_weight_decay_names = ("frequency", "skip")
@@ -221,10 +225,11 @@ class ImplicitFilter(nn.Module):
         self.initial_frequency = frequency
         sizes = [1 + 2 * bands, *[width] * (depth - 1), channels]
         self.layers: Any = nn.ModuleList(
-            FilterLinear(before, after, bias=index < depth - 1) for index, (before, after) in enumerate(pairwise(sizes))
+            FilterLinear(before, after, bias=index < depth - 1, dtype=parameter_dtype())
+            for index, (before, after) in enumerate(pairwise(sizes))
         )
-        self.frequency = nn.Parameter(torch.empty(width))
-        self.skip = nn.Parameter(torch.empty(channels))
+        self.frequency = nn.Parameter(torch.empty(width, dtype=parameter_dtype()))
+        self.skip = nn.Parameter(torch.empty(channels, dtype=parameter_dtype()))
         self.reset_parameters()
 
     @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -44,17 +45,17 @@ def check_balance(sampling: Sampling, class_weights: ClassWeights) -> None:
 
 
 def read_labels(
-    values: Sequence[Any], columns: Sequence[str], *, multi_label: bool, delimiter: str | None = None
+    values: Sequence[Any], columns: str | Sequence[str], *, multi_label: bool, delimiter: str | None = None
 ) -> Labels:
     """The labels in the cells `values` of a document, one for each of `columns`.
 
-    One column holds a label, or with `multi_label` a list of them, or text in which `delimiter` stands between labels.
-    Several columns hold 1 or 0, true or false; their names are the labels. ValueError, which names no file, for cells
-    without a label and for several labels where one is expected.
+    A column that is named by text holds a label, or with `multi_label` a list of them, or text in which `delimiter`
+    stands between labels. A list of columns, also of one, holds 1 or 0, true or false; their names are the labels.
+    ValueError, which names no file, for cells without a label and for several labels where one is expected.
     """
-    if len(columns) > 1:
+    if not isinstance(columns, str):
         return tuple(column for column, value in zip(columns, values, strict=True) if _flag(column, value))
-    (column,), (value,) = columns, values
+    column, (value,) = columns, values
     if value is None or (value == "" and not multi_label):
         raise ValueError(f"no label in column {column!r}")
     if multi_label:
@@ -99,6 +100,24 @@ def sort_names(names: Iterable[str]) -> list[str]:
     found = list(set(names))
     numbers = all(name.removeprefix("-").isdecimal() for name in found)
     return sorted(found, key=lambda name: (int(name), name)) if numbers else sorted(found)
+
+
+def alike(names: Iterable[str]) -> str | None:
+    """A warning, in one line, where names of classes differ only in what nobody sees; None if all can be told apart.
+
+    Such are blanks at the ends, several blanks for one, and letters with accents that Unicode spells in two ways.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(unicodedata.normalize("NFC", " ".join(name.split())), []).append(name)
+    found = [" and ".join(ascii(name) for name in group) for group in groups.values() if len(group) > 1]
+    if not found:
+        return None
+    more = f"; {len(found) - 3} more" if len(found) > 3 else ""
+    return (
+        f"classes that look alike are trained as different ones: {', '.join(found[:3])}{more} "
+        "(blanks, or two spellings of Unicode): write them in one way if they are one class"
+    )
 
 
 def targets_of(

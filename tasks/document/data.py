@@ -15,7 +15,15 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from longseq.models import read as read_model
 from longseq.plugins import plugin_of
-from longseq.tasks.data.labels import count_classes, find_weights, rarest_labels, sort_names, targets_of, unknown_label
+from longseq.tasks.data.labels import (
+    alike,
+    count_classes,
+    find_weights,
+    rarest_labels,
+    sort_names,
+    targets_of,
+    unknown_label,
+)
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
@@ -336,11 +344,14 @@ class DocumentData(TaskData):
         keys = self.keys
         given = getattr(keys, split, None)
         name = Path(os.path.abspath(given if isinstance(given, str) else keys.root or keys.source)).stem
-        reading = {
+        reading: dict[str, Any] = {
             "source": keys.source,
             "columns": [keys.text_column, keys.label_column, keys.label_delimiter, keys.multi_label],
             "options": dict(keys.options),
         }
+        if isinstance(keys.label_column, list | tuple):
+            # Not from the cache of earlier versions, which took a list of one column for a column of labels.
+            reading["flags"] = True
         stop = keys.on_bad_line == "stop"
         return prepare_documents(
             name,
@@ -409,6 +420,8 @@ class DocumentData(TaskData):
                 )
             if not names:
                 raise ValueError(f"none of the {len(labels['train'])} training documents has a label")
+            if (told := alike(names)) is not None:
+                _warn(told)
         owner = "the training documents" if trained is None else "the model"
         for name, one in found.items():
             if (unknown := unknown_label(labels[name], one.sets, one.places, names)) is not None:

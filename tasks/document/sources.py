@@ -158,9 +158,8 @@ def _labelled(one: Document | Malformed, keys: DocumentDataKeys, columns: Column
     assert one.place is not None
     try:
         if one.labels:
-            labels = read_labels(
-                one.labels, columns.labels, multi_label=keys.multi_label, delimiter=keys.label_delimiter
-            )
+            named = keys.label_column if isinstance(keys.label_column, list | tuple) else columns.labels[0]
+            labels = read_labels(one.labels, named, multi_label=keys.multi_label, delimiter=keys.label_delimiter)
         else:
             folders = Path(one.place.path).relative_to(root).parts
             if len(folders) < 2:

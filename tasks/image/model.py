@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import typing
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import timm
 import torch
 from safetensors import SafetensorError
+from timm.layers import PatchEmbed
 from timm.models import is_model, load_state_dict, model_entrypoint
 from torch import Tensor, nn
 
@@ -90,6 +92,10 @@ class ImageModel(TaskModel):
         # Models of timm may load weights when they are made, and do not all go without memory.
         ours = config["model"]["name"].startswith("longseq_") and TARGET not in config["model"]
         return outlined(config, lambda: self.build(config, info)) if ours else None
+
+    def remarks(self, model: nn.Module) -> list[str]:
+        unread = _find_unread(model)
+        return [] if unread is None else [unread]
 
     def initialize(self, model: nn.Module, trained: nn.Module) -> None:
         """As `TaskModel.initialize`; position embeddings are interpolated to the grid of the new model."""
@@ -194,6 +200,37 @@ def _check_logits(model: nn.Module, info: DataInfo) -> None:
     if not isinstance(logits, Tensor) or logits.shape != (len(images), info.num_classes):
         given = list(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
         raise ValueError(f"{name}: {needed}, and it gives {given}: its constructor may take num_classes")
+
+
+def _find_unread(model: nn.Module) -> str | None:
+    """A line about pixels at the lower and the right border that fill no patch; None if patches cover the images.
+
+    As timm's own models, ours leave them out without a word.
+    """
+    embed: Any = getattr(model, "patch_embed", None)
+    if not isinstance(embed, PatchEmbed) or embed.img_size is None or embed.dynamic_img_pad:
+        return None
+    size, patch = embed.img_size[0], embed.patch_size  # images of training are squares
+    stride = getattr(embed, "stride", patch)
+    sides = tuple(zip(patch, stride, strict=True))
+    rows, columns = ((size - length) % step for length, step in sides)
+    if rows == columns == 0:
+        return None
+    fitting = [
+        next((one for one in sizes if all((one - length) % step == 0 for length, step in sides)), None)
+        for sizes in (range(size - 1, max(patch) - 1, -1), range(size + 1, size + 1 + math.lcm(*stride)))
+    ]
+    others = " and ".join(str(one) for one in fitting if one is not None)
+    cut = f"patches of {_spell(patch)} px" + (f" at every {_spell(stride)} px" if stride != patch else "")
+    remedy = [f"sizes that fit are {others}"] * bool(others)
+    remedy += ["model.dynamic_img_pad=true completes them by zeros"] * isinstance(model, ImageBackbone)
+    told = f"data.img_size={size}: {cut} leave the last {rows} row(s) and {columns} column(s) of pixels unread"
+    return "; ".join([told, *remedy])
+
+
+def _spell(pair: tuple[int, int]) -> str:
+    height, width = pair
+    return str(height) if height == width else f"{height} x {width}"
 
 
 def state_data(model: nn.Module, info: DataInfo) -> None:

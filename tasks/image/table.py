@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,12 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from longseq.tasks.data.labels import Labels, read_labels, sort_names, targets_of
+from longseq.tasks.data.labels import Labels, alike, read_labels, sort_names, targets_of
+from longseq.tasks.data.tables import check_header
 from longseq.tasks.image.decoding import decode
 from longseq.tasks.image.sources import SPLIT_NAMES, Source, Split, Splits, finish_splits
 
 if TYPE_CHECKING:
     from longseq.tasks.image.config import ImageDataKeys
+
+_log = logging.getLogger(__name__)
 
 # The columns where the user names none: that of files is the one of Hugging Face's image folders.
 FILE_COLUMN, LABEL_COLUMN = "file_name", "label"
@@ -84,6 +88,8 @@ def open_tables(
     class_names = list(found or ())
     if len(class_names) < 2 and not (keys.multi_label and class_names):
         raise ValueError(f"{tables['train']} has one class alone ({''.join(class_names)}), and nothing to tell apart")
+    if (told := alike(class_names)) is not None:
+        _log.warning("%s: %s", tables["train"], told)
     train = TableSource(tables["train"], rows, class_names, multi_label=keys.multi_label)
     held_out: dict[str, Source] = {
         kind: _open(path, keys, class_names) for kind, path in tables.items() if kind != "train" and path is not None
@@ -134,8 +140,7 @@ def _read(path: Path, keys: ImageDataKeys) -> Iterator[Listed]:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
             present = list(reader.fieldnames or [])
-            if len(present) == 1 and (found := next((mark for mark in ";\t|" if mark in present[0]), None)):
-                raise ValueError(f"{path} has {found!r} between its columns: save it with commas")
+            check_header(path, present)
             for key, column in (("file_column", named), *(("label_column", one) for one in columns)):
                 if column not in present:
                     shown = ", ".join(name if name == name.strip() else repr(name) for name in present)
@@ -153,7 +158,7 @@ def _read(path: Path, keys: ImageDataKeys) -> Iterator[Listed]:
                 try:
                     labels = read_labels(
                         [row[one] for one in columns],
-                        columns,
+                        given,
                         multi_label=keys.multi_label,
                         delimiter=keys.label_delimiter,
                     )

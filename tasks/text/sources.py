@@ -20,6 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from longseq.tasks.data.tables import check_header
 from longseq.tasks.text.documents import Document, LineCounter, Place
 
 # Bytes of a part. One process holds the text of some documents and the tokens of one part.
@@ -187,6 +188,8 @@ def _parts_of_file(path: Path, columns: Columns, size: int) -> Iterator[Part]:
     else:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             header = next(csv.reader(file, delimiter=_DELIMITERS[format]), [])
+        if columns.text not in header:
+            check_header(path, header, _DELIMITERS[format])
         _check_columns(path, columns, header)
         yield Part(format, str(path), total)
 

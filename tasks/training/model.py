@@ -61,6 +61,10 @@ class TaskModel(ABC):
         """
         return None
 
+    def remarks(self, model: nn.Module) -> list[str]:
+        """What a user may not expect of the model that a run trains, in a line each."""
+        return []
+
     def initialize(self, model: nn.Module, trained: nn.Module) -> None:
         """Copy the weights of `trained`; a head with other shapes keeps its initial weights.
 

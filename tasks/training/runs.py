@@ -3,11 +3,12 @@
 import json
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from longseq.tasks.training.automatic import as_chosen_before
@@ -25,6 +26,7 @@ FREE_KEYS = (
     "trainer.devices",
     "trainer.num_nodes",
     "trainer.strategy",
+    "trainer.log_every_n_steps",
     "resume",
     "output",
     "optimized_metric",
@@ -45,6 +47,9 @@ FREE_KEYS = (
     "recipe.chosen",
     "plugins",  # a checkpoint names those that its run used, a command those that it declares
 )
+
+# Keys that a file of `trainer` sets for its hardware, and a run keeps to its end unless a command gives them by hand.
+KEPT_KEYS = ("trainer.log_every_n_steps", "trainer.precision")
 
 # Keys of a run's end, which a schedule with a constant rate does not depend on before its decay.
 LENGTH_KEYS = (
@@ -74,9 +79,11 @@ def run_folder(fresh: str, *, _root_: DictConfig) -> str:
     wanted = resolve(OmegaConf.create({**config, "output": fresh}))
     if resume is not True:
         saved = _saved_config(Path(resume))
-        ends_elsewhere = saved is not None and bool(differences(saved, wanted))
-        if ends_elsewhere and not differences(saved or {}, wanted, another_length=True):
-            return _own(fresh)
+        if saved is not None:
+            wanted = as_begun(wanted, saved, OmegaConf.select(_root_, "hydra.overrides.task"))
+            ends_elsewhere = bool(differences(saved, wanted, another_accelerator=True))
+            if ends_elsewhere and not differences(saved, wanted, another_accelerator=True, another_length=True):
+                return _own(fresh)
         return str(_checkpoint_run(Path(resume)) or _own(fresh))
     return str(_newest_run(Path(fresh).parent, wanted) or _own(fresh))
 
@@ -122,7 +129,9 @@ def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
             f"{path} is not a checkpoint of `longseq train`; give one below outputs/, continue a program's own run by "
             f"trainer.fit(..., ckpt_path={path.name!r}), or begin a run with its weights by init={path}"
         )
-    changed = differences(saved, config, another_length=resume is not True)
+    named = resume is not True
+    wanted = as_begun(config, saved, _words()) if named else config
+    changed = differences(saved, wanted, another_accelerator=named, another_length=named)
     if changed:
         shown = "; ".join(f"{key}: {old!r} there, {new!r} here" for key, old, new in changed[:5])
         shown += f"; and {len(changed) - 5} more keys" if len(changed) > 5 else ""
@@ -134,16 +143,22 @@ def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
 
 
 def differences(
-    saved: Mapping[str, Any], config: Mapping[str, Any], *, another_length: bool = False
+    saved: Mapping[str, Any],
+    config: Mapping[str, Any],
+    *,
+    another_accelerator: bool = False,
+    another_length: bool = False,
 ) -> list[tuple[str, Any, Any]]:
     """The keys, with both values, whose difference prevents a resumed run from repeating the first.
 
+    `another_accelerator`: a run whose checkpoint is named may go on on other hardware.
     `another_length`: a run whose learning rate is constant up to its decay (wsd) may get another end and another decay;
     the module refuses a checkpoint of the decay. What the first run chose by itself is also the
     second's.
     """
     old, new = _inside_the_run(saved), _inside_the_run(as_chosen_before(config, saved))
-    free = LENGTH_KEYS if another_length and old.get(_SCHEDULE) == new.get(_SCHEDULE) == "wsd" else ()
+    free: tuple[str, ...] = LENGTH_KEYS if another_length and old.get(_SCHEDULE) == new.get(_SCHEDULE) == "wsd" else ()
+    free += ("trainer.accelerator",) if another_accelerator else ()
     keys = [key for key in sorted(old.keys() | new.keys()) if not _is_free(key) and key not in free]
     return [(key, old.get(key), new.get(key)) for key in keys if not _alike(key, old, new)]
 
@@ -223,7 +238,27 @@ def _newest_checkpoint(folder: Path) -> Path | None:
 
 def chosen_in(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with the values that the run of a checkpoint chose, where it leaves the choice to the run."""
-    return as_chosen_before(config, _saved_config(checkpoint) or {})
+    saved = _saved_config(checkpoint) or {}
+    return as_begun(as_chosen_before(config, saved), saved, _words())
+
+
+def as_begun(config: Mapping[str, Any], saved: Mapping[str, Any], words: Sequence[str] | None) -> dict[str, Any]:
+    """The configuration with an earlier run's values of KEPT_KEYS, where the words of a command do not give them.
+
+    `saved` is the configuration of that run. A configuration without a command (None) stays as it is: nobody can tell
+    what was given by hand.
+    """
+    earlier = saved.get("trainer")
+    if words is None or not isinstance(earlier, Mapping):
+        return dict(config)
+    given = {word.lstrip("+~").partition("=")[0] for word in words}
+    kept = [key.removeprefix("trainer.") for key in KEPT_KEYS if key not in given]
+    return {**config, "trainer": {**config["trainer"], **{name: earlier[name] for name in kept if name in earlier}}}
+
+
+def _words() -> list[str] | None:
+    """The overrides of the command that runs; None without one."""
+    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else None
 
 
 def updates_of(checkpoint: Path) -> int:

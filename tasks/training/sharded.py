@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 
+from longseq.blocks.precision import KeepsFloat32
 from longseq.blocks.sharding import has_shards
 
 
@@ -77,8 +78,18 @@ def shard(backbone: nn.Module, mesh: Any, *, reshard: bool = True) -> None:
 
     blocks: Any = getattr(backbone, "blocks", ())
     for block in blocks:
+        for part in _parts_of_another_type(block):
+            # They are small, and parts around them read their parameters, too: they stay whole between the passes.
+            fully_shard(part, mesh=mesh, reshard_after_forward=False)
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(backbone, mesh=mesh)
+
+
+def _parts_of_another_type(block: nn.Module) -> list[nn.Module]:
+    """The parts that stay in float32 in a block of half precision: `fully_shard` takes parameters of one type."""
+    if len({parameter.dtype for parameter in block.parameters()}) < 2:
+        return []
+    return [part for part in block.modules() if isinstance(part, KeepsFloat32)]
 
 
 def name_parameters(state: Mapping[str, Any], optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:

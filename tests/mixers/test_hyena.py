@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -87,6 +88,28 @@ def test_the_filter_does_not_depend_on_the_type_of_the_weights_or_on_autocast() 
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(filters(50, 64, torch.float32), single, rtol=0, atol=0)
     torch.testing.assert_close(single.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_changes_it_no_more_than_other_layers(dtype: torch.dtype) -> None:
+    """Rounded filter weights would change the output by a third: so they stay in float32, moved or made."""
+    torch.manual_seed(0)
+    mixer, x = mixers.create("hyena", 64), torch.randn(2, 100, 64)
+    half = copy.deepcopy(mixer).to(dtype)
+    assert half.state_dict().keys() == mixer.state_dict().keys()
+    assert (half.in_proj.weight.dtype, half.filter.skip.dtype) == (dtype, torch.float32)
+    with torch.no_grad():
+        expected, (whole, state) = mixer(x)[0], half(x[:, :90].to(dtype))
+        parts = [whole]
+        for token in x[:, 90:].to(dtype).unbind(1):
+            y, state = half.step(token, state)
+            parts.append(y[:, None])
+    difference = torch.cat(parts, 1).float() - expected
+    assert parts[0].dtype == parts[-1].dtype == dtype
+    assert difference[:, :90].norm() < 0.012 * expected[:, :90].norm()
+    assert difference[:, 90:].norm() < 0.012 * expected[:, 90:].norm()
+    assert half.to("meta", torch.float64).filter.skip.dtype == torch.float64
+    assert half.to(dtype).filter.layers[0].weight.dtype == torch.float32
 
 
 class Convolution(nn.Module):

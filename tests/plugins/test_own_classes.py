@@ -78,7 +78,7 @@ def test_own_model_and_dataset_train_and_are_used(
     assert command_here(folder, "predict", BEST, declared, "input=white.png").returncode == 0
     assert "white.png,bright,0.9" in (folder / "predictions.csv").read_text()
 
-    exported = command_here(folder, "export", BEST, declared, "format=torchscript", "output=own.pt")
+    exported = command_here(folder, "export", BEST, declared, "format=torchscript", "latency=false", "output=own.pt")
     assert exported.returncode == 0, exported.stderr
     model = longseq.from_pretrained(folder / "run/model")
     images = torch.rand(3, 3, 8, 8)

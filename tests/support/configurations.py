@@ -5,8 +5,19 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
+import os
+import sys
 from pathlib import Path
 from typing import Any
+
+
+def share_work() -> None:
+    """All that commands of one process can share whatever they do."""
+    find_modes_once()
+    parse_files_once()
+    choose_files_faster()
+    share_places()
+    find_entry_points_once()
 
 
 def find_modes_once() -> None:
@@ -51,3 +62,52 @@ def parse_files_once() -> None:
         return dataclasses.replace(found, config=copy.deepcopy(found.config), header=dict(found.header))
 
     source._read_config = read_once
+
+
+def choose_files_faster() -> None:
+    """Make no table of what is chosen for a list of files of which none is named by another choice: nobody reads it."""
+    module = importlib.import_module("hydra._internal.defaults_list")
+    make_table = module._create_interpolation_map
+
+    def make_table_if_read(overrides: Any, defaults_list: list[Any], self_added: bool) -> Any:
+        if any(default.is_interpolation() for default in defaults_list):
+            return make_table(overrides, defaults_list, self_added)
+        return None
+
+    module._create_interpolation_map = make_table_if_read
+
+
+def share_places() -> None:
+    """Copy no description of the places of files for each command: only a list of them changes."""
+    repository = importlib.import_module("hydra._internal.config_repository").ConfigRepository
+
+    def copy_list(self: Any, memo: Any) -> Any:
+        twin = copy.copy(self)
+        twin.sources = list(self.sources)
+        return twin
+
+    repository.__deepcopy__ = copy_list
+
+
+def find_entry_points_once() -> None:
+    """Read what installed packages declare once, as long as the folders on Python's path stay as they are."""
+    metadata = importlib.import_module("importlib.metadata")
+    read = metadata.entry_points
+    found: dict[Any, Any] = {}
+
+    def read_once(**parameters: Any) -> Any:
+        places = tuple((place, mtime(place or ".")) for place in sys.path)
+        key = (places, tuple(map(id, sys.meta_path)), tuple(sorted(parameters.items())))
+        if key not in found:
+            found[key] = read(**parameters)
+        return found[key]
+
+    metadata.entry_points = read_once
+
+
+def mtime(path: str) -> int | None:
+    """When a folder or file was changed; None if there is none."""
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return None

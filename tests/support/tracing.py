@@ -33,3 +33,15 @@ def register_onnx_functions_once() -> None:
 def _keep_table() -> None:
     table = importlib.import_module("torch.onnx._internal.exporter._registration").ONNXRegistry
     table.from_torchlib = staticmethod(functools.cache(table.from_torchlib))
+
+
+def find_operators_once() -> None:
+    """Look through torch's table of compound operators once, not dozens of times for each program that is exported."""
+    utils = importlib.import_module("torch._export.utils")
+    utils._materialize_cpp_cia_ops = functools.cache(utils._materialize_cpp_cia_ops)
+
+
+def find_no_gpu_once() -> None:
+    """On a machine without a GPU, do not look for its driver again for each operation on tensors without values."""
+    if not torch.cuda.is_available():
+        torch.cuda._cached_device_count = 0

@@ -124,6 +124,20 @@ def test_a_run_too_short_for_a_rate_names_none(tiny, capsys):
 
 
 @pytest.mark.slow
+def test_pixels_that_no_patch_reads_are_told_once(tmp_path, command_here, tiny_overrides):
+    words = ("model.depth=1", "model.patch_size=4", "trainer.fast_dev_run=true", "data.img_size=10")
+    cut = command_here(tmp_path, "train", *tiny_overrides, *words)
+    assert cut.returncode == 0, cut.stderr
+    told = "data.img_size=10: patches of 4 px leave the last 2 row(s) and 2 column(s) of pixels unread"
+    remedy = "sizes that fit are 8 and 12; model.dynamic_img_pad=true completes them by zeros"
+    warned = [line for line in cut.stderr.splitlines() if "warning" in line]
+    assert warned == [f"longseq: warning: {told}; {remedy}"]
+    padded = command_here(tmp_path, "train", *tiny_overrides, *words, "model.dynamic_img_pad=true")
+    assert padded.returncode == 0, padded.stderr
+    assert "warning" not in padded.stderr
+
+
+@pytest.mark.slow
 def test_resume_finds_runs_beside_what_else_lies_there(tmp_path, command_here, tiny_overrides):
     arguments = ("train", *tiny_overrides, "recipe.epochs=1")
     for name, content in (("foreign", "- 1\n"), ("half", "seed: [0,"), ("lacks", "seed: 0\n")):
@@ -246,6 +260,56 @@ def test_resuming_under_another_configuration_names_the_keys(tiny, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_of_a_gpu_goes_on_with_another_trainer(tmp_path, monkeypatch, command_here, tiny_overrides):
+    """What `trainer=fsdp` sets for GPUs, and what the run's weights depend on, stays; the accelerator need not."""
+    words = ("recipe.epochs=1", "model.depth=1", "callbacks.checkpoint.every_n_train_steps=1")
+    words += tuple(f"+trainer.limit_{part}_batches={count}" for part, count in (("train", 2), ("val", 1), ("test", 1)))
+    words += ("callbacks.samples=null", "callbacks.worst=null")
+    others = [word for word in tiny_overrides if word != "trainer=cpu"]
+    half, step = tmp_path / "run" / "checkpoints" / "half.ckpt", ImageClassifier.training_step
+
+    def keep_the_half(self: ImageClassifier, *batch: Any) -> Any:
+        if self.trainer.global_step == 1:
+            shutil.copy(half.with_name("last.ckpt"), half)
+        return step(self, *batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ImageClassifier, "training_step", keep_the_half)
+        begun = ("trainer=fsdp", "trainer.accelerator=cpu", "trainer.devices=1", "trainer.strategy=auto")
+        trained = command_here(tmp_path, "train", *others, *words, *begun, "output=run")
+    assert trained.returncode == 0, trained.stderr
+    saved = read(half)
+    assert saved["global_step"] == 1
+    saved["hyper_parameters"]["config"]["trainer"]["accelerator"] = "gpu"
+    torch.save(saved, half)
+    whole = read(half.with_name("last.ckpt"))["state_dict"]
+    (tmp_path / "run" / "metrics.json").unlink()
+
+    resume = ("train", *others, *words, "trainer=cpu", f"resume={half}")
+    refused = command_here(tmp_path, *resume, "trainer.precision=32-true")
+    assert "trainer.precision: 'bf16-mixed' there, '32-true' here" in refused.stderr
+    resumed = command_here(tmp_path, *resume)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "as the run began: trainer.log_every_n_steps=50, trainer.precision=bf16-mixed" in resumed.stdout
+    assert only(tmp_path, "**/metrics.json").parent == tmp_path / "run"
+    trainer = OmegaConf.load(tmp_path / "run" / "config.yaml").trainer
+    assert (trainer.accelerator, trainer.precision, trainer.log_every_n_steps) == ("cpu", "bf16-mixed", 50)
+    after = read(half.with_name("last.ckpt"))
+    assert after["global_step"] == 2
+    assert all(torch.equal(value, whole[key]) for key, value in after["state_dict"].items())
+
+
+@pytest.mark.slow
+def test_what_a_run_logs_may_change_when_it_goes_on(tiny, tmp_path):
+    saved = OmegaConf.to_container(tiny(), resolve=True)
+    logged = OmegaConf.to_container(tiny("trainer.log_every_n_steps=3"), resolve=True)
+    assert not runs.differences(saved, logged)
+    kept = runs.as_begun(logged, saved, ["mixer=attention"])["trainer"]["log_every_n_steps"]
+    assert kept == saved["trainer"]["log_every_n_steps"]
+    assert runs.as_begun(logged, saved, ["trainer.log_every_n_steps=3"])["trainer"]["log_every_n_steps"] == 3
+
+
+@pytest.mark.slow
 def test_resuming_layers_that_compute_something_else_by_now_is_refused(tiny, tmp_path):
     train.run(tiny("recipe.epochs=1", "+trainer.limit_train_batches=1"))
     path = tmp_path / "run" / "checkpoints" / "last.ckpt"
@@ -298,7 +362,7 @@ def test_a_sharded_run_measures_what_one_process_does_and_goes_on_there(
     tiny, tmp_path, monkeypatch, command, command_here, tiny_overrides
 ):
     words = ("recipe.epochs=1", "recipe.batch_size=128", "recipe.ema=null", "trainer.precision=32-true")
-    words += ("callbacks.checkpoint.every_n_train_steps=5", "trainer.log_every_n_steps=10", "callbacks.samples=null")
+    words += ("callbacks.checkpoint.every_n_train_steps=5", "callbacks.samples=null")
     words += ("recipe.augment.mixing.cutmix=0",)  # it draws for the batch of a device
     train.run(tiny(*words))
     step = ImageClassifier.training_step

@@ -6,13 +6,16 @@ import errno
 import importlib
 import importlib.metadata
 import logging
+import os
 import re
 import subprocess
 import sys
 import warnings
 from importlib import resources
+from pathlib import Path
 from typing import get_type_hints
 
+import configurations
 import pytest
 from forked import start_fork
 from hydra import compose, initialize_config_module
@@ -75,7 +78,8 @@ def test_an_answer_about_the_command_imports_no_large_library(argument):
 @pytest.mark.slow
 def test_the_help_of_a_verb_imports_neither_torch_nor_what_needs_it():
     code = (
-        "import sys; from longseq.tools import cli\n"
+        "import sys, configurations; from longseq.tools import cli\n"
+        "configurations.share_work()\n"
         "for verb in ('train', 'evaluate', 'prepare', 'prepare image', 'generate', 'harness', 'convert'):\n"
         "    sys.argv[1:] = [*verb.split(), '--help']\n"
         "    try:\n"
@@ -84,7 +88,8 @@ def test_the_help_of_a_verb_imports_neither_torch_nor_what_needs_it():
         "        assert not leaving.code\n"
         "print('help ended', {'torch', 'timm', 'lightning', 'torchmetrics', 'torchvision'} & sys.modules.keys())"
     )
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    environment = {**os.environ, "PYTHONPATH": str(Path(configurations.__file__).parent)}
+    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert process.stdout.splitlines()[-1] == "help ended set()"
 
 

@@ -33,6 +33,7 @@ from longseq.tools.export.language_model import LanguageModelFile
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pages" / "export.md"
 DATA: dict[str, Any] = {"vocab_size": 11, "separator": 10, "window": 64, "tokenizer": {"kind": "bytes"}}
+NO_ROOM = r"(?i)out of (bounds|range|data bounds)|must be within|invalid index"
 PATTERNS = [*mixers.mixer_names(), "deltanet+attention+window_attention"]
 
 
@@ -102,6 +103,9 @@ def test_the_length_can_be_open(mixer: str, tmp_path: Path, captured_once: None)
             logits, values = call(piece, values)
             found.append(logits)
         torch.testing.assert_close(torch.cat(found, dim=1), expected, atol=1e-3, rtol=0)
+        if mixer == "attention":  # whose cache has room for 140 tokens
+            with pytest.raises(Exception, match=NO_ROOM):
+                call(tokens[:, :1], values)
 
 
 def test_an_open_length_that_is_not_open_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,27 +149,22 @@ def test_one_file_reads_the_prompt_and_another_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dynamic_length", "options"),
-    [(False, {}), (True, {}), (False, {"positions": "learned", "max_length": 6})],
-    ids=["cache", "cache of any length", "positions"],
-)
+@pytest.mark.parametrize("options", [{}, {"positions": "learned", "max_length": 6}], ids=["cache", "positions"])
 def test_a_file_reads_no_more_than_it_has_room_for(
-    dynamic_length: bool, options: dict[str, Any], tmp_path: Path, captured_once: None
+    options: dict[str, Any], tmp_path: Path, captured_once: None
 ) -> None:
+    """`test_the_length_can_be_open` has a cache that reads several tokens at once."""
     model = build("attention", **options)
-    token = torch.zeros(1, 1, dtype=torch.long) if dynamic_length else torch.zeros(1, dtype=torch.long)
+    token = torch.zeros(1, dtype=torch.long)
     for format, suffix in SUFFIXES.items():
         path = tmp_path / f"model{suffix}"
-        report = export_language_model(
-            model, path, format=format, dynamic_length=dynamic_length, max_length=6, batch_sizes=(1,)
-        )
+        report = export_language_model(model, path, format=format, max_length=6, batch_sizes=(1,))
         assert report.metadata["max_length"] == 6
         call = FORMATS[format].open_file(path)
         values = [state.starts(1) for state in state_spec(model, 6)]
         for _ in range(6):
             _, values = call(token, values)
-        with pytest.raises(Exception, match=r"(?i)out of (bounds|range|data bounds)|must be within|invalid index"):
+        with pytest.raises(Exception, match=NO_ROOM):
             call(token, values)
 
 

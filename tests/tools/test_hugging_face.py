@@ -104,6 +104,17 @@ def test_a_saved_adapter_finds_its_model(tmp_path: Path) -> None:
     assert torch.equal(model.eval()(TOKENS).logits, again(TOKENS).logits)
 
 
+def test_the_filters_of_hyena_are_loaded_in_float32(tmp_path: Path) -> None:
+    plain = make("hyena", d_model=64, max_length=64).float()
+    plain.save_pretrained(tmp_path)
+    half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    kinds = {(".filter." in name, value.dtype) for name, value in half.named_parameters()}
+    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+    with torch.no_grad():
+        expected = plain(TOKENS).logits
+        assert (half(TOKENS).logits.float() - expected).norm() < 0.02 * expected.norm()
+
+
 def test_an_adapter_of_the_embedding_also_changes_the_tied_head() -> None:
     peft = pytest.importorskip("peft", reason="needs peft")
     adapted = peft.get_peft_model(

@@ -70,6 +70,16 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         {"root": "a.csv"},
         "2 that cannot be read: .*a.csv, line 2: 3 cells under a header of 2; .*line 3: 1 cells under a header of 2",
     ),
+    "semicolons": (
+        lambda path: _csv(path, "text;label\none;fish\n"),
+        {"root": "a.csv"},
+        "a.csv has ';' between its columns: save it with commas",
+    ),
+    "UTF-16": (
+        lambda path: (path / "a.csv").write_text("text,label\none,fish\n", "utf-16"),
+        {"root": "a.csv"},
+        r"a.csv is no UTF-8 \(its first line is not\): save it so",
+    ),
     "no label": (
         lambda path: _jsonl(path, [{"text": "one", "label": None}, {"text": "two", "label": ["a", "b"]}]),
         {},
@@ -119,6 +129,16 @@ def test_mistakes_are_one_line(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         open_data(tmp_path, **{**keys, "root": None if root is None else str(tmp_path / root)})
     assert "\n" not in str(error.value)
+
+
+def test_classes_that_only_look_alike_are_told(tmp_path: Path, caplog: Any) -> None:
+    spelled = {"fish": ["fish", "fish "], "bird": ["\u00e9", "e\u0301"], "tree": ["tree", "Tree"]}
+    rows = [{**row, "label": spelled[row["label"]][index // 3 % 2]} for index, row in enumerate(make_rows(60))]
+    _jsonl(tmp_path, rows)
+    assert open_data(tmp_path, root=str(tmp_path / "a.jsonl")).info.num_classes == 6
+    (told,) = (record.message for record in caplog.records if "alike" in record.message)
+    assert "'e\\u0301' and '\\xe9', 'fish' and 'fish ' (blanks" in told
+    assert "tree" not in told
 
 
 def test_bad_lines_are_counted_listed_and_left_out(tmp_path: Path, caplog: Any) -> None:

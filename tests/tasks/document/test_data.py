@@ -218,6 +218,9 @@ def test_several_labels_in_lists_in_cells_and_in_columns(tmp_path: Path) -> None
         _, targets = next(iter(data.train_dataloader()))
         assert targets.dtype == torch.float32
     assert found[0] == found[1] == found[2]
+    alone = open_data(tmp_path, root=str(tmp_path / "columns.csv"), multi_label=True, label_column=["b"])
+    assert alone.info.class_names == ["b"]
+    assert sum(alone.split("train").targets[:, 0]) == sum(target[1] for target in found[2].values())
     for text, target in found[0].items():
         number = int(text.split()[1])
         assert target == [number % 2 == 0, number % 3 == 0]

@@ -288,7 +288,9 @@ def test_several_labels_from_a_table_train_and_export(tiny, compose_config, tmp_
     written = json.loads((run / "metrics.json").read_text())
     file = tmp_path / "labels.onnx"
     checkpoint = f"checkpoint={run / 'checkpoints' / 'best.ckpt'}"
-    export.run(compose_config("export", checkpoint, f"output={file}", "preprocess=true", "softmax=true"))
+    export.run(
+        compose_config("export", checkpoint, f"output={file}", "preprocess=true", "softmax=true", "latency=false")
+    )
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
     stated = {
         key: json.loads(session.get_modelmeta().custom_metadata_map[key]) for key in ("class_names", "thresholds")
@@ -315,6 +317,7 @@ TABLES = {
     "file_name,label\na.png,x\na.png,y\n": "line 3: a.png is in line 2 already: give each image one line",
     "file_name,label\na.png,x\n,y\n": "line 3: no file in column 'file_name'",
     "file_name,label\na.png,x\nb.png,\n": "line 3: no label in column 'label'",
+    "file_name;label\na.png;x\n": "has ';' between its columns: save it with commas",
     "file_name,label\na.png,x\nb.png,x\n": "has one class alone (x), and nothing to tell apart",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import timm
 import torch
 
 from longseq.tasks.image.info import DataInfo
@@ -47,3 +48,27 @@ def test_models_of_timm_keep_their_architecture(name, img_size, patch, compose_c
     if patch is not None:
         assert backbone.patch_embed.patch_size == (patch, patch)
         assert backbone.patch_embed.img_size == (img_size, img_size)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"img_size": 30, "patch_size": 4}, "2 row(s) and 2 column(s) of pixels unread; sizes that fit are 28 and 32"),
+        ({"img_size": 30, "patch_size": (4, 6)}, "2 row(s) and 0 column(s) of pixels unread; sizes that fit are 24 an"),
+        ({"img_size": 32, "patch_size": 4}, None),
+    ],
+)
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "longseq_vit_tiny_patch16_224"])
+def test_patches_that_do_not_divide_images_cut_them_as_in_timm(name, options, told):
+    own = {"mixer": "attention"} if name.startswith("longseq") else {"num_heads": 1}
+    torch.manual_seed(0)
+    model = timm.create_model(name, embed_dim=16, depth=1, num_classes=3, **own, **options).eval()
+    size = options["img_size"]
+    images = torch.zeros(1, 3, size, size)
+    changed = images.clone()
+    changed[:, :, 28:] = 1
+    with torch.no_grad():
+        assert torch.equal(model(images), model(changed)) == (told is not None)
+    remarks = ImageModel().remarks(model)
+    assert len(remarks) == (told is not None)
+    assert all(told in line for line in remarks)

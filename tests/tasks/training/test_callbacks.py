@@ -148,7 +148,7 @@ def test_waiting_for_data_is_measured_apart(tiny, monkeypatch):
 
     monkeypatch.setattr(TrainingBatches, "__getitem__", slow)
     throughput = Throughput()
-    fit(tiny("trainer.log_every_n_steps=5"), throughput)
+    fit(tiny("trainer.log_every_n_steps=5", "recipe.epochs=1"), throughput)
     assert throughput.data_wait_ms > 20
     assert 0 < throughput.rate < 64 / 0.02
 
@@ -156,7 +156,7 @@ def test_waiting_for_data_is_measured_apart(tiny, monkeypatch):
 @pytest.mark.slow
 def test_the_time_of_other_callbacks_is_no_training(tiny, monkeypatch):
     monkeypatch.setattr(Telemetry, "on_train_batch_end", lambda *_: time.sleep(0.2))
-    config = tiny("trainer.log_every_n_steps=5", "recipe.epochs=1")
+    config = tiny("trainer.log_every_n_steps=5", "recipe.epochs=1", "+trainer.limit_train_batches=10")
     datamodule, task = train.build(config)
     trainer = build_trainer(config, train.build_callbacks(config, task))
     trainer.fit(task, datamodule=datamodule)
