@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longseq.kernels import first_use
 from longseq.kernels.devices import is_emulated, triton_reasons
 from longseq.kernels.dispatch import Call
 from longseq.kernels.image_transforms.colour import image_steps_torch
@@ -50,17 +50,10 @@ def step_reasons(call: Call) -> list[str]:
 
 def find_error(index: int, kind: str) -> str | None:
     """Transform random images on a GPU, and compare them with the form of torch on the CPU: what is wrong, or None."""
-    device = torch.device("cuda", index)
-    try:
-        with torch.cuda.device(device), torch.no_grad():
-            error = compare(device, kind)
-    except Exception as failure:  # a missing compiler, or a kernel that does not compile
-        error = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
-    if error is not None:
-        name = torch.cuda.get_device_name(device)
-        error = f"the kernels that transform images ({kind}) failed their check on {name}: {error}"
-        warnings.warn(f"longseq refuses the fused form of image transforms, and torch does them, slowly: {error}")
-    return error
+    what = f"transform images ({kind})"
+    return first_use.find_error(
+        index, partial(compare, kind=kind), what=what, operation="image transforms", instead="does them"
+    )
 
 
 def compare(device: torch.device, kind: str, size: int = SIZE) -> str | None:

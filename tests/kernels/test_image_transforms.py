@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import cases
 
-from longseq.kernels import explain, image_resize, image_steps
+from longseq.kernels import explain, first_use, image_resize, image_steps
 from longseq.kernels.image_transforms import fused
 from longseq.kernels.image_transforms.parameters import KINDS
 
@@ -53,8 +53,10 @@ def test_the_processor_takes_the_form_of_torch_and_names_the_reason():
 
 
 def test_kernels_that_fail_their_check_are_refused_in_one_line(monkeypatch):
-    monkeypatch.setattr(fused, "compare", lambda *_: "7 values are wrong (color)")
-    monkeypatch.setattr(torch.cuda, "device", lambda *_: torch.no_grad())
+    monkeypatch.setattr(fused, "compare", lambda *_, **__: "7 values are wrong (color)")
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: torch.no_grad())
+    monkeypatch.setattr(first_use, "side_stream", lambda index: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     with pytest.warns(UserWarning, match="refuses the fused form of image transforms"):
         error = fused.find_error(0, "steps")

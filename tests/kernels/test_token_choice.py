@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from longseq.kernels import explain, token_choice
+from longseq.kernels import explain, first_use, token_choice
 from longseq.kernels.token_choice import fused
 
 triton_choice = importlib.import_module("longseq.kernels.token_choice.triton_choice")
@@ -59,15 +59,15 @@ def test_the_processor_takes_the_form_of_torch_and_names_the_reason():
 
 
 def test_a_kernel_that_fails_its_check_is_refused_in_one_line(monkeypatch):
-    monkeypatch.setattr(fused, "compare", lambda *_: "3 of 8 tokens are wrong")
+    monkeypatch.setattr(fused, "compare", lambda *_, **__: "3 of 8 tokens are wrong")
     monkeypatch.setattr(torch.cuda, "device", torch.no_grad)
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: torch.no_grad())
-    monkeypatch.setattr(fused, "side_stream", lambda index: None)
+    monkeypatch.setattr(first_use, "side_stream", lambda index: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     with pytest.warns(UserWarning, match="refuses the fused form of token_choice"):
         error = fused.find_error(0, torch.float32, "drawn")
-    assert error == "the kernel that draws tokens (drawn) failed its check on a GPU: 3 of 8 tokens are wrong"
+    assert error == "the kernels that draw tokens (drawn) failed their check on a GPU: 3 of 8 tokens are wrong"
 
 
 @pytest.mark.gpu
