@@ -68,8 +68,8 @@ def decode(file: str | Path | IO[bytes]) -> Image.Image:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, without a stream in memory that it names, or the name of its type."""
-    told = re.sub(r" ?<_io\.BytesIO object at 0x[0-9a-f]+>", "", str(error)).strip()
+    """The first line of an error's message, without the Python file that Pillow names, or the name of its type."""
+    told = re.sub(r" ?<_io\.[^>]*>", "", str(error)).strip()
     return (told or type(error).__name__).splitlines()[0]
 
 

@@ -352,8 +352,11 @@ def test_eight_and_sixteen_bits_are_predicted_alike_and_the_rest_is_named(tmp_pa
     assert [row["error"] for row in rows if row["error"]] == ["passed over: .txt"]
 
 
-def test_a_message_names_no_stream_in_memory():
-    with pytest.raises(UnidentifiedImageError) as raised:
-        Image.open(io.BytesIO(b"none"))
-    assert "BytesIO" in str(raised.value)
-    assert first_line(raised.value) == "cannot identify image file"
+def test_a_message_names_no_file_of_python(tmp_path):
+    (tmp_path / "a.png").write_bytes(b"none")
+    with (tmp_path / "a.png").open("rb") as file:
+        for opened in (file, io.BytesIO(b"none")):
+            with pytest.raises(UnidentifiedImageError) as raised:
+                Image.open(opened)
+            assert "<_io." in str(raised.value)
+            assert first_line(raised.value) == "cannot identify image file"
