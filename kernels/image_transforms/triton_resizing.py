@@ -9,15 +9,14 @@ import triton.language as tl
 from torch import Tensor
 
 from longseq.kernels.image_transforms.parameters import Geometries
+from longseq.kernels.image_transforms.resizing import FILTERS
 from longseq.kernels.triton_launch import launch_options, next_power_of_2
 
-FILTERS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
-SUPPORTS = {"nearest": 0.5, "box": 0.5, "bilinear": 1.0, "hamming": 1.0, "bicubic": 2.0, "lanczos": 3.0}
+NAMES = tuple(FILTERS)  # a kernel knows a filter by its number
 # Rows and columns of the block of a program.
 ROWS, COLUMNS = 8, 64
-HEAD = tl.constexpr(
-    10
-)  # numbers of an image: its address, the first of its rows between the passes, box, resized sizes, own sizes
+# Numbers of an image: its address, the first of its rows between the passes, box (4), resized sizes (2), own sizes (2).
+HEAD = tl.constexpr(10)
 
 
 @triton.jit
@@ -168,7 +167,8 @@ def image_resize_triton(
     # Whether a pixel belongs to a box filter may hang on the last bit, so the kernel has no product that it could fuse.
     places = torch.stack([geometries.rows, geometries.columns], 1).to(device)
     centres = (places.double() + 0.5) * scales.to(device)[..., None]
-    most = 2 * math.ceil(SUPPORTS[interpolation] * max(float(scales.max()), 1.0)) + 1
+    support = FILTERS[interpolation].support
+    most = 2 * math.ceil(support * max(float(scales.max()), 1.0)) + 1
     firsts = torch.empty(count, 2, size, dtype=torch.int32, device=device)
     taps = torch.empty(count, 2, dtype=torch.int32, device=device)
     weights = torch.empty(count, 2, most, size, dtype=torch.float32, device=device)
@@ -178,8 +178,8 @@ def image_resize_triton(
     block = min(next_power_of_2(size), 128)
     with torch.cuda.device_of(result):  # Triton launches on the current device
         weigh[(count, 2)](
-            found[0], centres, firsts, taps, weights, size, most, SUPPORTS[interpolation],
-            FILTER=FILTERS.index(interpolation), BLOCK=block, **launch_options(4),
+            found[0], centres, firsts, taps, weights, size, most, support,
+            FILTER=NAMES.index(interpolation), BLOCK=block, **launch_options(4),
         )  # fmt: skip
         resize_across[(count, triton.cdiv(int(heights.max()), ROWS))](
             *found, between, size, most, ROWS=ROWS, COLUMNS=COLUMNS, **launch_options(4)

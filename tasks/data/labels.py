@@ -20,7 +20,8 @@ ClassWeights = Literal["none", "balanced"] | Annotated[list[float], Range(0)] | 
 # `data.sampling`: balanced draws each class equally often (see `longseq.tasks.data.sampler.BalancedSampler`).
 Sampling = Literal["balanced"] | None
 
-_FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
+# Pandas writes 1.0 and 0.0 into a column that has empty cells, too.
+FLAGS = dict.fromkeys(("1", "1.0", "true", "yes"), True) | dict.fromkeys(("0", "0.0", "false", "no", ""), False)
 
 
 def check_label_keys(multi_label: bool, label_column: str | Sequence[str] | None, label_delimiter: str | None) -> None:
@@ -74,7 +75,7 @@ def _cut(value: Any, delimiter: str | None) -> list[Any]:
 
 
 def _flag(column: str, value: Any) -> bool:
-    found = _FLAGS.get("1" if value in (1, True) else "0" if value in (0, False) else str(value).strip().lower())
+    found = FLAGS.get("1" if value in (1, True) else "0" if value in (0, False) else str(value).strip().lower())
     if found is None:
         raise ValueError(f"{value!r} in column {column!r}, which holds 1 or 0")
     return found

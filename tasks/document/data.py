@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from longseq.models import read as read_model
 from longseq.plugins import plugin_of
 from longseq.tasks.data.labels import (
+    FLAGS,
     alike,
     count_classes,
     find_weights,
@@ -350,8 +351,9 @@ class DocumentData(TaskData):
             "options": dict(keys.options),
         }
         if isinstance(keys.label_column, list | tuple):
-            # Not from the cache of earlier versions, which took a list of one column for a column of labels.
-            reading["flags"] = True
+            # Not from the cache of earlier versions, which took a list of one column for a column of labels, and knew
+            # fewer flags.
+            reading["flags"] = sorted(FLAGS)
         stop = keys.on_bad_line == "stop"
         return prepare_documents(
             name,
@@ -422,6 +424,9 @@ class DocumentData(TaskData):
                 raise ValueError(f"none of the {len(labels['train'])} training documents has a label")
             if (told := alike(names)) is not None:
                 _warn(told)
+            columns = keys.label_column if isinstance(keys.label_column, list | tuple) else []
+            if unused := [column for column in columns if column not in names]:
+                _warn(f"no training document has the label {', '.join(map(repr, unused))}: the model does not know it")
         owner = "the training documents" if trained is None else "the model"
         for name, one in found.items():
             if (unknown := unknown_label(labels[name], one.sets, one.places, names)) is not None:

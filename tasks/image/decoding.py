@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -67,8 +68,9 @@ def decode(file: str | Path | IO[bytes]) -> Image.Image:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or the name of its type."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The first line of an error's message, without the Python file that Pillow names, or the name of its type."""
+    told = re.sub(r" ?<_io\.[^>]*>", "", str(error)).strip()
+    return (told or type(error).__name__).splitlines()[0]
 
 
 def find_jpeg_size(data: bytes) -> tuple[int, int] | None:

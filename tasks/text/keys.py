@@ -65,7 +65,8 @@ class TextDataKeys:
         roots = 1 if self.root is None or isinstance(self.root, str) else len(self.root)
         if self.weights is not None and len(self.weights) != roots:
             raise ValueError(
-                f"data.weights has {len(self.weights)} entries, data.root {roots}: give one for each folder"
+                f"data.weights has {len(self.weights)} entries, data.root {roots}: give one for each folder, or "
+                "data.weights=null"
             )
         if self.packing == "streams" and roots > 1:
             raise ValueError("data.packing=streams reads one corpus: give one data.root, or another data.packing")

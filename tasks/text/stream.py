@@ -8,6 +8,9 @@ from longseq.tasks.text.tokenizer import Tokenizer
 
 # Tokens that may wait for the rest of their character; a character of UTF-8 has at most four bytes.
 _LONGEST_WAIT = 4
+# Tokens that are decoded again with those that follow, while no character is whole.
+_LONGEST_CONTEXT = 32
+_NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream:
@@ -18,30 +21,44 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        # Decoded together with what follows: the tokens from `_start` on, of which those up to `_read` were given out.
+        # Decoded together with what follows; those up to `_read` were given out.
         self._tokens = list(context)[-_LONGEST_WAIT:]
-        self._start, self._read = 0, len(self._tokens)
+        self._read = len(self._tokens)
 
     def push(self, token: int) -> str:
         """The text that a token completes, possibly none."""
         self._tokens.append(token)
         text = self._new()
-        waits = text.endswith("\N{REPLACEMENT CHARACTER}") and len(self._tokens) - self._read < _LONGEST_WAIT
-        if waits or not text:
+        waiting = len(self._tokens) - self._read
+        if not text:
             return ""
-        self._start, self._read = self._read, len(self._tokens)
-        self._tokens, self._read, self._start = self._tokens[self._start :], self._read - self._start, 0
-        return text
+        if not text.endswith(_NO_CHARACTER):
+            return self._give(waiting)
+        if waiting < _LONGEST_WAIT:
+            return ""
+        # The first of these tokens is no part of a character. The last ones may still begin one: they wait on.
+        whole = self._tokenizer.decode(self._tokens)
+        return self._give(next(n for n in range(1, waiting + 1) if whole.startswith(self._before(n))))
 
     def finish(self) -> str:
         """What is held back at the end, with U+FFFD for bytes that form no character."""
-        text = self._new()
-        self._read = len(self._tokens)
-        return text
+        return self._give(len(self._tokens) - self._read)
 
     def _new(self) -> str:
-        before = self._tokenizer.decode(self._tokens[self._start : self._read])
-        return self._tokenizer.decode(self._tokens[self._start :])[len(before) :]
+        return self._tokenizer.decode(self._tokens)[len(self._before(0)) :]
+
+    def _before(self, count: int) -> str:
+        """The text of what was given out and of the first `count` tokens that wait."""
+        return self._tokenizer.decode(self._tokens[: self._read + count])
+
+    def _give(self, count: int) -> str:
+        """The text of the first `count` tokens that wait; it becomes the context of what follows."""
+        before = self._before(count)
+        text = before[len(self._before(0)) :]
+        # Bytes that are no character may count as one with those before them, which stay until a character is whole.
+        forgotten = 0 if before.endswith(_NO_CHARACTER) and self._read < _LONGEST_CONTEXT else self._read
+        self._tokens, self._read = self._tokens[forgotten:], self._read + count - forgotten
+        return text
 
 
 class StopStrings:

@@ -24,7 +24,7 @@ def test_the_kernels_give_the_pixels_of_torch(kind, interpreted):
 @pytest.mark.parametrize(
     ("module", "name", "wrong", "kind"),
     [
-        (triton_resizing, "SUPPORTS", {**triton_resizing.SUPPORTS, "bicubic": 1.0}, "bicubic"),
+        (triton_resizing, "FILTERS", {"bicubic": triton_resizing.FILTERS["bicubic"]._replace(support=1.0)}, "bicubic"),
         (triton_steps, "COLOR", triton_steps.CONTRAST, "steps"),
         (triton_steps, "SHARPNESS", triton_steps.TABLE, "steps"),
         (triton_steps, "BICUBIC", triton_steps.BILINEAR, "steps"),

@@ -189,7 +189,7 @@ def test_training_reads_other_windows_of_a_document_in_each_epoch(tmp_path: Path
         open_data(tmp_path, root=str(path), random_crops=True, batch_size=1024)
 
 
-def test_several_labels_in_lists_in_cells_and_in_columns(tmp_path: Path) -> None:
+def test_several_labels_in_lists_in_cells_and_in_columns(tmp_path: Path, caplog: Any) -> None:
     rows = [
         {"text": f"document {i} {'x' * i}", "label": [n for n, k in (("a", 2), ("b", 3)) if i % k == 0]}
         for i in range(30)
@@ -198,13 +198,14 @@ def test_several_labels_in_lists_in_cells_and_in_columns(tmp_path: Path) -> None
     write_csv(tmp_path / "cells.csv", [{**row, "label": "; ".join(row["label"])} for row in rows])
     with (tmp_path / "columns.csv").open("w") as file:
         file.write(
-            "text,a,b\n" + "".join(f"{r['text']},{int('a' in r['label'])},{int('b' in r['label'])}\n" for r in rows)
+            "text,a,b,never\n"
+            + "".join(f"{r['text']},{int('a' in r['label'])},{float('b' in r['label'])},0\n" for r in rows)
         )
     found = []
     for name, keys in (
         ("lists.jsonl", {}),
         ("cells.csv", {"label_delimiter": ";"}),
-        ("columns.csv", {"label_column": ["a", "b"]}),
+        ("columns.csv", {"label_column": ["a", "b", "never"]}),
     ):
         data = open_data(
             tmp_path, root=str(tmp_path / name), multi_label=True, batch_size=512, class_weights="balanced", **keys
@@ -218,6 +219,7 @@ def test_several_labels_in_lists_in_cells_and_in_columns(tmp_path: Path) -> None
         _, targets = next(iter(data.train_dataloader()))
         assert targets.dtype == torch.float32
     assert found[0] == found[1] == found[2]
+    assert "no training document has the label 'never': the model does not know it" in caplog.text
     alone = open_data(tmp_path, root=str(tmp_path / "columns.csv"), multi_label=True, label_column=["b"])
     assert alone.info.class_names == ["b"]
     assert sum(alone.split("train").targets[:, 0]) == sum(target[1] for target in found[2].values())

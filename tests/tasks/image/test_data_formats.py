@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 from image_data import image_data
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from longseq.tasks import predict, train
 from longseq.tasks.image.augmentation import Augmentation
 from longseq.tasks.image.datasets import ImageFiles
-from longseq.tasks.image.decoding import decode, image_endings, in_eight_bits
+from longseq.tasks.image.decoding import decode, first_line, image_endings, in_eight_bits
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.transforms import evaluation_transform, training_transform
 
@@ -350,3 +350,13 @@ def test_eight_and_sixteen_bits_are_predicted_alike_and_the_rest_is_named(tmp_pa
     rows = list(csv.DictReader(output.open()))
     assert len({(row["class_1"], row["probability_1"]) for row in rows if not row["error"]}) == 1
     assert [row["error"] for row in rows if row["error"]] == ["passed over: .txt"]
+
+
+def test_a_message_names_no_file_of_python(tmp_path):
+    (tmp_path / "a.png").write_bytes(b"none")
+    with (tmp_path / "a.png").open("rb") as file:
+        for opened in (file, io.BytesIO(b"none")):
+            with pytest.raises(UnidentifiedImageError) as raised:
+                Image.open(opened)
+            assert "<_io." in str(raised.value)
+            assert first_line(raised.value) == "cannot identify image file"

@@ -184,6 +184,14 @@ def test_bytes_that_are_no_character_are_shown_in_the_end():
     assert "".join(stream.push(token) for token in b"\xffab") == "\N{REPLACEMENT CHARACTER}ab"
 
 
+@pytest.mark.parametrize(
+    "text", [b"Y\x8b\x9b\x94\xde\xb6r", b"\xe2\x82\xf0\x9f\x98\x80", b"\xf0\xb6\xac\xff\x80\x9f", b"\x8b" * 9]
+)
+def test_text_that_comes_token_by_token_is_that_of_all_tokens(text):
+    stream = TextStream(ByteTokenizer())
+    assert "".join(stream.push(token) for token in text) + stream.finish() == text.decode(errors="replace")
+
+
 def test_prompts_come_from_lines_and_from_json(tmp_path):
     (tmp_path / "a.txt").write_text("one\n\ntwo words\n")
     assert generate.read_prompts(tmp_path / "a.txt") == ["one", "two words"]
