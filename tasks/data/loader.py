@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from longseq.tasks.data.batch import Batch, Failure
+from longseq.tasks.data.parcel import pack, unpack
 from longseq.tasks.data.sampler import EvaluationSampler, UpdateSampler
 from longseq.tasks.training.processes import prepare_data_worker
 
@@ -25,7 +26,8 @@ class BatchLoader(DataLoader[Batch]):
     """Yields (inputs, targets) of a data set that makes whole batches.
 
     `report` is told of the samples of each batch that could not be read; without it there may be none. Workers live as
-    long as the loader. `finish` maps the iterator of the workers' batches to that of finished ones, as `Prefetch` does.
+    long as the loader. `finish` maps the iterator of the workers' batches to that of finished ones, as `Prefetch` does;
+    it must not keep their tensors, which come as views of one (`longseq.tasks.data.parcel`).
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class BatchLoader(DataLoader[Batch]):
         report: Callable[[list[Failure]], None] | None = None,
         finish: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
     ) -> None:
+        self._packed = finish is not None and num_workers > 0
         super().__init__(
             dataset,
             batch_size=None,
@@ -45,7 +48,7 @@ class BatchLoader(DataLoader[Batch]):
             num_workers=num_workers,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
-            collate_fn=_as_it_is,
+            collate_fn=pack if self._packed else _as_it_is,
             worker_init_fn=prepare_data_worker if num_workers else None,
             generator=torch.Generator(),  # else the loader draws its workers' seed from the global generator
         )
@@ -54,7 +57,8 @@ class BatchLoader(DataLoader[Batch]):
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:  # type: ignore[override]
         """Start nothing before the first batch is requested: Lightning sets the epoch after it has called iter()."""
-        batches = self._finish(super().__iter__())
+        batches = super().__iter__()
+        batches = self._finish(map(unpack, batches) if self._packed else batches)
         try:
             for inputs, targets, failures in batches:
                 self._report(failures)

@@ -63,7 +63,8 @@ class Prefetch:
     ) -> None:
         on_gpu = self.device.type == "cuda"
         try:
-            stream = torch.cuda.Stream(self.device) if on_gpu else None
+            # Of high priority: else each of many small kernels waits behind a large one of the step.
+            stream = torch.cuda.Stream(self.device, priority=-1) if on_gpu else None
             with torch.no_grad(), torch.cuda.stream(stream) if on_gpu else nullcontext():
                 while True:
                     places.acquire()
