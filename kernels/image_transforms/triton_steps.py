@@ -219,16 +219,16 @@ def image_steps_triton(images: Tensor, steps: ImageSteps, fill: Sequence[float])
     plane = size * size
     on_device = (part.to(device) for part in steps)
     images = images.contiguous()
-    pieces = triton.cdiv(plane, PIXELS)
+    pieces, options = triton.cdiv(plane, PIXELS), launch_options(4, fused=False)
     with torch.cuda.device_of(images):  # Triton launches on the current device
         for host_kinds, host_values, kinds, values, given in zip(*steps[:2], *on_device, strict=True):
             counts = torch.zeros(count, 4, 256, dtype=torch.int32, device=device)
             tables = torch.empty(count, 3, 256, dtype=torch.uint8, device=device)
             results = torch.empty_like(images)
-            count_values[(count, pieces)](images, kinds, counts, plane, PIXELS=PIXELS, **launch_options(4))
-            make_tables[(count, 3)](kinds, values, given, counts, tables, plane, **launch_options(4))
+            count_values[(count, pieces)](images, kinds, counts, plane, PIXELS=PIXELS, **options)
+            make_tables[(count, 3)](kinds, values, given, counts, tables, plane, **options)
             apply_step[(count, pieces)](
-                images, kinds, values, tables, results, size, *map(float, fill), PIXELS=PIXELS, **launch_options(4)
+                images, kinds, values, tables, results, size, *map(float, fill), PIXELS=PIXELS, **options
             )
             blurred = (host_kinds == KINDS.index("blur")).nonzero()[:, 0]
             if len(blurred):

@@ -116,8 +116,9 @@ def check_nonfinite_stop() -> None:
     sharded = shard(text_model("deltanet"))
     module = LightningModule()
     module.backbone = sharded
-    trainer: Any = SimpleNamespace(precision_plugin=None, global_step=4)
+    trainer: Any = SimpleNamespace(precision_plugin=None, precision="32-true", gradient_clip_val=1.0, global_step=4)
     stop = NonFiniteStop()
+    stop.on_train_start(trainer, module)
     for bad in (False, True):
         loss = sharded(TOKENS)[0].square().sum()
         loss.backward()

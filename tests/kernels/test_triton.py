@@ -1141,6 +1141,10 @@ def assert_accurate_in_every_run(function, arguments, dtype, *, error=error, **o
             # the score. In Triton's interpreter, with exact sums, gradients are off by up to 5.6 times that of
             # rounding.
             factor = 8
+        if dtype == torch.bfloat16 and function in VARIATIONAL:
+            # The delta rule below it rounds what reaches the state to bfloat16 as well: on an H200 the largest error of
+            # the gradient of S is 2.1 times that of rounding, and in Triton's interpreter that of u 2.4 times.
+            factor = 3
     if error is mean_error:
         factor = 100  # one entry that is shrunk to zero only here changes everything that follows
     for name, value in exact.items():

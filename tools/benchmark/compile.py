@@ -45,6 +45,7 @@ from longseq.kernels.image_transforms.fused import list_calls as list_image_call
 from longseq.kernels.launch_file import LAUNCHES_VARIABLE
 from longseq.kernels.self_test import SELF_TEST_VARIABLE, find_trial, list_calls
 from longseq.kernels.token_choice.fused import list_calls as list_choice_calls
+from longseq.kernels.triton_launch import UNFUSED
 from longseq.tasks.training.command import CommandKeys, read_command
 from longseq.tasks.training.options import Length, OneOf, Range
 from longseq.tools.benchmark.measure import one_line
@@ -218,7 +219,7 @@ def _record(task: tuple[tuple[int, int], list[str], Collection[str] | None]) -> 
         return True
 
     knobs.runtime.jit_cache_hook = note
-    knobs.language.default_fp_fusion = False  # every launch sets this itself
+    knobs.language.default_fp_fusion = False  # the launches that want it set it themselves
     for op in ops:
         for name, in_trial, call in list_calls_at_widths(op):
             if calls is None or name in calls:
@@ -258,7 +259,7 @@ def _choose(capability: tuple[int, int], found: Iterable[tuple[Any, ...]]) -> li
     described = []
     for kernel, specialization, op, call, in_trial in found:
         data = json.loads(specialization)
-        if not data["options"]["enable_fp_fusion"]:
+        if data["options"]["enable_fp_fusion"] == (kernel.fn.__name__ in UNFUSED):
             raise AssertionError(f"{op} launches {kernel.fn.__qualname__} without `launch_options`")
         base, flags = _describe(kernel, data)
         most = -sum(value is True for _, value in flags)

@@ -31,12 +31,15 @@ class NonFiniteStop(Callback):
             raise ValueError(f"callbacks.nonfinite.every_n_steps={every_n_steps} must be at least 1")
         self.every_n_steps = every_n_steps
         self._loss: Tensor | None = None
+        # Listed once in a training: walking through the modules takes longer than the checks.
+        self._parameters: list[tuple[str, nn.Parameter]] = []
         self._names: list[str] = []
         self._first_step: Tensor | None = None  # the first bad update, -1 if there was none
         self._verdict: Tensor | None = None  # which of loss, parameters and gradients were bad in that update
         self._remedy = "lower recipe.learning_rate"
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._parameters = [(name.removeprefix("backbone."), value) for name, value in pl_module.named_parameters()]
         remedies = ["lower recipe.learning_rate"]
         if not trainer.gradient_clip_val:
             remedies.append("set recipe.gradient_clip=1.0")
@@ -52,7 +55,7 @@ class NonFiniteStop(Callback):
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         assert self._loss is not None
-        named = [(name, parameter) for name, parameter in _backbone_parameters(pl_module) if parameter.grad is not None]
+        named = [(name, parameter) for name, parameter in self._parameters if parameter.grad is not None]
         parameters = [parameter for _, parameter in named]
         # Infinite gradients are usual while a loss scaler (16-mixed) settles; it skips their updates.
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
@@ -78,6 +81,9 @@ class NonFiniteStop(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self.check()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._parameters = []
 
     def check(self) -> None:
         """Raise NonFiniteError if an update was bad in any process. Waits for the device and the other processes."""
@@ -108,10 +114,6 @@ class NonFiniteStop(Callback):
             reached = f", and its gradient reached parameter {name} first" if name else ""
             return f"the loss went non-finite first while every parameter was finite{reached}", loss
         return f"the gradient of parameter {name} went non-finite first while the loss was finite", gradients[:, index]
-
-
-def _backbone_parameters(module: LightningModule) -> list[tuple[str, nn.Parameter]]:
-    return [(name.removeprefix("backbone."), parameter) for name, parameter in module.named_parameters()]
 
 
 def _norms(tensors: list[Any]) -> list[Tensor]:
