@@ -16,6 +16,7 @@ from typing import Any
 HERE = Path(__file__).parent
 ABOUT = ("task", "model", "mixer", "pixels", "tokens", "document_tokens", "batch", "recompute")
 ABOUT = (*ABOUT, "op", "variant", "shape", "dtype", "implementation", "call")
+ABOUT = (*ABOUT, "part", "decode", "repeats", "compile")
 
 
 def subject(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -25,7 +26,10 @@ def subject(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def merge(kept: Mapping[str, Any], result: Mapping[str, Any], words: Mapping[str, str]) -> dict[str, Any]:
     """The saved result, with rows of the new result in place of its own; other new rows follow at the end."""
-    fresh = {subject(row): row for row in ({**row, **words} for row in result["rows"])}
+    given = [{**row, **words} for row in result["rows"]]
+    fresh = {subject(row): row for row in given}
+    if len(fresh) < len(given):
+        raise ValueError("two rows of the result are for the same call or model: ABOUT lacks what tells them apart")
     rows = [fresh.pop(subject(row), row) for row in kept["rows"]]
     stayed = any(row in kept["rows"] for row in rows)
     command = f"{kept['command']}; {result['command']}" if stayed else result["command"]

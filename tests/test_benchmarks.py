@@ -182,6 +182,10 @@ def test_new_rows_replace_those_of_the_same_model_and_others_stay(script):
     assert recomputed["rows"] == [*old, {**result["rows"][0], "recompute": "mixer"}]
     all_new = {**result, "rows": [*result["rows"], {"mixer": "a", "tokens": 8, "speed": 3}]}
     assert keep.merge(kept, all_new, {})["command"] == "second"
+    parts = [{"part": "step"}, {"part": "whole", "decode": "gpu"}, {"part": "whole", "decode": "cpu"}]
+    assert keep.merge({**kept, "rows": []}, {**result, "rows": parts}, {})["rows"] == parts
+    with pytest.raises(ValueError, match="for the same call or model"):
+        keep.merge(kept, {**result, "rows": [*result["rows"], {**result["rows"][0], "unheard_of": 1}]}, {})
 
 
 @pytest.mark.slow

@@ -82,6 +82,7 @@ class DocumentFiles(Inputs):
             raise ValueError(
                 f"saliency={keys.saliency} draws images, and this model classifies documents: leave it out"
             )
+        info.make_tokenizer()  # before a file of another kind is blamed
         columns = Columns(keys.column or info.text_column or TEXT.text)
         if not Path(path).is_dir() or _is_saved(Path(path)):
             return cls([*find_parts([path], columns)], [], columns, info)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from arena_files import write_cifar10, write_pairs, write_paths
 from longseq.tasks.data.generators.listops import CLOSE, MAX, MED, MIN, SM
 from longseq.tasks.document.config import DocumentDataKeys
 from longseq.tasks.document.data import DocumentData
+from longseq.tasks.document.inputs import DocumentFiles
 
 
 def open_data(source: str, tmp_path: Path, **keys: Any) -> DocumentData:
@@ -72,6 +74,9 @@ def test_pairs_are_two_texts_that_each_begin_with_a_separator(tmp_path: Path) ->
     found = {(bytes_of(split.read(index)), data.info.class_names[int(split.targets[index])]) for index in range(12)}
     assert ((b'a "text" test 3', "été test 3".encode()), "1") in found
     assert len(found) == 12
+    keys: Any = SimpleNamespace(num_workers=0, saliency=None, column=None)
+    with pytest.raises(ValueError, match="it reads no files of text"):  # not: the file has no column 'text'
+        DocumentFiles.open(str(tmp_path / "aan" / "new_aan_pairs.test.tsv"), data.info, keys)
     short = open_data("lra_retrieval", tmp_path, root=str(tmp_path / "aan"), options={"text_bytes": 5})
     assert {bytes_of(short.split("val").read(index)) for index in range(12)} == {(b'a "te', "été".encode())}
 
