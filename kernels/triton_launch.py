@@ -26,9 +26,9 @@ UNFUSED = frozenset({"count_values", "make_tables", "apply_step"})
 def launch_options(warps: int, *, fused: bool = True, **others: int | None) -> dict[str, Any]:
     """The keyword arguments that Triton itself reads; every launch takes them from here.
 
-    `fused` lets a multiplication and the addition that follows it be one instruction with one rounding. The kernels were
-    measured with it, except those of `UNFUSED`. It is Triton's default up to 3.9, and not from 3.10 on, so it is set
-    here.
+    `fused` lets a multiplication and the addition that follows it be one instruction with one rounding. The kernels
+    were measured with it, except those of `UNFUSED`. It is Triton's default up to 3.9, and not from 3.10 on, so it is
+    set here.
     """
     return {"num_warps": warps, **others, "enable_fp_fusion": fused}
 

@@ -57,8 +57,8 @@ class BatchLoader(DataLoader[Batch]):
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:  # type: ignore[override]
         """Start nothing before the first batch is requested: Lightning sets the epoch after it has called iter()."""
-        batches = super().__iter__()
-        batches = self._finish(map(unpack, batches) if self._packed else batches)
+        sent: Iterator[Any] = super().__iter__()
+        batches = self._finish(map(unpack, sent) if self._packed else sent)
         try:
             for inputs, targets, failures in batches:
                 self._report(failures)
