@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,6 +104,8 @@ VERBS = {
 
 # Verbs whose key `mixer` names what a model becomes: it composes no file of the group `mixer`.
 NAME_A_MIXER = ("convert",)
+# Keys of each verb whose value is text as it stands.
+TEXTS = {"generate": ("prompt",)}
 
 # Former verbs, and the commands that replace them.
 FORMER = {"probe": "longseq compare task=probe"}
@@ -188,7 +191,7 @@ def main() -> int:
         if name == verb and f"task={task}" in overrides:
             name = own
     try:
-        overrides = check_arguments(name, overrides)
+        overrides = check_arguments(name, quote_texts(name, overrides))
         overrides = overrides_for_hydra(name, load_plugins(_take_task(name, overrides)))
         _run_verb(name, overrides)
     except KeyboardInterrupt:
@@ -261,7 +264,6 @@ def _run_verb(name: str, overrides: list[str]) -> None:
                 named = [word for word in trial if word.partition("=")[2] in told]  # else the fault is another key's
                 _fail(f"{told} (trial {' '.join(named)})" if named else told)
             failures.append(told)
-            _remove_empty(Path(HydraConfig.get().runtime.output_dir))
             if sweeps:
                 # One bad trial does not end a sweep. Hydra's own one would print more lines about it; others count it.
                 here = "basic_launcher" in str(HydraConfig.get().launcher._target_)  # else in another process
@@ -271,6 +273,9 @@ def _run_verb(name: str, overrides: list[str]) -> None:
                 raise
             # Exiting here and not through Hydra omits Hydra's own lines about a failed job.
             raise SystemExit(2) from None
+        finally:
+            # Hydra makes its folder before it is known whether anything is written there: not with output=ANOTHER.
+            _remove_empty(Path(HydraConfig.get().runtime.output_dir))
 
     # Otherwise Hydra prints several lines about an error and exits by itself.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -302,6 +307,25 @@ def kept_root_logger() -> Iterator[None]:
         root.setLevel(level)
 
 
+def quote_texts(name: str, arguments: list[str]) -> list[str]:
+    """A verb's arguments, texts such as prompts in Hydra's quotes, so that no character has a meaning there.
+
+    A text that stands in quotes already is Hydra's own spelling, and stays.
+    """
+    return [_quoted(one) if one.partition("=")[0] in TEXTS.get(name, ()) else one for one in arguments]
+
+
+def _quoted(override: str) -> str:
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    key, _, text = override.partition("=")
+    if text in ("", "null") or re.fullmatch(r"""'(\\.|[^'\\])*'|"(\\.|[^"\\])*\"""", text, re.DOTALL):
+        return override
+    # Of backslashes before an interpolation, OmegaConf takes every second one away.
+    literal = re.sub(r"(\\*)\$\{", lambda found: f"{2 * found[1]}\\${{", text)
+    return f"{key}={QuotedString(literal, Quote.single).with_quotes()}"
+
+
 def overrides_for_hydra(name: str, overrides: list[str]) -> list[str]:
     """A verb's overrides as Hydra takes them."""
     return [_as_name(override) for override in overrides] if name in NAME_A_MIXER else overrides
@@ -315,13 +339,14 @@ def _as_name(override: str) -> str:
 
 
 def _remove_empty(folder: Path) -> None:
-    """Remove the folder that Hydra made for a run that did not begin, and the folders above it that are empty then."""
+    """Remove a folder that Hydra made if nothing was written there, and the folders above it that are empty then."""
     here = Path.cwd()
-    while folder != here and folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()
-        if here not in folder.parents:
-            return
-        folder = folder.parent
+    with suppress(OSError):  # another process of the run has been there
+        while folder != here and folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+            if here not in folder.parents:
+                return
+            folder = folder.parent
 
 
 def _remove_sweep(folder: Path) -> None:

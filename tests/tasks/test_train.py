@@ -278,6 +278,7 @@ def test_a_run_of_a_gpu_goes_on_with_another_trainer(tmp_path, monkeypatch, comm
         begun = ("trainer=fsdp", "trainer.accelerator=cpu", "trainer.devices=1", "trainer.strategy=auto")
         trained = command_here(tmp_path, "train", *others, *words, *begun, "output=run")
     assert trained.returncode == 0, trained.stderr
+    assert not (tmp_path / "outputs").exists()  # where a run has its folder that is given none
     saved = read(half)
     assert saved["global_step"] == 1
     saved["hyper_parameters"]["config"]["trainer"]["accelerator"] = "gpu"

@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import logging
 import os
+import random
 import re
 import subprocess
 import sys
@@ -19,6 +20,8 @@ import configurations
 import pytest
 from forked import start_fork
 from hydra import compose, initialize_config_module
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from longseq.tools import cli, key_help
 
@@ -268,3 +271,32 @@ def logging_and_warnings() -> tuple[object, ...]:
         if isinstance(logger, logging.Logger) and (logger.level or logger.disabled or logger.handlers)
     }
     return kept, logging.root.manager.disable, tuple(warnings.filters)
+
+
+def test_a_prompt_is_the_text_as_it_stands() -> None:
+    texts = [
+        "Hello, world",
+        "f(x)",
+        "{",
+        "[1, 2",
+        "true",
+        "123",
+        " ends ",
+        "é #@~%",
+        "a\nb",
+        'say "hi"',
+        "don't",
+        "a=b",
+        "x\\",
+    ]
+    texts += ["${oc.env:HOME}", "\\${x}", "\\\\${x}'", "'a' or 'b'"]
+    generator = random.Random(0)
+    texts += ["".join(generator.choices("a'\"\\${}[](), :=\n;", k=6)) for _ in range(40)]
+    for text in texts:
+        (override,) = cli.quote_texts("generate", [f"prompt={text}"])
+        value = OverridesParser.create().parse_override(override).value()
+        if text[0] != text[-1] or text[0] not in "'\"":
+            assert OmegaConf.create({"prompt": value}).prompt == text
+    # Hydra's own quotes, as they had to be before, and no prompt.
+    assert cli.quote_texts("generate", ["prompt='def '", "prompt=null"]) == ["prompt='def '", "prompt=null"]
+    assert cli.quote_texts("train", ["prompt=a b"]) == ["prompt=a b"]
