@@ -1,6 +1,6 @@
 """Stops a training whose loss, gradients or weights are no longer finite, and names the first of them."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -13,6 +13,14 @@ from longseq.tasks.training.options import Range
 
 class NonFiniteError(ValueError):
     """Training produced NaN or infinity."""
+
+
+class _Sizes(NamedTuple):
+    """The norms of an update `[1 + P + G]`: of the loss, of the parameters by name, of their gradients if checked."""
+
+    step: int
+    names: list[str]
+    norms: Tensor
 
 
 class NonFiniteStop(Callback):
@@ -33,13 +41,12 @@ class NonFiniteStop(Callback):
         self._loss: Tensor | None = None
         # Listed once in a training: walking through the modules takes longer than the checks.
         self._parameters: list[tuple[str, nn.Parameter]] = []
-        self._names: list[str] = []
-        self._first_step: Tensor | None = None  # the first bad update, -1 if there was none
-        self._verdict: Tensor | None = None  # which of loss, parameters and gradients were bad in that update
+        self._unread: list[_Sizes] = []  # of the updates since the last check
         self._remedy = "lower recipe.learning_rate"
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._parameters = [(name.removeprefix("backbone."), value) for name, value in pl_module.named_parameters()]
+        self._unread = []
         remedies = ["lower recipe.learning_rate"]
         if not trainer.gradient_clip_val:
             remedies.append("set recipe.gradient_clip=1.0")
@@ -60,15 +67,9 @@ class NonFiniteStop(Callback):
         # Infinite gradients are usual while a loss scaler (16-mixed) settles; it skips their updates.
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         gradients = [] if scaled else [parameter.grad for parameter in parameters]
-        sizes = torch.stack([own_part(self._loss).float(), *_norms(parameters), *_norms(gradients)])
-        bad = ~torch.isfinite(sizes)
-        if self._first_step is None or self._verdict is None or self._verdict.shape != bad.shape:
-            self._names = [name for name, _ in named]
-            self._first_step = torch.full((), -1, device=bad.device)
-            self._verdict = torch.zeros_like(bad)
-        clean_before = self._first_step < 0
-        self._verdict = torch.where(clean_before, bad, self._verdict)
-        self._first_step = torch.where(clean_before & bad.any(), trainer.global_step + 1, self._first_step)
+        # Kept as they are until they are read: on a slow host each further operation is a twentieth of a millisecond.
+        norms = torch.stack([own_part(self._loss).float(), *_norms(parameters), *_norms(gradients)])
+        self._unread.append(_Sizes(trainer.global_step + 1, [name for name, _ in named], norms))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -87,33 +88,40 @@ class NonFiniteStop(Callback):
 
     def check(self) -> None:
         """Raise NonFiniteError if an update was bad in any process. Waits for the device and the other processes."""
-        if self._first_step is None or self._verdict is None:
+        if not self._unread:
             return
-        steps = _of_all_ranks(self._first_step)
+        unread, self._unread = self._unread, []
+        bad = torch.cat([one.norms for one in unread]).isfinite().logical_not().cpu()
+        of_update = bad.split([len(one.norms) for one in unread])
+        first = next((index for index, found in enumerate(of_update) if found.any()), None)
+        index, device = first or 0, unread[0].norms.device
+        steps = _of_all_ranks(torch.tensor(-1 if first is None else unread[index].step, device=device)).cpu()
         if int(steps.max()) < 0:
             return
         step = int(steps[steps >= 0].min())
-        self._first_step = None
-        verdicts = _of_all_ranks(self._verdict) & (steps == step).unsqueeze(1)  # later ones are consequences
-        loss, parameters, gradients = verdicts.tensor_split([1, 1 + len(self._names)], dim=1)
-        culprit, ranks = self._culprit(loss.squeeze(1), parameters, gradients)
+        # Later ones are consequences.
+        verdicts = _of_all_ranks(of_update[index].to(device)).cpu() & (steps == step).unsqueeze(1)
+        names = unread[index].names
+        loss, parameters, gradients = verdicts.tensor_split([1, 1 + len(names)], dim=1)
+        culprit, ranks = _find_culprit(names, loss.squeeze(1), parameters, gradients)
         raise NonFiniteError(f"training diverged at step {step}{_name_ranks(ranks)}: {culprit}; {self._remedy}")
 
-    def _culprit(self, loss: Tensor, parameters: Tensor, gradients: Tensor) -> tuple[str, Tensor]:
-        """What was first not finite, and a mask `[ranks]` of where.
 
-        `loss` is `[ranks]`, `parameters` and `gradients` are `[ranks, parameters]`.
-        """
-        if bool(parameters.any()):
-            index = int(parameters.any(0).nonzero()[0])
-            return f"parameter {self._names[index]} went non-finite first", parameters[:, index]
-        # The backward pass runs from the output to the input, so the last of the bad gradients was the first in time.
-        index = int(gradients.any(0).nonzero()[-1]) if bool(gradients.any()) else -1
-        name = self._names[index] if index >= 0 else None
-        if bool(loss.any()):
-            reached = f", and its gradient reached parameter {name} first" if name else ""
-            return f"the loss went non-finite first while every parameter was finite{reached}", loss
-        return f"the gradient of parameter {name} went non-finite first while the loss was finite", gradients[:, index]
+def _find_culprit(names: list[str], loss: Tensor, parameters: Tensor, gradients: Tensor) -> tuple[str, Tensor]:
+    """What was first not finite, and a mask `[ranks]` of where.
+
+    `loss` is `[ranks]`, `parameters` and `gradients` are `[ranks, parameters]`.
+    """
+    if bool(parameters.any()):
+        index = int(parameters.any(0).nonzero()[0])
+        return f"parameter {names[index]} went non-finite first", parameters[:, index]
+    # The backward pass runs from the output to the input, so the last of the bad gradients was the first in time.
+    index = int(gradients.any(0).nonzero()[-1]) if bool(gradients.any()) else -1
+    name = names[index] if index >= 0 else None
+    if bool(loss.any()):
+        reached = f", and its gradient reached parameter {name} first" if name else ""
+        return f"the loss went non-finite first while every parameter was finite{reached}", loss
+    return f"the gradient of parameter {name} went non-finite first while the loss was finite", gradients[:, index]
 
 
 def _norms(tensors: list[Any]) -> list[Tensor]:
