@@ -29,13 +29,13 @@ from longseq.kernels.head_features.triton_features import (
     norm_slope,
     squared_norm,
 )
+from longseq.kernels.packing import find_once, sequence_of_tokens
 from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.short_convolution.triton_convolution import (
     accumulate,
     convolve,
     last_states,
     push,
-    segment_of_tokens,
     short_convolution_triton,
     zeros_of_taps,
 )
@@ -121,37 +121,41 @@ def _load_window(x, t, step, T, channel, there, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _load_segment(segment_of, t, T):
-    """The packed segment of token t; -1 outside."""
-    t = tl.cast(t, tl.int64)
-    return tl.load(segment_of + t, mask=(t >= 0) & (t < T), other=-1)
-
-
-@triton.jit
-def _load_segments(segment_of, t, T, WIDTH: tl.constexpr):
-    """The packed segments of the W tokens before token t, the latest first."""
-    segments = (_load_segment(segment_of, t - 1, T),)
-    for k in tl.static_range(1, WIDTH):
-        segments = segments + (_load_segment(segment_of, t - 1 - k, T),)
-    return segments
-
-
-@triton.jit
-def _load_next_segments(segment_of, t, T, COUNT: tl.constexpr):
-    """The packed segments of COUNT tokens from token t on. Loaded together, before a token between them is stored."""
-    segments = (_load_segment(segment_of, t, T),)
-    for i in tl.static_range(1, COUNT):
-        segments = segments + (_load_segment(segment_of, t + i, T),)
-    return segments
-
-
-@triton.jit
-def _of_segment(values, segments, WIDTH: tl.constexpr, PACKED: tl.constexpr, DELAY: tl.constexpr):
-    """W values, one for each of the last W tokens: zero for tokens of other segments than that of DELAY steps ago."""
+def _load_reach(reach, t, T, PACKED: tl.constexpr):
+    """The reach of token t, see `_of_segment`; 0 outside."""
+    found = 0
     if PACKED:
-        own = (tl.where(segments[0] == segments[DELAY], values[0], 0.0),)
+        t = tl.cast(t, tl.int64)
+        found = tl.load(reach + t, mask=(t >= 0) & (t < T), other=0)
+    return found
+
+
+@triton.jit
+def _load_reaches(reach, t, T, PACKED: tl.constexpr, COUNT: tl.constexpr):
+    """The reaches of COUNT tokens from token t on. Loaded together, before a token between them is stored."""
+    found = (_load_reach(reach, t, T, PACKED),)
+    for i in tl.static_range(1, COUNT):
+        found = found + (_load_reach(reach, t + i, T, PACKED),)
+    return found
+
+
+@triton.jit
+def _if_reached(value, reach, DISTANCE: tl.constexpr):
+    if DISTANCE > 0:
+        value = tl.where(reach >= DISTANCE, value, 0.0)
+    return value
+
+
+@triton.jit
+def _of_segment(values, reach, WIDTH: tl.constexpr, PACKED: tl.constexpr, DELAY: tl.constexpr):
+    """W values, one for each of the last W tokens: zero for those beyond the reach of the token of DELAY steps ago.
+
+    The reach of a token is how many tokens of its packed segment come before it in the direction of reading.
+    """
+    if PACKED:
+        own = (_if_reached(values[0], reach, DELAY),)
         for k in tl.static_range(1, WIDTH):
-            own = own + (tl.where(segments[k] == segments[DELAY], values[k], 0.0),)
+            own = own + (_if_reached(values[k], reach, k if DELAY == 0 else DELAY - k),)
         values = own
     return values
 
@@ -212,7 +216,7 @@ def _place_strengths(first, end, t, head, H: tl.constexpr, GROUP: tl.constexpr, 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def convolve_features(
-    x, weight, segment_of, q, k, v, beta, B, T, x_row, x_token, stretch,
+    x, weight, reach, q, k, v, beta, B, T, x_row, x_token, stretch,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr, KIND: tl.constexpr,
     L1: tl.constexpr, REVERSE: tl.constexpr, READINGS: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, STRENGTHS: tl.constexpr,
@@ -242,19 +246,12 @@ def convolve_features(
         later_at = y + (row + B) * T * width
     begin = first + delay
     window = _load_window(x, begin, x_token, T, channel, there, WIDTH)
-    segments = (0,)
-    if PACKED:
-        segments = _load_segments(segment_of, begin, T, WIDTH)
     for u in range(begin, end + (delay if READINGS == 1 else WIDTH - 1), UNROLL):
         rows = _load_tokens(x, u, x_token, T, channel, there, UNROLL)
-        next_segments = (0,)
-        if PACKED:
-            next_segments = _load_next_segments(segment_of, u, T, UNROLL)
+        reaches = _load_reaches(reach, u - DELAY, T, PACKED, UNROLL)
         for i in tl.static_range(UNROLL):
             window = push(window, rows[i].to(tl.float32), WIDTH)
-            if PACKED:
-                segments = push(segments, next_segments[i], WIDTH)
-            z = convolve(_of_segment(window, segments, WIDTH, PACKED, DELAY), taps, 0.0, WIDTH)
+            z = convolve(_of_segment(window, reaches[i], WIDTH, PACKED, DELAY), taps, 0.0, WIDTH)
             feature = _map(z, unit, K, BLOCK_K, KIND)
             feature *= _scale(feature, unit, EPS, L1)
             _store_token(y_at, u + i - delay, width, first, end, channel, there, feature)
@@ -299,7 +296,7 @@ def _store_token(y, t, step, first, end, channel, there, values):
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def differentiate_convolved(
-    x, weight, segment_of, dq, dk, dv, d_beta, dx, sums, B, T, x_row, x_token, dx_token, P, stretch,
+    x, weight, reach, dq, dk, dv, d_beta, dx, sums, B, T, x_row, x_token, dx_token, P, stretch,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr, KIND: tl.constexpr,
     L1: tl.constexpr, REVERSE: tl.constexpr, READINGS: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
     WEIGHS: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, STRENGTHS: tl.constexpr,
@@ -344,28 +341,21 @@ def differentiate_convolved(
         later_at = dy + (row + B) * T * width
     window = _load_window(x, first, x_token, T, channel, there, WIDTH)
     behind = zeros_of_taps(channel, WIDTH)
-    segments = (0,)
-    if PACKED:
-        segments = _load_segments(segment_of, first, T, WIDTH)
     for u in range(first, end + (WIDTH - 1), UNROLL):
         rows = _load_tokens(x, u, x_token, T, channel, there, UNROLL)
-        next_segments = (0,)
-        if PACKED:
-            next_segments = _load_next_segments(segment_of, u, T, UNROLL)
+        reaches = _load_reaches(reach, u - DELAY, T, PACKED, UNROLL)
         dy_rows = _load_tokens(dy_at, u - delay, width, T, channel, there, UNROLL)
         if READINGS == 2:
             later_rows = _load_tokens(later_at, u - (WIDTH - 1), width, T, channel, there, UNROLL)
         for i in tl.static_range(UNROLL):
             window = push(window, rows[i].to(tl.float32), WIDTH)
-            if PACKED:
-                segments = push(segments, next_segments[i], WIDTH)
-            seen = _of_segment(window, segments, WIDTH, PACKED, DELAY)
+            seen = _of_segment(window, reaches[i], WIDTH, PACKED, DELAY)
             dz = _gradient(convolve(seen, taps, 0.0, WIDTH), dy_rows[i], unit, EPS, K, BLOCK_K, KIND, L1)
             t = u + i - delay
             if WEIGHS:
                 dweight = accumulate(dweight, seen, tl.where((t >= first) & (t < end), dz, 0.0), WIDTH)
             behind = push(behind, tl.zeros_like(dz), WIDTH)
-            behind = accumulate(behind, _of_segment(taps, segments, WIDTH, PACKED, DELAY), dz, WIDTH)
+            behind = accumulate(behind, _of_segment(taps, reaches[i], WIDTH, PACKED, DELAY), dz, WIDTH)
             t = u + i - (WIDTH - 1)
             if READINGS == 2:
                 dz = _gradient(convolve(window, later_taps, 0.0, WIDTH), later_rows[i], unit, EPS, K, BLOCK_K, KIND, L1)
@@ -409,6 +399,19 @@ def _warps(block: int, width: int) -> int:
     return max(block * next_power_of_2(cdiv(width, 4)) // WARP, 1)
 
 
+def _find_reach(x: Tensor, cu_seqlens: Tensor | None, reverse: int) -> Tensor | None:
+    """How many tokens of its packed segment are read before each token, [T]; None if the batch is not packed."""
+    if cu_seqlens is None:
+        return None
+
+    def find() -> Tensor:
+        segment = sequence_of_tokens(cu_seqlens, x.shape[1])
+        place = torch.arange(x.shape[1], device=x.device)
+        return (cu_seqlens[1:][segment] - 1 - place if reverse else place - cu_seqlens[segment]).to(torch.int32)
+
+    return find_once(cu_seqlens, ("reach", x.shape[1], bool(reverse)), find)
+
+
 def _are_too_wide(key_dim: int, width: int) -> bool:
     """True if the heads or the convolution are too wide for one program."""
     return _warps(max(WARP, next_power_of_2(key_dim)), width) > LARGEST_WARPS
@@ -440,7 +443,7 @@ def convolved_features(
         "forward", x.device, batch, tokens, x.stride()[:2], weight.shape[-1], num_heads, key_dim, v.shape[3],
         **_find_constants(weight, cu_seqlens, feature_map, l1, reverse),
     )  # fmt: skip
-    launch(x, weight, segment_of_tokens(x, cu_seqlens), q, k, v, beta)
+    launch(x, weight, _find_reach(x, cu_seqlens, reverse), q, k, v, beta)
     return q, k, v, beta
 
 
@@ -473,7 +476,7 @@ def convolved_features_backward(
     rows = (*weight.shape[:-2], tiles, weight.shape[-1], weight.shape[-2])
     sums = x.new_empty(rows if weighs else 0, dtype=torch.float32)
     gradients = (y.contiguous() for y in (dq, dk, dv, d_beta))
-    launch(x, weight, segment_of_tokens(x, cu_seqlens), *gradients, dx, sums)
+    launch(x, weight, _find_reach(x, cu_seqlens, reverse), *gradients, dx, sums)
     return dx, torch.empty_like(weight).copy_(sums.sum(-3).mT) if weighs else x.new_empty((0,))
 
 
