@@ -29,13 +29,13 @@ from longseq.kernels.head_features.triton_features import (
     norm_slope,
     squared_norm,
 )
-from longseq.kernels.packing import find_once, sequence_of_tokens
 from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.short_convolution.triton_convolution import (
     accumulate,
     convolve,
     last_states,
     push,
+    reach_of_tokens,
     short_convolution_triton,
     zeros_of_taps,
 )
@@ -401,15 +401,8 @@ def _warps(block: int, width: int) -> int:
 
 def _find_reach(x: Tensor, cu_seqlens: Tensor | None, reverse: int) -> Tensor | None:
     """How many tokens of its packed segment are read before each token, [T]; None if the batch is not packed."""
-    if cu_seqlens is None:
-        return None
-
-    def find() -> Tensor:
-        segment = sequence_of_tokens(cu_seqlens, x.shape[1])
-        place = torch.arange(x.shape[1], device=x.device)
-        return (cu_seqlens[1:][segment] - 1 - place if reverse else place - cu_seqlens[segment]).to(torch.int32)
-
-    return find_once(cu_seqlens, ("reach", x.shape[1], bool(reverse)), find)
+    reach = reach_of_tokens(x, cu_seqlens)
+    return None if reach is None else reach[int(reverse > 0)]
 
 
 def _are_too_wide(key_dim: int, width: int) -> bool:

@@ -131,24 +131,27 @@ def _borders(n, T, cu_seqlens):
 
 
 @triton.jit
-def _segment(cu_seqlens, segment_of, t, T, REVERSE: tl.constexpr):
-    """The packed segment of the token that is read as number t, and the token's number in the segment."""
+def _segment(reach, segment_of, t, T, REVERSE: tl.constexpr, HAS_STATE: tl.constexpr):
+    """The packed segment of the token that is read as number t, 0 without states; and its number in the segment."""
     place = token_after(t, 0, T, REVERSE)
-    n = tl.load(segment_of + place, mask=t < T, other=0).to(tl.int64)
-    start, end = _borders(n, T, cu_seqlens)
-    return n, tl.maximum(end - 1 - place if REVERSE else place - start, 0)
+    n = tl.cast(0, tl.int64)
+    if HAS_STATE:
+        n = tl.load(segment_of + place, mask=t < T, other=0).to(tl.int64)
+    if REVERSE:
+        reach += T
+    return n, tl.load(reach + place, mask=t < T, other=0)
 
 
 @triton.jit
-def _segments(cu_seqlens, segment_of, t, T, REVERSE: tl.constexpr, COUNT: tl.constexpr):
+def _segments(reach, segment_of, t, T, REVERSE: tl.constexpr, HAS_STATE: tl.constexpr, COUNT: tl.constexpr):
     """The packed segments of COUNT tokens from number t on, and the tokens' numbers in them.
 
     They are loaded together, before a token between them is stored.
     """
-    n, age = _segment(cu_seqlens, segment_of, t, T, REVERSE)
+    n, age = _segment(reach, segment_of, t, T, REVERSE, HAS_STATE)
     segments, ages = (n,), (age,)
     for i in tl.static_range(1, COUNT):
-        n, age = _segment(cu_seqlens, segment_of, t + i, T, REVERSE)
+        n, age = _segment(reach, segment_of, t + i, T, REVERSE, HAS_STATE)
         segments = segments + (n,)
         ages = ages + (age,)
     return segments, ages
@@ -230,7 +233,7 @@ def accumulate(sums, window, dz, WIDTH: tl.constexpr):
 
 @triton.jit
 def _convolve_stretch(
-    x, weight, bias, state, cu_seqlens, segment_of, y, T, D, x_row, x_token, row, n, first, end, d,
+    x, weight, bias, state, reach, segment_of, y, T, D, x_row, x_token, row, n, first, end, d,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr,
     REVERSE: tl.constexpr, SILU: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
@@ -242,14 +245,14 @@ def _convolve_stretch(
     y_at, y_step = _token(y, n * T, first, D, D, T, REVERSE)
     age = first
     if PACKED:
-        n, age = _segment(cu_seqlens, segment_of, first, T, REVERSE)
+        n, age = _segment(reach, segment_of, first, T, REVERSE, HAS_STATE)
     window = _load_window(at, step, state, n, age, d, D, WIDTH, HAS_STATE)
 
     for t in range(first, end, UNROLL):
         rows = _load_rows(at, step, t, T, d, D, UNROLL)
         segments, ages = (0,), (0,)
         if PACKED:
-            segments, ages = _segments(cu_seqlens, segment_of, t, T, REVERSE, UNROLL)
+            segments, ages = _segments(reach, segment_of, t, T, REVERSE, HAS_STATE, UNROLL)
         for i in tl.static_range(UNROLL):
             if PACKED:
                 n, age = segments[i], ages[i]
@@ -265,13 +268,13 @@ def _convolve_stretch(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _forward(
-    x, weight, bias, state, cu_seqlens, segment_of, y, B, T, D, x_row, x_token, stretch,
+    x, weight, bias, state, reach, segment_of, y, B, T, D, x_row, x_token, stretch,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr,
     REVERSE: tl.constexpr, SHARED: tl.constexpr, SILU: tl.constexpr, UNROLL: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     _, row, first, end, d = _place(T, D, stretch, BLOCK_D)
     _convolve_stretch(
-        x, weight, bias, state, cu_seqlens, segment_of, y, T, D, x_row, x_token, row, row, first, end, d,
+        x, weight, bias, state, reach, segment_of, y, T, D, x_row, x_token, row, row, first, end, d,
         WIDTH, HAS_BIAS, HAS_STATE, PACKED, 0 if SHARED else REVERSE, SILU, UNROLL,
     )  # fmt: skip
     if SHARED:
@@ -279,14 +282,14 @@ def _forward(
         if HAS_BIAS:
             bias += D
         _convolve_stretch(
-            x, weight, bias, state, cu_seqlens, segment_of, y, T, D, x_row, x_token, row, row + B, T - end, T - first,
+            x, weight, bias, state, reach, segment_of, y, T, D, x_row, x_token, row, row + B, T - end, T - first,
             d, WIDTH, HAS_BIAS, HAS_STATE, PACKED, 1, SILU, UNROLL,
         )  # fmt: skip
 
 
 @triton.jit
 def _differentiate_stretch(
-    x, weight, bias, state, cu_seqlens, segment_of, dy, skipped, skip_weight, dx, sums, T, D,
+    x, weight, bias, state, reach, segment_of, dy, skipped, skip_weight, dx, sums, T, D,
     x_row, x_token, dy_row, dy_token, dx_row, dx_token, row, n, first, end, d,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr,
     HAS_SKIP: tl.constexpr, REVERSE: tl.constexpr, SILU: tl.constexpr, UNROLL: tl.constexpr, WEIGHS: tl.constexpr,
@@ -309,7 +312,7 @@ def _differentiate_stretch(
     dx_at, dx_step = _token(dx, row, first - (WIDTH - 1), dx_row, dx_token, T, REVERSE)
     age = first
     if PACKED:
-        n, age = _segment(cu_seqlens, segment_of, first, T, REVERSE)
+        n, age = _segment(reach, segment_of, first, T, REVERSE, HAS_STATE)
     window = _load_window(at, step, state, n, age, d, D, WIDTH, HAS_STATE)
     behind = zeros_of_taps(d, WIDTH)
     dweight = zeros_of_taps(d, WIDTH)
@@ -319,7 +322,7 @@ def _differentiate_stretch(
         rows = _load_rows(at, step, t, T, d, D, UNROLL)
         segments, ages = (0,), (0,)
         if PACKED:
-            segments, ages = _segments(cu_seqlens, segment_of, t, T, REVERSE, UNROLL)
+            segments, ages = _segments(reach, segment_of, t, T, REVERSE, HAS_STATE, UNROLL)
         dy_rows = _load_rows(dy_at, dy_step, t, T, d, D, UNROLL)
         skipped_rows = dy_rows
         if HAS_SKIP:
@@ -358,7 +361,7 @@ def _differentiate_stretch(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _backward(
-    x, weight, bias, state, cu_seqlens, segment_of, dy, skipped, skip_weight, dx, sums, B, T, D,
+    x, weight, bias, state, reach, segment_of, dy, skipped, skip_weight, dx, sums, B, T, D,
     x_row, x_token, dy_row, dy_token, dx_row, dx_token, stretch,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr, HAS_SKIP: tl.constexpr,
     REVERSE: tl.constexpr, SHARED: tl.constexpr, SILU: tl.constexpr, WEIGHS: tl.constexpr, UNROLL: tl.constexpr,
@@ -367,7 +370,7 @@ def _backward(
     tile, row, first, end, d = _place(T, D, stretch, BLOCK_D)
     sums += tile * (WIDTH + HAS_BIAS) * D
     _differentiate_stretch(
-        x, weight, bias, state, cu_seqlens, segment_of, dy, skipped, skip_weight, dx, sums, T, D,
+        x, weight, bias, state, reach, segment_of, dy, skipped, skip_weight, dx, sums, T, D,
         x_row, x_token, dy_row, dy_token, dx_row, dx_token, row, row, first, end, d,
         WIDTH, HAS_BIAS, HAS_STATE, PACKED, HAS_SKIP, 0 if SHARED else REVERSE, SILU, UNROLL, WEIGHS, False,
     )  # fmt: skip
@@ -380,7 +383,7 @@ def _backward(
             skip_weight += D
         sums += B * tl.cdiv(T, stretch) * (WIDTH + HAS_BIAS) * D
         _differentiate_stretch(
-            x, weight, bias, state, cu_seqlens, segment_of, dy, skipped, skip_weight, dx, sums, T, D,
+            x, weight, bias, state, reach, segment_of, dy, skipped, skip_weight, dx, sums, T, D,
             x_row, x_token, dy_row, dy_token, dx_row, dx_token, row, row + B, T - end, T - first, d,
             WIDTH, HAS_BIAS, HAS_STATE, PACKED, HAS_SKIP, 1, SILU, UNROLL, WEIGHS, True,
         )  # fmt: skip
@@ -445,7 +448,7 @@ def causal_convolution(
         WIDTH=weight.shape[-1], HAS_BIAS=bias is not None, HAS_STATE=_has(state), PACKED=cu_seqlens is not None,
         REVERSE=reverse, SHARED=weight.dim() == 3, SILU=silu,
     )[0]  # fmt: skip
-    launch(x, weight, bias, state, cu_seqlens, segment_of_tokens(x, cu_seqlens), y)
+    launch(x, weight, bias, state, *_find_places(x, state, cu_seqlens), y)
     return y
 
 
@@ -523,7 +526,7 @@ def differentiate_convolution(
     rows = (*weight.shape[:-2], tiles, width + (bias is not None), channels)
     sums = x.new_empty(rows if weighs else 0, dtype=torch.float32)
     dstate = x.new_empty((0,)) if state is None or not enters else state.new_empty(state.shape)
-    launch(x, weight, bias, state, cu_seqlens, segment_of_tokens(x, cu_seqlens), dy, skipped, skip_weight, dx, sums)
+    launch(x, weight, bias, state, *_find_places(x, state, cu_seqlens), dy, skipped, skip_weight, dx, sums)
     if state is not None and dstate.numel():
         with torch.cuda.device_of(x):  # Triton launches on the current device
             _backward_state[(state.shape[0] * cdiv(channels, block),)](
@@ -664,9 +667,27 @@ def _ends(x: Tensor, taps: int, reverse: Reverse, shared: bool) -> Tensor:
     return torch.cat((last[:rows], first[x.shape[0] - rows :]))
 
 
-def segment_of_tokens(x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
-    """The packed segment of each token; None if the batch is not packed."""
-    return None if cu_seqlens is None else sequence_of_tokens(cu_seqlens, x.shape[1])
+def reach_of_tokens(x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
+    """How many tokens of its packed segment are read before each token, forward and backward: [2, T] int32.
+
+    None if the batch is not packed. Wrong borders give numbers from 0 to T.
+    """
+    if cu_seqlens is None:
+        return None
+    tokens = x.shape[1]
+
+    def find() -> Tensor:
+        borders, segment = cu_seqlens.clamp(0, tokens), sequence_of_tokens(cu_seqlens, tokens)
+        place = torch.arange(tokens, device=cu_seqlens.device)
+        return torch.stack((place - borders[segment], borders[segment + 1] - 1 - place)).clamp_min(0).to(torch.int32)
+
+    return find_once(cu_seqlens, ("reach", tokens), find)
+
+
+def _find_places(x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The reach of each token, and its packed segment if that has a state."""
+    segments = None if cu_seqlens is None or not _has(state) else sequence_of_tokens(cu_seqlens, x.shape[1])
+    return reach_of_tokens(x, cu_seqlens), segments
 
 
 def _has(state: Tensor | None) -> bool:
