@@ -107,16 +107,9 @@ NAME_A_MIXER = ("convert",)
 # Keys of each verb whose value is text as it stands.
 TEXTS = {"generate": ("prompt",)}
 # Keys of any verb whose value is a path: as it stands, too, where Hydra's grammar has no other meaning for it.
-PATHS = ("checkpoint", "input", "output", "source", "state", "save_state", "init", "resume", "root", "include")
 PATHS = (
-    *PATHS,
-    "data.root",
-    "data.train",
-    "data.validation",
-    "data.test",
-    "data.tokenizer",
-    "tokenizer",
-    "hydra.run.dir",
+    *("checkpoint", "input", "output", "source", "state", "save_state", "init", "resume", "root", "include"),
+    *("tokenizer", "data.root", "data.train", "data.validation", "data.test", "data.tokenizer", "hydra.run.dir"),
 )
 _QUOTED = re.compile(r"""'(\\.|[^'\\])*'|"(\\.|[^"\\])*\"""", re.DOTALL)
 _PLAIN = re.compile(r"[\w./-]*", re.ASCII)
