@@ -106,6 +106,13 @@ VERBS = {
 NAME_A_MIXER = ("convert",)
 # Keys of each verb whose value is text as it stands.
 TEXTS = {"generate": ("prompt",)}
+# Keys of any verb whose value is a path: as it stands, too, where Hydra's grammar has no other meaning for it.
+PATHS = (
+    *("checkpoint", "input", "output", "source", "state", "save_state", "init", "resume", "root", "include"),
+    *("tokenizer", "data.root", "data.train", "data.validation", "data.test", "data.tokenizer", "hydra.run.dir"),
+)
+_QUOTED = re.compile(r"""'(\\.|[^'\\])*'|"(\\.|[^"\\])*\"""", re.DOTALL)
+_PLAIN = re.compile(r"[\w./-]*", re.ASCII)
 
 # Former verbs, and the commands that replace them.
 FORMER = {"probe": "longseq compare task=probe"}
@@ -308,22 +315,43 @@ def kept_root_logger() -> Iterator[None]:
 
 
 def quote_texts(name: str, arguments: list[str]) -> list[str]:
-    """A verb's arguments, texts such as prompts in Hydra's quotes, so that no character has a meaning there.
+    """A verb's arguments, with texts such as prompts in Hydra's quotes, so that no character has a meaning there.
 
-    A text that stands in quotes already is Hydra's own spelling, and stays.
+    Paths are put in quotes where Hydra could not read them: with accents, brackets, or ~. A value that stands in quotes
+    already is Hydra's own spelling, and stays.
     """
-    return [_quoted(one) if one.partition("=")[0] in TEXTS.get(name, ()) else one for one in arguments]
+    quoted = []
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if value in ("", "null") or _QUOTED.fullmatch(value):
+            quoted.append(argument)
+        elif key in TEXTS.get(name, ()) or (key in PATHS and not _is_readable(key, value)):
+            quoted.append(f"{key}={_quote(value)}")
+        else:
+            quoted.append(argument)
+    return quoted
 
 
-def _quoted(override: str) -> str:
+def _is_readable(key: str, value: str) -> bool:
+    """Whether Hydra can read the value; True, too, for what looks like a list or an interpolation with a mistake."""
+    if _PLAIN.fullmatch(value) or value[0] in "[{'\"" or "${" in value:
+        return True
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        OverridesParser.create().parse_override(f"{key}={value}")
+    except HydraException:
+        return False
+    return True
+
+
+def _quote(text: str) -> str:
     from hydra.core.override_parser.types import Quote, QuotedString
 
-    key, _, text = override.partition("=")
-    if text in ("", "null") or re.fullmatch(r"""'(\\.|[^'\\])*'|"(\\.|[^"\\])*\"""", text, re.DOTALL):
-        return override
     # Of backslashes before an interpolation, OmegaConf takes every second one away.
     literal = re.sub(r"(\\*)\$\{", lambda found: f"{2 * found[1]}\\${{", text)
-    return f"{key}={QuotedString(literal, Quote.single).with_quotes()}"
+    return str(QuotedString(literal, Quote.single).with_quotes())
 
 
 def overrides_for_hydra(name: str, overrides: list[str]) -> list[str]:

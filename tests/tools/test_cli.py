@@ -300,3 +300,14 @@ def test_a_prompt_is_the_text_as_it_stands() -> None:
     # Hydra's own quotes, as they had to be before, and no prompt.
     assert cli.quote_texts("generate", ["prompt='def '", "prompt=null"]) == ["prompt='def '", "prompt=null"]
     assert cli.quote_texts("train", ["prompt=a b"]) == ["prompt=a b"]
+
+
+def test_a_path_needs_no_quotes_of_its_own(tmp_path, monkeypatch, capsys) -> None:
+    for path in ("Bücher", "photos (2)", "a=b", "it's", "~/photos", "Bücher (2), neu", "50 % {x}"):
+        (override,) = cli.quote_texts("train", [f"data.root={path}"])
+        assert OmegaConf.create({"root": OverridesParser.create().parse_override(override).value()}).root == path
+    for kept in ("data.root=[a,b]", "data.root='a b'", "data.root=/a/b-c.tar", "input=${oc.env:HOME}", "mixer=größe"):
+        assert cli.quote_texts("train", [kept]) == [kept]
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, "evaluate", "checkpoint=Läufe (1)/best.ckpt") == 2
+    assert "checkpoint=Läufe (1)/best.ckpt: no such file" in capsys.readouterr().err
