@@ -317,16 +317,18 @@ def kept_root_logger() -> Iterator[None]:
 def quote_texts(name: str, arguments: list[str]) -> list[str]:
     """A verb's arguments, with texts such as prompts in Hydra's quotes, so that no character has a meaning there.
 
-    Paths are put in quotes where Hydra could not read them: with accents, brackets, or ~. A value that stands in quotes
-    already is Hydra's own spelling, and stays.
+    Paths are put in quotes where Hydra could not read them: with accents, brackets, or ~, the home folder, which some
+    shells leave to the program. A value that stands in quotes already is Hydra's own spelling, and stays.
     """
     quoted = []
     for argument in arguments:
         key, _, value = argument.partition("=")
         if value in ("", "null") or _QUOTED.fullmatch(value):
             quoted.append(argument)
-        elif key in TEXTS.get(name, ()) or (key in PATHS and not _is_readable(key, value)):
+        elif key in TEXTS.get(name, ()):
             quoted.append(f"{key}={_quote(value)}")
+        elif key in PATHS and not _is_readable(key, value):
+            quoted.append(f"{key}={_quote(os.path.expanduser(value))}")
         else:
             quoted.append(argument)
     return quoted

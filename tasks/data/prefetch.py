@@ -63,7 +63,7 @@ class Prefetch:
     ) -> None:
         on_gpu = self.device.type == "cuda"
         try:
-            # Of high priority: else each of many small kernels waits behind a large one of the step.
+            # Of high priority, so that its many small kernels need not wait behind the large ones of the step.
             stream = torch.cuda.Stream(self.device, priority=-1) if on_gpu else None
             with torch.no_grad(), torch.cuda.stream(stream) if on_gpu else nullcontext():
                 while True:

@@ -32,6 +32,7 @@ from longseq.tasks.report import progress_bar
 from longseq.tasks.text.documents import Document, LineCounter, Place
 from longseq.tasks.text.sources import TEXT, Columns, Malformed, Part, find_parts, read_part
 from longseq.tasks.text.store import token_type
+from longseq.tasks.text.tokenizer import Tokenizer
 from longseq.tasks.training.memory import peak_memory
 
 # Tokens in memory at once, unless the user or the training says otherwise.
@@ -65,10 +66,15 @@ class DocumentFiles(Inputs):
     unit = "documents"
 
     def __init__(
-        self, parts: list[Part | Malformed], passed_over: list[PassedOver], columns: Columns, info: DocumentInfo
+        self,
+        parts: list[Part | Malformed],
+        passed_over: list[PassedOver],
+        columns: Columns,
+        info: DocumentInfo,
+        tokenizer: Tokenizer,
     ) -> None:
         self.parts, self.passed_over, self.columns, self.info = parts, passed_over, columns, info
-        self.tokenizer = info.make_tokenizer()
+        self.tokenizer = tokenizer
         self._prepare = preparation_of(info.source)
         self.details = (*type(self).details, *decided_details(info))
         self._notes: list[str] = []
@@ -82,14 +88,14 @@ class DocumentFiles(Inputs):
             raise ValueError(
                 f"saliency={keys.saliency} draws images, and this model classifies documents: leave it out"
             )
-        info.make_tokenizer()  # before a file of another kind is blamed
+        tokenizer = info.make_tokenizer()  # refuses before a file of another kind is blamed
         columns = Columns(keys.column or info.text_column or TEXT.text)
         if not Path(path).is_dir() or _is_saved(Path(path)):
-            return cls([*find_parts([path], columns)], [], columns, info)
+            return cls([*find_parts([path], columns)], [], columns, info, tokenizer)
         parts, passed_over = _find_files(path, columns)
         if not parts:
             raise ValueError(f"input={path} is empty: it holds no file with text")
-        return cls(parts, passed_over, columns, info)
+        return cls(parts, passed_over, columns, info, tokenizer)
 
     def predict(self, model: nn.Module, keys: InputKeys) -> Iterator[Prediction | Unreadable]:
         info = self.info

@@ -305,9 +305,13 @@ def test_a_prompt_is_the_text_as_it_stands() -> None:
 def test_a_path_needs_no_quotes_of_its_own(tmp_path, monkeypatch, capsys) -> None:
     for path in ("Bücher", "photos (2)", "a=b", "it's", "~/photos", "Bücher (2), neu", "50 % {x}"):
         (override,) = cli.quote_texts("train", [f"data.root={path}"])
-        assert OmegaConf.create({"root": OverridesParser.create().parse_override(override).value()}).root == path
+        assert OmegaConf.create(
+            {"root": OverridesParser.create().parse_override(override).value()}
+        ).root == os.path.expanduser(path)
     for kept in ("data.root=[a,b]", "data.root='a b'", "data.root=/a/b-c.tar", "input=${oc.env:HOME}", "mixer=größe"):
         assert cli.quote_texts("train", [kept]) == [kept]
+    monkeypatch.setenv("HOME", "/home/no one")
+    assert cli.quote_texts("train", ["output=~/runs"]) == ["output='/home/no one/runs'"]  # not a folder named ~
     monkeypatch.chdir(tmp_path)
     assert run(monkeypatch, "evaluate", "checkpoint=Läufe (1)/best.ckpt") == 2
     assert "checkpoint=Läufe (1)/best.ckpt: no such file" in capsys.readouterr().err
