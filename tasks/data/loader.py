@@ -26,8 +26,10 @@ class BatchLoader(DataLoader[Batch]):
     """Yields (inputs, targets) of a data set that makes whole batches.
 
     `report` is told of the samples of each batch that could not be read; without it there may be none. Workers live as
-    long as the loader. `finish` maps the iterator of the workers' batches to that of finished ones, as `Prefetch` does;
-    it must not keep their tensors, which come as views of one (`longseq.tasks.data.parcel`).
+    long as the loader. `finish` maps the iterator of the workers' batches to that of finished ones, as `Prefetch` does.
+
+    Workers send a batch as one tensor (see `longseq.tasks.data.parcel`) where it moves on to a device, which is where
+    there is a `finish` or memory is pinned. Its tensors are then views: one that is kept keeps the memory of all.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class BatchLoader(DataLoader[Batch]):
         report: Callable[[list[Failure]], None] | None = None,
         finish: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
     ) -> None:
-        self._packed = finish is not None and num_workers > 0
+        self._packed = num_workers > 0 and (finish is not None or pin_memory)
         super().__init__(
             dataset,
             batch_size=None,

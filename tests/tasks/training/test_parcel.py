@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -56,3 +57,13 @@ def test_a_worker_sends_one_tensor_for_a_batch_that_is_finished_afterwards() -> 
     assert [inputs.tolist() for inputs, _ in batches] == [[number] * 3 for number in range(4)]
     assert [targets.tolist() for _, targets in batches] == [[number] for number in range(4)]
     assert [failure.path for failure in reported] == ["0", "1", "2", "3"]
+
+
+@pytest.mark.gpu
+def test_a_worker_sends_one_tensor_for_a_batch_that_is_pinned() -> None:
+    loader = BatchLoader(Counted(), None, num_workers=1, pin_memory=True, report=[].extend)
+    assert all(type(sent) is Parcel for sent in DataLoader.__iter__(loader))
+    for number, (inputs, targets) in enumerate(loader):
+        assert inputs.is_pinned()
+        assert inputs.to("cuda", non_blocking=True).tolist() == [number] * 3
+        assert targets.to("cuda", non_blocking=True).tolist() == [number]
