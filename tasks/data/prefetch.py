@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from longseq.tasks.data.batch import Batch
 
 THREAD = "prefetch"
-_AHEAD = 2  # batches that are finished before they are asked for
+_AHEAD = 2  # groups of batches that are finished before they are asked for
 
 
 class _Made(NamedTuple):
@@ -27,19 +28,21 @@ class _End(NamedTuple):
 
 
 class Prefetch:
-    """Maps an iterator of batches to an iterator of `work(batch)`, at most two batches ahead, in their order.
+    """Maps an iterator of batches to that of what `work` makes of them, in their order, `group` batches at a time.
 
-    `work` runs in a thread, on a CUDA device on a stream of its own, which the consumer's stream waits for. Its batches
-    have tensors as inputs and targets. An error in the thread, or in the iterator, is raised where the batch is asked
-    for. A consumer that stops early ends the thread.
+    It is at most two groups ahead. `work` runs in a thread, on a CUDA device on a stream of its own, which the
+    consumer's stream waits for. Its batches have tensors as inputs and targets. An error in the thread, or in the
+    iterator, is raised where the batch is asked for. A consumer that stops early ends the thread.
     """
 
-    def __init__(self, work: Callable[[Batch], Batch], device: torch.device) -> None:
-        self.work, self.device = work, device
+    def __init__(
+        self, work: Callable[[Sequence[Batch]], Sequence[Batch]], device: torch.device, *, group: int = 1
+    ) -> None:
+        self.work, self.device, self.group = work, device, group
 
     def __call__(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         made: queue.SimpleQueue[_Made | _End] = queue.SimpleQueue()
-        places, stopped = threading.Semaphore(_AHEAD), threading.Event()
+        places, stopped = threading.Semaphore(_AHEAD * self.group), threading.Event()
         options: Any = {"args": (batches, made, places, stopped), "name": THREAD, "daemon": True}
         thread = threading.Thread(target=self._produce, **options)
         thread.start()
@@ -51,7 +54,7 @@ class Prefetch:
                 raise item.error
         finally:
             stopped.set()
-            places.release()
+            places.release(self.group)
             thread.join()
 
     def _produce(
@@ -66,13 +69,16 @@ class Prefetch:
             # Of high priority, so that its many small kernels need not wait behind the large ones of the step.
             stream = torch.cuda.Stream(self.device, priority=-1) if on_gpu else None
             with torch.no_grad(), torch.cuda.stream(stream) if on_gpu else nullcontext():
-                while True:
-                    places.acquire()
-                    batch = None if stopped.is_set() else next(batches, None)
-                    if batch is None:
+                while not stopped.is_set():
+                    for _ in range(self.group):
+                        places.acquire()
+                    given = [] if stopped.is_set() else list(islice(batches, self.group))
+                    if not given:
                         break
-                    finished = self.work(batch)
-                    made.put(_Made(finished, None if stream is None else stream.record_event()))
+                    finished = self.work(given)
+                    event = None if stream is None else stream.record_event()
+                    for batch in finished:
+                        made.put(_Made(batch, event))
             made.put(_End(None))
         except BaseException as error:
             made.put(_End(error))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longseq.tasks.data.batch import Batch
 from longseq.tasks.data.labels import count_classes, find_weights, rarest_labels
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
@@ -62,6 +63,7 @@ from longseq.tasks.training.targets import is_named
 _log = logging.getLogger(__name__)
 
 _MOST_WORKERS = 16
+_DECODED_TOGETHER = 3  # batches
 
 _BALANCED = "data.sampling=balanced"
 
@@ -506,8 +508,13 @@ def _adopt_classes(found: DataInfo, trained: DataInfo, *, mapped: bool) -> DataI
 def _finishing(transform: DeviceTransform, workers: int) -> dict[str, Any]:
     """The options of a loader whose batches a device finishes."""
     # Without workers, the loader's own code draws from the global generators: it must stay in the training thread.
-    finish = Prefetch(transform, transform.device) if workers else partial(map, transform)
+    finish = Prefetch(transform, transform.device, group=_DECODED_TOGETHER) if workers else partial(_finish, transform)
     return {"pin_memory": False, "finish": finish}
+
+
+def _finish(transform: DeviceTransform, batches: Iterable[Batch]) -> Iterator[Batch]:
+    for batch in batches:
+        yield from transform([batch])
 
 
 def gpu_of(device: torch.device | None) -> torch.device:

@@ -148,8 +148,23 @@ def _pack(
     )
 
 
+class _Unfinished(NamedTuple):
+    """A batch whose files are being decoded, with its images [B, C, S, S], and the samples that are lost."""
+
+    encoded: EncodedImages
+    images: Tensor
+    targets: Tensor
+    failures: list[Failure]
+    lost: list[int]
+
+
+def _has_images(batch: Batch) -> bool:
+    """False for a batch of which nothing could be read."""
+    return isinstance(batch.inputs, EncodedImages)
+
+
 class DeviceTransform:
-    """Decodes and transforms a batch on a device: inputs `EncodedImages` -> uint8 [B, C, S, S] there.
+    """Decodes and transforms batches on a device: inputs `EncodedImages` -> uint8 [B, C, S, S] there.
 
     CUDA devices decode by nvJPEG; what it refuses, and everything on a CPU, Pillow decodes. A file that neither can
     decode is replaced in training by the image that its index determines, in the size of the file, and is left out of
@@ -169,21 +184,38 @@ class DeviceTransform:
         self.split, self.info, self.device = split, info, device
         self.seed, self.fill, self.exact = seed, tuple(fill), exact
 
-    def __call__(self, batch: Batch) -> Batch:
+    def __call__(self, batches: Sequence[Batch]) -> list[Batch]:
+        """The finished batches. Their files are decoded together: nvJPEG waits for the device in each call."""
+        begun = {number: self._begin(batch) for number, batch in enumerate(batches) if _has_images(batch)}
+        files = [(number, file) for number, one in begun.items() for file in range(len(one.encoded.sizes))]
+        for group in self._groups([begun[number].encoded.sizes[file] for number, file in files]):
+            chosen = [files[index] for index in group]
+            images = self._decode([(begun[number].encoded, file) for number, file in chosen])
+            decoded: dict[int, dict[int, Tensor | None]] = {}
+            for (number, file), image in zip(chosen, images, strict=True):
+                decoded.setdefault(number, {})[file] = image
+            for number, own in decoded.items():
+                self._take(begun[number], own)
+        return [self._end(begun[number]) if number in begun else batch for number, batch in enumerate(batches)]
+
+    def _begin(self, batch: Batch) -> _Unfinished:
         encoded, targets, failures = batch
-        if not isinstance(encoded, EncodedImages):  # nothing could be read
-            return batch
-        failures, targets = list(failures), targets.clone()
+        images = self._empty(encoded.draws.samples, encoded)
+        return _Unfinished(encoded, images, targets.clone(), list(failures), [])
+
+    def _take(self, batch: _Unfinished, decoded: dict[int, Tensor | None]) -> None:
+        """Crop these files' samples into the images of their batch. A file that was not decoded is replaced."""
+        encoded = batch.encoded
+        for file in (file for file, image in decoded.items() if image is None):
+            resized = encoded.draws.resized
+            samples = [number for number, of in zip(resized, encoded.file_of, strict=True) if of == file]
+            decoded[file] = self._replace(encoded, file, samples, batch.targets, batch.failures)
+            batch.lost.extend([] if encoded.indices else samples)
+        self._crop(encoded, decoded, batch.images)
+
+    def _end(self, batch: _Unfinished) -> Batch:
+        encoded, images, targets, failures, lost = batch
         draws = encoded.draws
-        lost: list[int] = []
-        images = self._empty(draws.samples, encoded)
-        for group in self._groups(encoded.sizes):
-            decoded = self.decode(encoded, group)
-            for file in (file for file, image in decoded.items() if image is None):
-                samples = [number for number, of in zip(draws.resized, encoded.file_of, strict=True) if of == file]
-                decoded[file] = self._replace(encoded, file, samples, targets, failures)
-                lost += [] if encoded.indices else samples
-            self._crop(encoded, decoded, images)
         self._place_cropped(encoded, images)
         images = image_steps(images, draws.steps, self.fill)
         if self.info.in_chans < images.shape[1]:
@@ -238,14 +270,16 @@ class DeviceTransform:
 
     def decode(self, encoded: EncodedImages, files: Sequence[int]) -> dict[int, Tensor | None]:
         """The images uint8 [3, H, W] of files of a batch; None for a file that is no image of the size in its head."""
-        data = [encoded.data[encoded.starts[file] : encoded.starts[file + 1]] for file in files]
+        return dict(zip(files, self._decode([(encoded, file) for file in files]), strict=True))
+
+    def _decode(self, files: Sequence[tuple[EncodedImages, int]]) -> list[Tensor | None]:
+        data = [encoded.data[encoded.starts[file] : encoded.starts[file + 1]] for encoded, file in files]
         images = decode_on_gpu(data, self.device) if self.device.type == "cuda" else [None] * len(data)
-        found: dict[int, Tensor | None] = {}
-        for file, bytes_, image in zip(files, data, images, strict=True):
-            if image is None or tuple(image.shape) != (3, *encoded.sizes[file]):
-                image = self._decode_on_host(bytes_, encoded.sizes[file])
-            found[file] = image
-        return found
+        for index, (encoded, file) in enumerate(files):
+            image, size = images[index], encoded.sizes[file]
+            if image is None or tuple(image.shape) != (3, *size):
+                images[index] = self._decode_on_host(data[index], size)
+        return images
 
     def _decode_on_host(self, data: Tensor, size: tuple[int, int]) -> Tensor | None:
         try:

@@ -192,12 +192,31 @@ def test_an_interrupted_epoch_continues_bitwise_with_any_number_of_workers(folde
         assert torch.equal(one[1], other[1])
 
 
+def lose_pixels(path):
+    content = bytearray(path.read_bytes())
+    scan = content.index(b"\xff\xda")
+    path.write_bytes(content[:scan] + b"\xff\xd9")  # head and end are sound
+
+
+def test_batches_that_are_decoded_together_are_those_decoded_alone(folder, on_host):
+    for label, number in (("one", 3), ("one", 4), ("two", 1)):
+        lose_pixels(folder / "train" / label / f"{number}.jpg")
+    lose_pixels(folder / "val" / "two" / "2.jpg")
+    alone, together = (open_data(folder, "gpu", augment=REPEATED, num_workers=workers) for workers in (0, 1))
+    for kind in ("train", "val"):
+        loaders = (getattr(module, f"{kind}_dataloader")() for module in (alone, together))
+        batches = list(zip(*loaders, strict=True))
+        assert len(batches) == 5
+        for (ones, targets), (others, other_targets) in batches:
+            assert torch.equal(ones, others)
+            assert torch.equal(targets, other_targets)
+    assert sorted(alone.unreadable) == sorted(together.unreadable)
+    assert len(alone.unreadable) > 4
+
+
 def test_pixels_that_no_decoder_takes_are_replaced_in_training_and_left_out_of_evaluation(folder, on_host):
     for split in ("train", "val"):
-        path = folder / split / "one" / "3.jpg"
-        content = bytearray(path.read_bytes())
-        scan = content.index(b"\xff\xda")
-        path.write_bytes(content[:scan] + b"\xff\xd9")  # head and end are sound
+        lose_pixels(folder / split / "one" / "3.jpg")
     module = open_data(folder, "gpu", augment=REPEATED, batch_size=34)
     (images, targets), *_ = module.train_dataloader()
     assert len(images) == len(targets) == 34
