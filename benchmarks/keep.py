@@ -16,7 +16,7 @@ from typing import Any
 HERE = Path(__file__).parent
 ABOUT = ("task", "model", "mixer", "pixels", "tokens", "document_tokens", "batch", "recompute")
 ABOUT = (*ABOUT, "op", "variant", "shape", "dtype", "implementation", "call")
-ABOUT = (*ABOUT, "part", "decode", "repeats", "compile")
+ABOUT = (*ABOUT, "part", "decode", "repeats", "compile", "together")
 
 
 def subject(row: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -69,6 +69,7 @@ def run(cfg: DictConfig) -> float | None:
     if isinstance(config.get("output"), str) and Path(config["output"]).is_file():
         raise ValueError(f"output={config['output']} is a file: give output=FOLDER, or leave it out")
     check_experiment(config)
+    registry.of(config).data.prepare_process(config)
     if automatic.searches(config):
         refuse_search(config)
     if not config["output"]:

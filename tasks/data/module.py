@@ -31,6 +31,10 @@ class TaskData(LightningDataModule, ABC):
     inputs: ClassVar[type[Inputs] | None] = None
 
     @classmethod
+    def prepare_process(cls, config: Mapping[str, Any]) -> None:  # noqa: B027  most tasks need nothing
+        """Set what data of this configuration need in a process of the training before it starts CUDA."""
+
+    @classmethod
     @abstractmethod
     def from_config(cls: type[Self], config: Mapping[str, Any], batch_size: int) -> Self:
         """The data module of a configuration, set up. ValueError, in one line, for errors that the user can correct."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,18 @@ from torch import Tensor
 from longseq.tasks.data.batch import Batch
 
 THREAD = "prefetch"
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _AHEAD = 2  # groups of batches that are finished before they are asked for
+
+
+def separate_queues() -> None:
+    """Give each CUDA stream a queue of the device of its own, as far as there are: 32. A chosen number stays.
+
+    By default streams share 8 queues, and the work of one may wait until that of another is done. A thread that decodes
+    images then waits for whole steps, if these are recorded graphs. CUDA reads the variable when it starts.
+    """
+    if not torch.cuda.is_initialized():
+        os.environ.setdefault(_QUEUES, "32")
 
 
 class _Made(NamedTuple):

@@ -18,7 +18,7 @@ from longseq.tasks.data.labels import count_classes, find_weights, rarest_labels
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
-from longseq.tasks.data.prefetch import Prefetch
+from longseq.tasks.data.prefetch import Prefetch, separate_queues
 from longseq.tasks.data.sampler import BalancedSampler, EvaluationSampler, TrainingSampler
 from longseq.tasks.image.augmentation import Augmentation
 from longseq.tasks.image.config import OWN, OWN_KEYS, ImageDataKeys, ImageKeys, per_channel
@@ -110,10 +110,17 @@ class ImageDataModule(TaskData):
         self._unreadable = Unreadable(keys.on_error)
         self._info: DataInfo | None = None
         self._splits: Splits | None = None
+        if keys.decode != "cpu":
+            separate_queues()
         if keys.decode == "gpu":
             gpu_of(None)
             if is_stream(keys.source):
                 raise ValueError(f"data.source={keys.source} is a stream, which the CPU decodes: give data.decode=cpu")
+
+    @classmethod
+    def prepare_process(cls, config: Mapping[str, Any]) -> None:
+        if config["data"].get("decode", "cpu") != "cpu":
+            separate_queues()
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> Any:

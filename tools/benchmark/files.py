@@ -26,6 +26,7 @@ import longseq  # noqa: F401  registers the image models
 from longseq import mixers
 from longseq.kernels.image_transforms import image_steps
 from longseq.mixers.pattern import options_by_name
+from longseq.tasks.data.prefetch import separate_queues
 from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.image.batched import erase
 from longseq.tasks.image.config import ImageAugmentKeys, ImageDataKeys
@@ -81,6 +82,8 @@ class FilesKeys(CommandKeys):
 def run(cfg: DictConfig) -> Row:
     """Measure what `benchmark_files.yaml` selects; print the table and write it with its rows."""
     keys = read_command(FilesKeys, cfg)
+    if "gpu" in keys.decodes:
+        separate_queues()
     device = find_device(keys.device)
     if "gpu" in keys.decodes:
         gpu_of(device)
