@@ -31,7 +31,7 @@ class TaskData(LightningDataModule, ABC):
     inputs: ClassVar[type[Inputs] | None] = None
 
     @classmethod
-    def prepare_process(cls, config: Mapping[str, Any]) -> None:  # noqa: B027  most tasks need nothing
+    def prepare_process(cls, config: Mapping[str, Any]) -> None:
         """Set what data of this configuration need in a process of the training before it starts CUDA."""
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
 import threading
 
 import numpy as np
@@ -237,6 +238,19 @@ def test_an_error_in_the_thread_ends_the_loop_and_an_early_end_the_thread(folder
     assert THREAD in {thread.name for thread in threading.enumerate()}
     batches.close()
     assert THREAD not in {thread.name for thread in threading.enumerate()}
+
+
+@cases(
+    ("decode", "before", "after"),
+    [("cpu", None, None), ("auto", None, "32"), ("gpu", None, "32"), ("gpu", "4", "4")],
+)
+def test_streams_have_queues_of_their_own_where_a_gpu_decodes(monkeypatch, decode, before, after):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", before or "")
+    if before is None:
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    image_data_module.ImageDataModule.prepare_process({"data": {"decode": decode}})
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == after
 
 
 def test_a_gpu_is_needed_to_decode_on_it(folder):
