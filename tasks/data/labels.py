@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -87,7 +88,7 @@ def _name(value: Any, column: str) -> str:
         return str(value).lower()
     if isinstance(value, int | float) and value == value:
         return str(int(value)) if float(value).is_integer() else str(value)
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value.strip():
         raise ValueError(f"no label in column {column!r}")
     try:
         value.encode()
@@ -106,18 +107,20 @@ def sort_names(names: Iterable[str]) -> list[str]:
 def alike(names: Iterable[str]) -> str | None:
     """A warning, in one line, where names of classes differ only in what nobody sees; None if all can be told apart.
 
-    Such are blanks at the ends, several blanks for one, and letters with accents that Unicode spells in two ways.
+    Such are blanks at the ends, several blanks for one, letters with accents that Unicode spells in two ways, and whole
+    numbers with and without a fraction.
     """
     groups: dict[str, list[str]] = {}
     for name in names:
-        groups.setdefault(unicodedata.normalize("NFC", " ".join(name.split())), []).append(name)
+        seen = unicodedata.normalize("NFC", " ".join(name.split()))
+        groups.setdefault(re.sub(r"^(-?\d+)\.0+$", r"\1", seen), []).append(name)
     found = [" and ".join(ascii(name) for name in group) for group in groups.values() if len(group) > 1]
     if not found:
         return None
     more = f"; {len(found) - 3} more" if len(found) > 3 else ""
     return (
         f"classes that look alike are trained as different ones: {', '.join(found[:3])}{more} "
-        "(blanks, or two spellings of Unicode): write them in one way if they are one class"
+        "(blanks, two spellings of Unicode, or 1 and 1.0): write them in one way if they are one class"
     )
 
 

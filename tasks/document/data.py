@@ -38,7 +38,7 @@ from longseq.tasks.document.inputs import DocumentFiles
 from longseq.tasks.document.prepared import Bare, Labelled, prepare_documents, trained_tokenizer
 from longseq.tasks.document.sampler import DocumentSampler, EveryDocument, PackedSampler, PaddedSampler
 from longseq.tasks.document.splits import LonelyLabelError, divide, find_repeats
-from longseq.tasks.text.sources import STREAM
+from longseq.tasks.text.sources import READING, STREAM
 from longseq.tasks.text.store import SPLITS, Integers
 from longseq.tasks.text.tokenizer import (
     ByteTokenizer,
@@ -144,6 +144,9 @@ class DocumentData(TaskData):
             "source": "files",
             "multi_label": trained.multi_label,
             "text_column": trained.text_column,
+            "max_length": trained.max_length,
+            "truncation": trained.truncation,
+            "segment": trained.segment,
         }
         if not config.get("data") and not {"root", "test", "validation"} & changes.keys():
             raise ValueError("a saved model does not tell what to measure it on: give data.test=FILE")
@@ -347,6 +350,7 @@ class DocumentData(TaskData):
         name = Path(os.path.abspath(given if isinstance(given, str) else keys.root or keys.source)).stem
         reading: dict[str, Any] = {
             "source": keys.source,
+            "reading": READING,
             "columns": [keys.text_column, keys.label_column, keys.label_delimiter, keys.multi_label],
             "options": dict(keys.options),
         }

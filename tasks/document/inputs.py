@@ -30,7 +30,7 @@ from longseq.tasks.document.sources import preparation_of
 from longseq.tasks.document.truncation import truncate
 from longseq.tasks.report import progress_bar
 from longseq.tasks.text.documents import Document, LineCounter, Place
-from longseq.tasks.text.sources import TEXT, Columns, Malformed, Part, find_parts, read_part
+from longseq.tasks.text.sources import TEXT, Columns, Malformed, Part, find_parts, read_part, walk
 from longseq.tasks.text.store import token_type
 from longseq.tasks.text.tokenizer import Tokenizer
 from longseq.tasks.training.memory import peak_memory
@@ -194,10 +194,8 @@ def _find_files(root: str, columns: Columns) -> tuple[list[Part | Malformed], li
     """The parts of all files below a folder, among them the files that cannot be read; and what is hidden."""
     parts: list[Part | Malformed] = []
     hidden: list[PassedOver] = []
-    for folder, folders, names in os.walk(root):
-        hidden += [PassedOver(os.path.join(folder, name, ""), "hidden") for name in folders if name.startswith(".")]
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
+    for folder, names in walk(root, lambda path: hidden.append(PassedOver(path, "hidden"))):
+        for name in names:
             path = os.path.join(folder, name)
             if name.startswith("."):
                 hidden.append(PassedOver(path, "hidden"))

@@ -16,6 +16,7 @@ from timm.data.readers.img_extensions import get_img_extensions, set_img_extensi
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from timm.utils.misc import natural_key
 
+from longseq.tasks.data.folders import leads_above
 from longseq.tasks.data.inputs import PassedOver, describe_passed_over
 from longseq.tasks.image.decoding import image_endings, is_hidden, is_image
 
@@ -45,7 +46,7 @@ def find_images(root: str) -> Found:
             empty.append(PassedOver(os.path.join(folder, ""), "empty"))
         for name in list(folders):
             path = os.path.join(folder, name)
-            if is_hidden(name) or _leads_above(path):
+            if is_hidden(name) or leads_above(path):
                 others.append(PassedOver(os.path.join(path, ""), "hidden" if is_hidden(name) else "link to above"))
                 folders.remove(name)
         folders.sort()
@@ -56,11 +57,6 @@ def find_images(root: str) -> Found:
             else:
                 others.append(PassedOver(path, _why_no_image(name)))
     return Found(images, others, empty)
-
-
-def _leads_above(path: str) -> bool:
-    """True for a link to a folder that holds the link."""
-    return os.path.islink(path) and Path(os.path.realpath(os.path.dirname(path))).is_relative_to(os.path.realpath(path))
 
 
 def report_passed_over(passed_over: Sequence[PassedOver], root: str) -> None:

@@ -40,7 +40,7 @@ from longseq.tasks.text.encoded_parts import (
     told_path,
 )
 from longseq.tasks.text.prepare_keys import PrepareKeys
-from longseq.tasks.text.sources import TEXT, Columns, Malformed, Part, find_parts, read_part
+from longseq.tasks.text.sources import READING, TEXT, Columns, Malformed, Part, find_parts, read_part
 from longseq.tasks.text.store import (
     MANIFEST,
     PARTIAL,
@@ -159,6 +159,7 @@ def plan_of(
     return json.dumps(
         {
             "version": VERSION,
+            "reading": READING,
             "parts": [[*part, [stamp(path) for path in (part.files or [part.path])]] for part in parts],
             "columns": [columns.text, columns.prompt],
             "tokenizer": [tokenizer, separator, *([] if _is_named(tokenizer) else [stamp(tokenizer)])],

@@ -6,11 +6,9 @@ An input is cut into parts that processes read in parallel. A part holds everyth
 from __future__ import annotations
 
 import codecs
-import csv
 import gzip
 import json
 import os
-import sys
 import textwrap
 import tokenize
 import zlib
@@ -20,11 +18,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from longseq.tasks.data.folders import leads_above
 from longseq.tasks.data.tables import check_header
+from longseq.tasks.text.delimited import DELIMITERS, Row, read_rows
 from longseq.tasks.text.documents import Document, LineCounter, Place
 
 # Bytes of a part. One process holds the text of some documents and the tokens of one part.
 PART_SIZE = 1 << 25
+
+# Changes where a reader gives other documents for the same file, so that older caches are not taken.
+READING = 2
 
 # Before the name of a set on the Hugging Face hub: hfids/OWNER/NAME, hfids/OWNER/NAME:CONFIGURATION@SPLIT.
 STREAM = "hfids/"
@@ -124,7 +127,7 @@ def _parts_of(path: Path, columns: Columns, size: int) -> Iterator[Part]:
 def _parts_of_folder(path: Path, columns: Columns, size: int) -> Iterator[Part]:
     texts: list[str] = []
     for file in _files_below(path):
-        if _format_of(file) == "text":
+        if _format_of(file) == "text" or _leads_nowhere(file):
             texts.append(str(file))
         elif file.stat().st_size:
             yield from _parts_of_file(file, columns, size)
@@ -136,12 +139,31 @@ def _parts_of_files(path: Path, size: int) -> Iterator[Part]:
 
 
 def _files_below(path: Path) -> Iterator[Path]:
-    """The files below a folder in the order of their names, without hidden ones."""
-    for folder, folders, names in os.walk(path):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            if not name.startswith(".") and (file := Path(folder, name)).is_file():
+    """The files below a folder in the order of their names, without hidden ones; also links that lead nowhere."""
+    for folder, names in walk(str(path)):
+        for name in names:
+            file = Path(folder, name)
+            if not name.startswith(".") and (file.is_file() or _leads_nowhere(file)):
                 yield file
+
+
+def walk(root: str, hidden: Callable[[str], object] = lambda _: None) -> Iterator[tuple[str, list[str]]]:
+    """Each folder from `root` down, in the order of names, with the names in it that are no folders.
+
+    Links are followed, but not to a folder that holds them, below which everything would be found again. `hidden` is
+    called with the path of each folder that begins with a dot, in which nothing is searched.
+    """
+    for folder, folders, names in os.walk(root, followlinks=True):
+        for name in [name for name in folders if name.startswith(".")]:
+            hidden(os.path.join(folder, name, ""))
+        folders[:] = sorted(
+            name for name in folders if not name.startswith(".") and not leads_above(os.path.join(folder, name))
+        )
+        yield folder, sorted(names)
+
+
+def _leads_nowhere(file: Path) -> bool:
+    return file.is_symlink() and not file.exists()
 
 
 def group_files(files: Sequence[str], *, size: int = PART_SIZE, format: str = "text") -> Iterator[Part]:
@@ -150,7 +172,7 @@ def group_files(files: Sequence[str], *, size: int = PART_SIZE, format: str = "t
     total = 0
     for file in files:
         held.append(file)
-        total += os.path.getsize(file)
+        total += os.path.getsize(file) if os.path.exists(file) else 0  # a link that leads nowhere: its reader tells
         if total >= size:
             yield Part(format, os.path.dirname(held[0]), total, files=tuple(held))
             held, total = [], 0
@@ -187,9 +209,12 @@ def _parts_of_file(path: Path, columns: Columns, size: int) -> Iterator[Part]:
         yield Part(format, str(path), total)
     else:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-            header = next(csv.reader(file, delimiter=_DELIMITERS[format]), [])
+            first = next(read_rows(file, DELIMITERS[format]), Row(1, []))
+        if first.malformed is not None:
+            raise ValueError(f"{path}, line 1: {first.malformed}")
+        header = first.cells
         if columns.text not in header:
-            check_header(path, header, _DELIMITERS[format])
+            check_header(path, header, DELIMITERS[format])
         _check_columns(path, columns, header)
         yield Part(format, str(path), total)
 
@@ -264,6 +289,8 @@ def _check_columns(path: Path | str, columns: Columns, found: Sequence[str]) -> 
         if name is not None and name not in found:
             names = textwrap.shorten(", ".join(map(str, found)), 200, placeholder=" ...")
             raise ValueError(f"{path} has no column {name!r}: give {key}=NAME, one of {names}")
+        if name is not None and found.count(name) > 1:
+            raise ValueError(f"{path} has {found.count(name)} columns {name!r}: leave one of them")
 
 
 def _read_jsonl(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
@@ -312,30 +339,20 @@ def _parse(line: bytes, columns: Columns, place: Place) -> Document | Malformed:
     return _document(row if isinstance(row, dict) else {}, columns, place)
 
 
-_DELIMITERS = {"csv": ",", "tsv": "\t"}
-
-
 def _read_csv(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
-    csv.field_size_limit(sys.maxsize)
     # Bytes that are not UTF-8 become lone surrogates, which no text holds: the row is reported, and reading continues.
     with open(part.path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        rows = csv.DictReader(file, delimiter=_DELIMITERS[part.format])
-        while True:
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                yield Malformed(Place(part.path, line=rows.line_num), f"no {part.format} ({error})")
-                continue
-            place = Place(part.path, line=rows.line_num)
-            if None in row or any(value is None for value in row.values()):
+        rows = read_rows(file, DELIMITERS[part.format])
+        header = next(rows).cells
+        for row in rows:
+            place = Place(part.path, line=row.line)
+            if row.malformed is not None:
+                yield Malformed(place, row.malformed)
+            elif len(row.cells) != len(header):
                 # The cells of such a row may stand in the wrong columns: a text with a delimiter needs quotes.
-                found = sum(value is not None for name, value in row.items() if name is not None)
-                found += len(row.get(None) or ())  # type: ignore[call-overload]
-                yield Malformed(place, f"{found} cells under a header of {len(rows.fieldnames or ())}")
+                yield Malformed(place, f"{len(row.cells)} cells under a header of {len(header)}")
             else:
-                yield _document(row, columns, place)
+                yield _document(dict(zip(header, row.cells, strict=True)), columns, place)
 
 
 def _read_parquet(part: Part, columns: Columns) -> Iterator[Document | Malformed]:

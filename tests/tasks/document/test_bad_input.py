@@ -80,8 +80,13 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         {"root": "a.csv"},
         r"a.csv is no UTF-8 \(its first line is not\): save it so",
     ),
+    "stray quotation mark": (
+        lambda path: _csv(path, 'text,label\n"one,fish\ntwo,bird\n'),
+        {"root": "a.csv", "on_bad_line": "stop"},
+        "1 of 2 documents .*: .*a.csv, line 2: a quotation mark that closes no cell: write it twice inside a cell",
+    ),
     "no label": (
-        lambda path: _jsonl(path, [{"text": "one", "label": None}, {"text": "two", "label": ["a", "b"]}]),
+        lambda path: _jsonl(path, [{"text": "one", "label": " "}, {"text": "two", "label": ["a", "b"]}]),
         {},
         "line 1: no label in column 'label'; .*line 2: a list in column 'label': give data.multi_label=true",
     ),
@@ -132,12 +137,12 @@ def test_mistakes_are_one_line(tmp_path: Path, name: str) -> None:
 
 
 def test_classes_that_only_look_alike_are_told(tmp_path: Path, caplog: Any) -> None:
-    spelled = {"fish": ["fish", "fish "], "bird": ["\u00e9", "e\u0301"], "tree": ["tree", "Tree"]}
+    spelled = {"fish": ["1", "1.0 "], "bird": ["\u00e9", "e\u0301"], "tree": ["tree", "Tree"]}
     rows = [{**row, "label": spelled[row["label"]][index // 3 % 2]} for index, row in enumerate(make_rows(60))]
     _jsonl(tmp_path, rows)
     assert open_data(tmp_path, root=str(tmp_path / "a.jsonl")).info.num_classes == 6
     (told,) = (record.message for record in caplog.records if "alike" in record.message)
-    assert "'e\\u0301' and '\\xe9', 'fish' and 'fish ' (blanks" in told
+    assert "'1' and '1.0 ', 'e\\u0301' and '\\xe9' (blanks" in told
     assert "tree" not in told
 
 

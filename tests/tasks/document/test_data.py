@@ -292,6 +292,11 @@ def test_evaluation_on_another_file_opens_it_alone(tmp_path: Path, monkeypatch: 
     assert contents(whole, "test") == contents(found, "test")
     alone = DocumentData.for_evaluation({}, {"test": str(other)}, split="test", trained=data.info, batch_size=64)
     assert contents(alone, "test") == contents(found, "test")
+    # Without the run of a model, documents are cut as in its training.
+    short = open_data(tmp_path, root=str(other), max_length=20, truncation="tail", segment=16)
+    saved = DocumentData.for_evaluation({}, {"test": str(other)}, split="test", trained=short.info, batch_size=64)
+    assert contents(saved, "test") == {(text[-19:], label) for text, label in contents(found, "test")}
+    assert saved.info.segment == 16
     # A path of the working folder needs no root; one that is below the training's, too, could be either.
     (tmp_path / "texts").mkdir()
     below = {"data": {**config["data"], "root": str(tmp_path / "texts")}}

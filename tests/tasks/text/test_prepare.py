@@ -130,7 +130,10 @@ def test_each_file_of_source_code_is_a_document(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a.json has no column 'text'"):
         find_parts([str(tmp_path / "code")], Columns())
     parts = find_parts([str(tmp_path / "code")], Columns(), whole_files=True)
-    assert [one.text for part in parts for one in read_part(part, Columns())] == list(files.values())  # type: ignore[union-attr]
+    read = [one for part in parts for one in read_part(part, Columns())]
+    assert [one.text for one in read if isinstance(one, Document)] == list(files.values())
+    (broken,) = (one for one in read if isinstance(one, Malformed))
+    assert broken.describe() == f"{tmp_path / 'code' / 'broken'}: No such file or directory"
 
 
 @pytest.mark.slow
@@ -193,6 +196,21 @@ def test_what_cannot_be_read_is_counted_and_named(tmp_path: Path) -> None:
     told = [one for part in find_parts([str(path)], Columns()) for one in read_part(part, Columns())]
     reasons = [one.describe().split(": ", 1)[1] for one in told if isinstance(one, Malformed)]
     assert reasons[-2:] == ["no Unicode text in column 'text'", "bytes that are no UTF-8"]
+
+
+def test_links_are_followed_but_not_in_circles_and_those_that_lead_nowhere_are_counted(tmp_path: Path) -> None:
+    write_folder(tmp_path / "elsewhere", TEXTS)
+    (tmp_path / "input" / "deep").mkdir(parents=True)
+    (tmp_path / "input" / "deep" / "link").symlink_to(tmp_path / "elsewhere" / "below")
+    (tmp_path / "input" / "deep" / "circle").symlink_to(tmp_path / "input")
+    (tmp_path / "input" / "lost.txt").symlink_to(tmp_path / "nowhere.txt")
+    (tmp_path / "input" / "lost.csv").symlink_to(tmp_path / "nowhere.csv")
+    store = run(tmp_path / "input", tmp_path / "out")
+    assert documents(store) == split_texts(TEXTS)
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    lost = [f"{tmp_path / 'input' / name}: No such file or directory" for name in ("lost.csv", "lost.txt")]
+    assert manifest["malformed"] == lost
+    assert manifest["counts"]["malformed"] == 2
 
 
 def test_bytes_of_csv_and_text_files_that_are_no_utf8_are_counted(tmp_path: Path) -> None:
@@ -334,6 +352,9 @@ def test_a_separator_that_stands_in_a_text_is_refused(tmp_path: Path) -> None:
         (["input=a.jsonl", "output=out", "separator=x"], "separator=x: the tokens of tokenizer=bytes have a separator"),
         (["input=a.jsonl", "output=out", "tokenizer=train:300", "separator=x"], "tokenizer=train:300 have a separator"),
         (["input=a.jsonl.xz", "output=out"], "a.jsonl.xz: compressed by xz: decompress it; of compressed files only"),
+        (["input=twice.csv", "output=out"], "twice.csv has 2 columns 'text': leave one of them"),
+        (["input=twice.parquet", "output=out"], "twice.parquet has 2 columns 'text': leave one of them"),
+        (["input=stray.csv", "output=out"], "stray.csv, line 1: a quotation mark that closes no cell: write it twice"),
         (["input=long.csv", "output=out"], "long.csv has no column 'text': give column=NAME, one of long, ..."),
         (["input=bytes.parquet", "output=out"], "the column 'text' of bytes.parquet is of the type binary, which is"),
         (["input=a.jsonl", "output=out", "test=0.6", "validation=0.4"], "leave nothing to train on"),
@@ -354,6 +375,10 @@ def test_mistakes_are_one_line(
     Path("bad.jsonl").write_text("{\n[\n")
     Path("a.jsonl.xz").write_bytes(lzma.compress(b"{}"))
     Path("long.csv").write_text(f"long,{'x' * 1000}\n")
+    Path("twice.csv").write_text("text,more,text\na,b,c\n")
+    arrow = pytest.importorskip("pyarrow")
+    arrow.parquet.write_table(arrow.Table.from_arrays([["a"], ["b"]], names=["text", "text"]), "twice.parquet")
+    Path("stray.csv").write_text('"text,more\na,b\n')
     Path("empty.jsonl").touch()
     Path("empty").mkdir()
     before = sorted(os.listdir())

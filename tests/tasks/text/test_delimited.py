@@ -1,0 +1,75 @@
+"""Rows of csv and tsv files, also where a quotation mark closes no cell."""
+
+import csv
+import io
+import random
+
+import pytest
+
+from longseq.tasks.text.delimited import read_rows
+
+STRAY = "a quotation mark that closes no cell: write it twice inside a cell"
+
+
+def read(text: str, delimiter: str) -> tuple[list[tuple[int, list[str]]], list[tuple[int, str]]]:
+    rows = list(read_rows(io.StringIO(text, newline=""), delimiter))
+    good = [(row.line, row.cells) for row in rows if row.malformed is None]
+    return good, [(row.line, row.malformed) for row in rows if row.malformed is not None]
+
+
+@pytest.mark.parametrize("delimiter", [",", "\t"])
+def test_rows_are_those_of_the_standard_library(delimiter: str) -> None:
+    generator = random.Random(0)
+    letters = ["a", "b", " ", '"', ",", "\n", "\r\n", "ä", "'", "\\"]
+    for _ in range(300):
+        cells = [["".join(generator.choices(letters, k=generator.randrange(9))) for _ in range(3)] for _ in range(6)]
+        file = io.StringIO(newline="")
+        csv.writer(file, delimiter=delimiter).writerows(cells)
+        good, malformed = read(file.getvalue(), delimiter)
+        assert [row for _, row in good] == cells
+        assert not malformed
+
+
+def rows_of(delimiter: str) -> list[str]:
+    return [f"{'ab'[number % 2]}{delimiter}word {number}\n" for number in range(200)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("opened in two texts", {20: '"word 20', 150: '"word 150'}),
+        ("closed at the end of a later text", {20: '"word 20', 150: 'word 150"'}),
+        ("opened in the last text", {199: '"word 199'}),
+        ("closed inside a text", {7: '"word" 7'}),
+    ],
+)
+@pytest.mark.parametrize("delimiter", [",", "\t"])
+def test_a_stray_quotation_mark_costs_its_own_row_at_most(delimiter: str, name: str, text: dict[int, str]) -> None:
+    lines = rows_of(delimiter)
+    for row, cell in text.items():
+        lines[row] = f"a{delimiter}{cell}\n"
+    good, malformed = read(f"label{delimiter}text\n" + "".join(lines), delimiter)
+    found = {line - 2: cells[1] for line, cells in good[1:]}
+    whole = {row: f"word {row}" for row in range(200)}
+    if delimiter == "\t":  # such files are often written without quotation
+        assert found == whole | text
+        assert not malformed
+    else:
+        opened = [row for row, cell in text.items() if cell.startswith('"')]
+        assert malformed == [(row + 2, STRAY) for row in opened]
+        assert found == {row: text.get(row, cell) for row, cell in whole.items() if row not in opened}
+
+
+def test_a_text_of_several_lines_is_one_cell() -> None:
+    text = '"Dear Sir, hello\nyours, Bob"'
+    for rows in (f"label,text\na,{text}\nb,c\n", f"text,label\n{text},a\nc,b\n"):
+        good, malformed = read(rows, ",")
+        assert [len(cells) for _, cells in good] == [2, 2, 2]
+        assert any("Dear Sir, hello\nyours, Bob" in cells for _, cells in good)
+        assert not malformed
+    good, malformed = read('text\n"one\ntwo\nthree"\nfour\n', "\t")
+    assert [cells for _, cells in good] == [["text"], ["one\ntwo\nthree"], ["four"]]
+
+
+def test_a_header_with_a_stray_quotation_mark_is_told() -> None:
+    assert read('"text,label\none,a\n', ",")[1][0] == (1, STRAY)
