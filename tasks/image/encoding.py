@@ -12,6 +12,8 @@ from PIL import Image
 from longseq.tasks.data.unreadable import UNREADABLE
 from longseq.tasks.image.decoding import decode, first_line
 
+FULL_COLOURS = 95  # the least quality at which colours keep their resolution
+
 
 class Encoding(NamedTuple):
     """What becomes of an image: `size` is the most pixels of its shorter side, None: as many as it has."""
@@ -66,7 +68,9 @@ def encode_image(file: Encoded, encoding: Encoding) -> Encoded:
         width, height = (max(1, round(side * size / shorter)) for side in image.size)
         image = _plain(image).resize((width, height), Image.Resampling.BICUBIC)
     written = io.BytesIO()
-    _plain(image).save(written, "JPEG", quality=encoding.quality)
+    # JPEG stores colours at half their width and height unless told otherwise: too coarse where quality is asked for.
+    sampling = {"subsampling": 0} if encoding.quality >= FULL_COLOURS else {}
+    _plain(image).save(written, "JPEG", quality=encoding.quality, **sampling)
     return Encoded(written.getvalue(), "jpg")
 
 

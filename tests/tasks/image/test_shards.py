@@ -16,7 +16,7 @@ from PIL import Image
 
 from longseq.tasks import ImageDataKeys, ImageDataModule
 from longseq.tasks.image.encoded import Jpeg, read_encoded
-from longseq.tasks.image.encoding import Encoding
+from longseq.tasks.image.encoding import Encoding, encode_file
 from longseq.tasks.image.prepare import PrepareImagesKeys, describe, open_input, prepare
 from longseq.tasks.image.shards import open_shards
 
@@ -117,6 +117,19 @@ def test_images_are_scaled_down_and_never_up(tmp_path: Path) -> None:
     assert source.class_names == ["a", "b"]
     assert source.path(1).endswith("train-000000.tar/images/a/wide.png.jpg")
     assert source.read(1)[0].size == (20, 10)
+
+
+def test_colours_keep_their_resolution_where_quality_is_asked_for(tmp_path: Path) -> None:
+    draw(tmp_path / "a.png", 1, (64, 48))
+    exact = np.asarray(Image.open(tmp_path / "a.png"), dtype=float)
+
+    def error(quality: int) -> float:
+        made = encode_file(str(tmp_path / "a.png"), Encoding("jpeg", None, quality))
+        return float(np.abs(np.asarray(Image.open(io.BytesIO(made.data)), dtype=float) - exact).mean())
+
+    assert error(100) < 1
+    assert error(95) < 5
+    assert error(90) > 10  # colours of half the width and height, as JPEG files usually have them
 
 
 def test_labels_of_a_table_stay(tmp_path: Path) -> None:
