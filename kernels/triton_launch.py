@@ -209,3 +209,8 @@ def sequence_of_slots(slots: int, chunk: int, tokens: int, cu_seqlens: Tensor | 
         return (torch.searchsorted(first, numbers, right=True) - 1).clamp_min(0)
 
     return find_once(borders, ("sequence of slots", chunk), find)
+
+
+def longest_first(cu_seqlens: Tensor) -> Tensor:
+    """The numbers of packed segments, the longest first; cached like `sequence_of_slots`."""
+    return find_once(cu_seqlens, "longest first", lambda: cu_seqlens.diff().argsort(descending=True, stable=True))

@@ -34,12 +34,14 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 def find_part(slot, T, cu_seqlens, sequence_of, PACKED: tl.constexpr, SPAN: tl.constexpr, REVERSE: tl.constexpr):
     """This program's part of a sequence, in the order of reading; the whole sequence if SPAN is 0.
 
-    Returns the sequence's number, batch row, length and first slot; the first token of the part, its number of tokens,
+    `sequence_of` has the number of the sequence of each slot, where sequences are packed. Returns the sequence's number, batch row, length and first slot; the first token of the part, its number of tokens,
     and the number of tokens before it.
     """
     n = slot
-    if SPAN > 0:
-        n = tl.load(sequence_of + slot).to(tl.int64) if PACKED else slot // tl.cdiv(T, SPAN)
+    if PACKED:
+        n = tl.load(sequence_of + slot).to(tl.int64)
+    elif SPAN > 0:
+        n = slot // tl.cdiv(T, SPAN)
     row, start, end, first = sequence(n, T, cu_seqlens, PACKED, SPAN if SPAN > 0 else 1)
     length = (end - start).to(tl.int32)
     done = length * 0

@@ -31,6 +31,7 @@ from longseq.kernels.triton_launch import (
     find_uneven,
     fit_launches,
     launch_options,
+    longest_first,
     next_power_of_2,
     sequence_of_slots,
 )
@@ -122,7 +123,8 @@ def _plan(x: Tensor, key: Tensor, A: Tensor | None, cu_seqlens: Tensor | None, r
     width = next_power_of_2(key.shape[2])
     sequences = count_sequences(batch, cu_seqlens)
     warps = sequences * cdiv(channels, FORWARD.tile(width)["BLOCK_D"])
-    span, slots, sequence_of = 0, sequences, None
+    # A program that walks a long sequence must not begin last, when the others are done.
+    span, slots, sequence_of = 0, sequences, None if cu_seqlens is None else longest_first(cu_seqlens)
     if warps:
         mean = batch * tokens // sequences
         span = find_span(mean, warps, WARPS, fewest=FEWEST_PARTS, shortest=SHORTEST_PART, at_once=False)
