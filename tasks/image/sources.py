@@ -39,6 +39,7 @@ SPLIT_NAMES = {
     "validation": ("validation", "val", "valid", "eval"),
     "test": ("test", "testing"),
 }
+_NAMED = 5  # of the classes that a warning tells
 _STREAMS = ("hfids", "wds", "tfds")
 
 ClassMap = str | Mapping[str, int] | None
@@ -239,7 +240,8 @@ def is_stream(source: str) -> bool:
 def split_off(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
     """Take `fraction` of every class away: (the rest, the part), both in the source's order.
 
-    An image of several labels counts as one of its rarest label.
+    Of a class of two images or more each gets one at least; a class of one image stays in the rest, and a warning names
+    it. An image of several labels counts as one of its rarest label.
     """
     if not 0 < fraction < 1:
         raise ValueError(f"data.val_fraction={fraction} of the training images to set apart must lie between 0 and 1")
@@ -249,12 +251,28 @@ def split_off(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
     taken = np.zeros(len(split), dtype=bool)
     for label in np.unique(classes):
         members = generator.permutation(np.flatnonzero(classes == label))
-        taken[members[: round(fraction * len(members))]] = True
+        taken[members[: min(len(members) - 1, max(1, round(fraction * len(members))))]] = True
     if not taken.any() or taken.all():
         raise ValueError(
             f"data.val_fraction={fraction} of {len(split)} images leaves a split empty: give more images or another one"
         )
+    if targets is not None:
+        _tell_undivided(targets[split.indices], taken, split.source.class_names)
     return Split(split.source, split.indices[~taken]), Split(split.source, split.indices[taken])
+
+
+def _tell_undivided(targets: np.ndarray, taken: np.ndarray, class_names: Sequence[str]) -> None:
+    """Warn, in one line, of classes that have too few images for the part that was taken."""
+    every, part = (one if one.ndim == 1 else one.nonzero()[1] for one in (targets, targets[taken]))
+    undivided = np.setdiff1d(every, part).tolist()
+    if undivided:
+        named = [class_names[one] if one < len(class_names) else str(one) for one in undivided[:_NAMED]]
+        more = f" and {len(undivided) - _NAMED} more" if len(undivided) > _NAMED else ""
+        _log.warning(
+            "no image to set apart of %s%s: a class needs two images, and one of these stays in training",
+            ", ".join(named),
+            more,
+        )
 
 
 def holds_jpegs(split: Split) -> bool:

@@ -113,7 +113,7 @@ class _MeanOfRanks:
     target: Any
     score: Callable[..., Tensor]
 
-    def compute(self) -> Tensor:
+    def compute(self) -> Any:  # as torchmetrics' curves have it, a Tensor
         probabilities, wanted = dim_zero_cat(self.preds), dim_zero_cat(self.target)
         scores = []
         for number, ranked in enumerate(probabilities.T):
