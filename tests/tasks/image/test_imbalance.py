@@ -142,6 +142,30 @@ def test_a_mixed_image_has_the_weighted_losses_of_both_images(kind, mode):
     torch.testing.assert_close(module._weighted(logits, soft, found), expected)
 
 
+@pytest.mark.parametrize("bce", [False, True])
+def test_labels_as_probabilities_have_the_weights_of_the_classes(bce):
+    weights = [0.2, 1.0, 3.0, 0.0]
+    generator = torch.Generator().manual_seed(0)
+    logits, rows = (torch.rand(6, 4, generator=generator) for _ in range(2))
+    rows, targets = rows.softmax(dim=1), torch.tensor([0, 1, 2, 3, 0, 2])
+    info = DataInfo(**INFO | {"class_names": list("abcd"), "num_classes": 4, "class_weights": weights})
+    module = ImageClassifier(torch.nn.Identity(), num_classes=4, info=info, binary_cross_entropy=bce)
+    module.log = module.seed_batch = lambda *_: (0, 0)
+    found, numbers, hot = (
+        module.training_step((logits, labels), 0) for labels in (rows, targets, functional.one_hot(targets, 4))
+    )
+    assert torch.equal(numbers, hot)
+    if bce:
+        each = [
+            functional.binary_cross_entropy_with_logits(logits, one.expand(6, 4), reduction="none").mean(1)
+            for one in torch.eye(4)
+        ]
+        expected = (torch.stack(each, dim=1) * rows * torch.tensor(weights)).sum(1).mean()
+    else:
+        expected = functional.cross_entropy(logits, rows, weight=torch.tensor(weights))
+    torch.testing.assert_close(found, expected)
+
+
 def test_thresholds_are_the_best_of_all():
     random = np.random.default_rng(0)
     for _ in range(20):
