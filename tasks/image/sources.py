@@ -19,7 +19,7 @@ from timm.data.readers.class_map import load_class_map
 from torchvision import datasets as torchvision_datasets
 
 from longseq.tasks.data.labels import rarest_labels
-from longseq.tasks.data.unreadable import UNREADABLE
+from longseq.tasks.data.unreadable import UNREADABLE, LabelError
 from longseq.tasks.image.decoding import (
     decode,
     first_line,
@@ -53,7 +53,10 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> tuple[Image.Image, Any]:
-        """The decoded image and its class, or [C] of 0 and 1 for several labels; raises one of UNREADABLE."""
+        """The decoded image and its class, or [C] of 0 and 1 for several labels.
+
+        Raises one of UNREADABLE, or LabelError for a label that is wrong.
+        """
 
     def path(self, index: int) -> str:
         """A name of the image for people."""
@@ -290,6 +293,8 @@ def require_readable(split: Split, kind: str) -> None:
     for index in split.indices:
         try:
             split.source.read(int(index))
+        except LabelError as error:
+            raise ValueError(f"{split.source.path(int(index))}: {error}") from error
         except UNREADABLE as error:
             first = first or f"{split.source.path(int(index))}: {first_line(error)}"
         else:
