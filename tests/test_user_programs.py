@@ -160,7 +160,7 @@ def test_wrong_labels_and_outputs_stop_a_fit_in_one_line(tmp_path: Path) -> None
     _, _, rows = make_images()
     images, options = [row["pixel_values"] for row in rows], {"training": Training(learning_rate=1e-2)}
     for outputs, labels, told in (
-        (3, torch.ones(32, 3), "multi_label=True where an image has any number of the classes"),
+        (3, torch.ones(32, 3), "where an image has any number of classes"),
         (3, torch.arange(32) % 4, "the label 3 is not among the classes 0 to 2"),
         (5, torch.arange(32) % 3, "the model gives [8, 5], and num_classes=3 needs [B, 3]"),
     ):
@@ -302,7 +302,8 @@ def test_a_model_and_a_data_module_of_the_users(tmp_path: Path, command_here) ->
     trainer.fit(module, datamodule=OwnData(rows))
     assert trainer.global_step == 4
     path = tmp_path / "net.ckpt"
-    loaded = ImageClassifier.load_from_checkpoint(path, backbone=Net(), num_classes=2)
+    loaded = ImageClassifier.load_from_checkpoint(path, backbone=Net())
+    assert loaded.num_classes == 2
     images = torch.rand(2, 1, 8, 8)
     torch.testing.assert_close(loaded.eval()(images), module.eval()(images))
     for call in (lambda: ImageClassifier.load_from_checkpoint(path), lambda: longseq.from_pretrained(path)):

@@ -44,7 +44,7 @@ class ImageClassifier(ClassifierModule):
     `pretrained_cfg`), and of an `ImageDataModule` its own.
     """
 
-    kept_options = ("binary_cross_entropy",)
+    kept_options = ("num_classes", "multi_label", "binary_cross_entropy")
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class ImageClassifier(ClassifierModule):
             if not abs(furthest - 1) <= _ROUNDING:
                 raise ValueError(
                     f"a row of labels has the sum {furthest:g}, and probabilities of one class have the sum 1: give "
-                    "multi_label=True where an image has any number of the classes"
+                    "multi_label=True (to a command data.multi_label=true) where an image has any number of classes"
                 )
             return
         least, most = int(targets.min()), int(targets.max())
