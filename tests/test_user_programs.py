@@ -156,6 +156,27 @@ def test_forms_of_image_batches_and_wrong_ones() -> None:
         several.read_batch((images, numbers))
 
 
+class OnDevice(torch.Tensor):
+    """Labels for whose values the host would wait."""
+
+    device = property(lambda self: torch.device("cuda"))
+
+
+def test_labels_on_the_device_are_read_where_nothing_is_trained_and_in_the_first_batch() -> None:
+    images, host = torch.zeros(2, 1, 8, 8), torch.tensor([0, 1])
+    right, wrong = (rows.as_subclass(OnDevice) for rows in (torch.eye(2), torch.ones(2, 2)))
+    for training, before in ((True, []), (False, []), (False, [right])):
+        module = ImageClassifier(Net(), num_classes=2).train(training)
+        for labels in before:
+            module.read_batch((images, labels))
+        with pytest.raises(ValueError, match="has the sum 2"):
+            module.read_batch((images, wrong))
+    for training, before in ((True, right), (False, host)):  # labels of the host were read before their transfer
+        module = ImageClassifier(Net(), num_classes=2).train(training)
+        for labels in (before, wrong):
+            module.read_batch((images, labels))
+
+
 def test_wrong_labels_and_outputs_stop_a_fit_in_one_line(tmp_path: Path) -> None:
     _, _, rows = make_images()
     images, options = [row["pixel_values"] for row in rows], {"training": Training(learning_rate=1e-2)}
