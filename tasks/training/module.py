@@ -134,9 +134,8 @@ class TrainedModule(LightningModule):
         if map_location is not None and not isinstance(map_location, str | torch.device):
             raise ValueError(f"map_location={map_location} is no device: give its name, such as cpu")
         if "backbone" in kwargs:
-            if (
-                isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_file()
-            ):  # Lightning takes others, too
+            # Lightning takes open files and addresses, too.
+            if isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_file():
                 whole = torch.load(checkpoint_path, map_location="cpu", weights_only=True, mmap=True)
                 kwargs = {**cls._kept(whole.get(CHECKPOINT_RUN) or {}), **kwargs}
             return super().load_from_checkpoint(checkpoint_path, map_location, weights_only=True, **kwargs)
