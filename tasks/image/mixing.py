@@ -92,8 +92,8 @@ class BatchMixing:
     def weigh(self, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """Probabilities `[B, classes]` that are given as targets, and the weights of their losses.
 
-        An image has the losses of its classes, each with its weight and its probability, without smoothing. A row of one
-        class has the loss of that class's number.
+        An image has the losses of its classes, each with its weight and its probability, without smoothing. A row of
+        one class has the loss of that class's number.
         """
         if self._class_weights is None:
             return targets, None
