@@ -1,6 +1,7 @@
 """`longseq evaluate`: evaluate a checkpoint on its own data, on other data of its kind, or on each document of text."""
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.files import prepare_file, write_text
 from longseq.tasks.training.options import read, read_part
 from longseq.tasks.training.trainer import build_trainer
+
+_log = logging.getLogger(__name__)
 
 # The batch size if data.eval_batch_size is not given.
 EVALUATION_BATCH = 64
@@ -56,6 +59,8 @@ def run(cfg: DictConfig) -> dict[str, float]:
         loaded.config, changes, split=split, trained=trained, batch_size=EVALUATION_BATCH
     )
     task.model.check_reads(loaded.backbone, trained, datamodule.info)
+    if not changes:
+        _compare_sizes(trained.sizes.get(split), datamodule.info.sizes.get(split), split)
     module = task.module.from_config(loaded.config, loaded.backbone, datamodule.info, None)
     datamodule.trainer = trainer
     loader = datamodule.test_dataloader() if split == "test" else datamodule.val_dataloader()
@@ -65,6 +70,14 @@ def run(cfg: DictConfig) -> dict[str, float]:
     metrics = {key.replace("test/", f"{split}/"): float(value) for key, value in tested.items()}
     _write(metrics, task.report, module, datamodule.info, split, output)
     return metrics
+
+
+def _compare_sizes(then: int | None, now: int | None, split: str) -> None:
+    """Warn of the run's own data if they are not those of the training any more."""
+    if then is not None and now is not None and then != now:
+        _log.warning(
+            "the data have changed: %s has %d samples now, and had %d when the model was trained", split, now, then
+        )
 
 
 def _evaluate_documents(keys: EvaluateKeys, config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, float]:

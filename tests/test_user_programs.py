@@ -135,11 +135,62 @@ def test_forms_of_image_batches_and_wrong_ones() -> None:
         ({"labels": numbers}, "has no images: call them images"),
         (images, "a batch is a Tensor, and (images, labels)"),
         ([images, numbers, numbers], "a batch is a list of 3"),
+        ([images, ("dark", "bright")], "the labels of a batch are a tuple of str, and must be a tensor"),
+        ([images, torch.tensor([0, 2])], "the label 2 is not among the classes 0 to 1"),
+        ([images, torch.tensor([-1, 0])], "the label -1 is not among the classes 0 to 1"),
+        ([images, torch.eye(2, 3)], "are [2, 3], and must be [B] or [B, 2]"),
+        ([images, torch.tensor([[1.0, 1.0], [0.0, 1.0]])], "has the sum 2, and probabilities of one class"),
+        ([images, torch.tensor([[1, 0], [0, 0]])], "has the sum 0, and probabilities of one class have the sum 1"),
     ):
         with pytest.raises(ValueError, match=re.escape(told)):
             module.read_batch(batch)
     with pytest.raises(ValueError, match="num_classes=3, and info has 2"):
         ImageClassifier(model, num_classes=3, info=info)
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float16, torch.bfloat16):  # their rounding is no mistake
+        rows = torch.rand(64, 1000, generator=generator).softmax(dim=1).to(dtype)
+        assert ImageClassifier(model, num_classes=1000).read_batch((torch.zeros(64, 1, 8, 8), rows))[1] is rows
+    several = ImageClassifier(model, num_classes=2, multi_label=True)
+    assert several.read_batch((images, torch.ones(2, 2)))[1].sum() == 4
+    with pytest.raises(ValueError, match=re.escape("are [2], and must be [B, 2] of 0 and 1")):
+        several.read_batch((images, numbers))
+
+
+class OnDevice(torch.Tensor):
+    """Labels for whose values the host would wait."""
+
+    device = property(lambda self: torch.device("cuda"))
+
+
+def test_labels_on_the_device_are_read_where_nothing_is_trained_and_in_the_first_batch() -> None:
+    images, host = torch.zeros(2, 1, 8, 8), torch.tensor([0, 1])
+    right, wrong = (rows.as_subclass(OnDevice) for rows in (torch.eye(2), torch.ones(2, 2)))
+    for training, before in ((True, []), (False, []), (False, [right])):
+        module = ImageClassifier(Net(), num_classes=2).train(training)
+        for labels in before:
+            module.read_batch((images, labels))
+        with pytest.raises(ValueError, match="has the sum 2"):
+            module.read_batch((images, wrong))
+    for training, before in ((True, right), (False, host)):  # labels of the host were read before their transfer
+        module = ImageClassifier(Net(), num_classes=2).train(training)
+        for labels in (before, wrong):
+            module.read_batch((images, labels))
+
+
+def test_wrong_labels_and_outputs_stop_a_fit_in_one_line(tmp_path: Path) -> None:
+    _, _, rows = make_images()
+    images, options = [row["pixel_values"] for row in rows], {"training": Training(learning_rate=1e-2)}
+    for outputs, labels, told in (
+        (3, torch.ones(32, 3), "where an image has any number of classes"),
+        (3, torch.arange(32) % 4, "the label 3 is not among the classes 0 to 2"),
+        (5, torch.arange(32) % 3, "the model gives [8, 5], and num_classes=3 needs [B, 3]"),
+    ):
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, outputs))
+        loader = DataLoader(list(zip(images, labels, strict=True)), 8)
+        for run in ("fit", "validate"):
+            with pytest.raises(ValueError, match=re.escape(told)) as error:
+                getattr(make_trainer(tmp_path, "own"), run)(ImageClassifier(model, num_classes=3, **options), loader)
+            assert "\n" not in str(error.value)
 
 
 @pytest.mark.slow
@@ -272,7 +323,8 @@ def test_a_model_and_a_data_module_of_the_users(tmp_path: Path, command_here) ->
     trainer.fit(module, datamodule=OwnData(rows))
     assert trainer.global_step == 4
     path = tmp_path / "net.ckpt"
-    loaded = ImageClassifier.load_from_checkpoint(path, backbone=Net(), num_classes=2)
+    loaded = ImageClassifier.load_from_checkpoint(path, backbone=Net())
+    assert loaded.num_classes == 2
     images = torch.rand(2, 1, 8, 8)
     torch.testing.assert_close(loaded.eval()(images), module.eval()(images))
     for call in (lambda: ImageClassifier.load_from_checkpoint(path), lambda: longseq.from_pretrained(path)):

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 
 class Failure(NamedTuple):
-    """A sample that could not be read, and the reason."""
+    """A sample that could not be read, and the reason; `stops` the run where its label is wrong."""
 
     path: str
     reason: str
+    stops: bool = False
 
 
 class Batch(NamedTuple):

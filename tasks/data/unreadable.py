@@ -8,6 +8,11 @@ import zlib
 
 from PIL import Image
 
+
+class LabelError(Exception):
+    """A label that is wrong. A run stops at it: if it passed over such samples, it could lose a whole class."""
+
+
 # What decoders raise for bytes that are not an image.
 UNREADABLE = (
     OSError,

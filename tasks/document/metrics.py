@@ -1,4 +1,4 @@
-"""Metrics of document classifiers, over all documents and by length; all of them are those of torchmetrics."""
+"""Metrics of document classifiers, over all documents and by length; counted and reduced by torchmetrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torchmetrics.classification import (
     MulticlassAccuracy,
     MulticlassCalibrationError,
     MulticlassF1Score,
-    MultilabelAveragePrecision,
     MultilabelExactMatch,
     MultilabelF1Score,
 )
@@ -24,6 +23,8 @@ from longseq.tasks.training.classification import (
     ONE_LABEL_MORE,
     SEVERAL_LABELS_MORE,
     Make,
+    MeanLabelAveragePrecision,
+    MeanLabelF1,
     Tables,
     update_metrics,
 )
@@ -69,9 +70,9 @@ TABLES: Mapping[bool, Tables] = {
         {
             "accuracy": _make(MultilabelExactMatch),
             "f1_micro": _make(MultilabelF1Score, average="micro"),
-            "f1_macro": _make(MultilabelF1Score, average="macro"),
+            "f1_macro": MeanLabelF1,
             "calibration_error": _make_calibration_error,
-            "average_precision": _make(MultilabelAveragePrecision, average="macro"),
+            "average_precision": _make(MeanLabelAveragePrecision),
         },
         SEVERAL_LABELS_MORE,
     ),
@@ -82,12 +83,13 @@ def make_scores(num_classes: int, multi_label: bool) -> dict[str, Metric]:
     """The metrics of probabilities `[N, C]` against targets: `[N]` classes, or for several labels `[N, C]` of 0 and 1.
 
     accuracy: the share of documents whose class is right; of several labels, whose labels are all right.
-    f1_micro, f1_macro: the F1 score over all decisions, and its mean over the classes. With one class a document, the
-        micro average equals the accuracy.
+    f1_micro, f1_macro: the F1 score over all decisions, and its mean over the classes that documents have or are given.
+        With one class a document, the micro average equals the accuracy.
     calibration_error: the distance between the probability of the chosen class and the share of right choices, in 15
         bins of equal width, weighted by their documents (Guo et al., 2017, equation 3). Of several labels, the
         distance between the probability of a label and its frequency.
-    average_precision: of several labels, the mean over the labels of the area under precision and recall.
+    average_precision: of several labels, the mean over those that documents have of the area under precision and
+        recall.
     """
     return {name: make(num_classes) for name, make in TABLES[multi_label].always.items()}
 

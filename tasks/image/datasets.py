@@ -27,7 +27,7 @@ from longseq.tasks.data.inputs import Unreadable as NotRead
 from longseq.tasks.data.loader import BatchLoader
 from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.data.seeds import derive_seed
-from longseq.tasks.data.unreadable import UNREADABLE
+from longseq.tasks.data.unreadable import UNREADABLE, LabelError
 from longseq.tasks.image.decoding import decode, first_line, image_endings, in_eight_bits, upright
 from longseq.tasks.image.folder import Found, find_images
 from longseq.tasks.image.info import DataInfo
@@ -44,7 +44,7 @@ _REPORTED_PATHS = 20
 class Unreadable:
     """Records the images that could not be read, each path once, and logs them.
 
-    With on_error="raise", the first one raises ValueError.
+    With on_error="raise", the first one raises ValueError, and a wrong label always does.
     """
 
     def __init__(self, on_error: str) -> None:
@@ -57,7 +57,9 @@ class Unreadable:
 
     def record(self, failures: list[Failure]) -> None:
         """Record the failures of one batch."""
-        for path, reason in failures:
+        for path, reason, stops in failures:
+            if stops:
+                raise ValueError(f"{path}: {reason}")
             if self.on_error == "raise":
                 raise ValueError(
                     f"{path} is not readable ({reason}): replace it, or skip such images with data.on_error=skip"
@@ -356,5 +358,7 @@ def read_or_failure(split: Split, position: int) -> tuple[Image.Image, Any] | Fa
     index = int(split.indices[position])
     try:
         return split.source.read(index)
+    except LabelError as error:
+        return Failure(split.source.path(index), str(error), stops=True)
     except UNREADABLE as error:
         return Failure(split.source.path(index), first_line(error))

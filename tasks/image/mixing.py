@@ -89,6 +89,20 @@ class BatchMixing:
         mixed = shares @ weights
         return Mixed(images, (shares @ (weights * smooth)) / mixed.clamp_min(torch.finfo(mixed.dtype).tiny), mixed)
 
+    def weigh(self, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Probabilities `[B, classes]` that are given as targets, and the weights of their losses.
+
+        An image has the losses of its classes, each with its weight and its probability, without smoothing. A row of
+        one class has the loss of that class's number.
+        """
+        if self._class_weights is None:
+            return targets, None
+        self._class_weights = self._class_weights.to(targets.device)
+        # As of a mixed image: a loss is linear in its target.
+        weighted = targets * self._class_weights
+        sums = weighted.sum(dim=1, keepdim=True)
+        return weighted / sums.clamp_min(torch.finfo(sums.dtype).tiny), sums
+
     def _smooth(self, targets: Tensor) -> Tensor:
         if self.multi_label:
             return targets * (1 - self.label_smoothing) + self.label_smoothing / 2

@@ -18,6 +18,9 @@ from longseq.tasks.training.classifier import ClassifierModule
 from longseq.tasks.training.keys import Criterion
 from longseq.tasks.training.recipe import Training
 
+# How far the sum of probabilities in half precision may be from 1.
+_ROUNDING = 0.02
+
 
 class ImageClassifier(ClassifierModule):
     """Trains and evaluates a backbone that maps images [B, C, H, W] to logits [B, num_classes].
@@ -34,13 +37,14 @@ class ImageClassifier(ClassifierModule):
     `threshold` is that of `ClassifierModule`.
 
     Batches of any loader are pairs (images, labels), or dictionaries with the names of `read_batch`. Images are
-    normalised; labels are numbers `[B]`, or probabilities of the classes `[B, num_classes]`, which are not smoothed or
-    mixed again; several labels are as above. `info` states the names of the classes and the preprocessing with which
-    the loader makes images: a checkpoint holds it for `longseq predict`, `evaluate` and `export`. Without it these take
-    what the model states (timm's `pretrained_cfg`), and of an `ImageDataModule` its own.
+    normalised; labels are numbers `[B]`, or probabilities of the classes `[B, num_classes]`, which have the weights of
+    the classes and are not smoothed or mixed again; several labels are as above. ValueError for labels that are none of
+    these. `info` states the names of the classes and the preprocessing with which the loader makes images: a checkpoint
+    holds it for `longseq predict`, `evaluate` and `export`. Without it these take what the model states (timm's
+    `pretrained_cfg`), and of an `ImageDataModule` its own.
     """
 
-    kept_options = ("binary_cross_entropy",)
+    kept_options = ("num_classes", "multi_label", "binary_cross_entropy")
 
     def __init__(
         self,
@@ -79,6 +83,8 @@ class ImageClassifier(ClassifierModule):
         self.criterion = BinaryCrossEntropy(smoothing=0.0) if self._decides_each else SoftTargetCrossEntropy()
         # Training batches all have the same shape. Evaluation batches do not, and run the backbone without compilation.
         self._train_forward = self.compiled(self.forward)
+        self._reads_on_host = False  # True if labels are checked before their transfer
+        self._checked: set[bool] = set()  # of labels on the device, whether they were those of training
         self._measured = False  # True if an image was evaluated since the last validation or test
 
     @classmethod
@@ -135,11 +141,54 @@ class ImageClassifier(ClassifierModule):
             images, targets = as_pair(batch, "images, labels")
         if targets is None:
             targets = torch.zeros(len(images), dtype=torch.long)
+            return images, targets.float() if self.multi_label else targets
+        if not isinstance(targets, Tensor):
+            of = f" of {type(targets[0]).__name__}" if isinstance(targets, list | tuple) and targets else ""
+            raise ValueError(
+                f"the labels of a batch are a {type(targets).__name__}{of}, and must be a tensor: let the Dataset give "
+                "the number of the class"
+            )
+        if not self.multi_label and targets.ndim == 2 and targets.shape[1] == 1:
+            targets = targets.flatten()
+        self._check_labels(targets)
         if self.multi_label:
             return images, targets.float()
-        if targets.ndim == 2 and targets.shape[1] == 1:
-            targets = targets.flatten()
-        return images, targets if targets.ndim == 2 else targets.long()
+        if targets.ndim == 1:
+            return images, targets.long()
+        return images, targets if targets.is_floating_point() else targets.float()
+
+    def _check_labels(self, targets: Tensor) -> None:
+        """ValueError for labels that do not fit the classes.
+
+        The values are read on the host, where a batch is before its transfer. For those that only the device has the
+        host would wait: of them the first batch is read, and probabilities of each batch that is measured.
+        """
+        if targets.shape[1:] != ((self.num_classes,) if self.multi_label or targets.ndim != 1 else ()):
+            wanted = f"[B, {self.num_classes}] of 0 and 1" if self.multi_label else f"[B] or [B, {self.num_classes}]"
+            raise ValueError(f"the labels of a batch are {list(targets.shape)}, and must be {wanted}")
+        if targets.device.type == "cpu":
+            self._reads_on_host = True
+        seen = self.training in self._checked and (self.training or not targets.is_floating_point())
+        if targets.device.type != "cpu" and (self._reads_on_host or seen):
+            return
+        self._checked.add(self.training)
+        if self.multi_label or not targets.numel():
+            return
+        if targets.ndim == 2:
+            sums = targets.float().sum(dim=1)
+            furthest = float(sums[(sums - 1).abs().argmax()])
+            if not abs(furthest - 1) <= _ROUNDING:
+                raise ValueError(
+                    f"a row of labels has the sum {furthest:g}, and probabilities of one class have the sum 1: give "
+                    "multi_label=True (to a command data.multi_label=true) where an image has any number of classes"
+                )
+            return
+        least, most = int(targets.min()), int(targets.max())
+        if least < 0 or most >= self.num_classes:
+            raise ValueError(
+                f"the label {least if least < 0 else most} is not among the classes 0 to {self.num_classes - 1}: "
+                "correct it, or give another num_classes"
+            )
 
     def _predicts(self) -> bool:
         return self._trainer is not None and self.trainer.predicting
@@ -156,15 +205,25 @@ class ImageClassifier(ClassifierModule):
         images, targets = self.read_batch(batch)
         update, part = self.seed_batch(batch_idx)
         if targets.ndim == 2 and not self.multi_label:
-            soft_targets, weights = targets, None
+            soft_targets, weights = self.mixing.weigh(targets)
         else:
             images, soft_targets, weights = self.mixing(images, targets, update=update, part=part)
-        logits = self._train_forward(images)
+        logits = self._of_classes(self._train_forward(images))
         loss = (
             self.criterion(logits, soft_targets) if weights is None else self._weighted(logits, soft_targets, weights)
         )
         self.log("train/loss", loss.detach())
         return loss
+
+    def _of_classes(self, logits: Any) -> Tensor:
+        """The output of the model. ValueError if it is not a logit for each class."""
+        if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] != self.num_classes:
+            given = list(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+            raise ValueError(
+                f"the model gives {given}, and num_classes={self.num_classes} needs [B, {self.num_classes}]: give both "
+                "the same number of classes"
+            )
+        return logits
 
     def _weighted(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         """The mean over the batch of the losses, each with its weight."""
@@ -180,7 +239,7 @@ class ImageClassifier(ClassifierModule):
         logits = None
         if len(targets) > 0:
             self._measured = True
-            logits = self(images).float()
+            logits = self._of_classes(self(images)).float()
             if self.multi_label:
                 loss = functional.binary_cross_entropy_with_logits(logits, targets)
             else:

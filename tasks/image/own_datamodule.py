@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sized
 from typing import Any
@@ -21,6 +22,8 @@ from longseq.tasks.image.own_dataset import class_names_of
 from longseq.tasks.training.options import read, signature_options
 from longseq.tasks.training.targets import TARGET, build_own
 
+_log = logging.getLogger(__name__)
+
 _PLACE = f"data.{DATAMODULE}"
 
 
@@ -30,7 +33,8 @@ class OwnDataModule(TaskData):
     Its batches are those of `longseq.tasks.ImageClassifier.read_batch`, with images that are ready for the model:
     `keys` (img_size, mean, std and more) say how they were made, for predictions and exported files. The names of the
     classes are its attribute `classes` or `class_to_idx`; without names, their number is its `num_classes` or
-    `data.num_classes`. Without a test loader the validation is also the test. `setup` is called once for each stage.
+    `data.num_classes`. Without a test loader the validation is also the test, which a warning tells. `setup` is called
+    once for each stage.
     """
 
     info_class = DataInfo
@@ -48,6 +52,8 @@ class OwnDataModule(TaskData):
         """The data module, set up for `stage`, with the info of its data; with `alone` it is for one process."""
         datamodule = cls(keys, batch_size=batch_size, alone=alone)
         datamodule._prepare(stage)
+        if stage != "validate" and not datamodule._has_test:
+            _log.warning("%s has no test split: the validation images are also the test images", datamodule.label)
         return datamodule
 
     @classmethod
@@ -144,8 +150,11 @@ class OwnDataModule(TaskData):
         return self._evaluated("val_dataloader")
 
     def test_dataloader(self) -> Any:
-        own = is_overridden("test_dataloader", self.own, LightningDataModule)
-        return self._evaluated("test_dataloader" if own else "val_dataloader")
+        return self._evaluated("test_dataloader" if self._has_test else "val_dataloader")
+
+    @property
+    def _has_test(self) -> bool:
+        return is_overridden("test_dataloader", self.own, LightningDataModule)
 
     def _evaluated(self, name: str) -> Any:
         if self._alone and self.trainer is not None and self.trainer.world_size > 1:

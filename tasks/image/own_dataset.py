@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from longseq.tasks.data.given import IMAGES, TARGETS, find_entry
+from longseq.tasks.data.unreadable import LabelError
 from longseq.tasks.image.config import ImageDataKeys
 from longseq.tasks.image.decoding import in_eight_bits, upright
 from longseq.tasks.image.sources import Source, Split, Splits, finish_splits
@@ -23,7 +24,8 @@ class DatasetSource:
 
     An image is Pillow's, an array `[H, W]` or `[H, W, 3]`, or a tensor `[C, H, W]`, both uint8. A label is the number
     of a class, or for several labels `[C]` of 0 and 1. The names of the classes are those of the Dataset's `classes` or
-    `class_to_idx`, as torchvision's have them, and else numbers; all labels are its `targets` if it has them.
+    `class_to_idx`, as torchvision's have them, and else numbers; all labels are its `targets` if it has them, and
+    each sample that is read must agree with them.
     """
 
     def __init__(self, dataset: Any, label: str, *, num_classes: int | None, multi_label: bool) -> None:
@@ -45,7 +47,7 @@ class DatasetSource:
         self._targets = self._known_targets()
         try:
             self.read(0)  # what is wrong with every sample is told before a run begins
-        except ValueError as error:
+        except (ValueError, LabelError) as error:
             raise ValueError(f"{label}, sample 0: {error}") from error
 
     def __len__(self) -> int:
@@ -62,7 +64,13 @@ class DatasetSource:
             raise ValueError(
                 f"a sample is a {type(sample).__name__}{size}, and must be (image, label) or a dictionary of them"
             )
-        return as_image(image), self._label(target)
+        label = self._label(target)
+        if self._targets is not None and not np.array_equal(label, self._targets[index]):
+            raise LabelError(
+                f"its label is {np.asarray(label).tolist()}, and targets[{index}] is {self._targets[index].tolist()}: "
+                "let both agree (a target_transform changes the label alone), or leave targets out"
+            )
+        return as_image(image), label
 
     def path(self, index: int) -> str:
         return f"{self.label}#{index}"
@@ -71,16 +79,17 @@ class DatasetSource:
         return self._targets
 
     def _label(self, target: Any) -> Any:
+        """The label as a target. LabelError for one that does not fit the classes."""
         values = np.asarray(target)
         if self.multi_label:
             if values.shape != (self.num_classes,) or not np.isin(values, (0, 1)).all():
-                raise ValueError(f"labels {_shape_of(values)} must be {self.num_classes} numbers, each 0 or 1")
+                raise LabelError(f"labels {_shape_of(values)} must be {self.num_classes} numbers, each 0 or 1")
             return values.astype(np.float32)
         if values.size != 1 or not np.issubdtype(values.dtype, np.integer):
-            raise ValueError(f"the label {target!r} must be the number of a class")
+            raise LabelError(f"the label {target!r} must be the number of a class")
         number = int(values.reshape(()))
         if not 0 <= number < self.num_classes:
-            raise ValueError(f"the label {number} is not among the classes 0 to {self.num_classes - 1}")
+            raise LabelError(f"the label {number} is not among the classes 0 to {self.num_classes - 1}")
         return number
 
     def _known_targets(self) -> np.ndarray | None:

@@ -19,7 +19,7 @@ from timm.data.readers.class_map import load_class_map
 from torchvision import datasets as torchvision_datasets
 
 from longseq.tasks.data.labels import rarest_labels
-from longseq.tasks.data.unreadable import UNREADABLE
+from longseq.tasks.data.unreadable import UNREADABLE, LabelError
 from longseq.tasks.image.decoding import (
     decode,
     first_line,
@@ -39,6 +39,7 @@ SPLIT_NAMES = {
     "validation": ("validation", "val", "valid", "eval"),
     "test": ("test", "testing"),
 }
+_NAMED = 5  # of the classes that a warning tells
 _STREAMS = ("hfids", "wds", "tfds")
 
 ClassMap = str | Mapping[str, int] | None
@@ -52,7 +53,10 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> tuple[Image.Image, Any]:
-        """The decoded image and its class, or [C] of 0 and 1 for several labels; raises one of UNREADABLE."""
+        """The decoded image and its class, or [C] of 0 and 1 for several labels.
+
+        Raises one of UNREADABLE, or LabelError for a label that is wrong.
+        """
 
     def path(self, index: int) -> str:
         """A name of the image for people."""
@@ -239,7 +243,8 @@ def is_stream(source: str) -> bool:
 def split_off(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
     """Take `fraction` of every class away: (the rest, the part), both in the source's order.
 
-    An image of several labels counts as one of its rarest label.
+    Of a class of two images or more each gets one at least; a class of one image stays in the rest, and a warning names
+    it. An image of several labels counts as one of its rarest label.
     """
     if not 0 < fraction < 1:
         raise ValueError(f"data.val_fraction={fraction} of the training images to set apart must lie between 0 and 1")
@@ -249,12 +254,28 @@ def split_off(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
     taken = np.zeros(len(split), dtype=bool)
     for label in np.unique(classes):
         members = generator.permutation(np.flatnonzero(classes == label))
-        taken[members[: round(fraction * len(members))]] = True
+        taken[members[: min(len(members) - 1, max(1, round(fraction * len(members))))]] = True
     if not taken.any() or taken.all():
         raise ValueError(
             f"data.val_fraction={fraction} of {len(split)} images leaves a split empty: give more images or another one"
         )
+    if targets is not None:
+        _tell_undivided(targets[split.indices], taken, split.source.class_names)
     return Split(split.source, split.indices[~taken]), Split(split.source, split.indices[taken])
+
+
+def _tell_undivided(targets: np.ndarray, taken: np.ndarray, class_names: Sequence[str]) -> None:
+    """Warn, in one line, of classes that have too few images for the part that was taken."""
+    every, part = (one if one.ndim == 1 else one.nonzero()[1] for one in (targets, targets[taken]))
+    undivided = np.setdiff1d(every, part).tolist()
+    if undivided:
+        named = [class_names[one] if one < len(class_names) else str(one) for one in undivided[:_NAMED]]
+        more = f" and {len(undivided) - _NAMED} more" if len(undivided) > _NAMED else ""
+        _log.warning(
+            "no image to set apart of %s%s: a class needs two images, and one of these stays in training",
+            ", ".join(named),
+            more,
+        )
 
 
 def holds_jpegs(split: Split) -> bool:
@@ -272,6 +293,8 @@ def require_readable(split: Split, kind: str) -> None:
     for index in split.indices:
         try:
             split.source.read(int(index))
+        except LabelError as error:
+            raise ValueError(f"{split.source.path(int(index))}: {error}") from error
         except UNREADABLE as error:
             first = first or f"{split.source.path(int(index))}: {first_line(error)}"
         else:

@@ -32,6 +32,8 @@ from torchmetrics.classification import (
     MultilabelRecall,
     MultilabelStatScores,
 )
+from torchmetrics.functional.classification import binary_auroc, binary_average_precision
+from torchmetrics.utilities.data import dim_zero_cat
 
 from longseq.tasks.training import targets
 from longseq.tasks.training.options import check_call, nearest, refuse_unknown, signature_options
@@ -56,19 +58,104 @@ _DECIDED = (
 _TOLD = ("num_classes", "num_labels")
 
 
-class BalancedAccuracy(MulticlassRecall):
-    """The mean over the classes of the share of their samples that is recognised; classes without samples do not count.
+class _MeanOfShares:
+    """The mean of a score of decisions over the classes that samples have; of `predicted`, or that they are given."""
 
-    torchmetrics counts a class without samples as 0 as soon as a model predicts it.
-    """
+    predicted: bool
+    _final_state: Callable[[], tuple[Tensor, Tensor, Tensor, Tensor]]
 
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(num_classes, average="none", **_OWN)
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes, average="none", **_OWN)  # type: ignore[call-arg]
 
     def compute(self) -> Tensor:
-        recall = super().compute()
-        tp, _, _, fn = self._final_state()
-        return recall[tp + fn > 0].mean()
+        scores = super().compute()  # type: ignore[misc]
+        tp, fp, _, fn = self._final_state()
+        return scores[(tp + fn + fp if self.predicted else tp + fn) > 0].mean()
+
+
+class MeanRecall(_MeanOfShares, MulticlassRecall):
+    """The mean over the classes of the share of their samples that is recognised; classes without samples do not count.
+
+    It is the balanced accuracy. torchmetrics counts a class without samples as 0 as soon as a model predicts it.
+    """
+
+    predicted = False
+
+
+class MeanLabelRecall(_MeanOfShares, MultilabelRecall):
+    """`MeanRecall` of several labels: those that no sample has do not count."""
+
+    predicted = False
+
+
+class MeanLabelPrecision(_MeanOfShares, MultilabelPrecision):
+    """The mean precision of the labels that a sample has or is given, as torchmetrics has it of classes.
+
+    A label that is given and that no sample has counts as 0.
+    """
+
+    predicted = True
+
+
+class MeanLabelF1(_MeanOfShares, MultilabelF1Score):
+    """The mean F1 score of the labels that a sample has or is given, as scikit-learn has it of classes.
+
+    A label that is given and that no sample has counts as 0. It is scikit-learn's score with `zero_division=nan`.
+    """
+
+    predicted = True
+
+
+class _MeanOfRanks:
+    """Computes a score of ranked probabilities, class by class, and its mean over the classes that have one."""
+
+    preds: Any  # the states of torchmetrics' curves: probabilities [N, C], and classes [N] or labels [N, C]
+    target: Any
+    score: Callable[..., Tensor]
+
+    def compute(self) -> Any:  # as torchmetrics' curves have it, a Tensor
+        probabilities, wanted = dim_zero_cat(self.preds), dim_zero_cat(self.target)
+        scores = []
+        for number, ranked in enumerate(probabilities.T):
+            there = wanted == number if wanted.ndim == 1 else wanted[:, number] > 0
+            if self._defined(int(there.sum()), len(there)):
+                scores.append(type(self).score(ranked, there.long(), **_OWN))
+        return torch.stack(scores).mean() if scores else probabilities.new_full((), torch.nan)
+
+    def _defined(self, positives: int, samples: int) -> bool:
+        return positives > 0
+
+
+class MeanAveragePrecision(_MeanOfRanks, MulticlassAveragePrecision):
+    """The mean of the classes' average precisions; classes without samples do not count."""
+
+    score = staticmethod(binary_average_precision)
+
+
+class MeanLabelAveragePrecision(_MeanOfRanks, MultilabelAveragePrecision):
+    """The mean of the labels' average precisions; labels that no sample has do not count."""
+
+    score = staticmethod(binary_average_precision)
+
+
+class MeanAUROC(_MeanOfRanks, MulticlassAUROC):
+    """The mean of the areas below the curves of each class against the others; classes of no or all samples do not
+    count.
+    """
+
+    score = staticmethod(binary_auroc)
+
+    def _defined(self, positives: int, samples: int) -> bool:
+        return 0 < positives < samples
+
+
+class MeanLabelAUROC(_MeanOfRanks, MultilabelAUROC):
+    """The mean of the areas below the labels' curves; labels that no sample or each one has do not count."""
+
+    score = staticmethod(binary_auroc)
+
+    def _defined(self, positives: int, samples: int) -> bool:
+        return 0 < positives < samples
 
 
 def _top(places: int) -> Make:
@@ -80,34 +167,35 @@ def _averaged(metric: Callable[..., Metric], average: str | None = None) -> Make
     return lambda classes: metric(classes, **more, **_OWN)
 
 
-# The metrics that every run has, and those that it has if they are named. Averages are macro: the mean over classes.
+# The metrics that every run has, and those that it has if they are named. Averages are macro: the mean over the classes
+# that the samples have; of f1 and precision also over those that are predicted alone, which count as 0.
 ONE_LABEL: Mapping[str, Make] = {
     "top1": _top(1),
     "top5": _top(5),
     "f1": _averaged(MulticlassF1Score, "macro"),
-    "balanced_accuracy": BalancedAccuracy,
+    "balanced_accuracy": MeanRecall,
 }
 ONE_LABEL_MORE: Mapping[str, Make] = {
     "f1_weighted": _averaged(MulticlassF1Score, "weighted"),
     "precision": _averaged(MulticlassPrecision, "macro"),
-    "recall": _averaged(MulticlassRecall, "macro"),
-    "auroc": _averaged(MulticlassAUROC, "macro"),
-    "average_precision": _averaged(MulticlassAveragePrecision, "macro"),
+    "recall": MeanRecall,
+    "auroc": _averaged(MeanAUROC),
+    "average_precision": _averaged(MeanAveragePrecision),
     "calibration_error": _averaged(MulticlassCalibrationError),
     "cohen_kappa": _averaged(MulticlassCohenKappa),
     "matthews": _averaged(MulticlassMatthewsCorrCoef),
 }
 SEVERAL_LABELS: Mapping[str, Make] = {
     "accuracy": _averaged(MultilabelExactMatch),
-    "f1": _averaged(MultilabelF1Score, "macro"),
+    "f1": MeanLabelF1,
     "f1_micro": _averaged(MultilabelF1Score, "micro"),
-    "average_precision": _averaged(MultilabelAveragePrecision, "macro"),
+    "average_precision": _averaged(MeanLabelAveragePrecision),
 }
 SEVERAL_LABELS_MORE: Mapping[str, Make] = {
     "f1_weighted": _averaged(MultilabelF1Score, "weighted"),
-    "precision": _averaged(MultilabelPrecision, "macro"),
-    "recall": _averaged(MultilabelRecall, "macro"),
-    "auroc": _averaged(MultilabelAUROC, "macro"),
+    "precision": MeanLabelPrecision,
+    "recall": MeanLabelRecall,
+    "auroc": _averaged(MeanLabelAUROC),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -18,6 +19,10 @@ from longseq.tasks.training.metrics import MeanLoss
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training
 
+_log = logging.getLogger(__name__)
+
+_NAMED = 5  # of the classes that a warning tells
+
 
 class ClassifierModule(TrainedModule):
     """A module that gives each sample one of several classes, or with `multi_label` any number of them.
@@ -28,6 +33,8 @@ class ClassifierModule(TrainedModule):
     each label, or the criterion by which each validation chooses it (see
     `longseq.tasks.training.decisions.choose_threshold`). `thresholds` are those in force, and checkpoints keep them.
     Metrics of a validation are of the thresholds that it chose.
+
+    Means over the classes are of those that a split has. One warning names the others.
     """
 
     # Counts [true class, predicted class] of the last test, and of the last validation; of several labels [C, 2, 2].
@@ -54,6 +61,7 @@ class ClassifierModule(TrainedModule):
         self.thresholds: Tensor | None = _given_thresholds(threshold, num_classes, multi_label)
         self._criterion: Criterion | None = threshold if isinstance(threshold, str) else None
         self._scores = Scores() if self._criterion else None
+        self._told_absent: set[str] = set()  # the stages whose warning was printed
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """The probabilities `[N, C]` of logits: of classes that exclude each other, or of labels that do not."""
@@ -96,15 +104,35 @@ class ClassifierModule(TrainedModule):
             self._count(decided, *self._scores.own())
             self._log_metrics(decided, "val")
             self._scores.reset()
-        self.val_confusion_matrix = self._finish_confusion()
+        self.val_confusion_matrix = self._finish_confusion("validation")
 
     def on_test_epoch_end(self) -> None:
-        self.confusion_matrix = self._finish_confusion()
+        self.confusion_matrix = self._finish_confusion("test")
 
-    def _finish_confusion(self) -> Tensor:
+    def _finish_confusion(self, kind: str) -> Tensor:
         counts: Tensor = self.confusion.compute().cpu()
         self.confusion.reset()
+        trainer: Any = self.trainer
+        # a sanity check and a trial run read some batches alone
+        if kind not in self._told_absent and not trainer.sanity_checking and not trainer.fast_dev_run:
+            self._told_absent.add(kind)
+            self._tell_absent(counts, kind)
         return counts
+
+    def _tell_absent(self, counts: Tensor, kind: str) -> None:
+        """Warn, in one line, of the classes that no sample of a split has."""
+        samples = counts[:, 1].sum(dim=1) if self.multi_label else counts.sum(dim=1)
+        absent = (samples == 0).nonzero().flatten().tolist()
+        if absent and self.global_rank == 0:
+            names = getattr(self.info, "class_names", None) or range(self.num_classes)
+            more = f" and {len(absent) - _NAMED} more" if len(absent) > _NAMED else ""
+            _log.warning(
+                "no %s sample has %s %s%s: averages over the classes leave out what has none",
+                kind,
+                "the label" if self.multi_label else "the class",
+                ", ".join(str(names[number]) for number in absent[:_NAMED]),
+                more,
+            )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)

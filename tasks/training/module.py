@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from inspect import signature
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -133,6 +134,10 @@ class TrainedModule(LightningModule):
         if map_location is not None and not isinstance(map_location, str | torch.device):
             raise ValueError(f"map_location={map_location} is no device: give its name, such as cpu")
         if "backbone" in kwargs:
+            # Lightning takes open files and addresses, too.
+            if isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_file():
+                whole = torch.load(checkpoint_path, map_location="cpu", weights_only=True, mmap=True)
+                kwargs = {**cls._kept(whole.get(CHECKPOINT_RUN) or {}), **kwargs}
             return super().load_from_checkpoint(checkpoint_path, map_location, weights_only=True, **kwargs)
         label = str(checkpoint_path)
         saved = read(checkpoint_path, label=label)
@@ -143,9 +148,13 @@ class TrainedModule(LightningModule):
             told = cls.arguments_for(backbone, known_data(saved, backbone))
         except ValueError as error:
             raise ValueError(f"{label} is no checkpoint of {cls.__name__}: {error}") from error
-        kept = {name: value for name, value in (run.get("options") or {}).items() if name in cls.kept_options}
-        module = cls(backbone, **{**told, **kept, **kwargs}).train()
+        module = cls(backbone, **{**told, **cls._kept(run), **kwargs}).train()
         return module if map_location is None else module.to(map_location)
+
+    @classmethod
+    def _kept(cls, run: Mapping[str, Any]) -> dict[str, Any]:
+        """The constructor's arguments of `kept_options` that the hyperparameters of a checkpoint hold."""
+        return {name: value for name, value in (run.get("options") or {}).items() if name in cls.kept_options}
 
     @classmethod
     def arguments_for(cls, backbone: nn.Module, data: Mapping[str, Any]) -> dict[str, Any]:

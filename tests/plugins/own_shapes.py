@@ -33,12 +33,17 @@ class Features(nn.Module):
 
 
 class Squares(Dataset):
-    """Images of noise, dark and bright in turn; with `shape`, of another shape."""
+    """Images of noise, dark and bright in turn; with `shape`, of another shape.
+
+    The label of the sample `wrong` is 7. The `targets` of all samples are `told` where that is given.
+    """
 
     classes = ("dark", "bright")
 
-    def __init__(self, samples: int, first: int = 0, shape: str = "CHW") -> None:
-        self.samples, self.first, self.shape = samples, first, shape
+    def __init__(self, samples: int, first: int = 0, shape: str = "CHW", wrong: int = -1, told: int = -1) -> None:
+        self.samples, self.first, self.shape, self.wrong = samples, first, shape, wrong
+        if told >= 0:
+            self.targets = [told] * samples
 
     def __len__(self) -> int:
         return self.samples
@@ -49,6 +54,7 @@ class Squares(Dataset):
         pixels = torch.randint(128 * label, 128 * (label + 1), (3, 8, 8), generator=draw, dtype=torch.uint8)
         if self.shape == "float":
             pixels = pixels / 255
+        label = 7 if index == self.wrong else label
         return (pixels, label, "third") if self.shape == "three" else (pixels, label)
 
 

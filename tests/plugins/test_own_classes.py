@@ -96,6 +96,7 @@ def test_own_datamodule_trains_and_resumes(folder: Path, command_here: Any) -> N
     assert before["OwnDataModule"]["stages"] == ["fit"]
     again = command_here(folder, *words, f"resume={last}")
     assert again.returncode == 0, again.stderr
+    assert "own_shapes.Batches has no test split: the validation images are also the test images" in again.stderr
     after = torch.load(last, weights_only=True)
     assert before["global_step"] < after["global_step"] == 8
     assert after["OwnDataModule"]["loaders"] > before["OwnDataModule"]["loaders"]
@@ -110,6 +111,14 @@ def test_own_datamodule_trains_and_resumes(folder: Path, command_here: Any) -> N
     ("words", "message"),
     [
         ([SQUARES, "model._target_=own_shapes.Features"], "must become logits [2, 2], and it gives [2, 4, 6, 6]"),
+        (
+            ["data.train_set={_target_: own_shapes.Squares, samples: 40, wrong: 5}"],
+            "own_shapes.Squares#5: the label 7 is not among the classes 0 to 1",
+        ),
+        (
+            ["data.train_set={_target_: own_shapes.Squares, samples: 40, told: 0}", "data.num_workers=1"],
+            "its label is 1, and targets[",
+        ),
         (["data.datamodule={_target_: own_shapes.Batches, labels: 3}"], "the label 2 is not among the classes 0 to 1"),
         (["data.datamodule={_target_: own_shapes.Batches}", "data.img_size=9"], "must be ['B', 3, 9, 9] of floats"),
     ],
@@ -151,6 +160,14 @@ def test_wrong_names_and_samples_are_one_line(folder: Path, monkeypatch: pytest.
         ({"_target_": "own_shapes.Squares", "samples": 0}, "own_shapes.Squares holds no sample"),
         ({"_target_": "own_shapes.Squares", "samples": 9, "shape": "float"}, "torch.float32, and must be uint8 [C, H"),
         ({"_target_": "own_shapes.Squares", "samples": 9, "shape": "three"}, "sample 0: a sample is a tuple of 3, and"),
+        (
+            {"_target_": "own_shapes.Squares", "samples": 9, "wrong": 0},
+            "sample 0: the label 7 is not among the classes",
+        ),
+        (
+            {"_target_": "own_shapes.Squares", "samples": 9, "told": 1},
+            "sample 0: its label is 0, and targets[0] is 1: let",
+        ),
         ({"_target_": "own_shapes.Stream", "samples": 9}, "own_shapes.Stream has no length (__len__)"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)) as error:

@@ -61,6 +61,19 @@ def test_evaluate_repeats_the_test_of_training(run, checkpoint, compose_config):
     assert sum(row["images"] for row in written["test/per_class"]) == written["test/images"] == 359
 
 
+def test_data_that_have_changed_since_the_training_are_told(image_folder, tiny, compose_config, tmp_path, caplog):
+    root = tmp_path / "images"
+    shutil.copytree(image_folder, root)
+    known = ("data=image_folder", f"data.root={root}", "data.img_size=16", "model.patch_size=4", "data.num_workers=0")
+    train.run(tiny(*known, "recipe.epochs=1", "recipe.batch_size=8"))
+    command = compose_config("evaluate", f"checkpoint={tmp_path / 'run/checkpoints/best.ckpt'}", "trainer=cpu")
+    evaluate.run(command)
+    assert "have changed" not in caplog.text
+    shutil.copy(next((root / "val" / "class0").iterdir()), root / "val" / "class0" / "another.png")
+    evaluate.run(command)
+    assert "the data have changed: test has 13 samples now, and had 12 when the model was trained" in caplog.text
+
+
 def test_evaluate_measures_other_data_of_the_same_classes(checkpoint, compose_config, tmp_path):
     data = load_digits()
     for split, indices in (("train", range(40)), ("val", range(40, 100))):

@@ -65,3 +65,14 @@ def test_metrics_are_those_of_scikit_learn(multi_label):
         wanted |= {f"{key}_{name}": value for key, value in values.items()}
     assert found == pytest.approx(wanted, abs=1e-6)
     assert counts == {"up_to_512": 20, "up_to_1024": 20, "longer": 20}
+
+
+def test_labels_that_no_document_has_are_left_out_of_means():
+    probabilities, targets, _ = draw(multi_label=True)
+    probabilities[:, 1], targets[:, 1] = 0.1, 0  # a label that is neither there nor given
+    kept = [number for number in range(CLASSES) if number != 1]
+    scores = make_scores(CLASSES, multi_label=True)
+    update_metrics(scores, probabilities, decide(probabilities, None, multi_label=True), targets.long())
+    wanted = expected(probabilities[:, kept], targets[:, kept], multi_label=True)
+    for name in ("f1_macro", "average_precision"):
+        assert float(scores[name].compute()) == pytest.approx(wanted[name], abs=1e-6)

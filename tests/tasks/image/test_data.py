@@ -15,7 +15,7 @@ from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.image import sources
 from longseq.tasks.image.datasets import ImageFiles
 from longseq.tasks.image.decoding import decode
-from longseq.tasks.image.sources import Split, digits, split_off
+from longseq.tasks.image.sources import ArraySource, Split, digits, split_off
 
 CLASSES = ("cat", "dog", "emu")
 
@@ -303,7 +303,19 @@ def test_predicting_nothing_says_so(tmp_path):
         ImageFiles(str(tmp_path / "absent"), info)
 
 
-@pytest.mark.parametrize("fraction", [0.0, 1.0, 0.0001])
+def test_each_class_of_two_images_is_in_both_splits(caplog):
+    classes = np.repeat([0, 1, 2, 3], [40, 5, 2, 1])
+    source = ArraySource(np.zeros((48, 2, 2), np.uint8), classes, ["cat", "dog", "owl", "yak"], "few")
+    for fraction, counts in ((0.1, [4, 1, 1]), (0.9, [36, 4, 1]), (0.001, [1, 1, 1])):
+        rest, part = split_off(Split.whole(source), fraction, seed=0)
+        assert np.bincount(classes[part.indices], minlength=4).tolist() == [*counts, 0]
+        assert sorted([*rest.indices, *part.indices]) == list(range(48))
+    assert caplog.messages == 3 * [
+        "no image to set apart of yak: a class needs two images, and one of these stays in training"
+    ]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
 def test_a_split_must_leave_something(fraction):
     with pytest.raises(ValueError, match=f"val_fraction={fraction}"):
         split_off(Split.whole(digits().train.source), fraction, seed=0)

@@ -8,22 +8,27 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from forked import start_fork
 from image_data import image_data
+from lightning.pytorch import Trainer
 from PIL import Image
 from sklearn import metrics as sk
 from sklearn.datasets import load_digits
 from sklearn.utils.class_weight import compute_class_weight
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
 from longseq.tasks import evaluate, predict, train
 from longseq.tasks.data.labels import count_classes, find_weights, rarest_labels
 from longseq.tasks.data.sampler import BalancedSampler
+from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.mixing import BatchMixing
 from longseq.tasks.image.module import ImageClassifier
 from longseq.tasks.training.classification import make_metrics, update_metrics
@@ -38,6 +43,8 @@ DATA = (
     "data.in_chans=1",
     "data.num_workers=0",
 )
+
+INFO = {"img_size": 2, "in_chans": 1, "mean": [0.5], "std": [0.5], "interpolation": "bicubic", "crop_pct": 1.0}
 
 
 def drawn(epoch=0, batch_size=12, **options):
@@ -135,6 +142,30 @@ def test_a_mixed_image_has_the_weighted_losses_of_both_images(kind, mode):
     torch.testing.assert_close(module._weighted(logits, soft, found), expected)
 
 
+@pytest.mark.parametrize("bce", [False, True])
+def test_labels_as_probabilities_have_the_weights_of_the_classes(bce):
+    weights = [0.2, 1.0, 3.0, 0.0]
+    generator = torch.Generator().manual_seed(0)
+    logits, rows = (torch.rand(6, 4, generator=generator) for _ in range(2))
+    rows, targets = rows.softmax(dim=1), torch.tensor([0, 1, 2, 3, 0, 2])
+    info = DataInfo(**INFO | {"class_names": list("abcd"), "num_classes": 4, "class_weights": weights})
+    module = ImageClassifier(torch.nn.Identity(), num_classes=4, info=info, binary_cross_entropy=bce)
+    module.log = module.seed_batch = lambda *_: (0, 0)
+    found, numbers, hot = (
+        module.training_step((logits, labels), 0) for labels in (rows, targets, functional.one_hot(targets, 4))
+    )
+    assert torch.equal(numbers, hot)
+    if bce:
+        each = [
+            functional.binary_cross_entropy_with_logits(logits, one.expand(6, 4), reduction="none").mean(1)
+            for one in torch.eye(4)
+        ]
+        expected = (torch.stack(each, dim=1) * rows * torch.tensor(weights)).sum(1).mean()
+    else:
+        expected = functional.cross_entropy(logits, rows, weight=torch.tensor(weights))
+    torch.testing.assert_close(found, expected)
+
+
 def test_thresholds_are_the_best_of_all():
     random = np.random.default_rng(0)
     for _ in range(20):
@@ -175,6 +206,78 @@ def test_metrics_are_those_of_scikit_learn():
         assert found[name] == pytest.approx(sk.f1_score(rows, scores >= 0.5, average=average))
     assert found["average_precision"] == pytest.approx(sk.average_precision_score(rows, scores, average="macro"))
     assert found["auroc"] == pytest.approx(sk.roc_auc_score(rows, scores, average="macro"))
+
+
+def test_classes_without_samples_are_left_out_of_means(recwarn):
+    """The values are those of scikit-learn on the classes that are there."""
+    random = np.random.default_rng(2)
+    named = dict.fromkeys(("precision", "recall", "auroc", "average_precision"), True)
+    scores = random.dirichlet([1] * 5, 200)
+    classes = random.choice([0, 2, 3], 200)  # 1 is predicted, and never there
+    scores[:, 4] = 0  # nor there nor predicted
+    found = measure(make_metrics(5, chosen=named), scores, classes)
+    there, picked = [0, 2, 3], scores.argmax(1)
+    hot = np.eye(5)[classes]
+    assert found["auroc"] == pytest.approx(sk.roc_auc_score(hot[:, there], scores[:, there], average="macro"))
+    expected = sk.average_precision_score(hot[:, there], scores[:, there], average="macro")
+    assert found["average_precision"] == pytest.approx(expected)
+    recall = sk.recall_score(classes, picked, labels=there, average="macro")
+    assert found["recall"] == pytest.approx(recall) == found["balanced_accuracy"]
+    assert found["f1"] == pytest.approx(sk.f1_score(classes, picked, average="macro"))
+    assert found["precision"] == pytest.approx(sk.precision_score(classes, picked, average="macro", zero_division=0))
+
+    rows, scores = random.random((200, 6)) < 0.3, random.random((200, 6))
+    rows[:, 1] = rows[:, 4] = False  # 1 is given, and 4 is not
+    scores[:, 4] = 0
+    rows[:, 5] = True  # without a curve against the rest
+    there = [0, 2, 3, 5]
+    found = measure(make_metrics(6, multi_label=True, chosen=named), scores, rows)
+    assert found["auroc"] == pytest.approx(sk.roc_auc_score(rows[:, there[:3]], scores[:, there[:3]], average="macro"))
+    assert found["average_precision"] == pytest.approx(sk.average_precision_score(rows[:, there], scores[:, there]))
+    assert found["recall"] == pytest.approx(sk.recall_score(rows[:, there], scores[:, there] >= 0.5, average="macro"))
+    f1 = sk.f1_score(rows, scores >= 0.5, average="macro", zero_division=np.nan)
+    assert found["f1"] == pytest.approx(f1)
+    counted = [0, 1, 2, 3, 5]
+    precision = sk.precision_score(rows[:, counted], scores[:, counted] >= 0.5, average="macro")
+    assert found["precision"] == pytest.approx(precision)
+    assert not [one for one in recwarn if "positive samples" in str(one.message)]
+
+
+def measure_half(rank: int, store: Path) -> None:
+    """In one of two processes: it adds its half of the samples; the value is that of all of them."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    scores = torch.rand(40, 4, generator=torch.Generator().manual_seed(0))
+    rows = (scores + torch.rand(40, 4, generator=torch.Generator().manual_seed(1)) > 1.2).long()
+    rows[20:, 0] = rows[:, 3] = 0  # the second process has no sample of the first label, and none has one of the last
+    named = dict.fromkeys(("precision", "recall", "auroc"), True)
+    metrics = make_metrics(4, multi_label=True, chosen=named)
+    share = slice(20 * rank, 20 * rank + 20)
+    update_metrics(metrics, scores[share], decide(scores[share], None, multi_label=True), rows[share])
+    there = rows[:, :3].numpy(), scores[:, :3].numpy()
+    picked = there[1] >= 0.5
+    assert float(metrics["average_precision"].compute()) == pytest.approx(sk.average_precision_score(*there))
+    assert float(metrics["auroc"].compute()) == pytest.approx(sk.roc_auc_score(*there))
+    assert float(metrics["recall"].compute()) == pytest.approx(sk.recall_score(there[0], picked, average="macro"))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_means_are_of_the_classes_of_all_processes(tmp_path):
+    store = tmp_path / "store"
+    halves = [start_fork([], tmp_path, run=partial(measure_half, rank, store)) for rank in range(2)]
+    told = [one.communicate() for one in halves]
+    assert [one.returncode for one in halves] == [0, 0], told
+
+
+def test_one_line_names_the_classes_that_no_sample_has(caplog):
+    info = DataInfo(**INFO | {"class_names": ["cat", "dog", "owl"], "num_classes": 3})
+    module = ImageClassifier(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3)), num_classes=3, info=info)
+    rows = [(torch.rand(1, 2, 2), 2 * (i % 2)) for i in range(8)]
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    for _ in range(2):
+        trainer.validate(module, DataLoader(rows, 4), verbose=False)
+    (line,) = [one.message for one in caplog.records if "has the class" in one.message]
+    assert line == "no validation sample has the class dog: averages over the classes leave out what has none"
 
 
 def measure(metrics: Any, scores: np.ndarray, wanted: np.ndarray) -> dict[str, float]:
