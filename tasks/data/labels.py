@@ -21,6 +21,8 @@ ClassWeights = Literal["none", "balanced"] | Annotated[list[float], Range(0)] | 
 # `data.sampling`: balanced draws each class equally often (see `longseq.tasks.data.sampler.BalancedSampler`).
 Sampling = Literal["balanced"] | None
 
+_NAMED = 5  # of the classes that a message tells
+
 # Pandas writes 1.0 and 0.0 into a column that has empty cells, too.
 FLAGS = dict.fromkeys(("1", "1.0", "true", "yes"), True) | dict.fromkeys(("0", "0.0", "false", "no", ""), False)
 
@@ -102,6 +104,12 @@ def sort_names(names: Iterable[str]) -> list[str]:
     found = list(set(names))
     numbers = all(name.removeprefix("-").isdecimal() for name in found)
     return sorted(found, key=lambda name: (int(name), name)) if numbers else sorted(found)
+
+
+def name_some(names: Sequence[str]) -> str:
+    """The first five of the names, and the number of the others."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 def alike(names: Iterable[str]) -> str | None:

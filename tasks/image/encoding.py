@@ -12,7 +12,7 @@ from PIL import Image
 from longseq.tasks.data.unreadable import UNREADABLE
 from longseq.tasks.image.decoding import decode, first_line
 
-FULL_COLOURS = 95  # the least quality at which colours keep their resolution
+_FULL_COLOURS = 95  # the least quality at which colours keep their resolution
 
 
 class Encoding(NamedTuple):
@@ -69,7 +69,7 @@ def encode_image(file: Encoded, encoding: Encoding) -> Encoded:
         image = _plain(image).resize((width, height), Image.Resampling.BICUBIC)
     written = io.BytesIO()
     # JPEG stores colours at half their width and height unless told otherwise: too coarse where quality is asked for.
-    sampling = {"subsampling": 0} if encoding.quality >= FULL_COLOURS else {}
+    sampling = {"subsampling": 0} if encoding.quality >= _FULL_COLOURS else {}
     _plain(image).save(written, "JPEG", quality=encoding.quality, **sampling)
     return Encoded(written.getvalue(), "jpg")
 

@@ -18,7 +18,7 @@ from timm.data.readers import create_reader
 from timm.data.readers.class_map import load_class_map
 from torchvision import datasets as torchvision_datasets
 
-from longseq.tasks.data.labels import rarest_labels
+from longseq.tasks.data.labels import name_some, rarest_labels
 from longseq.tasks.data.unreadable import UNREADABLE, LabelError
 from longseq.tasks.image.decoding import (
     decode,
@@ -39,7 +39,6 @@ SPLIT_NAMES = {
     "validation": ("validation", "val", "valid", "eval"),
     "test": ("test", "testing"),
 }
-_NAMED = 5  # of the classes that a warning tells
 _STREAMS = ("hfids", "wds", "tfds")
 
 ClassMap = str | Mapping[str, int] | None
@@ -269,12 +268,10 @@ def _tell_undivided(targets: np.ndarray, taken: np.ndarray, class_names: Sequenc
     every, part = (one if one.ndim == 1 else one.nonzero()[1] for one in (targets, targets[taken]))
     undivided = np.setdiff1d(every, part).tolist()
     if undivided:
-        named = [class_names[one] if one < len(class_names) else str(one) for one in undivided[:_NAMED]]
-        more = f" and {len(undivided) - _NAMED} more" if len(undivided) > _NAMED else ""
+        named = [class_names[one] if one < len(class_names) else str(one) for one in undivided]
         _log.warning(
-            "no image to set apart of %s%s: a class needs two images, and one of these stays in training",
-            ", ".join(named),
-            more,
+            "no image to set apart of %s: a class needs two images, and one of these stays in training",
+            name_some(named),
         )
 
 

@@ -9,13 +9,16 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 DELIMITERS = {"csv": ",", "tsv": "\t"}
-# A cell over at least so many lines, each of which is a whole row by itself, was opened by a stray quotation mark. Text
-# has one comma a line more often than one tab.
-_SWALLOWED = {",": 10, "\t": 2}
+# A cell over at least so many lines, of which at least such a share are whole rows by themselves, was opened by a stray
+# quotation mark. Text has one comma a line more often than one tab.
+_SWALLOWED = {",": (10, 1.0), "\t": (2, 0.9)}
 
 
 class Row(NamedTuple):
-    """A row that ends at a line (the first is 1), or that begins there and is `malformed`: why."""
+    """The cells of a row and the line at which it ends; or why it is `malformed`, and the line at which it begins.
+
+    The first line is 1.
+    """
 
     line: int
     cells: list[str]
@@ -25,8 +28,9 @@ class Row(NamedTuple):
 def read_rows(file: Iterable[str], delimiter: str) -> Iterator[Row]:
     """The rows of a file, the header first; empty ones are left out.
 
-    By its quotation marks a cell holds delimiters and ends of lines. In a file of tabs, which is often written without
-    quotation, a row that these marks do not explain is read as it stands, if it has as many cells as the header.
+    A cell in quotation marks may hold delimiters and ends of lines. Where a mark closes no cell, the row is malformed,
+    and reading goes on in the next line. But files of tabs are often written without quotation: there the row is read
+    as it stands, if it has as many cells as the header.
     """
     csv.field_size_limit(sys.maxsize)
     lines = _Lines(file)
@@ -55,9 +59,10 @@ def read_rows(file: Iterable[str], delimiter: str) -> Iterator[Row]:
 
 
 def _has_swallowed(lines: list[str], delimiter: str, columns: int) -> bool:
-    if columns < 2 or len(lines) < _SWALLOWED[delimiter]:
-        return False
-    return all(line.count(delimiter) == columns - 1 for line in lines)
+    """Whether the lines of one row, blank ones aside, are rows of their own."""
+    whole = [line.count(delimiter) == columns - 1 for line in lines if line.strip()]
+    least, share = _SWALLOWED[delimiter]
+    return columns > 1 and len(whole) >= least and whole[0] and sum(whole) >= share * len(whole)
 
 
 class _Lines:

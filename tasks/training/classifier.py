@@ -12,6 +12,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassConfusionMatrix, MultilabelConfusionMatrix
 
 from longseq.models import CHECKPOINT_RUN
+from longseq.tasks.data.labels import name_some
 from longseq.tasks.training.classification import dense_counts, reads_decisions, sparse_counts, update_metrics
 from longseq.tasks.training.decisions import Scores, decide
 from longseq.tasks.training.keys import Criterion
@@ -20,8 +21,6 @@ from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training
 
 _log = logging.getLogger(__name__)
-
-_NAMED = 5  # of the classes that a warning tells
 
 
 class ClassifierModule(TrainedModule):
@@ -125,13 +124,11 @@ class ClassifierModule(TrainedModule):
         absent = (samples == 0).nonzero().flatten().tolist()
         if absent and self.global_rank == 0:
             names = getattr(self.info, "class_names", None) or range(self.num_classes)
-            more = f" and {len(absent) - _NAMED} more" if len(absent) > _NAMED else ""
             _log.warning(
-                "no %s sample has %s %s%s: averages over the classes leave out what has none",
+                "no %s sample has %s %s: averages over the classes leave out what has none",
                 kind,
                 "the label" if self.multi_label else "the class",
-                ", ".join(str(names[number]) for number in absent[:_NAMED]),
-                more,
+                name_some([str(names[number]) for number in absent]),
             )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

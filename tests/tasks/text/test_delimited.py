@@ -60,6 +60,13 @@ def test_a_stray_quotation_mark_costs_its_own_row_at_most(delimiter: str, name: 
         assert found == {row: text.get(row, cell) for row, cell in whole.items() if row not in opened}
 
 
+def test_a_ragged_row_among_swallowed_ones_hides_none_of_them() -> None:
+    lines = rows_of("\t")
+    lines[20], lines[90], lines[150] = 'a\t"word 20\n', "\nno tab\n", 'a\tword 150"\n'
+    good, _ = read("label\ttext\n" + "".join(lines), "\t")
+    assert [cells for _, cells in good[1:]] == [line.strip().split("\t") for line in lines]
+
+
 def test_a_text_of_several_lines_is_one_cell() -> None:
     text = '"Dear Sir, hello\nyours, Bob"'
     for rows in (f"label,text\na,{text}\nb,c\n", f"text,label\n{text},a\nc,b\n"):

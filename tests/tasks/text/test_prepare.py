@@ -21,7 +21,7 @@ import pytest
 from longseq.tasks.text import prepare as module
 from longseq.tasks.text.documents import Document, hashes_of, split_numbers
 from longseq.tasks.text.prepare import prepare
-from longseq.tasks.text.sources import Columns, Malformed, find_parts, read_part
+from longseq.tasks.text.sources import Columns, Malformed, find_parts, read_part, walk
 from longseq.tasks.text.store import SPLITS, TokenStore, open_store
 from longseq.tasks.text.tokenizer import tokenizer_from_dict, train_tokenizer
 from longseq.tools import cli
@@ -203,8 +203,14 @@ def test_links_are_followed_but_not_in_circles_and_those_that_lead_nowhere_are_c
     (tmp_path / "input" / "deep").mkdir(parents=True)
     (tmp_path / "input" / "deep" / "link").symlink_to(tmp_path / "elsewhere" / "below")
     (tmp_path / "input" / "deep" / "circle").symlink_to(tmp_path / "input")
+    (tmp_path / "input" / "one").mkdir()
+    (tmp_path / "input" / "other").mkdir()
+    (tmp_path / "input" / "one" / "to_other").symlink_to(tmp_path / "input" / "other")
+    (tmp_path / "input" / "other" / "to_one").symlink_to(tmp_path / "input" / "one")
     (tmp_path / "input" / "lost.txt").symlink_to(tmp_path / "nowhere.txt")
     (tmp_path / "input" / "lost.csv").symlink_to(tmp_path / "nowhere.csv")
+    depths = [len(Path(folder).relative_to(tmp_path).parts) for folder, _ in walk(str(tmp_path / "input"))]
+    assert sorted(depths) == [1, 2, 2, 2, 3, 3, 3]
     store = run(tmp_path / "input", tmp_path / "out")
     assert documents(store) == split_texts(TEXTS)
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
