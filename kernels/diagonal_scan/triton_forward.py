@@ -34,8 +34,9 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 def find_part(slot, T, cu_seqlens, sequence_of, PACKED: tl.constexpr, SPAN: tl.constexpr, REVERSE: tl.constexpr):
     """This program's part of a sequence, in the order of reading; the whole sequence if SPAN is 0.
 
-    `sequence_of` has the number of the sequence of each slot, where sequences are packed. Returns the sequence's number, batch row, length and first slot; the first token of the part, its number of tokens,
-    and the number of tokens before it.
+    `sequence_of` has the number of the sequence of each slot, where sequences are packed. Returns the number of the
+    sequence, its batch row, length and first slot; the first token of the part, its number of tokens, and the number of
+    tokens before it.
     """
     n = slot
     if PACKED:
