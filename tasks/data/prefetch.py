@@ -1,23 +1,23 @@
-"""Work on batches in a thread of the training process, ahead of the step that needs them."""
+"""Work on batches in threads of the training process, ahead of the step that needs them."""
 
 from __future__ import annotations
 
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import nullcontext
-from itertools import islice
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from longseq.tasks.data.batch import Batch
-
 THREAD = "prefetch"
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-_AHEAD = 2  # groups of batches that are finished before they are asked for
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 
 
 def separate_queues() -> None:
@@ -30,8 +30,8 @@ def separate_queues() -> None:
         os.environ.setdefault(_QUEUES, "32")
 
 
-class _Made(NamedTuple):
-    batch: Batch
+class _Ready(NamedTuple):
+    item: Any
     event: torch.cuda.Event | None
 
 
@@ -39,72 +39,76 @@ class _End(NamedTuple):
     error: BaseException | None
 
 
-class Prefetch:
-    """Maps an iterator of batches to that of what `work` makes of them, in their order, `group` batches at a time.
+class Prefetch(Generic[Given, Made]):
+    """Maps an iterator to the one that `work` makes of it, which a thread runs through ahead of the consumer.
 
-    It is at most two groups ahead. `work` runs in a thread, on a CUDA device on a stream of its own, which the
-    consumer's stream waits for. Its batches have tensors as inputs and targets. An error in the thread, or in the
-    iterator, is raised where the batch is asked for. A consumer that stops early ends the thread.
+    At most `ahead` items are ready or in the making before they are asked for. On a CUDA device the thread has a stream
+    of its own, which the consumer's stream waits for. `tensors` returns every tensor of an item that may lie on the
+    device. An error in the thread, or in the iterator, is raised where the item is asked for. A consumer that stops
+    early ends the thread, and the thread closes the iterator if it is a generator, as that of another `Prefetch` is.
     """
 
     def __init__(
-        self, work: Callable[[Sequence[Batch]], Sequence[Batch]], device: torch.device, *, group: int = 1
+        self,
+        work: Callable[[Iterator[Given]], Iterator[Made]],
+        device: torch.device,
+        *,
+        ahead: int,
+        tensors: Callable[[Made], Iterable[Tensor]],
     ) -> None:
-        self.work, self.device, self.group = work, device, group
+        self.work, self.device, self.ahead, self.tensors = work, device, ahead, tensors
 
-    def __call__(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        made: queue.SimpleQueue[_Made | _End] = queue.SimpleQueue()
-        places, stopped = threading.Semaphore(_AHEAD * self.group), threading.Event()
-        options: Any = {"args": (batches, made, places, stopped), "name": THREAD, "daemon": True}
+    def __call__(self, items: Iterator[Given]) -> Iterator[Made]:
+        ready: queue.SimpleQueue[_Ready | _End] = queue.SimpleQueue()
+        # The thread makes its first item without a place, and takes a place before each other one.
+        places, stopped = threading.Semaphore(self.ahead - 1), threading.Event()
+        options: Any = {"args": (items, ready, places, stopped), "name": THREAD, "daemon": True}
         thread = threading.Thread(target=self._produce, **options)
         thread.start()
         try:
-            while not isinstance(item := made.get(), _End):
+            while not isinstance(one := ready.get(), _End):
                 places.release()
-                yield self._receive(item)
-            if item.error is not None:
-                raise item.error
+                yield self._receive(one)
+            if one.error is not None:
+                raise one.error
         finally:
             stopped.set()
-            places.release(self.group)
+            places.release()
             thread.join()
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream | None:
+        # One stream for all epochs, because the allocator keeps the memory of each stream apart. Of high priority, so
+        # that its many small kernels need not wait behind the large ones of the step.
+        return torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
 
     def _produce(
         self,
-        batches: Iterator[Batch],
-        made: queue.SimpleQueue[_Made | _End],
+        items: Iterator[Given],
+        ready: queue.SimpleQueue[_Ready | _End],
         places: threading.Semaphore,
         stopped: threading.Event,
     ) -> None:
-        on_gpu = self.device.type == "cuda"
+        end = _End(None)
         try:
-            # Of high priority, so that its many small kernels need not wait behind the large ones of the step.
-            stream = torch.cuda.Stream(self.device, priority=-1) if on_gpu else None
-            with torch.no_grad(), torch.cuda.stream(stream) if on_gpu else nullcontext():
-                while not stopped.is_set():
-                    for _ in range(self.group):
-                        places.acquire()
-                    given = [] if stopped.is_set() else list(islice(batches, self.group))
-                    if not given:
+            stream = self._stream
+            with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
+                for item in self.work(items):
+                    ready.put(_Ready(item, None if stream is None else stream.record_event()))
+                    places.acquire()
+                    if stopped.is_set():
                         break
-                    finished = self.work(given)
-                    event = None if stream is None else stream.record_event()
-                    for batch in finished:
-                        made.put(_Made(batch, event))
-            made.put(_End(None))
         except BaseException as error:
-            made.put(_End(error))
+            end = _End(error)
+        ready.put(end)
+        if isinstance(items, Generator):
+            items.close()
 
-    def _receive(self, item: _Made) -> Batch:
-        if item.event is not None:
+    def _receive(self, one: _Ready) -> Made:
+        if one.event is not None:
             stream = torch.cuda.current_stream(self.device)
-            stream.wait_event(item.event)
-            for value in item.batch[:2]:
-                _keep_for(value, stream)
-        return item.batch
-
-
-def _keep_for(value: Any, stream: torch.cuda.Stream) -> None:
-    """Tell the allocator that a tensor of another stream is in use until this stream is done with it."""
-    if isinstance(value, Tensor) and value.is_cuda:
-        value.record_stream(stream)
+            stream.wait_event(one.event)
+            for tensor in self.tensors(one.item):
+                if tensor.is_cuda:  # its memory is in use until this stream, too, is done with it
+                    tensor.record_stream(stream)
+        return one.item

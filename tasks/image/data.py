@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -35,6 +35,7 @@ from longseq.tasks.image.encoded import (
     DeviceTransform,
     EncodedEvaluationBatches,
     EncodedTrainingBatches,
+    decoded_tensors,
     has_nvjpeg,
 )
 from longseq.tasks.image.info import DataInfo
@@ -64,6 +65,7 @@ _log = logging.getLogger(__name__)
 
 _MOST_WORKERS = 16
 _DECODED_TOGETHER = 3  # batches
+_AHEAD = 6  # batches that are finished before they are asked for
 
 _BALANCED = "data.sampling=balanced"
 
@@ -515,8 +517,18 @@ def _adopt_classes(found: DataInfo, trained: DataInfo, *, mapped: bool) -> DataI
 def _finishing(transform: DeviceTransform, workers: int) -> dict[str, Any]:
     """The options of a loader whose batches a device finishes."""
     # Without workers, the loader's own code draws from the global generators: it must stay in the training thread.
-    finish = Prefetch(transform, transform.device, group=_DECODED_TOGETHER) if workers else partial(_finish, transform)
-    return {"pin_memory": False, "finish": finish}
+    return {"pin_memory": False, "finish": _finish_in_threads(transform) if workers else partial(_finish, transform)}
+
+
+def _finish_in_threads(transform: DeviceTransform) -> Callable[[Iterator[Batch]], Iterator[Batch]]:
+    """A thread receives and decodes batches; a second one crops and colours what was decoded before.
+
+    The first begins a group when the second has taken the one before it, so that images of two groups are in memory.
+    """
+    decode = partial(transform.decode_groups, together=_DECODED_TOGETHER)
+    decoded = Prefetch(decode, transform.device, ahead=1, tensors=decoded_tensors)
+    finished = Prefetch(transform.finish, transform.device, ahead=_AHEAD, tensors=lambda batch: batch[:2])
+    return lambda batches: finished(decoded(batches))
 
 
 def _finish(transform: DeviceTransform, batches: Iterable[Batch]) -> Iterator[Batch]:

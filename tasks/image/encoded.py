@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +34,8 @@ from longseq.tasks.image.draws import Draw, EvaluationDraws, TrainingDraws
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.sources import Split
 
-# Pixels that are decoded at a time: 2**27 of three bytes each are 384 MiB.
+# Pixels that are decoded at a time: 2**27 of three bytes each are 384 MiB. Twice as many are in memory while one thread
+# decodes and another one crops.
 _MOST_PIXELS = 1 << 27
 
 
@@ -148,8 +150,24 @@ def _pack(
     )
 
 
+class Decoded(NamedTuple):
+    """Files of a batch, by number, with their images uint8 [3, H, W]; None for a file that no decoder takes.
+
+    `is_last` is true where no files of the batch follow. Batches without files have one of these too.
+    """
+
+    batch: Batch
+    images: dict[int, Tensor | None]
+    is_last: bool
+
+
+def decoded_tensors(group: Iterable[Decoded]) -> list[Tensor]:
+    """All images of a group."""
+    return [image for decoded in group for image in decoded.images.values() if image is not None]
+
+
 class _Unfinished(NamedTuple):
-    """A batch whose files are being decoded, with its images [B, C, S, S], and the samples that are lost."""
+    """A batch whose files are being cropped, with its images [B, C, S, S], and the samples that are lost."""
 
     encoded: EncodedImages
     images: Tensor
@@ -186,17 +204,27 @@ class DeviceTransform:
 
     def __call__(self, batches: Sequence[Batch]) -> list[Batch]:
         """The finished batches. Their files are decoded together: nvJPEG waits for the device in each call."""
-        begun = {number: self._begin(batch) for number, batch in enumerate(batches) if _has_images(batch)}
-        files = [(number, file) for number, one in begun.items() for file in range(len(one.encoded.sizes))]
-        for group in self._groups([begun[number].encoded.sizes[file] for number, file in files]):
-            chosen = [files[index] for index in group]
-            images = self._decode([(begun[number].encoded, file) for number, file in chosen])
-            decoded: dict[int, dict[int, Tensor | None]] = {}
-            for (number, file), image in zip(chosen, images, strict=True):
-                decoded.setdefault(number, {})[file] = image
-            for number, own in decoded.items():
-                self._take(begun[number], own)
-        return [self._end(begun[number]) if number in begun else batch for number, batch in enumerate(batches)]
+        return list(self.finish(self.decode_groups(batches, together=len(batches))))
+
+    def decode_groups(self, batches: Iterable[Batch], *, together: int) -> Iterator[list[Decoded]]:
+        """The first half of the work: groups of files that are decoded in one call, of `together` batches at most."""
+        for group in _groups(batches, together):
+            images = iter(self._decode([(batch.inputs, file) for batch, files, _ in group for file in files]))
+            yield [Decoded(batch, {file: next(images) for file in files}, is_last) for batch, files, is_last in group]
+
+    def finish(self, groups: Iterable[Sequence[Decoded]]) -> Iterator[Batch]:
+        """The second half: the finished batches, each as soon as its last file is there."""
+        begun: _Unfinished | None = None
+        for batch, images, is_last in chain.from_iterable(groups):
+            if not _has_images(batch):
+                yield batch
+                continue
+            begun = begun or self._begin(batch)
+            if images:
+                self._take(begun, images)
+            if is_last:
+                yield self._end(begun)
+                begun = None
 
     def _begin(self, batch: Batch) -> _Unfinished:
         encoded, targets, failures = batch
@@ -256,25 +284,13 @@ class DeviceTransform:
             given = sorted(set(range(len(images))) - set(encoded.draws.resized))
             images[given] = encoded.cropped.to(self.device)
 
-    def _groups(self, sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
-        """The numbers of the files, in groups that are decoded together."""
-        groups: list[list[int]] = []
-        pixels = 0
-        for file, (height, width) in enumerate(sizes):
-            pixels += height * width
-            if not groups or pixels > _MOST_PIXELS:
-                groups.append([])
-                pixels = height * width
-            groups[-1].append(file)
-        return groups
-
     def decode(self, encoded: EncodedImages, files: Sequence[int]) -> dict[int, Tensor | None]:
         """The images uint8 [3, H, W] of files of a batch; None for a file that is no image of the size in its head."""
         return dict(zip(files, self._decode([(encoded, file) for file in files]), strict=True))
 
     def _decode(self, files: Sequence[tuple[EncodedImages, int]]) -> list[Tensor | None]:
         data = [encoded.data[encoded.starts[file] : encoded.starts[file + 1]] for encoded, file in files]
-        images = decode_on_gpu(data, self.device) if self.device.type == "cuda" else [None] * len(data)
+        images = decode_on_gpu(data, self.device) if data and self.device.type == "cuda" else [None] * len(data)
         for index, (encoded, file) in enumerate(files):
             image, size = images[index], encoded.sizes[file]
             if image is None or tuple(image.shape) != (3, *size):
@@ -307,9 +323,56 @@ class DeviceTransform:
         return torch.zeros(3, height, width, dtype=torch.uint8, device=self.device)
 
 
+class _Files(NamedTuple):
+    """Files of a batch, by number, and whether they are its last."""
+
+    batch: Batch
+    numbers: list[int]
+    is_last: bool
+
+
+def _groups(batches: Iterable[Batch], together: int) -> Iterator[list[_Files]]:
+    """What is decoded together: at most `together` batches, and `_MOST_PIXELS` unless a single file has more.
+
+    A batch is divided only if it has more by itself, and its parts do not depend on the batches beside it: the
+    numbers of torch's crop may depend on the images that it crops together.
+    """
+    group: list[_Files] = []
+    pixels = 0
+    for batch in batches:
+        sizes = batch.inputs.sizes if _has_images(batch) else []
+        parts = _parts(sizes) or [[]]
+        for number, files in enumerate(parts, 1):
+            own = sum(height * width for height, width in (sizes[file] for file in files))
+            if group and pixels + own > _MOST_PIXELS:
+                yield group
+                group, pixels = [], 0
+            group.append(_Files(batch, files, number == len(parts)))
+            pixels += own
+        if len(group) >= together:
+            yield group
+            group, pixels = [], 0
+    if group:
+        yield group
+
+
+def _parts(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """The numbers of the files of a batch, in parts that are not divided further."""
+    parts: list[list[int]] = []
+    pixels = 0
+    for file, (height, width) in enumerate(sizes):
+        pixels += height * width
+        if not parts or pixels > _MOST_PIXELS:
+            parts.append([])
+            pixels = height * width
+        parts[-1].append(file)
+    return parts
+
+
 def decode_on_gpu(data: Sequence[Tensor], device: torch.device) -> list[Any]:
     """Decode JPEG files uint8 [N] by nvJPEG to images uint8 [3, H, W]; None for a file that nvJPEG refuses."""
-    # nvJPEG works on a stream of its own, which does not wait until this stream has read the memory that it gets.
+    # nvJPEG works on a stream of its own, which does not wait until this stream has read the memory that it gets. The
+    # allocator itself waits for the other streams that an image was recorded for, before it gives the memory again.
     torch.cuda.current_stream(device).synchronize()
     try:
         return list(decode_jpeg(list(data), mode=ImageReadMode.RGB, device=device))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -18,12 +20,15 @@ from torchvision.transforms.functional import pil_to_tensor
 from longseq.kernels.image_transforms.arithmetic import to_grey
 from longseq.kernels.image_transforms.colour import image_steps_torch
 from longseq.kernels.image_transforms.resizing import image_resize_torch
+from longseq.tasks.data.batch import Batch, Failure
 from longseq.tasks.data.prefetch import THREAD
 from longseq.tasks.image import data as image_data_module
+from longseq.tasks.image import encoded as encoded_module
 from longseq.tasks.image.augmentation import Augmentation
 from longseq.tasks.image.batched import erase, stack_draws
 from longseq.tasks.image.datasets import seed_everything
 from longseq.tasks.image.draws import EvaluationDraws, TrainingDraws
+from longseq.tasks.image.encoded import DeviceTransform, EncodedTrainingBatches
 from longseq.tasks.image.transforms import evaluation_transform, training_transform
 
 DEIT = {"crop": "random_resized", "hflip": 0.5, "auto_augment": "rand-m9-mstd0.5-inc1"}
@@ -237,6 +242,98 @@ def test_an_error_in_the_thread_ends_the_loop_and_an_early_end_the_thread(folder
     next(batches)
     assert THREAD in {thread.name for thread in threading.enumerate()}
     batches.close()
+    assert THREAD not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.fixture
+def encoded(folder, on_host):
+    """A transform with eleven batches for it: some with lost pixels, and one of which nothing could be read."""
+    for label, number in (("one", 3), ("two", 1), ("two", 7)):
+        lose_pixels(folder / "train" / label / f"{number}.jpg")
+    module = open_data(folder, "gpu", augment=REPEATED, batch_size=12)
+    split, draws = module.splits.train, TrainingDraws(module.info, module.augmentation)
+    transform = DeviceTransform(split, module.info, torch.device("cpu"), fill=draws.fill, exact=False)
+    data, sampler = EncodedTrainingBatches(split, draws, 0), module.train_dataloader().sampler
+    batches = []
+    for epoch in range(5):
+        sampler.set_epoch(epoch)
+        batches += [data[indices] for indices in sampler]
+    batches.insert(4, Batch(torch.empty(0), torch.empty(0), [Failure("a.jpg", "not found")]))
+    return transform, batches
+
+
+def require_equal(ones, others):
+    for one, other in zip(ones, others, strict=True):
+        assert torch.equal(one.inputs, other.inputs)
+        assert torch.equal(one.targets, other.targets)
+        assert one.failures == other.failures
+
+
+@cases(("most", "largest"), [(1, 1), (15_000, 3), (60_000, 7), (1 << 27, 13)])
+@pytest.mark.slow
+def test_two_threads_give_the_batches_of_one_wherever_their_files_are_divided(monkeypatch, encoded, most, largest):
+    transform, batches = encoded
+    decode, decoded = transform._decode, []
+
+    def record(files):
+        decoded.append([math.prod(one.sizes[file]) for one, file in files])
+        return decode(files)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(encoded_module, "_MOST_PIXELS", most)
+        whole = [transform([batch])[0] for batch in batches]
+        patch.setattr(transform, "_decode", record)
+        require_equal(image_data_module._finish_in_threads(transform)(iter(batches)), whole)
+        assert all(len(pixels) == 1 or sum(pixels) <= most for pixels in decoded)
+        assert max(len(pixels) for pixels in decoded) == largest
+        require_equal(transform(batches), whole)
+    assert whole[4] is batches[4]
+    assert any(batch.failures for batch in whole[:4])
+
+
+@cases(("half", "before"), [("_decode", 6), ("_end", 2)])
+@pytest.mark.slow
+def test_an_error_in_either_thread_is_raised_after_the_batches_before_it(monkeypatch, encoded, half, before):
+    transform, batches = encoded
+    work, calls, found = getattr(transform, half), itertools.count(1), []
+
+    def fail(given):
+        if next(calls) == 3:
+            raise RuntimeError(f"{half} failed")
+        return work(given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transform, half, fail)
+        with pytest.raises(RuntimeError, match=f"{half} failed"):
+            found.extend(image_data_module._finish_in_threads(transform)(iter(batches)))
+    assert len(found) == before
+    assert THREAD not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.slow
+def test_one_group_is_decoded_while_the_one_before_it_is_cropped(monkeypatch, encoded):
+    transform, batches = encoded
+    decode, end, groups, seen, two = transform._decode, transform._end, [], [], threading.Event()
+
+    def count_groups(files):
+        groups.append(files)
+        if len(groups) == 2:
+            two.set()
+        return decode(files)
+
+    def end_late(batch):
+        if not seen:
+            assert two.wait(10)
+            time.sleep(0.3)  # a third group would be begun meanwhile
+        seen.append(len(groups))
+        return end(batch)
+
+    monkeypatch.setattr(transform, "_decode", count_groups)
+    monkeypatch.setattr(transform, "_end", end_late)
+    found = image_data_module._finish_in_threads(transform)(iter(batches))
+    next(found)
+    found.close()
+    assert seen[0] == 2
     assert THREAD not in {thread.name for thread in threading.enumerate()}
 
 
