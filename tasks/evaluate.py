@@ -59,8 +59,8 @@ def run(cfg: DictConfig) -> dict[str, float]:
         loaded.config, changes, split=split, trained=trained, batch_size=EVALUATION_BATCH
     )
     task.model.check_reads(loaded.backbone, trained, datamodule.info)
-    if not changes:
-        _compare_sizes(trained.sizes.get(split), datamodule.info.sizes.get(split), split)
+    if not changes and (change := datamodule.info.find_change(trained, split)):
+        _log.warning("the data have changed: %s", change)
     module = task.module.from_config(loaded.config, loaded.backbone, datamodule.info, None)
     datamodule.trainer = trainer
     loader = datamodule.test_dataloader() if split == "test" else datamodule.val_dataloader()
@@ -70,14 +70,6 @@ def run(cfg: DictConfig) -> dict[str, float]:
     metrics = {key.replace("test/", f"{split}/"): float(value) for key, value in tested.items()}
     _write(metrics, task.report, module, datamodule.info, split, output)
     return metrics
-
-
-def _compare_sizes(then: int | None, now: int | None, split: str) -> None:
-    """Warn of the run's own data if they are not those of the training any more."""
-    if then is not None and now is not None and then != now:
-        _log.warning(
-            "the data have changed: %s has %d samples now, and had %d when the model was trained", split, now, then
-        )
 
 
 def _evaluate_documents(keys: EvaluateKeys, config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, float]:

@@ -20,6 +20,14 @@ class Info(ABC):
 
     sizes: dict[str, int | None] = field(default_factory=dict)
 
+    def find_change(self: InfoT, trained: InfoT, split: str) -> str | None:
+        """How the data of a split differ from those that a model was trained beside, in words; None if nothing is known
+        to differ."""
+        now, then = self.sizes.get(split), trained.sizes.get(split)
+        if now is None or then is None or now == then:
+            return None
+        return f"{split} has {now} samples now, and had {then} when the model was trained"
+
     def to_dict(self) -> dict[str, Any]:
         """Dictionaries, lists and numbers, for checkpoints."""
         return asdict(self)

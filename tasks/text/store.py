@@ -71,6 +71,12 @@ class TokenStore:
     gzip_bits_per_byte: float | None = None
     manifest: Mapping[str, Any] | None = None
 
+    def checksum(self, split: str) -> int:
+        """The CRC-32 of the tokens of a split."""
+        if self.manifest is None:
+            return zlib.crc32(np.ascontiguousarray(self.splits[split].tokens).data)
+        return int(self.manifest["splits"][split]["files"]["tokens"]["crc32"])
+
 
 def token_type(vocab_size: int) -> Any:
     """The smallest of uint16 and uint32 that holds all tokens."""

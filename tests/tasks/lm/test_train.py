@@ -373,3 +373,30 @@ def test_an_average_of_a_sharded_model_is_refused(run):
     average = "recipe.ema={decay: 0.9}"
     with pytest.raises(ValueError, match=r"recipe\.ema averages whole weights, and trainer=fsdp shards them"):
         run("run", average, "+trainer.strategy=fsdp")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        # A document that is in the split "test" before and after.
+        ({2: "hers"}, "test has another text now than when the model was trained, of as many windows"),
+        (dict.fromkeys(range(200), "here and there"), "samples now, and had"),
+    ],
+)
+def test_a_text_that_has_changed_since_the_training_is_told(words, told, run, compose_config, tmp_path, caplog):
+    path = tmp_path / "text.jsonl"
+
+    def write(words):
+        lines = [{"text": f"text {number} {words.get(number, 'here')}"} for number in range(200)]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    write({})
+    data = ("data.source=files", f"data.root={path}", f"data.cache={tmp_path / 'cache'}", "data.test=0.6")
+    folder = run("one", *data, "recipe.updates=1", "callbacks.text_samples=null")
+    command = compose_config("evaluate", f"checkpoint={folder / 'checkpoints' / 'last.ckpt'}", "trainer=cpu")
+    evaluate.run(command)
+    assert "have changed" not in caplog.text
+    write(words)
+    evaluate.run(command)
+    assert "the data have changed: test has " in caplog.text
+    assert told in caplog.text
