@@ -150,10 +150,16 @@ def read_prompts(path: Path) -> list[str]:
 
 
 class Writer:
-    """Continues texts with a model, several at once; what is drawn for one depends on its number and the seed alone."""
+    """Continues texts with a model, several at once; what is drawn for one depends on its number and the seed alone.
 
-    def __init__(self, model: TokenBackbone, tokenizer: Tokenizer, keys: GenerateKeys) -> None:
-        self.model, self.tokenizer, self.keys = model, tokenizer, keys
+    With `cut_prompts` a model with learned positions reads the last tokens of a prompt that is too long, else it is
+    refused.
+    """
+
+    def __init__(
+        self, model: TokenBackbone, tokenizer: Tokenizer, keys: GenerateKeys, *, cut_prompts: bool = False
+    ) -> None:
+        self.model, self.tokenizer, self.keys, self.cut_prompts = model, tokenizer, keys, cut_prompts
         self.device = next(model.parameters()).device
         self.sampling = Sampling(keys.temperature, keys.top_k, keys.top_p, keys.repetition_penalty)
         self.uses_graph = can_record(model) if keys.cuda_graph is None else keys.cuda_graph
@@ -275,6 +281,9 @@ class Writer:
                 f"the prompt has the token {max(tokens)}, and the model knows {self.model.vocab_size}: the tokenizer "
                 "is not that of the model"
             )
+        most = self.model.max_length
+        if self.cut_prompts and most is not None and most > self.keys.max_new_tokens:
+            tokens = tokens[self.keys.max_new_tokens - most :]
         self._check_positions(len(tokens), "the prompt")
         return tokens
 

@@ -58,7 +58,8 @@ def shift_tokens(x: Tensor, start: Tensor, *, packing: Packing | None = None, re
         return torch.cat([shift_tokens(own, first, reverse=back) for own, first, back in pairs])
     if packing is None:
         first = start.unsqueeze(1)
-        return torch.cat([x[:, 1:], first] if reverse else [first, x[:, :-1]], dim=1)
+        # The cut comes last: a slice of T - 1 tokens would bar T = 2 from exported files of any length.
+        return torch.cat([x, first], dim=1)[:, 1:] if reverse else torch.cat([first, x], dim=1)[:, :-1]
     edge = torch.zeros_like(x[:, :1])
     shifted = torch.cat([x[:, 1:], edge] if reverse else [edge, x[:, :-1]], dim=1)
     is_first = first_places(packing, reverse).view(-1, *[1] * (x.dim() - 2))

@@ -95,18 +95,20 @@ class RWKV6(Mixer[RWKV6State]):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         depth = 0.5  # of the layer in the network, from 0 to 1
-        place = torch.linspace(0, 1, self.d_model + 1)[:-1]  # of the channel, from 0 to 1
+        # The device is named because transformers, which builds a model without memory, makes other ranges on the CPU.
+        device = self.bonus.device
+        place = torch.linspace(0, 1, self.d_model + 1, device=device)[:-1]  # of the channel, from 0 to 1
         amount = 1 - place ** (1 - depth)
         smaller = 1 - place ** ((1 - depth) / 2)
         self.shift_base.copy_(amount)
         self.shift_bases.copy_(torch.stack([amount, amount, amount - 0.3 * depth, smaller, smaller]))
         self.shift_down.weight.uniform_(-1e-2, 1e-2)
         self.shift_up.uniform_(-1e-2, 1e-2)
-        ends = torch.linspace(0, 1, self.d_model)
+        ends = torch.linspace(0, 1, self.d_model, device=device)
         self.decay_base.copy_(5 * ends ** (0.7 + 1.3 * depth) - 6)
         self.decay_down.weight.uniform_(-1e-2, 1e-2)
         self.decay_up.weight.uniform_(-1e-2, 1e-2)
-        zigzag = 0.1 * ((torch.arange(self.d_model) + 1) % 3 - 1)
+        zigzag = 0.1 * ((torch.arange(self.d_model, device=device) + 1) % 3 - 1)
         self.bonus.copy_((depth * (1 - ends) + zigzag).view_as(self.bonus))
 
     def project_in(self, x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ from longseq.tasks.text.store import Corpus, TokenStore
 from longseq.tasks.text.windows import Assembler, Concatenated, Documents, Windows, most_sequences
 from longseq.tasks.training.options import read
 from longseq.tokenizer_files import same_tokenizer
+
+_log = logging.getLogger(__name__)
 
 # The name of each split as a stage of a run.
 STAGES = {"train": "train", "val": "validation", "test": "test"}
@@ -159,6 +162,15 @@ class LanguageModelData(TaskData):
 
     def train_dataloader(self) -> TrainingLoader:
         sampler = self._training_sampler()  # raises for text that is too short for a batch
+        if isinstance(sampler, MixedSampler):
+            for store, share in zip(self._stores, sampler.shares, strict=True):
+                if not share:
+                    _log.warning(
+                        "no window of %s is trained on: of the %d windows of %d tokens in an epoch, its share is none",
+                        store.name,
+                        sampler.num_samples,
+                        self.keys.window,
+                    )
         return TrainingLoader(
             self._batches("train", self.batch_size),  # type: ignore[arg-type]
             sampler,

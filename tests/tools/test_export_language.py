@@ -95,11 +95,12 @@ def test_the_length_can_be_open(mixer: str, tmp_path: Path, captured_once: None)
         expected, _ = model(tokens)
     # A cache and chunks. tests/kernels/test_export.py exports all operations so, and
     # `test_an_onnx_file_names_its_inputs_and_outputs_and_where_it_is_from` a state that grows.
-    for format in {"attention": FORMATS, "deltanet": ("torchscript", "onnx")}.get(mixer, ("torchscript",)):
+    formats = {"attention": FORMATS, "deltanet": ("torchscript", "onnx"), "rwkv4": ("torchscript", "pt2")}
+    for format in formats.get(mixer, ("torchscript",)):
         call = check_file(model, tmp_path / f"model{SUFFIXES[format]}", format, dynamic_length=True, max_length=140)
         values = [state.starts(2) for state in state_spec(model, 140)]
         found = []
-        for piece in tokens.split([5, 129, 1, 5], dim=1):
+        for piece in tokens.split([5, 127, 2, 1, 5], dim=1):
             logits, values = call(piece, values)
             found.append(logits)
         torch.testing.assert_close(torch.cat(found, dim=1), expected, atol=1e-3, rtol=0)

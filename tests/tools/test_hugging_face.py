@@ -104,6 +104,15 @@ def test_a_saved_adapter_finds_its_model(tmp_path: Path) -> None:
     assert torch.equal(model.eval()(TOKENS).logits, again(TOKENS).logits)
 
 
+@pytest.mark.parametrize("mixer", mixers.mixer_names())
+def test_a_saved_model_of_each_mixer_is_loaded_by_its_auto_class(mixer: str, tmp_path: Path) -> None:
+    model = make(mixer).eval()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    # The filters of long convolutions are float32 whatever the type of the rest.
+    torch.testing.assert_close(loaded(TOKENS).logits, model(TOKENS).logits, atol=1e-5, rtol=0)
+
+
 def test_the_filters_of_hyena_are_loaded_in_float32(tmp_path: Path) -> None:
     plain = make("hyena", d_model=64, max_length=64).float()
     plain.save_pretrained(tmp_path)

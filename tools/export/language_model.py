@@ -27,10 +27,10 @@ from longseq.tools.export.states import StateSpec, state_spec
 __all__ = ["LanguageModelFile", "export_language_model"]
 
 # Tokens of a compared sequence: more than one of the chunks of 64 tokens in which recurrences are computed. A file of
-# open length reads them in pieces: the second is longer than what was traced, and that is longer than a chunk.
+# open length reads them in pieces: the third is longer than what was traced, and that is longer than a chunk.
 STEPPED_TOKENS = 75
 READ_TOKENS = 150
-PIECE_ENDS = (1, 130)
+PIECE_ENDS = (1, 3, 132)
 TRACED_TOKENS = 70
 # Tokens before the traced ones, so that a state which grows is not empty.
 EARLIER_TOKENS = 7
@@ -188,7 +188,7 @@ def _read_one_by_one(call: Callable[..., Any], tokens: Tensor, states: list[Tens
 
 
 def _read_pieces(call: Callable[..., Any], tokens: Tensor, states: list[Tensor]) -> Tensor:
-    """One token, two chunks and a token, and the rest."""
+    """One token, two tokens, two chunks and a token, and the rest."""
     logits = []
     for piece in tokens.tensor_split(PIECE_ENDS, dim=1):
         if piece.shape[1]:

@@ -41,7 +41,7 @@ class Worker:
         """
         keys = GenerateKeys(**{**_WRITING, **options, "batch_size": len(numbered)})
         numbers, prompts = zip(*numbered, strict=True)
-        writer = Writer(self.model, self.tokenizer, keys)
+        writer = Writer(self.model, self.tokenizer, keys, cut_prompts=True)
         return [written.text for written in writer.write(prompts, numbers=numbers)]
 
 

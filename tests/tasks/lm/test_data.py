@@ -203,6 +203,23 @@ def test_corpora_are_mixed_by_weights(tokens: Path, tmp_path: Path) -> None:
     assert data.info.gzip_bits_per_byte is None
 
 
+def test_a_corpus_without_a_window_in_an_epoch_is_told(
+    tokens: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "few.txt").write_text("few words")
+    few = tmp_path / "few"
+    prepare(find_parts([str(tmp_path / "few.txt")], TEXT), few, fractions={"validation": 0, "test": 0}, processes=1)
+    make(source="tokens", root=[str(tokens), str(few)]).train_dataloader()
+    assert "no window of few is trained on: of the " in caplog.text
+    caplog.clear()
+    both = [str(tokens), str(tokens)]
+    make(source="tokens", root=both, weights=[1, 1e-6]).train_dataloader()
+    assert "no window of tokens is trained on: of the " in caplog.text
+    caplog.clear()
+    make(source="tokens", root=both, weights=[1, 0.1]).train_dataloader()
+    assert not caplog.text
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

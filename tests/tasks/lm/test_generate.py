@@ -276,6 +276,9 @@ def test_a_prompt_that_the_model_cannot_read_is_one_line(tmp_path):
     )
     with pytest.raises(ValueError, match=r"more than the 8 positions"):
         Writer(model, ByteTokenizer(), GenerateKeys(**KEYS)).write(["x"])
+    keys = GenerateKeys(**{**KEYS, "max_new_tokens": 3, "temperature": 0.0, "end": False})
+    (written,) = Writer(model, ByteTokenizer(), keys, cut_prompts=True).write(["a long prompt"])
+    assert written.tokens == model.generate(torch.tensor([list(b"rompt")]), 3, temperature=0)[0, -3:].tolist()
     saving = {"max_new_tokens": 4, "save_state": str(tmp_path / "text.state"), "end": False}
     Writer(model, ByteTokenizer(), GenerateKeys(**{**KEYS, **saving})).write(["x"])
     with pytest.raises(ValueError, match=r"the text of state=.* of 6 tokens .* more than the 8 positions"):
