@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from longseq.kernels import self_test
-from longseq.kernels.checks import check_chunk_size, check_counter, check_parts, check_tensors
+from longseq.kernels.checks import check_chunk_size, check_counter, check_parts, check_scale, check_tensors
 from longseq.kernels.custom_op import is_exactly_tensor, is_watched
 from longseq.kernels.devices import is_emulated, triton_reasons, width_reasons
 from longseq.kernels.dispatch import (
@@ -78,6 +78,7 @@ class Recurrence:
         chunk_size = arguments.get("chunk_size")
         if chunk_size is not None:
             check_chunk_size(op, chunk_size, power_of_two=self.power_of_two)
+        check_scale(op, arguments.get("scale"))
         if self.check is not None:
             self.check(op, **arguments)
         tensors, counters = _with_layouts(op, self.layouts, arguments)
@@ -103,6 +104,7 @@ class Recurrence:
 
     def judge_step(self, op: str, **arguments: Any) -> Call:
         """Check a call of the form for one token and return the properties by which its backend is chosen."""
+        check_scale(op, arguments.get("scale"))
         if self.check is not None:
             self.check(op, **arguments)
         tensors, counters = _with_layouts(op, self.layouts_of_token, arguments)

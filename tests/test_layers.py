@@ -32,6 +32,7 @@ LAYERS = (
     ("longseq.timm_script", ROOT / "longseq" / "timm_script.py"),
     ("longseq.tasks", ROOT / "tasks"),
     ("longseq.tools", ROOT / "tools"),
+    ("longseq.__main__", ROOT / "longseq" / "__main__.py"),
 )
 NAMES = [name for name, _ in LAYERS]
 

@@ -299,6 +299,8 @@ def _unknown_part(
     override = _override_of(key, overrides).lstrip("+")
     if told := _check_addition(key, verb, overrides):
         return told
+    if place == "mixer.options" and (told := _part_of_a_hybrid(part, override, whole)):
+        return told
     marks = MARKS if place else marks_at_top(whole)
     known = [str(name) for name in node if name not in marks]
     name = part.replace("-", "_")
@@ -309,6 +311,19 @@ def _unknown_part(
     names = ", ".join(known)
     value = override.partition("=")[2]
     return f"{key} is unknown: did you mean {meant}={value}? the keys{' of ' * bool(place)}{place} are {names}"
+
+
+def _part_of_a_hybrid(part: str, override: str, whole: Mapping[str, Any]) -> str | None:
+    """What helps where an option stands below the name of a mixer, as in a hybrid, and the files are of one mixer."""
+    from longseq.mixers import mixer_names
+
+    if part not in mixer_names():
+        return None
+    name = str((whole.get("mixer") or {}).get("name"))
+    if name == part:
+        return f"{override} is of a hybrid, and mixer={name} is one mixer: give {override.replace(f'.{part}', '', 1)}"
+    hybrid = f"mixer=hybrid mixer.name={name}" if part in re.split(r"\W|(?<=\d)x", name) else "mixer=hybrid"
+    return f"mixer.options.{part} is of a hybrid, and the options are of one mixer: give {hybrid} +{override}"
 
 
 def _check_addition(key: str, verb: str, overrides: list[str]) -> str | None:

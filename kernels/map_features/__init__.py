@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longseq.kernels.checks import check_scale
 from longseq.kernels.dispatch import Call, is_exporting
 from longseq.kernels.head_features import TRITON_WIDTH, check_features
 from longseq.kernels.map_features.features import map_features_torch
@@ -13,7 +14,8 @@ from longseq.kernels.operation import operation
 __all__ = ["map_features"]
 
 
-def _judge(op: str, x: Tensor, feature_map: str, norm: str | None, **_: Any) -> Call:
+def _judge(op: str, x: Tensor, feature_map: str, norm: str | None, scale: float, **_: Any) -> Call:
+    check_scale(op, scale)
     check_features(feature_map, "l2" if norm is None else norm)
     return Call(x.device, x.dtype, exporting=is_exporting(), sizes={"H": x.shape[-2], "K": x.shape[-1]})
 

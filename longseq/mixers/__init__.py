@@ -32,11 +32,14 @@ from longseq.mixers import (
 )
 from longseq.mixers.base import Mixer
 from longseq.mixers.cards import MixerCard, list_mixers
+from longseq.mixers.contract import LAWS, ContractError, check
 from longseq.mixers.directions import Directions, make_reading, named_readings
 from longseq.mixers.registry import create, get, mixer_names, options, register
 from longseq.mixers.revisions import check_revisions, mixer_revisions
 
 __all__ = [
+    "LAWS",
+    "ContractError",
     "Directions",
     "Mixer",
     "MixerCard",
@@ -44,6 +47,7 @@ __all__ = [
     "attention",
     "baseconv",
     "based",
+    "check",
     "check_revisions",
     "create",
     "deltanet",

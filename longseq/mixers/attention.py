@@ -62,6 +62,7 @@ class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
     2023), section 2.2; rotary positions as in RoFormer (Su et al., 2021), equation 34.
     """
 
+    own_backends = ("varlen",)
     supports_noncausal = True
     recomputable = False
     preallocates = True

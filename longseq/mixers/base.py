@@ -43,6 +43,7 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
     Class attributes:
         paper: the source of the layer.
         operations: names of the `longseq.kernels` operations over sequences that `scan` calls.
+        own_backends: backends besides "auto" and "torch" that a class without `operations` takes.
         no_weight_decay_names: names of parameters that weight decay must leave alone (see `longseq.parameters`).
         options_in_turn: options for which a model also takes a list: its values in turn over the layers of this mixer.
         supports_noncausal: the constructor takes `causal=False`, with which one pass sees all tokens.
@@ -68,6 +69,7 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
 
     paper: ClassVar[str] = ""
     operations: ClassVar[tuple[str, ...]] = ()
+    own_backends: ClassVar[tuple[str, ...]] = ()
     no_weight_decay_names: ClassVar[tuple[str, ...]] = ()
     supports_noncausal: ClassVar[bool] = False
     reads_backwards: ClassVar[bool] = False
@@ -91,6 +93,9 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
         super().__init__()
         if d_model < 1:
             raise ValueError(f"d_model={d_model}: a mixer needs at least one channel")
+        if not self.operations and backend not in ("auto", "torch", *self.own_backends):
+            known = ", ".join(("auto", "torch", *self.own_backends))
+            raise ValueError(f"{type(self).__name__} has no kernels and no backend {backend!r}: choose one of {known}")
         self.d_model = d_model
         self.backend = backend
 

@@ -76,6 +76,7 @@ class BaseConv(Mixer[BaseConvState | ShortBaseConvState]):
     """
 
     paper = "BaseConv (arXiv:2312.04927), section 4.1"
+    own_backends = ("triton", "reference")  # of a short filter
     options_in_turn = ("filter",)
     reads_backwards = True
     growing_state = True

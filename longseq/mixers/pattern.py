@@ -87,9 +87,11 @@ def options_by_name(pattern: Pattern, options: Mapping[str, Any] | None) -> dict
         return {names[0]: given}
     strange = [key for key in given if key not in names or not isinstance(given[key], Mapping | None)]
     if strange:
+        key, value = strange[0], given[strange[0]]
+        example = "" if isinstance(value, Mapping) else f", as in {names[0]}.{key}={value}"
         raise ValueError(
             f"the options of the hybrid {spell_pattern(pattern)} stand below the name of their mixer, and "
-            f"{strange[0]}={given[strange[0]]!r} does not; the names are {', '.join(names)}"
+            f"{key}={value!r} does not: the names are {', '.join(names)}{example}"
         )
     return {name: dict(given.get(name) or {}) for name in names}
 

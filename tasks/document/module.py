@@ -25,6 +25,7 @@ from longseq.tasks.training.classification import make_metrics
 from longseq.tasks.training.classifier import ClassifierModule
 from longseq.tasks.training.keys import Criterion
 from longseq.tasks.training.recipe import Training
+from longseq.tasks.training.token_model import PluginMixers
 
 
 class DocumentTask(ClassifierModule):
@@ -79,6 +80,7 @@ class DocumentTask(ClassifierModule):
         self._train_read = self.compiled(self._read)
         if info.segment and not isinstance(backbone, LinearTextClassifier):
             check_segments(backbone, info.gradient_segments)
+        self._plugin_mixers = PluginMixers()
         self._by_length = ScoresByLength(info.num_classes, info.multi_label)
 
     @classmethod
@@ -158,7 +160,9 @@ class DocumentTask(ClassifierModule):
     def training_step(self, batch: DocumentBatch, batch_idx: int) -> Tensor:
         self.seed_batch(batch_idx)
         inputs, targets = self.read_batch(batch)
-        logits = self._train_read(inputs.tokens, _packing_of(inputs), inputs.mask)
+        packing = _packing_of(inputs)
+        self._plugin_mixers.check(self.backbone, packing, inputs.mask)
+        logits = self._train_read(inputs.tokens, packing, inputs.mask)
         return self.mean_of_update(self._summed_loss(logits, targets, inputs.numbers >= 0))
 
     def count_targets(self, batch: DocumentBatch) -> int:
@@ -169,6 +173,7 @@ class DocumentTask(ClassifierModule):
         """Update the metrics of a stage; a process's part of a distributed batch may be empty."""
         inputs, targets = batch
         real = inputs.numbers >= 0
+        self._plugin_mixers.check(self.backbone, _packing_of(inputs), inputs.mask)
         logits, targets = self(inputs)[real].float(), targets[real]
         if self.info.multi_label:
             losses = functional.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1)

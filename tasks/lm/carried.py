@@ -37,7 +37,7 @@ class CarriedState:
         carry, device = inputs.carry, inputs.tokens.device
         assert carry is not None
         sequences = len(inputs.tokens) if inputs.cu_seqlens is None else len(inputs.cu_seqlens) - 1
-        start = self.model.initial_state(sequences, device)
+        start = self.model.initial_state(sequences, device, self.model.embedding.weight.dtype)
         if self.rows is None:
             return start
         rows = map_state(lambda x: x.to(device), self.rows)

@@ -18,6 +18,7 @@ from longseq.tasks.text.batch import IGNORED, TokenBatch, TokenInputs
 from longseq.tasks.text.info import TextInfo
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training
+from longseq.tasks.training.token_model import PluginMixers
 
 # The state of streams in a checkpoint, one entry for each process.
 _CARRIED = "carried_state"
@@ -51,6 +52,7 @@ class LanguageModelTask(TrainedModule):
         self.info = info
         # Each batch has the same shape.
         self._train_forward = self.compiled(self._read, dynamic=False)
+        self._plugin_mixers = PluginMixers()
         self._carried: dict[str, CarriedState] = {}
         self._restored: list[Tensor] | None = None
         self._at_update: list[Tensor] = []  # the state of streams after the latest update
@@ -176,8 +178,10 @@ class LanguageModelTask(TrainedModule):
 
     def _features(self, inputs: TokenInputs, stage: str) -> Tensor:
         read = self._train_forward if stage == "train" else self._read
+        packing = packing_of(inputs)
+        self._plugin_mixers.check(self.backbone, packing)
         if inputs.carry is None:
-            return read(inputs.tokens, packing_of(inputs), None, False)[0]
+            return read(inputs.tokens, packing, None, False)[0]
         if stage not in self._carried:
             assert isinstance(self.backbone, TokenBackbone)
             self._carried[stage] = CarriedState(self.backbone)
@@ -185,7 +189,7 @@ class LanguageModelTask(TrainedModule):
                 self._carried[stage].restore(self._restored)
                 self._restored = None
         carried = self._carried[stage]
-        features, state = read(inputs.tokens, packing_of(inputs), carried.start(inputs), True)
+        features, state = read(inputs.tokens, packing, carried.start(inputs), True)
         carried.keep(inputs, state)
         return features
 

@@ -36,7 +36,7 @@ class Holder(NamedTuple):
 
 
 @contextmanager
-def locked(folder: Path, key: str = "hydra.run.dir") -> Iterator[None]:
+def locked(folder: Path, key: str = "output") -> Iterator[None]:
     """Hold the lock of a run folder, which a person chooses by `key`.
 
     Raises ValueError, in one line, if another process that may be alive holds it, or the folder is read-only.

@@ -112,9 +112,7 @@ def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
     resume, folder = config["resume"], Path(config["output"])
     if not resume:
         if _newest_checkpoint(folder) is not None:
-            raise ValueError(
-                f"{folder} holds a run already; continue it with resume=true, or choose another hydra.run.dir"
-            )
+            raise ValueError(f"{folder} holds a run already; continue it with resume=true, or choose another output")
         return None
     path = _newest_checkpoint(folder) if resume is True else Path(resume)
     if path is None:

@@ -6,10 +6,14 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from longseq.backbones.likeness import find_difference
 from longseq.backbones.tokens import TokenBackbone
+from longseq.kernels.packing import Packing
+from longseq.mixers import ContractError, Mixer
+from longseq.mixers.contract import check_sequences_apart
+from longseq.mixers.registry import name_of
 from longseq.models import describe
 from longseq.tasks.training.checkpoint import Loaded
 from longseq.tasks.training.model import TaskModel, mixer_options, outlined
@@ -100,3 +104,46 @@ def build_seeded(kind: Callable[..., ModelT], config: Mapping[str, Any], longest
         )
     except TypeError as error:
         raise ValueError(f"model={config['model']['name']} does not take these options: {error}") from error
+
+
+class PluginMixers:
+    """Stops a run whose mixer, of a plug-in, lets the sequences of a batch see each other: no loss would tell.
+
+    longseq's own mixers are tested for it.
+    """
+
+    def __init__(self) -> None:
+        self.checked: set[bool] = set()
+
+    def check(self, model: nn.Module, packing: Packing | None, mask: Tensor | None = None) -> None:
+        """Check the plug-ins' mixers of a model, once, before it reads its first packed or padded batch.
+
+        Raises:
+            ValueError: in one line, the mixer and what it mixes up.
+        """
+        packed, device = packing is not None, next(model.parameters()).device
+        if packed in self.checked or (packing is None and mask is None):
+            return
+        self.checked.add(packed)
+        layers = {_registered_class(part): part for part in model.modules() if isinstance(part, Mixer)}
+        for kind, layer in layers.items():
+            if kind is None or kind.__module__.partition(".")[0] == "longseq":
+                continue
+            # A layer of its own: the weights of the model's may be shards, and its draws belong to the run.
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                own = kind(**layer.arguments).to(device)
+            try:
+                check_sequences_apart(own, packed=packed)
+            except ContractError as error:
+                name = name_of(kind)
+                refuse = ", and give data.reset_state=false" if packed else ""
+                raise ValueError(
+                    f"the mixer {name} of a plug-in lets sequences see each other: {error}: read "
+                    f"{'cu_seqlens' if packed else 'mask'} (longseq.mixers.check({name!r}) checks it), or refuse it by "
+                    f"a ValueError{refuse}"
+                ) from None
+
+
+def _registered_class(mixer: Mixer[Any]) -> type[Mixer[Any]] | None:
+    """The class of a mixer in the registry; sharding gives objects a class derived from it."""
+    return next((kind for kind in type(mixer).__mro__ if issubclass(kind, Mixer) and name_of(kind)), None)

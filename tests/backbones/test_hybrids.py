@@ -61,7 +61,9 @@ def test_options_reach_the_mixers_that_they_name() -> None:
     assert [block.mixer.readers[0].num_heads for block in model.blocks] == [4, 2, 4, 2]
     with pytest.raises(ValueError, match="mixer 'attention' has no option state_size"):
         tiny(HYBRID, mixer_options={"attention": {"state_size": 2}})
-    with pytest.raises(ValueError, match=r"head_dim=4 does not; the names are deltanet, attention"):
+    with pytest.raises(
+        ValueError, match=r"head_dim=4 does not: the names are deltanet, attention, as in deltanet.head_dim=4"
+    ):
         tiny(HYBRID, mixer_options={"head_dim": 4})
     with pytest.raises(ValueError, match="names 5 layers in turn and the model has 4"):
         tiny("4xdeltanet+attention")

@@ -242,6 +242,13 @@ def test_half_of_the_rows_needs_two_halves(op):
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("op", [op for op in list_ops() if takes(op, "scale")])
+def test_a_scale_that_is_a_tensor_is_refused(op):
+    """Operations have no gradient for it; a parameter that scales would never learn."""
+    with pytest.raises(ValueError, match="scale is a tensor, and has no gradient here: multiply"):
+        make_inputs(op, tokens=3).run(scale=torch.nn.Parameter(torch.ones(())))
+
+
 @pytest.mark.parametrize(("op", "backend"), BACKENDS)
 def test_absent_state_is_zero_or_the_stated_one(op, backend):
     inputs = make_inputs(op)

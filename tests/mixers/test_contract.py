@@ -1,39 +1,28 @@
-"""Every registered mixer: whole sequence = any split with the state carried = token by token = packed = padded."""
+"""Every registered mixer keeps the contract (`longseq.mixers.contract`), and what only mixers of longseq must keep."""
 
 from __future__ import annotations
 
 import copy
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from cases import cases
+from loop_mixers import Leaking, Mean, MeanState
 from representatives import cover_operations
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from longseq import mixers
 from longseq.kernels import dispatch, longhorn_scan, selective_scan
 from longseq.kernels.packing import Packing
-from longseq.parameters import no_weight_decay
-from longseq.state import map_state, select_state, state_tensors
+from longseq.mixers import contract
+from longseq.mixers.contract import TOKENS, assert_same, assert_same_state, make
+from longseq.state import select_state, state_tensors
 
 NAMES = mixers.mixer_names()
-GROWING = [name for name in NAMES if mixers.get(name).growing_state]
 D_MODEL = 32
-TOKENS = 37
-
-
-def make(name: str, **options: Any) -> mixers.Mixer:
-    torch.manual_seed(0)
-    mixer = mixers.create(name, D_MODEL, **options).double().eval()
-    # Larger weights than the initial ones, so that gates and states affect the output, and mistakes in them show.
-    with torch.no_grad():
-        for parameter in mixer.parameters():
-            if parameter.ndim > 1 and parameter is not getattr(mixer, "A_log", None):
-                parameter.mul_(2)
-    return mixer
 
 
 def make_tokens(batch: int, tokens: int = TOKENS) -> Tensor:
@@ -41,78 +30,156 @@ def make_tokens(batch: int, tokens: int = TOKENS) -> Tensor:
     return torch.randn(batch, tokens, D_MODEL, generator=generator, dtype=torch.float64)
 
 
-def assert_same(actual: Any, expected: Any) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
-
-
-def assert_same_state(actual: Any, expected: Any) -> None:
-    actual, expected = dict(state_tensors(actual)), dict(state_tensors(expected))
-    assert actual.keys() == expected.keys()
-    for name in expected:
-        assert_same(actual[name], expected[name])
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_shapes_and_state_type(name: str) -> None:
-    mixer = make(name)
-    x = make_tokens(3)
-    y, state = mixer(x)
-    assert y.shape == x.shape
-    initial = mixer.initial_state(3, dtype=torch.float64)
-    assert type(initial) is type(state)
-    assert hasattr(state, "_fields")
-    for (label, before), (_, after) in zip(state_tensors(initial), state_tensors(state), strict=True):
-        assert before.dtype == after.dtype, label
-        if not mixer.growing_state:
-            assert before.shape == after.shape, f"{label}: the state must not grow with the sequence"
+@cases("law", contract.LAWS)
+def test_every_mixer_keeps_every_law(name: str, law: str) -> None:
+    assert contract.check(name, laws=[law]) == ()
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in GROWING])
-def test_state_is_float32_in_half_precision(name: str) -> None:
-    mixer = make(name).bfloat16()
-    x = make_tokens(1).bfloat16()
-    _, state = mixer(x)
-    for given in (state, mixer.initial_state(1, dtype=torch.bfloat16), mixer.step(x[:, 0], state)[1]):
-        numbers = [tensor for _, tensor in state_tensors(given) if tensor.is_floating_point()]
-        assert {tensor.dtype for tensor in numbers} == {torch.float32}
+class Detached(Mean):
+    def scan_step(self, projected, state):
+        mean = self.rate.sigmoid().detach() * state.mean + self.rate.neg().sigmoid() * projected
+        return mean.to(projected.dtype), MeanState(mean)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_none_is_the_initial_state(name: str) -> None:
-    mixer = make(name)
-    x = make_tokens(2)
-    from_none, from_initial = mixer(x), mixer(x, mixer.initial_state(2, dtype=x.dtype))
-    assert_same(from_none[0], from_initial[0])
-    assert_same_state(from_none[1], from_initial[1])
+class Forgetful(Mean):
+    def scan(self, projected, state=None, **options):
+        return super().scan(projected, None if projected.shape[1] < 100 else state, **options)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@cases("split", [[1, 36], [16, 21], [3, 0, 30, 4], [36, 1]])
-def test_any_split_is_the_whole(name: str, split: list[int]) -> None:
-    mixer = make(name)
-    x = make_tokens(2)
-    expected, expected_state = mixer(x)
-    state, parts = None, []
-    for part in x.split(split, dim=1):
-        if part.shape[1] == 0:
-            continue
-        y, state = mixer(part, state)
-        parts.append(y)
-    assert_same(torch.cat(parts, dim=1), expected)
-    assert_same_state(state, expected_state)
+class Truncated(Mean):
+    """Its gradient ends after 64 tokens."""
+
+    def scan(self, projected, state=None, **options):
+        parts = []
+        for part in projected.split(64, dim=1) if options.get("cu_seqlens") is None else [projected]:
+            y, state = super().scan(part, state, **options)
+            state = MeanState(state.mean.detach()) if part.shape[1] == 64 else state
+            parts.append(y)
+        return torch.cat(parts, 1), state
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_steps_are_the_whole(name: str) -> None:
-    mixer = make(name)
-    x = make_tokens(2)
-    expected, expected_state = mixer(x)
-    state, parts = mixer.initial_state(2, dtype=x.dtype), []
-    for token in x.unbind(1):
-        y, state = mixer.step(token, state)
-        parts.append(y)
-    assert_same(torch.stack(parts, dim=1), expected)
-    assert_same_state(state, expected_state)
+class Overwriting(Mean):
+    def scan_step(self, projected, state):
+        keep = self.rate.sigmoid()
+        with torch.no_grad():
+            mean = state.mean.mul_(keep).add_((1 - keep) * projected)
+        return mean.to(projected.dtype, copy=True), MeanState(mean)
+
+
+class Padded(Mean):
+    def scan(self, projected, state=None, *, mask=None, **options):
+        return super().scan(projected, state, **options)
+
+
+class Peeking(Mean):
+    def scan(self, projected, state=None, **options):
+        return super().scan(projected + 0.1 * projected.roll(-1, 1), state, **options)
+
+
+class Narrow(Mean):
+    def initial_state(self, batch, device=None, dtype=None):
+        return MeanState(torch.zeros(batch, self.d_model, device=device, dtype=dtype))
+
+
+class Started(Mean):
+    def initial_state(self, batch, device=None, dtype=None):
+        return MeanState(super().initial_state(batch, device, dtype).mean + 1)
+
+    def scan(self, projected, state=None, **options):
+        state = MeanState(torch.zeros_like(projected[:, 0])) if state is None else state
+        return super().scan(projected, state, **options)
+
+
+class Halved(Mean):
+    def scan_flops(self, tokens):
+        return tokens * self.d_model
+
+
+class Idle(Mean):
+    def __init__(self, d_model, *, backend="auto"):
+        super().__init__(d_model, backend=backend)
+        self.unused = nn.Parameter(torch.zeros(3))
+
+
+class Misnamed(Mean):
+    no_weight_decay_names = ("rates",)
+
+
+class Silent(Mean):
+    def scan(self, projected, state=None, **options):
+        y, last = super().scan(projected, state, **options)
+        return y, last and MemoryState(last.mean)
+
+    def initial_state(self, batch, device=None, dtype=None):
+        return MemoryState(super().initial_state(batch, device, dtype).mean)
+
+
+class MemoryState(NamedTuple):
+    memory: Tensor
+
+    @property
+    def mean(self):
+        return self.memory
+
+
+class Refusing(Mean):
+    def scan(self, projected, state=None, *, cu_seqlens=None, mask=None, **options):
+        if cu_seqlens is not None or mask is not None:
+            raise ValueError("no packed or padded sequences")
+        return super().scan(projected, state, **options)
+
+
+BROKEN = [
+    (Detached, "gradients_are_the_derivatives", "the gradient of rate along a direction"),
+    (Forgetful, "any_split_is_the_whole", r"in parts of \[1, 36\] tokens"),
+    (Truncated, "a_long_sequence_is_its_parts", "the gradient of the input differs by"),
+    (Overwriting, "given_states_stay_as_they_are", "after a step: mean of the state"),
+    (Leaking, "packed_sequences_are_separate", "tokens 5 to 5 of a packed row are not as if alone"),
+    (Padded, "padding_leaves_no_trace", "with padding on the left"),
+    (Peeking, "outputs_depend_on_the_past_only", "before a changed token"),
+    (Narrow, "states_are_float32_in_half_precision", "mean of the state is torch.bfloat16"),
+    (Started, "no_state_is_the_initial_state", "not close"),
+    (Halved, "flops_are_those_of_the_steps", "tells 32 operations a token, and a step computes"),
+    (Idle, "every_parameter_and_the_state_get_gradients", "unused gets no gradient"),
+    (Misnamed, "parameters_without_weight_decay_exist", "rates, which is no parameter"),
+    (Silent, "watched_scans_report_numbers", "does not report its norm as state_norm"),
+]
+
+
+@pytest.mark.usefixtures("own_mixers")
+@pytest.mark.parametrize(("broken", "law", "message"), BROKEN)
+def test_a_mixer_that_breaks_a_law_is_told_which(broken: type[mixers.Mixer], law: str, message: str) -> None:
+    mixers.register("broken")(broken)
+    with pytest.raises(mixers.ContractError, match=f"the mixer broken breaks the law {law}: (?s:.*){message}"):
+        mixers.check("broken", laws=[law])
+    with pytest.raises(mixers.ContractError):
+        mixers.check("broken")
+
+
+@pytest.mark.usefixtures("own_mixers")
+def test_a_mixer_may_refuse_packed_and_padded_sequences() -> None:
+    mixers.register("refusing")(Refusing)
+    mixers.register("mean")(Mean)
+    refused = ("packed_sequences_are_separate", "packed_sequences_go_on", "padding_leaves_no_trace")
+    assert mixers.check("refusing") == refused
+    assert mixers.check("mean") == ()
+    with pytest.raises(ValueError, match="no law is named unknown; the laws are outputs_"):
+        mixers.check("mean", laws=["unknown"])
+
+
+@cases("packed", [True, False])
+def test_a_layer_as_it_stands_keeps_sequences_apart(packed: bool) -> None:
+    for kind in (Mean, Refusing):
+        contract.check_sequences_apart(kind(8), packed=packed)
+    found = "tokens 5 to 5 of a packed row" if packed else "tokens padded on the left"
+    with pytest.raises(mixers.ContractError, match=f"{found} are not as if alone: they differ by"):
+        contract.check_sequences_apart((Leaking if packed else Padded)(8), packed=packed)
+
+
+def test_a_mixer_without_operations_refuses_other_backends() -> None:
+    with pytest.raises(ValueError, match="Mean has no kernels and no backend 'triton': choose one of auto, torch"):
+        Mean(8, backend="triton")
 
 
 ON_UNIT_KEYS: list[tuple[str, dict[str, Any]]] = [
@@ -132,37 +199,6 @@ def test_tokens_of_zero_have_bounded_gradients(name: str, options: dict[str, Any
     for gradient in (x.grad, *(parameter.grad for parameter in mixer.parameters() if parameter.grad is not None)):
         assert gradient.isfinite().all()
         assert gradient.abs().max() < 1e7
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_output_depends_on_the_past_only(name: str) -> None:
-    mixer = make(name)
-    x = make_tokens(1)
-    changed = x.clone()
-    changed[:, 20] += 1.0
-    y, y_changed = mixer(x)[0], mixer(changed)[0]
-    assert_same(y_changed[:, :20], y[:, :20])
-    assert (y_changed[:, 20:] - y[:, 20:]).abs().amax(-1).min() > 1e-12, "every later output sees the change"
-
-
-@pytest.mark.parametrize("name", NAMES)
-@cases("carried", [False, True])
-def test_packed_sequences_are_separate(name: str, carried: bool) -> None:
-    mixer = make(name)
-    lengths = [5, 0, 1, 31]
-    x = make_tokens(1, sum(lengths))
-    borders = torch.tensor([0, 5, 5, 6, 37])
-    state = mixer(make_tokens(4, 7))[1] if carried else None
-    packed, packed_state = mixer(x, state, cu_seqlens=borders)
-    for row, (start, end) in enumerate(zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True)):
-        if start == end:
-            continue
-        own = None if state is None else select_state(state, torch.tensor([row]))
-        alone, alone_state = mixer(x[:, start:end], own)
-        assert_same(packed[:, start:end], alone)
-        if mixer.growing_state:
-            continue  # it has room for the longest sequence; `test_packed_sequences_go_on` compares outputs
-        assert_same_state(select_state(packed_state, torch.tensor([row])), alone_state)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -234,44 +270,6 @@ def test_a_mask_that_does_not_fit_is_refused(name: str) -> None:
             mixer(x, mask=mask)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@cases("side", ["left", "right"])
-def test_padding_leaves_no_trace(name: str, side: str) -> None:
-    mixer = make(name)
-    lengths = [37, 20, 1]
-    x = make_tokens(3)
-    position = torch.arange(TOKENS)
-    real = torch.stack([position < n if side == "right" else position >= TOKENS - n for n in lengths])
-    state = mixer(make_tokens(3, 4))[1]
-    padded, padded_state = mixer(x, state, mask=real)
-    following = make_tokens(3, 2)
-    continued, _ = mixer(following, padded_state)
-    assert padded.isfinite().all()
-    for row, length in enumerate(lengths):
-        own = select_state(state, torch.tensor([row]))
-        alone, alone_state = mixer(x[row : row + 1, real[row]], own)
-        assert alone.shape[1] == length
-        assert_same(padded[row : row + 1, real[row]], alone)
-        alone_continued, _ = mixer(following[row : row + 1], alone_state)
-        assert_same(continued[row : row + 1], alone_continued)
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if mixers.get(name).reads_backwards])
-def test_reading_backwards_is_reading_turned_tokens(name: str) -> None:
-    mixer = make(name)
-    projected = mixer.project_in(make_tokens(2))
-    state = mixer(make_tokens(2, 4))[1]
-    real = torch.ones(2, TOKENS, dtype=torch.bool)
-    real[1, :5] = False
-    for mask in (None, real):
-        y, last = mixer.scan(projected, state, mask=mask, reverse=True)
-        expected, expected_last = mixer.scan(projected.flip(1), state, mask=None if mask is None else mask.flip(1))
-        for row in range(2):
-            own = slice(None) if mask is None else mask[row]
-            assert_same(y[row, own], expected.flip(1)[row, own])
-        assert_same_state(last, expected_last)
-
-
 @pytest.mark.parametrize("name", [name for name in NAMES if mixers.get(name).reads_backwards])
 @pytest.mark.slow
 def test_packed_sequences_are_read_backwards(name: str) -> None:
@@ -286,35 +284,6 @@ def test_packed_sequences_are_read_backwards(name: str) -> None:
         assert_same_state(last, select_state(expected_last, last_first))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if mixers.get(name).reads_backwards])
-def test_half_of_the_rows_may_be_read_backwards(name: str) -> None:
-    mixer = make(name)
-    projected = mixer.project_in(make_tokens(4))
-    state = mixer(make_tokens(4, 4))[1]
-    y, last = mixer.scan(projected, state, reverse="second_half")
-    for rows, reverse in ((torch.arange(2), False), (torch.arange(2, 4), True)):
-        expected, expected_last = mixer.scan(projected[rows], select_state(state, rows), reverse=reverse)
-        assert_same(y[rows], expected)
-        assert_same_state(select_state(last, rows), expected_last)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_parameter_and_the_state_get_gradients(name: str) -> None:
-    mixer = make(name)
-    x = make_tokens(2).requires_grad_()
-    state = map_state(
-        lambda t: t.detach().requires_grad_() if t.is_floating_point() else t, mixer(make_tokens(2, 5))[1]
-    )
-    y, final = mixer(x, state)
-    loss = y.square().mean() + sum(t.square().mean() for _, t in state_tensors(final) if t.is_floating_point())
-    loss.backward()
-    leaves = [(n, t) for n, t in state_tensors(state) if t.is_floating_point()]
-    for label, tensor in [("x", x), *mixer.named_parameters(), *leaves]:
-        assert tensor.grad is not None, label
-        assert tensor.grad.isfinite().all(), label
-        assert tensor.grad.abs().max() > 0, label
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_reference_backend_gives_the_same(name: str) -> None:
     if not mixers.get(name).operations:
@@ -326,62 +295,6 @@ def test_reference_backend_gives_the_same(name: str) -> None:
     slow.backend = "reference"
     x = make_tokens(2)
     assert_same(mixer(x)[0], slow(x)[0])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_bfloat16_autocast_stays_close(name: str) -> None:
-    mixer = make(name).float()
-    x = make_tokens(2).float()
-    exact, _ = mixer(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        y, state = mixer(x)
-    assert (y - exact).norm() < 0.05 * exact.norm()
-    if not mixer.growing_state:
-        assert all(tensor.dtype == torch.float32 for _, tensor in state_tensors(state) if tensor.is_floating_point())
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_watched_scan_reports_on_its_memory(name: str) -> None:
-    mixer, x = make(name), make_tokens(2)
-    mixer.observed = {}
-    _, state = mixer(x)
-    if hasattr(state, "memory"):
-        assert_same(mixer.observed["state_norm"], state.memory.flatten(-2).norm(dim=-1).mean().float())
-    assert all(value.dim() == 0 and not value.requires_grad for value in mixer.observed.values())
-    assert 0 <= mixer.observed.get("gate_saturation", 0) <= 1
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_parameters_without_weight_decay_exist(name: str) -> None:
-    mixer = make(name)
-    names = no_weight_decay(mixer)
-    parameters = dict(mixer.named_parameters())
-    assert names <= parameters.keys()
-    assert set(mixer.no_weight_decay_names) <= names
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_flops_grow_with_the_sequence(name: str) -> None:
-    mixer = make(name)
-    weights = [p.weight for p in (mixer.in_proj, mixer.out_proj) if p is not None]
-    projections = 2 * sum(weight.numel() for weight in weights)
-    one, two, three = (mixer.flops(length) for length in (2000, 4000, 6000))  # beyond any window
-    assert one > 2000 * projections
-    if mixer.growing_state:
-        assert three - two > two - one
-    else:
-        assert three - two == two - one
-
-
-@pytest.mark.parametrize("name", GROWING)
-def test_packed_sequences_go_on(name: str) -> None:
-    mixer = make(name)
-    x, following = make_tokens(1, 9), make_tokens(2, 3)
-    _, packed_state = mixer(x, cu_seqlens=torch.tensor([0, 2, 9]))
-    continued, _ = mixer(following, packed_state)
-    for row, part in enumerate((x[:, :2], x[:, 2:])):
-        alone, _ = mixer(torch.cat([part, following[row : row + 1]], dim=1))
-        assert_same(continued[row : row + 1], alone[:, -3:])
 
 
 def test_noncausal_attention_sees_everything_once() -> None:

@@ -68,6 +68,15 @@ def test_version(monkeypatch, capsys):
     assert capsys.readouterr().out.split() == ["longseq", importlib.metadata.version("longseq")]
 
 
+def test_python_runs_the_package_as_the_command():
+    command = [sys.executable, "-m", "longseq"]
+    told = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["longseq", importlib.metadata.version("longseq")]
+    wrong = subprocess.run([*command, "trian"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2
+    assert "did you mean 'train'?" in wrong.stderr
+
+
 @pytest.mark.parametrize("argument", ["", "--help", "--version"])
 def test_an_answer_about_the_command_imports_no_large_library(argument):
     code = (

@@ -17,6 +17,7 @@ import onnx
 import pytest
 import torch
 from hydra import compose, initialize_config_module
+from loop_mixers import Mean
 from representatives import cover_operations
 from torch import Tensor, nn
 
@@ -348,3 +349,17 @@ def test_a_latency_is_that_of_one_token(
     report = run(compose_verb("export", f"checkpoint={folder}", "format=torchscript", "batch_sizes=[1]"))
     assert report.path == folder / "model.pt"
     assert re.search(r"one token: model \d+\.\d ms, file \d+\.\d ms", capsys.readouterr().out)
+
+
+@pytest.mark.usefixtures("own_mixers")
+def test_a_mixer_that_loops_over_the_tokens_is_written_for_one_token(tmp_path: Path) -> None:
+    """A loop of Python has the length of the traced tokens in every format, and the message says what goes."""
+    mixers.register("mean")(Mean)
+    model = build("mean")
+    for format in FORMATS:
+        with pytest.raises(ValueError, match=r"no file was written: .*\(another way: dynamic_length=false, or format="):
+            export_language_model(
+                model, tmp_path / f"whole{SUFFIXES[format]}", format=format, data=DATA, dynamic_length=True
+            )
+        check_file(model, tmp_path / f"step{SUFFIXES[format]}", format)
+    assert len([*tmp_path.iterdir()]) == len(FORMATS)

@@ -61,14 +61,15 @@ def write_checked(
     unit: str,
     tolerance: float,
     timed: tuple[Any, ...] | None,
+    narrower: str = "",
 ) -> ExportReport:
     """Write `module` to `target`, after `compare` has found the file equal to the model.
 
     The file is traced with the arguments `example`; `compare` gets it as a function. `timed` are the arguments of one
     call that is timed, in the module and in the file; None leaves that out. `model` and `unit` (what a batch holds)
-    are named in messages. Raises ValueError if the format cannot represent the module, or the file differs too much,
-    and OSError, which names `target`, if the system refuses to write, as on a full disk. An existing file of that name
-    then remains as it is.
+    are named in messages, and so is `narrower`, a key with which the file would be easier to write. Raises ValueError
+    if the format cannot represent the module, or the file differs too much, and OSError, which names `target`, if the
+    system refuses to write, as on a full disk. An existing file of that name then remains as it is.
     """
     started = time.perf_counter()
     # Before a runtime is loaded: its idle threads slow down the rest of the process.
@@ -97,10 +98,11 @@ def write_checked(
         if (refused := _refusal_in(error, folder, partial)) is not None:
             raise OSError(refused.errno, refused.strerror, str(target)) from error
         reason = textwrap.shorten(str(error) or type(error).__name__, 300)
-        others = " or ".join(name for name in FORMATS if name != format)
+        others = " or ".join([f"format={name}" for name in FORMATS if name != format])
+        ways = f"{narrower}, or {others}" if narrower else others
         raise ValueError(
             f"format={format} could not take this {model_name(model)} and no file was written: {reason} "
-            f"(another way: format={others})"
+            f"(another way: {ways})"
         ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)

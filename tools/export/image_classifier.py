@@ -135,6 +135,7 @@ def export_image_classifier(
         unit="image",
         tolerance=tolerance,
         timed=(probes[0],) if measure_latency else None,
+        narrower="dynamic_resolution=false" if dynamic_resolution else "",
     )
 
 

@@ -143,6 +143,7 @@ def export_language_model(
         unit="token",
         tolerance=tolerance,
         timed=(one, [state.starts(1) for state in states]) if measure_latency else None,
+        narrower="dynamic_length=false" if dynamic_length else "",
     )
 
 

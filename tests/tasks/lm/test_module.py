@@ -10,12 +10,14 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
+from loop_mixers import Leaking, Mean
 from timm.scheduler import create_scheduler_v2
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from longseq import mixers
 from longseq.backbones.tokens import TokenBackbone
+from longseq.kernels.packing import Packing
 from longseq.tasks.lm.metrics import LossByPosition
 from longseq.tasks.lm.module import LanguageModelTask
 from longseq.tasks.lm.samples import write_sample
@@ -23,6 +25,7 @@ from longseq.tasks.text.batch import IGNORED, Carry, TokenInputs
 from longseq.tasks.text.info import TextInfo
 from longseq.tasks.training.length import Epoch, RunLength
 from longseq.tasks.training.recipe import Training
+from longseq.tasks.training.token_model import PluginMixers
 
 V = 11
 INFO = TextInfo(vocab_size=V, separator=10, window=8, tokenizer={"kind": "bytes"})
@@ -127,6 +130,35 @@ def test_a_token_of_one_document_changes_nothing_of_another(mixer):
     assert not differing
 
 
+@pytest.mark.usefixtures("own_mixers")
+@pytest.mark.parametrize("stage", ["train", "val"])
+def test_a_plug_in_whose_documents_see_each_other_stops_the_run(stage, tmp_path):
+    mixers.register("leaking")(Leaking)
+    mixers.register("mean")(Mean)
+    batches = Memory([packed([[1, 2, 3, 10], [4, 5, 10]])])
+    rows = Memory([(torch.tensor([[1, 2, 3, 10]]), torch.tensor([[2, 3, 10, 4]]))])
+
+    def run(mixer, batches):
+        here, module = trainer(tmp_path, max_steps=1), LanguageModelTask(make(mixer), info=INFO, training=DESCENT)
+        return here.fit(module, batches) if stage == "train" else here.validate(module, batches, verbose=False)
+
+    with pytest.raises(ValueError, match="the mixer leaking of a plug-in lets sequences see each other: tokens 5 to 5"):
+        run("leaking", batches)
+    run("leaking", rows)
+    run("mean", batches)
+
+
+@pytest.mark.usefixtures("own_mixers")
+def test_the_check_of_a_plug_in_draws_no_number_of_the_run():
+    mixers.register("mean")(Mean)
+    model, before = make("mean"), torch.get_rng_state()
+    checks = PluginMixers()
+    checks.check(model, Packing(torch.tensor([0, 3, 5])))
+    checks.check(model, None, torch.ones(2, 5, dtype=torch.bool))
+    assert checks.checked == {True, False}
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def same(x, y):
     # Sums over tokens are grouped as the row has them; float64 keeps what is not rounding.
     return torch.allclose(x, y, rtol=1e-9, atol=1e-11)
@@ -146,7 +178,7 @@ def test_streams_go_on_where_the_last_batch_ended(mixer):
         module._features(TokenInputs(part, None, 6, 12, 12, Carry(None, None, fresh)), "train")
         for part in tokens.split(6, dim=1)
     ]
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole)
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-12, atol=1e-12)
     again = module._features(TokenInputs(tokens[:, :6], None, 6, 12, 12, Carry(None, None, ~fresh)), "train")
     torch.testing.assert_close(again, whole[:, :6], msg="a row that is fresh begins anew")
 

@@ -30,7 +30,7 @@ def test_a_second_run_in_the_same_folder_is_refused_in_one_line(tiny, tmp_path):
     folder = tmp_path / "run"
     with locked(folder), pytest.raises(ValueError, match=rf"written by process {os.getpid()} on") as caught:
         train.run(tiny())
-    assert "choose another hydra.run.dir" in str(caught.value)
+    assert "choose another output" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not folder.exists()
     train.run(tiny("trainer.fast_dev_run=true"))
@@ -111,6 +111,6 @@ def test_resume_passes_over_a_run_that_is_being_continued(tiny, tmp_path):
 
 def test_a_folder_that_is_read_only_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write everywhere
-    with pytest.raises(ValueError, match=f"{tmp_path} is read-only: choose another hydra.run.dir"), locked(tmp_path):
+    with pytest.raises(ValueError, match=f"{tmp_path} is read-only: choose another output"), locked(tmp_path):
         pass
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,527 @@
+"""The laws that every mixer keeps, as checks of a mixer's class: `check("deltanet")`.
+
+A whole sequence, any split of it with the state carried over, and token-by-token steps give the same numbers. Packed
+and padded sequences are each as if alone. Gradients are the derivatives. The tests of longseq check its own mixers with
+these laws, and a plug-in's tests can do so with theirs:
+
+    @pytest.mark.parametrize("law", contract.LAWS)
+    def test_my_mixer(law):
+        contract.check("mine", laws=[law])
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from longseq.mixers.base import Mixer
+from longseq.mixers.registry import create
+from longseq.parameters import no_weight_decay
+from longseq.state import map_state, select_state, state_tensors
+
+# Two whole chunks of the shortest kind and a part of a third: borders within chunks and between them.
+TOKENS = 37
+# More than a chunk of any operation, and no multiple of one.
+LONG = 300
+
+Law = Callable[[Mixer[Any]], None]
+
+# The laws by name, in the order in which they are checked.
+LAWS: dict[str, Law] = {}
+
+
+class ContractError(AssertionError):
+    """A mixer breaks a law, which the message names."""
+
+
+class _Refused(Exception):
+    """The mixer takes no such input, and says so."""
+
+
+def check(name: str, d_model: int = 32, *, laws: Iterable[str] = (), **options: Any) -> tuple[str, ...]:
+    """Check that the registered mixer `name` keeps the contract, on the CPU in float64.
+
+    A mixer may refuse packed or padded sequences by a ValueError. It then serves tasks that have none.
+
+    Args:
+        d_model: channels of the layer that is checked.
+        laws: names from `LAWS`; none given: all.
+        options: options of the mixer's constructor.
+
+    Returns:
+        The names of the laws about inputs that the mixer refuses.
+
+    Raises:
+        ContractError: the mixer breaks a law; the error before it, its cause, has the numbers.
+        ValueError: `name`, an option or a law is unknown.
+    """
+    wanted = tuple(laws) or tuple(LAWS)
+    unknown = [law for law in wanted if law not in LAWS]
+    if unknown:
+        raise ValueError(f"no law is named {', '.join(unknown)}; the laws are {', '.join(LAWS)}")
+    refused = []
+    for law in wanted:
+        mixer = make(name, d_model, **options)
+        try:
+            LAWS[law](mixer)
+        except _Refused:
+            refused.append(law)
+        except Exception as error:
+            told = str(error).strip() or type(error).__name__
+            raise ContractError(f"the mixer {name} breaks the law {law}: {told}") from error
+    return tuple(refused)
+
+
+def make(name: str, d_model: int = 32, **options: Any) -> Mixer[Any]:
+    """Build a mixer for checks: in float64, with larger weights than the initial ones.
+
+    Gates and states then affect the output, and mistakes in them show.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        mixer = create(name, d_model, **options).double().eval()
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            # The logarithm of a rate would become one of a rate that forgets all within a token.
+            if parameter.ndim > 1 and parameter is not getattr(mixer, "A_log", None):
+                parameter.mul_(2)
+    return mixer
+
+
+def draw(mixer: Mixer[Any], batch: int, tokens: int = TOKENS) -> Tensor:
+    """Draw `[batch, tokens, d_model]` in float64, the same numbers in every call."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(batch, tokens, mixer.d_model, generator=generator, dtype=torch.float64)
+
+
+def assert_same(actual: Any, expected: Any, message: str = "") -> None:
+    """Require equal numbers but for rounding in float64."""
+    tell = (lambda text: f"{message}: {text}") if message else None
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10, msg=tell)
+
+
+def assert_same_state(actual: Any, expected: Any, message: str = "") -> None:
+    """Require states with the same tensors and, but for rounding, the same numbers."""
+    actual, expected = dict(state_tensors(actual)), dict(state_tensors(expected))
+    _require(actual.keys() == expected.keys(), f"{message}: the state has {[*actual]}, where it had {[*expected]}")
+    for name in expected:
+        assert_same(actual[name], expected[name], f"{message}: {name} of the state" if message else name)
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise AssertionError(message)
+
+
+def _law(check_law: Law) -> Law:
+    LAWS[check_law.__name__] = check_law
+    return check_law
+
+
+@contextmanager
+def _may_refuse() -> Iterator[None]:
+    """For the first input of a kind that a mixer may refuse."""
+    try:
+        yield
+    except ValueError as error:
+        raise _Refused from error
+
+
+def _floating(state: Any) -> list[tuple[str, Tensor]]:
+    return [(name, tensor) for name, tensor in state_tensors(state) if tensor.is_floating_point()]
+
+
+@_law
+def outputs_and_states_have_their_form(mixer: Mixer[Any]) -> None:
+    """Outputs are like the inputs; a state keeps its type, its tensors' types and, unless it may grow, their shapes."""
+    x = draw(mixer, 3)
+    y, state = mixer(x)
+    _require(y.shape == x.shape, f"the output is {list(y.shape)} for an input {list(x.shape)}")
+    initial = mixer.initial_state(3, dtype=torch.float64)
+    _require(hasattr(state, "_fields"), f"the state is no named tuple but {type(state).__name__}")
+    _require(type(initial) is type(state), f"states are {type(initial).__name__} at first, then {type(state).__name__}")
+    for (name, before), (_, after) in zip(state_tensors(initial), state_tensors(state), strict=True):
+        _require(before.dtype == after.dtype, f"{name} of the state turns from {before.dtype} to {after.dtype}")
+        if not mixer.growing_state:
+            same = before.shape == after.shape
+            _require(same, f"{name} of the state grows from {list(before.shape)} to {list(after.shape)}")
+
+
+@_law
+def states_are_float32_in_half_precision(mixer: Mixer[Any]) -> None:
+    """A memory in bfloat16 would lose what it adds up. States that hold the tokens themselves keep the tokens' type."""
+    if mixer.growing_state:
+        return
+    mixer = mixer.bfloat16()
+    x = draw(mixer, 1).bfloat16()
+    _, state = mixer(x)
+    for given in (state, mixer.initial_state(1, dtype=torch.bfloat16), mixer.step(x[:, 0], state)[1]):
+        for name, tensor in _floating(given):
+            _require(tensor.dtype == torch.float32, f"{name} of the state is {tensor.dtype}, not torch.float32")
+
+
+@_law
+def bfloat16_autocast_stays_close(mixer: Mixer[Any]) -> None:
+    """Within 5 % of float32, with the state in float32."""
+    mixer = mixer.float()
+    x = draw(mixer, 2).float()
+    exact, _ = mixer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, state = mixer(x)
+    error = float((y - exact).detach().norm() / exact.detach().norm())
+    _require(error < 0.05, f"outputs are {error:.1%} from those of float32")
+    for name, tensor in [] if mixer.growing_state else _floating(state):
+        _require(tensor.dtype == torch.float32, f"{name} of the state is {tensor.dtype}, not torch.float32")
+
+
+@_law
+def no_state_is_the_initial_state(mixer: Mixer[Any]) -> None:
+    """`state=None` begins a sequence."""
+    x = draw(mixer, 2)
+    (y, state), (expected, expected_state) = mixer(x), mixer(x, mixer.initial_state(2, dtype=x.dtype))
+    assert_same(y, expected)
+    assert_same_state(state, expected_state)
+
+
+@_law
+def any_split_is_the_whole(mixer: Mixer[Any]) -> None:
+    """Parts of a sequence, each with the state of the one before, give the outputs and the state of the whole."""
+    x = draw(mixer, 2)
+    expected, expected_state = mixer(x)
+    for split in ([1, 36], [16, 21], [3, 30, 4], [36, 1]):
+        state, parts = None, []
+        for part in x.split(split, dim=1):
+            y, state = mixer(part, state)
+            parts.append(y)
+        assert_same(torch.cat(parts, dim=1), expected, f"in parts of {split} tokens")
+        assert_same_state(state, expected_state, f"in parts of {split} tokens")
+
+
+@_law
+def steps_are_the_whole(mixer: Mixer[Any]) -> None:
+    """Token-by-token steps give the outputs and the state of the whole sequence."""
+    x = draw(mixer, 2)
+    expected, expected_state = mixer(x)
+    state, parts = mixer.initial_state(2, dtype=x.dtype), []
+    for token in x.unbind(1):
+        y, state = mixer.step(token, state)
+        parts.append(y)
+    assert_same(torch.stack(parts, dim=1), expected)
+    assert_same_state(state, expected_state)
+
+
+@_law
+def a_long_sequence_is_its_parts(mixer: Mixer[Any]) -> None:
+    """Outputs, the state and all gradients of 300 tokens, which are several chunks, equal those of two parts."""
+    leaves = [draw(mixer, 2, LONG).requires_grad_(), *mixer.parameters()]
+    weights = draw(mixer, 2, LONG).sin()
+    results = []
+    for split in ([LONG], [131, LONG - 131]):
+        state, parts = None, []
+        for part in leaves[0].split(split, dim=1):
+            y, state = mixer(part, state)
+            parts.append(y)
+        whole = torch.cat(parts, dim=1)
+        loss = (weights * whole).sum() + sum(tensor.square().sum() for _, tensor in _floating(state))
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        results.append((whole, state, gradients))
+    (expected, expected_state, expected_gradients), (y, state, gradients) = results
+    assert_same(y, expected)
+    assert_same_state(state, expected_state)
+    names = ["the input", *(name for name, _ in mixer.named_parameters())]
+    for name, gradient, wanted in zip(names, gradients, expected_gradients, strict=True):
+        error = float((gradient - wanted).norm() / wanted.norm())
+        _require(error < 1e-8, f"the gradient of {name} differs by {error:.2g} of its norm")
+
+
+@_law
+def given_states_stay_as_they_are(mixer: Mixer[Any]) -> None:
+    """A scan and a step return a new state: callers may keep the old one, to go on from it again."""
+    x = draw(mixer, 2)
+    _, state = mixer(x)
+    kept = map_state(Tensor.clone, state)
+    following = mixer.step(x[:, 0], state)[1]
+    assert_same_state(state, kept, "after a step")
+    mixer(x, state)
+    assert_same_state(state, kept, "after a scan")
+    kept = map_state(Tensor.clone, following)
+    mixer.step(x[:, 1], following)
+    assert_same_state(following, kept, "after a second step")
+
+
+@_law
+def outputs_depend_on_the_past_only(mixer: Mixer[Any]) -> None:
+    """A changed token changes no output before it, and every one after it."""
+    x = draw(mixer, 1)
+    changed = x.clone()
+    changed[:, 20] += 1.0
+    y, y_changed = mixer(x)[0], mixer(changed)[0]
+    assert_same(y_changed[:, :20], y[:, :20], "before a changed token")
+    _require(bool((y_changed[:, 20:] - y[:, 20:]).abs().amax(-1).min() > 1e-12), "a later output misses the change")
+
+
+@_law
+def packed_sequences_are_separate(mixer: Mixer[Any]) -> None:
+    """Each of several sequences packed into one row gives the numbers that it gives alone, with its own state."""
+    borders = torch.tensor([0, 5, 5, 6, TOKENS])
+    x = draw(mixer, 1)
+    with _may_refuse():
+        mixer(x, cu_seqlens=borders)
+    for before in (None, mixer(draw(mixer, 4, 7))[1]):
+        check_separate(mixer, x, borders.tolist(), before, assert_same)
+
+
+def check_separate(
+    mixer: Mixer[Any], x: Tensor, borders: list[int], before: Any, same: Callable[[Any, Any, str], None]
+) -> None:
+    """Compare the packed sequences of `x [1, T, d_model]` with each alone by `same`, from the states `before`."""
+    packed, packed_state = mixer(x, before, cu_seqlens=torch.tensor(borders, device=x.device))
+    states = []
+    for row, (start, end) in enumerate(pairwise(borders)):
+        if start == end:
+            continue
+        index = torch.tensor([row], device=x.device)
+        alone, alone_state = mixer(x[:, start:end], None if before is None else select_state(before, index))
+        same(packed[:, start:end], alone, f"tokens {start} to {end - 1} of a packed row are not as if alone")
+        states.append((f"of packed tokens {start} to {end - 1}", select_state(packed_state, index), alone_state))
+    if mixer.growing_state:
+        return  # states have room for the longest sequence; `packed_sequences_go_on` compares outputs
+    for place, actual, expected in states:
+        for (name, one), (_, other) in zip(state_tensors(actual), state_tensors(expected), strict=True):
+            same(one, other, f"{name} of the state {place} is not as if alone")
+
+
+@_law
+def packed_sequences_go_on(mixer: Mixer[Any]) -> None:
+    """The states of packed sequences continue them as rows."""
+    x, following = draw(mixer, 1, 9), draw(mixer, 2, 3)
+    with _may_refuse():
+        _, packed_state = mixer(x, cu_seqlens=torch.tensor([0, 2, 9]))
+    continued, _ = mixer(following, packed_state)
+    for row, part in enumerate((x[:, :2], x[:, 2:])):
+        alone, _ = mixer(torch.cat([part, following[row : row + 1]], dim=1))
+        assert_same(continued[row : row + 1], alone[:, -3:])
+
+
+@_law
+def padding_leaves_no_trace(mixer: Mixer[Any]) -> None:
+    """Padding on the left or on the right changes neither outputs of real tokens nor what follows from the state."""
+    lengths = [TOKENS, 20, 1]
+    x, following, position = draw(mixer, 3), draw(mixer, 3, 2), torch.arange(TOKENS)
+    state = mixer(draw(mixer, 3, 4))[1]
+    with _may_refuse():
+        mixer(x, state, mask=torch.ones(3, TOKENS, dtype=torch.bool))
+    for side in ("left", "right"):
+        real = torch.stack([position < n if side == "right" else position >= TOKENS - n for n in lengths])
+        padded, padded_state = mixer(x, state, mask=real)
+        continued, _ = mixer(following, padded_state)
+        _require(bool(padded.isfinite().all()), f"with padding on the {side} an output is not finite")
+        for row in range(3):
+            alone, alone_state = mixer(x[row : row + 1, real[row]], select_state(state, torch.tensor([row])))
+            assert_same(padded[row : row + 1, real[row]], alone, f"with padding on the {side}")
+            alone_continued, _ = mixer(following[row : row + 1], alone_state)
+            assert_same(continued[row : row + 1], alone_continued, f"going on after padding on the {side}")
+
+
+@_law
+def reading_backwards_is_reading_turned_tokens(mixer: Mixer[Any]) -> None:
+    """With `reads_backwards`: `reverse` reads as if tokens were in the other order, "second_half" half of the rows."""
+    if not mixer.reads_backwards:
+        return
+    projected = mixer.project_in(draw(mixer, 4))
+    state = mixer(draw(mixer, 4, 4))[1]
+    real = torch.ones(4, TOKENS, dtype=torch.bool)
+    real[1, :5] = False
+    for mask in (None, real):
+        y, last = mixer.scan(projected, state, mask=mask, reverse=True)  # type: ignore[call-arg]
+        expected, expected_last = mixer.scan(projected.flip(1), state, mask=None if mask is None else mask.flip(1))
+        for row in range(4):
+            own = slice(None) if mask is None else mask[row]
+            assert_same(y[row, own], expected.flip(1)[row, own])
+        assert_same_state(last, expected_last)
+    y, last = mixer.scan(projected, state, reverse="second_half")  # type: ignore[call-arg]
+    for rows, reverse in ((torch.arange(2), False), (torch.arange(2, 4), True)):
+        own_state = select_state(state, rows)
+        expected, expected_last = mixer.scan(projected[rows], own_state, reverse=reverse)  # type: ignore[call-arg]
+        assert_same(y[rows], expected, "half of the rows backwards")
+        assert_same_state(select_state(last, rows), expected_last, "half of the rows backwards")
+
+
+@_law
+def every_parameter_and_the_state_get_gradients(mixer: Mixer[Any]) -> None:
+    """No parameter, and no part of a given state, is without effect on outputs and the final state."""
+    x = draw(mixer, 2).requires_grad_()
+    state = _as_leaves(mixer(draw(mixer, 2, 5))[1])
+    y, final = mixer(x, state)
+    (y.square().mean() + sum(tensor.square().mean() for _, tensor in _floating(final))).backward()
+    for name, tensor in [("the input", x), *mixer.named_parameters(), *_floating(state)]:
+        _require(tensor.grad is not None, f"{name} gets no gradient")
+        _require(bool(tensor.grad.isfinite().all()), f"the gradient of {name} is not finite")  # type: ignore[union-attr]
+        _require(bool(tensor.grad.abs().max() > 0), f"the gradient of {name} is zero")  # type: ignore[union-attr]
+
+
+@_law
+def gradients_are_the_derivatives(mixer: Mixer[Any]) -> None:
+    """Gradients of the input, each parameter and each part of the state equal differences along a random direction.
+
+    The final state is read by a step and a further scan, for its parts may count only together, as digits and exponent.
+    """
+    x, following = draw(mixer, 2, 6).requires_grad_(), draw(mixer, 2, 4)
+    state = _as_leaves(mixer(draw(mixer, 2, 5))[1])
+    leaves = [
+        ("the input", x),
+        *mixer.named_parameters(),
+        *((f"{name} of the state", t) for name, t in _floating(state)),
+    ]
+    tensors = [tensor for _, tensor in leaves]
+    generator = torch.Generator().manual_seed(2)
+
+    def like(tensor: Tensor) -> Tensor:
+        return torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+
+    weights, more_weights = like(x), like(following)
+
+    def loss() -> Tensor:
+        y, final = mixer(x, state)
+        stepped, final = mixer.step(following[:, 0], final)
+        rest, _ = mixer(following[:, 1:], final)
+        return (weights * y).sum() + (more_weights * torch.cat([stepped[:, None], rest], dim=1)).sum()
+
+    gradients = torch.autograd.grad(loss(), tensors, allow_unused=True, materialize_grads=True)
+    step = 1e-6
+    for (name, tensor), gradient in zip(leaves, gradients, strict=True):
+        direction = like(tensor)
+        with torch.no_grad():
+            ahead, behind = (_moved(tensor, sign * step * direction, loss) for sign in (1, -1))
+        difference, derivative = float(ahead - behind) / (2 * step), float((gradient * direction).sum())
+        bar = 1e-5 * float(gradient.norm() * direction.norm()) + 1e-7 * abs(difference)
+        told = f"the gradient of {name} along a direction is {derivative:.8g}, and differences give {difference:.8g}"
+        _require(abs(difference - derivative) <= bar + 1e-7, told)
+
+
+def _moved(tensor: Tensor, change: Tensor, function: Callable[[], Tensor]) -> Tensor:
+    kept = tensor.clone()
+    tensor.add_(change)
+    try:
+        return function()
+    finally:
+        tensor.copy_(kept)
+
+
+def _as_leaves(state: Any) -> Any:
+    return map_state(lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()), state)
+
+
+@_law
+def parameters_without_weight_decay_exist(mixer: Mixer[Any]) -> None:
+    """`no_weight_decay_names` are names of parameters."""
+    named = {*mixer.no_weight_decay_names, *no_weight_decay(mixer)}
+    unknown = sorted(named - dict(mixer.named_parameters()).keys())
+    _require(not unknown, f"no_weight_decay_names has {', '.join(unknown)}, which is no parameter")
+
+
+@_law
+def watched_scans_report_numbers(mixer: Mixer[Any]) -> None:
+    """Reports are scalars without a gradient; a state with a `memory` reports its norm as `state_norm`."""
+    mixer.observed = {}
+    _, state = mixer(draw(mixer, 2))
+    if hasattr(state, "memory"):
+        reported = mixer.observed.get("state_norm")
+        _require(reported is not None, "a state has a memory, and the scan does not report its norm as state_norm")
+        assert_same(reported, state.memory.flatten(-2).norm(dim=-1).mean().float(), "state_norm")
+    for name, value in mixer.observed.items():
+        _require(value.dim() == 0 and not value.requires_grad, f"the report {name} is no scalar without a gradient")
+    _require(0 <= float(mixer.observed.get("gate_saturation", 0)) <= 1, "gate_saturation is no share")
+
+
+@_law
+def flops_are_those_of_the_steps(mixer: Mixer[Any]) -> None:
+    """`scan_flops` counts what a step computes for each token, and more than that where the state grows."""
+    projections = 2 * sum(p.weight.numel() for p in (mixer.in_proj, mixer.out_proj) if p is not None)
+    one, two, three = (mixer.flops(length) for length in (2000, 4000, 6000))  # beyond any window
+    _require(one > 2000 * projections, "scan_flops is not above 0")
+    if mixer.growing_state:
+        _require(three - two > two - one, "the state grows, and the last tokens cost no more than the first")
+        return
+    _require(three - two == two - one, "the state does not grow, and the last tokens cost not the same as the first")
+    _, state = mixer(draw(mixer, 1))
+    projected = mixer.project_in(draw(mixer, 1)[:, 0])
+    with torch.no_grad(), _Count() as counted:
+        mixer.scan_step(projected, state)
+    told = (mixer.scan_flops(6000) - mixer.scan_flops(4000)) / 2000
+    # What a count may leave out: norms, activations and other work on single channels.
+    message = f"scan_flops tells {told:.0f} operations a token, and a step computes {counted.operations}"
+    _require(0.5 * counted.operations <= told <= 1.1 * counted.operations, message)
+
+
+class _Count(TorchDispatchMode):
+    """Counts operations on numbers: those of matrix products as torch counts them, else one for each number."""
+
+    # What moves, makes or compares numbers.
+    MOVES = frozenset(
+        (
+            *("_local_scalar_dense", "_to_copy", "_unsafe_view", "arange", "cat", "clone", "constant_pad_nd", "copy_"),
+            *("empty", "empty_like", "empty_strided", "eq", "fill_", "flip", "full", "full_like", "gather", "ge", "gt"),
+            *("index", "index_put_", "index_select", "le", "lt", "ne", "new_empty", "new_full", "new_zeros", "ones"),
+            *("ones_like", "scatter", "select_scatter", "slice_scatter", "stack", "where", "zeros", "zeros_like"),
+        )
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        packet = function.overloadpacket
+        if packet in flop_registry:
+            self.operations += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
+        elif not function.is_view and packet.__name__ not in self.MOVES:
+            results = result if isinstance(result, tuple | list) else [result]
+            tensors = [each for each in (*args, *results) if isinstance(each, Tensor)]
+            self.operations += max((tensor.numel() for tensor in tensors), default=0)
+        return result
+
+
+def check_sequences_apart(mixer: Mixer[Any], *, packed: bool) -> None:
+    """Require that a layer, as it is and where it is, keeps packed or padded sequences apart.
+
+    Numbers are compared up to 2 %, for the layer's own precision. The layer may refuse such sequences.
+
+    Raises:
+        ContractError: an output of a sequence, or its state after packed ones, differs from that of the sequence alone.
+    """
+    weight = next((p for p in mixer.parameters() if p.is_floating_point()), torch.zeros(()))
+    layer = copy.deepcopy(mixer).eval()
+    layer.observed = None
+    x = draw(mixer, 1 if packed else 2).to(weight)
+
+    def same(actual: Tensor, expected: Tensor, message: str) -> None:
+        if actual.is_floating_point():
+            error = float((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
+            _require(error < 0.02, f"{message}: they differ by {error:.0%}")
+
+    borders = [0, 5, 6, TOKENS]
+    real = torch.arange(TOKENS, device=x.device) < torch.tensor([[TOKENS], [20]], device=x.device)
+    with torch.no_grad():
+        try:
+            layer(x, **({"cu_seqlens": torch.tensor(borders, device=x.device)} if packed else {"mask": real}))
+        except ValueError:
+            return
+        try:
+            if packed:
+                check_separate(layer, x, borders, None, same)
+            else:
+                for side, mask in (("right", real), ("left", real.flip(1))):
+                    alone = layer(x[1:, mask[1]])[0]
+                    same(layer(x, mask=mask)[0][1:, mask[1]], alone, f"tokens padded on the {side} are not as if alone")
+        except AssertionError as error:
+            raise ContractError(str(error)) from None
