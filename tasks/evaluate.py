@@ -20,7 +20,7 @@ from longseq.tasks.training.callbacks.stop import StopTogether, stoppable
 from longseq.tasks.training.callbacks.unreadable import UnreadableSamples
 from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.files import prepare_file, write_text
-from longseq.tasks.training.options import read, read_part
+from longseq.tasks.training.options import read, read_part, spell
 from longseq.tasks.training.trainer import build_trainer
 
 _log = logging.getLogger(__name__)
@@ -68,7 +68,8 @@ def run(cfg: DictConfig) -> dict[str, float]:
     with stoppable(), memory_explained("data.eval_batch_size", datamodule.eval_batch_size):
         (tested,) = trainer.test(module, datamodule=datamodule, verbose=False)
     metrics = {key.replace("test/", f"{split}/"): float(value) for key, value in tested.items()}
-    _write(metrics, task.report, module, datamodule.info, split, output)
+    measured = {"checkpoint": checkpoint, "weights": keys.weights, "split": split, "data": changes}
+    _write(metrics, task.report, module, datamodule.info, measured, output)
     return metrics
 
 
@@ -124,10 +125,15 @@ def _beside(checkpoint: Path) -> Path:
 
 
 @rank_zero_only
-def _write(metrics: dict[str, float], report: Report, module: Any, info: Any, split: str, output: Path) -> None:
+def _write(
+    metrics: dict[str, float], report: Report, module: Any, info: Any, measured: Mapping[str, Any], output: Path
+) -> None:
+    """Print and write the metrics, and beside them what was measured: its `data` are keys that the command gave."""
+    split = measured["split"]
     counts = report.counts(module, info, split)
-    written = {**counts, **metrics, **report.extras(module, info, split)}
-    rows = [(key, str(count)) for key, count in counts.items()]
+    written = {**counts, **metrics, **report.extras(module, info, split), "evaluated": measured}
+    rows = [(f"data.{key}", spell(value)) for key, value in measured["data"].items()]
+    rows += [(key, str(count)) for key, count in counts.items()]
     rows += [(key, f"{value:.4f}") for key, value in metrics.items()]
     write_text(output, json.dumps(written, indent=2) + "\n")
     print_rows([*rows, ("written", shorten(output))])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -138,6 +138,7 @@ class LanguageModelData(TaskData):
         for other in self._stores[1:]:
             if not same_tokenizer(other.tokenizer, first.tokenizer):
                 raise ValueError(f"data.root: {first.name} and {other.name} were prepared with different tokenizers")
+        _warn_of_fractions(self._stores)
         for stage, split in STAGES.items():
             corpora = [store.splits[split] for store in self._stores]
             self._windows[stage] = [self._cut(corpus, whole=stage == "train") for corpus in corpora]
@@ -225,6 +226,23 @@ class LanguageModelData(TaskData):
         if self.keys.packing == "streams":
             return StreamSampler(cut[0], self.batch_size, seed=self.seed, **place)
         return MixedSampler(cut, self.batch_size, weights=self.keys.weights, seed=self.seed, **place)
+
+
+def _warn_of_fractions(stores: Sequence[TokenStore]) -> None:
+    """Warn of corpora that were divided differently: one may train on a document that is measured in another."""
+    told = [(store.name, store.fractions) for store in stores if store.fractions is not None]
+    for name, fractions in told[1:]:
+        if fractions != told[0][1]:
+            parts = [" ".join(f"{split}={share}" for split, share in each.items()) for each in (told[0][1], fractions)]
+            _log.warning(
+                "%s was prepared with %s and %s with %s: a document that is in both may be trained on and measured; "
+                "prepare them with the same fractions",
+                told[0][0],
+                parts[0],
+                name,
+                parts[1],
+            )
+            return
 
 
 def _remedy(keys: TextDataKeys, split: str) -> str:

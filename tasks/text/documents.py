@@ -171,6 +171,7 @@ def store_of(name: str, encoded: Encoded, tokenizer: Tokenizer, fractions: Fract
         separator=tokenizer.separator,
         splits={split: corpus_of(encoded, kept & (numbers == index)) for index, split in enumerate(SPLITS)},
         gzip_bits_per_byte=gzip_bits(encoded.gzipped[kept], encoded.byte_counts[kept]),
+        fractions=dict(fractions),
     )
 
 

@@ -288,6 +288,7 @@ def _join(
             advance(1)
     return {
         **manifest_of(tokenizer, output),
+        "fractions": dict(fractions),
         "counts": {"documents": int(kept.sum()), "duplicates": int((~kept).sum())},
         "gzip_bits_per_byte": gzip_bits(gzipped, byte_counts),
         "splits": {split: writer.close() for split, writer in writers.items()},

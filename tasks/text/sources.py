@@ -86,8 +86,12 @@ def find_parts(
 ) -> list[Part]:
     """The parts of the inputs, in their order; with `whole_files` each file is a document, whatever its ending.
 
-    ValueError, in one line: an input does not exist, is empty, or has no such column.
+    ValueError, in one line: an input does not exist, is empty, or has no such column, or the columns of text and prompt
+    are one.
     """
+    if columns.prompt == columns.text:
+        text, prompt, _ = columns.keys
+        raise ValueError(f"{prompt}={columns.prompt} is also {text}, the text to learn: name another column, or null")
     parts: list[Part] = []
     for given in inputs:
         if given.startswith(STREAM):

@@ -61,6 +61,7 @@ class TokenStore:
 
     `gzip_bits_per_byte` is the size of the documents of test after gzip -9, in bits per byte; None without any.
     `separator` is None for tokens that stand for no text. `manifest` is that of the folder, None of a store in memory.
+    `fractions` are the shares of validation and test by which each document's hash decides its split; None: unknown.
     """
 
     name: str
@@ -70,6 +71,7 @@ class TokenStore:
     splits: dict[str, Corpus]
     gzip_bits_per_byte: float | None = None
     manifest: Mapping[str, Any] | None = None
+    fractions: Mapping[str, float] | None = None
 
     def checksum(self, split: str) -> int:
         """The CRC-32 of the tokens of a split."""
@@ -132,6 +134,7 @@ def open_store(root: str | Path, *, check: bool = True) -> TokenStore:
         splits=splits,
         gzip_bits_per_byte=manifest["gzip_bits_per_byte"],
         manifest=manifest,
+        fractions=manifest.get("fractions"),
     )
 
 

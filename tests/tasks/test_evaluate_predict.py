@@ -59,6 +59,11 @@ def test_evaluate_repeats_the_test_of_training(run, checkpoint, compose_config):
     assert raw["test/loss"] != pytest.approx(trained["test/loss"])
     assert [row["class"] for row in written["test/per_class"]] == [str(digit) for digit in range(10)]
     assert sum(row["images"] for row in written["test/per_class"]) == written["test/images"] == 359
+    assert written["evaluated"] == {"checkpoint": str(checkpoint), "weights": "auto", "split": "test", "data": {}}
+    other = run.parent / "other.json"
+    words = ("trainer=cpu", "data.crop_pct=0.5", f"output={other}")
+    evaluate.run(compose_config("evaluate", f"checkpoint={checkpoint}", *words))
+    assert json.loads(other.read_text())["evaluated"]["data"] == {"crop_pct": 0.5}
 
 
 def test_data_that_have_changed_since_the_training_are_told(image_folder, tiny, compose_config, tmp_path, caplog):

@@ -61,6 +61,20 @@ def test_every_byte_of_a_split_is_measured_once(tokens: Path, packing: str) -> N
         assert len({(inputs.tokens.shape, targets.shape) for inputs, targets in batches}) == 1
 
 
+def test_corpora_of_other_fractions_are_told(jsonl: Path, tokens: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What one holds back from training, the other may train on."""
+    parts = find_parts([str(jsonl)], TEXT)
+    for name, validation in (("alike", 0.1), ("unlike", 0.2)):
+        prepare(parts, jsonl.with_name(name), fractions={"validation": validation, "test": 0.1}, processes=1)
+    make(source="tokens", root=[str(tokens), str(jsonl.with_name("alike"))])
+    assert not caplog.messages
+    make(source="tokens", root=[str(tokens), str(jsonl.with_name("alike")), str(jsonl.with_name("unlike"))])
+    assert caplog.messages == [
+        "tokens was prepared with validation=0.1 test=0.1 and unlike with validation=0.2 test=0.1: a document that is "
+        "in both may be trained on and measured; prepare them with the same fractions"
+    ]
+
+
 @pytest.mark.parametrize("packing", ["concatenated", "documents", "streams"])
 def test_training_resumes_exactly(tokens: Path, packing: str) -> None:
     def loader() -> Any:
