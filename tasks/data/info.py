@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 InfoT = TypeVar("InfoT", bound="Info")
 
@@ -15,18 +15,26 @@ class Info(ABC):
     """What a model, a checkpoint and an exported file must know of the data; each task has a dataclass of its own.
 
     Its fields are dictionaries, lists, text and numbers. `sizes` has the number of samples of each split, None if a
-    stream does not know it.
+    stream does not know it. `checksums` are of what is known of the samples of val and test without reading images: of
+    each corpus the tokens, of documents their text and labels, of image files their names and labels.
     """
 
     sizes: dict[str, int | None] = field(default_factory=dict)
+    checksums: dict[str, list[int]] = field(default_factory=dict)
+
+    # What a changed checksum means.
+    _changed: ClassVar[str] = "other samples"
 
     def find_change(self: InfoT, trained: InfoT, split: str) -> str | None:
         """How the data of a split differ from those that a model was trained beside, in words; None if nothing is known
         to differ."""
         now, then = self.sizes.get(split), trained.sizes.get(split)
-        if now is None or then is None or now == then:
+        if now is not None and then is not None and now != then:
+            return f"{split} has {now} samples now, and had {then} when the model was trained"
+        own, its = self.checksums.get(split), trained.checksums.get(split)
+        if own is None or its is None or own == its:
             return None
-        return f"{split} has {now} samples now, and had {then} when the model was trained"
+        return f"{split} has {self._changed} than when the model was trained, and as many samples"
 
     def to_dict(self) -> dict[str, Any]:
         """Dictionaries, lists and numbers, for checkpoints."""

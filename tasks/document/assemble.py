@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,13 @@ class Split(NamedTuple):
     @property
     def documents(self) -> int:
         return len(self.numbers)
+
+    def checksum(self) -> int | None:
+        """The CRC-32 of the hashes of the documents and of their targets; None where the hashes are not known."""
+        if self.corpus.hashes is None:
+            return None
+        hashes = np.ascontiguousarray(self.corpus.hashes[self.numbers])
+        return zlib.crc32(np.ascontiguousarray(self.targets).data, zlib.crc32(hashes.data))
 
     @property
     def whole_lengths(self) -> Integers:

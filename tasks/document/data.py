@@ -448,6 +448,8 @@ class DocumentData(TaskData):
                 )
         own = self._splits.get("train")
         sizes = {stage: split.documents for stage, split in self._splits.items()}
+        known = {stage: split.checksum() for stage, split in self._splits.items() if stage != "train"}
+        checksums = {stage: [found] for stage, found in known.items() if found is not None}
         if trained is not None:
             self._info = replace(
                 trained,
@@ -456,6 +458,7 @@ class DocumentData(TaskData):
                 segment=keys.segment,
                 gradient_segments=keys.gradient_segments,
                 sizes={**trained.sizes, **sizes},
+                checksums={**trained.checksums, **checksums},
             )
         else:
             assert own is not None
@@ -478,6 +481,7 @@ class DocumentData(TaskData):
                     keys.class_weights, counts, own.documents, names, multi_label=keys.multi_label
                 ),
                 sizes=dict(sizes),
+                checksums=checksums,
             )
         for stage in self._splits:  # mistakes are told before a run begins
             if stage != "train":

@@ -43,6 +43,8 @@ class DocumentInfo(Info):
     thresholds: list[float] | None = None
     source: str | None = None
 
+    _changed = "other texts or labels"
+
     @property
     def num_classes(self) -> int:
         return len(self.class_names)

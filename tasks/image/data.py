@@ -307,6 +307,8 @@ class ImageDataModule(TaskData):
         class_names = class_names + [str(index) for index in range(len(class_names), self.keys.num_classes or 0)]
         if not class_names:
             raise ValueError(f"data.source={self.keys.source} does not tell its classes: give data.num_classes=N")
+        held_out = () if self._splits is None else (("val", self._splits.validation), ("test", self._splits.test))
+        known = {stage: split.checksum() for stage, split in held_out if stage in sizes}
         return DataInfo(
             class_names=class_names,
             num_classes=len(class_names),
@@ -319,6 +321,7 @@ class ImageDataModule(TaskData):
             multi_label=self.keys.multi_label,
             class_weights=self._find_weights(class_names),
             sizes=sizes,
+            checksums={stage: [found] for stage, found in known.items() if found is not None},
         )
 
     def _find_weights(self, class_names: list[str]) -> list[float] | None:

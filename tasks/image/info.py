@@ -31,6 +31,8 @@ class DataInfo(Info):
     class_weights: list[float] | None = None
     thresholds: list[float] | None = None
 
+    _changed = "other files or labels"
+
     def to_keys(self) -> dict[str, Any]:
         """The keys of `data` that transform other images as these were."""
         prepared = ("img_size", "in_chans", "mean", "std", "interpolation", "crop_pct", "multi_label")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import tarfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +80,21 @@ class Split:
     def whole(cls, source: Source) -> Split:
         return cls(source, np.arange(len(source)))
 
+    def checksum(self) -> int | None:
+        """The CRC-32 of the names and labels of image files, in any order; None for images of other kinds.
+
+        Names are those in the file's own folder, for folders may be moved.
+        """
+        targets = self.source.targets() if getattr(self.source, "has_files", False) else None
+        if targets is None:
+            return None
+        names = np.asarray(self.source.class_names, dtype=object)
+        lines = [
+            f"{os.path.basename(self.source.path(index))}\t{names[np.flatnonzero(label) if label.ndim else label]}"
+            for index, label in zip(self.indices, targets[self.indices], strict=True)
+        ]
+        return zlib.crc32("\n".join(sorted(lines)).encode(errors="surrogateescape"))
+
 
 @dataclass(frozen=True)
 class Splits:
@@ -110,6 +127,8 @@ class ArraySource:
 
 class FolderSource:
     """The images of class folders."""
+
+    has_files = True
 
     def __init__(self, folders: ClassFolders) -> None:
         self.folders, self.label, self.class_to_idx = folders, folders.root, folders.class_to_idx

@@ -36,6 +36,8 @@ class Listed(NamedTuple):
 class TableSource:
     """The images that a table lists, with classes `[N]`, or for several labels targets `[N, C]` of 0 and 1."""
 
+    has_files = True
+
     def __init__(self, path: Path, rows: Sequence[Listed], class_names: Sequence[str], *, multi_label: bool) -> None:
         self.label, self.class_names = str(path), list(class_names)
         self.class_to_idx = {name: index for index, name in enumerate(class_names)}

@@ -74,6 +74,10 @@ def test_data_that_have_changed_since_the_training_are_told(image_folder, tiny, 
     command = compose_config("evaluate", f"checkpoint={tmp_path / 'run/checkpoints/best.ckpt'}", "trainer=cpu")
     evaluate.run(command)
     assert "have changed" not in caplog.text
+    one = min((root / "val" / "class0").iterdir())
+    one.rename(root / "val" / "class0" / "renamed.png")
+    evaluate.run(command)
+    assert "the data have changed: test has other files or labels than when the model was trained" in caplog.text
     shutil.copy(next((root / "val" / "class0").iterdir()), root / "val" / "class0" / "another.png")
     evaluate.run(command)
     assert "the data have changed: test has 13 samples now, and had 12 when the model was trained" in caplog.text

@@ -66,6 +66,10 @@ def test_a_run_is_measured_again(folder, command_here):
     assert found["test/accuracy"] == pytest.approx(metrics["test/accuracy"])
     assert found["test/per_class"] == metrics["test/per_class"]
     assert found["thresholds"] == metrics["thresholds"]
+    assert "have changed" not in measured.stderr
+    write_jsonl(folder / "rows.jsonl", [{**row, "text": f"{row['text']} more"} for row in two[:90]])
+    changed = command_here(folder, "evaluate", checkpoint, "trainer=cpu", "output=m.json")
+    assert "test has other texts or labels than when the model was trained, and as many samples" in changed.stderr
     refused = command_here(folder, "evaluate", checkpoint, "trainer=cpu", "data.test=nowhere.jsonl")
     assert "data.test=nowhere.jsonl does not exist here: give the path of a file" in refused.stderr
     predicted = command_here(folder, "predict", "checkpoint=whole/model", "input=rows.jsonl", "output=p.csv")

@@ -379,7 +379,7 @@ def test_an_average_of_a_sharded_model_is_refused(run):
     ("words", "told"),
     [
         # A document that is in the split "test" before and after.
-        ({2: "hers"}, "test has another text now than when the model was trained, of as many windows"),
+        ({2: "hers"}, "test has another text than when the model was trained, and as many samples"),
         (dict.fromkeys(range(200), "here and there"), "samples now, and had"),
     ],
 )
