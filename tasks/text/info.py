@@ -15,8 +15,8 @@ class TextInfo(Info):
 
     `vocab_size` is the number of tokens; `separator` the one that begins and ends each document; `window` the length of
     training windows in tokens; `tokenizer` what `Tokenizer.to_dict` returns; `sizes` counts the windows of each split;
-    `text_bytes` the bytes that the targets of val and test stand for; `gzip_bits_per_byte` is what gzip -9 needs for the documents of test, each by itself, None where the
-    text is not at hand (tokens that were prepared before).
+    `text_bytes` the bytes that the targets of val and test stand for; `gzip_bits_per_byte` is what gzip -9 needs for
+    the documents of test, each by itself, None where the text is not at hand (tokens that were prepared before).
     """
 
     vocab_size: int
