@@ -152,11 +152,11 @@ def _read(path: Path, keys: ImageDataKeys) -> Iterator[Listed]:
                 name = row[named]
                 if not name:
                     raise ValueError(f"{path}, line {line}: no file in column {named!r}")
-                if name in seen:
+                image = path.parent / name  # "./a.png" and "a.png" are one
+                if (first := seen.setdefault(str(image), line)) != line:
                     raise ValueError(
-                        f"{path}, line {line}: {name} is in line {seen[name]} already: give each image one line"
+                        f"{path}, line {line}: {name} is in line {first} already: give each image one line"
                     )
-                seen[name] = line
                 try:
                     labels = read_labels(
                         [row[one] for one in columns],
@@ -166,6 +166,6 @@ def _read(path: Path, keys: ImageDataKeys) -> Iterator[Listed]:
                     )
                 except ValueError as error:
                     raise ValueError(f"{path}, line {line}: {error}") from None
-                yield Listed(line, str(path.parent / name), labels)
+                yield Listed(line, str(image), labels)
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path} cannot be read as csv in UTF-8 ({error}): save it so") from error
