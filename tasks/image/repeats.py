@@ -1,0 +1,68 @@
+"""Images of the held-out splits that are also trained on: figures of them flatter the model."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+
+from longseq.tasks.image.sources import Split, Splits
+
+_log = logging.getLogger(__name__)
+
+# Of larger sets the files are not compared: to ask a network's file system for the sizes of a million takes minutes.
+MOST_FILES = 20_000
+# A file is known by its size and these many bytes at its beginning and its end.
+COMPARED = 1 << 16
+
+
+def warn_of_repeats(splits: Splits) -> None:
+    """Warn of validation and test images whose file has the bytes of a training image's."""
+    held = {"validation": splits.validation} | ({} if splits.test is splits.validation else {"test": splits.test})
+    every = (splits.train, *held.values())
+    if sum(map(len, every)) > MOST_FILES or not all(getattr(one.source, "has_files", False) for one in every):
+        return
+    for name, split in held.items():
+        if repeats := find_repeats(split, splits.train):
+            _log.warning(
+                "%d of the %d %s images have the bytes of a training image, such as %s and %s: figures of images that "
+                "were trained on flatter; leave them out of one of the two",
+                len(repeats),
+                len(split),
+                name,
+                *repeats[0],
+            )
+
+
+def find_repeats(split: Split, train: Split) -> list[tuple[str, str]]:
+    """The files of `split` that a training file equals, beside that one. Files that cannot be read equal none."""
+    held, trained = _by_size(_paths(split)), _by_size(_paths(train))
+    found = []
+    for size in held.keys() & trained.keys():
+        known = {content: path for path in trained[size] if (content := _content(path, size)) is not None}
+        found += [(path, known[content]) for path in held[size] if (content := _content(path, size)) in known]
+    return sorted(found)
+
+
+def _paths(split: Split) -> Iterable[str]:
+    return (split.source.path(int(index)) for index in split.indices)
+
+
+def _by_size(paths: Iterable[str]) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for path in paths:
+        with suppress(OSError):
+            found.setdefault(os.stat(path).st_size, []).append(path)
+    return found
+
+
+def _content(path: str, size: int) -> bytes | None:
+    with suppress(OSError), open(path, "rb") as file:
+        read = hashlib.blake2b(file.read(COMPARED))
+        if size > COMPARED:
+            file.seek(max(COMPARED, size - COMPARED))
+            read.update(file.read(COMPARED))
+        return read.digest()
+    return None

@@ -1,0 +1,77 @@
+"""Files that are trained on and measured: told by their bytes, whatever their names and folders."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+
+from longseq.tasks.image import repeats
+from longseq.tasks.image.config import ImageDataKeys
+from longseq.tasks.image.data import ImageDataModule
+
+
+def told(root, caplog, source="folder"):
+    caplog.clear()
+    keys = ImageDataKeys(name="own", source=source, root=str(root), test_split="test", img_size=16)
+    ImageDataModule(keys, batch_size=4).setup()
+    return [message for message in caplog.messages if "the bytes of a training image" in message]
+
+
+@pytest.fixture
+def images(image_folder, tmp_path):
+    """root/train and root/val, classes class0 to class2; root/test has what validation has, but for one image each."""
+    root = tmp_path / "images"
+    shutil.copytree(image_folder, root)
+    generator = np.random.default_rng(1)
+    for path in sorted((root / "val").rglob("*.*")):
+        copy = root / "test" / path.relative_to(root / "val")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes() + generator.bytes(4))  # a reader passes over what follows the image
+    return root
+
+
+def test_copies_are_told_by_split_and_example(images, caplog):
+    assert told(images, caplog) == []
+    trained = sorted((images / "train" / "class1").iterdir())
+    shutil.copy(trained[0], images / "val" / "class1" / "other.png")
+    for index in (1, 2):
+        shutil.copy(trained[index], images / "test" / "class0" / f"other{index}.png")
+    val, test = told(images, caplog)
+    assert val.startswith(
+        f"1 of the 13 validation images have the bytes of a training image, such as {images}/val/class1/other.png and "
+        f"{trained[0]}: figures of images that were trained on flatter"
+    )
+    assert test.startswith(f"2 of the 14 test images have the bytes of a training image, such as {images}/test/class0/")
+
+
+def test_large_files_are_known_by_their_ends(images, caplog):
+    first, second, third = sorted((images / "train" / "class0").iterdir())[:3]
+    whole = first.read_bytes() + bytes(3 * repeats.COMPARED)
+    first.write_bytes(whole)
+    second.write_bytes(whole[:-1] + b"1")
+    shutil.copy(second, images / "val" / "class0" / "equal.png")
+    (images / "val" / "class0" / "unlike.png").write_bytes(whole[:-1] + b"2")
+    (message,) = told(images, caplog)
+    assert message.startswith(
+        f"1 of the 14 validation images have the bytes of a training image, such as {images}/val/"
+    )
+    assert f"equal.png and {second}" in message
+    third.unlink()
+    third.symlink_to(images / "nowhere")  # unreadable files are told elsewhere
+    assert len(told(images, caplog)) == 1
+
+
+def test_a_line_of_two_tables_is_a_repeat(images, caplog):
+    lines = [f"{path.relative_to(images)},{path.parent.name}" for path in sorted((images / "train").rglob("*.*"))]
+    for name, listed in (("train", lines[:-3]), ("val", lines[-3:]), ("test", lines[:6:2])):
+        (images / f"{name}.csv").write_text("\n".join(["file_name,label", *listed]))
+    (message,) = told(images, caplog, "csv")
+    assert message.startswith("3 of the 3 test images have the bytes of a training image")
+
+
+def test_of_many_files_none_is_read(images, caplog, monkeypatch):
+    shutil.copy(next((images / "train" / "class1").iterdir()), images / "val" / "class1" / "other.png")
+    monkeypatch.setattr(repeats, "MOST_FILES", 30)
+    assert told(images, caplog) == []
