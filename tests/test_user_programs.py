@@ -79,6 +79,25 @@ def make_images() -> tuple[Any, DataInfo, list[dict[str, Any]]]:
     return model, info, rows
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
+def test_weights_in_half_precision_are_refused(tmp_path: Path, precision: str) -> None:
+    """They lose small updates, and metrics kept beside them stop counting at 256."""
+    model, info, rows = make_images()
+    module = ImageClassifier(model, num_classes=2, info=info, training=Training(learning_rate=1e-2))
+    trainer = make_trainer(tmp_path, "own", precision=precision)
+    if precision == "64-true":
+        trainer.fit(module, DataLoader(rows, 8), DataLoader(rows, 8))
+        assert module.dtype == torch.float64
+        assert trainer.callback_metrics["val/top1"] >= 0.5
+        return
+    mixed = precision.replace("true", "mixed")
+    for run in (trainer.fit, trainer.validate):
+        with pytest.raises(
+            ValueError, match=f"{precision} keeps weights and metrics in half.*: give precision={mixed}"
+        ):
+            run(module, DataLoader(rows, 8))
+
+
 @pytest.mark.slow
 def test_images_of_any_loader_train_and_their_checkpoint_serves_every_command(tmp_path: Path, command_here) -> None:
     model, info, rows = make_images()

@@ -199,7 +199,7 @@ class ImageClassifier(ClassifierModule):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits [B, num_classes] for normalised images [B, C, H, W]."""
-        return self.backbone(images)
+        return self.backbone(images.double() if self.dtype == torch.float64 else images)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, targets = self.read_batch(batch)

@@ -29,6 +29,7 @@ from longseq.tasks.training.callbacks.updates import updated
 from longseq.tasks.training.checkpoint import known_data
 from longseq.tasks.training.length import Epoch, count_epoch
 from longseq.tasks.training.logger import log_metrics
+from longseq.tasks.training.precision import refuse_half_weights, widen_weights
 from longseq.tasks.training.recipe import Training
 from longseq.tasks.training.update_mean import UpdateMean
 
@@ -352,8 +353,13 @@ class TrainedModule(LightningModule):
         return self.logger is not None and update % every == 0
 
     def setup(self, stage: str) -> None:
-        """Set the Trainer's length and validation interval, if `Training.length` defines them."""
+        """Set the Trainer's length and validation interval, if `Training.length` defines them.
+
+        ValueError if the Trainer keeps weights in half precision.
+        """
         trainer, length = self.trainer, self.recipe.length if self.recipe else None
+        refuse_half_weights(trainer.precision)
+        widen_weights(self, trainer.precision)
         self._known_epoch = None  # of an earlier Trainer
         if self.info is None:
             told = getattr(trainer.datamodule, "info", None)  # type: ignore[attr-defined]

@@ -129,11 +129,13 @@ class PluginMixers:
         for kind, layer in layers.items():
             if kind is None or kind.__module__.partition(".")[0] == "longseq":
                 continue
-            # A layer of its own: the weights of the model's may be shards, and its draws belong to the run.
+            # A layer of its own, in float32: the weights of the model's may be shards, its draws belong to the run, and
+            # numbers of half precision differ with the length of a row.
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                own = kind(**layer.arguments).to(device)
+                own = kind(**layer.arguments).to(device, torch.float32)
             try:
-                check_sequences_apart(own, packed=packed)
+                with torch.autocast(device.type, enabled=False):
+                    check_sequences_apart(own, packed=packed)
             except ContractError as error:
                 name = name_of(kind)
                 refuse = ", and give data.reset_state=false" if packed else ""

@@ -24,6 +24,7 @@ from longseq.tasks.training.files import WholeCheckpoints
 from longseq.tasks.training.logger import build_loggers
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.options import Range, check_value, refuse_unknown, signature_options, spell
+from longseq.tasks.training.precision import refuse_half_weights
 from longseq.tasks.training.recipe import device_count
 from longseq.tasks.training.sharded import FullyShardedStrategy
 
@@ -85,10 +86,11 @@ def _with_direction(options: Mapping[str, Any], module: TrainedModule, place: st
 
 
 def refuse_own_keys(trainer: Mapping[str, Any]) -> None:
-    """Raise ValueError, with the remedy, for an argument of Lightning's Trainer that another key replaces."""
+    """Raise ValueError, with the remedy, for an argument of the Trainer that another key replaces, or half weights."""
     for key, remedy in OWN_KEYS.items():
         if key in trainer:
             raise ValueError(f"trainer.{key}={spell(trainer[key])}: {remedy}")
+    refuse_half_weights(trainer.get("precision"), "trainer.precision")
 
 
 def check_parts(trainer: Mapping[str, Any]) -> None:

@@ -8,6 +8,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 
+from longseq.tasks.training.precision import widen_weights
+
 _log = logging.getLogger(__name__)
 
 
@@ -26,6 +28,10 @@ class ExponentialMovingAverage(WeightAveraging):
         self.decay = decay
         self.warmup = warmup
         self._swapped = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        widen_weights(pl_module, trainer.precision)  # of which the average begins as a copy
+        super().setup(trainer, pl_module, stage)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from longseq import mixers
 from longseq.backbones.tokens import TokenBackbone
 from longseq.kernels.packing import Packing
+from longseq.mixers.contract import TOKENS
 from longseq.tasks.lm.metrics import LossByPosition
 from longseq.tasks.lm.module import LanguageModelTask
 from longseq.tasks.lm.samples import write_sample
@@ -146,6 +147,25 @@ def test_a_plug_in_whose_documents_see_each_other_stops_the_run(stage, tmp_path)
         run("leaking", batches)
     run("leaking", rows)
     run("mean", batches)
+
+
+@pytest.mark.usefixtures("own_mixers")
+def test_a_plug_in_is_checked_in_single_precision(tmp_path):
+    """In half precision, packed rows differ from their parts by rounding, and a good mixer could be refused."""
+    found = []
+
+    @mixers.register("noting")
+    class Noting(Mean):
+        def scan(self, projected, state=None, **options):
+            found.append((projected.shape[1], projected.dtype))
+            return super().scan(projected, state, **options)
+
+    module = LanguageModelTask(make("noting").float(), info=INFO, training=DESCENT)
+    batches = Memory([packed([[1, 2, 3, 10], [4, 5, 10]])])
+    trainer(tmp_path, max_steps=1, precision="bf16-mixed").fit(module, batches)
+    checked = {dtype for tokens, dtype in found if tokens == TOKENS}
+    assert checked == {torch.float32}
+    assert {dtype for tokens, dtype in found if tokens != TOKENS} >= {torch.bfloat16}
 
 
 @pytest.mark.usefixtures("own_mixers")
