@@ -6,7 +6,6 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from longseq.tasks.training.decisions import decide
 _NAMED = 5
 DECISION = "decision"  # the detail with what thresholds decide
 _TOP_K = 5  # classes that are written of a file if the user does not say
-_NONE: Mapping[str, Any] = MappingProxyType({})
+_NONE: Mapping[str, Any] = {}  # no MappingProxyType, which a data worker could not send
 
 
 class PassedOver(NamedTuple):

@@ -49,10 +49,10 @@ class ImageDataKeys:
     val_fraction: Annotated[float, Range(above=0, below=1)] = 0.1
     split_seed: int = 0
     train_samples: Annotated[int | None, Range(1)] = None
-    mean: Annotated[Sequence[float], Length(1)] = (0.5,)
+    mean: Annotated[Sequence[float], Range(0, 1), Length(1)] = (0.5,)
     std: Annotated[Sequence[float], Range(above=0), Length(1)] = (0.5,)
     interpolation: Literal["bicubic", "bilinear", "nearest", "lanczos", "box", "hamming"] = "bicubic"
-    crop_pct: Annotated[float, Range(above=0)] = 1.0
+    crop_pct: Annotated[float, Range(above=0, most=1)] = 1.0
     eval_batch_size: Annotated[int | None, Range(1)] = None
     num_workers: Annotated[int | None, Range(0)] = None
     decode: Literal["cpu", "gpu", "auto"] = "cpu"  # of runs from before there was a choice

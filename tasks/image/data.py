@@ -498,6 +498,12 @@ def _adopt_classes(found: DataInfo, trained: DataInfo, *, mapped: bool) -> DataI
     if mapped:
         if found.num_classes > trained.num_classes:
             raise ValueError(f"data.class_map numbers {found.num_classes} classes, the model has {trained.num_classes}")
+        moved = [name for name in found.class_names if name in trained.class_names]
+        if found.class_names != trained.class_names and sorted(moved) == sorted(trained.class_names):
+            raise ValueError(
+                "data.class_map gives the classes of the model other numbers than the model has: leave it out, or "
+                f"number them {', '.join(trained.class_names[:5])}{', ...' * (len(trained.class_names) > 5)}"
+            )
     elif found.class_names != trained.class_names:
         extra = sorted(set(found.class_names) ^ set(trained.class_names))[:3]
         raise ValueError(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import re
+import stat
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -60,11 +63,18 @@ def decode(file: str | Path | IO[bytes]) -> Image.Image:
     """
     if isinstance(file, (str, Path)):
         # Pillow 13 maps files that it opens itself into memory, and then misreads rotated TIFF images.
-        with open(file, "rb") as stream:
+        with open(file, "rb", opener=open_regular) as stream:
             return decode(stream)
     with Image.open(file) as image:
         image.load()
         return in_eight_bits(upright(image))
+
+
+def open_regular(path: str, flags: int) -> int:
+    """An opener for `open`: OSError for a pipe or a device, of which nobody knows whether anything will come."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "no regular file", path)
+    return os.open(path, flags)
 
 
 def first_line(error: BaseException) -> str:

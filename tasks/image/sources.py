@@ -20,7 +20,7 @@ from timm.data.readers import create_reader
 from timm.data.readers.class_map import load_class_map
 from torchvision import datasets as torchvision_datasets
 
-from longseq.tasks.data.labels import name_some, rarest_labels
+from longseq.tasks.data.labels import alike, name_some, rarest_labels
 from longseq.tasks.data.unreadable import UNREADABLE, LabelError
 from longseq.tasks.image.decoding import (
     decode,
@@ -29,6 +29,7 @@ from longseq.tasks.image.decoding import (
     in_eight_bits,
     is_hidden,
     is_image,
+    open_regular,
     upright,
 )
 from longseq.tasks.image.folder import ClassFolders, TarImages, find_images, report_passed_over
@@ -142,7 +143,8 @@ class FolderSource:
 
     def read_file(self, index: int) -> tuple[bytes, int]:
         """The bytes of the image's file, and its class."""
-        return Path(self.folders.paths[index]).read_bytes(), int(self.folders.targets[index])
+        with open(self.folders.paths[index], "rb", opener=open_regular) as file:
+            return file.read(), int(self.folders.targets[index])
 
     def path(self, index: int) -> str:
         return self.folders.paths[index]
@@ -483,7 +485,7 @@ def held_out_split(
         name = names[kind] or names["validation"]
         if name is None:
             return None
-        return Split.whole(_open(source.removeprefix("hfds/"), root, name, class_map, download))
+        return Split.whole(_open(source, root, name, class_map, download))
     folder = _existing(root)
     path = find_split(folder, kind, names[kind]) if names[kind] is not None else None
     for usual in ("validation", "test") if kind == "test" else ("validation",):
@@ -544,12 +546,18 @@ def _stream_options(source: str) -> dict[str, Any]:
 
 
 def find_split(root: str, kind: str, name: str | None = None) -> str | None:
-    """The folder or .tar of a split below `root`, by its `name` or one of the usual names of its kind, or None."""
-    candidates = SPLIT_NAMES[kind] if name is None or name == kind else (name,)
-    for candidate in candidates:
-        for path in (Path(root, candidate), Path(root, f"{candidate}.tar")):
-            if path.exists():
+    """The folder or .tar of a split below `root`, by its `name` or one of the usual names of its kind, or None.
+
+    Usual names may have capitals: Train, VAL.
+    """
+    usual = name is None or name == kind
+    present = sorted(os.listdir(root)) if os.path.isdir(root) else []
+    for candidate in SPLIT_NAMES[kind] if usual else (str(name),):
+        for wanted in (candidate, f"{candidate}.tar"):
+            if (path := Path(root, wanted)).exists():
                 return str(path)
+            if usual and (other := next((one for one in present if one.lower() == wanted), None)) is not None:
+                return str(Path(root, other))
     return None
 
 
@@ -572,6 +580,7 @@ def open_folders(
     paths = {kind: find_split(root, kind, name) for kind, name in names.items() if name is not None}
     if any(paths.values()) and paths.get("train") is None:
         raise ValueError(f"{root} holds no training images: add {root}/train, or give data.train_split=NAME")
+    _report_beside(root, [path for path in paths.values() if path is not None])
     train = _folder(paths.get("train") or root, class_map)
     held_out: dict[str, Source] = {
         kind: _held_out_folder(path, train, class_map)
@@ -579,6 +588,29 @@ def open_folders(
         if kind != "train" and path is not None
     }
     return train, held_out
+
+
+def _report_beside(root: str, splits: Sequence[str]) -> None:
+    """Warn, in one line, of images beside the folders of the splits, which no split has."""
+    if not splits:
+        return
+    beside = []
+    for entry in sorted(Path(root).iterdir()):
+        if is_hidden(entry.name) or str(entry) in splits:
+            continue
+        if entry.is_dir():
+            if any(is_image(name) for _, _, names in os.walk(entry) for name in names):
+                beside.append(f"{entry.name}/")
+        elif is_image(entry.name) or entry.suffix == ".tar":
+            beside.append(entry.name)
+    if beside:
+        _log.warning(
+            "%s: the images of %s are in no split, beside %s: name a split by data.train_split, data.val_split or "
+            "data.test_split",
+            root,
+            name_some(beside),
+            ", ".join(Path(path).name for path in splits),
+        )
 
 
 def _existing(root: str | None) -> str:
@@ -621,6 +653,8 @@ def _folder(path: str, class_map: ClassMap = None, *, reported: bool = True) -> 
         report_passed_over(passed_over, path)
     if not len(source):
         raise ValueError(_no_images(path))
+    if reported and (told := alike(map(str, source.class_to_idx))) is not None:
+        _log.warning("%s: %s", path, told)
     if "" in source.class_to_idx:
         raise ValueError(f"{path} has images outside class folders: move each into the folder of its class")
     return source

@@ -143,12 +143,19 @@ def _read(path: Path, keys: ImageDataKeys) -> Iterator[Listed]:
             reader = csv.DictReader(file, strict=True)
             present = list(reader.fieldnames or [])
             check_header(path, present)
+            if repeated := next((one for one in present if present.count(one) > 1), None):
+                raise ValueError(f"{path} has two columns {repeated}: rename one of them")
             for key, column in (("file_column", named), *(("label_column", one) for one in columns)):
                 if column not in present:
                     shown = ", ".join(name if name == name.strip() else repr(name) for name in present)
                     raise ValueError(f"{path} has no column {column}: give data.{key}=NAME, one of {shown}")
             for row in reader:
                 line = reader.line_num
+                if extra := row.get(None):  # type: ignore[call-overload]
+                    raise ValueError(
+                        f"{path}, line {line}: {len(present) + len(extra)} cells for {len(present)} columns: put one "
+                        "that has a comma into quotation marks"
+                    )
                 name = row[named]
                 if not name:
                     raise ValueError(f"{path}, line {line}: no file in column {named!r}")

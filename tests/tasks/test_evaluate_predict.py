@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -66,6 +67,16 @@ def test_evaluate_repeats_the_test_of_training(run, checkpoint, compose_config):
     assert json.loads(other.read_text())["evaluated"]["data"] == {"crop_pct": 0.5}
 
 
+@pytest.mark.slow
+def test_predict_tells_unreadable_images_that_a_worker_has_read(checkpoint, pictures, command, tmp_path):
+    words = (f"checkpoint={checkpoint}", f"input={pictures}", "num_workers=1", "output=p.csv")
+    result = command(tmp_path, "predict", *words)
+    assert result.returncode == 0, result.stderr
+    rows = {Path(row["path"]).name: row for row in csv.DictReader((tmp_path / "p.csv").open())}
+    assert len(rows) == 6
+    assert rows["broken.png"]["class_1"] == ""
+
+
 def test_data_that_have_changed_since_the_training_are_told(image_folder, tiny, compose_config, tmp_path, caplog):
     root = tmp_path / "images"
     shutil.copytree(image_folder, root)
@@ -113,6 +124,10 @@ def test_evaluate_measures_other_data_of_the_same_classes(checkpoint, compose_co
     mapped = f"data.class_map={{{','.join(f'{name}: {number}' for name, number in numbers.items())}}}"
     again = evaluate.run(compose_config("evaluate", f"checkpoint={checkpoint}", *overrides, mapped))
     assert again["val/top1"] > 0.3
+    (tmp_path / "other" / "val" / "four").rename(tmp_path / "other" / "val" / "4")
+    turned = f"data.class_map={{{','.join(f'{digit}: {9 - digit}' for digit in range(10))}}}"
+    with pytest.raises(ValueError, match=r"gives the classes of the model other numbers .* number them 0, 1, 2, 3, 4"):
+        evaluate.run(compose_config("evaluate", f"checkpoint={checkpoint}", *overrides, turned))
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from PIL import Image
 from longseq.tasks.data.place import Place
 from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.image import sources
+from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.datasets import ImageFiles
 from longseq.tasks.image.decoding import decode
 from longseq.tasks.image.sources import ArraySource, Split, digits, split_off
@@ -185,6 +186,16 @@ def test_hugging_face_data_sets(folder, tmp_path):
     assert module.info.class_names == list(CLASSES)
     assert module.info.sizes == {"train": 36, "val": 15, "test": 15}
     check_classes(module)
+    keys = {"name": "test", "source": f"hfds/{folder}", "root": str(folder), "img_size": 16, "num_workers": 0}
+    # A root beside it, as a checkpoint of a folder has one, does not make it timm's folder, which knows no splits.
+    again = ImageDataModule.for_evaluation(
+        {"data": {**keys, "source": "folder"}},
+        {"source": keys["source"]},
+        split="val",
+        trained=module.info,
+        batch_size=4,
+    )
+    assert again.info.sizes == {"val": 15}
 
 
 @pytest.mark.slow

@@ -256,6 +256,50 @@ def test_images_without_a_class_are_passed_over_by_name(tmp_path, caplog):
     assert "grey/0.png" in caplog.text
 
 
+def test_images_beside_the_splits_are_named(tmp_path, caplog):
+    root = write_mixed(tmp_path)
+    open_folder(root)
+    assert "in no split" not in caplog.text
+    for place in ("extra/dark/0.png", "dev/light/0.png", "loose.png", ".hidden/0.png", "notes/read.txt"):
+        (root / place).parent.mkdir(parents=True, exist_ok=True)
+        if place.endswith("png"):
+            write(root / place, Image.fromarray(GREY))
+    module = open_folder(root)
+    assert module.info.sizes == {"train": 12, "val": 12, "test": 12}
+    (message,) = [record.getMessage() for record in caplog.records if "in no split" in record.getMessage()]
+    assert "the images of dev/, extra/, loose.png are in no split, beside train, val: name a split by" in message
+
+
+def test_names_of_splits_may_have_capitals(tmp_path):
+    root = write_mixed(tmp_path)
+    shutil.copytree(root / "val", root / "TEST")
+    (root / "TEST" / "dark" / "0.png").unlink()
+    (root / "train").rename(root / "Train")
+    (root / "val").rename(root / "Validation")
+    assert open_folder(root, test_split="test").info.sizes == {"train": 12, "val": 12, "test": 11}
+
+
+def test_classes_that_look_alike_are_told(tmp_path, caplog):
+    root = write_mixed(tmp_path)
+    for split in ("train", "val"):
+        for name in ("zu\u0308g", "z\u00fcg"):
+            write(root / split / name / "0.png", Image.fromarray(GREY))
+    assert open_folder(root).info.num_classes == 4
+    assert "classes that look alike are trained as different ones" in caplog.text
+
+
+def test_a_pipe_is_no_image(tmp_path):
+    root = write_mixed(tmp_path)
+    os.mkfifo(root / "train" / "dark" / "pipe.png")
+    module = open_folder(root)
+    assert sum(len(targets) for _, targets in module.train_dataloader()) == 12
+    assert module.unreadable == [str(root / "train" / "dark" / "pipe.png")]
+    jpeg = tmp_path / "pipe.jpg"
+    os.mkfifo(jpeg)
+    with pytest.raises(OSError, match="no regular file"):
+        decode(jpeg)
+
+
 def test_webdataset_keeps_sixteen_bits_and_takes_every_ending(tmp_path):
     pytest.importorskip("webdataset", reason="wds/ sources need longseq[datasets]")
     for shard in range(2):

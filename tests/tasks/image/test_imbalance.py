@@ -418,6 +418,8 @@ TABLES = {
     "file_name,tag\na.png,x\n": "has no column label: give data.label_column=NAME, one of file_name, tag",
     "name,label\na.png,x\n": "has no column file_name: give data.file_column=NAME, one of name, label",
     "file_name,label\na.png,x\na.png,y\n": "line 3: a.png is in line 2 already: give each image one line",
+    "file_name,label\na.png,x\nb.png,x,y\n": "line 3: 3 cells for 2 columns: put one that has a comma into",
+    "file_name,label,label\na.png,x,y\n": "has two columns label: rename one of them",
     "file_name,label\na.png,x\n./a.png,y\n": "line 3: ./a.png is in line 2 already: give each image one line",
     "file_name,label\na.png,x\n,y\n": "line 3: no file in column 'file_name'",
     "file_name,label\na.png,x\nb.png,\n": "line 3: no label in column 'label'",
