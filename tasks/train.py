@@ -39,7 +39,7 @@ from longseq.tasks.training.freeze import freeze
 from longseq.tasks.training.learning_rate_finder import TABLE, find_learning_rate, refuse_search
 from longseq.tasks.training.length import Epoch, RunLength, count_epoch
 from longseq.tasks.training.lock import locked
-from longseq.tasks.training.logger import RunLogger, close_loggers, log_parameters, writes_events
+from longseq.tasks.training.logger import RunLogger, close_loggers, continue_loggers, log_parameters, writes_events
 from longseq.tasks.training.model import check_trainable, reads_mixer, values_in_force
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training, device_batch_size, device_count, effective_learning_rate
@@ -108,12 +108,16 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     if checkpoint is not None:
         given, config = config, runs.chosen_in(checkpoint, config)
         _tell_kept(given, config)
+        if _is_first_process():
+            runs.bring_best(checkpoint, folder)
     config, datamodule, reason = _open(config)
     config = with_absolute_root(config)  # the run remembers where its data are, whoever evaluates it from elsewhere
     if reason is not None:
         _print(reason)
     if automatic.searches(config):
         config = _search(config, datamodule, folder)
+    if checkpoint is not None:
+        runs.check_data(checkpoint, datamodule.info)
     module = _build_module(config, datamodule, initialized=checkpoint is None)
     module.higher_is_better(config["task"]["metric"], "task.metric")
     _check_optimized_metric(config, module)
@@ -121,9 +125,8 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     trainer = build_trainer(config, build_callbacks(config, module))
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
         _refuse_long_warmup(config, count_epoch(trainer, datamodule))
-    for logger in trainer.loggers:
-        if checkpoint is not None and isinstance(logger, RunLogger):
-            logger.continue_at(runs.updates_of(checkpoint))
+    if checkpoint is not None:
+        continue_loggers(trainer.loggers, runs.updates_of(checkpoint))
     in_force = values_in_force(config, module.backbone)
     _save_config(in_force, folder)
     _announce(config, datamodule.info, module, checkpoint, events=writes_events(trainer.loggers))

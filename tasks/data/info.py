@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
+from longseq.tokenizer_files import same_tokenizer
+
 InfoT = TypeVar("InfoT", bound="Info")
 
 
@@ -24,6 +26,8 @@ class Info(ABC):
 
     # What a changed checksum means.
     _changed: ClassVar[str] = "other samples"
+    # The fields by which numbers, of classes and of tokens, mean something.
+    _meaning: ClassVar[tuple[str, ...]] = ()
 
     def find_change(self: InfoT, trained: InfoT, split: str) -> str | None:
         """How the data of a split differ from those that a model was trained beside, in words; None if nothing is known
@@ -35,6 +39,18 @@ class Info(ABC):
         if own is None or its is None or own == its:
             return None
         return f"{split} has {self._changed} than when the model was trained, and as many samples"
+
+    def find_other_meaning(self: InfoT, trained: InfoT) -> str | None:
+        """How the numbers of the data mean something else than those of the data `trained`; None if they do not."""
+        for name in self._meaning:
+            own, its = getattr(self, name), getattr(trained, name)
+            if own == its or (name == "tokenizer" and None not in (own, its) and same_tokenizer(own, its)):
+                continue
+            if isinstance(own, list) and isinstance(its, list):
+                here, there = (", ".join(map(str, one[:10])) + ", ..." * (len(one) > 10) for one in (own, its))
+                return f"the {name.replace('_', ' ')} are {here} now, and were {there}"
+            return f"the {name.replace('_', ' ')} is another one"
+        return None
 
     def to_dict(self) -> dict[str, Any]:
         """Dictionaries, lists and numbers, for checkpoints."""

@@ -124,6 +124,11 @@ class TrainingLoader(BatchLoader):
         then, now = state_dict, self._read_sampler(SAME + SPREAD)
         for name in SAME:
             if then[name] != now[name]:
+                if name == "num_samples":
+                    raise ValueError(
+                        f"the checkpoint was trained on {then[name]} samples, and there are {now[name]} now: restore "
+                        "the data, or begin a new run with its weights by init=FILE"
+                    )
                 raise ValueError(
                     f"the checkpoint was trained with {name}={then[name]}, now it is {now[name]}: "
                     f"resume with {name}={then[name]}, or start a new run"

@@ -56,6 +56,9 @@ _log = logging.getLogger(__name__)
 # The split of each stage of a run.
 STAGES = {"train": "train", "val": "validation", "test": "test"}
 
+# A run says so if an epoch reads a smaller share of the training documents.
+MOST = 0.95
+
 # Of a model that is saved without its run: the tokens of a batch in evaluation.
 _BUDGET = 65536
 
@@ -112,6 +115,7 @@ class DocumentData(TaskData):
         self._init, self._trained = init, trained
         self._source = sources.find(keys)
         self._splits: dict[str, Split] = {}
+        self._told_left_out = False
         self._told: set[Path] = set()  # folders of the cache whose unreadable lines a warning has listed
         self._info: DocumentInfo | None = None
 
@@ -223,6 +227,7 @@ class DocumentData(TaskData):
 
     def train_dataloader(self) -> TrainingLoader:
         sampler = self._training_sampler()
+        self._tell_left_out(sampler)
         return TrainingLoader(
             DocumentBatches(  # type: ignore[arg-type]
                 self._splits["train"],
@@ -235,6 +240,16 @@ class DocumentData(TaskData):
             pin_memory=self.keys.pin_memory and torch.cuda.is_available(),
             **follow(self.trainer),
         )
+
+    def _tell_left_out(self, sampler: DocumentSampler) -> None:
+        if self._told_left_out or not isinstance(sampler, PackedSampler):
+            return
+        self._told_left_out, read = True, sampler.read_per_epoch
+        if read < MOST * sampler.num_samples:
+            _warn(
+                f"an epoch of whole batches reads about {read} of the {sampler.num_samples} training documents, other "
+                "ones in each epoch: a smaller recipe.batch_size leaves out fewer, data.packing=padded none"
+            )
 
     def val_dataloader(self) -> BatchLoader:
         return self._evaluation_loader("val")

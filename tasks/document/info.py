@@ -44,6 +44,7 @@ class DocumentInfo(Info):
     source: str | None = None
 
     _changed = "other texts or labels"
+    _meaning = ("class_names", "multi_label", "tokenizer", "separator")
 
     @property
     def num_classes(self) -> int:

@@ -91,7 +91,10 @@ class PackedSampler(DocumentSampler):
         self.slots = slots_of(lengths, self.row)
         # The sequences of padding that fill a batch up are no longer than the longest document.
         self.places = self.slots * self.rows // self.parts + -(-batch_size // self.longest)
-        self._updates = len(self._pack(0)) // self.rows
+        packed = self._pack(0)
+        self._updates = len(packed) // self.rows
+        # The documents that an epoch reads, about: those of its whole effective batches.
+        self.read_per_epoch = sum(map(len, packed[: self._updates * self.rows]))
         if self._updates == 0:
             raise ValueError(
                 f"the training split has {int(lengths.sum())} tokens in {len(lengths)} documents, and an update needs "

@@ -120,12 +120,18 @@ def _open_files(keys: DocumentDataKeys) -> Opened:
     return Opened(splits)
 
 
+# The usual names of splits.
+_USUAL = {"validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
+
+
 def _find_train(keys: DocumentDataKeys) -> Reader:
     if keys.train is None and keys.root is not None and not keys.root.startswith(STREAM):
         inside = sorted(path.name for path in Path(keys.root).glob("*")) if Path(keys.root).is_dir() else []
         if train := next((name for name in inside if name == "train" or name.startswith("train.")), None):
-            test = next((name for name in inside if name == "test" or name.startswith("test.")), None)
-            more = "" if test is None else f" data.test={test}"
+            more = ""
+            for split, usual in _USUAL.items():
+                if found := next((name for name in inside if name.partition(".")[0] in usual), None):
+                    more += f" data.{split}={found}"
             raise ValueError(f"data.root={keys.root} holds {', '.join(inside[:5])}: give data.train={train}{more}")
     return _find_files(keys, "train", keys.train)
 

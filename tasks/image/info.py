@@ -32,6 +32,7 @@ class DataInfo(Info):
     thresholds: list[float] | None = None
 
     _changed = "other files or labels"
+    _meaning = ("class_names", "multi_label")
 
     def to_keys(self) -> dict[str, Any]:
         """The keys of `data` that transform other images as these were."""

@@ -27,6 +27,7 @@ class TextInfo(Info):
     gzip_bits_per_byte: float | None = None
 
     _changed = "another text"  # a few other words may leave as many windows
+    _meaning = ("tokenizer", "separator")
 
     def make_tokenizer(self) -> Tokenizer:
         """ValueError where its library is not installed."""

@@ -88,7 +88,7 @@ def load(
     if task not in tasks:
         raise ValueError(f"{label} belongs to task={task}; this command takes checkpoints of {taken}")
     backbone = restore(saved, model_options)
-    if any_resolution and not takes_any_resolution(backbone):
+    if any_resolution and saved.text is None and not takes_any_resolution(backbone):
         try:
             backbone = restore(saved, {**model_options, "dynamic_img_size": True})
         except ValueError as error:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.tensorboard.summary import hparams
 
@@ -65,6 +68,26 @@ def build_loggers(logger: Any) -> list[Logger]:
     """The loggers of the group `logger`: a logger by itself, several by name, or none."""
     check_loggers(logger)
     return [targets.build(options, targets.LOGGERS, place) for place, options in _entries(logger).items()]
+
+
+def continue_loggers(loggers: Iterable[Logger], step: int) -> None:
+    """Let loggers go on after an interrupted run that continues at `step`; call it before anything is logged."""
+    for logger in loggers:
+        if isinstance(logger, RunLogger):
+            logger.continue_at(step)
+        elif isinstance(logger, CSVLogger):
+            _keep_rows(logger, step)
+
+
+@rank_zero_only
+def _keep_rows(logger: CSVLogger, step: int) -> None:
+    # Lightning deletes the file of an earlier run when it opens the folder. What is kept is written with the first row.
+    path = Path(logger.log_dir) / ExperimentWriter.NAME_METRICS_FILE
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = [{name: value for name, value in row.items() if value} for row in csv.DictReader(file)]
+    logger.experiment.metrics[:0] = [row for row in rows if int(row.get("step", 0)) < step]
 
 
 def log_metrics(loggers: Iterable[Logger], metrics: Mapping[str, float], step: int) -> None:

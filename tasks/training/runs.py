@@ -1,8 +1,10 @@
 """Run folders: where a run writes, and which earlier run a command continues."""
 
 import json
+import logging
 import os
 import pickle
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -11,9 +13,13 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from longseq.files import replacing
+from longseq.tasks.data.info import Info
 from longseq.tasks.training.automatic import as_chosen_before
 from longseq.tasks.training.configuration import resolve, with_absolute_root
 from longseq.tasks.training.lock import is_locked
+
+_log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.json"
@@ -121,6 +127,8 @@ def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
         raise ValueError(
             f"resume={resume}: there is no such checkpoint; give a .ckpt file, or resume=true for the newest"
         )
+    if _is_damaged(path):
+        raise ValueError(f"{path} cannot be read: it is damaged, or no checkpoint; give another one by resume=FILE")
     saved = _saved_config(path)
     if saved is None:
         raise ValueError(
@@ -224,6 +232,8 @@ def _runs(parent: Path) -> list[tuple[Path, dict[str, Any]]]:
         checkpoint = _newest_checkpoint(path.parent)
         # Not config.yaml: it holds the values that the model chose where the command left them open.
         saved = None if checkpoint is None else _saved_config(checkpoint)
+        if checkpoint is not None and _is_damaged(checkpoint):
+            _log.warning("%s cannot be read, and its run is passed over: it is damaged, or no checkpoint", checkpoint)
         if checkpoint is not None and isinstance(saved, Mapping) and "output" in saved:
             found.append((checkpoint.stat().st_mtime, path.parent, saved))
     return [(folder, dict(saved)) for _, folder, saved in sorted(found, key=lambda run: run[0], reverse=True)]
@@ -268,6 +278,47 @@ def _saved_config(checkpoint: Path) -> dict[str, Any] | None:
     return _read(checkpoint).get("hyper_parameters", {}).get("config")
 
 
+def check_data(checkpoint: Path, info: Info) -> None:
+    """Raise ValueError, in one line, if a run would go on with data of another meaning than those of its checkpoint.
+
+    Other samples of the same meaning are told by a warning. In the middle of an epoch the loader refuses another number
+    of training samples.
+    """
+    saved = _read(checkpoint).get("hyper_parameters", {}).get("data") or {}
+    try:
+        trained = type(info).from_dict(saved)
+    except ValueError:
+        return  # of a run that knew less
+    if (change := info.find_other_meaning(trained)) is not None:
+        raise ValueError(
+            f"{checkpoint} was trained on other data: {change}; restore the data, or begin a new run with its weights "
+            f"by init={checkpoint}"
+        )
+    for split in ("train", "val", "test"):
+        if (change := info.find_change(trained, split)) is not None:
+            _log.warning("the data have changed: %s", change)
+
+
+def bring_best(checkpoint: Path, folder: Path) -> None:
+    """Copy the best checkpoint beside `checkpoint` into the other folder where its run goes on, if it fits."""
+    best, own = checkpoint.with_name("best.ckpt"), folder / "checkpoints" / "best.ckpt"
+    if own.exists() or not best.is_file() or best.resolve() == own.resolve():
+        return
+    if _best_score(checkpoint) == _best_score(best):
+        own.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(own) as partial:
+            shutil.copyfile(best, partial)
+    else:
+        _log.warning("%s is not the best of the run up to %s: the best one is sought from here on", best, checkpoint)
+
+
+def _best_score(checkpoint: Path) -> float | None:
+    """The best score of a run when a checkpoint of it was written."""
+    states = _read(checkpoint).get("callbacks", {}).items()
+    score = next((state.get("best_model_score") for name, state in states if name.startswith("BestCheckpoint")), None)
+    return None if score is None else float(score)
+
+
 def _read(checkpoint: Path) -> dict[str, Any]:
     import torch  # the resolvers of this module, which `--help` needs, do without it
 
@@ -276,6 +327,10 @@ def _read(checkpoint: Path) -> dict[str, Any]:
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def _is_damaged(checkpoint: Path) -> bool:
+    return checkpoint.is_file() and not _read(checkpoint)
 
 
 def _checkpoint_run(checkpoint: Path) -> Path | None:

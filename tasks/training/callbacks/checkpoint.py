@@ -24,6 +24,8 @@ class BestCheckpoint(ModelCheckpoint):
     last validation was the best one so far.
     """
 
+    FILE = "best.ckpt"
+
     def __init__(self, dirpath: str, monitor: str, mode: str) -> None:
         super().__init__(
             dirpath,
@@ -53,6 +55,15 @@ class BestCheckpoint(ModelCheckpoint):
         return super().state_dict() | {"best_metrics": self.best_metrics}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue with the best score so far, also in a folder that was moved and has the file of that score.
+
+        Lightning forgets the score in another folder: the next validation would then be the best one.
+        """
+        own = Path(str(self.dirpath)) / self.FILE
+        if state_dict["dirpath"] != self.dirpath and own.is_file():
+            best = {str(own): score for score in state_dict["best_k_models"].values()}
+            here = {"dirpath": self.dirpath, "best_model_path": str(own), "best_k_models": best}
+            state_dict = {**state_dict, **here, "kth_best_model_path": str(own), "last_model_path": ""}
         super().load_state_dict(state_dict)
         self.best_metrics = state_dict.get("best_metrics", {})
 
@@ -116,7 +127,8 @@ class LastCheckpoint(Checkpoint):
             self._save(trainer)
         if not self.path.exists() and isinstance(exception, SIGTERMException) and trainer.is_global_zero:
             print("stopped before the first update; nothing is saved", file=sys.stderr)
-        if self.path.exists() and trainer.is_global_zero:
+        begun = self._saved_step >= 0  # not while a checkpoint is read that does not fit
+        if begun and self.path.exists() and trainer.is_global_zero:
             remedy = "the same command with resume=true continues there"
             if isinstance(exception, NonFiniteError):
                 remedy = f"init={self.path} starts a new run from these weights"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from longseq.tasks.training.processes import is_started_by_run
@@ -51,6 +52,12 @@ class StopTogether(Callback):
         connector._sigterm_notifier_fn = self._note
         loop: Any = trainer.fit_loop.epoch_loop
         loop._broadcast_sigterm_tensor = lambda: self._agree(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            # It had stopped the run, which was interrupted before the test.
+            if isinstance(callback, EarlyStopping) and callback.wait_count >= callback.patience:
+                trainer.should_stop = True
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0

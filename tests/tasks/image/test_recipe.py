@@ -108,6 +108,7 @@ def test_a_run_repeats_what_it_chose_when_the_folder_has_grown(tmp_path, command
     again = command_here(tmp_path, *words, "resume=true")
     assert again.returncode == 0, again.stderr
     assert "continuing from run/checkpoints/last.ckpt" in again.stdout
+    assert "the data have changed: train has 44 samples now, and had 24 when the model was trained" in again.stderr
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["recipe"] == written
     saved = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
     assert saved["hyper_parameters"]["config"]["recipe"] == written

@@ -1,0 +1,144 @@
+"""Runs that go on in another folder, on other data, or from a damaged checkpoint."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from documents import make_rows, write_jsonl
+
+from longseq.tasks import train
+from longseq.tasks.image.module import ImageClassifier
+
+EPOCHS = 5
+
+
+def interrupted(run: Callable[[], Any], at: int) -> None:
+    """Let a run of images fail in the first step after update `at`, as a machine that breaks down."""
+    step = ImageClassifier.training_step
+
+    def fail(self: ImageClassifier, *batch: Any) -> Any:
+        if self.trainer.global_step == at:
+            raise RuntimeError("the machine breaks down")
+        return step(self, *batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ImageClassifier, "training_step", fail)
+        with pytest.raises(RuntimeError, match="breaks down"):
+            run()
+
+
+def read(folder: Path, name: str) -> dict[str, Any]:
+    return torch.load(folder / "checkpoints" / name, weights_only=True)
+
+
+@pytest.mark.slow
+def test_a_run_in_another_folder_keeps_its_best_checkpoint(tiny, tmp_path):
+    # A rate so high that the loss soon grows, so that the best epoch is an early one.
+    words = (f"recipe.epochs={EPOCHS}", "recipe.learning_rate=0.3", "recipe.schedule.min_lr=0.3", "recipe.ema=null")
+    words += ("recipe.schedule.warmup_epochs=4", "task.metric=loss", "seed=1")
+    train.run(tiny(*words, f"output={tmp_path / 'whole'}"))
+    whole, best = json.loads((tmp_path / "whole" / "metrics.json").read_text()), read(tmp_path / "whole", "best.ckpt")
+    last = read(tmp_path / "whole", "last.ckpt")["global_step"]
+    assert best["epoch"] < EPOCHS - 1, "the best epoch is before the interruption"
+    interrupted(lambda: train.run(tiny(*words, f"output={tmp_path / 'begun'}")), last * (EPOCHS - 1) // EPOCHS + 1)
+    shutil.copytree(tmp_path / "begun", tmp_path / "moved")
+    train.run(tiny(*words, f"output={tmp_path / 'copied'}", f"resume={tmp_path / 'begun/checkpoints/last.ckpt'}"))
+    shutil.rmtree(tmp_path / "begun")
+    train.run(tiny(*words, f"output={tmp_path / 'moved'}", "resume=true"))
+    measured = {key: value for key, value in whole.items() if key.startswith(("val/", "test/"))}
+    for name in ("moved", "copied"):
+        found = json.loads((tmp_path / name / "metrics.json").read_text())
+        assert read(tmp_path / name, "best.ckpt")["global_step"] == best["global_step"]
+        assert {key: found[key] for key in measured} == measured
+
+
+@pytest.mark.slow
+def test_the_rows_of_a_csv_logger_go_on(tiny, tmp_path):
+    words = ("recipe.epochs=3", "logger=csv", "trainer.log_every_n_steps=2")
+    train.run(tiny(*words, f"output={tmp_path / 'whole'}"))
+    last = read(tmp_path / "whole", "last.ckpt")["global_step"]
+    interrupted(lambda: train.run(tiny(*words)), last * 2 // 3 + 1)
+    train.run(tiny(*words, "resume=true"))
+    whole, run = (list(csv.DictReader((tmp_path / name / "metrics.csv").open())) for name in ("whole", "run"))
+    assert [row["step"] for row in run] == [row["step"] for row in whole]
+    for name in ("train/loss", "val/loss", "test/loss"):
+        assert [row[name] for row in run] == [row[name] for row in whole]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_its_own_data_alone(image_folder, tiny, tmp_path, caplog, capsys):
+    root = tmp_path / "images"
+    shutil.copytree(image_folder, root)
+    known = ("data=image_folder", f"data.root={root}", "data.img_size=16", "model.patch_size=4", "data.num_workers=0")
+    words = (*known, "recipe.epochs=3", "recipe.batch_size=8")
+    interrupted(lambda: train.run(tiny(*words)), 4)
+    for split in ("train", "val"):
+        (root / split / "class0").rename(root / split / "zero")
+    capsys.readouterr()
+    with pytest.raises(ValueError, match=r"on other data: the class names are class1, class2, zero now, and"):
+        train.run(tiny(*words, "resume=true"))
+    assert "saved as of update" not in capsys.readouterr().err, "nothing was saved by this run"
+    for split in ("train", "val"):
+        (root / split / "zero").rename(root / split / "class0")
+    added = root / "train" / "class0" / "added.jpg"
+    shutil.copy(next((root / "train" / "class0").iterdir()), added)
+    with pytest.raises(ValueError, match=r"was trained on 24 samples, and there are 25 now: restore .* by init=FILE"):
+        train.run(tiny(*words, "resume=true"))
+    added.unlink()
+    min((root / "val" / "class0").iterdir()).rename(root / "val" / "class0" / "renamed.jpg")
+    caplog.clear()
+    train.run(tiny(*words, "resume=true"))
+    assert "the data have changed: val has other files or labels than when the model was trained" in caplog.text
+    assert json.loads((tmp_path / "run" / "metrics.json").read_text())["updates"] == 9
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_named(command_here, tiny_overrides, tmp_path):
+    words = ("train", *tiny_overrides, "recipe.epochs=1")
+    assert command_here(tmp_path, *words).returncode == 0
+    (run,) = (tmp_path / "outputs" / "image").glob("*/")
+    (run / "metrics.json").unlink()
+    checkpoint = run / "checkpoints" / "last.ckpt"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:30_000])
+    anew = command_here(tmp_path, *words, "resume=true")
+    assert "last.ckpt cannot be read, and its run is passed over: it is damaged, or no checkpoint" in anew.stderr
+    for place in (("resume=true", f"output={run}"), (f"resume={checkpoint}",)):
+        refused = command_here(tmp_path, *words, *place)
+        assert refused.returncode == 2
+        assert "last.ckpt cannot be read: it is damaged, or no checkpoint; give another one by resume" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_run_that_early_stopping_ended_is_only_tested(tiny, tmp_path):
+    stopping = "+callbacks.stopping={_target_: EarlyStopping, monitor: val/loss, patience: 1, min_delta: 100}"
+    words = ("recipe.epochs=5", "recipe.ema=null", stopping)
+    train.run(tiny(*words))
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["epochs"] == 2
+    (tmp_path / "run" / "metrics.json").unlink()
+    train.run(tiny(*words, "resume=true"))
+    again = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    for key in ("epochs", "updates", "test/loss", "test/top1"):
+        assert again[key] == metrics[key], key
+
+
+@pytest.mark.slow
+def test_documents_that_an_epoch_leaves_out_are_told(command_here, tmp_path):
+    write_jsonl(tmp_path / "rows.jsonl", make_rows(90))
+    words = ("train", "task=document", "data=documents", "data.root=rows.jsonl", "data.validation=0.2", "data.test=0.2")
+    words += ("trainer=cpu", "model.d_model=16", "model.depth=1", "recipe.epochs=1", "callbacks.linear=null")
+    words += ("recipe.schedule.warmup_updates=0", "data.num_workers=0", "data.cache=cache")
+    told = {}
+    for packing in ("packed", "padded"):
+        done = command_here(tmp_path, *words, f"data.packing={packing}", "recipe.batch_size=6000", f"output={packing}")
+        assert done.returncode == 0, done.stderr
+        told[packing] = done.stderr
+    assert "of the 54 training documents, other ones in each epoch: a smaller recipe.batch_size" in told["packed"]
+    assert "training documents, other ones" not in told["padded"]
