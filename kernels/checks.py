@@ -79,9 +79,7 @@ def check_parts(op: str, state: Any, *parts: str, name: str = "initial_state") -
 def check_scale(op: str, scale: object) -> None:
     """Raise ValueError for a scale that is a tensor: operations have no gradient for it."""
     if isinstance(scale, Tensor):
-        raise ValueError(
-            f"{op}: scale is a tensor, and the operation has no gradient for it: multiply what it scales by it"
-        )
+        raise ValueError(f"{op}: scale is a tensor, and has no gradient here: multiply what it scales by the tensor")
 
 
 def check_chunk_size(op: str, chunk_size: int, *, power_of_two: bool = False) -> None:
