@@ -116,8 +116,10 @@ def test_a_damaged_checkpoint_is_named(command_here, tiny_overrides, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_early_stopping_ended_is_only_tested(tiny, tmp_path):
-    stopping = "+callbacks.stopping={_target_: EarlyStopping, monitor: val/loss, patience: 1, min_delta: 100}"
+@pytest.mark.parametrize("patience", [0, 1])
+def test_a_run_that_early_stopping_ended_is_only_tested(patience, tiny, tmp_path):
+    options = f"_target_: EarlyStopping, monitor: val/loss, patience: {patience}, min_delta: 100"
+    stopping = f"+callbacks.stopping={{{options}}}"
     words = ("recipe.epochs=5", "recipe.ema=null", stopping)
     train.run(tiny(*words))
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())

@@ -55,9 +55,8 @@ class StopTogether(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            # It had stopped the run, which was interrupted before the test.
-            if isinstance(callback, EarlyStopping) and callback.wait_count >= callback.patience:
-                trainer.should_stop = True
+            if isinstance(callback, EarlyStopping) and callback.wait_count >= max(1, callback.patience):
+                trainer.should_stop = True  # it had ended the run, which was interrupted before the test
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
