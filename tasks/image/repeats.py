@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 
+from longseq.tasks.image.decoding import open_regular
 from longseq.tasks.image.sources import Split, Splits
 
 _log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ def find_repeats(split: Split, train: Split) -> list[tuple[str, str]]:
     """The files of `split` that a training file equals, beside that one. Files that cannot be read equal none."""
     held, trained = _by_size(_paths(split)), _by_size(_paths(train))
     found = []
-    for size in held.keys() & trained.keys():
+    for size in (held.keys() & trained.keys()) - {0}:  # files without an image are told elsewhere
         known = {content: path for path in trained[size] if (content := _content(path, size)) is not None}
         found += [(path, known[content]) for path in held[size] if (content := _content(path, size)) in known]
     return sorted(found)
@@ -59,7 +60,7 @@ def _by_size(paths: Iterable[str]) -> dict[int, list[str]]:
 
 
 def _content(path: str, size: int) -> bytes | None:
-    with suppress(OSError), open(path, "rb") as file:
+    with suppress(OSError), open(path, "rb", opener=open_regular) as file:
         read = hashlib.blake2b(file.read(COMPARED))
         if size > COMPARED:
             file.seek(max(COMPARED, size - COMPARED))

@@ -548,7 +548,7 @@ def _stream_options(source: str) -> dict[str, Any]:
 def find_split(root: str, kind: str, name: str | None = None) -> str | None:
     """The folder or .tar of a split below `root`, by its `name` or one of the usual names of its kind, or None.
 
-    Usual names may have capitals: Train, VAL.
+    Usual names may have capitals, as Train, if there are class folders below: a class may be called so, too.
     """
     usual = name is None or name == kind
     present = sorted(os.listdir(root)) if os.path.isdir(root) else []
@@ -556,8 +556,9 @@ def find_split(root: str, kind: str, name: str | None = None) -> str | None:
         for wanted in (candidate, f"{candidate}.tar"):
             if (path := Path(root, wanted)).exists():
                 return str(path)
-            if usual and (other := next((one for one in present if one.lower() == wanted), None)) is not None:
-                return str(Path(root, other))
+            for other in (Path(root, one) for one in present if usual and one.lower() == wanted):
+                if other.is_file() or any(entry.is_dir() for entry in other.iterdir()):
+                    return str(other)
     return None
 
 

@@ -277,6 +277,11 @@ def test_names_of_splits_may_have_capitals(tmp_path):
     (root / "train").rename(root / "Train")
     (root / "val").rename(root / "Validation")
     assert open_folder(root, test_split="test").info.sizes == {"train": 12, "val": 12, "test": 11}
+    vehicles = tmp_path / "vehicles"
+    for name in ("Car", "Train"):
+        for index in range(4):
+            write(vehicles / name / f"{index}.png", Image.fromarray(GREY + index))
+    assert open_folder(vehicles, val_fraction=0.25).info.class_names == ["Car", "Train"]
 
 
 def test_classes_that_look_alike_are_told(tmp_path, caplog):
