@@ -37,7 +37,7 @@ from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.inputs import DocumentFiles
 from longseq.tasks.document.prepared import Bare, Labelled, prepare_documents, trained_tokenizer
 from longseq.tasks.document.sampler import DocumentSampler, EveryDocument, PackedSampler, PaddedSampler
-from longseq.tasks.document.splits import LonelyLabelError, divide, find_repeats
+from longseq.tasks.document.splits import LonelyLabelError, count_contradictions, divide, find_repeats
 from longseq.tasks.text.sources import READING, STREAM
 from longseq.tasks.text.store import SPLITS, Integers
 from longseq.tasks.text.tokenizer import (
@@ -220,6 +220,7 @@ class DocumentData(TaskData):
             found |= {name: found["train"] for name in fractions}
         found = {name: one for name, one in found.items() if name in self._wanted()}
         numbers = self._without_repeats(found, {name: numbers[name] for name in found})
+        _tell_contradictions(found, numbers)
         for name, chosen in numbers.items():
             if not len(chosen):
                 raise ValueError(f"the {name} split has no document: {_remedy(name)}")
@@ -501,6 +502,15 @@ class DocumentData(TaskData):
         for stage in self._splits:  # mistakes are told before a run begins
             if stage != "train":
                 self._every(stage)
+
+
+def _tell_contradictions(found: Mapping[str, Labelled], numbers: Mapping[str, Integers]) -> None:
+    """Warn of documents of a split with the same text and other labels: a model cannot be right about all of them."""
+    for name, one in found.items():
+        own = numbers[name]
+        count = count_contradictions(np.asarray(one.corpus.hashes)[own], np.asarray(one.corpus.labels)[own])
+        if count:
+            _warn(f"{count} {name} documents have a text that others have with other labels: correct or remove them")
 
 
 def _found_here(changes: Mapping[str, Any], root: str | None) -> dict[str, Any]:

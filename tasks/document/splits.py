@@ -77,6 +77,14 @@ def find_repeats(hashes: Mapping[str, Hashes]) -> Repeats:
     )
 
 
+def count_contradictions(hashes: Hashes, labels: Integers) -> int:
+    """The number of documents whose text another one has with other labels; `labels [N]` are numbers of label sets."""
+    _, group = np.unique(_joined(hashes), return_inverse=True)
+    pairs = np.unique(np.stack([group, labels]), axis=1)
+    ambiguous = np.flatnonzero(np.bincount(pairs[0]) > 1)
+    return int(np.isin(group, ambiguous).sum())
+
+
 def _joined(hashes: Hashes) -> npt.NDArray[np.void]:
     """`[N]`, both numbers of a hash as one value."""
     return np.ascontiguousarray(hashes).view([("a", "<u8"), ("b", "<u8")]).reshape(-1)

@@ -251,6 +251,26 @@ def test_split_files_class_weights_and_documents_in_two_splits(tmp_path: Path, c
     assert contents(again, "val") == contents(dropped, "val")
 
 
+def test_texts_with_labels_that_contradict_each_other_are_told(tmp_path: Path, caplog: Any) -> None:
+    rows = make_rows()
+    labels = sorted({row["label"] for row in rows})
+    write_jsonl(tmp_path / "train.jsonl", rows)
+    write_jsonl(tmp_path / "test.jsonl", make_rows(12, seed=1))
+    keys = {"root": str(tmp_path), "train": "train.jsonl", "test": "test.jsonl"}
+    open_data(tmp_path, **keys)
+    assert "other labels" not in caplog.text
+    others = [labels[labels.index(row["label"]) - 1] for row in rows[:2]]
+    turned = [{**row, "label": label} for row, label in zip(rows, others, strict=False)]
+    write_jsonl(tmp_path / "train.jsonl", [*rows, *turned, rows[5]])
+    data = open_data(tmp_path, **keys)
+    told = [record.message for record in caplog.records if "other labels" in record.message]
+    counts = {message.split()[1]: int(message.split()[0]) for message in told}
+    assert sum(counts.values()) == 4, told
+    assert counts.keys() <= {"train", "validation"}
+    assert "documents have a text that others have with other labels: correct or remove them" in told[0]
+    assert data.info.sizes["test"] == 12
+
+
 def test_equal_documents_go_to_one_split(tmp_path: Path) -> None:
     rows = make_rows(30)
     data = open_data(tmp_path, root=str(write_jsonl(tmp_path / "a.jsonl", rows * 3)))
