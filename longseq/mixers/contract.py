@@ -139,6 +139,15 @@ def _floating(state: Any) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for name, tensor in state_tensors(state) if tensor.is_floating_point()]
 
 
+def _read_in_parts(mixer: Mixer[Any], x: Tensor, split: list[int]) -> tuple[Tensor, Any]:
+    """The outputs and the last state of parts of a sequence, each read with the state of the one before."""
+    state, parts = None, []
+    for part in x.split(split, dim=1):
+        y, state = mixer(part, state)
+        parts.append(y)
+    return torch.cat(parts, dim=1), state
+
+
 @_law
 def outputs_and_states_have_their_form(mixer: Mixer[Any]) -> None:
     """Outputs are like the inputs; a state keeps its type, its tensors' types and, unless it may grow, their shapes."""
@@ -197,11 +206,8 @@ def any_split_is_the_whole(mixer: Mixer[Any]) -> None:
     x = draw(mixer, 2)
     expected, expected_state = mixer(x)
     for split in ([1, 36], [16, 21], [3, 30, 4], [36, 1]):
-        state, parts = None, []
-        for part in x.split(split, dim=1):
-            y, state = mixer(part, state)
-            parts.append(y)
-        assert_same(torch.cat(parts, dim=1), expected, f"in parts of {split} tokens")
+        y, state = _read_in_parts(mixer, x, split)
+        assert_same(y, expected, f"in parts of {split} tokens")
         assert_same_state(state, expected_state, f"in parts of {split} tokens")
 
 
@@ -225,14 +231,10 @@ def a_long_sequence_is_its_parts(mixer: Mixer[Any]) -> None:
     weights = draw(mixer, 2, LONG).sin()
     results = []
     for split in ([LONG], [131, LONG - 131]):
-        state, parts = None, []
-        for part in leaves[0].split(split, dim=1):
-            y, state = mixer(part, state)
-            parts.append(y)
-        whole = torch.cat(parts, dim=1)
-        loss = (weights * whole).sum() + sum(tensor.square().sum() for _, tensor in _floating(state))
+        y, state = _read_in_parts(mixer, leaves[0], split)
+        loss = (weights * y).sum() + sum(tensor.square().sum() for _, tensor in _floating(state))
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-        results.append((whole, state, gradients))
+        results.append((y, state, gradients))
     (expected, expected_state, expected_gradients), (y, state, gradients) = results
     assert_same(y, expected)
     assert_same_state(state, expected_state)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 
 from longseq.tasks.image.decoding import open_regular
 from longseq.tasks.image.sources import Split, Splits
@@ -25,8 +26,9 @@ def warn_of_repeats(splits: Splits) -> None:
     every = (splits.train, *held.values())
     if sum(map(len, every)) > MOST_FILES or not all(getattr(one.source, "has_files", False) for one in every):
         return
+    trained, read = _by_size(splits.train), cache(_content)
     for name, split in held.items():
-        if repeats := find_repeats(split, splits.train):
+        if repeats := _find_repeats(split, trained, read):
             _log.warning(
                 "%d of the %d %s images have the bytes of a training image, such as %s and %s: figures of images that "
                 "were trained on flatter; leave them out of one of the two",
@@ -37,23 +39,24 @@ def warn_of_repeats(splits: Splits) -> None:
             )
 
 
-def find_repeats(split: Split, train: Split) -> list[tuple[str, str]]:
-    """The files of `split` that a training file equals, beside that one. Files that cannot be read equal none."""
-    held, trained = _by_size(_paths(split)), _by_size(_paths(train))
-    found = []
+def _find_repeats(
+    split: Split, trained: Mapping[int, list[str]], read: Callable[[str, int], bytes | None]
+) -> list[tuple[str, str]]:
+    """The files of `split` that a training file equals, beside that one. Files that cannot be read equal none.
+
+    `trained` are the training files by size; `read` gives the content of a file, by its path and size.
+    """
+    held, found = _by_size(split), []
     for size in (held.keys() & trained.keys()) - {0}:  # files without an image are told elsewhere
-        known = {content: path for path in trained[size] if (content := _content(path, size)) is not None}
-        found += [(path, known[content]) for path in held[size] if (content := _content(path, size)) in known]
+        known = {content: path for path in trained[size] if (content := read(path, size)) is not None}
+        found += [(path, known[content]) for path in held[size] if (content := read(path, size)) in known]
     return sorted(found)
 
 
-def _paths(split: Split) -> Iterable[str]:
-    return (split.source.path(int(index)) for index in split.indices)
-
-
-def _by_size(paths: Iterable[str]) -> dict[int, list[str]]:
+def _by_size(split: Split) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
-    for path in paths:
+    for index in split.indices:
+        path = split.source.path(int(index))
         with suppress(OSError):
             found.setdefault(os.stat(path).st_size, []).append(path)
     return found

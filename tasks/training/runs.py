@@ -127,9 +127,10 @@ def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
         raise ValueError(
             f"resume={resume}: there is no such checkpoint; give a .ckpt file, or resume=true for the newest"
         )
-    if _is_damaged(path):
+    content = _read(path)
+    if not content:
         raise ValueError(f"{path} cannot be read: it is damaged, or no checkpoint; give another one by resume=FILE")
-    saved = _saved_config(path)
+    saved = _config_of(content)
     if saved is None:
         raise ValueError(
             f"{path} is not a checkpoint of `longseq train`; give one below outputs/, continue a program's own run by "
@@ -230,11 +231,14 @@ def _runs(parent: Path) -> list[tuple[Path, dict[str, Any]]]:
     found = []
     for path in parent.glob(f"*/{CONFIG_FILE}"):
         checkpoint = _newest_checkpoint(path.parent)
-        # Not config.yaml: it holds the values that the model chose where the command left them open.
-        saved = None if checkpoint is None else _saved_config(checkpoint)
-        if checkpoint is not None and _is_damaged(checkpoint):
+        if checkpoint is None:
+            continue
+        content = _read(checkpoint)
+        if not content:
             _log.warning("%s cannot be read, and its run is passed over: it is damaged, or no checkpoint", checkpoint)
-        if checkpoint is not None and isinstance(saved, Mapping) and "output" in saved:
+        # Not config.yaml: it holds the values that the model chose where the command left them open.
+        saved = _config_of(content)
+        if isinstance(saved, Mapping) and "output" in saved:
             found.append((checkpoint.stat().st_mtime, path.parent, saved))
     return [(folder, dict(saved)) for _, folder, saved in sorted(found, key=lambda run: run[0], reverse=True)]
 
@@ -275,7 +279,11 @@ def updates_of(checkpoint: Path) -> int:
 
 
 def _saved_config(checkpoint: Path) -> dict[str, Any] | None:
-    return _read(checkpoint).get("hyper_parameters", {}).get("config")
+    return _config_of(_read(checkpoint))
+
+
+def _config_of(content: Mapping[str, Any]) -> dict[str, Any] | None:
+    return content.get("hyper_parameters", {}).get("config")
 
 
 def check_data(checkpoint: Path, info: Info) -> None:
@@ -327,10 +335,6 @@ def _read(checkpoint: Path) -> dict[str, Any]:
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _is_damaged(checkpoint: Path) -> bool:
-    return checkpoint.is_file() and not _read(checkpoint)
 
 
 def _checkpoint_run(checkpoint: Path) -> Path | None:
