@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from longseq.tasks.data.batch import Batch, Failure
-from longseq.tasks.data.parcel import pack, unpack
+from longseq.tasks.data.parcel import Packer, unpack
 from longseq.tasks.data.sampler import EvaluationSampler, UpdateSampler
 from longseq.tasks.training.processes import prepare_data_worker
 
@@ -29,7 +29,8 @@ class BatchLoader(DataLoader[Batch]):
     long as the loader. `finish` maps the iterator of the workers' batches to that of finished ones, as `Prefetch` does.
 
     Workers send a batch as one tensor (see `longseq.tasks.data.parcel`) where it moves on to a device, which is where
-    there is a `finish` or memory is pinned. Its tensors are then views: one that is kept keeps the memory of all.
+    there is a `finish` or memory is pinned. Its tensors are then views: one that is kept keeps the memory of all, which
+    the worker otherwise fills again.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class BatchLoader(DataLoader[Batch]):
             num_workers=num_workers,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
-            collate_fn=pack if self._packed else _as_it_is,
+            collate_fn=Packer() if self._packed else _as_it_is,
             worker_init_fn=prepare_data_worker if num_workers else None,
             generator=torch.Generator(),  # else the loader draws its workers' seed from the global generator
         )

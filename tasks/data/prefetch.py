@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import nullcontext
@@ -30,6 +31,37 @@ def separate_queues() -> None:
         os.environ.setdefault(_QUEUES, "32")
 
 
+class _ShortTurns:
+    """While it is entered, a thread that waits for Python's lock gets it after half a millisecond.
+
+    By default it is five. A step of many small kernels takes as long, and a thread that decodes images asks for the
+    lock many times a batch. The interval is the process's: it comes back when nobody is left inside.
+    """
+
+    _SECONDS = 0.0005
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._before, self._SECONDS))
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                sys.setswitchinterval(self._before)
+
+
+_short_turns = _ShortTurns()
+
+
 class _Ready(NamedTuple):
     item: Any
     event: torch.cuda.Event | None
@@ -43,9 +75,10 @@ class Prefetch(Generic[Given, Made]):
     """Maps an iterator to the one that `work` makes of it, which a thread runs through ahead of the consumer.
 
     At most `ahead` items are ready or in the making before they are asked for. On a CUDA device the thread has a stream
-    of its own, which the consumer's stream waits for. `tensors` returns every tensor of an item that may lie on the
-    device. An error in the thread, or in the iterator, is raised where the item is asked for. A consumer that stops
-    early ends the thread, and the thread closes the iterator if it is a generator, as that of another `Prefetch` is.
+    of its own, which the consumer's stream waits for, and Python's threads take short turns. `tensors` returns every
+    tensor of an item that may lie on the device. An error in the thread, or in the iterator, is raised where the item
+    is asked for. A consumer that stops early ends the thread, and the thread closes the iterator if it is a generator,
+    as that of another `Prefetch` is.
     """
 
     def __init__(
@@ -64,17 +97,18 @@ class Prefetch(Generic[Given, Made]):
         places, stopped = threading.Semaphore(self.ahead - 1), threading.Event()
         options: Any = {"args": (items, ready, places, stopped), "name": THREAD, "daemon": True}
         thread = threading.Thread(target=self._produce, **options)
-        thread.start()
-        try:
-            while not isinstance(one := ready.get(), _End):
+        with _short_turns if self.device.type == "cuda" else nullcontext():
+            thread.start()
+            try:
+                while not isinstance(one := ready.get(), _End):
+                    places.release()
+                    yield self._receive(one)
+                if one.error is not None:
+                    raise one.error
+            finally:
+                stopped.set()
                 places.release()
-                yield self._receive(one)
-            if one.error is not None:
-                raise one.error
-        finally:
-            stopped.set()
-            places.release()
-            thread.join()
+                thread.join()
 
     @cached_property
     def _stream(self) -> torch.cuda.Stream | None:

@@ -363,7 +363,7 @@ class ImageDataModule(TaskData):
             draws = self._training_draws()
             batches = EncodedTrainingBatches(split, draws, self.seed)
             finish = DeviceTransform(split, self.info, device, seed=self.seed, fill=draws.fill, exact=False)
-            options |= _finishing(finish, options["num_workers"])
+            options |= _finishing(finish, options)
         return TrainingLoader(batches, sampler, **options, **follow(self.trainer))
 
     def val_dataloader(self) -> BatchLoader:
@@ -411,7 +411,7 @@ class ImageDataModule(TaskData):
         if (device := self._decoding_device(split)) is None:
             return BatchLoader(EvaluationBatches(split, transform, self.info), sampler, **options)
         batches = EncodedEvaluationBatches(split, EvaluationDraws(self.info), self.info)
-        options |= _finishing(DeviceTransform(split, self.info, device), options["num_workers"])
+        options |= _finishing(DeviceTransform(split, self.info, device), options)
         return BatchLoader(batches, sampler, **options)
 
     def _training_draws(self) -> TrainingDraws:
@@ -525,10 +525,12 @@ def _adopt_classes(found: DataInfo, trained: DataInfo, *, mapped: bool) -> DataI
     )
 
 
-def _finishing(transform: DeviceTransform, workers: int) -> dict[str, Any]:
-    """The options of a loader whose batches a device finishes."""
+def _finishing(transform: DeviceTransform, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a loader whose batches a device finishes, in place of those of one whose workers do."""
+    if options["num_workers"]:
+        return {"finish": _finish_in_threads(transform)}
     # Without workers, the loader's own code draws from the global generators: it must stay in the training thread.
-    return {"pin_memory": False, "finish": _finish_in_threads(transform) if workers else partial(_finish, transform)}
+    return {"finish": partial(_finish, transform), "pin_memory": False}
 
 
 def _finish_in_threads(transform: DeviceTransform) -> Callable[[Iterator[Batch]], Iterator[Batch]]:

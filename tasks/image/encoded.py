@@ -373,9 +373,14 @@ def decode_on_gpu(data: Sequence[Tensor], device: torch.device) -> list[Any]:
     """Decode JPEG files uint8 [N] by nvJPEG to images uint8 [3, H, W]; None for a file that nvJPEG refuses."""
     # nvJPEG works on a stream of its own, which does not wait until this stream has read the memory that it gets. The
     # allocator itself waits for the other streams that an image was recorded for, before it gives the memory again.
-    torch.cuda.current_stream(device).synchronize()
+    stream = torch.cuda.current_stream(device)
+    stream.synchronize()
     try:
-        return list(decode_jpeg(list(data), mode=ImageReadMode.RGB, device=device))
+        images = list(decode_jpeg(list(data), mode=ImageReadMode.RGB, device=device))
+        # This stream waits for nvJPEG's. Once it is through, nothing reads the files any more: whoever owns their
+        # memory may fill it again. Of pinned memory, a copy to the device goes on after the call that began it.
+        stream.synchronize()
+        return images
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
 from functools import partial
@@ -11,7 +12,7 @@ import pytest
 import torch
 from cases import cases
 
-from longseq.tasks.data.prefetch import THREAD, Prefetch
+from longseq.tasks.data.prefetch import THREAD, Prefetch, _short_turns
 
 
 def count_threads():
@@ -127,6 +128,15 @@ def test_the_work_needs_no_gradients():
     weights = torch.ones(2, requires_grad=True)
     (found,) = prefetch(double)(iter([weights]))
     assert not found.requires_grad
+
+
+def test_short_turns_last_until_the_last_one_leaves():
+    before = sys.getswitchinterval()
+    with _short_turns:
+        with _short_turns:
+            assert sys.getswitchinterval() == pytest.approx(0.0005)
+        assert sys.getswitchinterval() == pytest.approx(0.0005)
+    assert sys.getswitchinterval() == before
 
 
 @pytest.mark.gpu

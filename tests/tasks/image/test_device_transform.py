@@ -367,3 +367,28 @@ def test_nvjpeg_and_pillow_differ_by_a_few_levels(folder):
             difference = (ones.int() - others.cpu().int()).abs().float()
             assert difference.mean() < 3
     assert both[0].unreadable == both[1].unreadable
+
+
+@pytest.mark.gpu
+@cases("num_workers", [1, 3])
+def test_files_in_pinned_memory_give_the_same_images(folder, num_workers):
+    def epochs(pin_memory):
+        loader = open_data(
+            folder, "gpu", augment=REPEATED, num_workers=num_workers, pin_memory=pin_memory
+        ).train_dataloader()
+        for epoch in range(3):
+            loader.sampler.set_epoch(epoch)
+            yield from loader
+
+    for (ones, targets), (others, other_targets) in zip(epochs(False), epochs(True), strict=True):
+        assert torch.equal(ones, others)
+        assert torch.equal(targets, other_targets)
+
+
+@cases(("num_workers", "pinned"), [(0, False), (2, True)])
+def test_files_that_a_device_decodes_are_pinned_if_workers_send_them(monkeypatch, folder, on_host, num_workers, pinned):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for pin_memory in (True, False):
+        module = open_data(folder, "gpu", num_workers=num_workers, pin_memory=pin_memory)
+        for loader in (module.train_dataloader(), module.val_dataloader()):
+            assert loader.pin_memory is (pin_memory and pinned)
