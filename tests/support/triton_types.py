@@ -130,13 +130,14 @@ def _let_alike_types_meet(core: Any, semantic: Any) -> None:
 def _meet_shapes_once(core: Any, semantic: Any) -> None:
     """Of two shapes of as many dimensions, the shape in which they meet; shapes are shared, and have an identity."""
     broadcast = semantic.broadcast_impl_value
+    make = "make_tensor" if hasattr(semantic, "make_tensor") else "tensor"  # up to Triton 3.8, the class of values
     meeting: dict[tuple[int, int], Any] = {}
 
     def widen(self: Any, value: Any, shape: Any) -> Any:
         if value.type.shape is shape:
             return value
         wide = core.block_type(value.dtype, shape)
-        return self.make_tensor(self.builder.create_broadcast(value.handle, shape.values), wide)
+        return getattr(self, make)(self.builder.create_broadcast(value.handle, shape.values), wide)
 
     def broadcast_once(self: Any, lhs: Any, rhs: Any) -> Any:
         if not (lhs.type.is_block() and rhs.type.is_block()):
