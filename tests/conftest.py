@@ -6,6 +6,7 @@ import atexit
 import functools
 import gc
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -49,7 +50,8 @@ def prepare() -> None:
 
 def has_workers() -> bool:
     """True if this process seems to hand out the tests to others, who begin when it has read this file."""
-    return "PYTEST_XDIST_WORKER" not in os.environ and any(word[:2] == "-n" for word in sys.argv)
+    numbers = re.findall(r" -n[ =]?(\w+)", " ".join(sys.argv))
+    return "PYTEST_XDIST_WORKER" not in os.environ and bool(numbers) and numbers[-1] != "0"
 
 
 if not has_workers():
