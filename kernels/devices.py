@@ -3,6 +3,7 @@
 import importlib.util
 import os
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ def longseq_shared_memory(device_type: str, index: int | None) -> int:
     if device_type != "cuda" or not torch.cuda.is_available():
         return SHARED_MEMORY
     index = torch.cuda.current_device() if index is None else index
-    return torch.cuda.get_device_properties(index).shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(index)  # torch 2.14 and before do not declare this one
+    return int(properties.shared_memory_per_block_optin)
 
 
 # torch.compile calls the function while it traces (see `longseq_self_test_verdict`).

@@ -10,6 +10,7 @@ import pkgutil
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import triton_types
 
 
@@ -30,6 +31,7 @@ def import_triton() -> None:
     _trust_arrays(interpreter)
     _look_up_types_once(interpreter, language)
     _build_types_once(interpreter, language)
+    _make_bfloat16_constants(interpreter, language)
     triton_types.build_types_once()
 
 
@@ -127,3 +129,16 @@ def _build_types_once(interpreter: Any, language: Any) -> None:
         return self.built
 
     language.core.block_type.to_ir = build_once
+
+
+def _make_bfloat16_constants(interpreter: Any, language: Any) -> None:
+    """Numbers that meet values in bfloat16, rounded as casts are: the emulation of Triton 3.8 and before has none."""
+    builder = interpreter.InterpreterBuilder
+    if hasattr(builder, "get_bf16"):
+        return
+
+    def make(self: Any, value: float) -> Any:
+        handle = interpreter.TensorHandle(np.array([value], dtype=np.float32), language.float32)
+        return self.create_fp_trunc(handle, language.bfloat16)
+
+    builder.get_bf16 = make
