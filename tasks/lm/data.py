@@ -10,7 +10,7 @@ import torch
 
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
-from longseq.tasks.data.place import find_place, follow
+from longseq.tasks.data.place import Place, find_place, follow
 from longseq.tasks.data.sampler import UpdateSampler
 from longseq.tasks.text.corpora import open_corpora
 from longseq.tasks.text.info import TextInfo
@@ -58,6 +58,7 @@ class LanguageModelData(TaskData):
         self._stores: list[TokenStore] = []
         self._windows: dict[str, list[Windows]] = {}
         self._info: TextInfo | None = None
+        self._told: set[str] = set()  # the stages of which a warning has told that they have few windows
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> LanguageModelData:
@@ -191,6 +192,21 @@ class LanguageModelData(TaskData):
             return Documents(corpus, self.keys.window)
         return Concatenated(corpus, self.keys.window, whole=whole)
 
+    def _count_streams(self, stage: str, count: int, place: Place) -> int:
+        """The streams that a process reads of a split of `count` windows: no more than it has windows."""
+        asked = self.eval_batch_size * place.world_size
+        if asked > count and place.rank == 0 and stage not in self._told:
+            self._told.add(stage)
+            _log.warning(
+                "the %s split has %d windows, fewer than the %d streams of %s: each window is a stream of its own and "
+                "continues no other; data.eval_batch_size=1 carries the state through all of them",
+                STAGES[stage],
+                count,
+                asked,
+                "a training batch" if self.keys.eval_batch_size is None else f"data.eval_batch_size={self.eval_batch_size}",
+            )
+        return min(self.eval_batch_size, -(-count // place.world_size))
+
     def _batches(self, stage: str, rows: int) -> WindowBatches:
         cut = self._windows[stage]
         assemble = Assembler(
@@ -205,17 +221,18 @@ class LanguageModelData(TaskData):
         return WindowBatches(cut, assemble)
 
     def _evaluation_loader(self, stage: str) -> BatchLoader:
-        rank, world_size, _ = find_place(self.trainer)
+        found = find_place(self.trainer)
         counts = [windows.count for windows in self._windows[stage]]
-        place = {"rank": rank, "world_size": world_size}
-        streams = self.keys.packing == "streams"
-        every = (
-            EveryStream(counts[0], self.eval_batch_size, **place)
-            if streams
-            else EveryWindow(counts, self.eval_batch_size, **place)
-        )
+        place = {"rank": found.rank, "world_size": found.world_size}
+        rows = self.eval_batch_size
+        every: EveryStream | EveryWindow
+        if self.keys.packing == "streams":
+            rows = self._count_streams(stage, counts[0], found)
+            every = EveryStream(counts[0], rows, **place)
+        else:
+            every = EveryWindow(counts, rows, **place)
         return BatchLoader(
-            self._batches(stage, self.eval_batch_size),  # type: ignore[arg-type]
+            self._batches(stage, rows),  # type: ignore[arg-type]
             every,  # type: ignore[arg-type]
             num_workers=self.keys.num_workers,
             pin_memory=self.keys.pin_memory and torch.cuda.is_available(),

@@ -61,6 +61,22 @@ def test_every_byte_of_a_split_is_measured_once(tokens: Path, packing: str) -> N
         assert len({(inputs.tokens.shape, targets.shape) for inputs, targets in batches}) == 1
 
 
+def test_more_streams_than_windows_are_told(tokens: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each window is measured once, in a row of its own, and no row is empty."""
+    data = make(source="tokens", root=str(tokens), packing="streams", eval_batch_size=200)
+    count = data.info.sizes["val"]
+    (batch,), _ = list(data.val_dataloader()), data.val_dataloader()
+    assert batch[1].numel() == 16 * count < 16 * 200
+    assert batch[0].units == len(data._stores[0].splits["validation"].tokens)
+    assert caplog.messages == [
+        f"the validation split has {count} windows, fewer than the 200 streams of data.eval_batch_size=200: each window "
+        "is a stream of its own and continues no other; data.eval_batch_size=1 carries the state through all of them"
+    ]
+    make(source="tokens", root=str(tokens), packing="streams", eval_batch_size=count).val_dataloader()
+    make(source="tokens", root=str(tokens), eval_batch_size=200).val_dataloader()
+    assert len(caplog.messages) == 1
+
+
 def test_corpora_of_other_fractions_are_told(jsonl: Path, tokens: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What one holds back from training, the other may train on."""
     parts = find_parts([str(jsonl)], TEXT)
