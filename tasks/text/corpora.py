@@ -14,7 +14,7 @@ from longseq.tasks.text.keys import TextDataKeys
 from longseq.tasks.text.prepare import plan_of, prepare
 from longseq.tasks.text.python_sources import installed_files, standard_library_files
 from longseq.tasks.text.sources import STREAM, TEXT, Columns, Part, find_parts, group_files, read_part
-from longseq.tasks.text.store import MANIFEST, TokenStore, open_store
+from longseq.tasks.text.store import MANIFEST, SPLITS, TokenStore, open_store
 from longseq.tasks.text.tokenizer import ByteTokenizer
 
 _log = logging.getLogger(__name__)
@@ -37,12 +37,22 @@ def open_corpora(keys: TextDataKeys) -> list[TokenStore]:
     assert keys.root is not None
     roots = [keys.root] if isinstance(keys.root, str) else keys.root
     if keys.source == "tokens":
-        return [open_store(root, check=keys.check) for root in roots]
+        return [_open_tokens(root, check=keys.check) for root in roots]
     columns = Columns(keys.column or TEXT.text, keys.prompt_column)
     return [
         _prepared(Path(root).resolve().stem, find_parts([_absolute(root)], columns), columns, fractions, keys)
         for root in roots
     ]
+
+
+def _open_tokens(root: str, *, check: bool) -> TokenStore:
+    store = open_store(root, check=check)
+    if lacking := [split for split in SPLITS if split not in store.splits]:
+        raise ValueError(
+            f"data.root={root} has no split {lacking[0]}, but {', '.join(store.splits)}: it was not prepared for "
+            "task=lm; give a folder that `longseq prepare task=lm` has written"
+        )
+    return store
 
 
 def _absolute(root: str) -> str:

@@ -91,6 +91,16 @@ def test_corpora_of_other_fractions_are_told(jsonl: Path, tokens: Path, caplog: 
     ]
 
 
+def test_tokens_of_another_task_are_refused(tokens: Path) -> None:
+    manifest = json.loads((tokens / "manifest.json").read_text())
+    manifest["splits"] = {"documents": manifest["splits"]["train"]}
+    (tokens / "manifest.json").write_text(json.dumps(manifest))
+    for ending in ("tokens", "offsets", "bytes"):
+        (tokens / f"train.{ending}").rename(tokens / f"documents.{ending}")
+    with pytest.raises(ValueError, match="has no split train, but documents: it was not prepared for task=lm"):
+        make(source="tokens", root=str(tokens))
+
+
 @pytest.mark.parametrize("packing", ["concatenated", "documents", "streams"])
 def test_training_resumes_exactly(tokens: Path, packing: str) -> None:
     def loader() -> Any:

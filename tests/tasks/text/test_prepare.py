@@ -438,6 +438,28 @@ def test_a_changed_store_is_refused(tmp_path: Path) -> None:
     (root / "manifest.json").write_text("{")
     with pytest.raises(ValueError, match="is no manifest of prepared tokens"):
         open_store(root)
+    del manifest["vocab_size"]
+    (root / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"manifest.json lacks vocab_size: prepare the tokens again"):
+        open_store(root)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "train:270"])
+def test_a_manifest_of_another_vocabulary_is_refused(tmp_path: Path, tokenizer: str) -> None:
+    """A model of fewer tokens would fail in the middle of a run, another separator would join all documents."""
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    root = tmp_path / "out"
+    store = run(tmp_path / "a.jsonl", root, tokenizer=tokenizer)
+    manifest = json.loads((root / "manifest.json").read_text())
+    for name, value in (("vocab_size", 256), ("vocab_size", 50304), ("separator", 1)):
+        own = manifest[name]
+        (root / "manifest.json").write_text(json.dumps({**manifest, name: value}))
+        told = f"manifest.json tells {name}={value}, and its tokenizer has {name}={own}: prepare the tokens again"
+        with pytest.raises(ValueError, match=told):
+            open_store(root)
+    (root / "manifest.json").write_text(json.dumps({**manifest, "tokenizer": {"kind": "bare"}, "vocab_size": 999}))
+    assert open_store(root).vocab_size == 999
+    assert (store.vocab_size, store.separator) == (manifest["vocab_size"], manifest["separator"])
 
 
 def test_a_saved_set_of_splits_asks_which(tmp_path: Path) -> None:
