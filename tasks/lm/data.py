@@ -203,7 +203,9 @@ class LanguageModelData(TaskData):
                 STAGES[stage],
                 count,
                 asked,
-                "a training batch" if self.keys.eval_batch_size is None else f"data.eval_batch_size={self.eval_batch_size}",
+                "a training batch"
+                if self.keys.eval_batch_size is None
+                else f"data.eval_batch_size={self.eval_batch_size}",
             )
         return min(self.eval_batch_size, -(-count // place.world_size))
 

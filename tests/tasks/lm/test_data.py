@@ -65,9 +65,11 @@ def test_more_streams_than_windows_are_told(tokens: Path, caplog: pytest.LogCapt
     """Each window is measured once, in a row of its own, and no row is empty."""
     data = make(source="tokens", root=str(tokens), packing="streams", eval_batch_size=200)
     count = data.info.sizes["val"]
-    (batch,), _ = list(data.val_dataloader()), data.val_dataloader()
-    assert batch[1].numel() == 16 * count < 16 * 200
-    assert batch[0].units == len(data._stores[0].splits["validation"].tokens)
+    (batch,) = data.val_dataloader()
+    inputs, targets = batch
+    assert targets.numel() == 16 * count < 16 * 200
+    assert inputs.units == len(data._stores[0].splits["validation"].tokens)
+    data.val_dataloader()
     assert caplog.messages == [
         f"the validation split has {count} windows, fewer than the 200 streams of data.eval_batch_size=200: each window "
         "is a stream of its own and continues no other; data.eval_batch_size=1 carries the state through all of them"
