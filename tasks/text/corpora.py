@@ -11,7 +11,7 @@ from pathlib import Path
 
 from longseq.tasks.text.documents import Document, Fractions, encode, store_of
 from longseq.tasks.text.keys import TextDataKeys
-from longseq.tasks.text.prepare import plan_of, prepare
+from longseq.tasks.text.prepare import count_left_out, plan_of, prepare
 from longseq.tasks.text.python_sources import installed_files, standard_library_files
 from longseq.tasks.text.sources import STREAM, TEXT, Columns, Part, find_parts, group_files, read_part
 from longseq.tasks.text.store import MANIFEST, SPLITS, TokenStore, open_store
@@ -68,7 +68,9 @@ def cache_folder() -> Path:
 def _standard_library(fractions: Fractions) -> TokenStore:
     """The bytes of the standard library's modules, in memory."""
     tokenizer, parts = ByteTokenizer(), group_files(standard_library_files(), format="python")
-    documents = (one for part in parts for one in read_part(part, TEXT) if isinstance(one, Document) and one.text)
+    documents = (
+        one for part in parts for one in read_part(part, TEXT) if isinstance(one, Document) and not one.is_empty
+    )
     return store_of("standard_library", encode(documents, tokenizer, fractions), tokenizer, fractions)
 
 
@@ -98,6 +100,8 @@ def _prepared(
                 separator=keys.separator,
                 fractions=fractions,
             )
+            if left := count_left_out(manifest, ("duplicates", "empty")):
+                _log.warning("of %s are left out: %s", name, left)
             if count := manifest["counts"]["malformed"]:
                 _log.warning(
                     "%d lines or files of %s could not be read and are left out, such as %s",

@@ -27,7 +27,7 @@ from longseq.tasks.text.documents import Document, LineCounter, Place
 PART_SIZE = 1 << 25
 
 # Changes where a reader gives other documents for the same file, so that older caches are not taken.
-READING = 2
+READING = 3
 
 # Before the name of a set on the Hugging Face hub: hfids/OWNER/NAME, hfids/OWNER/NAME:CONFIGURATION@SPLIT.
 STREAM = "hfids/"

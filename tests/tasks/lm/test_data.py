@@ -150,6 +150,18 @@ def test_text_is_prepared_once(jsonl: Path, tokens: Path, tmp_path: Path, monkey
     assert sizes == [270, 300]
 
 
+def test_what_is_left_out_of_a_text_is_told(jsonl: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with jsonl.open("a") as file:
+        for text in (TEXTS[0], "", " \n\t "):
+            file.write(json.dumps({"text": text}) + "\n")
+    options = {"source": "files", "root": str(jsonl), "cache": str(tmp_path / "cache"), "test": 0.1}
+    data = make(**options)
+    assert caplog.messages == ["of text are left out: 1 duplicates, 2 empty documents"]
+    assert sum(corpus.documents for corpus in data._stores[0].splits.values()) == len(TEXTS)
+    make(**options)  # from the cache
+    assert len(caplog.messages) == 1
+
+
 @pytest.mark.slow
 def test_processes_that_start_together_prepare_a_text_once(
     jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

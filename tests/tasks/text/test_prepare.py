@@ -108,14 +108,14 @@ def split_texts(texts: list[str]) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_each_format_gives_the_same_documents(tmp_path: Path, name: str) -> None:
-    texts = [*TEXTS, TEXTS[3], "", TEXTS[0]]
+    texts = [*TEXTS, TEXTS[3], "", TEXTS[0], " \n ", "\u3000"]
     WRITERS[name](tmp_path / name, texts)
     store = run(tmp_path / name, tmp_path / "out")
     expected = split_texts(TEXTS)
     assert documents(store) == expected
     assert all(expected.values())
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert manifest["counts"] == {"documents": 60, "duplicates": 2, "empty": 1, "malformed": 0}
+    assert manifest["counts"] == {"documents": 60, "duplicates": 2, "empty": 3, "malformed": 0}
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
         ["manifest.json", *(f"{split}.{ending}" for split in SPLITS for ending in ("tokens", "offsets", "bytes"))]
     )
