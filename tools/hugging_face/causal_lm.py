@@ -86,8 +86,8 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
             input_ids: `[B, T]`.
             attention_mask: `[B, T]`, or longer with the tokens of the cache in front; 0 at padding.
             past_key_values: the cache of the tokens before.
-            labels: `[B, T]`, the tokens themselves, -100 where nothing is predicted; shifted here. The first token behind
-                padding is not predicted, either.
+            labels: `[B, T]`, the tokens themselves, -100 where nothing is predicted; shifted here. The first token
+                behind padding is not predicted, either.
             use_cache: return the cache; by default the configuration's `use_cache`, and not in training.
             logits_to_keep: score the last n tokens alone, 0 for all; or the indices of the tokens.
             kwargs: `position_ids [1, T]` that begin anew at 0 separate packed sequences, as do the borders

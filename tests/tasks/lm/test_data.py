@@ -72,7 +72,8 @@ def test_more_streams_than_windows_are_told(tokens: Path, caplog: pytest.LogCapt
     data.val_dataloader()
     assert caplog.messages == [
         f"the validation split has {count} windows, fewer than the 200 streams of data.eval_batch_size=200: each "
-        "window is a stream of its own and continues no other; data.eval_batch_size=1 carries the state through all of them"
+        "window is a stream of its own and continues no other; data.eval_batch_size=1 carries the state through all of "
+        "them"
     ]
     make(source="tokens", root=str(tokens), packing="streams", eval_batch_size=count).val_dataloader()
     make(source="tokens", root=str(tokens), eval_batch_size=200).val_dataloader()
