@@ -6,6 +6,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -115,21 +116,29 @@ def name_some(names: Sequence[str]) -> str:
 def alike(names: Iterable[str]) -> str | None:
     """A warning, in one line, where names of classes differ only in what nobody sees; None if all can be told apart.
 
-    Such are blanks at the ends, several blanks for one, letters with accents that Unicode spells in two ways, and whole
-    numbers with and without a fraction.
+    Such are blanks at the ends, several blanks for one, letters with accents that Unicode spells in two ways, and
+    numbers with more zeros than they need: 1, 1.0 and 01.
     """
     groups: dict[str, list[str]] = {}
     for name in names:
         seen = unicodedata.normalize("NFC", " ".join(name.split()))
-        groups.setdefault(re.sub(r"^(-?\d+)\.0+$", r"\1", seen), []).append(name)
+        groups.setdefault(_as_number(seen), []).append(name)
     found = [" and ".join(ascii(name) for name in group) for group in groups.values() if len(group) > 1]
     if not found:
         return None
     more = f"; {len(found) - 3} more" if len(found) > 3 else ""
     return (
         f"classes that look alike are trained as different ones: {', '.join(found[:3])}{more} "
-        "(blanks, two spellings of Unicode, or 1 and 1.0): write them in one way if they are one class"
+        "(blanks, two spellings of Unicode, or 1, 1.0 and 01): write them in one way if they are one class"
     )
+
+
+def _as_number(name: str) -> str:
+    """A name that is a number, in the shortest form; another name as it is."""
+    if not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)", name):
+        return name
+    found = Decimal(name)
+    return str(found.normalize() if found else Decimal(0))
 
 
 def targets_of(

@@ -102,6 +102,8 @@ def _prepared(
             )
             if left := count_left_out(manifest, ("duplicates", "empty")):
                 _log.warning("of %s are left out: %s", name, left)
+            if manifest["lost"] is not None:
+                _log.warning("%s: %s", name, manifest["lost"])
             if count := manifest["counts"]["malformed"]:
                 _log.warning(
                     "%d lines or files of %s could not be read and are left out, such as %s",

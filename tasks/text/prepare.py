@@ -40,6 +40,7 @@ from longseq.tasks.text.encoded_parts import (
     told_path,
 )
 from longseq.tasks.text.prepare_keys import PrepareKeys
+from longseq.tasks.text.round_trip import describe_loss
 from longseq.tasks.text.sources import READING, TEXT, Columns, Malformed, Part, find_parts, read_part
 from longseq.tasks.text.store import (
     MANIFEST,
@@ -95,13 +96,15 @@ def run(cfg: DictConfig) -> None:
 
 
 def describe(manifest: Mapping[str, Any]) -> str:
-    """The counts of a manifest, and the first lines that could not be read."""
+    """The counts of a manifest, the first lines that could not be read, and what the tokenizer loses."""
     splits = ", ".join(
         f"{split} {told['documents']:,} documents of {told['tokens']:,} tokens"
         for split, told in manifest["splits"].items()
     )
     left = count_left_out(manifest)
     lines = [splits, *([f"left out: {left}"] if left else []), *manifest["malformed"]]
+    if manifest["lost"] is not None:
+        lines.append(manifest["lost"])
     for split in ("validation", "test"):
         if manifest["splits"][split]["documents"] == 0:
             lines.append(f"{split} has no document, which training needs: prepare again with a larger {split}=FRACTION")
@@ -154,6 +157,7 @@ def prepare(
         manifest = _join(len(parts), chosen, fractions, partial, output, show_progress)
         manifest["counts"] |= {name: counts[name] for name in ("empty", "malformed")}
         manifest["malformed"] = malformed
+        manifest["lost"] = describe_loss(_training_texts(parts, columns, fractions), chosen)
         write_text(output / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     shutil.rmtree(partial)
     return manifest

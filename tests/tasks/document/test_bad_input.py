@@ -137,12 +137,12 @@ def test_mistakes_are_one_line(tmp_path: Path, name: str) -> None:
 
 
 def test_classes_that_only_look_alike_are_told(tmp_path: Path, caplog: Any) -> None:
-    spelled = {"fish": ["1", "1.0 "], "bird": ["\u00e9", "e\u0301"], "tree": ["tree", "Tree"]}
-    rows = [{**row, "label": spelled[row["label"]][index // 3 % 2]} for index, row in enumerate(make_rows(60))]
+    spelled = {"fish": ["1", "1.0 ", "01"], "bird": ["\u00e9", "e\u0301", "0.5"], "tree": ["tree", "Tree", ".50"]}
+    rows = [{**row, "label": spelled[row["label"]][index // 3 % 3]} for index, row in enumerate(make_rows(60))]
     _jsonl(tmp_path, rows)
-    assert open_data(tmp_path, root=str(tmp_path / "a.jsonl")).info.num_classes == 6
+    assert open_data(tmp_path, root=str(tmp_path / "a.jsonl")).info.num_classes == 9
     (told,) = (record.message for record in caplog.records if "alike" in record.message)
-    assert "'1' and '1.0 ', 'e\\u0301' and '\\xe9' (blanks" in told
+    assert "different ones: '.50' and '0.5', '01' and '1' and '1.0 ', 'e\\u0301' and '\\xe9' (blanks" in told
     assert "tree" not in told
 
 

@@ -462,6 +462,26 @@ def test_a_manifest_of_another_vocabulary_is_refused(tmp_path: Path, tokenizer: 
     assert (store.vocab_size, store.separator) == (manifest["vocab_size"], manifest["separator"])
 
 
+def test_a_tokenizer_that_loses_text_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    library = pytest.importorskip("tokenizers")
+    write_jsonl(tmp_path / "a.jsonl", ["Document one", "document two", "document three"])
+    tokenizer = library.Tokenizer.from_str(train_tokenizer(TEXTS, 300).to_dict()["json"])
+    tokenizer.normalizer = library.normalizers.Lowercase()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    words = [f"input={tmp_path / 'a.jsonl'}", "validation=0", "test=0", "processes=1"]
+    for choice, expected in (
+        ("bytes", []),
+        (str(tmp_path / "tokenizer.json"), ["1 of 3 compared documents do not come back"]),
+    ):
+        output = tmp_path / f"out{len(expected)}"
+        monkeypatch.setattr("sys.argv", ["longseq", "prepare", *words, f"tokenizer={choice}", f"output={output}"])
+        assert cli.main() == 0
+        told = [line for line in capsys.readouterr().out.splitlines() if "come back" in line]
+        assert [line[: len(begin)] for line, begin in zip(told, expected, strict=True)] == expected
+
+
 def test_a_saved_set_of_splits_asks_which(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     one = datasets.Dataset.from_dict({"text": TEXTS})
