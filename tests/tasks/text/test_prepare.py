@@ -471,15 +471,13 @@ def test_a_tokenizer_that_loses_text_is_told(
     tokenizer.normalizer = library.normalizers.Lowercase()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     words = [f"input={tmp_path / 'a.jsonl'}", "validation=0", "test=0", "processes=1"]
-    for choice, expected in (
-        ("bytes", []),
-        (str(tmp_path / "tokenizer.json"), ["1 of 3 compared documents do not come back"]),
-    ):
+    lossy, begin = str(tmp_path / "tokenizer.json"), "1 of 3 compared documents do not come back"
+    for choice, expected in (("bytes", []), (lossy, [begin])):
         output = tmp_path / f"out{len(expected)}"
         monkeypatch.setattr("sys.argv", ["longseq", "prepare", *words, f"tokenizer={choice}", f"output={output}"])
         assert cli.main() == 0
         told = [line for line in capsys.readouterr().out.splitlines() if "come back" in line]
-        assert [line[: len(begin)] for line, begin in zip(told, expected, strict=True)] == expected
+        assert [line[: len(begin)] for line in told] == expected
 
 
 def test_a_saved_set_of_splits_asks_which(tmp_path: Path) -> None:

@@ -79,7 +79,8 @@ def test_what_a_tokenizer_loses_is_told_with_an_example() -> None:
     small = library.Tokenizer.from_str(trained.to_dict()["json"])
     small.normalizer = library.normalizers.Lowercase()
     assert describe_loss(texts, FileTokenizer(small.to_str())) == (
-        "2 of 3 compared documents do not come back from their tokens: the tokenizer turns 'Large Letters' into 'large letters'"
+        "2 of 3 compared documents do not come back from their tokens: the tokenizer turns 'Large Letters' into 'large "
+        "letters'"
     )
     words = library.Tokenizer(library.models.WordLevel({"a": 0, "<unk>": 1, "</s>": 2}, unk_token="<unk>"))
     told = describe_loss((text for text in ("a", "a żółw")), FileTokenizer(words.to_str(), "</s>"))
