@@ -198,6 +198,33 @@ def test_what_cannot_be_read_is_counted_and_named(tmp_path: Path) -> None:
     assert reasons[-2:] == ["no Unicode text in column 'text'", "bytes that are no UTF-8"]
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_a_text_in_another_unicode_is_malformed(tmp_path: Path, encoding: str) -> None:
+    """Without a mark at its beginning, Latin text in UTF-16 is UTF-8 with NULs, which nobody means."""
+    (tmp_path / "input").mkdir()
+    (tmp_path / "input" / "a.txt").write_text("plain text", encoding)
+    (tmp_path / "input" / "b.txt").write_text("a NUL \0 in a text is a character")
+    store = run(tmp_path / "input", tmp_path / "out", fractions={"validation": 0, "test": 0})
+    assert documents(store)["train"] == ["a NUL \0 in a text is a character"]
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["malformed"] == [f"{tmp_path / 'input' / 'a.txt'}: UTF-16, or no text at all: save text as UTF-8"]
+    (tmp_path / "a.csv").write_text("text,label\na,b\n", encoding)
+    with pytest.raises(ValueError, match=r"a.csv is no UTF-8 \(its first line is not\): save it so"):
+        find_parts([str(tmp_path / "a.csv")], Columns())
+
+
+def test_json_without_keys_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('["a", "b"]\n\n"text"\n{"text": "a"}\n')
+    (tmp_path / "b.json").write_text('["text", {"text": "b"}]')
+    told = []
+    for name in ("a.jsonl", "b.json"):
+        (part,) = find_parts([str(tmp_path / name)], Columns())
+        told += [one.describe() for one in read_part(part, Columns()) if isinstance(one, Malformed)]
+    reason = "no JSON object, whose keys are the columns"
+    places = ("a.jsonl, line 1", "a.jsonl, line 3", "b.json, row 0")
+    assert told == [f"{tmp_path / place}: {reason}" for place in places]
+
+
 def test_links_are_followed_but_not_in_circles_and_those_that_lead_nowhere_are_counted(tmp_path: Path) -> None:
     write_folder(tmp_path / "elsewhere", TEXTS)
     (tmp_path / "input" / "deep").mkdir(parents=True)
@@ -221,7 +248,7 @@ def test_links_are_followed_but_not_in_circles_and_those_that_lead_nowhere_are_c
 
 def test_bytes_of_csv_and_text_files_that_are_no_utf8_are_counted(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"text\ngood\nb\xffd\nbetter\n")
-    (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "b.txt").write_bytes(b"\x80\xfe")
     (tmp_path / "c.txt").write_bytes(b"\xef\xbb\xbfmarked")
     run(tmp_path, tmp_path / "out")
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
@@ -344,6 +371,7 @@ def test_a_separator_that_stands_in_a_text_is_refused(tmp_path: Path) -> None:
         (["input=nothing", "output=out"], "input=nothing does not exist"),
         (["input=empty.jsonl", "output=out"], "input=empty.jsonl is empty"),
         (["input=empty", "output=out"], "input=empty is empty: it holds no file with text"),
+        (["input=blank.csv", "output=out"], "input=blank.csv is empty: its lines are blank"),
         (["input=a.jsonl", "output=out", "column=body"], "a.jsonl has no column 'body': give column=NAME, one of text"),
         (["input=a.csv", "output=out", "prompt_column=q"], "a.csv has no column 'q': give prompt_column=NAME, one of"),
         (
@@ -386,6 +414,7 @@ def test_mistakes_are_one_line(
     arrow.parquet.write_table(arrow.Table.from_arrays([["a"], ["b"]], names=["text", "text"]), "twice.parquet")
     Path("stray.csv").write_text('"text,more\na,b\n')
     Path("empty.jsonl").touch()
+    Path("blank.csv").write_text("\n\n")
     Path("empty").mkdir()
     before = sorted(os.listdir())
     assert command(*overrides) == 2
