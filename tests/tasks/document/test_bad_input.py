@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,26 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         {"source": "libraries", "root": None, "test": "b.jsonl"},
         "data.test=b.jsonl is a file, which data.source=libraries does not read: give data.source=files too",
     ),
+    "one column for both": (
+        lambda path: _jsonl(path, ROWS),
+        {"label_column": "text", "validation": "a.jsonl", "test": "a.jsonl"},
+        "data.text_column and data.label_column both name the column 'text', which .*: give data.label_column=NAME",
+    ),
+    "one column among labels": (
+        lambda path: _jsonl(path, ROWS),
+        {"label_column": ["label", "body"], "text_column": "body", "multi_label": True},
+        "both name the column 'body'",
+    ),
+    "empty delimiter": (
+        lambda path: _jsonl(path, ROWS),
+        {"multi_label": True, "label_delimiter": ""},
+        "data.label_delimiter is empty and divides nothing: give the text between labels",
+    ),
+    "weight of a class that training lacks": (
+        lambda path: [_jsonl(path, [row for row in ROWS if row["label"] != "tree"])],
+        {"class_weights": {"fish": 1.0, "tree": 2.0}},
+        "data.class_weights.tree is unknown: the keys of data.class_weights are bird, fish",
+    ),
     "key of another source": (
         lambda path: None,
         {"source": "libraries", "root": "."},
@@ -144,6 +165,31 @@ def test_classes_that_only_look_alike_are_told(tmp_path: Path, caplog: Any) -> N
     (told,) = (record.message for record in caplog.records if "alike" in record.message)
     assert "different ones: '.50' and '0.5', '01' and '1' and '1.0 ', 'e\\u0301' and '\\xe9' (blanks" in told
     assert "tree" not in told
+
+
+@pytest.mark.parametrize(
+    ("labels", "keys", "expected"),
+    [
+        (["1", "2"], {}, None),
+        (["1.5", "n", "a/b"], {}, None),
+        ([0.5, 1, 2.25], {}, "labels are numbers with a fraction, such as 0.5: each of the 3 is a class of its own"),
+        (
+            ["a", "b", "b; a"],
+            {},
+            "'b; a' .* 'b' and 'a': .* give data.multi_label=true \"data.label_delimiter=';'\"",
+        ),
+        (["a", "b", "a|b"], {"multi_label": True}, "'a|b' is .* several labels, give \"data.label_delimiter='|'\""),
+        (["a", "b", "a|b"], {"multi_label": True, "label_delimiter": "|"}, None),
+    ],
+)
+def test_labels_that_may_mean_something_else_are_told(
+    tmp_path: Path, caplog: Any, labels: list[Any], keys: dict[str, Any], expected: str | None
+) -> None:
+    _jsonl(tmp_path, [{**row, "label": labels[index % len(labels)]} for index, row in enumerate(make_rows(60))])
+    open_data(tmp_path, root=str(tmp_path / "a.jsonl"), **keys)
+    told = [record.message for record in caplog.records]
+    assert len(told) == (0 if expected is None else 1), told
+    assert expected is None or re.search(expected.replace("|", r"\|"), told[0])
 
 
 def test_bad_lines_are_counted_listed_and_left_out(tmp_path: Path, caplog: Any) -> None:
