@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from longseq.tasks.data.folders import refuse_inside
 from longseq.tasks.text.documents import Document, Fractions, encode, store_of
 from longseq.tasks.text.keys import TextDataKeys
 from longseq.tasks.text.prepare import count_left_out, plan_of, prepare
@@ -38,6 +39,7 @@ def open_corpora(keys: TextDataKeys) -> list[TokenStore]:
     roots = [keys.root] if isinstance(keys.root, str) else keys.root
     if keys.source == "tokens":
         return [_open_tokens(root, check=keys.check) for root in roots]
+    refuse_inside(cache_folder() if keys.cache is None else keys.cache, roots, "data.cache")
     columns = Columns(keys.column or TEXT.text, keys.prompt_column)
     return [
         _prepared(Path(root).resolve().stem, find_parts([_absolute(root)], columns), columns, fractions, keys)

@@ -21,6 +21,7 @@ import numpy as np
 from omegaconf import DictConfig
 
 from longseq.files import crc32_of
+from longseq.tasks.data.folders import refuse_inside
 from longseq.tasks.report import progress_bar, quiet_libraries, shorten
 from longseq.tasks.text.documents import (
     Encoded,
@@ -78,6 +79,7 @@ def run(cfg: DictConfig) -> None:
     assert keys.output is not None
     columns = Columns(keys.column, keys.prompt_column)
     inputs = [keys.input] if isinstance(keys.input, str) else keys.input
+    refuse_inside(keys.output, inputs)
     parts = find_parts(inputs, columns, whole_files=keys.whole_files)
     manifest = prepare(
         parts,

@@ -93,12 +93,17 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
     ),
     "text outside of class folders": (
         lambda path: [
-            (path / "class").mkdir(),
-            (path / "class" / "a.txt").write_text("t"),
-            (path / "b.txt").write_text("t"),
+            (path / "texts" / "class").mkdir(parents=True),
+            (path / "texts" / "class" / "a.txt").write_text("t"),
+            (path / "texts" / "b.txt").write_text("t"),
         ],
-        {"root": ".", "on_bad_line": "stop"},
+        {"root": "texts", "on_bad_line": "stop"},
         "b.txt: a text without a label: put each class's files into a folder of its name",
+    ),
+    "cache among the documents": (
+        lambda path: _jsonl(path, ROWS),
+        {"root": "."},
+        "data.cache=.*cache lies in the folder .*, which is read: the next run would read what is written there, too",
     ),
     "no truncation": (lambda path: _jsonl(path, ROWS), {"max_length": 10}, "data.max_length=10 cuts .*truncation=head"),
     "long document": (

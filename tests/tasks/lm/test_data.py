@@ -151,6 +151,15 @@ def test_text_is_prepared_once(jsonl: Path, tokens: Path, tmp_path: Path, monkey
     assert sizes == [270, 300]
 
 
+def test_a_cache_in_the_text_is_refused(jsonl: Path, tmp_path: Path) -> None:
+    options = {"source": "files", "root": str(tmp_path), "test": 0.1}
+    with pytest.raises(ValueError, match=r"data.cache=.*cache lies in the folder .*, which is read: the next run"):
+        make(**options, cache=str(tmp_path / "cache"))
+    for _ in range(2):  # a hidden folder is not read
+        data = make(**options, cache=str(tmp_path / ".cache"))
+        assert sum(corpus.documents for corpus in data._stores[0].splits.values()) == len(TEXTS)
+
+
 def test_what_is_left_out_of_a_text_is_told(jsonl: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with jsonl.open("a") as file:
         for text in (TEXTS[0], "", " \n\t "):

@@ -379,6 +379,8 @@ def test_a_separator_that_stands_in_a_text_is_refused(tmp_path: Path) -> None:
             "holds no document, 2 malformed lines or files: bad.jsonl, line 1",
         ),
         (["input=a.parquet", "output=out"], "input=a.parquet is no parquet file, or a truncated one"),
+        (["input=.", "output=out"], "output=out lies in the folder ., which is read: the next run would read what is"),
+        (["input=[a.jsonl,empty]", "output=empty/out"], "output=empty/out lies in the folder empty, which is read"),
         (["input=a.jsonl", "output=a.csv/out"], "output=a.csv/out is or lies below a file: give a folder"),
         (["input=a.jsonl", "output=out", "tokenizer=nowhere"], "tokenizer=nowhere is no file"),
         (["input=a.jsonl", "output=out", "tokenizer=train:many"], "give train:SIZE, such as train:16384"),
