@@ -464,7 +464,7 @@ class DocumentData(TaskData):
                 )
         own = self._splits.get("train")
         sizes = {stage: split.documents for stage, split in self._splits.items()}
-        known = {stage: split.checksum() for stage, split in self._splits.items() if stage != "train"}
+        known = {stage: split.checksum() for stage, split in self._splits.items()}
         checksums = {stage: [found] for stage, found in known.items() if found is not None}
         if trained is not None:
             self._info = replace(

@@ -310,6 +310,20 @@ def test_a_tokenizer_that_loses_text_is_told_once(tmp_path: Path, caplog: Any) -
     assert told.startswith("a: 60 of 60 compared documents do not come back from their tokens: the tokenizer turns")
 
 
+def test_a_changed_text_of_training_is_known(tmp_path: Path) -> None:
+    rows = make_rows()
+    splits = {"train": "a.jsonl", "validation": "b.jsonl", "test": "b.jsonl"}
+    write_jsonl(tmp_path / "b.jsonl", make_rows(12, seed=1))
+    infos = []
+    for text in (rows[0]["text"], rows[0]["text"].upper()):
+        write_jsonl(tmp_path / "a.jsonl", [{**rows[0], "text": text}, *rows[1:]])
+        infos.append(open_data(tmp_path, root=str(tmp_path), **splits).info)
+    trained, found = infos
+    assert found.sizes == trained.sizes
+    assert str(found.find_change(trained, "train")).startswith("train has other")
+    assert [found.find_change(trained, split) for split in ("val", "test")] == [None, None]
+
+
 def test_evaluation_on_another_file_opens_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = open_data(tmp_path, root=str(write_jsonl(tmp_path / "a.jsonl", make_rows())))
     config = {"data": vars(data.keys), "seed": 0, "recipe": {"batch_size": 2048}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,21 @@ def test_text_is_prepared_once(jsonl: Path, tokens: Path, tmp_path: Path, monkey
         (tokenizer / "tokenizer.json").write_text(train_tokenizer(TEXTS, size).to_dict()["json"])
         sizes.append(make(**options, tokenizer=str(tokenizer)).info.vocab_size)
     assert sizes == [270, 300]
+
+
+def test_a_changed_text_of_training_is_known(jsonl: Path, tokens: Path) -> None:
+    """The same documents in another order are as many windows, and a resumed run would read others."""
+    lines = jsonl.read_text().splitlines(keepends=True)
+    jsonl.write_text("".join(reversed(lines)))
+    output = jsonl.with_name("again")
+    prepare(find_parts([str(jsonl)], TEXT), output, fractions={"validation": 0.1, "test": 0.1}, processes=1)
+    trained, found = (make(source="tokens", root=str(root)).info for root in (tokens, output))
+    assert found.sizes == trained.sizes
+    told = "train has another text than when the model was trained, and as many samples"
+    assert found.find_change(trained, "train") == told
+    assert trained.find_change(trained, "train") is None
+    older = replace(trained, checksums={"val": trained.checksums["val"]})
+    assert found.find_change(older, "train") is None
 
 
 def test_a_cache_in_the_text_is_refused(jsonl: Path, tmp_path: Path) -> None:
