@@ -54,6 +54,11 @@ def _open_tokens(root: str, *, check: bool) -> TokenStore:
             f"data.root={root} has no split {lacking[0]}, but {', '.join(store.splits)}: it was not prepared for "
             "task=lm; give a folder that `longseq prepare task=lm` has written"
         )
+    if store.tokenizer["kind"] == "bare":
+        raise ValueError(
+            f"data.root={root} was made without a tokenizer: its tokens stand for no text, which task=lm writes and "
+            "measures; give a folder that `longseq prepare task=lm` has written"
+        )
     return store
 
 

@@ -97,6 +97,9 @@ def test_corpora_of_other_fractions_are_told(jsonl: Path, tokens: Path, caplog: 
 
 def test_tokens_of_another_task_are_refused(tokens: Path) -> None:
     manifest = json.loads((tokens / "manifest.json").read_text())
+    (tokens / "manifest.json").write_text(json.dumps({**manifest, "tokenizer": {"kind": "bare"}}))
+    with pytest.raises(ValueError, match="was made without a tokenizer: its tokens stand for no text"):
+        make(source="tokens", root=str(tokens))
     manifest["splits"] = {"documents": manifest["splits"]["train"]}
     (tokens / "manifest.json").write_text(json.dumps(manifest))
     for ending in ("tokens", "offsets", "bytes"):
