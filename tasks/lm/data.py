@@ -102,7 +102,8 @@ class LanguageModelData(TaskData):
         own = config.get("data") or {"name": "given", "window": trained.window}
         if changes.get("source", own.get("source")) != own.get("source"):
             own = {key: None if key in READ_BY else value for key, value in own.items()}
-        keys = read(TextDataKeys, {**own, **changes}, "data")
+        # The weights mix the windows of training alone, and another root may have another number of entries.
+        keys = read(TextDataKeys, {**own, "weights": None, **changes}, "data")
         # By default as many tokens as the windows of the training held.
         rows = max(1, batch_size * trained.window // keys.window)
         datamodule = cls(keys, batch_size=rows, seed=config.get("seed", 0))

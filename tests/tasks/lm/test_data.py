@@ -238,6 +238,17 @@ def test_a_model_is_measured_on_other_text_and_in_other_windows(jsonl: Path, tok
         LanguageModelData.for_evaluation(config, changes, split="test", trained=trained, batch_size=4)
 
 
+def test_a_model_of_a_mixture_is_measured_on_one_text(tokens: Path) -> None:
+    """The weights are those of the training's folders; evaluation reads each text once."""
+    own = {"name": "made", "source": "tokens", "root": [str(tokens), str(tokens)], "window": 16, "weights": [1, 3]}
+    trained, config = make(**{key: value for key, value in own.items() if key != "name"}).info, {"seed": 0, "data": own}
+    sizes = []
+    for changes in ({}, {"root": str(tokens)}):
+        data = LanguageModelData.for_evaluation(config, changes, split="test", trained=trained, batch_size=4)
+        sizes.append(sum(inputs.units for inputs, _ in data.test_dataloader()))
+    assert sizes[0] == 2 * sizes[1] > 0
+
+
 def test_python_sources_are_those_that_are_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = tmp_path / "site-packages"
     for name in ("a/one.py", "a/tests/test_one.py", "b.py", "a/two.txt"):
