@@ -113,6 +113,7 @@ class LanguageModelData(TaskData):
             raise ValueError(
                 "the data was prepared with another tokenizer than the model was trained with: prepare it with that one"
             )
+        datamodule._check_tokens(STAGES[split], trained.vocab_size)
         return datamodule
 
     @property
@@ -187,6 +188,19 @@ class LanguageModelData(TaskData):
 
     def test_dataloader(self) -> BatchLoader:
         return self._evaluation_loader("test")
+
+    def _check_tokens(self, split: str, known: int) -> None:
+        """Raise ValueError where a split has tokens that a model of `known` tokens does not know.
+
+        A tokenizer may have more tokens than the model beside it, if no text has them.
+        """
+        if self.info.vocab_size <= known:
+            return
+        highest = max(int(store.splits[split].tokens.max(initial=0)) for store in self._stores)
+        if highest >= known:
+            raise ValueError(
+                f"the text has the token {highest}, and the model knows {known}: the tokenizer is not that of the model"
+            )
 
     def _cut(self, corpus: Corpus, *, whole: bool) -> Windows:
         if self.keys.packing == "documents":

@@ -238,6 +238,16 @@ def test_a_model_is_measured_on_other_text_and_in_other_windows(jsonl: Path, tok
         LanguageModelData.for_evaluation(config, changes, split="test", trained=trained, batch_size=4)
 
 
+def test_tokens_that_a_model_does_not_know_are_refused(tokens: Path) -> None:
+    """A tokenizer of more tokens than the model is no mistake unless the text has them."""
+    info = make(source="tokens", root=str(tokens)).info
+    given = {"source": "tokens", "root": str(tokens)}
+    options = {"split": "test", "batch_size": 4}
+    LanguageModelData.for_evaluation({}, given, trained=replace(info, vocab_size=257), **options)
+    with pytest.raises(ValueError, match=r"the text has the token 256, and the model knows 256: the tokenizer is not"):
+        LanguageModelData.for_evaluation({}, given, trained=replace(info, vocab_size=256), **options)
+
+
 def test_a_model_of_a_mixture_is_measured_on_one_text(tokens: Path) -> None:
     """The weights are those of the training's folders; evaluation reads each text once."""
     own = {"name": "made", "source": "tokens", "root": [str(tokens), str(tokens)], "window": 16, "weights": [1, 3]}
