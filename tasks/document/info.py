@@ -59,8 +59,8 @@ class DocumentInfo(Info):
         found = tokenizer_from_dict(self.tokenizer)
         if found.vocab_size > self.vocab_size or found.separator != self.separator:
             raise ValueError(
-                f"the tokenizer beside the model has {found.vocab_size} tokens and the separator {found.separator}, and "
-                f"the model was trained with {self.vocab_size} and {self.separator}: put back the model's own "
+                f"the tokenizer beside the model has {found.vocab_size} tokens and the separator {found.separator}, "
+                f"and the model was trained with {self.vocab_size} and {self.separator}: put back the model's own "
                 "tokenizer.json"
             )
         return found
