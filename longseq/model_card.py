@@ -12,10 +12,46 @@ from longseq.parameters import count_parameters
 # The splits in metrics.json, and their captions on the card.
 SPLITS = {"test": "Test data, with the weights of this file", "val": "Validation data, at the moment they were chosen"}
 
+# How transformers loads a model, without and with a tokenizer.
+_LANGUAGE_MODEL = (
+    (
+        "import longseq.tools.hugging_face.causal_lm",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        'model = AutoModelForCausalLM.from_pretrained("FOLDER or OWNER/NAME")',
+    ),
+    (
+        "import longseq.tools.hugging_face.causal_lm",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        'model = AutoModelForCausalLM.from_pretrained("FOLDER or OWNER/NAME")',
+        'tokenizer = AutoTokenizer.from_pretrained("FOLDER or OWNER/NAME")',
+    ),
+)
+_CLASSIFIER = (
+    (
+        "import longseq.tools.hugging_face.sequence_classification",
+        "from transformers import AutoModelForSequenceClassification",
+        "",
+        'model = AutoModelForSequenceClassification.from_pretrained("FOLDER or OWNER/NAME")',
+    ),
+    (
+        "import longseq.tools.hugging_face.sequence_classification",
+        "from transformers import pipeline",
+        "",
+        'classify = pipeline("text-classification", "FOLDER or OWNER/NAME")',
+    ),
+)
 
-def model_card(model: nn.Module, config: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
-    """The model card in Markdown with the hub's front matter: the model, how to load it, and its metrics."""
-    lines = [*_front_matter(config), *_facts(model, config), *_usage(config), *_measured(metrics)]
+
+def model_card(
+    model: nn.Module, config: Mapping[str, Any], metrics: Mapping[str, Any], *, has_tokenizer: bool = True
+) -> str:
+    """The model card in Markdown with the hub's front matter: the model, how to load it, and its metrics.
+
+    `has_tokenizer` is False for a model of tokens whose folder has no files of a tokenizer.
+    """
+    lines = [*_front_matter(config), *_facts(model, config), *_usage(config, has_tokenizer), *_measured(metrics)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -43,33 +79,20 @@ def _facts(model: nn.Module, config: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"| longseq | {config['longseq_version']} |", "")
 
 
-def _usage(config: Mapping[str, Any]) -> Iterator[str]:
+def _usage(config: Mapping[str, Any], has_tokenizer: bool) -> Iterator[str]:
     yield from ("```python", "import longseq", "", 'model = longseq.from_pretrained("FOLDER or OWNER/NAME")', "```", "")
-    if config["kind"] == "document":
+    if config["kind"] == "document" or "model_type" in config:
+        loading = _CLASSIFIER if config["kind"] == "document" else _LANGUAGE_MODEL
         yield from (
             'transformers loads it, too (`pip install "longseq[text]"`):',
             "",
             "```python",
-            "import longseq.tools.hugging_face.sequence_classification",
-            "from transformers import pipeline",
-            "",
-            'classify = pipeline("text-classification", "FOLDER or OWNER/NAME")',
+            *loading[has_tokenizer],
             "```",
             "",
         )
-    elif "model_type" in config:
-        yield from (
-            'transformers loads it, too (`pip install "longseq[text]"`):',
-            "",
-            "```python",
-            "import longseq.tools.hugging_face.causal_lm",
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
-            "",
-            'model = AutoModelForCausalLM.from_pretrained("FOLDER or OWNER/NAME")',
-            'tokenizer = AutoTokenizer.from_pretrained("FOLDER or OWNER/NAME")',
-            "```",
-            "",
-        )
+        if not has_tokenizer:
+            yield from ("The folder has no tokenizer: the model reads numbers of tokens.", "")
     if "architecture" not in config:
         return
     yield from (

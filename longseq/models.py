@@ -252,7 +252,7 @@ def save_pretrained(
     texts = {CONFIG_FILE: json.dumps(config, indent=2) + "\n"}
     if isinstance(model, PretrainedModel) and model.text is not None and model.text["tokenizer"] is not None:
         texts |= tokenizer_files(model.text["tokenizer"], documents=model.text if "truncation" in model.text else None)
-    card = model_card(model, config, metrics or {})
+    card = model_card(model, config, metrics or {}, has_tokenizer=TOKENIZER_FILE in texts)
     if not any(map(is_sharded, state.values())):
         _write(folder, texts, _separate(state), card, max_shard_size)
         return folder

@@ -108,6 +108,13 @@ def find_separator(tokenizer: Mapping[str, Any]) -> tuple[str, int] | None:
     return (name, numbers[name]) if name in numbers else None
 
 
+def count_tokens(tokenizer: Mapping[str, Any]) -> int:
+    """The size of the vocabulary: one more than the highest number of a token."""
+    if tokenizer["kind"] == "bytes":
+        return _BYTE_SEPARATOR[1] + 1
+    return max(_numbers(json.loads(tokenizer["json"])).values(), default=-1) + 1
+
+
 def same_tokenizer(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """True if two tokenizers give the same tokens. A file that another program has written again still counts."""
     if one == other or (one["kind"] == other["kind"] == "bytes"):

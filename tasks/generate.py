@@ -67,8 +67,8 @@ def run(cfg: DictConfig) -> list[dict[str, Any]]:
             prepare_file(Path(file), key, reads=(keys.input, keys.state if key == "output" else None))
     device = choose_device(keys.device)
     prompts = [keys.prompt] if keys.prompt is not None else [] if keys.input is None else read_prompts(Path(keys.input))
-    for number, prompt in enumerate(prompts, 1):
-        _check_prompt(prompt, "prompt" if keys.input is None else f"{keys.input}: prompt {number}")
+    if keys.prompt is not None:
+        _check_prompt(keys.prompt, "prompt")
     loaded = checkpoint.load(keys.checkpoint, weights=keys.weights, map_location=device, tasks=TASKS)
     info = TextInfo.from_dict(loaded.data)
     tokenizer = info.make_tokenizer()
@@ -111,9 +111,7 @@ def _write_and_show(writer: Writer, prompts: Sequence[str]) -> list[Written]:
 
 
 def _check_prompt(prompt: str, place: str) -> None:
-    """Raise ValueError for a prompt that is empty, or has parts that are no characters, as JSON and terminals allow."""
-    if not prompt:
-        raise ValueError(f"{place} is empty: give the text to continue")
+    """Raise ValueError for a prompt with parts that are no characters, as JSON and terminals allow."""
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
@@ -121,7 +119,7 @@ def _check_prompt(prompt: str, place: str) -> None:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file: of .jsonl the `prompt` of each line, else each line that is not empty.
+    """The prompts of a file: of .jsonl the `prompt` of each line, which may be empty, else each line that is not empty.
 
     ValueError, in one line, for a file without a prompt, one that is no UTF-8 and a line that cannot be read.
     """
@@ -135,7 +133,7 @@ def read_prompts(path: Path) -> list[str]:
         if not line.strip():
             continue
         if path.suffix != ".jsonl":
-            prompts.append(line)
+            prompts.append(line)  # a file that was decoded has characters alone
             continue
         try:
             found = json.loads(line)
@@ -144,6 +142,7 @@ def read_prompts(path: Path) -> list[str]:
             raise ValueError(f"{path}, line {number}: no JSON object with the key prompt") from error
         if not isinstance(prompts[-1], str):
             raise ValueError(f"{path}, line {number}: prompt is no text")
+        _check_prompt(prompts[-1], f"{path}, line {number}: prompt")
     if not prompts:
         raise ValueError(f"{path} holds no prompt")
     return prompts
@@ -175,6 +174,7 @@ class Writer:
     ) -> list[Written]:
         """Continue each prompt; `show` gets the text of a single one as it is written.
 
+        An empty prompt is continued from the token with which texts begin (`Tokenizer.start`).
         `numbers` are those of the prompts among more than these, by default from 0 on.
         """
         numbers = range(len(prompts)) if numbers is None else numbers

@@ -1,7 +1,24 @@
 """Folders that are searched on all levels, also through symbolic links."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+
+
+def refuse_inside(output: str | os.PathLike[str], inputs: Sequence[str], key: str = "output") -> None:
+    """Raise ValueError where what is written lies in a folder that is read: the next run would read it, too.
+
+    `key` is the name by which a user gives `output`. An input that is a file, or a name on a hub, holds nothing, and
+    folders whose names begin with a dot are not read.
+    """
+    place = Path(os.path.realpath(output))
+    for given in filter(os.path.isdir, inputs):
+        folder = os.path.realpath(given)
+        if place.is_relative_to(folder) and not any(name.startswith(".") for name in place.relative_to(folder).parts):
+            raise ValueError(
+                f"{key}={output} lies in the folder {given}, which is read: the next run would read what is written "
+                "there, too; give a folder outside of it"
+            )
 
 
 def leads_above(path: str) -> bool:

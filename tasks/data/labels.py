@@ -6,6 +6,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -21,14 +22,35 @@ ClassWeights = Literal["none", "balanced"] | Annotated[list[float], Range(0)] | 
 # `data.sampling`: balanced draws each class equally often (see `longseq.tasks.data.sampler.BalancedSampler`).
 Sampling = Literal["balanced"] | None
 
+# The column of labels where the user names none.
+LABEL_COLUMN = "label"
+
 _NAMED = 5  # of the classes that a message tells
+
+# Marks that often stand between the labels of a cell.
+_MARKS = ";|,/"
 
 # Pandas writes 1.0 and 0.0 into a column that has empty cells, too.
 FLAGS = dict.fromkeys(("1", "1.0", "true", "yes"), True) | dict.fromkeys(("0", "0.0", "false", "no", ""), False)
 
 
-def check_label_keys(multi_label: bool, label_column: str | Sequence[str] | None, label_delimiter: str | None) -> None:
-    """Raise ValueError, in one line, for keys of `data` about several labels where there is one."""
+def check_label_keys(
+    multi_label: bool, label_column: str | Sequence[str] | None, label_delimiter: str | None, content: tuple[str, str]
+) -> None:
+    """Raise ValueError, in one line, for keys of `data` about labels that contradict each other.
+
+    `content` is the key of the other column that is read, that of the texts or files, and the name of this column.
+    """
+    key, column = content
+    if column in ([label_column or LABEL_COLUMN] if isinstance(label_column, str | None) else label_column):
+        raise ValueError(
+            f"data.{key} and data.label_column both name the column {column!r}, which cannot tell its own class: give "
+            "data.label_column=NAME, another one"
+        )
+    if label_delimiter == "":
+        raise ValueError(
+            "data.label_delimiter is empty and divides nothing: give the text between labels, such as \"'|'\", or null"
+        )
     if isinstance(label_column, list | tuple) and not multi_label:
         raise ValueError(
             f"data.label_column={spell(label_column)} names a column for each label: give "
@@ -115,21 +137,69 @@ def name_some(names: Sequence[str]) -> str:
 def alike(names: Iterable[str]) -> str | None:
     """A warning, in one line, where names of classes differ only in what nobody sees; None if all can be told apart.
 
-    Such are blanks at the ends, several blanks for one, letters with accents that Unicode spells in two ways, and whole
-    numbers with and without a fraction.
+    Such are blanks at the ends, several blanks for one, letters with accents that Unicode spells in two ways, and
+    numbers with more zeros than they need: 1, 1.0 and 01.
     """
     groups: dict[str, list[str]] = {}
     for name in names:
         seen = unicodedata.normalize("NFC", " ".join(name.split()))
-        groups.setdefault(re.sub(r"^(-?\d+)\.0+$", r"\1", seen), []).append(name)
+        groups.setdefault(_as_number(seen), []).append(name)
     found = [" and ".join(ascii(name) for name in group) for group in groups.values() if len(group) > 1]
     if not found:
         return None
     more = f"; {len(found) - 3} more" if len(found) > 3 else ""
     return (
         f"classes that look alike are trained as different ones: {', '.join(found[:3])}{more} "
-        "(blanks, two spellings of Unicode, or 1 and 1.0): write them in one way if they are one class"
+        "(blanks, two spellings of Unicode, or 1, 1.0 and 01): write them in one way if they are one class"
     )
+
+
+def remarks(names: Sequence[str], *, multi_label: bool) -> list[str]:
+    """What the names of classes may not have been meant to be, a line each: see `alike`, and the two below it."""
+    found = (alike(names), _composed(names, multi_label), _fractional(names))
+    return [told for told in found if told is not None]
+
+
+def _composed(names: Sequence[str], multi_label: bool) -> str | None:
+    """A remark, in one line, where the name of a class consists of those of others, as a cell with several labels.
+
+    None if there is no such name.
+    """
+    known = set(names)
+    for name in sorted(known):
+        for mark in _MARKS:
+            parts = [part.strip() for part in name.split(mark)]
+            if len(parts) > 1 and known.issuperset(parts):
+                several = "" if multi_label else "data.multi_label=true "
+                return (
+                    f"the label {name!r} is a class of its own, and so are {' and '.join(map(repr, parts))}: if it is "
+                    f"several labels, give {several}\"data.label_delimiter='{mark}'\""
+                )
+    return None
+
+
+def _fractional(names: Sequence[str]) -> str | None:
+    """A remark, in one line, where all labels are numbers and some have a fraction; None for other labels."""
+    numbers = [name for name in names if _is_number(name)]
+    found = [name for name in numbers if not float(name).is_integer()]
+    if not found or len(numbers) < len(names):
+        return None
+    return (
+        f"labels are numbers with a fraction, such as {found[0]}: each of the {len(names)} is a class of its own, and "
+        "near ones are no more alike than others; round them to the classes that are meant"
+    )
+
+
+def _is_number(name: str) -> bool:
+    return re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", name.strip(), re.IGNORECASE) is not None
+
+
+def _as_number(name: str) -> str:
+    """A name that is a number, in the shortest form; another name as it is."""
+    if not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)", name):
+        return name
+    found = Decimal(name)
+    return str(found.normalize() if found else Decimal(0))
 
 
 def targets_of(

@@ -13,7 +13,7 @@ def check_header(path: Path | str, header: Sequence[str], delimiter: str = ",") 
 
     `header` was read with `errors="surrogateescape"`, so that names in another encoding than UTF-8 are told, too.
     """
-    if any("\udc80" <= letter <= "\udcff" for name in header for letter in name):
+    if any(letter == "\0" or "\udc80" <= letter <= "\udcff" for name in header for letter in name):
         raise ValueError(f"{path} is no UTF-8 (its first line is not): save it so")
     if len(header) == 1 and (found := next((mark for mark in ",;\t|" if mark in header[0]), None)):
         raise ValueError(f"{path} has {found!r} between its columns: save it with {_NAMES[delimiter]}")

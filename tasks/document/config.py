@@ -96,7 +96,8 @@ class DocumentDataKeys:
                 "data.sampling=balanced fills packed rows, and data.packing=padded sorts documents by their length: "
                 "give data.packing=packed, or data.class_weights=balanced in place of data.sampling"
             )
-        check_label_keys(self.multi_label, self.label_column, self.label_delimiter)
+        text = ("text_column", self.text_column or "text")
+        check_label_keys(self.multi_label, self.label_column, self.label_delimiter, text)
 
 
 @dataclass(frozen=True, kw_only=True)

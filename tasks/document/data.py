@@ -17,10 +17,10 @@ from longseq.models import read as read_model
 from longseq.plugins import plugin_of
 from longseq.tasks.data.labels import (
     FLAGS,
-    alike,
     count_classes,
     find_weights,
     rarest_labels,
+    remarks,
     sort_names,
     targets_of,
     unknown_label,
@@ -442,7 +442,7 @@ class DocumentData(TaskData):
                 )
             if not names:
                 raise ValueError(f"none of the {len(labels['train'])} training documents has a label")
-            if (told := alike(names)) is not None:
+            for told in remarks(names, multi_label=keys.multi_label):
                 _warn(told)
             columns = keys.label_column if isinstance(keys.label_column, list | tuple) else []
             if unused := [column for column in columns if column not in names]:
@@ -464,7 +464,7 @@ class DocumentData(TaskData):
                 )
         own = self._splits.get("train")
         sizes = {stage: split.documents for stage, split in self._splits.items()}
-        known = {stage: split.checksum() for stage, split in self._splits.items() if stage != "train"}
+        known = {stage: split.checksum() for stage, split in self._splits.items()}
         checksums = {stage: [found] for stage, found in known.items() if found is not None}
         if trained is not None:
             self._info = replace(

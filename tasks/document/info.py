@@ -51,10 +51,19 @@ class DocumentInfo(Info):
         return len(self.class_names)
 
     def make_tokenizer(self) -> Tokenizer:
-        """ValueError where its library is not installed, and for data that consists of tokens."""
+        """ValueError where its library is not installed, for data that consists of tokens, and for a tokenizer of other
+        tokens than the model's, as of a file that was replaced.
+        """
         if self.tokenizer is None:
             raise ValueError("the model was trained on tokens that stand for no text: it reads no files of text")
-        return tokenizer_from_dict(self.tokenizer)
+        found = tokenizer_from_dict(self.tokenizer)
+        if found.vocab_size > self.vocab_size or found.separator != self.separator:
+            raise ValueError(
+                f"the tokenizer beside the model has {found.vocab_size} tokens and the separator {found.separator}, "
+                f"and the model was trained with {self.vocab_size} and {self.separator}: put back the model's own "
+                "tokenizer.json"
+            )
+        return found
 
     def describe(self) -> str:
         """The documents in a few words."""

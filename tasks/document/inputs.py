@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from itertools import accumulate, chain
 from pathlib import Path
@@ -196,7 +195,7 @@ def _find_files(root: str, columns: Columns) -> tuple[list[Part | Malformed], li
     hidden: list[PassedOver] = []
     for folder, names in walk(root, lambda path: hidden.append(PassedOver(path, "hidden"))):
         for name in names:
-            path = os.path.join(folder, name)
+            path = str(Path(folder, name))  # as messages and documents spell it, also below "."
             if name.startswith("."):
                 hidden.append(PassedOver(path, "hidden"))
                 continue

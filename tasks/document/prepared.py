@@ -25,6 +25,7 @@ from longseq.tasks.document.sources import Reader, Sample
 from longseq.tasks.text.corpora import cache_folder
 from longseq.tasks.text.documents import Document, LineCounter, encode
 from longseq.tasks.text.prepare import manifest_of, told_in_one_line
+from longseq.tasks.text.round_trip import describe_loss
 from longseq.tasks.text.sources import Malformed
 from longseq.tasks.text.store import MANIFEST, TOKENIZER, VERSION, Corpus, SplitWriter, file_types, open_store
 from longseq.tasks.text.tokenizer import FileTokenizer, Tokenizer, read_tokenizer, tokenizer_from_dict, train_tokenizer
@@ -86,7 +87,9 @@ def prepare_documents(
         if not (folder / MANIFEST).exists():
             _log.info("preparing %s in %s", name, folder)
             with told_in_one_line(folder):
-                _write(reader, tokenizer, folder)
+                lost = _write(reader, tokenizer, folder)
+            if lost is not None and warn and not told:  # of the first split; that of others says the same
+                _warn(f"{name}: {lost}")
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     _tell(manifest, folder, name, stop=stop, warn=warn and (told is None or folder not in told))
     if warn and told is not None:
@@ -136,15 +139,18 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _write(reader: Reader, tokenizer: Tokenizer | Bare, folder: Path) -> None:
-    """Write the files of a split, and last its manifest."""
+def _write(reader: Reader, tokenizer: Tokenizer | Bare, folder: Path) -> str | None:
+    """Write the files of a split, and last its manifest; returns what the tokenizer loses of the first documents."""
     writer = SplitWriter(folder, _SPLIT, file_types(tokenizer.vocab_size, labels=True))
     numbers: dict[Labels, int] = {}
     places: dict[str, str] = {}
     left_out: list[str] = []
+    lost: str | None = None
     # Both look forward only: what is left out is read a batch ahead of the first document of a label.
     lines, first_lines = LineCounter(), LineCounter()
-    for batch in _batches(_readable(reader.read(), left_out, lines)):
+    for number, batch in enumerate(_batches(_readable(reader.read(), left_out, lines))):
+        if number == 0 and not isinstance(tokenizer, Bare):
+            lost = describe_loss((str(one.document) for one in batch), tokenizer)
         for one in batch:
             if one.labels not in numbers:
                 numbers[one.labels] = len(numbers)
@@ -171,6 +177,7 @@ def _write(reader: Reader, tokenizer: Tokenizer | Bare, folder: Path) -> None:
         "left_out": len(left_out),
     }
     write_text(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    return lost
 
 
 def _encode(batch: list[Sample], tokenizer: Tokenizer | Bare) -> tuple[Any, Any, Any, Any]:

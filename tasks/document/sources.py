@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from longseq.tasks.data.folders import refuse_inside
 from longseq.tasks.data.labels import Labels, read_labels
+from longseq.tasks.text.corpora import cache_folder
 from longseq.tasks.text.documents import Document, Place
 from longseq.tasks.text.prepare import stamp
 from longseq.tasks.text.sources import STREAM, Columns, Malformed, find_parts, read_part
@@ -146,6 +148,7 @@ def _find_files(keys: DocumentDataKeys, split: str, given: str | None) -> Reader
         if not os.path.exists(path):
             raise ValueError(f"{named} does not exist")
         path = os.path.realpath(path)
+        refuse_inside(cache_folder() if keys.cache is None else keys.cache, [path], "data.cache")
     label = keys.label_column or "label"
     labels = (label,) if isinstance(label, str) else tuple(label)
     columns = Columns(keys.text_column or "text", labels=labels, keys=("data.text_column", "", "data.label_column"))

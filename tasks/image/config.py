@@ -71,7 +71,8 @@ class ImageDataKeys:
 
     def __post_init__(self) -> None:
         check_balance(self.sampling, self.class_weights)
-        check_label_keys(self.multi_label, self.label_column, self.label_delimiter)
+        file = ("file_column", self.file_column or "file_name")
+        check_label_keys(self.multi_label, self.label_column, self.label_delimiter, file)
         tables = {name: getattr(self, name) for name in ("file_column", "label_column", "label_delimiter")}
         for name, value in tables.items():
             if value is not None and self.source != "csv":

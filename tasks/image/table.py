@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from longseq.tasks.data.labels import Labels, alike, read_labels, sort_names, targets_of
+from longseq.tasks.data.labels import LABEL_COLUMN, Labels, read_labels, remarks, sort_names, targets_of
 from longseq.tasks.data.tables import check_header
 from longseq.tasks.image.decoding import decode
 from longseq.tasks.image.sources import SPLIT_NAMES, Source, Split, Splits, finish_splits
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# The columns where the user names none: that of files is the one of Hugging Face's image folders.
-FILE_COLUMN, LABEL_COLUMN = "file_name", "label"
+# The column of files where the user names none, as in Hugging Face's image folders.
+FILE_COLUMN = "file_name"
 
 
 class Listed(NamedTuple):
@@ -90,7 +90,7 @@ def open_tables(
     class_names = list(found or ())
     if len(class_names) < 2 and not (keys.multi_label and class_names):
         raise ValueError(f"{tables['train']} has one class alone ({''.join(class_names)}), and nothing to tell apart")
-    if (told := alike(class_names)) is not None:
+    for told in remarks(class_names, multi_label=keys.multi_label):
         _log.warning("%s: %s", tables["train"], told)
     train = TableSource(tables["train"], rows, class_names, multi_label=keys.multi_label)
     held_out: dict[str, Source] = {

@@ -10,7 +10,7 @@ import torch
 
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
-from longseq.tasks.data.place import find_place, follow
+from longseq.tasks.data.place import Place, find_place, follow
 from longseq.tasks.data.sampler import UpdateSampler
 from longseq.tasks.text.corpora import open_corpora
 from longseq.tasks.text.info import TextInfo
@@ -58,6 +58,7 @@ class LanguageModelData(TaskData):
         self._stores: list[TokenStore] = []
         self._windows: dict[str, list[Windows]] = {}
         self._info: TextInfo | None = None
+        self._told: set[str] = set()  # the stages of which a warning has told that they have few windows
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> LanguageModelData:
@@ -101,7 +102,8 @@ class LanguageModelData(TaskData):
         own = config.get("data") or {"name": "given", "window": trained.window}
         if changes.get("source", own.get("source")) != own.get("source"):
             own = {key: None if key in READ_BY else value for key, value in own.items()}
-        keys = read(TextDataKeys, {**own, **changes}, "data")
+        # The weights mix the windows of training alone, and another root may have another number of entries.
+        keys = read(TextDataKeys, {**own, "weights": None, **changes}, "data")
         # By default as many tokens as the windows of the training held.
         rows = max(1, batch_size * trained.window // keys.window)
         datamodule = cls(keys, batch_size=rows, seed=config.get("seed", 0))
@@ -111,6 +113,7 @@ class LanguageModelData(TaskData):
             raise ValueError(
                 "the data was prepared with another tokenizer than the model was trained with: prepare it with that one"
             )
+        datamodule._check_tokens(STAGES[split], trained.vocab_size)
         return datamodule
 
     @property
@@ -157,7 +160,7 @@ class LanguageModelData(TaskData):
                 stage: sum(int(store.splits[STAGES[stage]].byte_counts.sum()) for store in self._stores)
                 for stage in ("val", "test")
             },
-            checksums={stage: [store.checksum(STAGES[stage]) for store in self._stores] for stage in ("val", "test")},
+            checksums={stage: [store.checksum(split) for store in self._stores] for stage, split in STAGES.items()},
             gzip_bits_per_byte=ratios[0] if len(ratios) == 1 else None,
         )
 
@@ -186,10 +189,40 @@ class LanguageModelData(TaskData):
     def test_dataloader(self) -> BatchLoader:
         return self._evaluation_loader("test")
 
+    def _check_tokens(self, split: str, known: int) -> None:
+        """Raise ValueError where a split has tokens that a model of `known` tokens does not know.
+
+        A tokenizer may have more tokens than the model beside it, if no text has them.
+        """
+        if self.info.vocab_size <= known:
+            return
+        highest = max(int(store.splits[split].tokens.max(initial=0)) for store in self._stores)
+        if highest >= known:
+            raise ValueError(
+                f"the text has the token {highest}, and the model knows {known}: the tokenizer is not that of the model"
+            )
+
     def _cut(self, corpus: Corpus, *, whole: bool) -> Windows:
         if self.keys.packing == "documents":
             return Documents(corpus, self.keys.window)
         return Concatenated(corpus, self.keys.window, whole=whole)
+
+    def _count_streams(self, stage: str, count: int, place: Place) -> int:
+        """The streams that a process reads of a split of `count` windows: no more than it has windows."""
+        asked = self.eval_batch_size * place.world_size
+        if asked > count and place.rank == 0 and stage not in self._told:
+            self._told.add(stage)
+            _log.warning(
+                "the %s split has %d windows, fewer than the %d streams of %s: each window is a stream of its own and "
+                "continues no other; data.eval_batch_size=1 carries the state through all of them",
+                STAGES[stage],
+                count,
+                asked,
+                "a training batch"
+                if self.keys.eval_batch_size is None
+                else f"data.eval_batch_size={self.eval_batch_size}",
+            )
+        return min(self.eval_batch_size, -(-count // place.world_size))
 
     def _batches(self, stage: str, rows: int) -> WindowBatches:
         cut = self._windows[stage]
@@ -205,17 +238,18 @@ class LanguageModelData(TaskData):
         return WindowBatches(cut, assemble)
 
     def _evaluation_loader(self, stage: str) -> BatchLoader:
-        rank, world_size, _ = find_place(self.trainer)
+        found = find_place(self.trainer)
         counts = [windows.count for windows in self._windows[stage]]
-        place = {"rank": rank, "world_size": world_size}
-        streams = self.keys.packing == "streams"
-        every = (
-            EveryStream(counts[0], self.eval_batch_size, **place)
-            if streams
-            else EveryWindow(counts, self.eval_batch_size, **place)
-        )
+        place = {"rank": found.rank, "world_size": found.world_size}
+        rows = self.eval_batch_size
+        every: EveryStream | EveryWindow
+        if self.keys.packing == "streams":
+            rows = self._count_streams(stage, counts[0], found)
+            every = EveryStream(counts[0], rows, **place)
+        else:
+            every = EveryWindow(counts, rows, **place)
         return BatchLoader(
-            self._batches(stage, self.eval_batch_size),  # type: ignore[arg-type]
+            self._batches(stage, rows),  # type: ignore[arg-type]
             every,  # type: ignore[arg-type]
             num_workers=self.keys.num_workers,
             pin_memory=self.keys.pin_memory and torch.cuda.is_available(),

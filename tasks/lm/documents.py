@@ -70,7 +70,8 @@ def score_documents(
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
         if totals.documents == 0:
             told = f": {totals.named[0]}" if totals.named else ""
-            raise ValueError(f"the input holds no document, {totals.malformed} malformed lines or files{told}")
+            empty = f"{totals.empty} empty ones, " if totals.empty else ""
+            raise ValueError(f"the input holds no document, {empty}{totals.malformed} malformed lines or files{told}")
     return totals
 
 
@@ -92,7 +93,7 @@ def _score_block(
     batch_size: int,
     totals: Totals,
 ) -> Iterator[dict[str, Any]]:
-    documents = [one for one in block if isinstance(one, Document) and one.text]
+    documents = [one for one in block if isinstance(one, Document) and not one.is_empty]
     encoded = tokenizer.encode_all([text for one in documents for text in (one.prompt, one.text)])
     start, end = [tokenizer.start], [tokenizer.separator]
     rows, lengths, owners = [], [], []
@@ -114,7 +115,7 @@ def _score_block(
             if len(totals.named) < _NAMED:
                 totals.named.append(told)
             yield {"document": number, "error": told}
-        elif not one.text:
+        elif one.is_empty:
             totals.empty += 1
             yield {"document": number, "error": "empty"}
         else:

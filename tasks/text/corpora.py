@@ -9,12 +9,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from longseq.tasks.data.folders import refuse_inside
 from longseq.tasks.text.documents import Document, Fractions, encode, store_of
 from longseq.tasks.text.keys import TextDataKeys
-from longseq.tasks.text.prepare import plan_of, prepare
+from longseq.tasks.text.prepare import count_left_out, plan_of, prepare
 from longseq.tasks.text.python_sources import installed_files, standard_library_files
 from longseq.tasks.text.sources import STREAM, TEXT, Columns, Part, find_parts, group_files, read_part
-from longseq.tasks.text.store import MANIFEST, TokenStore, open_store
+from longseq.tasks.text.store import MANIFEST, SPLITS, TokenStore, open_store
 from longseq.tasks.text.tokenizer import ByteTokenizer
 
 _log = logging.getLogger(__name__)
@@ -37,12 +38,28 @@ def open_corpora(keys: TextDataKeys) -> list[TokenStore]:
     assert keys.root is not None
     roots = [keys.root] if isinstance(keys.root, str) else keys.root
     if keys.source == "tokens":
-        return [open_store(root, check=keys.check) for root in roots]
+        return [_open_tokens(root, check=keys.check) for root in roots]
+    refuse_inside(cache_folder() if keys.cache is None else keys.cache, roots, "data.cache")
     columns = Columns(keys.column or TEXT.text, keys.prompt_column)
     return [
         _prepared(Path(root).resolve().stem, find_parts([_absolute(root)], columns), columns, fractions, keys)
         for root in roots
     ]
+
+
+def _open_tokens(root: str, *, check: bool) -> TokenStore:
+    store = open_store(root, check=check)
+    if lacking := [split for split in SPLITS if split not in store.splits]:
+        raise ValueError(
+            f"data.root={root} has no split {lacking[0]}, but {', '.join(store.splits)}: it was not prepared for "
+            "task=lm; give a folder that `longseq prepare task=lm` has written"
+        )
+    if store.tokenizer["kind"] == "bare":
+        raise ValueError(
+            f"data.root={root} was made without a tokenizer: its tokens stand for no text, which task=lm writes and "
+            "measures; give a folder that `longseq prepare task=lm` has written"
+        )
+    return store
 
 
 def _absolute(root: str) -> str:
@@ -58,7 +75,9 @@ def cache_folder() -> Path:
 def _standard_library(fractions: Fractions) -> TokenStore:
     """The bytes of the standard library's modules, in memory."""
     tokenizer, parts = ByteTokenizer(), group_files(standard_library_files(), format="python")
-    documents = (one for part in parts for one in read_part(part, TEXT) if isinstance(one, Document) and one.text)
+    documents = (
+        one for part in parts for one in read_part(part, TEXT) if isinstance(one, Document) and not one.is_empty
+    )
     return store_of("standard_library", encode(documents, tokenizer, fractions), tokenizer, fractions)
 
 
@@ -88,6 +107,10 @@ def _prepared(
                 separator=keys.separator,
                 fractions=fractions,
             )
+            if left := count_left_out(manifest, ("duplicates", "empty")):
+                _log.warning("of %s are left out: %s", name, left)
+            if manifest["lost"] is not None:
+                _log.warning("%s: %s", name, manifest["lost"])
             if count := manifest["counts"]["malformed"]:
                 _log.warning(
                     "%d lines or files of %s could not be read and are left out, such as %s",

@@ -69,6 +69,11 @@ class Document(NamedTuple):
     labels: tuple[Any, ...] = ()
     place: Place | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """True without any text: blanks and ends of lines are none."""
+        return not self.text.strip()
+
 
 class Encoded(NamedTuple):
     """Documents of a part of the input; all fields but `hashes` and `gzipped` are those of a store.

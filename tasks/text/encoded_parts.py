@@ -39,7 +39,7 @@ def encode_part(
                 counts["malformed"] += 1
                 if len(malformed) < NAMED:
                     malformed.append(one)
-            elif not one.text:
+            elif one.is_empty:
                 counts["empty"] += 1
             else:
                 counts["documents"] += 1

@@ -21,6 +21,7 @@ import numpy as np
 from omegaconf import DictConfig
 
 from longseq.files import crc32_of
+from longseq.tasks.data.folders import refuse_inside
 from longseq.tasks.report import progress_bar, quiet_libraries, shorten
 from longseq.tasks.text.documents import (
     Encoded,
@@ -40,6 +41,7 @@ from longseq.tasks.text.encoded_parts import (
     told_path,
 )
 from longseq.tasks.text.prepare_keys import PrepareKeys
+from longseq.tasks.text.round_trip import describe_loss
 from longseq.tasks.text.sources import READING, TEXT, Columns, Malformed, Part, find_parts, read_part
 from longseq.tasks.text.store import (
     MANIFEST,
@@ -65,6 +67,9 @@ from longseq.tasks.training.processes import usable_cores
 # Bytes of text from which a tokenizer is trained. More text takes long and changes the tokenizer little.
 TRAINING_TEXT = 1 << 28
 
+# What is left out, in the counts of a manifest and in words.
+_LEFT_OUT = {"duplicates": "duplicates", "empty": "empty documents", "malformed": "malformed"}
+
 
 @quiet_libraries()
 def run(cfg: DictConfig) -> None:
@@ -74,6 +79,7 @@ def run(cfg: DictConfig) -> None:
     assert keys.output is not None
     columns = Columns(keys.column, keys.prompt_column)
     inputs = [keys.input] if isinstance(keys.input, str) else keys.input
+    refuse_inside(keys.output, inputs)
     parts = find_parts(inputs, columns, whole_files=keys.whole_files)
     manifest = prepare(
         parts,
@@ -92,22 +98,25 @@ def run(cfg: DictConfig) -> None:
 
 
 def describe(manifest: Mapping[str, Any]) -> str:
-    """The counts of a manifest, and the first lines that could not be read."""
+    """The counts of a manifest, the first lines that could not be read, and what the tokenizer loses."""
     splits = ", ".join(
         f"{split} {told['documents']:,} documents of {told['tokens']:,} tokens"
         for split, told in manifest["splits"].items()
     )
-    counts = manifest["counts"]
-    left = ", ".join(
-        f"{counts[what]:,} {name}"
-        for what, name in (("duplicates", "duplicates"), ("empty", "empty documents"), ("malformed", "malformed"))
-        if counts[what]
-    )
+    left = count_left_out(manifest)
     lines = [splits, *([f"left out: {left}"] if left else []), *manifest["malformed"]]
+    if manifest["lost"] is not None:
+        lines.append(manifest["lost"])
     for split in ("validation", "test"):
         if manifest["splits"][split]["documents"] == 0:
             lines.append(f"{split} has no document, which training needs: prepare again with a larger {split}=FRACTION")
     return "\n".join(lines)
+
+
+def count_left_out(manifest: Mapping[str, Any], kinds: Sequence[str] = tuple(_LEFT_OUT)) -> str:
+    """What was left out of the input, in words; nothing where all of it was taken."""
+    counts = manifest["counts"]
+    return ", ".join(f"{counts[kind]:,} {_LEFT_OUT[kind]}" for kind in kinds if counts[kind])
 
 
 def prepare(
@@ -143,10 +152,14 @@ def prepare(
             for path in [*partial.glob("*.npz"), *partial.glob(TOKENIZER)]:
                 path.unlink()  # there is nothing to go on with
             told = f": {malformed[0]}" if malformed else ""
-            raise ValueError(f"the input holds no document, {counts['malformed']} malformed lines or files{told}")
+            empty = f"{counts['empty']} empty ones, " if counts["empty"] else ""
+            raise ValueError(
+                f"the input holds no document, {empty}{counts['malformed']} malformed lines or files{told}"
+            )
         manifest = _join(len(parts), chosen, fractions, partial, output, show_progress)
         manifest["counts"] |= {name: counts[name] for name in ("empty", "malformed")}
         manifest["malformed"] = malformed
+        manifest["lost"] = describe_loss(_training_texts(parts, columns, fractions), chosen)
         write_text(output / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     shutil.rmtree(partial)
     return manifest
@@ -216,7 +229,7 @@ def _training_texts(parts: Sequence[Part], columns: Columns, fractions: Fraction
     order = sorted(range(len(parts)), key=lambda index: int(f"{index:0{bits}b}"[::-1], 2))
     for index in order:
         for document in read_part(parts[index], columns):
-            if isinstance(document, Malformed) or not document.text:
+            if isinstance(document, Malformed) or document.is_empty:
                 continue
             if split_numbers(hashes_of([document]), fractions)[0] != SPLITS.index("train"):
                 continue

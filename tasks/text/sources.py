@@ -27,7 +27,7 @@ from longseq.tasks.text.documents import Document, LineCounter, Place
 PART_SIZE = 1 << 25
 
 # Changes where a reader gives other documents for the same file, so that older caches are not taken.
-READING = 2
+READING = 3
 
 # Before the name of a set on the Hugging Face hub: hfids/OWNER/NAME, hfids/OWNER/NAME:CONFIGURATION@SPLIT.
 STREAM = "hfids/"
@@ -217,6 +217,8 @@ def _parts_of_file(path: Path, columns: Columns, size: int) -> Iterator[Part]:
         if first.malformed is not None:
             raise ValueError(f"{path}, line 1: {first.malformed}")
         header = first.cells
+        if not header:
+            raise ValueError(f"input={path} is empty: its lines are blank")
         if columns.text not in header:
             check_header(path, header, DELIMITERS[format])
         _check_columns(path, columns, header)
@@ -329,7 +331,9 @@ def _read_array(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
     except (ValueError, RecursionError) as error:
         yield Malformed(Place(part.path), f"no JSON ({error})")
     else:
-        yield from _rows(part.path, [row if isinstance(row, dict) else {} for row in rows], columns, 0)
+        for number, row in enumerate(rows):
+            place = Place(part.path, row=number)
+            yield _document(row, columns, place) if isinstance(row, dict) else Malformed(place, _NO_OBJECT)
 
 
 def _parse(line: bytes, columns: Columns, place: Place) -> Document | Malformed:
@@ -340,7 +344,7 @@ def _parse(line: bytes, columns: Columns, place: Place) -> Document | Malformed:
         return Malformed(place, "bytes that are no UTF-8")
     except (ValueError, RecursionError) as error:
         return Malformed(place, f"no JSON ({error})")
-    return _document(row if isinstance(row, dict) else {}, columns, place)
+    return _document(row, columns, place) if isinstance(row, dict) else Malformed(place, _NO_OBJECT)
 
 
 def _read_csv(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
@@ -406,20 +410,34 @@ def _read_texts(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
             yield Malformed(Place(path), str(error.strerror))
             continue
         try:
-            yield Document(content.decode("utf-8-sig"), place=Place(path))
+            text = content.decode("utf-8-sig")
         except UnicodeDecodeError:
             yield Malformed(Place(path), _why_no_text(content))
+            continue
+        # Latin letters in UTF-16 are UTF-8 as well, with a NUL between them.
+        yield Malformed(Place(path), _why_no_text(content)) if _is_wide(content) else Document(text, place=Place(path))
 
+
+# A value of JSON without columns: a text, a number, or a list of what should be lines.
+_NO_OBJECT = "no JSON object, whose keys are the columns"
 
 # The first bytes of compressed files.
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\3\4": "zip"}
+
+
+def _is_wide(content: bytes) -> bool:
+    """True for text in UTF-16: it begins with a mark, or most of its characters have a byte of zeros."""
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return True
+    head = content[:1024]
+    return len(head) >= 4 and any(2 * half.count(0) > len(half) for half in (head[::2], head[1::2]))
 
 
 def _why_no_text(content: bytes) -> str:
     """Why the content of a file is no UTF-8."""
     kind = next((kind for begin, kind in _COMPRESSED.items() if content.startswith(begin)), None)
     if kind is None:
-        return "bytes that are no UTF-8"
+        return "UTF-16, or no text at all: save text as UTF-8" if _is_wide(content) else "bytes that are no UTF-8"
     return f"compressed by {kind}: decompress it; of compressed files only .jsonl.gz is read"
 
 

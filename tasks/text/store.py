@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longseq.files import crc32_of
+from longseq.tokenizer_files import count_tokens, find_separator
 
 Integers = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
@@ -38,6 +39,9 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 PARTIAL = ".partial"
 SPLITS = ("train", "validation", "test")
+
+# Without these keys a manifest does not tell what the tokens are.
+_KEYS = {"version", "tokenizer", "vocab_size", "separator", "gzip_bits_per_byte", "splits"}
 
 
 class Corpus(NamedTuple):
@@ -110,6 +114,7 @@ def open_store(root: str | Path, *, check: bool = True) -> TokenStore:
         path = root / TOKENIZER
         _check_file(path, manifest["tokenizer_file"], check=True)
         tokenizer["json"] = path.read_text(encoding="utf-8")
+    _check_vocabulary(root / MANIFEST, manifest, tokenizer)
     splits = {}
     for split, told in manifest["splits"].items():
         files = told["files"]
@@ -152,11 +157,27 @@ def _read_manifest(root: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         version = manifest["version"]
+        lacking = _KEYS - manifest.keys()
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no manifest of prepared tokens: prepare them again") from error
     if version != VERSION:
         raise ValueError(f"{path} is of version {version}, this longseq reads {VERSION}: prepare the tokens again")
+    if lacking:
+        raise ValueError(f"{path} lacks {', '.join(sorted(lacking))}: prepare the tokens again")
     return manifest
+
+
+def _check_vocabulary(path: Path, manifest: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> None:
+    """Raise ValueError where the manifest tells another vocabulary or separator than the tokenizer has."""
+    if tokenizer["kind"] not in ("bytes", "file"):  # the tokens stand for no text, or the version is a later one
+        return
+    found = find_separator(tokenizer)
+    own = {"vocab_size": count_tokens(tokenizer), "separator": None if found is None else found[1]}
+    for name, value in own.items():
+        if manifest[name] != value:
+            raise ValueError(
+                f"{path} tells {name}={manifest[name]}, and its tokenizer has {name}={value}: prepare the tokens again"
+            )
 
 
 def _open_file(path: Path, told: Mapping[str, int], dtype: Any, check: bool) -> Any:

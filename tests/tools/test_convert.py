@@ -416,6 +416,32 @@ def test_a_tokenizer_and_its_window_come_along(tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "theirs" / "tokenizer_config.json").is_file()
 
 
+@pytest.mark.parametrize("format", ["longseq", "llama"])
+def test_a_model_without_a_tokenizer_is_told(
+    format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is printed does not name commands that would fail for want of it, and neither does the model card."""
+    bare = {"qkv_bias": False, "out_bias": False, "rotary": True}
+    model = TokenBackbone(vocab_size=257, d_model=16, mixer="attention", mixer_options=bare)
+    for name, text in (("without", None), ("with", {"tokenizer": BYTES, "window": 64})):
+        model.text = text
+        model.save_pretrained(tmp_path / name)
+        output = tmp_path / f"{name}_{format}"
+        assert convert(monkeypatch, source=tmp_path / name, output=output, format=format) == 0
+        _, *told = capsys.readouterr().out.splitlines()
+        cards = [path.read_text() for path in (tmp_path / name, output) for path in path.glob("README.md")]
+        assert len(cards) == (2 if format == "longseq" else 1)
+        assert all(("AutoTokenizer" in card) == (text is not None) for card in cards)
+        if text is None:
+            assert len(told) == 1
+            assert told[0].startswith(f"{output} has no tokenizer, as {tmp_path / name} has no tokenizer.json")
+            assert told[0].endswith(f"AutoTokenizer.from_pretrained(NAME).save_pretrained({str(output)!r})")
+        else:
+            assert [line.partition(":")[0] for line in told] == (
+                ["to classify documents with it", "to train it further"] if format == "longseq" else []
+            )
+
+
 @pytest.mark.slow
 def test_a_converted_model_learns_faster_than_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trained attention model becomes GSA; after the same tokens its loss is below that of a new GSA model."""

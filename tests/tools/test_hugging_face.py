@@ -61,6 +61,25 @@ def test_generate_continues_padded_prompts_and_beams_as_each_alone(mixer: str) -
     assert torch.equal(beams, model.generate(**pad(PROMPTS[:2]), num_beams=3, use_cache=False, **options))
 
 
+@pytest.mark.parametrize("mixer", ["deltanet", "attention"])
+def test_the_side_of_padding_does_not_change_the_loss(mixer: str) -> None:
+    """The padding in front of a text predicts nothing, not the first token of the text either."""
+    model = make(mixer)
+    longer = PROMPTS[:2]  # the last one has nothing to predict
+    alone = [model(torch.tensor([one]), labels=torch.tensor([one]), use_cache=False).loss for one in longer]
+    targets = torch.tensor([len(one) - 1 for one in longer], dtype=alone[0].dtype)
+    expected = torch.stack(alone) @ targets
+    for side in ("left", "right"):
+        batch = pad(PROMPTS, side)
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        given = labels.clone()
+        mean = model(**batch, labels=labels, use_cache=False).loss
+        torch.testing.assert_close(mean, expected / targets.sum())
+        told = model(**batch, labels=labels, use_cache=False, num_items_in_batch=8).loss
+        torch.testing.assert_close(told, expected / 8)
+        assert torch.equal(labels, given)
+
+
 @pytest.mark.parametrize("mixer", [*mixers.mixer_names(), "deltanet+attention"])
 @pytest.mark.slow
 def test_adapters_of_every_projection_train_and_merge(mixer: str) -> None:

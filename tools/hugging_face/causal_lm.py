@@ -86,7 +86,8 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
             input_ids: `[B, T]`.
             attention_mask: `[B, T]`, or longer with the tokens of the cache in front; 0 at padding.
             past_key_values: the cache of the tokens before.
-            labels: `[B, T]`, the tokens themselves, -100 where nothing is predicted; shifted here.
+            labels: `[B, T]`, the tokens themselves, -100 where nothing is predicted; shifted here. The first token
+                behind padding is not predicted, either.
             use_cache: return the cache; by default the configuration's `use_cache`, and not in training.
             logits_to_keep: score the last n tokens alone, 0 for all; or the indices of the tokens.
             kwargs: `position_ids [1, T]` that begin anew at 0 separate packed sequences, as do the borders
@@ -111,6 +112,9 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
             logits = self._read(input_ids, cache, mask, borders, logits_to_keep)
         loss = None
         if labels is not None:
+            if mask is not None:  # padding in front of a text predicts nothing, not the text's first token either
+                labels = labels.clone()
+                labels[:, 1:][~mask[:, :-1]] = -100
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 

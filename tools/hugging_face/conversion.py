@@ -19,7 +19,7 @@ from longseq.files import replacing
 from longseq.mixers import check_revisions
 from longseq.mixers.pattern import Pattern, expand_pattern, options_by_name
 from longseq.model_card import model_card
-from longseq.tokenizer_files import read_folder, tokenizer_files
+from longseq.tokenizer_files import TOKENIZER_FILE, read_folder, tokenizer_files
 from longseq.tools.hugging_face.families import FAMILIES
 from longseq.tools.hugging_face.families.family import Family, Values, choose_layers, layers_of
 from longseq.tools.hugging_face.weights import Weight, read_weights, write_weights
@@ -27,14 +27,15 @@ from longseq.tools.hugging_face.weights import Weight, read_weights, write_weigh
 # The config.json of a converted model's source: its keys that our models do not have return on the way back.
 SOURCE_CONFIG = "source_config.json"
 
+# Files of a tokenizer's vocabulary, in the forms that transformers reads. Ours is the first.
+VOCABULARIES = (TOKENIZER_FILE, "tokenizer.model", "vocab.json")
+
 # Files beside the weights that a converted model needs as its source did.
 COPIED = (
-    "tokenizer.json",
+    *VOCABULARIES,
     "tokenizer_config.json",
-    "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
@@ -111,7 +112,8 @@ def write_model(model: TokenModel, folder: Path, max_shard_size: int | str = "5G
     if model.folder is not None and not _is_ours(model.folder):
         shutil.copyfile(model.folder / models.CONFIG_FILE, folder / SOURCE_CONFIG)
     write_weights(folder, model.weights, max_shard_size)
-    (folder / models.CARD_FILE).write_text(model_card(backbone, config, {}), encoding="utf-8")
+    card = model_card(backbone, config, {}, has_tokenizer=(folder / TOKENIZER_FILE).is_file())
+    (folder / models.CARD_FILE).write_text(card, encoding="utf-8")
     _write_json(folder / models.CONFIG_FILE, config)
 
 

@@ -21,7 +21,8 @@ from longseq.models import describe
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.training.command import read_command
 from longseq.tasks.training.token_keys import BodyKeys, TokenModelKeys
-from longseq.tools.hugging_face.conversion import change_mixer, read_model, write_family, write_model
+from longseq.tokenizer_files import TOKENIZER_FILE
+from longseq.tools.hugging_face.conversion import VOCABULARIES, change_mixer, read_model, write_family, write_model
 from longseq.tools.hugging_face.convert_keys import OURS, ConvertKeys
 from longseq.tools.hugging_face.families import FAMILIES
 
@@ -49,10 +50,25 @@ def run(cfg: DictConfig) -> Path:
     backbone = model.backbone()
     count = sum(parameter.numel() for parameter in backbone.parameters())
     print(f"{output}: {count:,} parameters, {backbone.mixer_name}, format={keys.format}")
-    if keys.format == OURS:
+    lacking = _without_tokenizer(source, output, keys.format)
+    if lacking is not None:
+        print(lacking)
+    elif keys.format == OURS:
         print(f"to classify documents with it: {train_command(backbone, output, 'document')}")
         print(f"to train it further: {train_command(backbone, output, 'lm')}")
     return output
+
+
+def _without_tokenizer(source: Path, output: Path, format: str) -> str | None:
+    """What a folder without a tokenizer lacks, and the remedy; None for a folder that has one."""
+    needed = (TOKENIZER_FILE,) if format == OURS else VOCABULARIES
+    if any((output / name).is_file() for name in needed):
+        return None
+    readers = "longseq train, longseq generate and AutoTokenizer need" if format == OURS else "AutoTokenizer needs"
+    return (
+        f"{output} has no tokenizer, as {source} has no {' or '.join(needed)}, and {readers} one: save that of the "
+        f"model there, with AutoTokenizer.from_pretrained(NAME).save_pretrained({str(output)!r})"
+    )
 
 
 @contextmanager

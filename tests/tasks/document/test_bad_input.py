@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,12 +93,17 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
     ),
     "text outside of class folders": (
         lambda path: [
-            (path / "class").mkdir(),
-            (path / "class" / "a.txt").write_text("t"),
-            (path / "b.txt").write_text("t"),
+            (path / "texts" / "class").mkdir(parents=True),
+            (path / "texts" / "class" / "a.txt").write_text("t"),
+            (path / "texts" / "b.txt").write_text("t"),
         ],
-        {"root": ".", "on_bad_line": "stop"},
+        {"root": "texts", "on_bad_line": "stop"},
         "b.txt: a text without a label: put each class's files into a folder of its name",
+    ),
+    "cache among the documents": (
+        lambda path: _jsonl(path, ROWS),
+        {"root": "."},
+        "data.cache=.*cache lies in the folder .*, which is read: the next run would read what is written there, too",
     ),
     "no truncation": (lambda path: _jsonl(path, ROWS), {"max_length": 10}, "data.max_length=10 cuts .*truncation=head"),
     "long document": (
@@ -118,6 +124,26 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         {"source": "libraries", "root": None, "test": "b.jsonl"},
         "data.test=b.jsonl is a file, which data.source=libraries does not read: give data.source=files too",
     ),
+    "one column for both": (
+        lambda path: _jsonl(path, ROWS),
+        {"label_column": "text", "validation": "a.jsonl", "test": "a.jsonl"},
+        "data.text_column and data.label_column both name the column 'text', which .*: give data.label_column=NAME",
+    ),
+    "one column among labels": (
+        lambda path: _jsonl(path, ROWS),
+        {"label_column": ["label", "body"], "text_column": "body", "multi_label": True},
+        "both name the column 'body'",
+    ),
+    "empty delimiter": (
+        lambda path: _jsonl(path, ROWS),
+        {"multi_label": True, "label_delimiter": ""},
+        "data.label_delimiter is empty and divides nothing: give the text between labels",
+    ),
+    "weight of a class that training lacks": (
+        lambda path: [_jsonl(path, [row for row in ROWS if row["label"] != "tree"])],
+        {"class_weights": {"fish": 1.0, "tree": 2.0}},
+        "data.class_weights.tree is unknown: the keys of data.class_weights are bird, fish",
+    ),
     "key of another source": (
         lambda path: None,
         {"source": "libraries", "root": "."},
@@ -137,13 +163,38 @@ def test_mistakes_are_one_line(tmp_path: Path, name: str) -> None:
 
 
 def test_classes_that_only_look_alike_are_told(tmp_path: Path, caplog: Any) -> None:
-    spelled = {"fish": ["1", "1.0 "], "bird": ["\u00e9", "e\u0301"], "tree": ["tree", "Tree"]}
-    rows = [{**row, "label": spelled[row["label"]][index // 3 % 2]} for index, row in enumerate(make_rows(60))]
+    spelled = {"fish": ["1", "1.0 ", "01"], "bird": ["\u00e9", "e\u0301", "0.5"], "tree": ["tree", "Tree", ".50"]}
+    rows = [{**row, "label": spelled[row["label"]][index // 3 % 3]} for index, row in enumerate(make_rows(60))]
     _jsonl(tmp_path, rows)
-    assert open_data(tmp_path, root=str(tmp_path / "a.jsonl")).info.num_classes == 6
+    assert open_data(tmp_path, root=str(tmp_path / "a.jsonl")).info.num_classes == 9
     (told,) = (record.message for record in caplog.records if "alike" in record.message)
-    assert "'1' and '1.0 ', 'e\\u0301' and '\\xe9' (blanks" in told
+    assert "different ones: '.50' and '0.5', '01' and '1' and '1.0 ', 'e\\u0301' and '\\xe9' (blanks" in told
     assert "tree" not in told
+
+
+@pytest.mark.parametrize(
+    ("labels", "keys", "expected"),
+    [
+        (["1", "2"], {}, None),
+        (["1.5", "n", "a/b"], {}, None),
+        ([0.5, 1, 2.25], {}, "labels are numbers with a fraction, such as 0.5: each of the 3 is a class of its own"),
+        (
+            ["a", "b", "b; a"],
+            {},
+            "'b; a' .* 'b' and 'a': .* give data.multi_label=true \"data.label_delimiter=';'\"",
+        ),
+        (["a", "b", "a|b"], {"multi_label": True}, "'a|b' is .* several labels, give \"data.label_delimiter='|'\""),
+        (["a", "b", "a|b"], {"multi_label": True, "label_delimiter": "|"}, None),
+    ],
+)
+def test_labels_that_may_mean_something_else_are_told(
+    tmp_path: Path, caplog: Any, labels: list[Any], keys: dict[str, Any], expected: str | None
+) -> None:
+    _jsonl(tmp_path, [{**row, "label": labels[index % len(labels)]} for index, row in enumerate(make_rows(60))])
+    open_data(tmp_path, root=str(tmp_path / "a.jsonl"), **keys)
+    told = [record.message for record in caplog.records]
+    assert len(told) == (0 if expected is None else 1), told
+    assert expected is None or re.search(expected.replace("|", r"\|"), told[0])
 
 
 def test_bad_lines_are_counted_listed_and_left_out(tmp_path: Path, caplog: Any) -> None:

@@ -23,6 +23,7 @@ from longseq.tasks.document.sources import Opened, Reader, Sample, Source, regis
 from longseq.tasks.document.truncation import truncate
 from longseq.tasks.text.documents import Place
 from longseq.tasks.text.store import MANIFEST
+from longseq.tasks.text.tokenizer import train_tokenizer
 from tests.support.documents import make_rows, open_data, write_jsonl
 
 Rows = list[dict[str, Any]]
@@ -295,6 +296,32 @@ def test_a_tokenizer_is_trained_on_the_training_documents_alone(tmp_path: Path, 
     assert contents(again, "test") == contents(data, "test")
     with pytest.raises(ValueError, match=r"data\.tokenizer=bytes is another tokenizer than the model was trained with"):
         DocumentData.for_evaluation(config, {"tokenizer": "bytes"}, split="test", trained=data.info, batch_size=64)
+
+
+def test_a_tokenizer_that_loses_text_is_told_once(tmp_path: Path, caplog: Any) -> None:
+    library = pytest.importorskip("tokenizers")
+    write_jsonl(tmp_path / "a.jsonl", make_rows())
+    tokenizer = library.Tokenizer.from_str(train_tokenizer(["fish bird tree"], 300).to_dict()["json"])
+    tokenizer.normalizer = library.normalizers.Replace(" ", "")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    splits = dict.fromkeys(("train", "validation", "test"), "a.jsonl")
+    open_data(tmp_path, root=str(tmp_path), tokenizer=str(tmp_path / "tokenizer.json"), **splits)
+    (told,) = (record.message for record in caplog.records if "come back" in record.message)
+    assert told.startswith("a: 60 of 60 compared documents do not come back from their tokens: the tokenizer turns")
+
+
+def test_a_changed_text_of_training_is_known(tmp_path: Path) -> None:
+    rows = make_rows()
+    splits = {"train": "a.jsonl", "validation": "b.jsonl", "test": "b.jsonl"}
+    write_jsonl(tmp_path / "b.jsonl", make_rows(12, seed=1))
+    infos = []
+    for text in (rows[0]["text"], rows[0]["text"].upper()):
+        write_jsonl(tmp_path / "a.jsonl", [{**rows[0], "text": text}, *rows[1:]])
+        infos.append(open_data(tmp_path, root=str(tmp_path), **splits).info)
+    trained, found = infos
+    assert found.sizes == trained.sizes
+    assert str(found.find_change(trained, "train")).startswith("train has other")
+    assert [found.find_change(trained, split) for split in ("val", "test")] == [None, None]
 
 
 def test_evaluation_on_another_file_opens_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

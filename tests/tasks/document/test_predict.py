@@ -164,6 +164,15 @@ def test_what_cannot_be_read_in_a_folder_is_named_and_the_rest_is_classified(tmp
     assert files.passed_over == [PassedOver(str(tmp_path / ".hidden"), "hidden")]
 
 
+def test_the_tokenizer_must_be_that_of_the_model(tmp_path: Path) -> None:
+    """Of another file in the model's folder, tokens would be unknown to the model, or mean something else."""
+    (tmp_path / "a.txt").write_text("dear reader")
+    told = "the tokenizer beside the model has 257 tokens and the separator 256, and the model was trained with"
+    for changes, trained in (({"vocab_size": 200}, "200 and 256"), ({"separator": 0}, "257 and 0")):
+        with pytest.raises(ValueError, match=f"{told} {trained}: put back the model's own tokenizer.json"):
+            classify(tmp_path / "a.txt", info=make_info(**changes))
+
+
 def test_many_unreadable_lines_are_counted_in_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_jsonl(tmp_path / "a.jsonl", [*make_rows(15), *["no json"] * 3000])
     passed, count = [], LineCounter.count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,25 @@ def test_every_byte_of_a_split_is_measured_once(tokens: Path, packing: str) -> N
         assert len({(inputs.tokens.shape, targets.shape) for inputs, targets in batches}) == 1
 
 
+def test_more_streams_than_windows_are_told(tokens: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each window is measured once, in a row of its own, and no row is empty."""
+    data = make(source="tokens", root=str(tokens), packing="streams", eval_batch_size=200)
+    count = data.info.sizes["val"]
+    (batch,) = data.val_dataloader()
+    inputs, targets = batch
+    assert targets.numel() == 16 * count < 16 * 200
+    assert inputs.units == len(data._stores[0].splits["validation"].tokens)
+    data.val_dataloader()
+    assert caplog.messages == [
+        f"the validation split has {count} windows, fewer than the 200 streams of data.eval_batch_size=200: each "
+        "window is a stream of its own and continues no other; data.eval_batch_size=1 carries the state through all of "
+        "them"
+    ]
+    make(source="tokens", root=str(tokens), packing="streams", eval_batch_size=count).val_dataloader()
+    make(source="tokens", root=str(tokens), eval_batch_size=200).val_dataloader()
+    assert len(caplog.messages) == 1
+
+
 def test_corpora_of_other_fractions_are_told(jsonl: Path, tokens: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What one holds back from training, the other may train on."""
     parts = find_parts([str(jsonl)], TEXT)
@@ -73,6 +93,19 @@ def test_corpora_of_other_fractions_are_told(jsonl: Path, tokens: Path, caplog: 
         "tokens was prepared with validation=0.1 test=0.1 and unlike with validation=0.2 test=0.1: a document that is "
         "in both may be trained on and measured; prepare them with the same fractions"
     ]
+
+
+def test_tokens_of_another_task_are_refused(tokens: Path) -> None:
+    manifest = json.loads((tokens / "manifest.json").read_text())
+    (tokens / "manifest.json").write_text(json.dumps({**manifest, "tokenizer": {"kind": "bare"}}))
+    with pytest.raises(ValueError, match="was made without a tokenizer: its tokens stand for no text"):
+        make(source="tokens", root=str(tokens))
+    manifest["splits"] = {"documents": manifest["splits"]["train"]}
+    (tokens / "manifest.json").write_text(json.dumps(manifest))
+    for ending in ("tokens", "offsets", "bytes"):
+        (tokens / f"train.{ending}").rename(tokens / f"documents.{ending}")
+    with pytest.raises(ValueError, match="has no split train, but documents: it was not prepared for task=lm"):
+        make(source="tokens", root=str(tokens))
 
 
 @pytest.mark.parametrize("packing", ["concatenated", "documents", "streams"])
@@ -122,6 +155,42 @@ def test_text_is_prepared_once(jsonl: Path, tokens: Path, tmp_path: Path, monkey
     assert sizes == [270, 300]
 
 
+def test_a_changed_text_of_training_is_known(jsonl: Path, tokens: Path) -> None:
+    """The same documents in another order are as many windows, and a resumed run would read others."""
+    lines = jsonl.read_text().splitlines(keepends=True)
+    jsonl.write_text("".join(reversed(lines)))
+    output = jsonl.with_name("again")
+    prepare(find_parts([str(jsonl)], TEXT), output, fractions={"validation": 0.1, "test": 0.1}, processes=1)
+    trained, found = (make(source="tokens", root=str(root)).info for root in (tokens, output))
+    assert found.sizes == trained.sizes
+    told = "train has another text than when the model was trained, and as many samples"
+    assert found.find_change(trained, "train") == told
+    assert trained.find_change(trained, "train") is None
+    older = replace(trained, checksums={"val": trained.checksums["val"]})
+    assert found.find_change(older, "train") is None
+
+
+def test_a_cache_in_the_text_is_refused(jsonl: Path, tmp_path: Path) -> None:
+    options = {"source": "files", "root": str(tmp_path), "test": 0.1}
+    with pytest.raises(ValueError, match=r"data.cache=.*cache lies in the folder .*, which is read: the next run"):
+        make(**options, cache=str(tmp_path / "cache"))
+    for _ in range(2):  # a hidden folder is not read
+        data = make(**options, cache=str(tmp_path / ".cache"))
+        assert sum(corpus.documents for corpus in data._stores[0].splits.values()) == len(TEXTS)
+
+
+def test_what_is_left_out_of_a_text_is_told(jsonl: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with jsonl.open("a") as file:
+        for text in (TEXTS[0], "", " \n\t "):
+            file.write(json.dumps({"text": text}) + "\n")
+    options = {"source": "files", "root": str(jsonl), "cache": str(tmp_path / "cache"), "test": 0.1}
+    data = make(**options)
+    assert caplog.messages == ["of text are left out: 1 duplicates, 2 empty documents"]
+    assert sum(corpus.documents for corpus in data._stores[0].splits.values()) == len(TEXTS)
+    make(**options)  # from the cache
+    assert len(caplog.messages) == 1
+
+
 @pytest.mark.slow
 def test_processes_that_start_together_prepare_a_text_once(
     jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -167,6 +236,27 @@ def test_a_model_is_measured_on_other_text_and_in_other_windows(jsonl: Path, tok
     changes = {**given, "tokenizer": "train:300"}
     with pytest.raises(ValueError, match="prepared with another tokenizer than the model was trained with"):
         LanguageModelData.for_evaluation(config, changes, split="test", trained=trained, batch_size=4)
+
+
+def test_tokens_that_a_model_does_not_know_are_refused(tokens: Path) -> None:
+    """A tokenizer of more tokens than the model is no mistake unless the text has them."""
+    info = make(source="tokens", root=str(tokens)).info
+    given = {"source": "tokens", "root": str(tokens)}
+    options = {"split": "test", "batch_size": 4}
+    LanguageModelData.for_evaluation({}, given, trained=replace(info, vocab_size=257), **options)
+    with pytest.raises(ValueError, match=r"the text has the token 256, and the model knows 256: the tokenizer is not"):
+        LanguageModelData.for_evaluation({}, given, trained=replace(info, vocab_size=256), **options)
+
+
+def test_a_model_of_a_mixture_is_measured_on_one_text(tokens: Path) -> None:
+    """The weights are those of the training's folders; evaluation reads each text once."""
+    own = {"name": "made", "source": "tokens", "root": [str(tokens), str(tokens)], "window": 16, "weights": [1, 3]}
+    trained, config = make(**{key: value for key, value in own.items() if key != "name"}).info, {"seed": 0, "data": own}
+    sizes = []
+    for changes in ({}, {"root": str(tokens)}):
+        data = LanguageModelData.for_evaluation(config, changes, split="test", trained=trained, batch_size=4)
+        sizes.append(sum(inputs.units for inputs, _ in data.test_dataloader()))
+    assert sizes[0] == 2 * sizes[1] > 0
 
 
 def test_python_sources_are_those_that_are_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

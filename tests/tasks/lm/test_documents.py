@@ -57,6 +57,19 @@ def test_each_document_has_its_log_probability_and_what_is_malformed_its_place(t
     assert totals.metrics()["bits_per_byte"] == pytest.approx(losses / math.log(2) / 18, rel=1e-5)
 
 
+def test_a_document_of_blanks_is_empty(tmp_path):
+    path, output, model = tmp_path / "text.jsonl", tmp_path / "out.jsonl", make_model()
+    path.write_text('{"text": " \\n\\t"}\n')
+    parts, options = find_parts([str(path)], Columns()), {"batch_size": 2, "context": contextlib.nullcontext()}
+    with pytest.raises(ValueError, match="the input holds no document, 1 empty ones, 0 malformed lines or files"):
+        score_documents(model, ByteTokenizer(), parts, Columns(), output, **options)
+    path.write_text(path.read_text() + '{"text": "a"}\n')
+    parts = find_parts([str(path)], Columns())
+    totals = score_documents(model, ByteTokenizer(), parts, Columns(), output, **options)
+    assert (totals.documents, totals.empty) == (1, 1)
+    assert rows_of(output)[0] == {"document": 0, "error": "empty"}
+
+
 def test_a_prompt_is_read_and_not_scored(tmp_path):
     path, output, model = tmp_path / "text.jsonl", tmp_path / "out.jsonl", make_model()
     path.write_text(LINES[4] + "\n")

@@ -16,7 +16,7 @@ from longseq.tasks.generate import GenerateKeys, Writer
 from longseq.tasks.text.stream import StopStrings, TextStream
 from longseq.tasks.text.tokenizer import ByteTokenizer
 
-PROMPTS = ["a", "some text", "état", "a longer prompt than the others"]
+PROMPTS = ["a", "some text", "", "état", "a longer prompt than the others"]
 KEYS = {
     "checkpoint": "x.ckpt", "weights": "auto", "prompt": "x", "input": None, "output": None, "max_new_tokens": 12,
     "temperature": 1.0, "top_k": None, "top_p": None, "repetition_penalty": 1.0, "stop": [], "end": True, "seed": 0,
@@ -209,6 +209,19 @@ def test_prompts_come_from_lines_and_from_json(tmp_path):
 
 
 @pytest.mark.slow
+def test_an_empty_prompt_is_a_new_text(trained, command_here, tmp_path):
+    words = (f"checkpoint={trained.checkpoint}", "max_new_tokens=8", "temperature=0", "end=false", "device=cpu")
+    result = command_here(tmp_path, "generate", "prompt=", "output=a.jsonl", *words)
+    assert (result.returncode, result.stderr) == (0, "")
+    row = json.loads((tmp_path / "a.jsonl").read_text())
+    assert (row["prompt"], row["tokens"], result.stdout) == ("", 8, row["text"] + "\n")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": ""}\n\n"la"\n')
+    assert command_here(tmp_path, "generate", "input=prompts.jsonl", "output=b.jsonl", *words).returncode == 0
+    first, second = (json.loads(line) for line in (tmp_path / "b.jsonl").read_text().splitlines())
+    assert (first, second["prompt"]) == (row, "la")
+
+
+@pytest.mark.slow
 def test_a_command_ends_without_a_traceback_where_its_reader_or_user_has_enough(
     trained, command_here, tmp_path, monkeypatch
 ):
@@ -243,14 +256,13 @@ def test_too_little_memory_is_one_line(trained, command_here, tmp_path, monkeypa
     [
         (("prompt=abc", "output=."), "output=. must end in .jsonl"),
         (("prompt=abc", "save_state=."), "save_state=. is a folder: name a file"),
-        (("prompt=''",), "prompt is empty: give the text to continue"),
         (("prompt='ab\udcff'",), "prompt is no UTF-8: surrogates not allowed at character 3"),
-        (("input=bad.jsonl",), "bad.jsonl: prompt 2 is no UTF-8"),
+        (("input=bad.jsonl",), "bad.jsonl, line 4: prompt is no UTF-8"),
         (("prompt=abc", "max_new_tokens=0"), "max_new_tokens=0 must be a whole number of at least 1"),
     ],
 )
 def test_what_cannot_be_is_one_line_before_the_model_is_read(words, message, command_here, tmp_path):
-    (tmp_path / "bad.jsonl").write_text('"fine"\n"half \\ud800"\n')
+    (tmp_path / "bad.jsonl").write_text('"fine"\n\n""\n"half \\ud800"\n')
     result = command_here(tmp_path, "generate", "checkpoint=none.ckpt", *words)
     assert result.returncode == 2
     assert result.stderr.startswith(f"longseq: error: {message}")

@@ -108,14 +108,14 @@ def split_texts(texts: list[str]) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_each_format_gives_the_same_documents(tmp_path: Path, name: str) -> None:
-    texts = [*TEXTS, TEXTS[3], "", TEXTS[0]]
+    texts = [*TEXTS, TEXTS[3], "", TEXTS[0], " \n ", "\u3000"]
     WRITERS[name](tmp_path / name, texts)
     store = run(tmp_path / name, tmp_path / "out")
     expected = split_texts(TEXTS)
     assert documents(store) == expected
     assert all(expected.values())
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert manifest["counts"] == {"documents": 60, "duplicates": 2, "empty": 1, "malformed": 0}
+    assert manifest["counts"] == {"documents": 60, "duplicates": 2, "empty": 3, "malformed": 0}
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
         ["manifest.json", *(f"{split}.{ending}" for split in SPLITS for ending in ("tokens", "offsets", "bytes"))]
     )
@@ -198,6 +198,33 @@ def test_what_cannot_be_read_is_counted_and_named(tmp_path: Path) -> None:
     assert reasons[-2:] == ["no Unicode text in column 'text'", "bytes that are no UTF-8"]
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_a_text_in_another_unicode_is_malformed(tmp_path: Path, encoding: str) -> None:
+    """Without a mark at its beginning, Latin text in UTF-16 is UTF-8 with NULs, which nobody means."""
+    (tmp_path / "input").mkdir()
+    (tmp_path / "input" / "a.txt").write_text("plain text", encoding)
+    (tmp_path / "input" / "b.txt").write_text("a NUL \0 in a text is a character")
+    store = run(tmp_path / "input", tmp_path / "out", fractions={"validation": 0, "test": 0})
+    assert documents(store)["train"] == ["a NUL \0 in a text is a character"]
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["malformed"] == [f"{tmp_path / 'input' / 'a.txt'}: UTF-16, or no text at all: save text as UTF-8"]
+    (tmp_path / "a.csv").write_text("text,label\na,b\n", encoding)
+    with pytest.raises(ValueError, match=r"a.csv is no UTF-8 \(its first line is not\): save it so"):
+        find_parts([str(tmp_path / "a.csv")], Columns())
+
+
+def test_json_without_keys_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('["a", "b"]\n\n"text"\n{"text": "a"}\n')
+    (tmp_path / "b.json").write_text('["text", {"text": "b"}]')
+    told = []
+    for name in ("a.jsonl", "b.json"):
+        (part,) = find_parts([str(tmp_path / name)], Columns())
+        told += [one.describe() for one in read_part(part, Columns()) if isinstance(one, Malformed)]
+    reason = "no JSON object, whose keys are the columns"
+    places = ("a.jsonl, line 1", "a.jsonl, line 3", "b.json, row 0")
+    assert told == [f"{tmp_path / place}: {reason}" for place in places]
+
+
 def test_links_are_followed_but_not_in_circles_and_those_that_lead_nowhere_are_counted(tmp_path: Path) -> None:
     write_folder(tmp_path / "elsewhere", TEXTS)
     (tmp_path / "input" / "deep").mkdir(parents=True)
@@ -221,7 +248,7 @@ def test_links_are_followed_but_not_in_circles_and_those_that_lead_nowhere_are_c
 
 def test_bytes_of_csv_and_text_files_that_are_no_utf8_are_counted(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"text\ngood\nb\xffd\nbetter\n")
-    (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "b.txt").write_bytes(b"\x80\xfe")
     (tmp_path / "c.txt").write_bytes(b"\xef\xbb\xbfmarked")
     run(tmp_path, tmp_path / "out")
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
@@ -344,6 +371,7 @@ def test_a_separator_that_stands_in_a_text_is_refused(tmp_path: Path) -> None:
         (["input=nothing", "output=out"], "input=nothing does not exist"),
         (["input=empty.jsonl", "output=out"], "input=empty.jsonl is empty"),
         (["input=empty", "output=out"], "input=empty is empty: it holds no file with text"),
+        (["input=blank.csv", "output=out"], "input=blank.csv is empty: its lines are blank"),
         (["input=a.jsonl", "output=out", "column=body"], "a.jsonl has no column 'body': give column=NAME, one of text"),
         (["input=a.csv", "output=out", "prompt_column=q"], "a.csv has no column 'q': give prompt_column=NAME, one of"),
         (
@@ -351,6 +379,8 @@ def test_a_separator_that_stands_in_a_text_is_refused(tmp_path: Path) -> None:
             "holds no document, 2 malformed lines or files: bad.jsonl, line 1",
         ),
         (["input=a.parquet", "output=out"], "input=a.parquet is no parquet file, or a truncated one"),
+        (["input=.", "output=out"], "output=out lies in the folder ., which is read: the next run would read what is"),
+        (["input=[a.jsonl,empty]", "output=empty/out"], "output=empty/out lies in the folder empty, which is read"),
         (["input=a.jsonl", "output=a.csv/out"], "output=a.csv/out is or lies below a file: give a folder"),
         (["input=a.jsonl", "output=out", "tokenizer=nowhere"], "tokenizer=nowhere is no file"),
         (["input=a.jsonl", "output=out", "tokenizer=train:many"], "give train:SIZE, such as train:16384"),
@@ -386,6 +416,7 @@ def test_mistakes_are_one_line(
     arrow.parquet.write_table(arrow.Table.from_arrays([["a"], ["b"]], names=["text", "text"]), "twice.parquet")
     Path("stray.csv").write_text('"text,more\na,b\n')
     Path("empty.jsonl").touch()
+    Path("blank.csv").write_text("\n\n")
     Path("empty").mkdir()
     before = sorted(os.listdir())
     assert command(*overrides) == 2
@@ -438,6 +469,46 @@ def test_a_changed_store_is_refused(tmp_path: Path) -> None:
     (root / "manifest.json").write_text("{")
     with pytest.raises(ValueError, match="is no manifest of prepared tokens"):
         open_store(root)
+    del manifest["vocab_size"]
+    (root / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"manifest.json lacks vocab_size: prepare the tokens again"):
+        open_store(root)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "train:270"])
+def test_a_manifest_of_another_vocabulary_is_refused(tmp_path: Path, tokenizer: str) -> None:
+    """A model of fewer tokens would fail in the middle of a run, another separator would join all documents."""
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    root = tmp_path / "out"
+    store = run(tmp_path / "a.jsonl", root, tokenizer=tokenizer)
+    manifest = json.loads((root / "manifest.json").read_text())
+    for name, value in (("vocab_size", 256), ("vocab_size", 50304), ("separator", 1)):
+        own = manifest[name]
+        (root / "manifest.json").write_text(json.dumps({**manifest, name: value}))
+        told = f"manifest.json tells {name}={value}, and its tokenizer has {name}={own}: prepare the tokens again"
+        with pytest.raises(ValueError, match=told):
+            open_store(root)
+    (root / "manifest.json").write_text(json.dumps({**manifest, "tokenizer": {"kind": "bare"}, "vocab_size": 999}))
+    assert open_store(root).vocab_size == 999
+    assert (store.vocab_size, store.separator) == (manifest["vocab_size"], manifest["separator"])
+
+
+def test_a_tokenizer_that_loses_text_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    library = pytest.importorskip("tokenizers")
+    write_jsonl(tmp_path / "a.jsonl", ["Document one", "document two", "document three"])
+    tokenizer = library.Tokenizer.from_str(train_tokenizer(TEXTS, 300).to_dict()["json"])
+    tokenizer.normalizer = library.normalizers.Lowercase()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    words = [f"input={tmp_path / 'a.jsonl'}", "validation=0", "test=0", "processes=1"]
+    lossy, begin = str(tmp_path / "tokenizer.json"), "1 of 3 compared documents do not come back"
+    for choice, expected in (("bytes", []), (lossy, [begin])):
+        output = tmp_path / f"out{len(expected)}"
+        monkeypatch.setattr("sys.argv", ["longseq", "prepare", *words, f"tokenizer={choice}", f"output={output}"])
+        assert cli.main() == 0
+        told = [line for line in capsys.readouterr().out.splitlines() if "come back" in line]
+        assert [line[: len(begin)] for line in told] == expected
 
 
 def test_a_saved_set_of_splits_asks_which(tmp_path: Path) -> None:

@@ -13,7 +13,14 @@ from tokenizers.processors import TemplateProcessing
 
 from longseq.tasks.data.units import count_units
 from longseq.tasks.text.batch import Carry, TokenInputs
-from longseq.tasks.text.tokenizer import ByteTokenizer, read_tokenizer, tokenizer_from_dict, train_tokenizer
+from longseq.tasks.text.round_trip import describe_loss
+from longseq.tasks.text.tokenizer import (
+    ByteTokenizer,
+    FileTokenizer,
+    read_tokenizer,
+    tokenizer_from_dict,
+    train_tokenizer,
+)
 from longseq.tokenizer_files import read_folder, same_tokenizer, tokenizer_files
 
 TEXTS = ["the cat sat on the mat", "żółw é 🐢\n\ttab", "a <|endoftext|> that somebody wrote", ""]
@@ -62,6 +69,24 @@ def test_the_files_of_a_tokenizer_are_those_of_its_library(kind: str, tmp_path: 
     assert same_tokenizer(again.to_dict(), tokenizer.to_dict())
     other = train_tokenizer(TEXTS * 20, 290)
     assert not same_tokenizer(again.to_dict(), other.to_dict())
+
+
+def test_what_a_tokenizer_loses_is_told_with_an_example() -> None:
+    library = pytest.importorskip("tokenizers")
+    texts = ["small letters", "Large Letters", "and A long text " * 2000]
+    trained = train_tokenizer(texts, 300)
+    assert describe_loss(texts, trained) is describe_loss(texts, ByteTokenizer()) is None
+    small = library.Tokenizer.from_str(trained.to_dict()["json"])
+    small.normalizer = library.normalizers.Lowercase()
+    assert describe_loss(texts, FileTokenizer(small.to_str())) == (
+        "2 of 3 compared documents do not come back from their tokens: the tokenizer turns 'Large Letters' into 'large "
+        "letters'"
+    )
+    words = library.Tokenizer(library.models.WordLevel({"a": 0, "<unk>": 1, "</s>": 2}, unk_token="<unk>"))
+    told = describe_loss((text for text in ("a", "a żółw")), FileTokenizer(words.to_str(), "</s>"))
+    assert told is not None
+    assert told.startswith("1 of 2 compared documents do not come back")
+    assert told.endswith("turns 'a żółw' into '<unk>'")
 
 
 def test_a_published_model_begins_with_its_own_token(tmp_path: Path) -> None:
