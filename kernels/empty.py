@@ -22,11 +22,19 @@ def is_empty(shape: torch.Size) -> bool:
 
 def run_empty(run: Callable[..., Any], shape: torch.Size, **arguments: Any) -> tuple[Any, ...]:
     """Run an operation with `FILL` rows or heads in place of zero, and cut its results to zero again."""
+    weight = arguments.get("weight")
+    # Weights of both directions read each row twice, and have a state for each reading.
+    readings = 2 if isinstance(weight, Tensor) and weight.dim() == 3 else 1
 
     def fill(name: str, x: Any) -> Any:
         if not isinstance(x, Tensor):
             return tuple([fill(name, part) for part in x]) if name in STATES and isinstance(x, tuple) else x
-        sizes = [size or FILL for size in x.shape]
+        if name in STATES:
+            # Dimensions after rows and heads stay: the window of a convolution of one tap has no tokens.
+            rows = [size or readings * FILL for size in x.shape[:1]]
+            sizes = [*rows, *(size or FILL for size in x.shape[1:2]), *x.shape[2:]]
+        else:
+            sizes = [size or FILL for size in x.shape]
         if name not in STATES and x.shape[:2] == shape[:2]:
             sizes[1] = x.shape[1]  # the number of tokens stays
         return x.detach() if list(x.shape) == sizes else x.new_ones(sizes)

@@ -350,7 +350,7 @@ def _token(
         state = state.sign() * (state.abs() - shrink).relu()
     if unit:
         norms = column_norms(state)
-        state = state.div_(norms)
+        state = state / norms  # not in place: an exported graph keeps the state from before for its own gradients
         parts.append(norms)
     return torch.bmm(q, state.transpose(-1, -2)), state, parts
 

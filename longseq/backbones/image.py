@@ -150,6 +150,8 @@ class ImageBackbone(PretrainedModel, nn.Module):
             those of the patches. Such a position only adds one parameter to another.
         global_pool: as in timm: token; avg, max or avgmax (half the sum of both) over the patches; map, attention over
             the patches by one learned query; or "" for no pooling.
+        pool_num_heads: the heads of global_pool="map"; None for heads of at most 64 channels. timm's models pool with
+            as many heads as their attention has.
         mlp_ratio: width of the MLP after each mixer, relative to `embed_dim`; 0 leaves the MLPs out.
         norm, norm_eps: rms or layer; and the number added to the variance, by default 1e-5 for rms and 1e-6 for layer.
         init_values: the initial values of LayerScale in each branch, such as 1e-4; None for blocks without.
@@ -177,6 +179,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
             "patch_drop_rate": 0.0,
             "proj_drop_rate": 0.0,
             "dynamic_img_pad": False,
+            "pool_num_heads": None,
         }
     )
 
@@ -200,6 +203,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
         reg_tokens: int = 0,
         no_embed_class: bool = True,
         global_pool: str = "token",
+        pool_num_heads: int | None = None,
         mlp_ratio: float = 0.0,
         norm: str = "rms",
         norm_eps: float | None = None,
@@ -283,12 +287,14 @@ class ImageBackbone(PretrainedModel, nn.Module):
         self.norm = make_norm()
         self._make_norm = make_norm
         self._pool_ratio = mlp_ratio or 4.0
+        self._pool_heads = _count_pool_heads(embed_dim, pool_num_heads)
         self.attn_pool = self._build_attention_pool() if global_pool == "map" else None
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes) if num_classes > 0 else nn.Identity()
         self.depth_scaled_init = depth_scaled_init
         self.resolve_arguments(
             stride=self.patch_embed.stride,
+            pool_num_heads=self._pool_heads,
             mixer=self.mixer_name,
             mixer_options=mixer_options_of(
                 mixer, mixer_options, expand_pattern(mixer, depth), self.blocks, without=self.decided_options
@@ -623,10 +629,10 @@ class ImageBackbone(PretrainedModel, nn.Module):
         return 2 * (once + patches * (self.attn_pool.kv.weight.numel() + 2 * self.embed_dim))
 
     def _build_attention_pool(self) -> AttentionPoolLatent:
-        """timm's pooling by attention, with heads of at most 64 channels as in its Vision Transformers."""
-        heads = self.embed_dim // largest_heads(self.embed_dim, 64)
         make_norm: Any = lambda width, **_: self._make_norm()  # noqa: E731 - timm passes a device and a type
-        return AttentionPoolLatent(self.embed_dim, num_heads=heads, mlp_ratio=self._pool_ratio, norm_layer=make_norm)
+        return AttentionPoolLatent(
+            self.embed_dim, num_heads=self._pool_heads, mlp_ratio=self._pool_ratio, norm_layer=make_norm
+        )
 
     def _check_pool(self, pool: str) -> str:
         if pool not in POOLS:
@@ -646,6 +652,14 @@ def norm_epsilon(kind: str) -> float:
     if kind not in NORM_EPSILONS:
         raise ValueError(f"norm={kind!r} is not one of {', '.join(NORM_EPSILONS)}")
     return NORM_EPSILONS[kind]
+
+
+def _count_pool_heads(width: int, given: int | None) -> int:
+    if given is None:
+        return width // largest_heads(width, 64)
+    if given < 1 or width % given:
+        raise ValueError(f"pool_num_heads={given} must divide embed_dim={width}")
+    return given
 
 
 def _check_sizes(reg_tokens: int, init_values: float | None, patch_drop_rate: float) -> None:

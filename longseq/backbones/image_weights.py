@@ -73,7 +73,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: ImageBackbone) -> di
     img_size, and change it with `set_input_size`.
 
     Raises:
-        ValueError: the positions make no square grid, or the weights have a part for which the model has no place.
+        ValueError: the positions make no square grid, the weights have a part for which the model has no place, or
+            its pooling by attention has another number of heads than its attention, unlike timm's.
     """
     state_dict = state_dict.get("model", state_dict)
     state = dict(state_dict.get("state_dict", state_dict))
@@ -83,6 +84,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: ImageBackbone) -> di
     else:
         own = _prefix_positions(state, model)
         _check_parts(state, model)
+        _check_pool_heads(state, model)
         for old, new in ((".attn.qkv.", ".mixer.in_proj."), (".attn.proj.", ".mixer.out_proj.")):
             state = {name.replace(old, new): value for name, value in state.items()}
     if "pos_embed" in state:
@@ -97,6 +99,21 @@ def _check_parts(state: dict[str, Tensor], model: ImageBackbone) -> None:
         if name is not None and not any(mark in own for own in present):
             remedy = "" if option is None else f"; build it with {option}, as that of the checkpoint"
             raise ValueError(f"the checkpoint has {part} ({name}), for which this model has no place{remedy}")
+
+
+def _check_pool_heads(state: dict[str, Tensor], model: ImageBackbone) -> None:
+    """timm's models pool with as many heads as their attention has; no weight tells how many these are."""
+    if model.attn_pool is None or not any(name.startswith("attn_pool.") for name in state):
+        return
+    blocks: Any = model.blocks
+    heads = {getattr(reader, "num_heads", None) for block in blocks for reader in block.mixer.readers}
+    pooled = model.attn_pool.num_heads
+    if any(".attn.qkv." in name for name in state) and model.mixer_name == "attention" and heads != {pooled}:
+        own = next(iter(heads))
+        raise ValueError(
+            f"the checkpoint pools with the heads of its attention, which are {own} in this model, whose pooling has "
+            f"{pooled}: build it with pool_num_heads={own}"
+        )
 
 
 def _prefix_positions(state: dict[str, Tensor], model: ImageBackbone) -> int:

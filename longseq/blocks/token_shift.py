@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse, halves
 from longseq.kernels.short_convolution import short_convolution
@@ -67,7 +68,9 @@ def shift_tokens(x: Tensor, start: Tensor, *, packing: Packing | None = None, re
 
 
 def latest_token(x: Tensor, *, packing: Packing | None = None, reverse: Reverse = False) -> Tensor:
-    """The token of each sequence of `x [B, T, ...]` that is read last; zeros for an empty packed sequence."""
+    """The token of each sequence of `x [B, T, ...]` that is read last; zeros for an empty sequence."""
+    if not is_exporting() and x.shape[1] == 0:
+        return x.new_zeros(x.shape[0] if packing is None else packing.count, *x.shape[2:])
     if reverse == "second_half":
         ahead, behind = halves(x)
         return torch.cat((ahead[:, -1], behind[:, 0]))

@@ -128,8 +128,8 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
             layout: the grid of an image's patches; a mixer reads tokens in their order and ignores it.
             cu_seqlens: `[N + 1]` integers, the borders of N sequences packed into one row (B = 1), or their `Packing`;
                 the state then has N rows.
-            mask: `[B, T]`, True at real tokens, for sequences that are not packed. Padding leaves the state unchanged;
-                its outputs are undefined.
+            mask: `[B, T]`, True at real tokens, for sequences that are not packed. Padding leaves the state unchanged,
+                whatever its values; its outputs are undefined.
             output_final_state: False: no state is computed, and None is returned in its place.
 
         Returns:
@@ -139,8 +139,9 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
             ValueError: `cu_seqlens` or `mask` does not fit `x`, or both are given.
         """
         packing = check_rows(x, cu_seqlens, mask)
+        check_state_rows(state, x.shape[0] if packing is None else packing.count)
         y, state = self.read(
-            self.project_in(x),
+            self.project_in(hide_padding(x, mask)),
             state,
             reverse=self.reverse,
             cu_seqlens=packing,
@@ -309,6 +310,24 @@ def check_rows(x: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | No
     if mask is not None and not is_exporting():
         check_mask("mixer", mask, "x", x)
     return pack_like(cu_seqlens, x)
+
+
+def check_state_rows(state: Any, rows: int) -> None:
+    """Raise ValueError for a state of another number of sequences than are read: its tensors begin with that number."""
+    if state is None or is_exporting():
+        return
+
+    def check(x: Tensor) -> Tensor:
+        if x.dim() and x.shape[0] != rows:
+            raise ValueError(f"the state is one of {x.shape[0]} sequences, and {rows} are read: give each its state")
+        return x
+
+    map_state(check, state)
+
+
+def hide_padding(x: Tensor, mask: Tensor | None) -> Tensor:
+    """`x [B, T, D]` with zeros at padding: a mask that multiplied what is computed from NaN would leave NaN."""
+    return x if mask is None else x.masked_fill(~mask.unsqueeze(-1), 0)
 
 
 def _flip_rows(x: Tensor) -> Tensor:

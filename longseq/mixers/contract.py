@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from longseq.flop_formulas import complete_flop_formulas
 from longseq.mixers.base import Mixer
 from longseq.mixers.registry import create
 from longseq.parameters import no_weight_decay
@@ -479,6 +480,7 @@ class _Count(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        complete_flop_formulas()
         self.operations = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -25,7 +25,7 @@ from longseq.blocks.reading import (
 from longseq.blocks.traces import NotScriptable, whole_in_traces
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, check_rows
+from longseq.mixers.base import Mixer, check_rows, hide_padding
 from longseq.mixers.registry import create, get
 
 SHARING = ("projections", "all", "none")
@@ -110,6 +110,7 @@ class Directions(NotScriptable):
         if state is not None:
             raise ValueError(NO_STATE)
         packing = check_rows(x, cu_seqlens, mask)
+        x = hide_padding(x, mask)
         if COLUMNS in self.orders or COLUMNS_BACKWARD in self.orders:
             if layout is None:
                 raise ValueError(

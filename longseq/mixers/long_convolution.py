@@ -76,6 +76,8 @@ def long_convolution(x: Tensor, filters: Tensor, reverse: Reverse = False) -> Te
         forward, backward = halves(x)
         return torch.cat((long_convolution(forward, filters), long_convolution(backward, filters, True)))
     length = x.shape[1]
+    if not is_exporting() and x.numel() == 0:  # transforms of no points do not exist
+        return x.to(filters.dtype) * filters[:length]
     with without_autocast(x):
         x = x.to(filters.dtype)
         if is_exporting():

@@ -129,7 +129,7 @@ class RWKV4(Mixer[RWKV4State]):
         tokens = [mixer._project(projected, own) for mixer, own in zip(pair, halves(previous), strict=True)]
         r, k, v = (torch.cat(both) for both in zip(*tokens, strict=True))
         decay, bonus = (
-            torch.stack(both).unsqueeze(1).expand(-1, rows, -1).reshape(2 * rows, 1, -1)
+            torch.stack(both).unsqueeze(1).expand(-1, rows, -1).flatten(0, 1).unsqueeze(1)
             for both in ((self.decay, backward.decay), (self.bonus, backward.bonus))
         )
         o, _ = self._average(k, v, decay, bonus, None, None, repeat_rows(mask), "second_half")
@@ -209,6 +209,8 @@ class RWKV4(Mixer[RWKV4State]):
             last = latest_token(largest, packing=packing, reverse=reverse)
             if packing is not None:  # an empty sequence has no token
                 last = torch.where((packing.lengths == 0).unsqueeze(-1), exponent, last)
+            elif not is_exporting() and k.shape[1] == 0:
+                last = exponent
             return o, (*self._split(required(final).squeeze(-2)), last)
 
     def _writes(self, k: Tensor, v: Tensor, largest: Tensor) -> Tensor:

@@ -170,6 +170,7 @@ class LongseqModelOptions(ModelOptions):
     class_token: Literal["middle", "first", "none"] | None = None
     reg_tokens: Annotated[int | None, Range(0)] = None
     global_pool: Literal["token", "avg", "max", "avgmax", "map"] | None = None
+    pool_num_heads: Annotated[int | None, Range(1)] = None
     mlp_ratio: Annotated[float | None, Range(0)] = None
     init_values: Annotated[float | None, Range(above=0)] = None
     pos_drop_rate: Share | None = None

@@ -11,6 +11,7 @@ from longseq import mixers
 from longseq.backbones.image import checkpoint_filter_fn
 from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.positions import Layout
+from longseq.flop_formulas import complete_flop_formulas
 from longseq.parameters import count_parameters
 
 
@@ -170,6 +171,28 @@ def test_weights_with_parts_that_have_no_place_are_refused_by_their_name(name, o
     ours = timm.create_model("longseq_vit_tiny_patch16_224", mixer="attention", depth=1)
     with pytest.raises(ValueError, match=message + ".*, for which this model has no place"):
         checkpoint_filter_fn(vit.state_dict(), ours)
+
+
+def test_pooling_by_attention_has_the_heads_of_the_attention_in_weights_of_timm():
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 1, "num_classes": 5, "global_pool": "map"}
+    vit = timm.create_model("vit_tiny_patch16_224", num_heads=3, **sizes).eval()
+    torch.nn.init.normal_(vit.attn_pool.kv.weight)
+    options = {"mixer": "attention", "mixer_options": {"num_heads": 3}, **sizes}
+    ours = timm.create_model("longseq_vit_tiny_patch16_224", **options)
+    with pytest.raises(
+        ValueError, match=r"heads of its attention, which are 3 .* has 1: build it with pool_num_heads=3"
+    ):
+        checkpoint_filter_fn(vit.state_dict(), ours)
+    ours = timm.create_model("longseq_vit_tiny_patch16_224", pool_num_heads=3, **options).eval()
+    ours.load_state_dict(checkpoint_filter_fn(vit.state_dict(), ours))
+    x = images(32, 32)
+    with torch.no_grad():
+        assert (ours(x) - vit(x)).abs().max() < 1e-5
+    ours.reset_classifier(5, "avg")
+    ours.reset_classifier(5, "map")
+    assert ours.attn_pool.num_heads == 3
+    with pytest.raises(ValueError, match="pool_num_heads=5 must divide embed_dim=48"):
+        timm.create_model("longseq_vit_tiny_patch16_224", pool_num_heads=5, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"direction": "cross"}, {"class_token": "none", "global_pool": "avg"}])
@@ -371,6 +394,7 @@ def test_the_same_seed_gives_the_same_weights():
 @pytest.mark.parametrize("chassis", ["", "vit_"])
 def test_flops_of_attention_agree_with_torch(chassis):
     model = tiny(chassis, mixer="attention", mixer_options={"num_heads": 2})
+    complete_flop_formulas()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(images(batch=1))
     assert model.flops() == counter.get_total_flops()

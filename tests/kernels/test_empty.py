@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longseq.kernels import list_ops
+from longseq.kernels import list_ops, short_convolution, token_loss
 from longseq.kernels.dispatch import backends, list_local_ops, list_stepped_ops
 from longseq.kernels.recurrence import each
 from longseq.kernels.testing import gradients, make_inputs, results, takes
@@ -79,3 +79,20 @@ def test_steps_without_rows_or_heads(interpreted, op):
             assert output.numel() == 0
             expected = results(output, inputs.initial_state)
             assert all(x.shape == expected[name].shape for name, x in results(output, state).items())
+
+
+@pytest.mark.parametrize(
+    ("weight", "rows", "reverse"), [((3, 1), 0, False), ((3, 4), 0, True), ((2, 3, 4), 0, "second_half")]
+)
+def test_convolutions_of_no_rows_with_a_state(weight, rows, reverse):
+    x, taps = torch.randn(rows, 5, 3), torch.randn(weight)
+    state = torch.zeros(rows, 3, weight[-1] - 1)
+    y, last = short_convolution(x, taps, initial_state=state, output_final_state=True, reverse=reverse)
+    assert y.shape == x.shape
+    assert last.shape == state.shape
+
+
+def test_the_loss_of_one_token():
+    logits = torch.randn(7)
+    expected = torch.nn.functional.cross_entropy(logits, torch.tensor(3))
+    assert torch.equal(token_loss(logits, torch.tensor(3), backend="torch"), expected)
