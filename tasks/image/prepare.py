@@ -53,6 +53,9 @@ _OWN = re.compile(
     rf"(({'|'.join(SPLITS)})(-\d{{6}}\.tar|\.index\.npy|\.targets\.npy|\.names\.txt)|{re.escape(MANIFEST)})(\.partial)?"
 )
 
+# The second remedy of a message of training, which names splits by keys that are not of this command.
+_SPLIT_KEYS = re.compile(r", or (give|leave it out by) (data\.root=\S+ )?data\.\w+_split=.*")
+
 _NAMES = {"train": "train", "validation": "validation", "test": "test"}
 
 
@@ -93,7 +96,8 @@ def open_input(keys: PrepareImagesKeys) -> dict[str, Source]:
         folder, others = open_folders(root, _NAMES, None)
         return {"train": folder, **others}
     except ValueError as error:  # of a training, which has other names for these keys
-        raise ValueError(str(error).replace("data.root=", "input=").replace("data.", "")) from error
+        told = _SPLIT_KEYS.sub("", str(error))
+        raise ValueError(told.replace("data.root=", "input=").replace("data.", "")) from error
 
 
 def describe(manifest: Mapping[str, Any]) -> str:

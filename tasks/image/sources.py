@@ -34,14 +34,10 @@ from longseq.tasks.image.decoding import (
 )
 from longseq.tasks.image.folder import ClassFolders, TarImages, find_images, report_passed_over
 from longseq.tasks.image.shards import ShardSource, holds_shards, open_shards
+from longseq.tasks.image.split_folders import find_split, is_compressed, refuse_compressed
 
 _log = logging.getLogger(__name__)
 
-SPLIT_NAMES = {
-    "train": ("train", "training"),
-    "validation": ("validation", "val", "valid", "eval"),
-    "test": ("test", "testing"),
-}
 _STREAMS = ("hfids", "wds", "tfds")
 
 ClassMap = str | Mapping[str, int] | None
@@ -487,6 +483,7 @@ def held_out_split(
             return None
         return Split.whole(_open(source, root, name, class_map, download))
     folder = _existing(root)
+    refuse_compressed(folder, {kind: names[kind]})
     path = find_split(folder, kind, names[kind]) if names[kind] is not None else None
     for usual in ("validation", "test") if kind == "test" else ("validation",):
         path = path or find_split(folder, usual)
@@ -545,23 +542,6 @@ def _stream_options(source: str) -> dict[str, Any]:
     return {"input_img_mode": "", "input_key": ";".join(["jpg", *sorted(endings)])}
 
 
-def find_split(root: str, kind: str, name: str | None = None) -> str | None:
-    """The folder or .tar of a split below `root`, by its `name` or one of the usual names of its kind, or None.
-
-    Usual names may have capitals, as Train, if there are class folders below: a class may be called so, too.
-    """
-    usual = name is None or name == kind
-    present = sorted(os.listdir(root)) if os.path.isdir(root) else []
-    for candidate in SPLIT_NAMES[kind] if usual else (str(name),):
-        for wanted in (candidate, f"{candidate}.tar"):
-            if (path := Path(root, wanted)).exists():
-                return str(path)
-            for other in (Path(root, one) for one in present if usual and one.lower() == wanted):
-                if other.is_file() or any(entry.is_dir() for entry in other.iterdir()):
-                    return str(other)
-    return None
-
-
 def _torchvision_array(name: str, root: str, train: bool, download: bool) -> ArraySource:
     label = f"{root}/{name}/{'train' if train else 'test'}"
     try:
@@ -578,6 +558,7 @@ def open_folders(
 ) -> tuple[FolderSource | ReaderSource, dict[str, Source]]:
     """The training images of a folder, and those of `validation` and `test` that it sets apart."""
     root = _existing(root)
+    refuse_compressed(root, names)
     paths = {kind: find_split(root, kind, name) for kind, name in names.items() if name is not None}
     if any(paths.values()) and paths.get("train") is None:
         raise ValueError(f"{root} holds no training images: add {root}/train, or give data.train_split=NAME")
@@ -619,6 +600,8 @@ def _existing(root: str | None) -> str:
         raise ValueError("this data set needs a folder: give data.root=FOLDER with train/ and val/ in it")
     if not Path(root).exists():
         raise ValueError(f"data.root={root} does not exist: give the folder (or .tar file) that holds the images")
+    if is_compressed(root):
+        raise ValueError(f"data.root={root} is compressed: unpack it and give the folder, or pack it anew as a .tar")
     if holds_shards(root):
         raise ValueError(f"data.root={root} holds shards: give data=image_shards, or data.source=shards")
     return root

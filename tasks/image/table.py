@@ -14,7 +14,8 @@ from PIL import Image
 from longseq.tasks.data.labels import Labels, alike, read_labels, sort_names, targets_of
 from longseq.tasks.data.tables import check_header
 from longseq.tasks.image.decoding import decode
-from longseq.tasks.image.sources import SPLIT_NAMES, Source, Split, Splits, finish_splits
+from longseq.tasks.image.sources import Source, Split, Splits, finish_splits
+from longseq.tasks.image.split_folders import SPLIT_NAMES
 
 if TYPE_CHECKING:
     from longseq.tasks.image.config import ImageDataKeys

@@ -185,3 +185,15 @@ def test_what_is_not_whole_is_not_read(images: Path, tmp_path: Path, monkeypatch
     targets.write_bytes(targets.read_bytes()[:-1] + b"\1")
     with pytest.raises(ValueError, match="was changed after it was written"):
         open_shards(str(shards), multi_label=False)
+
+
+@pytest.mark.parametrize("ending", ["zip", "2017"])
+def test_the_remedies_for_splits_are_not_keys_of_training(ending: str, tmp_path: Path) -> None:
+    root = tmp_path / "images"
+    for split in ("train", "val"):
+        draw(root / (split if ending == "zip" else f"{split}{ending}") / "dark" / "0.png", 0)
+    (root / "test.zip").write_bytes(b"packed")
+    remedy = "or pack it anew as test.tar" if ending == "zip" else ": rename them to train and val"
+    with pytest.raises(ValueError, match=r"split") as error:
+        open_input(keys_of(root if ending == "zip" else tmp_path))
+    assert str(error.value).endswith(remedy)
