@@ -35,6 +35,7 @@ from longseq.tasks.image.decoding import (
 from longseq.tasks.image.folder import ClassFolders, TarImages, find_images, report_passed_over
 from longseq.tasks.image.shards import ShardSource, holds_shards, open_shards
 from longseq.tasks.image.split_folders import find_split, is_compressed, refuse_compressed
+from longseq.tasks.training.options import spell
 
 _log = logging.getLogger(__name__)
 
@@ -658,6 +659,18 @@ def _class_numbers(class_map: ClassMap, root: str) -> dict[str, int] | None:
     if not numbers or not all(isinstance(number, int) and number >= 0 for number in numbers.values()):
         raise ValueError(f"data.class_map={class_map} must give classes numbers from 0 on, such as {{cat: 0, dog: 1}}")
     return {str(name): number for name, number in numbers.items()}
+
+
+def check_class_map(source: str, class_map: ClassMap, class_names: Sequence[str]) -> None:
+    """Raise ValueError, in one line, for a `data.class_map` that a source does not read, unless it says the same."""
+    if class_map is None or source == "folder" or source.startswith("hfds/") or is_stream(source):
+        return
+    numbers = _class_numbers(class_map, "")
+    if numbers != {name: number for number, name in enumerate(class_names)}:
+        raise ValueError(
+            f"data.class_map={spell(class_map)} does not fit data.source={source}, whose {len(class_names)} classes "
+            f"are {name_some(class_names)} in this order: leave it out"
+        )
 
 
 def _held_out_folder(
