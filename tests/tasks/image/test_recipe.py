@@ -75,6 +75,23 @@ def test_what_a_command_states_is_kept_and_the_rest_follows(compose_config):
     assert tuned["recipe"]["optimizer"]["layer_decay"] == 0.75
 
 
+@pytest.mark.parametrize("epochs", ["auto", "null"])
+@pytest.mark.parametrize(("updates", "warmup", "interval"), [(70, 0.5, 1), (7_000, 50.0, 20)])
+def test_warmup_and_validations_follow_a_length_in_updates(epochs, updates, warmup, interval, compose_config):
+    words = ("data=image_folder", "output=run", "recipe.batch_size=128", f"recipe.epochs={epochs}")
+    config, told = choose(compose_config("train", *words, f"recipe.updates={updates}"), open_info(1_000))
+    recipe = config["recipe"]  # an epoch has 7 updates
+    assert (recipe["epochs"], recipe["schedule"]["warmup_epochs"]) == (None, warmup)
+    assert recipe["validate_every_epochs"] == interval
+    assert f"batch 128, {updates:,} updates, learning rate" in told
+
+
+def test_a_short_run_on_a_large_set_has_a_short_warmup(compose_config):
+    for length in ("recipe.epochs=20", "recipe.updates=25000"):  # an epoch of 1.28 million images has 1,250 updates
+        config, _ = choose(compose_config("train", "data=image_folder", "output=run", length), open_info(1_280_000))
+        assert config["recipe"]["schedule"]["warmup_epochs"] == 1
+
+
 def test_the_chosen_batch_divides_over_devices_and_fits_few_images(compose_config):
     words = (
         "data=image_folder",
