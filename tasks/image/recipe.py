@@ -135,8 +135,8 @@ def _explain(
     recipe = config["recipe"]
     shown = {key: value_of(recipe, key, values[key]) for key in ("batch_size", "epochs", "learning_rate")}
     rate = "that is searched" if shown["learning_rate"] == FIND else shown["learning_rate"]
-    stated = next((f"{recipe[unit]:,} {unit}" for unit in ("updates", "tokens") if recipe.get(unit) is not None), None)
-    length = stated or f"{shown['epochs']} epochs"
+    updates = recipe.get("updates")
+    length = f"{updates:,} updates" if isinstance(updates, int) else f"{shown['epochs']} epochs"
     strong = values["augment.repeats"] > 1
     why = "trained weights, tuned gently" if trained else "as for ImageNet" if strong else "few images, seen often"
     data = f"{images:,} images" + ("" if info is None else f" of {info.num_classes} classes at {info.img_size} px")
