@@ -18,7 +18,8 @@ class Info(ABC):
 
     Its fields are dictionaries, lists, text and numbers. `sizes` has the number of samples of each split, None if a
     stream does not know it. `checksums` are of what is known of the samples of val and test without reading images: of
-    each corpus the tokens, of documents their text and labels, of image files their names and labels.
+    each corpus the tokens, of documents their text and labels, of image files their names and labels; and of the
+    training images the sizes of the files, too.
     """
 
     sizes: dict[str, int | None] = field(default_factory=dict)

@@ -313,8 +313,11 @@ class ImageDataModule(TaskData):
         if not class_names:
             raise ValueError(f"data.source={self.keys.source} does not tell its classes: give data.num_classes=N")
         check_class_map(self.keys.source, self.keys.class_map, class_names)
-        held_out = () if self._splits is None else (("val", self._splits.validation), ("test", self._splits.test))
-        known = {stage: split.checksum() for stage, split in held_out if stage in sizes}
+        known: dict[str, int | None] = {}
+        if (splits := self._splits) is not None:
+            held_out = (("val", splits.validation), ("test", splits.test))
+            known = {stage: split.checksum() for stage, split in held_out if stage in sizes}
+            known |= {"train": splits.train.checksum(sizes=True)} if "train" in sizes else {}
         return DataInfo(
             class_names=class_names,
             num_classes=len(class_names),

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
 
 from longseq.tasks.image.decoding import open_regular
-from longseq.tasks.image.sources import Split, Splits
+from longseq.tasks.image.sources import MOST_FILES, Split, Splits, size_of
 
 _log = logging.getLogger(__name__)
 
-# Of larger sets the files are not compared: to ask a network's file system for the sizes of a million takes minutes.
-MOST_FILES = 20_000
 # A file is known by its size and these many bytes at its beginning and its end.
 COMPARED = 1 << 16
 
@@ -57,8 +54,8 @@ def _by_size(split: Split) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for index in split.indices:
         path = split.source.path(int(index))
-        with suppress(OSError):
-            found.setdefault(os.stat(path).st_size, []).append(path)
+        if (size := size_of(path)) is not None:
+            found.setdefault(size, []).append(path)
     return found
 
 

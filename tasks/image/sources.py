@@ -7,6 +7,7 @@ import os
 import tarfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -38,6 +39,9 @@ from longseq.tasks.image.split_folders import find_split, is_compressed, refuse_
 from longseq.tasks.training.options import spell
 
 _log = logging.getLogger(__name__)
+
+# Of more files the sizes are not asked: a network's file system takes minutes for those of a million.
+MOST_FILES = 20_000
 
 _STREAMS = ("hfids", "wds", "tfds")
 
@@ -78,19 +82,24 @@ class Split:
     def whole(cls, source: Source) -> Split:
         return cls(source, np.arange(len(source)))
 
-    def checksum(self) -> int | None:
+    def checksum(self, *, sizes: bool = False) -> int | None:
         """The CRC-32 of the names and labels of image files, in any order; None for images of other kinds.
 
-        Names are those in the file's own folder, for folders may be moved.
+        Names are those in the file's own folder, for folders may be moved. With `sizes` those of the files count, too,
+        unless they are more than MOST_FILES on a disk; archives and shards then have a checksum, as well.
         """
-        targets = self.source.targets() if getattr(self.source, "has_files", False) else None
+        source: Any = self.source
+        known = getattr(source, "has_files", False) or (sizes and _knows_classes(source))
+        targets = source.targets() if known else None
         if targets is None:
             return None
-        names = np.asarray(self.source.class_names, dtype=object)
+        names = np.asarray(source.class_names, dtype=object)
         lines = [
-            f"{os.path.basename(self.source.path(index))}\t{names[np.flatnonzero(label) if label.ndim else label]}"
+            f"{os.path.basename(source.path(index))}\t{names[np.flatnonzero(label) if label.ndim else label]}"
             for index, label in zip(self.indices, targets[self.indices], strict=True)
         ]
+        if sizes and (len(self) <= MOST_FILES or not getattr(source, "has_files", False)):
+            lines = [f"{line}\t{source.size(index)}" for line, index in zip(lines, self.indices, strict=True)]
         return zlib.crc32("\n".join(sorted(lines)).encode(errors="surrogateescape"))
 
 
@@ -146,6 +155,10 @@ class FolderSource:
     def path(self, index: int) -> str:
         return self.folders.paths[index]
 
+    def size(self, index: int) -> int | None:
+        """The bytes of the image's file; None if it is gone."""
+        return size_of(self.path(index))
+
     def targets(self) -> np.ndarray:
         return self.folders.targets
 
@@ -177,6 +190,10 @@ class ReaderSource:
         name = self.reader.filename(index, absolute=True)
         whole = name and (Path(name).is_absolute() or Path(name).is_relative_to(self.label))
         return str(name) if whole else f"{self.label}/{name or index}"
+
+    def size(self, index: int) -> int:
+        """The bytes of the image's file in an archive."""
+        return int(self.reader.samples[index][0].size)
 
     def targets(self) -> np.ndarray | None:
         if isinstance(getattr(self.reader, "targets", None), np.ndarray):
@@ -251,6 +268,13 @@ class TorchvisionSource:
         return self._targets
 
 
+def size_of(path: str) -> int | None:
+    """The bytes of a file; None if it cannot be asked for."""
+    with suppress(OSError):
+        return os.stat(path).st_size
+    return None
+
+
 def is_stream(source: str) -> bool:
     """True if timm reads this source only in the source's own order."""
     prefix, slash, _ = source.partition("/")
@@ -320,9 +344,13 @@ def require_readable(split: Split, kind: str) -> None:
 def classes_at_hand(split: Split) -> np.ndarray | None:
     """The classes of a split's images, or None if finding them would take reading the data set."""
     source = split.source
-    known = isinstance(source, FolderSource | ShardSource) or isinstance(getattr(source, "reader", None), TarImages)
-    targets = source.targets() if known else None
+    targets = source.targets() if _knows_classes(source) else None
     return None if targets is None else np.unique(targets[split.indices])
+
+
+def _knows_classes(source: Source) -> bool:
+    """True for folders, archives and shards: their images' classes are known without reading the images."""
+    return isinstance(source, FolderSource | ShardSource) or isinstance(getattr(source, "reader", None), TarImages)
 
 
 def digits(root: str | None = None, **_: Any) -> Splits:
