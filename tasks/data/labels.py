@@ -23,8 +23,8 @@ Sampling = Literal["balanced"] | None
 
 _NAMED = 5  # of the classes that a message tells
 
-# Pandas writes 1.0 and 0.0 into a column that has empty cells, too.
-FLAGS = dict.fromkeys(("1", "1.0", "true", "yes"), True) | dict.fromkeys(("0", "0.0", "false", "no", ""), False)
+# Pandas writes 1.0 and 0.0 into a column that has empty cells.
+FLAGS = dict.fromkeys(("1", "1.0", "true", "yes"), True) | dict.fromkeys(("0", "0.0", "false", "no"), False)
 
 
 def check_label_keys(multi_label: bool, label_column: str | Sequence[str] | None, label_delimiter: str | None) -> None:
@@ -33,6 +33,11 @@ def check_label_keys(multi_label: bool, label_column: str | Sequence[str] | None
         raise ValueError(
             f"data.label_column={spell(label_column)} names a column for each label: give "
             "data.multi_label=true, or one column"
+        )
+    if isinstance(label_column, list | tuple) and len(set(label_column)) < len(label_column):
+        repeated = next(name for name in label_column if label_column.count(name) > 1)
+        raise ValueError(
+            f"data.label_column={spell(label_column)} names {repeated} more than once: name each label once"
         )
     if label_delimiter is not None and not multi_label:
         raise ValueError(
@@ -78,6 +83,8 @@ def _cut(value: Any, delimiter: str | None) -> list[Any]:
 
 
 def _flag(column: str, value: Any) -> bool:
+    if value is None or value == "" or (isinstance(value, str) and value.isspace()):
+        raise ValueError(f"nothing in column {column!r}: write 0 where the label is absent, 1 where it is there")
     found = FLAGS.get("1" if value in (1, True) else "0" if value in (0, False) else str(value).strip().lower())
     if found is None:
         raise ValueError(f"{value!r} in column {column!r}, which holds 1 or 0")

@@ -435,6 +435,23 @@ def test_a_table_that_cannot_be_read_is_told_with_its_line(text, tmp_path):
         image_data(name="table", source="csv", img_size=8, root=str(tmp_path / "a.csv")).setup()
 
 
+@pytest.mark.parametrize("cells", [",1", "0, ", "0"])
+def test_an_empty_flag_is_not_taken_for_an_absent_label(cells, tmp_path):
+    (tmp_path / "all.csv").write_text(f"file_name,odd,first\na.png,1,0\nb.png,{cells}\n")
+    column = "odd" if cells.startswith(",") else "first"
+    keys = {"source": "csv", "img_size": 8, "root": str(tmp_path / "all.csv"), "multi_label": True}
+    with pytest.raises(ValueError, match=rf"all\.csv, line 3: nothing in column '{column}': write 0 where") as error:
+        image_data(name="table", **keys, label_column=["odd", "first"]).setup()
+    assert "\n" not in str(error.value)
+
+
+def test_a_label_column_is_named_once():
+    with pytest.raises(
+        ValueError, match=r"label_column=\['a', 'b', 'a'\] names a more than once: name each label once"
+    ):
+        image_data(name="table", source="csv", img_size=8, multi_label=True, label_column=["a", "b", "a"])
+
+
 def test_columns_of_flags_are_labels_in_the_order_that_was_given(tmp_path):
     write_digits(tmp_path, "", range(40))
     lines = [f"{i}.png,{i % 2},{int(i < 4)}" for i in range(40)]
