@@ -47,7 +47,7 @@ class ImageDataKeys:
     val_split: str | None = "validation"
     test_split: str | None = None
     val_fraction: Annotated[float, Range(above=0, below=1)] = 0.1
-    split_seed: int = 0
+    split_seed: Annotated[int, Range(0)] = 0
     train_samples: Annotated[int | None, Range(1)] = None
     mean: Annotated[Sequence[float], Range(0, 1), Length(1)] = (0.5,)
     std: Annotated[Sequence[float], Range(above=0), Length(1)] = (0.5,)
