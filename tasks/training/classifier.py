@@ -27,7 +27,7 @@ class ClassifierModule(TrainedModule):
     """A module that gives each sample one of several classes, or with `multi_label` any number of them.
 
     `make_metrics` makes the metrics of a split beside the loss; it is called for validation and for the test.
-    `chosen_metrics` and `metric` are those that it reads. A subclass with these and `threshold` among its `kept_options`
+    `chosen_metrics` and `metric` are those that it reads. A subclass with these and `threshold` in its `kept_options`
     has them again from its checkpoints.
 
     `threshold` is the probability from which a label is given, or the second one of two classes: a number, a number for
