@@ -21,6 +21,9 @@ ClassWeights = Literal["none", "balanced"] | Annotated[list[float], Range(0)] | 
 # `data.sampling`: balanced draws each class equally often (see `longseq.tasks.data.sampler.BalancedSampler`).
 Sampling = Literal["balanced"] | None
 
+# What usually stands between several labels.
+DELIMITERS = ("|", ";", ",")
+
 _NAMED = 5  # of the classes that a message tells
 
 # Pandas writes 1.0 and 0.0 into a column that has empty cells.
@@ -137,6 +140,23 @@ def alike(names: Iterable[str]) -> str | None:
         f"classes that look alike are trained as different ones: {', '.join(found[:3])}{more} "
         "(blanks, two spellings of Unicode, or 1 and 1.0): write them in one way if they are one class"
     )
+
+
+def joined(names: Sequence[str], *, multi_label: bool) -> str | None:
+    """A remark, in one line, where most names of classes seem to be several labels with one mark between them; or None.
+
+    They do if parts of them are names, too.
+    """
+    for mark in DELIMITERS:
+        several = [name for name in names if mark in name]
+        alone = {part.strip() for name in several for part in name.split(mark)}.intersection(names)
+        if alone and 2 * len(several) > len(names):
+            keys = f"{'' if multi_label else 'data.multi_label=true '}data.label_delimiter={mark!r}"
+            return (
+                f"{len(several)} of the {len(names)} labels hold {mark!r}, such as {several[0]}, beside the label "
+                f"{min(alone)}: each is a class of its own; give {keys} if it stands between several labels"
+            )
+    return None
 
 
 def targets_of(

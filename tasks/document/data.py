@@ -20,6 +20,7 @@ from longseq.tasks.data.labels import (
     alike,
     count_classes,
     find_weights,
+    joined,
     rarest_labels,
     sort_names,
     targets_of,
@@ -445,6 +446,9 @@ class DocumentData(TaskData):
             if (told := alike(names)) is not None:
                 _warn(told)
             columns = keys.label_column if isinstance(keys.label_column, list | tuple) else []
+            undivided = not columns and keys.label_delimiter is None
+            if undivided and (told := joined(names, multi_label=keys.multi_label)) is not None:
+                _warn(told)
             if unused := [column for column in columns if column not in names]:
                 _warn(f"no training document has the label {', '.join(map(repr, unused))}: the model does not know it")
         owner = "the training documents" if trained is None else "the model"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from longseq.tasks.data.labels import Labels, alike, read_labels, sort_names, targets_of
+from longseq.tasks.data.labels import Labels, alike, joined, read_labels, sort_names, targets_of
 from longseq.tasks.data.tables import check_header
 from longseq.tasks.image.decoding import decode
 from longseq.tasks.image.sources import Source, Split, Splits, finish_splits, size_of
@@ -96,6 +96,9 @@ def open_tables(
     if len(class_names) < 2 and not (keys.multi_label and class_names):
         raise ValueError(f"{tables['train']} has one class alone ({''.join(class_names)}), and nothing to tell apart")
     if (told := alike(class_names)) is not None:
+        _log.warning("%s: %s", tables["train"], told)
+    undivided = not flagged and keys.label_delimiter is None
+    if undivided and (told := joined(class_names, multi_label=keys.multi_label)) is not None:
         _log.warning("%s: %s", tables["train"], told)
     train = TableSource(tables["train"], rows, class_names, multi_label=keys.multi_label)
     held_out: dict[str, Source] = {
