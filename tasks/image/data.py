@@ -41,6 +41,7 @@ from longseq.tasks.image.encoded import (
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.own_datamodule import OwnDataModule
 from longseq.tasks.image.own_dataset import DatasetSource, own_held_out, own_splits
+from longseq.tasks.image.ranges import warn_of_narrow_ranges
 from longseq.tasks.image.repeats import warn_of_repeats
 from longseq.tasks.image.sources import (
     SOURCES,
@@ -232,6 +233,7 @@ class ImageDataModule(TaskData):
             class_names = list(splits.train.source.class_names)
             self._require_two_classes(splits.train)
             warn_of_repeats(splits)
+            warn_of_narrow_ranges(splits.train)
             require_readable(splits.validation, "validation")
             if splits.test is not splits.validation:
                 require_readable(splits.test, "test")
