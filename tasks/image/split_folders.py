@@ -88,7 +88,7 @@ def refuse_pooled(path: str, folders: Iterable[str]) -> None:
     told = f"{path} holds the splits {_join(names)}{f' in {above}' if above else ''}, which would be one set"
     if not os.path.isdir(path) or any(Path(path).glob("*.tar")):
         raise ValueError(
-            f"{told}: unpack it and give that folder as data.root, or give a folder with a .tar of each split, such as "
+            f"{told}: unpack it and give data.root=FOLDER, or put a .tar of each split into a folder, such as "
             "train.tar and val.tar"
         )
     by_kind = {str(_kind_of(name)): name for name in names}

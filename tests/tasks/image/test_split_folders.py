@@ -55,8 +55,8 @@ def test_an_archive_of_several_splits_is_not_one_training_set(tmp_path):
     splits = write_splits(tmp_path / "images", "train", "test")
     archive = write_tar(tmp_path / "all.tar", splits)
     assert refusal(archive) == (
-        f"{archive} holds the splits test and train, which would be one set: unpack it and give that folder as "
-        "data.root, or give a folder with a .tar of each split, such as train.tar and val.tar"
+        f"{archive} holds the splits test and train, which would be one set: unpack it and give "
+        "data.root=FOLDER, or put a .tar of each split into a folder, such as train.tar and val.tar"
     )
     write_tar(tmp_path / "tars" / "train.tar", splits)
     assert f"{tmp_path / 'tars' / 'train.tar'} holds the splits test and train" in refusal(tmp_path / "tars")
