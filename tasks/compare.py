@@ -58,7 +58,7 @@ class CompareKeys:
     mixers: list[str]
     rows: Mapping[str, str] | None
     overrides: list[str] | None
-    seeds: Annotated[list[int], Range(0), Length(1)]
+    seeds: Annotated[list[int], Range(0, 2**32 - 1), Length(1)]
     sweep: Mapping[str, Annotated[list[Any], Length(1)]] | None
     learning_rates: Annotated[list[float], Range(0), Length(1)] | None
     jobs: Annotated[int, Range(1)] | None

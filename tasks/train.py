@@ -355,6 +355,8 @@ def _announce(
         )
     for line in registry.of(config).model.remarks(module.backbone):
         _log.warning(line)
+    for line in registry.of(config).model.notes(module.backbone):
+        _print(line)
     if checkpoint is not None:
         _print(f"continuing from {shorten(checkpoint)}")
     elif config["resume"]:

@@ -139,6 +139,47 @@ def test_images_of_any_loader_train_and_their_checkpoint_serves_every_command(tm
     assert "init=own.ckpt" in error
 
 
+def test_a_checkpoint_keeps_what_is_measured_and_how_it_decides(tmp_path: Path) -> None:
+    model, info, rows = make_images()
+    node = {"_target_": "MulticlassFBetaScore", "beta": 2.0, "average": "macro"}
+    measured: dict[str, Any] = {"chosen_metrics": {"f2": node, "recall": True}, "metric": "val/auroc"}
+    recipe = Training(learning_rate=1e-2)
+    module = ImageClassifier(model, num_classes=2, info=info, training=recipe, threshold="f1", **measured)
+    make_trainer(tmp_path, "own").fit(module, DataLoader(rows, 8), DataLoader(rows, 8))
+    assert {"f2", "recall", "auroc"} <= module.val_metrics.keys()
+    loaded = ImageClassifier.load_from_checkpoint(tmp_path / "own.ckpt")
+    assert loaded.val_metrics.keys() == loaded.test_metrics.keys() == module.val_metrics.keys()
+    assert loaded.higher_is_better("val/auroc", "monitor")
+    assert (loaded.threshold, loaded.metric, loaded.chosen_metrics) == ("f1", "val/auroc", measured["chosen_metrics"])
+    assert module.thresholds is not None
+    assert loaded.thresholds is not None
+    assert torch.equal(loaded.thresholds, module.thresholds)
+    before = loaded.thresholds
+    make_trainer(tmp_path, "again").validate(
+        loaded, DataLoader([{**row, "label": 1 - row["label"]} for row in rows], 8)
+    )
+    assert not torch.equal(loaded.thresholds, before), "a validation chooses the threshold"
+    other = ImageClassifier.load_from_checkpoint(tmp_path / "own.ckpt", metric="val/loss", threshold=0.25)
+    assert "auroc" not in other.val_metrics
+    assert other.thresholds is not None
+    assert other.thresholds.tolist() == [0.25]
+
+
+def test_what_a_fit_lacks_is_told(tmp_path: Path) -> None:
+    model, info, rows = make_images()
+    loader = DataLoader(rows, 8)
+    with pytest.raises(
+        ValueError, match=r"make it with ImageClassifier\(\.\.\., training=Training\(learning_rate=1e-3\)\)"
+    ):
+        make_trainer(tmp_path, "own").fit(ImageClassifier(model, num_classes=2, info=info), loader, loader)
+    module = ImageClassifier(model, num_classes=2, info=info, training=Training(learning_rate=1e-2))
+    with pytest.raises(ValueError, match=r"no training data: give it a loader, trainer\.fit\(module, DataLoader"):
+        make_trainer(tmp_path, "own").fit(module, val_dataloaders=loader)
+    trainer = make_trainer(tmp_path, "own")
+    trainer.fit(module, loader)  # a validation is not needed
+    assert trainer.global_step == 4
+
+
 def test_forms_of_image_batches_and_wrong_ones() -> None:
     model, info, _ = make_images()
     module = ImageClassifier(model, num_classes=2, info=info)

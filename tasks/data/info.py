@@ -17,8 +17,9 @@ class Info(ABC):
     """What a model, a checkpoint and an exported file must know of the data; each task has a dataclass of its own.
 
     Its fields are dictionaries, lists, text and numbers. `sizes` has the number of samples of each split, None if a
-    stream does not know it. `checksums` are of what is known of the samples without reading images: of each corpus the
-    tokens, of documents their text and labels, of image files of val and test their names and labels.
+    stream does not know it. `checksums` are of what is known of the samples without reading them: of each corpus the
+    tokens, of documents their text and labels, of image files their names and labels, and of those of training their
+    sizes, too.
     """
 
     sizes: dict[str, int | None] = field(default_factory=dict)

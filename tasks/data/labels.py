@@ -30,8 +30,8 @@ _NAMED = 5  # of the classes that a message tells
 # Marks that often stand between the labels of a cell.
 _MARKS = ";|,/"
 
-# Pandas writes 1.0 and 0.0 into a column that has empty cells, too.
-FLAGS = dict.fromkeys(("1", "1.0", "true", "yes"), True) | dict.fromkeys(("0", "0.0", "false", "no", ""), False)
+# Pandas writes 1.0 and 0.0 into a column that has empty cells.
+FLAGS = dict.fromkeys(("1", "1.0", "true", "yes"), True) | dict.fromkeys(("0", "0.0", "false", "no"), False)
 
 
 def check_label_keys(
@@ -55,6 +55,11 @@ def check_label_keys(
         raise ValueError(
             f"data.label_column={spell(label_column)} names a column for each label: give "
             "data.multi_label=true, or one column"
+        )
+    if isinstance(label_column, list | tuple) and len(set(label_column)) < len(label_column):
+        repeated = next(name for name in label_column if label_column.count(name) > 1)
+        raise ValueError(
+            f"data.label_column={spell(label_column)} names {repeated} more than once: name each label once"
         )
     if label_delimiter is not None and not multi_label:
         raise ValueError(
@@ -100,6 +105,8 @@ def _cut(value: Any, delimiter: str | None) -> list[Any]:
 
 
 def _flag(column: str, value: Any) -> bool:
+    if value is None or value == "" or (isinstance(value, str) and value.isspace()):
+        raise ValueError(f"nothing in column {column!r}: write 0 where the label is absent, 1 where it is there")
     found = FLAGS.get("1" if value in (1, True) else "0" if value in (0, False) else str(value).strip().lower())
     if found is None:
         raise ValueError(f"{value!r} in column {column!r}, which holds 1 or 0")
@@ -161,20 +168,23 @@ def remarks(names: Sequence[str], *, multi_label: bool) -> list[str]:
 
 
 def _composed(names: Sequence[str], multi_label: bool) -> str | None:
-    """A remark, in one line, where the name of a class consists of those of others, as a cell with several labels.
+    """A remark, in one line, where names of classes seem to be several labels with one mark between them; or None.
 
-    None if there is no such name.
+    They do if all parts of one are names, too, or if most have the mark and a part of one is a name.
     """
     known = set(names)
-    for name in sorted(known):
-        for mark in _MARKS:
-            parts = [part.strip() for part in name.split(mark)]
-            if len(parts) > 1 and known.issuperset(parts):
-                several = "" if multi_label else "data.multi_label=true "
-                return (
-                    f"the label {name!r} is a class of its own, and so are {' and '.join(map(repr, parts))}: if it is "
-                    f"several labels, give {several}\"data.label_delimiter='{mark}'\""
-                )
+    for mark in _MARKS:
+        parts = {name: [part.strip() for part in name.split(mark)] for name in sorted(known) if mark in name}
+        found = [name for name in parts if known.issuperset(parts[name])]
+        if not found and 2 * len(parts) > len(known):
+            found = [name for name in parts if known.intersection(parts[name])]
+        if found:
+            alone = [repr(part) for part in parts[found[0]] if part in known]
+            several = "" if multi_label else "data.multi_label=true "
+            return (
+                f"the label {found[0]!r} is a class of its own, and so {'are' if len(alone) > 1 else 'is'} "
+                f"{' and '.join(alone)}: if it is several labels, give {several}\"data.label_delimiter='{mark}'\""
+            )
     return None
 
 

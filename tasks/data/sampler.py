@@ -103,6 +103,12 @@ class TrainingSampler(UpdateSampler[list[SampleIndex]]):
                 f"a batch of {batch_size} on {world_size} device(s){accumulated} needs {self.effective_batch_size} "
                 f"training samples, but there are {num_samples}: choose recipe.batch_size of at most {num_samples}"
             )
+        different = math.ceil(num_samples / repeats)
+        if repeats > self.effective_batch_size > different:
+            raise ValueError(
+                f"repeats={repeats} leave an epoch of {num_samples} samples {different} different one(s): choose "
+                f"recipe.augment.repeats of at most {self.effective_batch_size}, the effective batch"
+            )
         self.num_samples, self.repeats = num_samples, repeats
 
     @property

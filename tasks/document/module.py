@@ -47,7 +47,7 @@ class DocumentTask(ClassifierModule):
     Batches of any loader are padded rows of tokens with their classes (see `read_batch`).
     """
 
-    kept_options = ("label_smoothing",)
+    kept_options = ("label_smoothing", "chosen_metrics", "metric", "threshold")
 
     documents_by_length: Mapping[str, int] | None = None
 
@@ -70,7 +70,10 @@ class DocumentTask(ClassifierModule):
             make_metrics=lambda: make_metrics(
                 info.num_classes, multi_label=info.multi_label, chosen=chosen_metrics, metric=metric, tables=TABLES
             ),
-            threshold=info.thresholds if threshold is None else threshold,
+            chosen_metrics=chosen_metrics,
+            metric=metric,
+            threshold=threshold,
+            thresholds=info.thresholds,
         )
         self.info = info
         self.label_smoothing = label_smoothing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,8 @@ class Augmentation:
     crop: random_resized (Inception's), padded (resize the short side to the image size, pad by `padding` pixels, random
     crop: with padding_mode=reflect, the simple random crop of DeiT III), or center (as in evaluation). `auto_augment`
     is one of timm's strings, such as rand-m9-mstd0.5-inc1 or 3a. timm ignores `color_jitter` together with RandAugment.
-    `erasing` has prob, mode (const, rand, pixel) and count.
+    `erasing` has prob, mode (const, rand, pixel) and count. `scale` are the least and the largest part of an image's
+    area that random_resized takes, `ratio` those of the width to the height. ValueError for impossible values.
     """
 
     crop: str = "center"
@@ -38,3 +40,34 @@ class Augmentation:
         for name in ("hflip", "vflip", "color_jitter"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"augment.{name}={getattr(self, name)} must lie between 0 and 1")
+        for name, most in (("scale", 1.0), ("ratio", math.inf)):
+            low, high = getattr(self, name)
+            if not 0 < low <= high <= most:
+                limits = "above 0" if most == math.inf else f"above 0 and of at most {most:g}"
+                raise ValueError(
+                    f"augment.{name}={[low, high]} must be the least and the largest value in this order, {limits}"
+                )
+        if self.auto_augment is not None:
+            _check_policy(self.auto_augment)
+
+
+def _check_policy(text: str) -> None:
+    """Raise ValueError, in one line, for a policy that timm does not know, or parts of it that timm passes over."""
+    from timm.data import auto_augment as timms  # the keys beside this module do without it
+
+    name, *parts = text.split("-")
+    chosen = [part[1:] for part in parts if name == "rand" and part.startswith("t")]
+    usual = timms.rand_augment_choices("")
+    unread = [part for part in parts if not any(map(str.isdigit, part)) and part[1:] not in chosen]
+    unread += [f"t{one}" for one in chosen if timms.rand_augment_choices(one) is usual]
+    reason = f"it reads no {unread[0] or 'empty part'}" if unread else None
+    makers = {"rand": timms.rand_augment_transform, "augmix": timms.augment_and_mix_transform}
+    try:
+        makers.get(name, timms.auto_augment_transform)(text)
+    except (AssertionError, ValueError) as error:
+        reason = reason or str(error) or "it cannot be read"
+    if reason is not None:
+        raise ValueError(
+            f"augment.auto_augment={text} is no policy of timm ({reason}): give one such as rand-m9-mstd0.5-inc1, "
+            "augmix-m3-w3, 3a, original or v0, or null"
+        )

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from longseq.tasks.data.labels import ClassWeights, Sampling, check_balance, check_label_keys
 from longseq.tasks.image.augmentation import Augmentation
-from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.info import LEAST_CROP, DataInfo
 from longseq.tasks.image.recipe import choose_recipe, starts_trained
 from longseq.tasks.training.automatic import Choice
 from longseq.tasks.training.keys import ClassifierGroup, TaskKeys
@@ -47,12 +47,12 @@ class ImageDataKeys:
     val_split: str | None = "validation"
     test_split: str | None = None
     val_fraction: Annotated[float, Range(above=0, below=1)] = 0.1
-    split_seed: int = 0
+    split_seed: Annotated[int, Range(0)] = 0
     train_samples: Annotated[int | None, Range(1)] = None
     mean: Annotated[Sequence[float], Range(0, 1), Length(1)] = (0.5,)
     std: Annotated[Sequence[float], Range(above=0), Length(1)] = (0.5,)
     interpolation: Literal["bicubic", "bilinear", "nearest", "lanczos", "box", "hamming"] = "bicubic"
-    crop_pct: Annotated[float, Range(above=0, most=1)] = 1.0
+    crop_pct: Annotated[float, Range(LEAST_CROP, 1)] = 1.0
     eval_batch_size: Annotated[int | None, Range(1)] = None
     num_workers: Annotated[int | None, Range(0)] = None
     decode: Literal["cpu", "gpu", "auto"] = "cpu"  # of runs from before there was a choice

@@ -41,11 +41,13 @@ from longseq.tasks.image.encoded import (
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.own_datamodule import OwnDataModule
 from longseq.tasks.image.own_dataset import DatasetSource, own_held_out, own_splits
+from longseq.tasks.image.ranges import warn_of_narrow_ranges
 from longseq.tasks.image.repeats import warn_of_repeats
 from longseq.tasks.image.sources import (
     SOURCES,
     Split,
     Splits,
+    check_class_map,
     classes_at_hand,
     held_out_shards,
     held_out_split,
@@ -162,16 +164,18 @@ class ImageDataModule(TaskData):
         if changes.get("source", own.get("source")) != OWN:
             own = {key: value for key, value in own.items() if key not in OWN_KEYS}
         keys = read(ImageDataKeys, {**own, **_EVALUATED, **changes}, "data")
-        mapped = "class_map" in changes
+        mapped = changes.get("class_map") is not None
         if is_named(keys.datamodule):
             stage = {"val": "validate", "test": "test"}[split]
             given = OwnDataModule.open(keys, batch_size=keys.eval_batch_size or batch_size, stage=stage, alone=True)
-            given.adopt(_adopt_classes(given.info, trained, mapped=mapped))
+            given.adopt(_adopt_classes(given.info, trained, _numbers(given.info) if mapped else None))
             return given
         datamodule = cls(keys, batch_size=batch_size, seed=config.get("seed", 0))
         foreign = keys.source != own.get("source") or _absolute(datamodule.root) != _absolute(own.get("root"))
         datamodule.setup_evaluation(split, trained.class_names, foreign=foreign)
-        datamodule._info = _adopt_classes(datamodule.info, trained, mapped=mapped)
+        source = datamodule.splits and datamodule.splits.test.source
+        numbers = getattr(source, "class_to_idx", None) or _numbers(datamodule.info)
+        datamodule._info = _adopt_classes(datamodule.info, trained, numbers if mapped else None)
         return datamodule
 
     @property
@@ -229,6 +233,7 @@ class ImageDataModule(TaskData):
             class_names = list(splits.train.source.class_names)
             self._require_two_classes(splits.train)
             warn_of_repeats(splits)
+            warn_of_narrow_ranges(splits.train)
             require_readable(splits.validation, "validation")
             if splits.test is not splits.validation:
                 require_readable(splits.test, "test")
@@ -309,8 +314,12 @@ class ImageDataModule(TaskData):
         class_names = class_names + [str(index) for index in range(len(class_names), self.keys.num_classes or 0)]
         if not class_names:
             raise ValueError(f"data.source={self.keys.source} does not tell its classes: give data.num_classes=N")
-        held_out = () if self._splits is None else (("val", self._splits.validation), ("test", self._splits.test))
-        known = {stage: split.checksum() for stage, split in held_out if stage in sizes}
+        check_class_map(self.keys.source, self.keys.class_map, class_names)
+        known: dict[str, int | None] = {}
+        if (splits := self._splits) is not None:
+            held_out = (("val", splits.validation), ("test", splits.test))
+            known = {stage: split.checksum() for stage, split in held_out if stage in sizes}
+            known |= {"train": splits.train.checksum(sizes=True)} if "train" in sizes else {}
         return DataInfo(
             class_names=class_names,
             num_classes=len(class_names),
@@ -490,19 +499,19 @@ class ImageDataModule(TaskData):
         }
 
 
-def _adopt_classes(found: DataInfo, trained: DataInfo, *, mapped: bool) -> DataInfo:
+def _adopt_classes(found: DataInfo, trained: DataInfo, numbers: Mapping[str, int] | None) -> DataInfo:
     """`found`, of data, with the class names of the trained model. ValueError if the data's own names differ.
 
-    With `mapped`, data.class_map has given the data's classes the model's numbers.
+    `numbers` are those of the model's classes that data.class_map gives the data's.
     """
-    if mapped:
+    if numbers is not None:
         if found.num_classes > trained.num_classes:
             raise ValueError(f"data.class_map numbers {found.num_classes} classes, the model has {trained.num_classes}")
-        moved = [name for name in found.class_names if name in trained.class_names]
-        if found.class_names != trained.class_names and sorted(moved) == sorted(trained.class_names):
+        own = _numbers(trained)
+        if moved := next((name for name, number in numbers.items() if own.get(name, number) != number), None):
             raise ValueError(
-                "data.class_map gives the classes of the model other numbers than the model has: leave it out, or "
-                f"number them {', '.join(trained.class_names[:5])}{', ...' * (len(trained.class_names) > 5)}"
+                f"data.class_map gives {moved} the number {numbers[moved]}, and the model has it as {own[moved]}: give "
+                f"{moved}: {own[moved]}, or leave data.class_map out"
             )
     elif found.class_names != trained.class_names:
         extra = sorted(set(found.class_names) ^ set(trained.class_names))[:3]
@@ -523,6 +532,10 @@ def _adopt_classes(found: DataInfo, trained: DataInfo, *, mapped: bool) -> DataI
         class_weights=trained.class_weights,
         thresholds=trained.thresholds,
     )
+
+
+def _numbers(info: DataInfo) -> dict[str, int]:
+    return {name: number for number, name in enumerate(info.class_names)}
 
 
 def _finishing(transform: DeviceTransform, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,12 +33,16 @@ from longseq.tasks.image.folder import Found, find_images
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.saliency import draw_saliency, saliency
 from longseq.tasks.image.sources import Split
+from longseq.tasks.image.split_folders import is_compressed
 from longseq.tasks.image.transforms import denormalize, evaluation_transform, normalize
 
 _log = logging.getLogger(__name__)
 
 REPLACEMENTS = 100
 _REPORTED_PATHS = 20
+
+# The endings of tables.
+_TABLES = (".csv", ".tsv", ".parquet", ".json", ".jsonl", ".xls", ".xlsx", ".arrow")
 
 
 class Unreadable:
@@ -249,6 +253,7 @@ class ImageFiles(InputFiles):
         root = Path(path)
         if not root.exists():
             raise ValueError(f"input={path} does not exist: give an image file or a folder of images")
+        _refuse_other_files(root)
         found = Found([str(root)], [], []) if root.is_file() else find_images(str(root))
         self.paths, self.passed_over = sorted(found.images), found.passed_over
         if not self.paths:
@@ -313,6 +318,21 @@ class ImageFiles(InputFiles):
 
     def notes(self) -> list[str]:
         return self._notes
+
+
+def _refuse_other_files(path: Path) -> None:
+    """Raise ValueError, in one line, for a file that is no image but may hold or list some."""
+    if not path.is_file():
+        return
+    if path.suffix.lower() in _TABLES:
+        raise ValueError(
+            f"input={path} is a table, and images are read from files: give the folder of those that it lists, or one "
+            "image; `longseq evaluate` reads tables, by data.source=csv data.root=FILE.csv"
+        )
+    if path.suffix.lower() == ".tar" or is_compressed(str(path)):
+        raise ValueError(
+            f"input={path} is an archive, and images are read from files: unpack it and give that folder, or one image"
+        )
 
 
 def as_targets(targets: Sequence[Any], num_labels: int | None = None) -> Tensor:

@@ -135,6 +135,23 @@ def in_eight_bits(image: Image.Image) -> Image.Image:
     return image if between in (None, image.mode) else image.convert(between)
 
 
+def find_range(file: IO[bytes]) -> tuple[int, int] | None:
+    """The largest value of a file of 16 bits per channel, and the largest one that it could have; None for others.
+
+    Raises one of UNREADABLE.
+    """
+    with Image.open(file) as image:  # reads the head alone
+        in_colour = image.mode == "RGB" and any(str(tile[3]).startswith(("RGB;16", "('RGB;16")) for tile in image.tile)
+        if not (in_colour or image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))):
+            return None
+        image.load()
+        if _white_is_zero(image):
+            return None
+        # Pillow keeps the upper 8 bits of colours.
+        white = 255 if in_colour else 2 ** _bits(image) - 1
+        return int(np.asarray(image).max()), white
+
+
 def _scaled(image: Image.Image, white: float, *, inverted: bool = False) -> Image.Image:
     """Convert numbers between 0 and `white` to grey of 8 bits."""
     values = np.asarray(image).astype(np.float64)

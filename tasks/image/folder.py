@@ -19,8 +19,12 @@ from timm.utils.misc import natural_key
 from longseq.tasks.data.folders import leads_above
 from longseq.tasks.data.inputs import PassedOver, describe_passed_over
 from longseq.tasks.image.decoding import image_endings, is_hidden, is_image
+from longseq.tasks.image.split_folders import refuse_pooled
 
 _log = logging.getLogger(__name__)
+
+# Of a large archive the folders of so many images are compared, evenly spaced.
+_COMPARED = 10_000
 
 # timm caches the index of larger tar files, because reading through them takes minutes.
 _LARGE_TAR = 10 * 2**30
@@ -69,7 +73,7 @@ class ClassFolders:
     """Images by class: the class of an image is the innermost folder that holds it.
 
     Classes are numbered in natural order, or by `class_to_idx`; then images of other classes are passed over.
-    ValueError if images lie outside class folders, or in a folder below that of a class.
+    ValueError if images lie outside class folders, in a folder below that of a class, or in several splits.
     """
 
     def __init__(self, root: str, class_to_idx: Mapping[str, int] | None = None) -> None:
@@ -79,6 +83,8 @@ class ClassFolders:
         folders = defaultdict(list)
         for path in found.images:
             folders[os.path.dirname(path)].append(path)
+        kept = (one for one in folders if class_to_idx is None or os.path.basename(one) in class_to_idx)
+        refuse_pooled(root, [os.path.relpath(folder, root) for folder in kept])
         if class_to_idx is None:
             self._check(set(folders))
             names = sorted({os.path.basename(folder) for folder in folders}, key=natural_key)
@@ -125,6 +131,7 @@ class TarImages(ReaderImageInTar):
     """timm's reader of a .tar of class folders, or of a folder of .tar files, with all endings and no hidden files.
 
     `passed_over` lists the other files, except those of tar files inside tar files, and those of archives above 10 GiB.
+    ValueError if images are of several splits.
     """
 
     def __init__(self, root: str, class_map: Mapping[str, int] | str | None = None) -> None:
@@ -136,6 +143,8 @@ class TarImages(ReaderImageInTar):
                 super().__init__(root, class_map={name: index for index, name in enumerate(kept)})
                 shown = np.array([not _is_below_hidden(sample[0].path) for sample in self.samples])
         self.samples, self.targets = self.samples[shown], self.targets[shown]
+        some = self.samples[:: max(1, len(self.samples) // _COMPARED)]
+        refuse_pooled(root, {_folder_in_archives(*sample) for sample in some})
         self.passed_over = self._others()
         self._opened_by: int | None = None
 
@@ -164,6 +173,12 @@ class TarImages(ReaderImageInTar):
                         reason = "hidden" if _is_below_hidden(member.path) else _why_no_image(name)
                         others.append(PassedOver(str(archive / PurePosixPath(member.path)), reason))
         return others
+
+
+def _folder_in_archives(image: tarfile.TarInfo, archive: str | None, inner: tarfile.TarInfo | None) -> str:
+    """The folder of an image, with archives as folders: `archive` in a folder of several, `inner` inside of one."""
+    archives = [one.removesuffix(".tar") for one in (archive, inner and inner.path) if one]
+    return str(PurePosixPath(*archives, image.path).parent)
 
 
 def _is_below_hidden(path: str) -> bool:

@@ -7,6 +7,10 @@ from typing import Any
 
 from longseq.tasks.data.info import Info
 
+# The least part of an image's side that an evaluation keeps: of less, hardly anything is left, and the image is
+# enlarged more than tenfold before it is cropped.
+LEAST_CROP = 0.1
+
 
 @dataclass(frozen=True)
 class DataInfo(Info):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import timm
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from longseq.backbones.image import ImageBackbone, checkpoint_filter_fn
 from longseq.plugin_models import TARGET, make_plugin_model
 from longseq.plugins import find_class
+from longseq.tasks.data.labels import name_some
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.training.memory import machine_memory
 from longseq.tasks.training.model import TaskModel, copy_weights, mixer_options, outlined
@@ -30,10 +31,12 @@ from longseq.timm_models import DECISION, constructor_defaults, model_name, stat
 if TYPE_CHECKING:
     from longseq.tasks.training.checkpoint import Loaded
 
-_log = logging.getLogger(__name__)
-
 # The endings of files that hold weights alone.
 _WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
+
+# What was found when a model took trained weights: of how they were trained, and of the head. A run tells it.
+_REMARKS: MutableMapping[nn.Module, str] = WeakKeyDictionary()
+_NOTES: MutableMapping[nn.Module, str] = WeakKeyDictionary()
 
 
 class ImageModel(TaskModel):
@@ -47,7 +50,7 @@ class ImageModel(TaskModel):
         is_own = TARGET in config["model"]
         model = _create_own(config, info) if is_own else self._create(config, info)
         if config["model"].get("pretrained") and not is_own:
-            _compare_preprocessing(config["model"]["name"], info)
+            _compare_weights_of_timm(model, config["model"]["name"], info)
         state_data(model, info)
         return model
 
@@ -94,8 +97,10 @@ class ImageModel(TaskModel):
         return outlined(config, lambda: self.build(config, info)) if ours else None
 
     def remarks(self, model: nn.Module) -> list[str]:
-        unread = _find_unread(model)
-        return [] if unread is None else [unread]
+        return [line for line in (_find_unread(model), _REMARKS.get(model)) if line is not None]
+
+    def notes(self, model: nn.Module) -> list[str]:
+        return [_NOTES[model]] if model in _NOTES else []
 
     def initialize(self, model: nn.Module, trained: nn.Module) -> None:
         """As `TaskModel.initialize`; position embeddings are interpolated to the grid of the new model."""
@@ -107,8 +112,12 @@ class ImageModel(TaskModel):
         head: Any = getattr(model, "get_classifier", nn.Identity)()
         drawn = {name: value.clone() for name, value in head.state_dict().items()}
         super().start_from(model, loaded, info)
-        if list(loaded.data.get("class_names") or []) != info.class_names:
+        _compare_preprocessing(model, f"init={loaded.path}", loaded.data, info)
+        theirs = [str(name) for name in loaded.data.get("class_names") or []]
+        if theirs != info.class_names:
             head.load_state_dict(drawn)
+            others = f"those of the weights are {name_some(theirs)}" if theirs else "the weights name none"
+            _NOTES[model] = f"the head is new: the classes are {name_some(info.class_names)}, and {others}"
 
     def untrained(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         if not config["model"].get("pretrained"):
@@ -138,7 +147,10 @@ class ImageModel(TaskModel):
         except (RuntimeError, KeyError, SafetensorError, UnpicklingError) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"init={path} holds no weights of a {name}: {reason[:200]}") from error
-        _compare_preprocessing(name, info)
+        _compare_weights_of_timm(model, name, info)
+        if count != info.num_classes:
+            theirs_have = f"the weights are of {count}" if count else "the weights have no head"
+            _NOTES[model] = f"the head is new: there are {info.num_classes} classes, and {theirs_have}"
 
     def load_options(self, trained: DataInfo, changes: Mapping[str, Any]) -> dict[str, Any]:
         size = changes.get("img_size")
@@ -268,15 +280,25 @@ def _count_classes(name: str, state: Mapping[str, Any]) -> int:
     return 0 if weight is None else len(weight)
 
 
-def _compare_preprocessing(name: str, info: DataInfo) -> None:
-    """Warn if pretrained weights saw images that were normalised otherwise."""
+def _compare_weights_of_timm(model: nn.Module, name: str, info: DataInfo) -> None:
     cfg: Any = timm.get_pretrained_cfg(name)
-    if cfg is None or info.in_chans != 3:
-        return
-    for key in ("mean", "std"):
-        theirs, ours = list(getattr(cfg, key)), list(getattr(info, key))
-        if theirs != ours:
-            _log.warning("the weights of %s were trained with data.%s=%s, not %s", name, key, theirs, ours)
+    if cfg is not None:
+        _compare_preprocessing(model, f"model.name={name}", {"mean": cfg.mean, "std": cfg.std}, info)
+
+
+def _compare_preprocessing(model: nn.Module, origin: str, theirs: Mapping[str, Any], info: DataInfo) -> None:
+    """Remark, in one line, if trained weights saw images that were normalised otherwise."""
+    stated = {key: [float(value) for value in theirs.get(key) or ()] for key in ("mean", "std")}
+    ours = {"mean": info.mean, "std": info.std}
+    other = [key for key, values in stated.items() if len(values) == info.in_chans and values != ours[key]]
+    if other:
+        told, own = (" ".join(f"data.{key}={_digits(one[key])}" for key in other) for one in (stated, ours))
+        _REMARKS[model] = f"{origin}: its weights were trained with {told}, and this run has {own}"
+
+
+def _digits(values: Sequence[float]) -> str:
+    """Numbers as a command takes them."""
+    return f"[{','.join(f'{value:.6g}' for value in values)}]"
 
 
 def _sizes(name: str, img_size: int) -> dict[str, int]:

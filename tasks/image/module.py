@@ -44,7 +44,14 @@ class ImageClassifier(ClassifierModule):
     `pretrained_cfg`), and of an `ImageDataModule` its own.
     """
 
-    kept_options = ("num_classes", "multi_label", "binary_cross_entropy")
+    kept_options = (
+        "num_classes",
+        "multi_label",
+        "binary_cross_entropy",
+        "chosen_metrics",
+        "metric",
+        "threshold",
+    )
 
     def __init__(
         self,
@@ -65,7 +72,6 @@ class ImageClassifier(ClassifierModule):
         weights = None
         if info is not None:
             multi_label, weights = multi_label or info.multi_label, info.class_weights
-            threshold = info.thresholds if threshold is None else threshold
         super().__init__(
             backbone,
             training,
@@ -74,7 +80,10 @@ class ImageClassifier(ClassifierModule):
             make_metrics=lambda: make_metrics(
                 num_classes, multi_label=multi_label, chosen=chosen_metrics, metric=metric
             ),
+            chosen_metrics=chosen_metrics,
+            metric=metric,
             threshold=threshold,
+            thresholds=None if info is None else info.thresholds,
         )
         self.info = info
         self.binary_cross_entropy = binary_cross_entropy

@@ -19,6 +19,7 @@ from longseq.tasks.image.config import DATAMODULE, ImageDataKeys, per_channel
 from longseq.tasks.image.datasets import ImageFiles
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.own_dataset import class_names_of
+from longseq.tasks.image.sources import check_class_map
 from longseq.tasks.training.options import read, signature_options
 from longseq.tasks.training.targets import TARGET, build_own
 
@@ -209,6 +210,7 @@ class OwnDataModule(TaskData):
                 "data.num_classes=N"
             )
         names += [str(index) for index in range(len(names), count)]
+        check_class_map(keys.source, keys.class_map, names)
         sizes: dict[str, int | None] = {}
         if stage == "fit":
             sizes = {"train": _count(self.own.train_dataloader()) or keys.train_samples}

@@ -32,8 +32,9 @@ from longseq.tasks.image.config import ImageDataKeys
 from longseq.tasks.image.decoding import first_line
 from longseq.tasks.image.encoding import Encoded, Encoding, File, encode_file, encode_files, ending_of
 from longseq.tasks.image.prepare_keys import PrepareImagesKeys
+from longseq.tasks.image.ranges import warn_of_narrow_ranges
 from longseq.tasks.image.shards import MANIFEST, SPLITS, VERSION
-from longseq.tasks.image.sources import ReaderSource, Source, open_folders
+from longseq.tasks.image.sources import ReaderSource, Source, Split, open_folders
 from longseq.tasks.image.table import open_tables
 from longseq.tasks.report import progress_bar, quiet_libraries, shorten
 from longseq.tasks.training.command import read_command
@@ -53,6 +54,9 @@ _OWN = re.compile(
     rf"(({'|'.join(SPLITS)})(-\d{{6}}\.tar|\.index\.npy|\.targets\.npy|\.names\.txt)|{re.escape(MANIFEST)})(\.partial)?"
 )
 
+# The second remedy of a message of training, which names splits by keys that are not of this command.
+_SPLIT_KEYS = re.compile(r", or (give|leave it out by) (data\.root=\S+ )?data\.\w+_split=.*")
+
 _NAMES = {"train": "train", "validation": "validation", "test": "test"}
 
 
@@ -63,6 +67,7 @@ def run(cfg: DictConfig) -> None:
     assert keys.input is not None
     assert keys.output is not None
     sources = open_input(keys)
+    warn_of_narrow_ranges(Split.whole(sources["train"]))  # of encoded images nobody can tell it later
     encoding = Encoding(keys.format, keys.size, keys.quality)
     manifest = prepare(
         sources,
@@ -93,7 +98,8 @@ def open_input(keys: PrepareImagesKeys) -> dict[str, Source]:
         folder, others = open_folders(root, _NAMES, None)
         return {"train": folder, **others}
     except ValueError as error:  # of a training, which has other names for these keys
-        raise ValueError(str(error).replace("data.root=", "input=").replace("data.", "")) from error
+        told = _SPLIT_KEYS.sub("", str(error))
+        raise ValueError(told.replace("data.root=", "input=").replace("data.", "")) from error
 
 
 def describe(manifest: Mapping[str, Any]) -> str:

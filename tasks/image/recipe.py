@@ -66,13 +66,14 @@ def choose_recipe(config: Mapping[str, Any], info: DataInfo | None, parts: int =
     batch = value_of(recipe, "batch_size", choose_batch(images, parts))
     scratch, tuned = next((scratch, tuned) for most, scratch, tuned in EPOCHS if images < most)
     epochs = value_of(recipe, "epochs", tuned if trained else scratch)
+    length = _count_epochs(recipe, epochs, images, batch)
     rate = value_of(recipe, "learning_rate", _choose_rate(config, batch, trained, head_alone, large))
     values: dict[str, Any] = {
         "batch_size": batch,
         "epochs": epochs,
         "learning_rate": rate,
-        "schedule.warmup_epochs": 5 if large else None if epochs is None else round(0.05 * epochs, 2),
-        "validate_every_epochs": 1 if large or epochs is None else max(1, epochs // 50),
+        "schedule.warmup_epochs": None if length is None else round(min(0.05 * length, 5 if large else math.inf), 4),
+        "validate_every_epochs": 1 if large or length is None else max(1, int(length) // 50),
         "optimizer.weight_decay": 0.1 if large and not trained and _width(config) < 384 else 0.05,
         "optimizer.layer_decay": 0.75 if trained and not head_alone else None,
         "model.drop_path_rate": _choose_drop_path(config, trained and not head_alone),
@@ -80,6 +81,13 @@ def choose_recipe(config: Mapping[str, Any], info: DataInfo | None, parts: int =
         **(STRONG if large and not trained else LIGHT),
     }
     return Choice(values, _explain(config, info, images, values, trained))
+
+
+def _count_epochs(recipe: Mapping[str, Any], epochs: int | None, images: int, batch: int) -> float | None:
+    """The epochs of a run of `epochs`, or of the updates that the recipe states; None for a length in tokens."""
+    if isinstance(recipe.get("updates"), int):
+        return recipe["updates"] / max(1, images // batch)
+    return None if recipe.get("tokens") is not None else epochs
 
 
 def choose_batch(images: int, parts: int = 1) -> int:
@@ -127,7 +135,8 @@ def _explain(
     recipe = config["recipe"]
     shown = {key: value_of(recipe, key, values[key]) for key in ("batch_size", "epochs", "learning_rate")}
     rate = "that is searched" if shown["learning_rate"] == FIND else shown["learning_rate"]
-    length = f"{shown['epochs']} epochs" if shown["epochs"] is not None else "the length that the recipe states"
+    updates = recipe.get("updates")
+    length = f"{updates:,} updates" if isinstance(updates, int) else f"{shown['epochs']} epochs"
     strong = values["augment.repeats"] > 1
     why = "trained weights, tuned gently" if trained else "as for ImageNet" if strong else "few images, seen often"
     data = f"{images:,} images" + ("" if info is None else f" of {info.num_classes} classes at {info.img_size} px")

@@ -1,32 +1,34 @@
-"""Images of the held-out splits that are also trained on: figures of them flatter the model."""
+"""Equal images: of the held-out splits some that are also trained on, which flatter the model, and of the training
+images some that have other labels, about which no model can be right.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 
 from longseq.tasks.image.decoding import open_regular
-from longseq.tasks.image.sources import Split, Splits
+from longseq.tasks.image.sources import MOST_FILES, Split, Splits, size_of
 
 _log = logging.getLogger(__name__)
 
-# Of larger sets the files are not compared: to ask a network's file system for the sizes of a million takes minutes.
-MOST_FILES = 20_000
 # A file is known by its size and these many bytes at its beginning and its end.
 COMPARED = 1 << 16
 
 
 def warn_of_repeats(splits: Splits) -> None:
-    """Warn of validation and test images whose file has the bytes of a training image's."""
+    """Warn of validation and test images whose file has the bytes of a training image's, and of training images whose
+    file has the bytes of one with another label.
+    """
     held = {"validation": splits.validation} | ({} if splits.test is splits.validation else {"test": splits.test})
     every = (splits.train, *held.values())
     if sum(map(len, every)) > MOST_FILES or not all(getattr(one.source, "has_files", False) for one in every):
         return
     trained, read = _by_size(splits.train), cache(_content)
+    _tell_contradictions(splits.train, trained, read)
     for name, split in held.items():
         if repeats := _find_repeats(split, trained, read):
             _log.warning(
@@ -37,6 +39,40 @@ def warn_of_repeats(splits: Splits) -> None:
                 name,
                 *repeats[0],
             )
+
+
+def _tell_contradictions(
+    split: Split, trained: Mapping[int, list[str]], read: Callable[[str, int], bytes | None]
+) -> None:
+    """Warn, in one line, of training images whose file has the bytes of one with another label."""
+    targets = split.source.targets()
+    assert targets is not None, "the labels of files are known"
+    label_of = {split.source.path(int(index)): targets[index].tolist() for index in split.indices}
+    equal: dict[bytes, list[str]] = {}
+    for size, paths in trained.items():
+        for path in paths if size and len(paths) > 1 else ():
+            if (content := read(path, size)) is not None:
+                equal.setdefault(content, []).append(path)
+    told = [paths for paths in equal.values() if any(label_of[one] != label_of[paths[0]] for one in paths)]
+    if told:
+        first = min(min(paths) for paths in told)
+        group = next(sorted(paths) for paths in told if first in paths)
+        other = next(one for one in group if label_of[one] != label_of[first])
+        names = split.source.class_names
+        examples = (f"{one} ({_spell(label_of[one], names)})" for one in (first, other))
+        _log.warning(
+            "%d of the %d training images have the bytes of one with another label, such as %s and %s: no model can be "
+            "right about both; correct or remove them",
+            sum(map(len, told)),
+            len(split),
+            *examples,
+        )
+
+
+def _spell(label: int | list[float], names: Sequence[str]) -> str:
+    """The class of an image, or its labels."""
+    several = [label] if isinstance(label, int) else [number for number, there in enumerate(label) if there]
+    return ", ".join(names[number] for number in several) or "no label"
 
 
 def _find_repeats(
@@ -57,8 +93,8 @@ def _by_size(split: Split) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for index in split.indices:
         path = split.source.path(int(index))
-        with suppress(OSError):
-            found.setdefault(os.stat(path).st_size, []).append(path)
+        if (size := size_of(path)) is not None:
+            found.setdefault(size, []).append(path)
     return found
 
 

@@ -85,6 +85,10 @@ class ShardSource:
             self._names = [json.loads(line) for line in self._names_path.read_text(encoding="utf-8").splitlines()]
         return f"{self.root / self.shards[int(self._index[index, 0])]}/{self._names[index]}"
 
+    def size(self, index: int) -> int:
+        """The bytes of the image's file."""
+        return int(self._index[index, 2])
+
     def targets(self) -> np.ndarray:
         return self._targets
 

@@ -7,6 +7,7 @@ import os
 import tarfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -34,14 +35,14 @@ from longseq.tasks.image.decoding import (
 )
 from longseq.tasks.image.folder import ClassFolders, TarImages, find_images, report_passed_over
 from longseq.tasks.image.shards import ShardSource, holds_shards, open_shards
+from longseq.tasks.image.split_folders import find_split, is_compressed, refuse_compressed
+from longseq.tasks.training.options import spell
 
 _log = logging.getLogger(__name__)
 
-SPLIT_NAMES = {
-    "train": ("train", "training"),
-    "validation": ("validation", "val", "valid", "eval"),
-    "test": ("test", "testing"),
-}
+# Of more files the sizes are not asked: a network's file system takes minutes for those of a million.
+MOST_FILES = 20_000
+
 _STREAMS = ("hfids", "wds", "tfds")
 
 ClassMap = str | Mapping[str, int] | None
@@ -81,19 +82,24 @@ class Split:
     def whole(cls, source: Source) -> Split:
         return cls(source, np.arange(len(source)))
 
-    def checksum(self) -> int | None:
+    def checksum(self, *, sizes: bool = False) -> int | None:
         """The CRC-32 of the names and labels of image files, in any order; None for images of other kinds.
 
-        Names are those in the file's own folder, for folders may be moved.
+        Names are those in the file's own folder, for folders may be moved. With `sizes` those of the files count, too,
+        unless they are more than MOST_FILES on a disk; archives and shards then have a checksum, as well.
         """
-        targets = self.source.targets() if getattr(self.source, "has_files", False) else None
+        source: Any = self.source
+        known = getattr(source, "has_files", False) or (sizes and _knows_classes(source))
+        targets = source.targets() if known else None
         if targets is None:
             return None
-        names = np.asarray(self.source.class_names, dtype=object)
+        names = np.asarray(source.class_names, dtype=object)
         lines = [
-            f"{os.path.basename(self.source.path(index))}\t{names[np.flatnonzero(label) if label.ndim else label]}"
+            f"{os.path.basename(source.path(index))}\t{names[np.flatnonzero(label) if label.ndim else label]}"
             for index, label in zip(self.indices, targets[self.indices], strict=True)
         ]
+        if sizes and (len(self) <= MOST_FILES or not getattr(source, "has_files", False)):
+            lines = [f"{line}\t{source.size(index)}" for line, index in zip(lines, self.indices, strict=True)]
         return zlib.crc32("\n".join(sorted(lines)).encode(errors="surrogateescape"))
 
 
@@ -149,6 +155,10 @@ class FolderSource:
     def path(self, index: int) -> str:
         return self.folders.paths[index]
 
+    def size(self, index: int) -> int | None:
+        """The bytes of the image's file; None if it is gone."""
+        return size_of(self.path(index))
+
     def targets(self) -> np.ndarray:
         return self.folders.targets
 
@@ -180,6 +190,10 @@ class ReaderSource:
         name = self.reader.filename(index, absolute=True)
         whole = name and (Path(name).is_absolute() or Path(name).is_relative_to(self.label))
         return str(name) if whole else f"{self.label}/{name or index}"
+
+    def size(self, index: int) -> int:
+        """The bytes of the image's file in an archive."""
+        return int(self.reader.samples[index][0].size)
 
     def targets(self) -> np.ndarray | None:
         if isinstance(getattr(self.reader, "targets", None), np.ndarray):
@@ -254,6 +268,13 @@ class TorchvisionSource:
         return self._targets
 
 
+def size_of(path: str) -> int | None:
+    """The bytes of a file; None if it cannot be asked for."""
+    with suppress(OSError):
+        return os.stat(path).st_size
+    return None
+
+
 def is_stream(source: str) -> bool:
     """True if timm reads this source only in the source's own order."""
     prefix, slash, _ = source.partition("/")
@@ -323,9 +344,13 @@ def require_readable(split: Split, kind: str) -> None:
 def classes_at_hand(split: Split) -> np.ndarray | None:
     """The classes of a split's images, or None if finding them would take reading the data set."""
     source = split.source
-    known = isinstance(source, FolderSource | ShardSource) or isinstance(getattr(source, "reader", None), TarImages)
-    targets = source.targets() if known else None
+    targets = source.targets() if _knows_classes(source) else None
     return None if targets is None else np.unique(targets[split.indices])
+
+
+def _knows_classes(source: Source) -> bool:
+    """True for folders, archives and shards: their images' classes are known without reading the images."""
+    return isinstance(source, FolderSource | ShardSource) or isinstance(getattr(source, "reader", None), TarImages)
 
 
 def digits(root: str | None = None, **_: Any) -> Splits:
@@ -487,6 +512,7 @@ def held_out_split(
             return None
         return Split.whole(_open(source, root, name, class_map, download))
     folder = _existing(root)
+    refuse_compressed(folder, {kind: names[kind]})
     path = find_split(folder, kind, names[kind]) if names[kind] is not None else None
     for usual in ("validation", "test") if kind == "test" else ("validation",):
         path = path or find_split(folder, usual)
@@ -545,23 +571,6 @@ def _stream_options(source: str) -> dict[str, Any]:
     return {"input_img_mode": "", "input_key": ";".join(["jpg", *sorted(endings)])}
 
 
-def find_split(root: str, kind: str, name: str | None = None) -> str | None:
-    """The folder or .tar of a split below `root`, by its `name` or one of the usual names of its kind, or None.
-
-    Usual names may have capitals, as Train, if there are class folders below: a class may be called so, too.
-    """
-    usual = name is None or name == kind
-    present = sorted(os.listdir(root)) if os.path.isdir(root) else []
-    for candidate in SPLIT_NAMES[kind] if usual else (str(name),):
-        for wanted in (candidate, f"{candidate}.tar"):
-            if (path := Path(root, wanted)).exists():
-                return str(path)
-            for other in (Path(root, one) for one in present if usual and one.lower() == wanted):
-                if other.is_file() or any(entry.is_dir() for entry in other.iterdir()):
-                    return str(other)
-    return None
-
-
 def _torchvision_array(name: str, root: str, train: bool, download: bool) -> ArraySource:
     label = f"{root}/{name}/{'train' if train else 'test'}"
     try:
@@ -578,6 +587,7 @@ def open_folders(
 ) -> tuple[FolderSource | ReaderSource, dict[str, Source]]:
     """The training images of a folder, and those of `validation` and `test` that it sets apart."""
     root = _existing(root)
+    refuse_compressed(root, names)
     paths = {kind: find_split(root, kind, name) for kind, name in names.items() if name is not None}
     if any(paths.values()) and paths.get("train") is None:
         raise ValueError(f"{root} holds no training images: add {root}/train, or give data.train_split=NAME")
@@ -619,6 +629,8 @@ def _existing(root: str | None) -> str:
         raise ValueError("this data set needs a folder: give data.root=FOLDER with train/ and val/ in it")
     if not Path(root).exists():
         raise ValueError(f"data.root={root} does not exist: give the folder (or .tar file) that holds the images")
+    if is_compressed(root):
+        raise ValueError(f"data.root={root} is compressed: unpack it and give the folder, or pack it anew as a .tar")
     if holds_shards(root):
         raise ValueError(f"data.root={root} holds shards: give data=image_shards, or data.source=shards")
     return root
@@ -675,6 +687,18 @@ def _class_numbers(class_map: ClassMap, root: str) -> dict[str, int] | None:
     if not numbers or not all(isinstance(number, int) and number >= 0 for number in numbers.values()):
         raise ValueError(f"data.class_map={class_map} must give classes numbers from 0 on, such as {{cat: 0, dog: 1}}")
     return {str(name): number for name, number in numbers.items()}
+
+
+def check_class_map(source: str, class_map: ClassMap, class_names: Sequence[str]) -> None:
+    """Raise ValueError, in one line, for a `data.class_map` that a source does not read, unless it says the same."""
+    if class_map is None or source == "folder" or source.startswith("hfds/") or is_stream(source):
+        return
+    numbers = _class_numbers(class_map, "")
+    if numbers != {name: number for number, name in enumerate(class_names)}:
+        raise ValueError(
+            f"data.class_map={spell(class_map)} does not fit data.source={source}, whose {len(class_names)} classes "
+            f"are {name_some(class_names)} in this order: leave it out"
+        )
 
 
 def _held_out_folder(

@@ -14,7 +14,8 @@ from PIL import Image
 from longseq.tasks.data.labels import LABEL_COLUMN, Labels, read_labels, remarks, sort_names, targets_of
 from longseq.tasks.data.tables import check_header
 from longseq.tasks.image.decoding import decode
-from longseq.tasks.image.sources import SPLIT_NAMES, Source, Split, Splits, finish_splits
+from longseq.tasks.image.sources import Source, Split, Splits, finish_splits, size_of
+from longseq.tasks.image.split_folders import SPLIT_NAMES
 
 if TYPE_CHECKING:
     from longseq.tasks.image.config import ImageDataKeys
@@ -60,6 +61,10 @@ class TableSource:
 
     def path(self, index: int) -> str:
         return self._paths[index]
+
+    def size(self, index: int) -> int | None:
+        """The bytes of the image's file; None if it is gone."""
+        return size_of(self._paths[index])
 
     def targets(self) -> np.ndarray:
         return self._targets

@@ -16,7 +16,7 @@ from torchvision import transforms
 from torchvision.transforms.functional import pil_to_tensor
 
 from longseq.tasks.image.augmentation import Augmentation
-from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.info import LEAST_CROP, DataInfo
 
 
 class ToMode:
@@ -97,7 +97,12 @@ def training_transform(info: DataInfo, augmentation: Augmentation) -> transforms
 
 
 def evaluation_transform(info: DataInfo) -> transforms.Compose:
-    """Resize the short side to img_size / crop_pct, then crop the centre: PIL image -> uint8 [C, S, S]."""
+    """Resize the short side to img_size / crop_pct, then crop the centre: PIL image -> uint8 [C, S, S].
+
+    ValueError for a crop_pct below LEAST_CROP. One above 1 adds a black border.
+    """
+    if info.crop_pct < LEAST_CROP:
+        raise ValueError(f"crop_pct={info.crop_pct} must be a number of at least {LEAST_CROP}: give data.crop_pct=1.0")
     resize = create_transform(
         (3, info.img_size, info.img_size),
         interpolation=info.interpolation,

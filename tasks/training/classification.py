@@ -276,7 +276,7 @@ def make_metrics(
     made = {name: make(num_classes) for name, make in always.items() if name != "top5" or num_classes > 5}
     chosen = {name: node for name, node in (chosen or {}).items() if node is not None}
     named = [name for name, node in chosen.items() if node is True]
-    if metric is not None and "/" in metric:
+    if metric is not None:
         named.append(metric.rpartition("/")[2])
     made |= {name: more[name](num_classes) for name in named if name in more}
     for name, node in chosen.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -27,11 +27,13 @@ class ClassifierModule(TrainedModule):
     """A module that gives each sample one of several classes, or with `multi_label` any number of them.
 
     `make_metrics` makes the metrics of a split beside the loss; it is called for validation and for the test.
+    `chosen_metrics` and `metric` are those that it reads. A subclass with these and `threshold` in its `kept_options`
+    has them again from its checkpoints.
 
     `threshold` is the probability from which a label is given, or the second one of two classes: a number, a number for
     each label, or the criterion by which each validation chooses it (see
     `longseq.tasks.training.decisions.choose_threshold`). `thresholds` are those in force, and checkpoints keep them.
-    Metrics of a validation are of the thresholds that it chose.
+    Metrics of a validation are of the thresholds that it chose; `thresholds` are in force before the first one.
 
     Means over the classes are of those that a split has. One warning names the others.
     """
@@ -49,18 +51,32 @@ class ClassifierModule(TrainedModule):
         num_classes: int,
         multi_label: bool,
         make_metrics: Callable[[], Mapping[str, Metric]],
+        chosen_metrics: Mapping[str, Any] | None = None,
+        metric: str | None = None,
         threshold: float | Sequence[float] | Criterion | None = None,
+        thresholds: Sequence[float] | None = None,
     ) -> None:
         super().__init__(backbone, training)
         self.num_classes, self.multi_label = num_classes, multi_label
+        self.chosen_metrics, self.metric, self.threshold = _plain(chosen_metrics), metric, _plain(threshold)
         self.val_metrics, self.test_metrics = (nn.ModuleDict({"loss": MeanLoss(), **make_metrics()}) for _ in range(2))
         confusion = MultilabelConfusionMatrix if multi_label else MulticlassConfusionMatrix
         self.confusion: Metric = confusion(num_classes, validate_args=False)
         # no buffer, which an average of the weights would include
         self.thresholds: Tensor | None = _given_thresholds(threshold, num_classes, multi_label)
+        if self.thresholds is None:
+            self.thresholds = _given_thresholds(thresholds, num_classes, multi_label)
         self._criterion: Criterion | None = threshold if isinstance(threshold, str) else None
         self._scores = Scores() if self._criterion else None
         self._told_absent: set[str] = set()  # the stages whose warning was printed
+
+    @classmethod
+    def _kept(cls, run: Mapping[str, Any]) -> dict[str, Any]:
+        # Checkpoints of earlier versions tell these in the configuration of a run alone.
+        task = (run.get("config") or {}).get("task") or {}
+        told = {"chosen_metrics": task.get("metrics"), "metric": task.get("metric"), "threshold": task.get("threshold")}
+        kept = super()._kept({"options": told}) | super()._kept(run)
+        return {name: value for name, value in kept.items() if value is not None}
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """The probabilities `[N, C]` of logits: of classes that exclude each other, or of labels that do not."""
@@ -148,6 +164,15 @@ class ClassifierModule(TrainedModule):
             self.thresholds = torch.tensor(thresholds)
         if (counts := checkpoint.get("val_confusion_matrix")) is not None:
             self.val_confusion_matrix = dense_counts(counts)
+
+
+def _plain(value: Any) -> Any:
+    """Options as dictionaries, lists, numbers and text: a checkpoint holds nothing else."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, str | bool | int | None):
+        return value
+    return [_plain(one) for one in value] if isinstance(value, Iterable) else float(value)
 
 
 def _given_thresholds(threshold: Any, num_classes: int, multi_label: bool) -> Tensor | None:

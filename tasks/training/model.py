@@ -65,6 +65,10 @@ class TaskModel(ABC):
         """What a user may not expect of the model that a run trains, in a line each."""
         return []
 
+    def notes(self, model: nn.Module) -> list[str]:
+        """Which weights the model of a run begins with, as far as a user may want to know, in a line each."""
+        return []
+
     def initialize(self, model: nn.Module, trained: nn.Module) -> None:
         """Copy the weights of `trained`; a head with other shapes keeps its initial weights.
 

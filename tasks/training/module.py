@@ -62,7 +62,7 @@ class TrainedModule(LightningModule):
 
     Class attributes:
         kept_options: the constructor's arguments that a checkpoint holds for `load_from_checkpoint`, each an attribute
-            that is a number, text or None.
+            of numbers, text and None, or lists and dictionaries of these.
     """
 
     kept_options: ClassVar[tuple[str, ...]] = ()
@@ -181,6 +181,13 @@ class TrainedModule(LightningModule):
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         own = data is not None and is_overridden("on_after_batch_transfer", data)
         return batch if own else self.read_batch(batch)
+
+    def train_dataloader(self) -> Any:
+        """Called by Lightning where `fit` got no data for training. ValueError, in one line, says what to give."""
+        raise ValueError(
+            "fit has no training data: give it a loader, trainer.fit(module, DataLoader(...)), or a data module with "
+            "train_dataloader, datamodule=..."
+        )
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         return self.evaluate_batch(self.read_batch(batch), self.val_metrics, "val")
@@ -380,7 +387,12 @@ class TrainedModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         recipe = self.recipe
-        assert recipe is not None, "this module only measures"
+        if recipe is None:
+            name = type(self).__name__
+            raise ValueError(
+                f"this {name} only measures: to train it, make it with {name}(..., "
+                "training=Training(learning_rate=1e-3))"
+            )
         if isinstance(self.trainer.strategy, FSDPStrategy):
             raise ValueError(
                 "FSDPStrategy gives the optimizer flat pieces of parameters, and no weight would decay: take "

@@ -41,6 +41,8 @@ def make_folder(folder: Path) -> Path:
     texts = {
         "taken/old.txt": "old",
         "notes.txt": "notes\n",
+        "images.tar": "packed",
+        "images.zip": "packed",
         "nothing.txt": "",
         "text.txt": "some text\n\nmore\n",
         "rows.jsonl": '{"text": "a"}\n',

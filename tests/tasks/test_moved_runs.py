@@ -100,6 +100,37 @@ def test_a_run_goes_on_with_its_own_data_alone(image_folder, tiny, tmp_path, cap
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("change", ["renamed", "relabelled", "rewritten", "of an old run"])
+def test_a_resumed_run_tells_other_training_files(change, image_folder, tiny, tmp_path, caplog):
+    root = tmp_path / "images"
+    shutil.copytree(image_folder, root)
+    known = ("data=image_folder", f"data.root={root}", "data.img_size=16", "model.patch_size=4", "data.num_workers=0")
+    words = (*known, "recipe.epochs=3", "recipe.batch_size=8")
+    interrupted(lambda: train.run(tiny(*words)), 4)
+    first, second = sorted((root / "train" / "class0").iterdir())[:2]
+    if change == "renamed":
+        first.rename(first.with_name("other.jpg"))
+    elif change == "relabelled":
+        first.rename(root / "train" / "class1" / "moved.jpg")
+        other = min((root / "train" / "class1").glob("*.jpg"))
+        other.rename(root / "train" / "class0" / first.name)
+    else:
+        first.write_bytes(second.read_bytes() + b"\0")
+    if change == "of an old run":
+        checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
+        content = torch.load(checkpoint, weights_only=True)
+        del content["hyper_parameters"]["data"]["checksums"]["train"]
+        torch.save(content, checkpoint)
+    caplog.clear()
+    train.run(tiny(*words, "resume=true"))
+    told = [message for message in caplog.messages if "have changed" in message]
+    known = (
+        "the data have changed: train has other files or labels than when the model was trained, and as many samples"
+    )
+    assert told == ([] if change == "of an old run" else [known])
+
+
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named(command_here, tiny_overrides, tmp_path):
     words = ("train", *tiny_overrides, "recipe.epochs=1")
     assert command_here(tmp_path, *words).returncode == 0

@@ -300,6 +300,17 @@ def test_wrong_input_gives_one_line_with_the_remedy(source, options, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("source", ["digits", "cifar10", "torch/image_folder"])
+def test_a_class_map_that_a_source_does_not_read_is_refused_unless_it_says_the_same(source, folder):
+    names = [str(digit) for digit in range(10)] if source == "digits" else list(CLASSES)
+    keys = {"source": source, "root": None if source == "digits" else folder, "img_size": 20}
+    open_data(**keys, class_map={name: number for number, name in enumerate(names)})
+    for other in ({"cat": 0, "owl": 1}, {name: len(names) - 1 - number for number, name in enumerate(names)}):
+        with pytest.raises(ValueError, match=rf"data\.class_map=.* does not fit data\.source={source}") as error:
+            open_data(**keys, class_map=other)
+        assert str(error.value).endswith("in this order: leave it out")
+
+
 def test_images_outside_class_folders_are_pointed_out(folder):
     (folder / "val" / "stray.png").write_bytes(png(0))
     with pytest.raises(ValueError, match="move each into the folder of its class"):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import os
+import re
 import shutil
 import struct
 import tarfile
+import zlib
 
 import numpy as np
 import pytest
@@ -409,3 +411,67 @@ def test_a_message_names_no_file_of_python(tmp_path):
                 Image.open(opened)
             assert "<_io." in str(raised.value)
             assert first_line(raised.value) == "cannot identify image file"
+
+
+def png_of_colours(values):
+    """A PNG file of 16 bits a colour, which Pillow does not write."""
+
+    def chunk(name, content):
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    height, width, _ = values.shape
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    header = struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+def write_bits(root, bits, colours=False):
+    """Two classes of noise with so many bits in files of 16, and a black picture."""
+    generator = np.random.default_rng(0)
+    for label in ("a", "b"):
+        for index in range(4):
+            values = generator.integers(0, 2**bits, (8, 8, 3)).astype(np.uint16) * (index > 0 or label == "b")
+            path = root / label / f"{index}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if colours:
+                path.write_bytes(png_of_colours(values))
+            else:
+                Image.fromarray(values[..., 0].astype(np.uint16)).save(path)
+    return root
+
+
+@pytest.mark.parametrize("colours", [False, True])
+@pytest.mark.parametrize("kind", ["folder", "tar", "csv"])
+def test_twelve_bits_in_a_file_of_sixteen_are_told_once(kind, colours, tmp_path, caplog):
+    root = write_bits(tmp_path / "images", 12, colours)
+    options = {"root": root, "val_fraction": 0.25}
+    if kind == "tar":
+        with tarfile.open(tmp_path / "images.tar", "w") as archive:
+            archive.add(root, arcname=".")
+        options["root"] = tmp_path / "images.tar"
+    elif kind == "csv":
+        lines = [f"{path.relative_to(root)},{path.parent.name}" for path in sorted(root.rglob("*.png"))]
+        (root / "all.csv").write_text("\n".join(["file_name,label", *lines]))
+        options |= {"root": root / "all.csv", "source": "csv"}
+    module = open_folder(**options)
+    (told,) = [message for message in caplog.messages if "of their range" in message]
+    found, count = re.match(r"(\d) of (\d) training images of 16 bits that were compared have no value", told).groups()
+    trained = [str(module.splits.train.source.path(int(index))) for index in module.splits.train.indices]
+    black = sum(path.endswith("a/0.png") for path in trained)
+    assert (int(found), int(count)) == (6 - black, 6)
+    assert re.search(rf" of {255 if colours else 65535}\): they are read nearly black; scale their values", told)
+
+
+@pytest.mark.parametrize("bits", [14, 16])
+def test_sixteen_bits_that_are_used_are_not_remarked(bits, tmp_path, caplog):
+    open_folder(write_bits(tmp_path / "images", bits), val_fraction=0.25)
+    assert "of their range" not in caplog.text
+
+
+def test_shards_of_twelve_bits_are_told_when_they_are_made(tmp_path, command_here):
+    write_bits(tmp_path / "images", 12)
+    done = command_here(tmp_path, "prepare", "task=image", "input=images", "output=shards")
+    assert done.returncode == 0, done.stderr
+    assert (
+        "7 of 8 training images of 16 bits that were compared have no value above 12.5 % of their range" in done.stderr
+    )

@@ -96,3 +96,12 @@ def test_evaluation_covers_each_sample_once_with_equal_batch_counts(count, batch
     assert len({len(share) for share in shares}) == 1
     assert max(len(batch) for share in shares for batch in share) <= batch_size
     assert sorted(position for share in shares for batch in share for position in batch) == list(range(count))
+
+
+def test_repeats_that_leave_an_epoch_few_samples_are_refused():
+    with pytest.raises(
+        ValueError, match=r"repeats=1000 leave an epoch of 100 samples 1 different one\(s\): choose .* 32"
+    ):
+        TrainingSampler(100, 32, seed=0, repeats=1000)
+    assert len(TrainingSampler(100, 32, seed=0, repeats=32)) == 3
+    assert len(TrainingSampler(100, 2, seed=0, repeats=3)) == 50  # a batch of one image, of which there are many

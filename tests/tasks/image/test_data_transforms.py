@@ -119,3 +119,37 @@ def test_random_state_is_put_back():
         seed_everything(9)
         random.random(), np.random.rand(), torch.rand(1)  # noqa: NPY002
     assert (random.random(), float(np.random.rand()), torch.rand(1).item()) == expected  # noqa: NPY002
+
+
+@cases(
+    "policy", ["rand-m9-mstd0.5-inc1", "rand-m9-tweights", "rand-n1-t3a-p0.5", "augmix-m5-w4-d2", "3a", "v0r-mstd0.5"]
+)
+def test_the_policies_of_timm_are_taken(policy):
+    assert training_transform(image_info(), Augmentation(auto_augment=policy))(picture()).shape == (3, 32, 32)
+
+
+@cases(
+    "options",
+    [
+        {"auto_augment": "foo"},
+        {"auto_augment": "rand-x3"},
+        {"auto_augment": "rand-m9-inc"},
+        {"auto_augment": "rand-tother"},
+        {"auto_augment": "rand-m9.5"},
+        {"auto_augment": ""},
+        {"scale": (0.9, 0.3)},
+        {"scale": (0.0, 1.0)},
+        {"scale": (1.5, 2.0)},
+        {"ratio": (2.0, 1.0)},
+    ],
+)
+def test_what_no_transform_can_do_is_refused_in_one_line(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=rf"^augment\.{name}=.+$"):
+        Augmentation(**options)
+
+
+def test_an_evaluation_leaves_something_of_an_image():
+    assert evaluation_transform(image_info(crop_pct=0.1))(picture()).shape == (3, 32, 32)
+    with pytest.raises(ValueError, match=r"crop_pct=0.05 must be a number of at least 0.1"):
+        evaluation_transform(image_info(crop_pct=0.05))

@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from longseq.tasks import evaluate, predict, train
-from longseq.tasks.data.labels import count_classes, find_weights, rarest_labels
+from longseq.tasks.data.labels import count_classes, find_weights, joined, rarest_labels
 from longseq.tasks.data.sampler import BalancedSampler
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.mixing import BatchMixing
@@ -433,6 +433,57 @@ def test_a_table_that_cannot_be_read_is_told_with_its_line(text, tmp_path):
     (tmp_path / "a.csv").write_text(text)
     with pytest.raises(ValueError, match=re.escape(TABLES[text])):
         image_data(name="table", source="csv", img_size=8, root=str(tmp_path / "a.csv")).setup()
+
+
+@pytest.mark.parametrize("cells", [",1", "0, ", "0"])
+def test_an_empty_flag_is_not_taken_for_an_absent_label(cells, tmp_path):
+    (tmp_path / "all.csv").write_text(f"file_name,odd,first\na.png,1,0\nb.png,{cells}\n")
+    column = "odd" if cells.startswith(",") else "first"
+    keys = {"source": "csv", "img_size": 8, "root": str(tmp_path / "all.csv"), "multi_label": True}
+    with pytest.raises(ValueError, match=rf"all\.csv, line 3: nothing in column '{column}': write 0 where") as error:
+        image_data(name="table", **keys, label_column=["odd", "first"]).setup()
+    assert "\n" not in str(error.value)
+
+
+JOINED = {
+    "cat|indoors": "3 of the 5 labels hold '|', such as cat|dog, beside the label cat: each is a class of its own; "
+    "give data.multi_label=true data.label_delimiter='|' if it stands between several labels",
+    "cat; indoors": "3 of the 5 labels hold ';', such as cat; dog, beside the label cat",
+    "cat-indoors": None,  # no usual delimiter
+}
+
+
+@pytest.mark.parametrize("cell", JOINED)
+def test_several_labels_in_a_cell_without_a_delimiter_are_remarked_once(cell, tmp_path, caplog):
+    write_digits(tmp_path, "", range(40))
+    between = cell.removeprefix("cat").removesuffix("indoors")
+    labels = ["cat", "dog", cell, f"cat{between}dog", f"dog{between}indoors"]
+    lines = [f"{i}.png,{labels[i % 5]}" for i in range(40)]
+    (tmp_path / "all.csv").write_text("\n".join(["file_name,label", *lines]))
+    keys = {"name": "table", "source": "csv", "img_size": 8, "in_chans": 1, "root": str(tmp_path / "all.csv")}
+    data = image_data(**keys)
+    data.setup()
+    assert data.info.num_classes == 5
+    told = [message for message in caplog.messages if "labels hold" in message]
+    assert len(told) == (JOINED[cell] is not None)
+    assert all(JOINED[cell] in message for message in told)
+    caplog.clear()
+    image_data(**keys, multi_label=True, label_delimiter=between.strip()).setup()
+    assert "labels hold" not in caplog.text
+    image_data(**keys, multi_label=True).setup()
+    assert caplog.text.count("; give data.label_delimiter=") == len(told)
+
+
+@pytest.mark.parametrize("names", [["a|b", "c|d"], ["a", "b", "c", "a|b"], ["a", "b"], ["one, two", "three"]])
+def test_names_with_a_mark_may_be_classes(names):
+    assert joined(names, multi_label=False) is None
+
+
+def test_a_label_column_is_named_once():
+    with pytest.raises(
+        ValueError, match=r"label_column=\['a', 'b', 'a'\] names a more than once: name each label once"
+    ):
+        image_data(name="table", source="csv", img_size=8, multi_label=True, label_column=["a", "b", "a"])
 
 
 def test_columns_of_flags_are_labels_in_the_order_that_was_given(tmp_path):

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from PIL import Image
 from safetensors.torch import save_file
 
-from longseq.tasks import experiment, train
+from longseq.tasks import experiment, registry, train
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.training.configuration import resolve
 
@@ -73,6 +73,23 @@ def test_what_a_command_states_is_kept_and_the_rest_follows(compose_config):
     tuned, _ = choose(compose_config("train", "data=image_folder", "output=run", words[0], "init=x.ckpt"), open_info(9))
     assert tuned["recipe"]["learning_rate"] == 2e-4
     assert tuned["recipe"]["optimizer"]["layer_decay"] == 0.75
+
+
+@pytest.mark.parametrize("epochs", ["auto", "null"])
+@pytest.mark.parametrize(("updates", "warmup", "interval"), [(70, 0.5, 1), (7_000, 50.0, 20)])
+def test_warmup_and_validations_follow_a_length_in_updates(epochs, updates, warmup, interval, compose_config):
+    words = ("data=image_folder", "output=run", "recipe.batch_size=128", f"recipe.epochs={epochs}")
+    config, told = choose(compose_config("train", *words, f"recipe.updates={updates}"), open_info(1_000))
+    recipe = config["recipe"]  # an epoch has 7 updates
+    assert (recipe["epochs"], recipe["schedule"]["warmup_epochs"]) == (None, warmup)
+    assert recipe["validate_every_epochs"] == interval
+    assert f"batch 128, {updates:,} updates, learning rate" in told
+
+
+def test_a_short_run_on_a_large_set_has_a_short_warmup(compose_config):
+    for length in ("recipe.epochs=20", "recipe.updates=25000"):  # an epoch of 1.28 million images has 1,250 updates
+        config, _ = choose(compose_config("train", "data=image_folder", "output=run", length), open_info(1_280_000))
+        assert config["recipe"]["schedule"]["warmup_epochs"] == 1
 
 
 def test_the_chosen_batch_divides_over_devices_and_fits_few_images(compose_config):
@@ -152,6 +169,14 @@ def test_timms_weights_are_tuned_with_a_new_head_for_other_classes(count, tmp_pa
     assert backbone.patch_embed.proj.weight.shape[-1] == 4, "resampled from 16"
     assert backbone.head.weight.shape[0] == 3
     assert torch.equal(backbone.head.weight, theirs.head.weight) == (count == 3)
+    timms = registry.of({"task": {"name": "image"}}).model
+    new = ["the head is new: there are 3 classes, and the weights are of 5"]
+    assert timms.notes(backbone) == ([] if count == 3 else new)
+    (told,) = timms.remarks(backbone)  # augreg's ViT has 0.5
+    assert told == (
+        "model.name=vit_tiny_patch16_224: its weights were trained with data.mean=[0.5,0.5,0.5] "
+        "data.std=[0.5,0.5,0.5], and this run has data.mean=[0.485,0.456,0.406] data.std=[0.229,0.224,0.225]"
+    )
     other = compose_config("train", *data, "model=timm", "model.name=resnet10t", *config, "trainer=cpu")
     with pytest.raises(ValueError, match=r"init=.*weights.safetensors holds no weights of a resnet10t: "):
         train.build(other)
@@ -177,6 +202,34 @@ def test_our_weights_are_tuned_with_a_new_head_for_classes_of_other_names(tmp_pa
     assert all(torch.equal(own[key], tuned[name][key]) for name in tuned for key in own.keys() - heads)
     assert torch.equal(own["head.weight"], tuned["same"]["head.weight"])
     assert not torch.equal(own["head.weight"], tuned["other"]["head.weight"])
+
+
+@pytest.mark.slow
+def test_a_run_tells_once_that_its_weights_saw_other_pixels_and_other_classes(
+    tmp_path, compose_config, command_here, image_folder
+):
+    words = ("data=image_folder", *SMALL, f"data.root={image_folder}")
+    train.build(compose_config("train", *words, "trainer=cpu", "output=x")).module.backbone.save_pretrained(
+        tmp_path / "model"
+    )
+    shutil.copytree(image_folder, tmp_path / "others")
+    for split in ("train", "val"):
+        (tmp_path / "others" / split / "class2").rename(tmp_path / "others" / split / "class9")
+    search = ("recipe.learning_rate=find", "learning_rate_finder.num_training=20", "recipe.epochs=1")
+    run = ("train", *words, *QUIET, *search, "recipe=finetune", "init=model")
+    same = command_here(tmp_path, *run, "output=same")
+    assert same.returncode == 0, same.stderr
+    assert "its weights" not in same.stderr
+    assert "the head is new" not in same.stdout
+    other = command_here(tmp_path, *run, "data.root=others", "data.mean=[0.5,0.456,0.406]", "output=other")
+    assert other.returncode == 0, other.stderr
+    told = (
+        "longseq: warning: init=model: its weights were trained with data.mean=[0.485,0.456,0.406], and this run has "
+        "data.mean=[0.5,0.456,0.406]"
+    )
+    assert other.stderr.splitlines().count(told) == 1
+    new = "the head is new: the classes are class0, class1, class9, and those of the weights are class0, class1, class2"
+    assert other.stdout.splitlines().count(new) == 1
 
 
 def open_info(images: int) -> DataInfo:

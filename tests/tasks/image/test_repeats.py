@@ -17,7 +17,7 @@ def told(root, caplog, source="folder"):
     caplog.clear()
     keys = ImageDataKeys(name="own", source=source, root=str(root), test_split="test", img_size=16)
     ImageDataModule(keys, batch_size=4).setup()
-    return [message for message in caplog.messages if "the bytes of a training image" in message]
+    return [message for message in caplog.messages if "the bytes of" in message]
 
 
 @pytest.fixture
@@ -74,6 +74,31 @@ def test_a_line_of_two_tables_is_a_repeat(images, caplog):
         (images / f"{name}.csv").write_text("\n".join(["file_name,label", *listed]))
     (message,) = told(images, caplog, "csv")
     assert message.startswith("3 of the 3 test images have the bytes of a training image")
+
+
+def test_equal_training_images_of_two_classes_are_told_once(images, caplog):
+    folders = [images / "train" / f"class{number}" for number in range(3)]
+    first, second, third = sorted(folders[0].iterdir())[:3]
+    shutil.copy(first, folders[0] / "same_class.jpg")  # says nothing new, but nothing wrong either
+    assert told(images, caplog) == []
+    for number, path in ((1, second), (2, second), (2, third)):
+        shutil.copy(path, folders[number] / f"copy_of_{path.name}")
+    assert told(images, caplog) == [
+        f"5 of the 28 training images have the bytes of one with another label, such as {second} (class0) and "
+        f"{folders[1]}/copy_of_{second.name} (class1): no model can be right about both; correct or remove them"
+    ]
+
+
+def test_equal_images_with_other_labels_of_a_table_are_told(images, caplog):
+    first = min((images / "train" / "class0").iterdir())
+    shutil.copy(first, images / "copy.jpg")
+    listed = [f"{path.relative_to(images)},{path.parent.name}" for path in sorted((images / "train").rglob("*.*"))]
+    (images / "all.csv").write_text("\n".join(["file_name,label", *listed, "copy.jpg,class1|class2"]))
+    caplog.clear()
+    keys = {"root": str(images / "all.csv"), "img_size": 16, "multi_label": True, "label_delimiter": "|"}
+    ImageDataModule(ImageDataKeys(name="own", source="csv", val_fraction=0.1, **keys), batch_size=4).setup()
+    (message,) = [one for one in caplog.messages if "another label" in one]
+    assert f"{images}/copy.jpg (class1, class2) and {first} (class0)" in message
 
 
 def test_of_many_files_none_is_read(images, caplog, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -185,3 +186,55 @@ def test_what_is_not_whole_is_not_read(images: Path, tmp_path: Path, monkeypatch
     targets.write_bytes(targets.read_bytes()[:-1] + b"\1")
     with pytest.raises(ValueError, match="was changed after it was written"):
         open_shards(str(shards), multi_label=False)
+
+
+@pytest.mark.parametrize("ending", ["zip", "2017"])
+def test_the_remedies_for_splits_are_not_keys_of_training(ending: str, tmp_path: Path) -> None:
+    root = tmp_path / "images"
+    for split in ("train", "val"):
+        draw(root / (split if ending == "zip" else f"{split}{ending}") / "dark" / "0.png", 0)
+    (root / "test.zip").write_bytes(b"packed")
+    remedy = "or pack it anew as test.tar" if ending == "zip" else ": rename them to train and val"
+    with pytest.raises(ValueError, match=r"split") as error:
+        open_input(keys_of(root if ending == "zip" else tmp_path))
+    assert str(error.value).endswith(remedy)
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar", "csv", "shards"])
+def test_training_files_have_a_checksum_of_their_names_labels_and_sizes(
+    kind: str, images: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "images"
+    keys = {"source": "folder" if kind == "tar" else kind, "img_size": 8}
+
+    def checksum() -> int:
+        where = root
+        if kind == "tar":
+            where = tmp_path / "tars"
+            where.mkdir(exist_ok=True)
+            with tarfile.open(where / "train.tar", "w") as archive:
+                archive.add(root / "train", arcname=".")
+        elif kind == "shards":
+            where = tmp_path / "shards"
+            shutil.rmtree(where, ignore_errors=True)
+            prepare(open_input(keys_of(root)), where, KEEP, shard_bytes=4000, show_progress=False)
+        elif kind == "csv":
+            names = sorted((root / "train").rglob("*.*"))
+            lines = ["file_name,label", *(f"{name.relative_to(root)},{name.parent.name}" for name in names)]
+            (root / "train.csv").write_text("\n".join(lines))
+        module = ImageDataModule(ImageDataKeys(name="t", root=str(where), **keys), batch_size=4)
+        module.setup()
+        (found,) = module.info.checksums["train"]
+        return found
+
+    shutil.copytree(images, root)
+    first = checksum()
+    shutil.move(root, tmp_path / "elsewhere")
+    shutil.move(tmp_path / "elsewhere", root)
+    assert checksum() == first
+    draw(root / "train" / "dark" / "0.png", 0, (40, 30))
+    second = checksum()
+    (root / "train" / "dark" / "0.png").rename(root / "train" / "dark" / "100.png")
+    third = checksum()
+    (root / "train" / "dark" / "100.png").rename(root / "train" / "light" / "100.png")
+    assert len({first, second, third, checksum()}) == 4

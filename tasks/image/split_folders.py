@@ -1,0 +1,127 @@
+"""The splits of a folder or an archive of images, which the names of folders and files tell."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+
+from longseq.tasks.image.decoding import is_hidden
+
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "validation": ("validation", "val", "valid", "eval"),
+    "test": ("test", "testing"),
+}
+_KINDS = {name: kind for kind, names in SPLIT_NAMES.items() for name in names}
+
+# Names such as train2017, val_1 and test-00 are of splits, too.
+_NUMBERED = re.compile(rf"({'|'.join(sorted(_KINDS, key=len, reverse=True))})[-_]?\d*", re.IGNORECASE)
+
+# Archives that are read through from their beginning to reach one image, or that nothing here reads.
+_COMPRESSED = re.compile(r"\.((tar\.)?(gz|bz2|xz|zst|lz4)|tgz|tbz2?|txz|tzst|zip|7z|rar)$", re.IGNORECASE)
+
+# The names that messages recommend.
+_USUAL = {"train": "train", "validation": "val", "test": "test"}
+
+# The keys of `data` that name the splits.
+_KEYS = {"train": "train_split", "validation": "val_split", "test": "test_split"}
+
+
+def find_split(root: str, kind: str, name: str | None = None) -> str | None:
+    """The folder or .tar of a split below `root`, by its `name` or one of the usual names of its kind, or None.
+
+    Usual names may have capitals, as Train, if there are class folders below: a class may be called so, too.
+    """
+    usual = name is None or name == kind
+    present = sorted(os.listdir(root)) if os.path.isdir(root) else []
+    for candidate in SPLIT_NAMES[kind] if usual else (str(name),):
+        for wanted in (candidate, f"{candidate}.tar"):
+            if (path := Path(root, wanted)).exists():
+                return str(path)
+            for other in (Path(root, one) for one in present if usual and one.lower() == wanted):
+                if other.is_file() or any(entry.is_dir() for entry in other.iterdir()):
+                    return str(other)
+    return None
+
+
+def is_compressed(path: str) -> bool:
+    """True if a file is an archive whose images cannot be read where they lie."""
+    return _COMPRESSED.search(path) is not None and os.path.isfile(path)
+
+
+def refuse_compressed(root: str, names: Mapping[str, str | None]) -> None:
+    """Raise ValueError, in one line, for a split in `names` that `root` holds as a compressed file alone."""
+    for entry in sorted(os.scandir(root), key=lambda one: one.name) if os.path.isdir(root) else ():
+        if is_hidden(entry.name) or not is_compressed(entry.path):
+            continue
+        stem = _COMPRESSED.sub("", entry.name)
+        for kind, name in names.items():
+            own = name is not None and stem.lower() in (name.lower(), *(SPLIT_NAMES[kind] if name == kind else ()))
+            if own and find_split(root, kind, name) is None:
+                leave = "" if kind == "train" else f", or leave it out by data.{_KEYS[kind]}=null"
+                raise ValueError(
+                    f"{entry.path} is compressed, and its images would be in no split: unpack it to "
+                    f"{Path(root, stem)}, or pack it anew as {stem}.tar{leave}"
+                )
+
+
+def refuse_pooled(path: str, folders: Iterable[str]) -> None:
+    """Raise ValueError, in one line, if the images of several splits lie below one `path` that is read as one set.
+
+    `folders` are those of the images, below `path`. A class, which the innermost folder names, may be called as a split
+    is, unless all classes are.
+    """
+    parts_of = {PurePosixPath(one).parts for one in folders}
+    if found := _splits_side_by_side(parts_of):
+        above, names = found
+    else:
+        above, names = "", sorted({parts[-1] for parts in parts_of if parts})
+        if not all(map(_kind_of, names)) or len({*map(_kind_of, names)}) < 2:
+            return
+        raise ValueError(
+            f"{path} holds the splits {_join(names)} without class folders, and they would be the classes: move each "
+            "image into the folder of its class, such as train/CLASS/*"
+        )
+    told = f"{path} holds the splits {_join(names)}{f' in {above}' if above else ''}, which would be one set"
+    if not os.path.isdir(path) or any(Path(path).glob("*.tar")):
+        raise ValueError(
+            f"{told}: unpack it and give data.root=FOLDER, or put a .tar of each split into a folder, such as "
+            "train.tar and val.tar"
+        )
+    by_kind = {str(_kind_of(name)): name for name in names}
+    if all(name.lower() in _KINDS for name in names):
+        raise ValueError(f"{told}: give data.root={Path(path, above)}")
+    keys = " ".join(
+        [
+            *([f"data.root={Path(path, above)}"] if above else []),
+            *(f"data.{_KEYS[kind]}={name}" for kind, name in by_kind.items()),
+        ]
+    )
+    raise ValueError(f"{told}: rename them to {_join([_USUAL[kind] for kind in by_kind])}, or give {keys}")
+
+
+def _splits_side_by_side(folders: set[tuple[str, ...]]) -> tuple[str, list[str]] | None:
+    """The folder that holds folders of several splits with classes below them, and the names of these; the highest."""
+    held: dict[tuple[str, ...], set[str]] = defaultdict(set)
+    for parts in folders:
+        for depth, name in enumerate(parts[:-1]):
+            if _kind_of(name):
+                held[parts[:depth]].add(name)
+    several = [above for above, names in held.items() if len({*map(_kind_of, names)}) > 1]
+    if not several:
+        return None
+    above = min(several, key=lambda one: (len(one), one))
+    return "/".join(above), sorted(held[above])
+
+
+def _kind_of(name: str) -> str | None:
+    """train, validation or test for the name of a folder that is a split's; None for others."""
+    match = _NUMBERED.fullmatch(name)
+    return None if match is None else _KINDS[match[1].lower()]
+
+
+def _join(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,141 @@
+"""Splits that lie elsewhere than a run looks for them: no image is trained on that was set apart."""
+
+from __future__ import annotations
+
+import shutil
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from image_data import image_data
+from PIL import Image
+
+from longseq.tasks.image.folder import TarImages
+from longseq.tasks.image.split_folders import refuse_pooled
+
+
+def write_images(folder: Path, shade: int = 0) -> Path:
+    """Class folders cat and dog, each with four pictures that no other shade has."""
+    for number, name in enumerate(("cat", "dog")):
+        (folder / name).mkdir(parents=True)
+        for index in range(4):
+            pixels = np.full((8, 8, 3), 8 * shade + 4 * number + index, dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{index}.png")
+    return folder
+
+
+def write_splits(root: Path, *names: str) -> Path:
+    for shade, name in enumerate(names):
+        write_images(root / name, shade)
+    return root
+
+
+def write_tar(path: Path, folder: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        archive.add(folder, arcname=".")
+    return path
+
+
+def open_folder(root: Path, **keys):
+    module = image_data(name="test", source="folder", root=str(root), img_size=8, **keys)
+    module.setup()
+    return module
+
+
+def refusal(root: Path, **keys) -> str:
+    with pytest.raises(ValueError, match=r"split|compressed") as error:
+        open_folder(root, **keys)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_an_archive_of_several_splits_is_not_one_training_set(tmp_path):
+    splits = write_splits(tmp_path / "images", "train", "test")
+    archive = write_tar(tmp_path / "all.tar", splits)
+    assert refusal(archive) == (
+        f"{archive} holds the splits test and train, which would be one set: unpack it and give "
+        "data.root=FOLDER, or put a .tar of each split into a folder, such as train.tar and val.tar"
+    )
+    write_tar(tmp_path / "tars" / "train.tar", splits)
+    assert f"{tmp_path / 'tars' / 'train.tar'} holds the splits test and train" in refusal(tmp_path / "tars")
+    for part in range(2):
+        write_tar(tmp_path / "parts" / f"{part}.tar", splits)
+    assert "holds the splits test and train in 0, which" in refusal(tmp_path / "parts")
+    for name in ("train", "test"):
+        write_tar(tmp_path / "numbered" / f"{name}-0.tar", splits / name)
+    assert "holds the splits test-0 and train-0, which" in refusal(tmp_path / "numbered")
+    assert open_folder(write_tar(tmp_path / "one.tar", splits / "train")).info.sizes["train"] == 6
+
+
+def test_the_folder_above_the_splits_is_not_one_training_set(tmp_path, caplog):
+    inner = write_splits(tmp_path / "above" / "animals", "Train", "val", "test")
+    assert refusal(tmp_path / "above") == (
+        f"{tmp_path / 'above'} holds the splits Train, test and val in animals, which would be one set: give "
+        f"data.root={inner}"
+    )
+    years = write_splits(tmp_path / "other" / "years", "train2017", "val2017")
+    remedy = "data.train_split=train2017 data.val_split=val2017"
+    assert refusal(years).endswith(f"which would be one set: rename them to train and val, or give {remedy}")
+    assert refusal(tmp_path / "other").endswith(f"or give data.root={years} {remedy}")
+    assert not caplog.messages, "the refusal alone is told"
+    assert open_folder(inner).info.sizes == {"train": 8, "val": 8, "test": 8}
+    given = dict(one.removeprefix("data.").split("=") for one in remedy.split())
+    assert open_folder(years, **given).info.sizes == {"train": 8, "val": 8, "test": 8}
+
+
+def test_splits_without_classes_are_not_the_classes(tmp_path):
+    for name in ("train", "test"):
+        shutil.move(write_images(tmp_path / "made" / name) / "cat", tmp_path / "above" / "flat" / name)
+    for root in (tmp_path / "above", write_tar(tmp_path / "flat.tar", tmp_path / "above" / "flat")):
+        assert "holds the splits test and train without class folders, and they would be the classes" in refusal(root)
+
+
+def test_classes_may_be_called_as_splits_are(tmp_path):
+    vehicles = write_splits(tmp_path / "vehicles", "land", "air")
+    for name in ("train", "test"):
+        shutil.move(write_images(tmp_path / "made" / name) / "cat", vehicles / "land" / name)
+    assert open_folder(vehicles).info.class_names == ["cat", "dog", "test", "train"]
+
+
+def test_of_a_large_archive_a_sample_is_compared(tmp_path, monkeypatch):
+    compared = []
+    monkeypatch.setattr("longseq.tasks.image.folder._COMPARED", 4)
+    monkeypatch.setattr(
+        "longseq.tasks.image.folder._folder_in_archives", lambda *sample: compared.append(sample[0].path) or "cat"
+    )
+    TarImages(str(write_tar(tmp_path / "all.tar", write_images(tmp_path / "images"))))
+    assert compared == ["./cat/0.png", "./cat/2.png", "./dog/0.png", "./dog/2.png"]
+
+
+@pytest.mark.parametrize("folders", [["train/cat", "steam/cat"], ["a/train/cat", "b/val/cat"], ["cat", "dog"], [""]])
+def test_one_split_alone_is_not_refused(folders):
+    refuse_pooled("images", folders)
+
+
+@pytest.mark.parametrize("ending", ["tar.gz", "tgz", "zip", "tar.xz", "7z"])
+def test_a_compressed_split_is_not_passed_over(ending, tmp_path):
+    root = write_splits(tmp_path / "images", "train", "val")
+    archive = root / f"test.{ending}"
+    archive.write_bytes(b"packed")
+    assert refusal(root, test_split="test") == (
+        f"{archive} is compressed, and its images would be in no split: unpack it to {root / 'test'}, or pack it anew "
+        "as test.tar, or leave it out by data.test_split=null"
+    )
+    assert open_folder(root).info.sizes == {"train": 8, "val": 8, "test": 8}
+    write_splits(root, "test")
+    assert open_folder(root, test_split="test").info.sizes["test"] == 8  # unpacked beside the archive
+    shutil.rmtree(root / "train")
+    archive.rename(root / f"train.{ending}")
+    assert refusal(root).endswith(f"unpack it to {root / 'train'}, or pack it anew as train.tar")
+    assert f"data.root={root / f'train.{ending}'} is compressed: unpack it" in refusal(root / f"train.{ending}")
+
+
+def test_an_evaluation_takes_no_other_split_for_a_compressed_one(tmp_path):
+    root = write_splits(tmp_path / "images", "train", "val")
+    module = open_folder(root)
+    (root / "test.zip").write_bytes(b"packed")
+    config = {"data": vars(module.keys)}
+    with pytest.raises(ValueError, match=r"test\.zip is compressed"):
+        module.for_evaluation(config, {"test_split": "test"}, split="test", trained=module.info, batch_size=2)
