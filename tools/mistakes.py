@@ -74,8 +74,8 @@ _OTHER_TYPE = re.compile(r"Error merging override (?P<override>.+)")
 _SEVERAL_VALUES = re.compile(r"Ambiguous value for argument '(?P<override>.+?)'\s", re.DOTALL)
 
 
-def check_arguments(verb: str, arguments: Sequence[str]) -> list[str]:
-    """The arguments of `longseq VERB`, Hydra's flags before the overrides, as argparse needs them.
+def check_arguments(verb: str, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments of `longseq VERB`: Hydra's flags, which argparse needs first, and the overrides.
 
     Raises:
         ValueError: an argument is neither key=value nor a flag, or a flag has no value or a wrong one.
@@ -89,7 +89,7 @@ def check_arguments(verb: str, arguments: Sequence[str]) -> list[str]:
             overrides.append(_check_override(argument, verb))
             continue
         begin, has_value, value = argument.partition("=")
-        flag = _full_flag(begin)
+        flag = full_flag(begin)
         if flag is None:
             raise ValueError(_no_flag(argument, rest, verb))
         flags.append(argument)
@@ -104,10 +104,10 @@ def check_arguments(verb: str, arguments: Sequence[str]) -> list[str]:
         if not value or (choices and value not in choices):
             needed = f"one of {', '.join(choices)}" if choices else "a value"
             raise ValueError(f"{flag} needs {needed}" + (f", and {value} is none" if value else ""))
-    return [*flags, *overrides]
+    return flags, overrides
 
 
-def _full_flag(begin: str) -> str | None:
+def full_flag(begin: str) -> str | None:
     """The flag that `begin` is, or of which it is the beginning."""
     known = (*FLAGS, *FLAGS_WITH_VALUES)
     if begin in known:
@@ -222,12 +222,24 @@ def _explain_hydra(text: str, verb: str, arguments: Sequence[str]) -> str | None
     if match := _OTHER_TYPE.match(text):
         return f"{match['override']} has another type than the key takes: `longseq {verb} --help` explains it"
     if match := _SEVERAL_VALUES.match(text):
-        key, _, value = match["override"].partition("=")
-        return (
-            f"{key}={value} has several values: write {key}=[{value}] for a list, \"{key}='{value}'\" for text, or add "
-            "-m, which runs the command with each"
-        )
+        return _several_values(match["override"], verb, arguments)
     return None
+
+
+def _several_values(override: str, verb: str, arguments: Sequence[str]) -> str:
+    key, _, value = override.partition("=")
+    told = f"{key}={value} has several values: write {key}=[{value}] for a list, \"{key}='{value}'\" for text"
+    if re.fullmatch(r"-?\d+,\d+", value) and _is_decimal(key, verb, arguments):
+        return f"{told}, or {key}={value.replace(',', '.')} for a number, whose decimals follow a point"
+    return told if verb == cli.SWEEPS_ITSELF else f"{told}, or add -m, which runs the command with each"
+
+
+def _is_decimal(key: str, verb: str, arguments: Sequence[str]) -> bool:
+    """True if the value of a key without this override is a number with decimals."""
+    node = _compose_without(key, verb, [one for one in arguments if "=" in one and one[:1] != "-"])
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return isinstance(node, float)
 
 
 def _unreadable(override: str) -> str:
@@ -273,6 +285,8 @@ def _unknown_option(path: str, options: Sequence[str]) -> str:
 
 def _unknown_key(key: str, verb: str, arguments: Sequence[str]) -> str | None:
     """What is unknown in a dotted key, found by composing the configuration without that override."""
+    if key.startswith("hydra."):
+        return _unknown_to_hydra(key, verb, arguments)
     overrides = [argument for argument in arguments if "=" in argument or argument.startswith("~")]
     whole: Any = _compose_without(key, verb, overrides)
     if whole is None:
@@ -290,6 +304,15 @@ def _unknown_key(key: str, verb: str, arguments: Sequence[str]) -> str | None:
         names = ", ".join(str(name) for name in node if name not in MARKS)
         return f"{place} has no options here: give {place}.KEY=VALUE, a KEY of {names}"
     return None
+
+
+def _unknown_to_hydra(key: str, verb: str, arguments: Sequence[str]) -> str:
+    """That a key of Hydra's own configuration, or one inside its value, is not there."""
+    override = _override_of(key, arguments)
+    told = f"{override}: Hydra has no such key here"
+    if key.startswith("hydra.sweeper.") and not any(one.startswith("hparams_search=") for one in arguments):
+        return f"{told}: give hparams_search=optuna, too, whose key it is"
+    return f"{told}: `longseq {verb} --cfg hydra` lists its keys, and +{override} adds one"
 
 
 def _unknown_part(
