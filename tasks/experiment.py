@@ -28,6 +28,7 @@ from longseq.tasks.training.options import (
     read_part,
     refuse_unknown,
     signature_options,
+    spell,
 )
 from longseq.tasks.training.recipe import device_batch_size, device_count
 from longseq.tasks.training.trainer import check_parts, refuse_mode, refuse_own_keys
@@ -237,13 +238,29 @@ def _check_optimizer(node: Mapping[str, Any]) -> None:
         return
     ranges = {entry.name for entry in fields(OptimizerKeys)}
     name = read(OptimizerKeys, {key: value for key, value in options.items() if key in ranges}, place).opt
-    common = signature_options(create_optimizer_v2)
-    own = signature_options(timm.optim.get_optimizer_class(name, bind_defaults=False))
+    try:
+        own_class: Any = timm.optim.get_optimizer_class(name, bind_defaults=False)
+    except AssertionError as error:  # of a library for GPUs
+        raise ValueError(f"{place}.opt={name}: {error}; give another one, such as {place}.opt=adamw") from None
+    common, own = signature_options(create_optimizer_v2), signature_options(own_class)
     known = [key for key in {**common, **own} if key not in ("model_or_params", "params", "lr", "kwargs")]
     for key in options:
         if key not in known and key in ("betas", "eps"):
             raise ValueError(f"{place}.{key} is no option of {place}.opt={name}: leave it out with ~{place}.{key}")
     refuse_unknown(options, known, place)
+    _check_betas(options.get("betas"), own.get("betas"), f"{place}.betas", f"{place}.opt={name}")
+    rest = {key: value for key, value in options.items() if key not in ranges}
+    check_call(create_optimizer_v2, {key: rest[key] for key in rest if key in common}, place, given=_first(function))
+    check_call(own_class, {key: rest[key] for key in rest if key not in common}, place, given=_first(own_class))
+
+
+def _check_betas(betas: Any, default: Any, place: str, owner: str) -> None:
+    """ValueError unless there are as many betas as the optimizer's default has, which no optimizer checks well."""
+    if betas is not None and isinstance(default, tuple) and len(betas) != len(default):
+        example = f"[{','.join(map(str, default))}]"
+        raise ValueError(
+            f"{place}={spell(betas)} has {len(betas)} number(s), and {owner} needs {len(default)}: give {place}={example}"
+        )
 
 
 def _check_mixer(mixer: MixerKeys, scale: ScaleKeys) -> None:
