@@ -30,6 +30,7 @@ from longseq.tasks.training.options import (
     signature_options,
     spell,
 )
+from longseq.tasks.training.processes import refuse_many
 from longseq.tasks.training.recipe import device_batch_size, device_count
 from longseq.tasks.training.trainer import check_parts, refuse_mode, refuse_own_keys
 
@@ -125,7 +126,7 @@ class TrainerKeys:
     log_every_n_steps: Annotated[int | None, Range(1)] = None
     limit_train_batches: Annotated[int | float | None, Range(above=0)] = None
     limit_val_batches: Annotated[int | float | None, Range(0)] = None
-    limit_test_batches: Annotated[int | float | None, Range(0)] = None
+    limit_test_batches: Annotated[int | float | None, Range(above=0)] = None  # every run ends with a test
     min_epochs: Annotated[int | None, Range(0)] = None
     min_steps: Annotated[int | None, Range(0)] = None
     max_time: str | Mapping[str, Annotated[int, Range(0)]] | None = None
@@ -146,6 +147,7 @@ def check_experiment(config: Mapping[str, Any], keys: type[TrainKeys] = TrainKey
     config = with_any_choice(config)
     task.check(config)
     read(task.data, config["data"], "data")
+    refuse_many(config["data"].get("num_workers"), "data.num_workers")
     _check_recipe(config["recipe"], task)
     scale = read(ScaleKeys, config["scale"], "scale")
     check_depth(config)
@@ -156,6 +158,7 @@ def check_experiment(config: Mapping[str, Any], keys: type[TrainKeys] = TrainKey
             refuse_mode(options, f"callbacks.{name}")
             given = ("mode",) if isinstance(options, Mapping) and "monitor" in options else ()
             targets.check_options(options, targets.CALLBACKS, f"callbacks.{name}", given=given)
+    _check_validation(config)
     check_loggers(config.get("logger"))
     device_batch_size(config)
     parts.model.check(config)
@@ -195,8 +198,24 @@ def check_trainer(trainer: Mapping[str, Any]) -> None:
     """Raise ValueError, in one line, for a key of `trainer` that Lightning's Trainer does not have."""
     targets.check({"trainer": trainer})
     refuse_own_keys(trainer)
-    read_beside(TrainerKeys, Trainer, trainer, "trainer")
+    keys = read_beside(TrainerKeys, Trainer, trainer, "trainer")
+    if keys.accelerator == "cpu" and isinstance(keys.devices, int):
+        refuse_many(keys.devices, "trainer.devices")
     check_parts(trainer)
+
+
+def _check_validation(config: Mapping[str, Any]) -> None:
+    """ValueError if callbacks choose by validations, and the Trainer leaves them out."""
+    trainer = config["trainer"]
+    if trainer.get("limit_val_batches") != 0 or trainer.get("fast_dev_run"):
+        return
+    chosen = [name for name, options in config["callbacks"].items() if options and options.get("monitor")]
+    if chosen:
+        told = " ".join(f"callbacks.{name}=null" for name in chosen)
+        raise ValueError(
+            f"trainer.limit_val_batches=0 leaves out the validations that callbacks.{chosen[0]} chooses by: give at "
+            f"least 1, or {told} too, and the last weights are tested"
+        )
 
 
 def _check_recipe(recipe: Mapping[str, Any], task: Any) -> None:
@@ -257,9 +276,9 @@ def _check_optimizer(node: Mapping[str, Any]) -> None:
 def _check_betas(betas: Any, default: Any, place: str, owner: str) -> None:
     """ValueError unless there are as many betas as the optimizer's default has, which no optimizer checks well."""
     if betas is not None and isinstance(default, tuple) and len(betas) != len(default):
-        example = f"[{','.join(map(str, default))}]"
+        example = f"{place}=[{','.join(map(str, default))}]"
         raise ValueError(
-            f"{place}={spell(betas)} has {len(betas)} number(s), and {owner} needs {len(default)}: give {place}={example}"
+            f"{place}={spell(betas)} has {len(betas)} number(s), and {owner} needs {len(default)}: give {example}"
         )
 
 

@@ -328,7 +328,11 @@ def _unknown_part(
     known = [str(name) for name in node if name not in marks]
     name = part.replace("-", "_")
     same = next((one for one in (name, SYNONYMS.get(name)) if one in known), None)
-    meant = f"{place}.{same}".lstrip(".") if same else None if nearest(name, known) else _place_of(name, whole)
+    elsewhere = _place_of(name, whole)
+    elsewhere = None if (elsewhere or "").endswith(f".{key}") else elsewhere  # the same key, as longseq compare has it
+    if nearest(name, known) and not (elsewhere or "").endswith(f".{name}"):
+        elsewhere = None  # a misspelling of a key that stands here
+    meant = f"{place}.{same}".lstrip(".") if same else elsewhere
     if meant is None or part != key.rpartition(".")[2]:
         return unknown_key(part, known, place)
     names = ", ".join(known)
