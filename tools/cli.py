@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from longseq.tools.environment import TRACEBACK, check_environment, wants_traceback
 from longseq.version import installed_version
 
 
@@ -129,8 +130,6 @@ OTHER_NAMES = {
     **dict.fromkeys(("summary", "info", "list"), "describe"),
 }
 
-TRACEBACK_VARIABLE = "LONGSEQ_TRACEBACK"
-
 
 def overview() -> str:
     """The text that `longseq` alone prints."""
@@ -143,7 +142,7 @@ def overview() -> str:
         "  longseq train mixer=deltanet data=cifar10 data.root=FOLDER scale=tiny\n\n"
         "plugins=[my_module] in any command loads a module of yours that registers mixers, tasks, data or formats.\n"
         "`longseq VERB --help` lists the verb's groups and keys, `longseq VERB --cfg job` prints the configuration.\n"
-        f"{TRACEBACK_VARIABLE}=1 shows the full traceback of an error."
+        f"{TRACEBACK}=1 shows the full traceback of an error."
     )
 
 
@@ -193,6 +192,10 @@ def main() -> int:
     from longseq.tools.mistakes import check_arguments, explain, is_users
     from longseq.tools.plugin_options import load_plugins
 
+    try:
+        check_environment(name)
+    except ValueError as error:
+        return _fail(str(error))
     overrides = arguments[words:]
     for (verb, task), own in BY_TASK.items():
         if name == verb and f"task={task}" in overrides:
@@ -203,12 +206,12 @@ def main() -> int:
         overrides = [*flags, *sweeps.prepare(name, flags, overrides)]
         _run_verb(name, overrides)
     except KeyboardInterrupt:
-        if os.environ.get(TRACEBACK_VARIABLE):
+        if wants_traceback():
             raise
         print("longseq: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        if not is_users(error) or os.environ.get(TRACEBACK_VARIABLE):
+        if not is_users(error) or wants_traceback():
             raise
         return _fail(explain(error, name, overrides))
     return 0
@@ -262,7 +265,7 @@ def _run_verb(name: str, overrides: list[str]) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             raise SystemExit(1) from None
         except Exception as error:
-            users = is_users(error) and not os.environ.get(TRACEBACK_VARIABLE)
+            users = is_users(error) and not wants_traceback()
             told = explain(error, name, overrides) if users else f"{type(error).__name__}: {error}"
             line = trials.fail(error, told)
             if not users:
@@ -286,7 +289,7 @@ def _run_verb(name: str, overrides: list[str]) -> None:
         with kept_root_logger():
             hydra.main(version_base="1.3", config_path="pkg://longseq.conf", config_name=name.replace(" ", "_"))(task)()
     except Exception as error:
-        if not trials.knows(error) or not is_users(error) or os.environ.get(TRACEBACK_VARIABLE):
+        if not trials.knows(error) or not is_users(error) or wants_traceback():
             raise
         raise SystemExit(2) from None  # its line was printed
     finally:

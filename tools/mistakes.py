@@ -17,9 +17,11 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from yaml import YAMLError
 
 import longseq.conf
+from longseq.plugins import place_of
 from longseq.tasks.training.configuration import MARKS, marks_at_top, resolve
 from longseq.tasks.training.options import nearest, unknown_key
 from longseq.tools import cli
+from longseq.tools.environment import TRACEBACK
 
 CONF = "longseq.conf"
 
@@ -156,12 +158,36 @@ def _places(node: Mapping[str, Any], place: str = "") -> Iterator[str]:
 
 
 def is_users(error: BaseException) -> bool:
-    """True for a mistake in the command or data, which one line explains; False for a bug, which needs a traceback."""
-    return isinstance(error, (OSError, ValueError, HydraException, OmegaConfBaseException, YAMLError))
+    """True for a mistake in the command, the data or a plug-in, which one line explains; False for a bug of longseq,
+    which needs a traceback.
+    """
+    known = isinstance(error, (OSError, ValueError, HydraException, OmegaConfBaseException, YAMLError))
+    return known or place_of(error) is not None
 
 
 def explain(error: BaseException, verb: str, arguments: Sequence[str]) -> str:
-    """One line about the error of `longseq VERB arguments...`."""
+    """One line about the error of `longseq VERB arguments...`, with its place in the code of a plug-in."""
+    place = place_of(error)
+    if place is None:
+        return _explain(error, verb, arguments)
+    from longseq.tasks.data.unreadable import SampleError
+
+    if isinstance(error, (OSError, ValueError, SampleError)):
+        told = _explain(error, verb, arguments)
+    else:
+        told = f"{type(error).__name__}: {_in_one_line(error)}"
+    return f"{told} ({place}; {TRACEBACK}=1 shows the full traceback)"
+
+
+def _in_one_line(error: BaseException) -> str:
+    """The words of an error; of one that a data worker raised, without its traceback."""
+    text = str(error).strip()
+    if " in DataLoader worker process " in text:
+        text = text.rpartition(f"{type(error).__name__}: ")[2]
+    return " ".join(text.split())
+
+
+def _explain(error: BaseException, verb: str, arguments: Sequence[str]) -> str:
     if isinstance(error, InstantiationException) and error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, InterpolationResolutionError):
@@ -172,7 +198,7 @@ def explain(error: BaseException, verb: str, arguments: Sequence[str]) -> str:
         return _explain_system(error)
     if isinstance(error, OverrideParseException):
         return _unreadable(error.override)
-    text = " ".join(str(error).split())
+    text = _in_one_line(error)
     if text.startswith("Config group override must be a string"):
         odd = next((one for one in arguments if re.fullmatch(r"[\w/]+=([\d.]+|null|true|false|\{.*\})", one)), "")
         return f"{odd} names no file of the group {odd.partition('=')[0]}; `longseq {verb} --help` lists them"
