@@ -189,7 +189,7 @@ def main() -> int:
         return _fail(f"unknown verb {name!r}: {hint}the verbs are {', '.join(VERBS)}; `longseq` alone explains them")
     # Imported here, so that `longseq` alone and `longseq --version` answer without Hydra.
     from longseq.tools import sweeps
-    from longseq.tools.mistakes import check_arguments, explain, is_users
+    from longseq.tools.mistakes import check_arguments, explain, find_repeats, is_users
     from longseq.tools.plugin_options import load_plugins
 
     try:
@@ -202,6 +202,8 @@ def main() -> int:
             name = own
     try:
         flags, overrides = check_arguments(name, quote_texts(name, overrides))
+        for remark in find_repeats(overrides) if os.environ.get("LOCAL_RANK", "0") == "0" else ():
+            print(f"longseq: warning: {remark}", file=sys.stderr)
         overrides = overrides_for_hydra(name, load_plugins(_take_task(name, overrides)))
         overrides = [*flags, *sweeps.prepare(name, flags, overrides)]
         _run_verb(name, overrides)

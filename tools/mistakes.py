@@ -38,11 +38,13 @@ FLAGS_WITH_VALUES: dict[str, tuple[str, ...] | None] = {
     "--experimental-rerun": None,
 }
 
-# Files of Hydra's own plug-ins, and the extras of this package that bring them.
+# Files of Hydra's own plug-ins, and what to install for them: extras of this package, or packages.
 HYDRA_PLUGINS = {
-    "hydra/sweeper/optuna": "optuna",
-    "hydra/sweeper/sampler": "optuna",
-    "hydra/launcher/submitit": "submitit",
+    "hydra/sweeper/optuna": "longseq[optuna]",
+    "hydra/sweeper/sampler": "longseq[optuna]",
+    "hydra/launcher/submitit": "longseq[submitit]",
+    **{f"hydra/launcher/{name}": f"hydra-{name}-launcher" for name in ("joblib", "ray", "rq")},
+    **{f"hydra/sweeper/{name}": f"hydra-{name}-sweeper" for name in ("ax", "nevergrad")},
 }
 
 # Names of other programs, and the last part of our keys for the same thing.
@@ -72,6 +74,8 @@ _THERE = re.compile(r"Could not append to config\. An item is already at '(?P<ke
 _NOTHING_TO_DELETE = re.compile(r"Could not delete from config\. '(?P<key>[^']+)'")
 _NO_OPTION = re.compile(r"Could not find '(?P<path>[^']+)'")
 _NO_REFERENCE = re.compile(r"Interpolation key '(?P<key>[^']+)' not found\s+full_key: (?P<place>\S+)")
+_CHOSEN = re.compile(r"Multiple values for (?P<group>\S+)\. To override a value use 'override \S+: (?P<option>[^']+)'")
+_NO_GROUP = re.compile(r"Error resolving interpolation '\$\{(?P<group>\w+)\}'")
 _OTHER_TYPE = re.compile(r"Error merging override (?P<override>.+)")
 _SEVERAL_VALUES = re.compile(r"Ambiguous value for argument '(?P<override>.+?)'\s", re.DOTALL)
 
@@ -106,7 +110,22 @@ def check_arguments(verb: str, arguments: Sequence[str]) -> tuple[list[str], lis
         if not value or (choices and value not in choices):
             needed = f"one of {', '.join(choices)}" if choices else "a value"
             raise ValueError(f"{flag} needs {needed}" + (f", and {value} is none" if value else ""))
+        if flag == "--experimental-rerun" and not (value.endswith(".pickle") and Path(value).is_file()):
+            raise ValueError(f"{flag} {value}: there is no such file of Hydra's; give the config.pickle of a job")
     return flags, overrides
+
+
+def find_repeats(overrides: Sequence[str]) -> list[str]:
+    """A remark for each key that is given several values, of which the last counts; dictionaries are merged."""
+    given: dict[str, list[str]] = {}
+    for override in overrides:
+        if override[:1] != "~" and not override.partition("=")[2].startswith("{"):
+            given.setdefault(_key_of(override), []).append(override)
+    return [
+        f"{key} is given {len(words)} times: {words[-1]} counts, and not {words[0]}"
+        for key, words in given.items()
+        if len({word.partition("=")[2] for word in words}) > 1
+    ]
 
 
 def full_flag(begin: str) -> str | None:
@@ -119,7 +138,7 @@ def full_flag(begin: str) -> str | None:
 
 
 def _check_override(argument: str, verb: str) -> str:
-    key, has_value, _ = argument.partition("=")
+    key, has_value, value = argument.partition("=")
     if not has_value and not argument.startswith("~"):
         hint = "write key=value"
         if Path(argument).exists() and "checkpoint=" in cli.VERBS[verb].example:
@@ -127,6 +146,8 @@ def _check_override(argument: str, verb: str) -> str:
         raise ValueError(f"{argument!r} is no override: {hint}; `longseq {verb} --help` lists the keys")
     if not key or re.search(r"\s|\.\.|^\.|\.$", key):
         raise ValueError(f"{argument}: {key!r} is no key; write key=value without blanks around the =")
+    if key.lstrip("+") == "hydra.job.chdir" and value.lower() in ("true", "yes", "on", "1"):
+        raise ValueError(f"{argument}: paths are those of the folder in which the command starts; leave it out")
     return argument
 
 
@@ -199,9 +220,14 @@ def _explain(error: BaseException, verb: str, arguments: Sequence[str]) -> str:
     if isinstance(error, OverrideParseException):
         return _unreadable(error.override)
     text = _in_one_line(error)
+    if isinstance(error, UnicodeEncodeError) and "surrogates not allowed" in text:
+        return "a name of a file has letters that this locale does not have: set PYTHONUTF8=1 in the environment"
     if text.startswith("Config group override must be a string"):
         odd = next((one for one in arguments if re.fullmatch(r"[\w/]+=([\d.]+|null|true|false|\{.*\})", one)), "")
-        return f"{odd} names no file of the group {odd.partition('=')[0]}; `longseq {verb} --help` lists them"
+        group = odd.partition("=")[0]
+        if odd.endswith("=null") and "none" in _files_of(f"{group}/"):
+            return f"{odd} names no file of the group {group}: give {group}=none"
+        return f"{odd} names no file of the group {group}; `longseq {verb} --help` lists them"
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         told = _explain_hydra(text, verb, arguments)
         return told or re.sub(r" (full_key: \S+|object_type=\S+|reference_type=\S+|Config search path:.*)", "", text)
@@ -245,7 +271,13 @@ def _explain_hydra(text: str, verb: str, arguments: Sequence[str]) -> str | None
         )
         told = f"{match['place']} reads ${{{match['key']}}}"
         return f"{removed}: {told}, so the key must stay" if removed else f"{told}, and there is no such key"
+    if match := _CHOSEN.match(text):
+        return f"{match['group']} is chosen already: write {match['group']}={match['option']}, without +"
+    if (match := _NO_GROUP.match(text)) and (removed := f"~{match['group']}") in arguments:
+        return f"{removed}: files are chosen by ${{{match['group']}}}, so the key must stay"
     if match := _OTHER_TYPE.match(text):
+        if match["override"].startswith("~"):
+            return f"{match['override']}: the key must stay: leave {match['override']} out"
         return f"{match['override']} has another type than the key takes: `longseq {verb} --help` explains it"
     if match := _SEVERAL_VALUES.match(text):
         return _several_values(match["override"], verb, arguments)
@@ -296,7 +328,7 @@ def _files_of(path: str) -> list[str]:
 def _unknown_option(path: str, options: Sequence[str]) -> str:
     for missing, extra in HYDRA_PLUGINS.items():
         if path.startswith(missing):
-            return f"{path} needs a package of Hydra's: pip install 'longseq[{extra}]'"
+            return f"{path} needs a package of Hydra's: pip install '{extra}'"
     group, _, option = path.rpartition("/")
     if "/" in "".join(options):  # a group with folders
         group, _, option = path.partition("/")
