@@ -140,6 +140,7 @@ def check_experiment(config: Mapping[str, Any], keys: type[TrainKeys] = TrainKey
     if isinstance(config.get("task"), Mapping) and "name" in config["task"]:
         registry.of(config)  # before the check of callbacks: a task may register its own
     targets.check(config)
+    _refuse_names(config.get("recipe"))
     read(keys, config)
     parts = registry.of(config)
     task = parts.config
@@ -216,6 +217,13 @@ def _check_validation(config: Mapping[str, Any]) -> None:
             f"trainer.limit_val_batches=0 leaves out the validations that callbacks.{chosen[0]} chooses by: give at "
             f"least 1, or {told} too, and the last weights are tested"
         )
+
+
+def _refuse_names(recipe: Any) -> None:
+    """ValueError for the name of an optimizer or a schedule in place of its options."""
+    for key, inner in (("optimizer", "opt"), ("schedule", "sched")):
+        if isinstance(recipe, Mapping) and isinstance(name := recipe.get(key), str):
+            raise ValueError(f"recipe.{key}={name} must be a dictionary: give recipe.{key}.{inner}={name}")
 
 
 def _check_recipe(recipe: Mapping[str, Any], task: Any) -> None:

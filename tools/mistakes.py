@@ -50,12 +50,12 @@ HYDRA_PLUGINS = {
 # Names of other programs, and the last part of our keys for the same thing.
 SYNONYMS = {
     **dict.fromkeys(("lr", "base_lr", "max_lr"), "learning_rate"),
-    **dict.fromkeys(("bs", "batch", "train_batch_size", "per_device_train_batch_size"), "batch_size"),
+    **dict.fromkeys(("b", "bs", "batch", "train_batch_size", "per_device_train_batch_size"), "batch_size"),
     **dict.fromkeys(("max_epochs", "num_epochs", "n_epochs", "num_train_epochs"), "epochs"),
     **dict.fromkeys(("max_steps", "steps", "num_steps", "iterations"), "updates"),
     **dict.fromkeys(("wd",), "weight_decay"),
-    **dict.fromkeys(("gpus", "num_gpus"), "devices"),
-    **dict.fromkeys(("workers", "n_workers"), "num_workers"),
+    **dict.fromkeys(("gpu", "gpus", "num_gpus"), "devices"),
+    **dict.fromkeys(("j", "workers", "n_workers", "dataloader_num_workers"), "num_workers"),
     **dict.fromkeys(("image_size", "input_size", "resolution"), "img_size"),
     **dict.fromkeys(("smoothing",), "label_smoothing"),
     **dict.fromkeys(("dim", "width", "hidden_size", "d_model"), "embed_dim"),
@@ -67,6 +67,17 @@ SYNONYMS = {
     **dict.fromkeys(("random_seed",), "seed"),
     **dict.fromkeys(("optimizer", "optim"), "opt"),
     **dict.fromkeys(("scheduler", "lr_scheduler"), "sched"),
+}
+
+# Names of other programs, and the words that do the same here.
+REMEDIES = {
+    "device": "trainer=gpu or trainer=cpu",
+    "pretrained": "model=timm model.name=NAME model.pretrained=true",
+    **dict.fromkeys(("model_name_or_path", "initial_checkpoint", "pretrained_model"), "init=FILE"),
+    **dict.fromkeys(("data_dir", "data_path", "train_dir", "root"), "data=image_folder data.root=FOLDER"),
+    **dict.fromkeys(("config", "config_file"), "--config-dir FOLDER --config-name NAME"),
+    **dict.fromkeys(("fp16", "amp", "bf16"), "trainer=gpu, which computes in bf16-mixed"),
+    **dict.fromkeys(("do_train", "do_eval", "fit"), "nothing: `longseq train` trains, validates and tests"),
 }
 
 _NOT_THERE = re.compile(r"Could not override '(?P<key>[^']+)'")
@@ -92,6 +103,9 @@ def check_arguments(verb: str, arguments: Sequence[str]) -> tuple[list[str], lis
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("-"):
+            if "=" not in argument and rest and rest[0].startswith("="):
+                value = rest[0][1:] or " ".join(rest[1:2])
+                raise ValueError(f"{argument} {rest[0]}: write {argument}={value} without blanks around the =")
             overrides.append(_check_override(argument, verb))
             continue
         begin, has_value, value = argument.partition("=")
@@ -141,11 +155,15 @@ def _check_override(argument: str, verb: str) -> str:
     key, has_value, value = argument.partition("=")
     if not has_value and not argument.startswith("~"):
         hint = "write key=value"
+        if verb == "train" and argument in REMEDIES:
+            hint = f"write {REMEDIES[argument]}"
         if Path(argument).exists() and "checkpoint=" in cli.VERBS[verb].example:
             hint = f"did you mean checkpoint={argument}?"
         raise ValueError(f"{argument!r} is no override: {hint}; `longseq {verb} --help` lists the keys")
     if not key or re.search(r"\s|\.\.|^\.|\.$", key):
         raise ValueError(f"{argument}: {key!r} is no key; write key=value without blanks around the =")
+    if value == "None":
+        raise ValueError(f"{argument}: write {key}=null for none, or \"{key}='None'\" for the text")
     if key.lstrip("+") == "hydra.job.chdir" and value.lower() in ("true", "yes", "on", "1"):
         raise ValueError(f"{argument}: paths are those of the folder in which the command starts; leave it out")
     return argument
@@ -153,12 +171,15 @@ def _check_override(argument: str, verb: str) -> str:
 
 def _no_flag(argument: str, rest: Sequence[str], verb: str) -> str:
     flag, has_value, value = argument.partition("=")
-    name = flag.lstrip("-").replace("-", "_")
+    name = flag.lstrip("-").replace("-", "_").rpartition(".")[2]
     if not has_value and rest and not rest[0].startswith("-") and "=" not in rest[0]:
         value = rest[0]
     node = _compose_without("", verb, [])
     place = None if node is None else _place_of(name, node)
-    told = f"write {place}={value or 'VALUE'}" if place else "keys are written key=value"
+    remedy = REMEDIES.get(name) if verb == "train" else None
+    told = (
+        f"write {place}={value or 'VALUE'}" if place else f"write {remedy}" if remedy else "keys are written key=value"
+    )
     return f"{argument} is no flag: {told}; `longseq {verb} --help` lists the keys"
 
 
@@ -336,9 +357,19 @@ def _unknown_option(path: str, options: Sequence[str]) -> str:
         return f"there is no configuration {option}: leave --config-name out"
     if group == "mixer" and "+" in option:
         return f"mixer={option} names several mixers: give mixer=hybrid mixer.name={option}"
-    near = nearest(option, options) or next((one for one in options if one.rpartition("/")[2] == option), None)
+    if group == "model" and (told := _named_by_timm(option)):
+        return f"model={option} is unknown here: {told}"
+    meant = {"cuda": "gpu"}.get(option, option.lower()) if group == "trainer" else option.lower()
+    near = nearest(meant, options) or next((one for one in options if one.rpartition("/")[2] == option), None)
     hint = f"did you mean {group}={near}? " if near else ""
     return f"{group}={option} is unknown: {hint}the options of {group} are {', '.join(options)}"
+
+
+def _named_by_timm(option: str) -> str | None:
+    """The words for a model of timm's, None for another name."""
+    from timm import is_model
+
+    return f"it is a model of timm; give model=timm model.name={option}" if is_model(option) else None
 
 
 def _unknown_key(key: str, verb: str, arguments: Sequence[str]) -> str | None:
@@ -387,10 +418,13 @@ def _unknown_part(
     name = part.replace("-", "_")
     same = next((one for one in (name, SYNONYMS.get(name)) if one in known), None)
     elsewhere = _place_of(name, whole)
-    elsewhere = None if (elsewhere or "").endswith(f".{key}") else elsewhere  # the same key, as longseq compare has it
+    if "." in key and (elsewhere or "").endswith(f".{key}"):
+        elsewhere = None  # the same key as a value of longseq compare
     if nearest(name, known) and not (elsewhere or "").endswith(f".{name}"):
         elsewhere = None  # a misspelling of a key that stands here
     meant = f"{place}.{same}".lstrip(".") if same else elsewhere
+    if meant is None and not place and verb == "train" and name in REMEDIES:
+        return f"{override}: {part} is unknown: write {REMEDIES[name]}"
     if meant is None or part != key.rpartition(".")[2]:
         return unknown_key(part, known, place)
     names = ", ".join(known)
