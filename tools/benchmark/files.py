@@ -30,7 +30,7 @@ from longseq.tasks.data.prefetch import separate_queues
 from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.image.batched import erase
 from longseq.tasks.image.config import ImageAugmentKeys, ImageDataKeys
-from longseq.tasks.image.data import ImageDataModule
+from longseq.tasks.image.data import ImageDataModule, gpu_of
 from longseq.tasks.image.datasets import TrainingBatches
 from longseq.tasks.image.draws import TrainingDraws
 from longseq.tasks.image.encoded import DeviceTransform, EncodedTrainingBatches
@@ -88,8 +88,11 @@ def run(cfg: DictConfig) -> Row:
     if "gpu" in keys.decodes:
         separate_queues()
     device = find_device(keys.device)
-    if "gpu" in keys.decodes and device.type != "cuda":
-        raise ValueError("decodes has gpu, which needs a CUDA device: give decodes=[cpu]")
+    if "gpu" in keys.decodes:
+        try:
+            gpu_of(device)
+        except ValueError:  # by the keys of a training
+            raise ValueError("decodes has gpu, which needs a CUDA device: give decodes=[cpu]") from None
     check_models(keys)
     check_output(keys.output)
     end = time.perf_counter() + keys.budget
