@@ -114,6 +114,8 @@ PATHS = (
     *("checkpoint", "input", "output", "source", "state", "save_state", "init", "resume", "root", "include"),
     *("tokenizer", "data.root", "data.train", "data.validation", "data.test", "data.tokenizer", "hydra.run.dir"),
 )
+# Keys whose value is a dictionary by names of classes, which may have letters that Hydra's grammar does not have.
+TABLES = ("data.class_weights", "data.class_map")
 _QUOTED = re.compile(r"""'(\\.|[^'\\])*'|"(\\.|[^"\\])*\"""", re.DOTALL)
 _PLAIN = re.compile(r"[\w./-]*", re.ASCII)
 
@@ -332,7 +334,7 @@ def quote_texts(name: str, arguments: list[str]) -> list[str]:
         key, _, value = argument.partition("=")
         if value in ("", "null") or _QUOTED.fullmatch(value):
             quoted.append(argument)
-        elif key in TEXTS.get(name, ()):
+        elif key in TEXTS.get(name, ()) or _is_table(key, value):
             quoted.append(f"{key}={_quote(value)}")
         elif key in PATHS and not _is_readable(key, value):
             quoted.append(f"{key}={_quote(os.path.expanduser(value))}")
@@ -341,10 +343,19 @@ def quote_texts(name: str, arguments: list[str]) -> list[str]:
     return quoted
 
 
+def _is_table(key: str, value: str) -> bool:
+    """True for a dictionary by names of classes that Hydra cannot read; `resolve` reads its text."""
+    return key.lstrip("+") in TABLES and value[0] == "{" and not _is_grammatical(key, value)
+
+
 def _is_readable(key: str, value: str) -> bool:
     """Whether Hydra can read the value; True, too, for what looks like a list or an interpolation with a mistake."""
     if _PLAIN.fullmatch(value) or value[0] in "[{'\"" or "${" in value:
         return True
+    return _is_grammatical(key, value)
+
+
+def _is_grammatical(key: str, value: str) -> bool:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 

@@ -324,6 +324,9 @@ def _is_decimal(key: str, verb: str, arguments: Sequence[str]) -> bool:
 def _unreadable(override: str) -> str:
     key, _, value = override.partition("=")
     told = f"{override} cannot be read"
+    place, _, name = key.rpartition(".")
+    if place.lstrip("+") in cli.TABLES:
+        return f"{told}: names of classes stand in the value, {place}={{{name}: {value}}}"
     if not key.isascii():
         return f"{told}: keys have no letters but a to z; `longseq VERB --help` lists them"
     if value.startswith("="):
