@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from forked import start_fork
 from PIL import Image
 
 import longseq
@@ -95,11 +94,3 @@ def test_classes_with_umlauts_are_told_where_the_locale_cannot_name_them(tmp_pat
     told = "a name of a file has letters that this locale does not have: set PYTHONUTF8=1 in the environment"
     assert done.stderr.splitlines()[-1] == f"longseq: error: {told}"
     assert done.returncode == 2
-
-
-@pytest.mark.slow
-def test_a_key_that_is_given_twice_is_told(tmp_path):
-    process = start_fork(("describe", "seed=1", "mixer=gla", "seed=2", "mixer=gla"), tmp_path)
-    _, errors = process.communicate()
-    assert process.returncode == 0
-    assert errors == "longseq: warning: seed is given 2 times: seed=2 counts, and not seed=1\n"
