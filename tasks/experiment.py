@@ -206,8 +206,14 @@ def check_trainer(trainer: Mapping[str, Any]) -> None:
 
 
 def _check_validation(config: Mapping[str, Any]) -> None:
-    """ValueError if callbacks choose by validations, and the Trainer leaves them out."""
-    trainer = config["trainer"]
+    """ValueError if callbacks choose by validations, and the Trainer or the recipe leaves them out."""
+    trainer, every = config["trainer"], config["recipe"].get("validate_every_epochs")
+    for name, options in config["callbacks"].items():
+        if options and options.get("check_on_train_epoch_end") and isinstance(every, int) and every > 1:
+            raise ValueError(
+                f"callbacks.{name}.check_on_train_epoch_end=true looks for a validation after each epoch, and "
+                f"recipe.validate_every_epochs={every} has fewer: leave one of the two out"
+            )
     if trainer.get("limit_val_batches") != 0 or trainer.get("fast_dev_run"):
         return
     chosen = [name for name, options in config["callbacks"].items() if options and options.get("monitor")]

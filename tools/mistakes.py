@@ -204,7 +204,8 @@ def is_users(error: BaseException) -> bool:
     which needs a traceback.
     """
     known = isinstance(error, (OSError, ValueError, HydraException, OmegaConfBaseException, YAMLError))
-    return known or place_of(error) is not None
+    # Lightning's class for options that contradict each other or the data, which need not be imported here.
+    return known or type(error).__name__ == "MisconfigurationException" or place_of(error) is not None
 
 
 def explain(error: BaseException, verb: str, arguments: Sequence[str]) -> str:
