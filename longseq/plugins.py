@@ -17,15 +17,27 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import sys
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 GROUP = "longseq.plugins"
 
 Kind = TypeVar("Kind")
+
+
+class _Frame(NamedTuple):
+    """A call in a traceback."""
+
+    module: str
+    file: str
+    line: int
+    function: str
+
 
 _LOADED: dict[str, ModuleType] = {}
 
@@ -76,6 +88,22 @@ def plugin_of(part: Any) -> str | None:
     return max(own, key=len) if own else next(iter(kin), None)
 
 
+def place_of(error: BaseException, names: Iterable[str] = ()) -> str | None:
+    """Where the code of a plug-in raised an error, or called what raised it: `FILE, line N, in FUNCTION`.
+
+    None if longseq raised it, also for a plug-in that called longseq. Of an error that another one caused, the place of
+    the cause counts; an error of a data worker is text by now, and read from it. `names` are plug-ins beside the loaded
+    ones.
+    """
+    wanted = {*_LOADED, *names}
+    found: str | None = None
+    while found is None and error is not None:
+        for frames in (_frames_of(error), *_frames_of_worker(error)):
+            found = found or _last_place(frames, wanted)
+        error = error.__cause__  # type: ignore[assignment]
+    return found
+
+
 def find_class(target: Any, base: type[Kind], key: str) -> type[Kind]:
     """The class that `target`, text such as my_module.MyModel, names in a loaded plug-in: one derived from `base`.
 
@@ -115,6 +143,43 @@ def conf_folders() -> list[Path]:
     return [folder / "conf" for folder in packages if (folder / "conf").is_dir()]
 
 
+def _frames_of(error: BaseException) -> list[_Frame]:
+    return [
+        _Frame(frame.f_globals.get("__name__") or "", frame.f_code.co_filename, line, frame.f_code.co_name)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+
+
+def _frames_of_worker(error: BaseException) -> list[list[_Frame]]:
+    """The frames in the text of an error that a data worker raised, the error first, then what caused it."""
+    if not isinstance(error.args[:1] and error.args[0], str) or " in DataLoader worker process " not in error.args[0]:
+        return []
+    modules = {getattr(module, "__file__", None): name for name, module in list(sys.modules.items())}
+    parts = str(error.args[0]).split("The above exception was the direct cause of the following exception:")
+    return [
+        [
+            _Frame(modules.get(file, ""), file, int(line), function)
+            for file, line, function in re.findall(r'^  File "(.+)", line (\d+), in (\S+)$', part, re.MULTILINE)
+        ]
+        for part in reversed(parts)
+    ]
+
+
+def _last_place(frames: Iterable[_Frame], names: Iterable[str]) -> str | None:
+    """The last frame of a plug-in, if none of longseq follows it."""
+    last: _Frame | None = None
+    for frame in frames:
+        if any(f"{frame.module}.".startswith(f"{name}.") for name in names):
+            last = frame
+        elif frame.module.partition(".")[0] == "longseq":
+            last = None
+    if last is None:
+        return None
+    path = Path(last.file)
+    file = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"{file}, line {last.line}, in {last.function}"
+
+
 def _is_own(part: Any, module: str, base: type) -> bool:
     return isinstance(part, type) and issubclass(part, base) and part.__module__ == module
 
@@ -132,7 +197,9 @@ def _load(name: str, what: str, remedy: str) -> None:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             raise ValueError(f"{what}, and there is no module {error.name}: {remedy}") from error
         first = " ".join(str(error).split()) or "no reason given"
-        raise ValueError(f"{what}, which fails when it is imported: {type(error).__name__}: {first}") from error
+        place = place_of(error, [name])
+        told = f"{type(error).__name__}: {first}" + (f" ({place})" if place else "")
+        raise ValueError(f"{what}, which fails when it is imported: {told}") from error
 
 
 def _import(name: str) -> ModuleType:

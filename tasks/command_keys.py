@@ -75,6 +75,7 @@ class PredictKeys(InputKeys, CommandKeys):
     weights: Literal["auto", "ema", "model"]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.output.endswith((".csv", ".json")):
             raise ValueError(f"output={self.output} must end in .csv or .json")
         if self.saliency_class is not None and self.saliency is None:

@@ -47,6 +47,7 @@ def run(cfg: DictConfig) -> dict[str, float]:
     loaded = checkpoints.load(checkpoint, weights=keys.weights, tasks=registry.names())
     task = registry.get(loaded.task_name)
     changes = read_part(task.config.data, changes, "data")
+    processes.refuse_many(changes.get("num_workers"), "data.num_workers")
     output = Path(keys.output or _beside(Path(checkpoint)) / f"evaluation_{split}.json")
     _check_ending(output, ".json", "the metrics")
     prepare_file(output)

@@ -28,7 +28,9 @@ from longseq.tasks.training.options import (
     read_part,
     refuse_unknown,
     signature_options,
+    spell,
 )
+from longseq.tasks.training.processes import refuse_many
 from longseq.tasks.training.recipe import device_batch_size, device_count
 from longseq.tasks.training.trainer import check_parts, refuse_mode, refuse_own_keys
 
@@ -124,7 +126,7 @@ class TrainerKeys:
     log_every_n_steps: Annotated[int | None, Range(1)] = None
     limit_train_batches: Annotated[int | float | None, Range(above=0)] = None
     limit_val_batches: Annotated[int | float | None, Range(0)] = None
-    limit_test_batches: Annotated[int | float | None, Range(0)] = None
+    limit_test_batches: Annotated[int | float | None, Range(above=0)] = None  # every run ends with a test
     min_epochs: Annotated[int | None, Range(0)] = None
     min_steps: Annotated[int | None, Range(0)] = None
     max_time: str | Mapping[str, Annotated[int, Range(0)]] | None = None
@@ -138,6 +140,7 @@ def check_experiment(config: Mapping[str, Any], keys: type[TrainKeys] = TrainKey
     if isinstance(config.get("task"), Mapping) and "name" in config["task"]:
         registry.of(config)  # before the check of callbacks: a task may register its own
     targets.check(config)
+    _refuse_names(config.get("recipe"))
     read(keys, config)
     parts = registry.of(config)
     task = parts.config
@@ -145,6 +148,7 @@ def check_experiment(config: Mapping[str, Any], keys: type[TrainKeys] = TrainKey
     config = with_any_choice(config)
     task.check(config)
     read(task.data, config["data"], "data")
+    refuse_many(config["data"].get("num_workers"), "data.num_workers")
     _check_recipe(config["recipe"], task)
     scale = read(ScaleKeys, config["scale"], "scale")
     check_depth(config)
@@ -155,6 +159,7 @@ def check_experiment(config: Mapping[str, Any], keys: type[TrainKeys] = TrainKey
             refuse_mode(options, f"callbacks.{name}")
             given = ("mode",) if isinstance(options, Mapping) and "monitor" in options else ()
             targets.check_options(options, targets.CALLBACKS, f"callbacks.{name}", given=given)
+    _check_validation(config)
     check_loggers(config.get("logger"))
     device_batch_size(config)
     parts.model.check(config)
@@ -194,8 +199,37 @@ def check_trainer(trainer: Mapping[str, Any]) -> None:
     """Raise ValueError, in one line, for a key of `trainer` that Lightning's Trainer does not have."""
     targets.check({"trainer": trainer})
     refuse_own_keys(trainer)
-    read_beside(TrainerKeys, Trainer, trainer, "trainer")
+    keys = read_beside(TrainerKeys, Trainer, trainer, "trainer")
+    if keys.accelerator == "cpu" and isinstance(keys.devices, int):
+        refuse_many(keys.devices, "trainer.devices")
     check_parts(trainer)
+
+
+def _check_validation(config: Mapping[str, Any]) -> None:
+    """ValueError if callbacks choose by validations, and the Trainer or the recipe leaves them out."""
+    trainer, every = config["trainer"], config["recipe"].get("validate_every_epochs")
+    for name, options in config["callbacks"].items():
+        if options and options.get("check_on_train_epoch_end") and isinstance(every, int) and every > 1:
+            raise ValueError(
+                f"callbacks.{name}.check_on_train_epoch_end=true looks for a validation after each epoch, and "
+                f"recipe.validate_every_epochs={every} has fewer: leave one of the two out"
+            )
+    if trainer.get("limit_val_batches") != 0 or trainer.get("fast_dev_run"):
+        return
+    chosen = [name for name, options in config["callbacks"].items() if options and options.get("monitor")]
+    if chosen:
+        told = " ".join(f"callbacks.{name}=null" for name in chosen)
+        raise ValueError(
+            f"trainer.limit_val_batches=0 leaves out the validations that callbacks.{chosen[0]} chooses by: give at "
+            f"least 1, or {told} too, and the last weights are tested"
+        )
+
+
+def _refuse_names(recipe: Any) -> None:
+    """ValueError for the name of an optimizer or a schedule in place of its options."""
+    for key, inner in (("optimizer", "opt"), ("schedule", "sched")):
+        if isinstance(recipe, Mapping) and isinstance(name := recipe.get(key), str):
+            raise ValueError(f"recipe.{key}={name} must be a dictionary: give recipe.{key}.{inner}={name}")
 
 
 def _check_recipe(recipe: Mapping[str, Any], task: Any) -> None:
@@ -237,13 +271,29 @@ def _check_optimizer(node: Mapping[str, Any]) -> None:
         return
     ranges = {entry.name for entry in fields(OptimizerKeys)}
     name = read(OptimizerKeys, {key: value for key, value in options.items() if key in ranges}, place).opt
-    common = signature_options(create_optimizer_v2)
-    own = signature_options(timm.optim.get_optimizer_class(name, bind_defaults=False))
+    try:
+        own_class: Any = timm.optim.get_optimizer_class(name, bind_defaults=False)
+    except AssertionError as error:  # of a library for GPUs
+        raise ValueError(f"{place}.opt={name}: {error}; give another one, such as {place}.opt=adamw") from None
+    common, own = signature_options(create_optimizer_v2), signature_options(own_class)
     known = [key for key in {**common, **own} if key not in ("model_or_params", "params", "lr", "kwargs")]
     for key in options:
         if key not in known and key in ("betas", "eps"):
             raise ValueError(f"{place}.{key} is no option of {place}.opt={name}: leave it out with ~{place}.{key}")
     refuse_unknown(options, known, place)
+    _check_betas(options.get("betas"), own.get("betas"), f"{place}.betas", f"{place}.opt={name}")
+    rest = {key: value for key, value in options.items() if key not in ranges}
+    check_call(create_optimizer_v2, {key: rest[key] for key in rest if key in common}, place, given=_first(function))
+    check_call(own_class, {key: rest[key] for key in rest if key not in common}, place, given=_first(own_class))
+
+
+def _check_betas(betas: Any, default: Any, place: str, owner: str) -> None:
+    """ValueError unless there are as many betas as the optimizer's default has, which no optimizer checks well."""
+    if betas is not None and isinstance(default, tuple) and len(betas) != len(default):
+        example = f"{place}=[{','.join(map(str, default))}]"
+        raise ValueError(
+            f"{place}={spell(betas)} has {len(betas)} number(s), and {owner} needs {len(default)}: give {example}"
+        )
 
 
 def _check_mixer(mixer: MixerKeys, scale: ScaleKeys) -> None:

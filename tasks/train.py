@@ -43,7 +43,7 @@ from longseq.tasks.training.logger import RunLogger, close_loggers, continue_log
 from longseq.tasks.training.model import check_trainable, reads_mixer, values_in_force
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training, device_batch_size, device_count, effective_learning_rate
-from longseq.tasks.training.trainer import build_callbacks, build_trainer
+from longseq.tasks.training.trainer import build_callbacks, build_trainer, refuse_absent_devices
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ def run(cfg: DictConfig) -> float | None:
     config = resolve(cfg)
     if isinstance(config.get("output"), str) and Path(config["output"]).is_file():
         raise ValueError(f"output={config['output']} is a file: give output=FOLDER, or leave it out")
+    refuse_absent_devices(config.get("trainer") or {})  # before its batch is divided over them
     check_experiment(config)
     registry.of(config).data.prepare_process(config)
     if automatic.searches(config):

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from longseq.tools.environment import TRACEBACK, check_environment, wants_traceback
 from longseq.version import installed_version
 
 
@@ -104,6 +105,8 @@ VERBS = {
 
 # Verbs whose key `mixer` names what a model becomes: it composes no file of the group `mixer`.
 NAME_A_MIXER = ("convert",)
+# The verb that trains a run for each value of its own keys, and so takes no sweep.
+SWEEPS_ITSELF = "compare"
 # Keys of each verb whose value is text as it stands.
 TEXTS = {"generate": ("prompt",)}
 # Keys of any verb whose value is a path: as it stands, too, where Hydra's grammar has no other meaning for it.
@@ -111,6 +114,8 @@ PATHS = (
     *("checkpoint", "input", "output", "source", "state", "save_state", "init", "resume", "root", "include"),
     *("tokenizer", "data.root", "data.train", "data.validation", "data.test", "data.tokenizer", "hydra.run.dir"),
 )
+# Keys whose value is a dictionary by names of classes, which may have letters that Hydra's grammar does not have.
+TABLES = ("data.class_weights", "data.class_map")
 _QUOTED = re.compile(r"""'(\\.|[^'\\])*'|"(\\.|[^"\\])*\"""", re.DOTALL)
 _PLAIN = re.compile(r"[\w./-]*", re.ASCII)
 
@@ -127,11 +132,6 @@ OTHER_NAMES = {
     **dict.fromkeys(("summary", "info", "list"), "describe"),
 }
 
-# Hydra's own sweeper, which runs one trial after the other.
-BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
-
-TRACEBACK_VARIABLE = "LONGSEQ_TRACEBACK"
-
 
 def overview() -> str:
     """The text that `longseq` alone prints."""
@@ -144,7 +144,7 @@ def overview() -> str:
         "  longseq train mixer=deltanet data=cifar10 data.root=FOLDER scale=tiny\n\n"
         "plugins=[my_module] in any command loads a module of yours that registers mixers, tasks, data or formats.\n"
         "`longseq VERB --help` lists the verb's groups and keys, `longseq VERB --cfg job` prints the configuration.\n"
-        f"{TRACEBACK_VARIABLE}=1 shows the full traceback of an error."
+        f"{TRACEBACK}=1 shows the full traceback of an error."
     )
 
 
@@ -190,24 +190,33 @@ def main() -> int:
         hint = f"did you mean {near[0]!r}? " if near else ""
         return _fail(f"unknown verb {name!r}: {hint}the verbs are {', '.join(VERBS)}; `longseq` alone explains them")
     # Imported here, so that `longseq` alone and `longseq --version` answer without Hydra.
-    from longseq.tools.mistakes import check_arguments, explain, is_users
+    from longseq.tools import sweeps
+    from longseq.tools.mistakes import check_arguments, explain, find_repeats, is_users
     from longseq.tools.plugin_options import load_plugins
 
+    try:
+        check_environment(name)
+    except ValueError as error:
+        return _fail(str(error))
     overrides = arguments[words:]
     for (verb, task), own in BY_TASK.items():
         if name == verb and f"task={task}" in overrides:
             name = own
     try:
-        overrides = check_arguments(name, quote_texts(name, overrides))
+        flags, overrides = check_arguments(name, quote_texts(name, overrides))
+        # To a person who types: scripts add words to those that they always give.
+        for remark in find_repeats(overrides) if sys.stderr.isatty() else ():
+            print(f"longseq: warning: {remark}", file=sys.stderr)
         overrides = overrides_for_hydra(name, load_plugins(_take_task(name, overrides)))
+        overrides = [*flags, *sweeps.prepare(name, flags, overrides)]
         _run_verb(name, overrides)
     except KeyboardInterrupt:
-        if os.environ.get(TRACEBACK_VARIABLE):
+        if wants_traceback():
             raise
         print("longseq: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        if not is_users(error) or os.environ.get(TRACEBACK_VARIABLE):
+        if not is_users(error) or wants_traceback():
             raise
         return _fail(explain(error, name, overrides))
     return 0
@@ -228,8 +237,6 @@ def _take_task(name: str, overrides: list[str]) -> list[str]:
 def _run_verb(name: str, overrides: list[str]) -> None:
     import hydra
     from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
-    from omegaconf import OmegaConf
 
     from longseq import plugins
     from longseq.tasks.training import runs  # noqa: F401  registers the resolver of hydra.run.dir
@@ -237,23 +244,25 @@ def _run_verb(name: str, overrides: list[str]) -> None:
     from longseq.tools.deferred_metrics import defer_torchmetrics
     from longseq.tools.groups import check_choices
     from longseq.tools.mistakes import explain, is_users
+    from longseq.tools.sweeps import Trials
 
     key_help.register()
     if plugins.loaded():
         defer_torchmetrics()
     command_line, declared = sys.argv, plugins.loaded()
-    failures: list[str] = []
-    swept: list[Path] = []  # the folder of the sweep whose trials have failed
+    trials = Trials(overrides)
 
     def task(cfg: Any) -> Any:
         # Lightning starts the other processes of a run with the same command line, which must contain the verb.
         sys.argv = command_line
         defer_torchmetrics()
+        running = HydraConfig.get()
+        trials.begin(running)
         try:
             if plugins.loaded() != declared:  # a launcher such as submitit runs this function in another process
                 plugins.load(declared)
             plugins.check_loaded(cfg.plugins, "the configuration")  # a plug-in that only a file names is not imported
-            check_choices(cfg, HydraConfig.get().runtime)
+            check_choices(cfg, running.runtime)
             run: Callable[..., Any] = importlib.import_module(VERBS[name].module).run
             return run(cfg)
         except BrokenPipeError:
@@ -261,28 +270,22 @@ def _run_verb(name: str, overrides: list[str]) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             raise SystemExit(1) from None
         except Exception as error:
-            if not is_users(error) or os.environ.get(TRACEBACK_VARIABLE):
+            users = is_users(error) and not wants_traceback()
+            told = explain(error, name, overrides) if users else f"{type(error).__name__}: {error}"
+            line = trials.fail(error, told)
+            if not users:
                 raise
-            sweeps = HydraConfig.get().mode == RunMode.MULTIRUN
-            told = explain(error, name, overrides)
-            if told not in failures:
-                words: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False) if sweeps else []
-                trial = [str(word) for word in words if word not in overrides]
-                named = [word for word in trial if word.partition("=")[2] in told]  # else the fault is another key's
-                _fail(f"{told} (trial {' '.join(named)})" if named else told)
-            failures.append(told)
-            if sweeps:
-                # One bad trial does not end a sweep. Hydra's own one would print more lines about it; others count it.
-                here = "basic_launcher" in str(HydraConfig.get().launcher._target_)  # else in another process
-                if here and HydraConfig.get().sweeper._target_ == BASIC_SWEEPER:
-                    swept.append(Path(HydraConfig.get().sweep.dir))
-                    return None
-                raise
+            if line is not None:
+                _fail(line)
+            if trials.counted:
+                return None  # one bad trial does not end a sweep, and Hydra would print more lines about it
+            if trials.count:
+                raise  # to a sweeper that counts failures itself
             # Exiting here and not through Hydra omits Hydra's own lines about a failed job.
             raise SystemExit(2) from None
         finally:
             # Hydra makes its folder before it is known whether anything is written there: not with output=ANOTHER.
-            _remove_empty(Path(HydraConfig.get().runtime.output_dir))
+            _remove_empty(Path(running.runtime.output_dir))
 
     # Otherwise Hydra prints several lines about an error and exits by itself.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -290,10 +293,17 @@ def _run_verb(name: str, overrides: list[str]) -> None:
     try:
         with kept_root_logger():
             hydra.main(version_base="1.3", config_path="pkg://longseq.conf", config_name=name.replace(" ", "_"))(task)()
+    except Exception as error:
+        if not trials.knows(error) or not is_users(error) or wants_traceback():
+            raise
+        raise SystemExit(2) from None  # its line was printed
     finally:
         sys.argv = command_line
-    if swept:
-        _remove_sweep(swept[0])
+        if trials.count:
+            _remove_sweep(trials.folder)
+        if (closing := trials.describe_failures()) is not None:
+            _fail(closing)
+    if trials.failed and trials.counted:
         raise SystemExit(2)
 
 
@@ -325,7 +335,7 @@ def quote_texts(name: str, arguments: list[str]) -> list[str]:
         key, _, value = argument.partition("=")
         if value in ("", "null") or _QUOTED.fullmatch(value):
             quoted.append(argument)
-        elif key in TEXTS.get(name, ()):
+        elif key in TEXTS.get(name, ()) or _is_table(key, value):
             quoted.append(f"{key}={_quote(value)}")
         elif key in PATHS and not _is_readable(key, value):
             quoted.append(f"{key}={_quote(os.path.expanduser(value))}")
@@ -334,10 +344,19 @@ def quote_texts(name: str, arguments: list[str]) -> list[str]:
     return quoted
 
 
+def _is_table(key: str, value: str) -> bool:
+    """True for a dictionary by names of classes that Hydra cannot read; `resolve` reads its text."""
+    return key.lstrip("+") in TABLES and value[0] == "{" and not _is_grammatical(key, value)
+
+
 def _is_readable(key: str, value: str) -> bool:
     """Whether Hydra can read the value; True, too, for what looks like a list or an interpolation with a mistake."""
     if _PLAIN.fullmatch(value) or value[0] in "[{'\"" or "${" in value:
         return True
+    return _is_grammatical(key, value)
+
+
+def _is_grammatical(key: str, value: str) -> bool:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -382,7 +401,7 @@ def _remove_empty(folder: Path) -> None:
 def _remove_sweep(folder: Path) -> None:
     """Remove the folder of a sweep if none of its trials has left anything but Hydra's note of the sweep."""
     note = folder / "multirun.yaml"
-    if [*folder.iterdir()] == [note]:
+    if folder.is_dir() and [*folder.iterdir()] == [note]:
         note.unlink()
         _remove_empty(folder.absolute())
 

@@ -24,7 +24,12 @@ def check_choices(cfg: DictConfig, runtime: Any) -> None:
     `tasks` is for every task. With its key `like: [NAME]`, a task also takes the options of another task.
     """
     groups = _Groups(runtime.config_sources)
-    chosen = {group: option for group, option in runtime.choices.items() if not group.startswith("hydra/")}
+    # GROUP@PLACE puts a file of the group elsewhere; the check of keys judges the place
+    chosen = {
+        group: option
+        for group, option in runtime.choices.items()
+        if not group.startswith("hydra/") and "@" not in group
+    }
     task = chosen.get("task")
     if task is None:
         return

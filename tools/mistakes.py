@@ -17,9 +17,11 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from yaml import YAMLError
 
 import longseq.conf
+from longseq.plugins import place_of
 from longseq.tasks.training.configuration import MARKS, marks_at_top, resolve
 from longseq.tasks.training.options import nearest, unknown_key
 from longseq.tools import cli
+from longseq.tools.environment import TRACEBACK
 
 CONF = "longseq.conf"
 
@@ -36,22 +38,24 @@ FLAGS_WITH_VALUES: dict[str, tuple[str, ...] | None] = {
     "--experimental-rerun": None,
 }
 
-# Files of Hydra's own plug-ins, and the extras of this package that bring them.
+# Files of Hydra's own plug-ins, and what to install for them: extras of this package, or packages.
 HYDRA_PLUGINS = {
-    "hydra/sweeper/optuna": "optuna",
-    "hydra/sweeper/sampler": "optuna",
-    "hydra/launcher/submitit": "submitit",
+    "hydra/sweeper/optuna": "longseq[optuna]",
+    "hydra/sweeper/sampler": "longseq[optuna]",
+    "hydra/launcher/submitit": "longseq[submitit]",
+    **{f"hydra/launcher/{name}": f"hydra-{name}-launcher" for name in ("joblib", "ray", "rq")},
+    **{f"hydra/sweeper/{name}": f"hydra-{name}-sweeper" for name in ("ax", "nevergrad")},
 }
 
 # Names of other programs, and the last part of our keys for the same thing.
 SYNONYMS = {
     **dict.fromkeys(("lr", "base_lr", "max_lr"), "learning_rate"),
-    **dict.fromkeys(("bs", "batch", "train_batch_size", "per_device_train_batch_size"), "batch_size"),
+    **dict.fromkeys(("b", "bs", "batch", "train_batch_size", "per_device_train_batch_size"), "batch_size"),
     **dict.fromkeys(("max_epochs", "num_epochs", "n_epochs", "num_train_epochs"), "epochs"),
     **dict.fromkeys(("max_steps", "steps", "num_steps", "iterations"), "updates"),
     **dict.fromkeys(("wd",), "weight_decay"),
-    **dict.fromkeys(("gpus", "num_gpus"), "devices"),
-    **dict.fromkeys(("workers", "n_workers"), "num_workers"),
+    **dict.fromkeys(("gpu", "gpus", "num_gpus"), "devices"),
+    **dict.fromkeys(("j", "workers", "n_workers", "dataloader_num_workers"), "num_workers"),
     **dict.fromkeys(("image_size", "input_size", "resolution"), "img_size"),
     **dict.fromkeys(("smoothing",), "label_smoothing"),
     **dict.fromkeys(("dim", "width", "hidden_size", "d_model"), "embed_dim"),
@@ -65,17 +69,30 @@ SYNONYMS = {
     **dict.fromkeys(("scheduler", "lr_scheduler"), "sched"),
 }
 
+# Names of other programs, and the words that do the same here.
+REMEDIES = {
+    "device": "trainer=gpu or trainer=cpu",
+    "pretrained": "model=timm model.name=NAME model.pretrained=true",
+    **dict.fromkeys(("model_name_or_path", "initial_checkpoint", "pretrained_model"), "init=FILE"),
+    **dict.fromkeys(("data_dir", "data_path", "train_dir", "root"), "data=image_folder data.root=FOLDER"),
+    **dict.fromkeys(("config", "config_file"), "--config-dir FOLDER --config-name NAME"),
+    **dict.fromkeys(("fp16", "amp", "bf16"), "trainer=gpu, which computes in bf16-mixed"),
+    **dict.fromkeys(("do_train", "do_eval", "fit"), "nothing: `longseq train` trains, validates and tests"),
+}
+
 _NOT_THERE = re.compile(r"Could not override '(?P<key>[^']+)'")
 _THERE = re.compile(r"Could not append to config\. An item is already at '(?P<key>[^']+)'")
 _NOTHING_TO_DELETE = re.compile(r"Could not delete from config\. '(?P<key>[^']+)'")
 _NO_OPTION = re.compile(r"Could not find '(?P<path>[^']+)'")
 _NO_REFERENCE = re.compile(r"Interpolation key '(?P<key>[^']+)' not found\s+full_key: (?P<place>\S+)")
+_CHOSEN = re.compile(r"Multiple values for (?P<group>\S+)\. To override a value use 'override \S+: (?P<option>[^']+)'")
+_NO_GROUP = re.compile(r"Error resolving interpolation '\$\{(?P<group>\w+)\}'")
 _OTHER_TYPE = re.compile(r"Error merging override (?P<override>.+)")
 _SEVERAL_VALUES = re.compile(r"Ambiguous value for argument '(?P<override>.+?)'\s", re.DOTALL)
 
 
-def check_arguments(verb: str, arguments: Sequence[str]) -> list[str]:
-    """The arguments of `longseq VERB`, Hydra's flags before the overrides, as argparse needs them.
+def check_arguments(verb: str, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments of `longseq VERB`: Hydra's flags, which argparse needs first, and the overrides.
 
     Raises:
         ValueError: an argument is neither key=value nor a flag, or a flag has no value or a wrong one.
@@ -86,10 +103,13 @@ def check_arguments(verb: str, arguments: Sequence[str]) -> list[str]:
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("-"):
+            if "=" not in argument and rest and rest[0].startswith("="):
+                value = rest[0][1:] or " ".join(rest[1:2])
+                raise ValueError(f"{argument} {rest[0]}: write {argument}={value} without blanks around the =")
             overrides.append(_check_override(argument, verb))
             continue
         begin, has_value, value = argument.partition("=")
-        flag = _full_flag(begin)
+        flag = full_flag(begin)
         if flag is None:
             raise ValueError(_no_flag(argument, rest, verb))
         flags.append(argument)
@@ -104,10 +124,25 @@ def check_arguments(verb: str, arguments: Sequence[str]) -> list[str]:
         if not value or (choices and value not in choices):
             needed = f"one of {', '.join(choices)}" if choices else "a value"
             raise ValueError(f"{flag} needs {needed}" + (f", and {value} is none" if value else ""))
-    return [*flags, *overrides]
+        if flag == "--experimental-rerun" and not (value.endswith(".pickle") and Path(value).is_file()):
+            raise ValueError(f"{flag} {value}: there is no such file of Hydra's; give the config.pickle of a job")
+    return flags, overrides
 
 
-def _full_flag(begin: str) -> str | None:
+def find_repeats(overrides: Sequence[str]) -> list[str]:
+    """A remark for each key that is given several values, of which the last counts; dictionaries are merged."""
+    given: dict[str, list[str]] = {}
+    for override in overrides:
+        if override[:1] != "~" and not override.partition("=")[2].startswith("{"):
+            given.setdefault(_key_of(override), []).append(override)
+    return [
+        f"{key} is given {len(words)} times: {words[-1]} counts, and not {words[0]}"
+        for key, words in given.items()
+        if len({word.partition("=")[2] for word in words}) > 1
+    ]
+
+
+def full_flag(begin: str) -> str | None:
     """The flag that `begin` is, or of which it is the beginning."""
     known = (*FLAGS, *FLAGS_WITH_VALUES)
     if begin in known:
@@ -117,25 +152,34 @@ def _full_flag(begin: str) -> str | None:
 
 
 def _check_override(argument: str, verb: str) -> str:
-    key, has_value, _ = argument.partition("=")
+    key, has_value, value = argument.partition("=")
     if not has_value and not argument.startswith("~"):
         hint = "write key=value"
+        if verb == "train" and argument in REMEDIES:
+            hint = f"write {REMEDIES[argument]}"
         if Path(argument).exists() and "checkpoint=" in cli.VERBS[verb].example:
             hint = f"did you mean checkpoint={argument}?"
         raise ValueError(f"{argument!r} is no override: {hint}; `longseq {verb} --help` lists the keys")
     if not key or re.search(r"\s|\.\.|^\.|\.$", key):
         raise ValueError(f"{argument}: {key!r} is no key; write key=value without blanks around the =")
+    if value == "None":
+        raise ValueError(f"{argument}: write {key}=null for none, or \"{key}='None'\" for the text")
+    if key.lstrip("+") == "hydra.job.chdir" and value.lower() in ("true", "yes", "on", "1"):
+        raise ValueError(f"{argument}: paths are those of the folder in which the command starts; leave it out")
     return argument
 
 
 def _no_flag(argument: str, rest: Sequence[str], verb: str) -> str:
     flag, has_value, value = argument.partition("=")
-    name = flag.lstrip("-").replace("-", "_")
+    name = flag.lstrip("-").replace("-", "_").rpartition(".")[2]
     if not has_value and rest and not rest[0].startswith("-") and "=" not in rest[0]:
         value = rest[0]
     node = _compose_without("", verb, [])
     place = None if node is None else _place_of(name, node)
-    told = f"write {place}={value or 'VALUE'}" if place else "keys are written key=value"
+    remedy = REMEDIES.get(name) if verb == "train" else None
+    told = (
+        f"write {place}={value or 'VALUE'}" if place else f"write {remedy}" if remedy else "keys are written key=value"
+    )
     return f"{argument} is no flag: {told}; `longseq {verb} --help` lists the keys"
 
 
@@ -156,12 +200,37 @@ def _places(node: Mapping[str, Any], place: str = "") -> Iterator[str]:
 
 
 def is_users(error: BaseException) -> bool:
-    """True for a mistake in the command or data, which one line explains; False for a bug, which needs a traceback."""
-    return isinstance(error, (OSError, ValueError, HydraException, OmegaConfBaseException, YAMLError))
+    """True for a mistake in the command, the data or a plug-in, which one line explains; False for a bug of longseq,
+    which needs a traceback.
+    """
+    known = isinstance(error, (OSError, ValueError, HydraException, OmegaConfBaseException, YAMLError))
+    # Lightning's class for options that contradict each other or the data, which need not be imported here.
+    return known or type(error).__name__ == "MisconfigurationException" or place_of(error) is not None
 
 
 def explain(error: BaseException, verb: str, arguments: Sequence[str]) -> str:
-    """One line about the error of `longseq VERB arguments...`."""
+    """One line about the error of `longseq VERB arguments...`, with its place in the code of a plug-in."""
+    place = place_of(error)
+    if place is None:
+        return _explain(error, verb, arguments)
+    from longseq.tasks.data.unreadable import SampleError
+
+    if isinstance(error, (OSError, ValueError, SampleError)):
+        told = _explain(error, verb, arguments)
+    else:
+        told = f"{type(error).__name__}: {_in_one_line(error)}"
+    return f"{told} ({place}; {TRACEBACK}=1 shows the full traceback)"
+
+
+def _in_one_line(error: BaseException) -> str:
+    """The words of an error; of one that a data worker raised, without its traceback."""
+    text = str(error).strip()
+    if " in DataLoader worker process " in text:
+        text = text.rpartition(f"{type(error).__name__}: ")[2]
+    return " ".join(text.split())
+
+
+def _explain(error: BaseException, verb: str, arguments: Sequence[str]) -> str:
     if isinstance(error, InstantiationException) and error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, InterpolationResolutionError):
@@ -172,10 +241,15 @@ def explain(error: BaseException, verb: str, arguments: Sequence[str]) -> str:
         return _explain_system(error)
     if isinstance(error, OverrideParseException):
         return _unreadable(error.override)
-    text = " ".join(str(error).split())
+    text = _in_one_line(error)
+    if isinstance(error, UnicodeEncodeError) and "surrogates not allowed" in text:
+        return "a name of a file has letters that this locale does not have: set PYTHONUTF8=1 in the environment"
     if text.startswith("Config group override must be a string"):
         odd = next((one for one in arguments if re.fullmatch(r"[\w/]+=([\d.]+|null|true|false|\{.*\})", one)), "")
-        return f"{odd} names no file of the group {odd.partition('=')[0]}; `longseq {verb} --help` lists them"
+        group = odd.partition("=")[0]
+        if odd.endswith("=null") and "none" in _files_of(f"{group}/"):
+            return f"{odd} names no file of the group {group}: give {group}=none"
+        return f"{odd} names no file of the group {group}; `longseq {verb} --help` lists them"
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         told = _explain_hydra(text, verb, arguments)
         return told or re.sub(r" (full_key: \S+|object_type=\S+|reference_type=\S+|Config search path:.*)", "", text)
@@ -219,20 +293,41 @@ def _explain_hydra(text: str, verb: str, arguments: Sequence[str]) -> str | None
         )
         told = f"{match['place']} reads ${{{match['key']}}}"
         return f"{removed}: {told}, so the key must stay" if removed else f"{told}, and there is no such key"
+    if match := _CHOSEN.match(text):
+        return f"{match['group']} is chosen already: write {match['group']}={match['option']}, without +"
+    if (match := _NO_GROUP.match(text)) and (removed := f"~{match['group']}") in arguments:
+        return f"{removed}: files are chosen by ${{{match['group']}}}, so the key must stay"
     if match := _OTHER_TYPE.match(text):
+        if match["override"].startswith("~"):
+            return f"{match['override']}: the key must stay: leave {match['override']} out"
         return f"{match['override']} has another type than the key takes: `longseq {verb} --help` explains it"
     if match := _SEVERAL_VALUES.match(text):
-        key, _, value = match["override"].partition("=")
-        return (
-            f"{key}={value} has several values: write {key}=[{value}] for a list, \"{key}='{value}'\" for text, or add "
-            "-m, which runs the command with each"
-        )
+        return _several_values(match["override"], verb, arguments)
     return None
+
+
+def _several_values(override: str, verb: str, arguments: Sequence[str]) -> str:
+    key, _, value = override.partition("=")
+    told = f"{key}={value} has several values: write {key}=[{value}] for a list, \"{key}='{value}'\" for text"
+    if re.fullmatch(r"-?\d+,\d+", value) and _is_decimal(key, verb, arguments):
+        return f"{told}, or {key}={value.replace(',', '.')} for a number, whose decimals follow a point"
+    return told if verb == cli.SWEEPS_ITSELF else f"{told}, or add -m, which runs the command with each"
+
+
+def _is_decimal(key: str, verb: str, arguments: Sequence[str]) -> bool:
+    """True if the value of a key without this override is a number with decimals."""
+    node = _compose_without(key, verb, [one for one in arguments if "=" in one and one[:1] != "-"])
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return isinstance(node, float)
 
 
 def _unreadable(override: str) -> str:
     key, _, value = override.partition("=")
     told = f"{override} cannot be read"
+    place, _, name = key.rpartition(".")
+    if place.lstrip("+") in cli.TABLES:
+        return f"{told}: names of classes stand in the value, {place}={{{name}: {value}}}"
     if not key.isascii():
         return f"{told}: keys have no letters but a to z; `longseq VERB --help` lists them"
     if value.startswith("="):
@@ -258,7 +353,7 @@ def _files_of(path: str) -> list[str]:
 def _unknown_option(path: str, options: Sequence[str]) -> str:
     for missing, extra in HYDRA_PLUGINS.items():
         if path.startswith(missing):
-            return f"{path} needs a package of Hydra's: pip install 'longseq[{extra}]'"
+            return f"{path} needs a package of Hydra's: pip install '{extra}'"
     group, _, option = path.rpartition("/")
     if "/" in "".join(options):  # a group with folders
         group, _, option = path.partition("/")
@@ -266,13 +361,25 @@ def _unknown_option(path: str, options: Sequence[str]) -> str:
         return f"there is no configuration {option}: leave --config-name out"
     if group == "mixer" and "+" in option:
         return f"mixer={option} names several mixers: give mixer=hybrid mixer.name={option}"
-    near = nearest(option, options) or next((one for one in options if one.rpartition("/")[2] == option), None)
+    if group == "model" and (told := _named_by_timm(option)):
+        return f"model={option} is unknown here: {told}"
+    meant = {"cuda": "gpu"}.get(option, option.lower()) if group == "trainer" else option.lower()
+    near = nearest(meant, options) or next((one for one in options if one.rpartition("/")[2] == option), None)
     hint = f"did you mean {group}={near}? " if near else ""
     return f"{group}={option} is unknown: {hint}the options of {group} are {', '.join(options)}"
 
 
+def _named_by_timm(option: str) -> str | None:
+    """The words for a model of timm's, None for another name."""
+    from timm import is_model
+
+    return f"it is a model of timm; give model=timm model.name={option}" if is_model(option) else None
+
+
 def _unknown_key(key: str, verb: str, arguments: Sequence[str]) -> str | None:
     """What is unknown in a dotted key, found by composing the configuration without that override."""
+    if key.startswith("hydra."):
+        return _unknown_to_hydra(key, verb, arguments)
     overrides = [argument for argument in arguments if "=" in argument or argument.startswith("~")]
     whole: Any = _compose_without(key, verb, overrides)
     if whole is None:
@@ -292,6 +399,15 @@ def _unknown_key(key: str, verb: str, arguments: Sequence[str]) -> str | None:
     return None
 
 
+def _unknown_to_hydra(key: str, verb: str, arguments: Sequence[str]) -> str:
+    """That a key of Hydra's own configuration, or one inside its value, is not there."""
+    override = _override_of(key, arguments)
+    told = f"{override}: Hydra has no such key here"
+    if key.startswith("hydra.sweeper.") and not any(one.startswith("hparams_search=") for one in arguments):
+        return f"{told}: give hparams_search=optuna, too, whose key it is"
+    return f"{told}: `longseq {verb} --cfg hydra` lists its keys, and +{override} adds one"
+
+
 def _unknown_part(
     key: str, part: str, place: str, node: Mapping[str, Any], whole: Mapping[str, Any], verb: str, overrides: list[str]
 ) -> str:
@@ -305,7 +421,14 @@ def _unknown_part(
     known = [str(name) for name in node if name not in marks]
     name = part.replace("-", "_")
     same = next((one for one in (name, SYNONYMS.get(name)) if one in known), None)
-    meant = f"{place}.{same}".lstrip(".") if same else None if nearest(name, known) else _place_of(name, whole)
+    elsewhere = _place_of(name, whole)
+    if "." in key and (elsewhere or "").endswith(f".{key}"):
+        elsewhere = None  # the same key as a value of longseq compare
+    if nearest(name, known) and not (elsewhere or "").endswith(f".{name}"):
+        elsewhere = None  # a misspelling of a key that stands here
+    meant = f"{place}.{same}".lstrip(".") if same else elsewhere
+    if meant is None and not place and verb == "train" and name in REMEDIES:
+        return f"{override}: {part} is unknown: write {REMEDIES[name]}"
     if meant is None or part != key.rpartition(".")[2]:
         return unknown_key(part, known, place)
     names = ", ".join(known)

@@ -1,8 +1,8 @@
-"""Batches of loaders that are not ours: pairs, and dictionaries with the names that other libraries give."""
+"""Loaders that are not ours, and their batches: pairs, and dictionaries with the names that other libraries give."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,27 @@ from torch import Tensor
 # What other libraries call the images and the targets of a batch.
 IMAGES = ("images", "image", "pixel_values", "img", "x")
 TARGETS = ("labels", "label", "targets", "target", "y")
+
+
+def given_loader(datamodule: Any, name: str, label: str) -> Any:
+    """The loader that the function `name` of a user's data module returns; `label` is the module's name.
+
+    ValueError, in one line, for none, several or one without a batch.
+    """
+    loader = getattr(datamodule, name)()
+    if isinstance(loader, Mapping | list | tuple) or not isinstance(loader, Iterable):
+        kind = "several loaders" if isinstance(loader, Mapping | list | tuple) else f"{type(loader).__name__}"
+        raise ValueError(f"{label}.{name} returns {kind}, and one loader is needed: return a DataLoader")
+    try:
+        batches = len(loader)  # type: ignore[arg-type]
+    except TypeError:  # of a stream
+        return loader
+    if not batches:
+        raise ValueError(
+            f"{label}.{name} returns a loader without a batch: give its data set samples, or with drop_last=True at "
+            "least as many as a batch has"
+        )
+    return loader
 
 
 def find_entry(batch: Mapping[str, Any], names: Sequence[str], what: str) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from longseq.tasks.training.options import Range
+from longseq.tasks.training.processes import refuse_many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,3 +21,6 @@ class InputKeys:
     segment: Annotated[int | None, Range(1)]
     saliency: str | None = None
     saliency_class: str | int | None = None
+
+    def __post_init__(self) -> None:
+        refuse_many(self.num_workers, "num_workers")

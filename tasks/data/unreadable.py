@@ -13,6 +13,10 @@ class LabelError(Exception):
     """A label that is wrong. A run stops at it: if it passed over such samples, it could lose a whole class."""
 
 
+class SampleError(Exception):
+    """A data set's own error at a sample that names it, where the error does not say that a file is unreadable."""
+
+
 # What decoders raise for bytes that are not an image.
 UNREADABLE = (
     OSError,

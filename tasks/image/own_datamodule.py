@@ -12,7 +12,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from longseq.tasks.data.given import TARGETS
+from longseq.tasks.data.given import TARGETS, given_loader
 from longseq.tasks.data.labels import find_weights
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.image.config import DATAMODULE, ImageDataKeys, per_channel
@@ -138,7 +138,7 @@ class OwnDataModule(TaskData):
         self.own.on_exception(exception)
 
     def train_dataloader(self) -> Any:
-        loader = self.own.train_dataloader()
+        loader = given_loader(self.own, "train_dataloader", self.label)
         size = getattr(loader, "batch_size", None)
         if isinstance(size, int) and size != self.batch_size:
             raise ValueError(
@@ -160,7 +160,7 @@ class OwnDataModule(TaskData):
     def _evaluated(self, name: str) -> Any:
         if self._alone and self.trainer is not None and self.trainer.world_size > 1:
             raise ValueError(f"{self.label} does not divide its samples among processes: give trainer.devices=1")
-        return getattr(self.own, name)()
+        return given_loader(self.own, name, self.label)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         batch = self.own.on_before_batch_transfer(batch, dataloader_idx)
@@ -213,7 +213,8 @@ class OwnDataModule(TaskData):
         check_class_map(keys.source, keys.class_map, names)
         sizes: dict[str, int | None] = {}
         if stage == "fit":
-            sizes = {"train": _count(self.own.train_dataloader()) or keys.train_samples}
+            loader = given_loader(self.own, "train_dataloader", self.label)
+            sizes = {"train": _count(loader) or keys.train_samples}
         return DataInfo(
             class_names=names,
             num_classes=count,

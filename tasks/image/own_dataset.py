@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from longseq.tasks.data.given import IMAGES, TARGETS, find_entry
-from longseq.tasks.data.unreadable import LabelError
+from longseq.tasks.data.unreadable import UNREADABLE, LabelError, SampleError
 from longseq.tasks.image.config import ImageDataKeys
 from longseq.tasks.image.decoding import in_eight_bits, upright
 from longseq.tasks.image.sources import Source, Split, Splits, finish_splits
@@ -47,14 +47,19 @@ class DatasetSource:
         self._targets = self._known_targets()
         try:
             self.read(0)  # what is wrong with every sample is told before a run begins
-        except (ValueError, LabelError) as error:
+        except (*UNREADABLE, LabelError) as error:
             raise ValueError(f"{label}, sample 0: {error}") from error
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def read(self, index: int) -> tuple[Image.Image, Any]:
-        sample = self.dataset[index]
+        try:
+            sample = self.dataset[index]
+        except UNREADABLE:
+            raise
+        except Exception as error:
+            raise SampleError(f"{self.path(index)}: {type(error).__name__}: {error}") from error
         if isinstance(sample, Mapping):
             image, target = find_entry(sample, IMAGES, "images"), find_entry(sample, TARGETS, "labels")
         elif isinstance(sample, tuple | list) and len(sample) == 2:

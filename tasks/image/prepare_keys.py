@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from longseq.tasks.training.command import CommandKeys
 from longseq.tasks.training.options import Length, Range, Required
+from longseq.tasks.training.processes import refuse_many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,5 +29,6 @@ class PrepareImagesKeys(CommandKeys):
     processes: Annotated[int | None, Range(1)]
 
     def __post_init__(self) -> None:
+        refuse_many(self.processes, "processes")
         if self.format == "keep" and self.size is not None:
             raise ValueError(f"size={self.size} changes images, and format=keep keeps them: leave one out")

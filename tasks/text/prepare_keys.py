@@ -7,6 +7,7 @@ from typing import Annotated
 
 from longseq.tasks.training.command import CommandKeys
 from longseq.tasks.training.options import Length, Range, Required
+from longseq.tasks.training.processes import refuse_many
 
 Fraction = Annotated[float, Range(0, below=1)]
 
@@ -30,6 +31,7 @@ class PrepareKeys(CommandKeys):
     processes: Annotated[int | None, Range(1)]
 
     def __post_init__(self) -> None:
+        refuse_many(self.processes, "processes")
         if self.validation + self.test >= 1:
             raise ValueError(
                 f"validation={self.validation} and test={self.test} leave nothing to train on: give less than 1"

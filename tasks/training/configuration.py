@@ -10,8 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 Config = Mapping[str, Any]
+
+# Keys of `data` with a value for each name of a class.
+CLASS_TABLES = ("class_weights", "class_map")
 
 # Text that stands for itself in an override.
 _UNQUOTED = re.compile(r"[\w/+.$%*@?|:-]+", re.ASCII)
@@ -71,7 +76,25 @@ def resolve(config: DictConfig | Config) -> dict[str, Any]:
     config = _with_whole_metric(config)
     whole: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
     marks = marks_at_top(whole)
+    _read_tables(whole.get("data"))
     return {key: _without_marks(value) for key, value in whole.items() if key not in marks}
+
+
+def _read_tables(data: Any) -> None:
+    """Read dictionaries by names of classes that are text in `data`, in place.
+
+    Hydra's grammar has no keys with accents, quotes or other signs; YAML has.
+    """
+    for key in CLASS_TABLES:
+        text = data.get(key) if isinstance(data, dict) else None
+        if not isinstance(text, str) or not text.startswith("{"):
+            continue
+        try:
+            data[key] = OmegaConf.to_container(OmegaConf.create(re.sub(r":(?=[\d.+-])", ": ", text)))
+        except (YAMLError, OmegaConfBaseException, AssertionError):
+            raise ValueError(
+                f"data.{key}={text} cannot be read: write {{NAME: NUMBER}}, and a NAME with signs in quotes"
+            ) from None
 
 
 def _with_whole_metric(config: DictConfig) -> DictConfig:

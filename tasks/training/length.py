@@ -131,6 +131,16 @@ class RunLength:
         updates = int(SHORTENED * total)
         return updates / epoch.updates, f"{self._outlasted(span)}: the warm-up takes {updates} of its {total} updates"
 
+    def count_validation_epochs(self, epochs: int) -> tuple[int, str | None]:
+        """The epochs from one validation to the next, in a run of so many, and a message if they are shortened to it.
+
+        For intervals in epochs.
+        """
+        span = self.validation
+        if span is None or span.count <= epochs:
+            return int(span.count) if span else 1, None
+        return epochs, f"{span.key}={span.count:g} is longer than the run: it is validated once, at its end"
+
     def refuse_long_warmup(self, epoch: Epoch | None) -> None:
         """Raise ValueError, in one line, for a warm-up that is not shorter than the run.
 

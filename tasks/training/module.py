@@ -216,7 +216,9 @@ class TrainedModule(LightningModule):
         """
         metrics = {f"val/{metric}": value for metric, value in self.val_metrics.items()}
         if name not in metrics:
-            raise ValueError(f"{key}={name} is never measured: choose one of {', '.join(metrics)}")
+            near = next((one for one in metrics if one.replace("/", "_") in (name, f"val_{name}")), None)
+            hint = f"did you mean {near}? " if near else ""
+            raise ValueError(f"{key}={name} is never measured: {hint}choose one of {', '.join(metrics)}")
         better: Any = metrics[name].higher_is_better
         if better is None:
             raise ValueError(
@@ -379,7 +381,10 @@ class TrainedModule(LightningModule):
         trainer.fit_loop.max_epochs = math.ceil(self.last_update / epoch.updates)
         validation = length.validation
         if validation is None or validation.unit == "epochs":
-            trainer.check_val_every_n_epoch = int(validation.count) if validation else 1
+            every, shortened = length.count_validation_epochs(trainer.fit_loop.max_epochs)
+            trainer.check_val_every_n_epoch = every
+            if shortened:
+                _log.warning(shortened)
         else:
             trainer.check_val_every_n_epoch = None
             updates = max(1, round(validation.in_updates(epoch)))

@@ -13,6 +13,9 @@ PARENT_VARIABLE = "LONGSEQ_PARENT"
 # Set by a comparison for the runs that it starts.
 COMPARISON_VARIABLE = "LONGSEQ_COMPARISON"
 
+# As many processes are never refused, nor as many for each core: more of them only wait for each other.
+_FEW, _PER_CORE = 64, 8
+
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _POLL_SECONDS = 1.0
 
@@ -20,6 +23,13 @@ _POLL_SECONDS = 1.0
 def usable_cores() -> int:
     """The processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def refuse_many(count: int | None, key: str) -> None:
+    """Raise ValueError, in one line, for more processes than the cores of this machine could serve."""
+    most = max(_FEW, _PER_CORE * usable_cores())
+    if count is not None and count > most:
+        raise ValueError(f"{key}={count} are more processes than {usable_cores()} cores can serve: give at most {most}")
 
 
 def followed_by_child() -> dict[str, str]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Annotated, Any
 
+import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.strategies import DDPStrategy
@@ -120,9 +121,24 @@ def refuse_sharded(config: Config) -> None:
         raise ValueError("recipe.ema averages whole weights, and trainer=fsdp shards them: set recipe.ema=null")
 
 
+def refuse_absent_devices(trainer: Mapping[str, Any]) -> None:
+    """ValueError, in one line, for GPUs that this machine does not have."""
+    accelerator, devices = trainer.get("accelerator"), trainer.get("devices", 1)
+    there = torch.cuda.device_count()
+    if accelerator not in ("gpu", "cuda") or (not there and torch.backends.mps.is_available()):
+        return
+    if not there:
+        raise ValueError(f"trainer.accelerator={accelerator}: torch sees no GPU here; give trainer=cpu")
+    if isinstance(devices, int) and devices > there:
+        raise ValueError(
+            f"trainer.devices={devices}: torch sees {there} GPU(s) here; give trainer.devices={there}, or auto for all"
+        )
+
+
 def build_trainer(config: DictConfig | Config, callbacks: list[Callback] | None = None) -> Trainer:
     """The Trainer of `config.trainer` with the configured logger; it writes below `config.output`."""
     config = resolve(config)
+    refuse_absent_devices(config["trainer"])
     loggers = build_loggers(config.get("logger"))
     refuse_own_keys(config["trainer"])
     # Our data modules divide samples among processes themselves, without padding; Lightning does it for one of the

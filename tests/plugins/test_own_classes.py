@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import start_fork
 from torchvision.utils import save_image
 
 import longseq
@@ -105,6 +107,92 @@ def test_own_datamodule_trains_and_resumes(folder: Path, command_here: Any) -> N
     told, found = (json.loads((folder / name).read_text()) for name in ("run/metrics.json", "again.json"))
     assert found["test/images"] == 32
     assert found["test/loss"] == pytest.approx(told["test/loss"], rel=1e-6)
+
+
+# A class for each place of a user's code; the environment says which one fails, and how.
+FAILING = """
+import os
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+def fail(place):
+    if os.environ["FAIL"] == place:
+        raise KeyError("my own words")
+
+class Images(Dataset):
+    classes = ["a", "b"]
+    def __init__(self):
+        fail("the set")
+    def __len__(self):
+        return 40
+    def __getitem__(self, number):
+        if number == 5:
+            fail("a sample")
+        return np.full((8, 8, 3), number, np.uint8), number % 2
+
+class Batches(LightningDataModule):
+    num_classes = 2
+    def setup(self, stage):
+        fail("setup")
+        self.pairs = TensorDataset(torch.rand(32, 3, 8, 8), torch.arange(32) % 2)
+    def train_dataloader(self):
+        few = os.environ["FAIL"] == "empty"
+        return DataLoader(self.pairs, batch_size=64 if few else 8, drop_last=True)
+    def val_dataloader(self):
+        fail("loader")
+        if os.environ["FAIL"] == "none":
+            return None
+        whole = DataLoader(self.pairs, batch_size=8)
+        return [whole, whole] if os.environ["FAIL"] == "several" else whole
+
+class Net(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        fail("the model")
+        self.head = nn.Linear(192, num_classes)
+    def forward(self, images):
+        fail("forward")
+        return self.head(images.flatten(1))
+"""
+IMAGES, BATCHES = ("data.train_set={_target_: failing.Images}",), ("data.datamodule={_target_: failing.Batches}",)
+PLACE = "(failing.py, line 11, in fail; LONGSEQ_TRACEBACK=1 shows the full traceback)"
+
+
+@pytest.mark.parametrize(
+    ("place", "data", "message"),
+    [
+        ("the set", IMAGES, f"KeyError: 'my own words' {PLACE}"),
+        ("a sample", IMAGES, f"failing.Images#5: KeyError: 'my own words' {PLACE}"),
+        ("a sample", (*IMAGES, "data.num_workers=1"), f"failing.Images#5: KeyError: 'my own words' {PLACE}"),
+        ("setup", BATCHES, f"KeyError: 'my own words' {PLACE}"),
+        ("loader", BATCHES, f"KeyError: 'my own words' {PLACE}"),
+        ("none", BATCHES, "failing.Batches.val_dataloader returns NoneType, and one loader is needed: return a"),
+        ("several", BATCHES, "failing.Batches.val_dataloader returns several loaders, and one loader is needed"),
+        ("empty", BATCHES, "failing.Batches.train_dataloader returns a loader without a batch: give its data set"),
+        ("the model", IMAGES, f"KeyError: 'my own words' {PLACE}"),
+        ("forward", IMAGES, f"KeyError: 'my own words' {PLACE}"),
+    ],
+)
+@pytest.mark.slow
+def test_an_error_of_the_users_code_is_one_line_with_its_place(
+    tmp_path: Path, place: str, data: tuple[str, ...], message: str
+) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    net = ("data=own", "model=own", "model._target_=failing.Net", "plugins=[failing]")
+    words = ("train", *net, *SMALL, "recipe.epochs=1", "recipe.batch_size=8", "output=run", *data)
+    environment = {**os.environ, "FAIL": place}
+    process = start_fork(words, tmp_path, environment=environment)
+    _, errors = process.communicate()
+    assert process.returncode == 2, errors
+    assert errors.splitlines()[-1].startswith(f"longseq: error: {message}"), errors
+    assert "Traceback" not in errors
+    if place == "a sample":
+        environment["LONGSEQ_TRACEBACK"] = "1"
+        process = start_fork((*words, "output=again"), tmp_path, environment=environment)
+        assert 'failing.py", line 11, in fail' in process.communicate()[1]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from longseq.tasks.training.configuration import resolve
 from longseq.tools import cli, key_help
 
 KEYS_OF = re.compile(r"\$\{keys_of:(\w+)\}")
@@ -134,6 +135,24 @@ def test_a_plug_in_has_the_metrics_that_commands_do_not_load(tmp_path):
 @pytest.mark.parametrize("verb", cli.VERBS.values(), ids=cli.VERBS)
 def test_every_verb_has_its_command(verb):
     assert callable(importlib.import_module(verb.module).run)
+
+
+@pytest.mark.parametrize(
+    ("given", "table"),
+    [
+        ("{Käse: 2.0, Brot: 1e-3}", {"Käse": 2.0, "Brot": 1e-3}),
+        ("{Käse:2.0}", {"Käse": 2.0}),
+        ("{'Käse': 2.0}", {"Käse": 2.0}),
+        ('{"a=b, c": 2, Brot 2.0: 1}', {"a=b, c": 2, "Brot 2.0": 1}),
+        ("{plain: 2}", {"plain": 2}),
+    ],
+)
+@pytest.mark.parametrize("key", ["data.class_weights", "data.class_map"])
+def test_names_of_classes_may_have_any_letters(key, given, table):
+    (word,) = cli.quote_texts("train", [f"{key}={given}"])
+    with initialize_config_module("longseq.conf", version_base="1.3"):
+        data = resolve(compose("train", ["data=image_folder", word, "output=here"]))["data"]
+    assert data[key.partition(".")[2]] == table
 
 
 # A few; test_mistakes.py has hundreds.

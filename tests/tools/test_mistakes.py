@@ -133,6 +133,25 @@ def test_what_a_command_reads_is_not_overwritten_by_what_it_writes(folder, comma
     assert (folder / "prompts.jsonl").read_text() == '{"prompt": "a"}\n'
 
 
+@pytest.mark.slow
+def test_a_part_of_the_data_without_a_batch_is_one_line(tmp_path, command_here):
+    words = ("trainer=cpu", "data.num_workers=0", "logger=none", "model.depth=1", "output=run")
+    done = command_here(tmp_path, "train", *words, "+trainer.limit_val_batches=0.001", "recipe.epochs=1")
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2
+    assert last.startswith(f"{ERROR}You requested to check 0.001 of the `val_dataloader`")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_a_person_who_gives_a_key_twice_is_told_which_value_counts(tmp_path, command_here, monkeypatch, typed):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: typed)
+    words = ("describe", "--cfg", "job", "seed=1", "mixer=gla", "seed=2", "mixer=gla")
+    done = command_here(tmp_path, *words)
+    assert done.returncode == 0
+    assert done.stderr == "longseq: warning: seed is given 2 times: seed=2 counts, and not seed=1\n" * typed
+
+
 def test_flags_may_stand_among_the_keys(folder, command_here):
     result = command_here(folder, "predict", "top_k=3", "--cfg", "job", "device=cpu")
     assert result.returncode == 0

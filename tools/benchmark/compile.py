@@ -48,6 +48,7 @@ from longseq.kernels.token_choice.fused import list_calls as list_choice_calls
 from longseq.kernels.triton_launch import UNFUSED
 from longseq.tasks.training.command import CommandKeys, read_command
 from longseq.tasks.training.options import Length, OneOf, Range
+from longseq.tasks.training.processes import refuse_many
 from longseq.tools.benchmark.measure import one_line
 from longseq.tools.benchmark.report import check_output
 
@@ -118,6 +119,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     known, names = _capabilities(), keys.capabilities
     ops = list_compiled() if keys.ops is None else keys.ops
     file = check_output(keys.output)
+    refuse_many(keys.processes, "processes")
     processes = keys.processes or len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update({"TRITON_CACHE_DIR": folder, SELF_TEST_VARIABLE: "0"})

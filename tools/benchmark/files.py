@@ -39,7 +39,7 @@ from longseq.tasks.image.sources import Split, Splits
 from longseq.tasks.image.transforms import normalize, training_transform
 from longseq.tasks.training.command import CommandKeys, compile_modes, read_command
 from longseq.tasks.training.options import Length, OneOf, Range
-from longseq.tasks.training.processes import usable_cores
+from longseq.tasks.training.processes import refuse_many, usable_cores
 from longseq.tools.benchmark.measure import one_line, synchronize
 from longseq.tools.benchmark.report import check_output, find_device, make_result, to_markdown, write_result
 
@@ -78,6 +78,9 @@ class FilesKeys(CommandKeys):
     budget: Annotated[float, Range(above=0)]
     output: str
 
+    def __post_init__(self) -> None:
+        refuse_many(self.num_workers, "num_workers")
+
 
 def run(cfg: DictConfig) -> Row:
     """Measure what `benchmark_files.yaml` selects; print the table and write it with its rows."""
@@ -86,7 +89,10 @@ def run(cfg: DictConfig) -> Row:
         separate_queues()
     device = find_device(keys.device)
     if "gpu" in keys.decodes:
-        gpu_of(device)
+        try:
+            gpu_of(device)
+        except ValueError:  # by the keys of a training
+            raise ValueError("decodes has gpu, which needs a CUDA device: give decodes=[cpu]") from None
     check_models(keys)
     check_output(keys.output)
     end = time.perf_counter() + keys.budget

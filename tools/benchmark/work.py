@@ -110,6 +110,9 @@ def list_measured() -> tuple[str, ...]:
 
 # The types of the keys `ops` and `shapes` of a benchmark.
 Operations = Annotated[list[Annotated[str, OneOf(list_measured)]], Length(1)]
+# The names of sizes.
+SIZES = ("B", "T", "H", "K", "V", "D", "M", "N", "R", "W")
+
 Shapes = Annotated[list[dict[str, Any]], Length(1)]
 
 
@@ -138,10 +141,8 @@ def _read_work(shape: Mapping[str, Any]) -> Work:
         raise ValueError(f"shapes has variant={variant!r}: {op} takes one of {', '.join(variants)}")
     sizes = {name: value for name, value in shape.items() if name not in ("op", "variant", "options")}
     for name, size in sizes.items():
-        if len(name) > 1 or not name.isupper() or not isinstance(size, int) or size < 1:
-            raise ValueError(
-                f"shapes has {name}={size!r}: sizes are whole numbers above 0 of B, T, H, K, V, D, M, N, R, W"
-            )
+        if name not in SIZES or not isinstance(size, int) or size < 1:
+            raise ValueError(f"shapes has {name}={size!r}: sizes are whole numbers above 0 of {', '.join(SIZES)}")
     if missing := {"B", "T"} - set(sizes):
         raise ValueError(f"shapes has a call of {op} without {' and '.join(sorted(missing))}: give its sizes")
     return Work(op, sizes, variant, dict(shape.get("options", {})))

@@ -107,6 +107,16 @@ def test_one_epoch_alone_trains_with_a_shorter_warmup(compose_config, tmp_path, 
     assert max(rates, key=lambda event: event.value).step == 4
 
 
+@pytest.mark.slow
+def test_a_run_shorter_than_its_interval_is_validated_at_its_end(compose_config, tiny_overrides, tmp_path, caplog):
+    folder = tmp_path / "run"
+    words = (*tiny_overrides, "recipe.epochs=1", "recipe.validate_every_epochs=5", f"output={folder}")
+    with caplog.at_level(logging.WARNING, "longseq"):
+        train.run(compose_config("train", *words))
+    assert caplog.text.count("recipe.validate_every_epochs=5 is longer than the run: it is validated once") == 1
+    assert (folder / "checkpoints" / "best.ckpt").is_file()
+
+
 # Two epochs have 40 updates.
 IN_UPDATES = (
     "recipe.epochs=null",

@@ -1,0 +1,82 @@
+"""Sweeps: where their trials write, and what is told of those that fail. Refused ones are in wrong_commands.txt."""
+
+from __future__ import annotations
+
+import pytest
+from wrong_folder import make_folder
+
+from longseq.tools import sweeps
+
+SMALL = (
+    *("trainer=cpu", "recipe.epochs=1", "recipe.schedule.warmup_epochs=0", "+trainer.limit_train_batches=1"),
+    *("+trainer.limit_val_batches=1", "data.num_workers=0", "logger=none", "model.depth=1"),
+)
+ERROR = "longseq: error: "
+
+
+@pytest.mark.slow
+def test_trials_lie_below_the_folder_that_output_names(tmp_path, command_here):
+    done = command_here(tmp_path, "train", "-m", "output=my sweep", "seed=0,1", *SMALL)
+    assert done.returncode == 0, done.stderr
+    names = ["0_digits_longhorn", "1_digits_longhorn"]
+    assert sorted(path.name for path in (tmp_path / "my sweep").iterdir() if path.is_dir()) == names
+    assert all((tmp_path / "my sweep" / name / "metrics.json").is_file() for name in names)
+    assert [path.name for path in tmp_path.iterdir()] == ["my sweep"]
+
+
+@pytest.mark.slow
+def test_a_sweep_says_at_its_end_which_trials_failed(tmp_path, command_here):
+    done = command_here(tmp_path, "train", "-m", "output=sweep", "recipe.learning_rate=-1,0.01", *SMALL)
+    told = [line for line in done.stderr.splitlines() if line.startswith(ERROR)]
+    assert done.returncode == 2
+    assert told == [
+        f"{ERROR}recipe.learning_rate=-1 must be a number of at least 0 (trial recipe.learning_rate=-1)",
+        f"{ERROR}1 of 2 trials failed: recipe.learning_rate=-1",
+    ]
+    assert done.stderr.splitlines()[-1] == told[-1]
+    assert (tmp_path / "sweep" / "1_digits_longhorn" / "metrics.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_sweep_of_files_with_names_of_their_own_leaves_nothing_else(tmp_path, command_here):
+    make_folder(tmp_path)
+    before = {path.name for path in tmp_path.iterdir()}
+    words = ("predict", "-m", "checkpoint=run.ckpt", "input=photos", "top_k=1,2", "output=best_${top_k}.csv")
+    done = command_here(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} - before == {"best_1.csv", "best_2.csv"}
+
+
+@pytest.mark.parametrize(
+    ("verb", "words"),
+    [
+        ("train", ["output=FOLDER", "seed=0,1"]),
+        ("train", ["-m", "output=a,b"]),
+        ("train", ["-m", "output=runs/${seed}", "seed=0,1"]),
+        ("train", ["-m", "seed=0,1", "hydra.sweep.dir=x"]),
+        ("evaluate", ["-m", "checkpoint=FILE", "split=val,test"]),
+        ("evaluate", ["checkpoint=FILE", "data.img_size=8,16"]),
+        ("export", ["-m", "checkpoint=FILE", "format=onnx,pt2"]),
+        ("generate", ["-m", "checkpoint=FILE", "prompt=a", "seed=0,1"]),
+        ("describe", ["-m", "mixer=gla,mamba"]),
+        ("predict", ["-m", "checkpoint=FILE", "input=FOLDER"]),
+        ("train", ["-m", "a=[", "output=x"]),
+    ],
+)
+def test_other_commands_stay_as_they_are(verb, words):
+    flags, overrides = [word for word in words if word == "-m"], [word for word in words if word != "-m"]
+    assert sweeps.prepare(verb, flags, overrides) == overrides
+
+
+@pytest.mark.parametrize("begin", [("-m",), ("--multi",), ("hydra.mode=MULTIRUN",), ("hparams_search=optuna",)])
+def test_all_that_begins_a_sweep_moves_the_folder(begin):
+    flags, rest = [word for word in begin if word[0] == "-"], [word for word in begin if word[0] != "-"]
+    assert sweeps.prepare("train", flags, [*rest, "output=F", "seed=1"]) == [*rest, "hydra.sweep.dir=F", "seed=1"]
+
+
+def test_many_failed_trials_are_counted():
+    trials = sweeps.Trials([])
+    trials.count = 12
+    trials.failed = {f"seed={seed}": f"message {seed}" for seed in range(10)}
+    told = trials.describe_failures()
+    assert told == f"10 of 12 trials failed: {', '.join(f'seed={seed}' for seed in range(8))} and 2 more"
