@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from longseq.tasks import evaluate, predict, train
-from longseq.tasks.data.labels import count_classes, find_weights, joined, rarest_labels
+from longseq.tasks.data.labels import count_classes, find_weights, rarest_labels, remarks
 from longseq.tasks.data.sampler import BalancedSampler
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.mixing import BatchMixing
@@ -446,9 +446,9 @@ def test_an_empty_flag_is_not_taken_for_an_absent_label(cells, tmp_path):
 
 
 JOINED = {
-    "cat|indoors": "3 of the 5 labels hold '|', such as cat|dog, beside the label cat: each is a class of its own; "
-    "give data.multi_label=true data.label_delimiter='|' if it stands between several labels",
-    "cat; indoors": "3 of the 5 labels hold ';', such as cat; dog, beside the label cat",
+    "cat|indoors": "the label 'cat|dog' is a class of its own, and so are 'cat' and 'dog': if it is several labels, give "
+    "data.multi_label=true \"data.label_delimiter='|'\"",
+    "cat; indoors": "the label 'cat; dog' is a class of its own, and so are 'cat' and 'dog'",
     "cat-indoors": None,  # no usual delimiter
 }
 
@@ -464,19 +464,25 @@ def test_several_labels_in_a_cell_without_a_delimiter_are_remarked_once(cell, tm
     data = image_data(**keys)
     data.setup()
     assert data.info.num_classes == 5
-    told = [message for message in caplog.messages if "labels hold" in message]
+    told = [message for message in caplog.messages if "several labels" in message]
     assert len(told) == (JOINED[cell] is not None)
     assert all(JOINED[cell] in message for message in told)
     caplog.clear()
     image_data(**keys, multi_label=True, label_delimiter=between.strip()).setup()
-    assert "labels hold" not in caplog.text
+    assert "several labels" not in caplog.text
     image_data(**keys, multi_label=True).setup()
-    assert caplog.text.count("; give data.label_delimiter=") == len(told)
+    assert caplog.text.count('several labels, give "data.label_delimiter=') == len(told)
 
 
-@pytest.mark.parametrize("names", [["a|b", "c|d"], ["a", "b", "c", "a|b"], ["a", "b"], ["one, two", "three"]])
+@pytest.mark.parametrize("names", [["a|b", "c|d"], ["a", "b", "c", "a|d"], ["a", "b"], ["one, two", "three"]])
 def test_names_with_a_mark_may_be_classes(names):
-    assert joined(names, multi_label=False) is None
+    assert remarks(names, multi_label=False) == []
+
+
+@pytest.mark.parametrize("names", [["a", "b", "c", "a|b"], ["a", "a|b", "a|c"]])
+def test_names_that_consist_of_others_are_remarked(names):
+    (told,) = remarks(names, multi_label=True)
+    assert told.startswith("the label 'a|b' is a class of its own, and so")
 
 
 def test_a_label_column_is_named_once():
