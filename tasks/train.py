@@ -43,6 +43,7 @@ from longseq.tasks.training.logger import RunLogger, close_loggers, continue_log
 from longseq.tasks.training.model import check_trainable, reads_mixer, values_in_force
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training, device_batch_size, device_count, effective_learning_rate
+from longseq.tasks.training.run_folder import check_folder
 from longseq.tasks.training.trainer import build_callbacks, build_trainer
 
 _log = logging.getLogger(__name__)
@@ -78,6 +79,8 @@ def run(cfg: DictConfig) -> float | None:
     _refuse_long_warmup(config, None)
     build_trainer({**config, "logger": None})  # refuses devices that are not there before the data is opened
     _refuse_distributed_sweep(config)
+    log = _find_log(folder)
+    check_folder(config, log=log, tables=registry.of(config).report.files)
     done = runs.finished(folder)
     if config["resume"] is True and done is not None:
         _print(f"this run is finished: {shorten(folder)}; the same command without resume=true trains anew")
@@ -85,7 +88,7 @@ def run(cfg: DictConfig) -> float | None:
     try:
         if not _is_first_process():
             return _train(config, folder)
-        with locked(folder), logged(_find_log(folder)):
+        with locked(folder), logged(log):
             return _train(config, folder)
     finally:
         runs.forget_folders()

@@ -84,7 +84,7 @@ def run_folder(fresh: str, *, _root_: DictConfig) -> str:
     config: Any = OmegaConf.to_container(OmegaConf.masked_copy(_root_, [str(key) for key in _root_ if key != "hydra"]))
     wanted = resolve(OmegaConf.create({**config, "output": fresh}))
     if resume is not True:
-        saved = _saved_config(Path(resume))
+        saved = saved_config(Path(resume))
         if saved is not None:
             wanted = as_begun(wanted, saved, OmegaConf.select(_root_, "hydra.overrides.task"))
             ends_elsewhere = bool(differences(saved, wanted, another_accelerator=True))
@@ -117,10 +117,10 @@ def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
     """
     resume, folder = config["resume"], Path(config["output"])
     if not resume:
-        if _newest_checkpoint(folder) is not None:
+        if newest_checkpoint(folder) is not None:
             raise ValueError(f"{folder} holds a run already; continue it with resume=true, or choose another output")
         return None
-    path = _newest_checkpoint(folder) if resume is True else Path(resume)
+    path = newest_checkpoint(folder) if resume is True else Path(resume)
     if path is None:
         return None
     if not path.is_file():
@@ -230,7 +230,7 @@ def _runs(parent: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Folders below `parent` with a checkpoint, newest first, and their configurations; other folders are ignored."""
     found = []
     for path in parent.glob(f"*/{CONFIG_FILE}"):
-        checkpoint = _newest_checkpoint(path.parent)
+        checkpoint = newest_checkpoint(path.parent)
         if checkpoint is None:
             continue
         content = _read(checkpoint)
@@ -243,14 +243,14 @@ def _runs(parent: Path) -> list[tuple[Path, dict[str, Any]]]:
     return [(folder, dict(saved)) for _, folder, saved in sorted(found, key=lambda run: run[0], reverse=True)]
 
 
-def _newest_checkpoint(folder: Path) -> Path | None:
+def newest_checkpoint(folder: Path) -> Path | None:
     path = folder / "checkpoints" / "last.ckpt"
     return path if path.is_file() else None
 
 
 def chosen_in(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with the values that the run of a checkpoint chose, where it leaves the choice to the run."""
-    saved = _saved_config(checkpoint) or {}
+    saved = saved_config(checkpoint) or {}
     return as_begun(as_chosen_before(config, saved), saved, _words())
 
 
@@ -278,7 +278,7 @@ def updates_of(checkpoint: Path) -> int:
     return _read(checkpoint).get("global_step", 0)
 
 
-def _saved_config(checkpoint: Path) -> dict[str, Any] | None:
+def saved_config(checkpoint: Path) -> dict[str, Any] | None:
     return _config_of(_read(checkpoint))
 
 
