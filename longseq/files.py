@@ -1,18 +1,21 @@
 """Files that are written whole, so that an error or an interruption leaves no part of one, and their checksums.
 
-`check_place` tells before the work whether the system would write at all.
+`check_place` tells before the work whether the system would write at all, `check_replaced` whether the file that it
+would replace is one of the same command.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 _PROBED = 1 << 12  # bytes that are written before the work
 _TRIED = 1 << 20  # bytes
@@ -79,6 +82,38 @@ def check_place(path: Path, key: str, *, is_folder: bool = False) -> None:
             raise ValueError(f"{key}={path}: the disk is full: make room first") from error
         told = (error.strerror or str(error)).lower()
         raise ValueError(f"{key}={path}: {above} takes no new file ({told}): give another {key}") from error
+
+
+class Kind(NamedTuple):
+    """The files that a command writes: what they are called, and a function that tells one of them from other files."""
+
+    name: str
+    is_own: Callable[[Path], bool]
+
+
+def check_replaced(path: Path, key: str, kind: Kind, *, reads: Iterable[str | Path | None] = ()) -> None:
+    """Raise ValueError, in one line, where the file at `path` is not one that a command may replace.
+
+    A command replaces files of the kind that it writes, and empty ones. It replaces none of the files that it `reads`,
+    whatever they are and by whatever names they are given. `key` is the key that names the file.
+    """
+    if not path.is_file():
+        return
+    for read in reads:
+        if read is not None and os.path.exists(read) and path.samefile(read):
+            raise ValueError(f"{key}={path} is what the command reads, and would be replaced: give another name")
+    if path.stat().st_size and not kind.is_own(path):
+        raise ValueError(f"{key}={path} is there and holds no {kind.name}: give another name, or remove it")
+
+
+def json_keys(path: Path) -> set[str]:
+    """The keys of the JSON object in a file, or in the first line of a .jsonl; none where there is no such object."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            content = json.loads(file.readline()) if path.suffix == ".jsonl" else json.load(file)
+    except (OSError, ValueError):
+        return set()
+    return set(content) if isinstance(content, dict) else set()
 
 
 def refusal_in(error: Exception, path: Path) -> OSError | None:

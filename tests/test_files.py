@@ -11,7 +11,7 @@ import torch
 
 import longseq
 from longseq.backbones.tokens import TokenBackbone
-from longseq.files import replacing
+from longseq.files import Kind, check_replaced, json_keys, replacing
 from longseq.tasks.training.files import WholeCheckpoints, write_text
 
 
@@ -70,3 +70,30 @@ def test_a_device_that_refuses_is_named_and_stays():
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         save_checkpoint(Path("/dev/full"))
     assert Path("/dev/full").is_char_device()
+
+
+ROWS = Kind("rows", lambda path: "rows" in json_keys(path))
+
+
+@pytest.mark.parametrize("text", ['{"rows": []}', ""])
+def test_a_file_of_the_same_kind_and_an_empty_one_are_replaced(text, tmp_path):
+    path = tmp_path / "made.json"
+    check_replaced(path, "output", ROWS)
+    path.write_text(text)
+    check_replaced(path, "output", ROWS, reads=[tmp_path / "absent", None])
+
+
+@pytest.mark.parametrize("text", ['{"notes": []}', "[1]", "{", "\udcff"])
+def test_a_file_of_another_kind_is_not_replaced(text, tmp_path):
+    path = tmp_path / "made.json"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=r"^output=.*made.json is there and holds no rows: give another name, or rem"):
+        check_replaced(path, "output", ROWS)
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_what_is_read_is_not_replaced_by_any_of_its_names(link, tmp_path):
+    (tmp_path / "read.json").write_text('{"rows": []}')
+    link(tmp_path / "read.json", tmp_path / "linked.json")
+    with pytest.raises(ValueError, match=r"^output=.*linked.json is what the command reads, and would be replaced"):
+        check_replaced(tmp_path / "linked.json", "output", ROWS, reads=[tmp_path / "read.json"])

@@ -35,12 +35,18 @@ def make_folder(folder: Path) -> Path:
         "truncation": "none",
     }
     classifier.save_pretrained(folder / "classifier")
-    for name in ("empty", "taken", "taken.csv", "photos"):
+    torch.save({"a": torch.zeros(1)}, folder / "weights.pt")
+    (folder / "linked.pt").symlink_to("run.ckpt")
+    for name in ("empty", "taken", "taken.csv", "photos", "figures"):
         (folder / name).mkdir()
     Image.new("RGB", (8, 8)).save(folder / "photos" / "a.png")
     texts = {
         "taken/old.txt": "old",
         "notes.txt": "notes\n",
+        "notes.json": '{"test/top1": 0.5}\n',
+        "notes.md": "# Notes\n",
+        "report.md": "# Report\n",
+        "figures/table.md": "| a |\n",
         "nothing.txt": "",
         "text.txt": "some text\n\nmore\n",
         "rows.jsonl": '{"text": "a"}\n',
