@@ -85,6 +85,8 @@ def _evaluate_documents(keys: EvaluateKeys, config: Mapping[str, Any], changes: 
 
     assert keys.checkpoint is not None
     assert keys.input is not None
+    if keys.split != "test":
+        raise ValueError(f"split={keys.split} has no effect: input is measured as a whole; leave one out")
     changes = read_part(registry.get(DOCUMENT_TASKS[0]).config.data, changes, "data")
     if unread := [key for key in changes if key not in DOCUMENT_KEYS]:
         raise ValueError(

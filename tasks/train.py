@@ -33,6 +33,7 @@ from longseq.tasks.training.callbacks.run_log import logged
 from longseq.tasks.training.callbacks.stop import stoppable
 from longseq.tasks.training.callbacks.throughput import Throughput
 from longseq.tasks.training.class_figures import to_csv
+from longseq.tasks.training.command import refuse_given
 from longseq.tasks.training.configuration import Config, resolve, spell_value, with_absolute_root
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.freeze import freeze
@@ -45,6 +46,7 @@ from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training, device_batch_size, device_count, effective_learning_rate
 from longseq.tasks.training.run_folder import check_folder
 from longseq.tasks.training.trainer import build_callbacks, build_trainer
+from longseq.timm_models import model_name
 
 _log = logging.getLogger(__name__)
 
@@ -73,13 +75,18 @@ def run(cfg: DictConfig) -> float | None:
     registry.of(config).data.prepare_process(config)
     if automatic.searches(config):
         refuse_search(config)
+    else:
+        refuse_given(
+            lambda key: key.startswith("learning_rate_finder"),
+            "it is of a search, which recipe.learning_rate=find begins",
+        )
     if not config["output"]:
         raise ValueError("output is empty: give output=FOLDER, or leave it out")
     folder = Path(config["output"])
     _refuse_long_warmup(config, None)
     build_trainer({**config, "logger": None})  # refuses devices that are not there before the data is opened
     _refuse_distributed_sweep(config)
-    log = _find_log(folder)
+    log, names_mixer = _find_log(folder), _names_mixer(cfg)
     check_folder(config, log=log, tables=registry.of(config).report.files)
     done = runs.finished(folder)
     if config["resume"] is True and done is not None:
@@ -87,9 +94,9 @@ def run(cfg: DictConfig) -> float | None:
         return done.get(config["optimized_metric"])
     try:
         if not _is_first_process():
-            return _train(config, folder)
+            return _train(config, folder, names_mixer)
         with locked(folder), logged(log):
-            return _train(config, folder)
+            return _train(config, folder, names_mixer)
     finally:
         runs.forget_folders()
 
@@ -104,7 +111,19 @@ def _find_log(folder: Path) -> Path | None:
     return folder / f"{HydraConfig.get().job.name}.log"
 
 
-def _train(config: dict[str, Any], folder: Path) -> float | None:
+def _names_mixer(cfg: DictConfig) -> bool:
+    """True if the model's keys refer to those of a mixer, before they are resolved."""
+    return not isinstance(cfg, DictConfig) or "mixer" in OmegaConf.to_yaml(cfg.model)
+
+
+def _refuse_mixer(module: TrainedModule) -> None:
+    """ValueError if a person gave a mixer for one run whose model has none. A sweep may try models of all kinds."""
+    if reads_mixer(module.backbone) or (HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN):
+        return
+    refuse_given(lambda key: key.split(".")[0] == "mixer", f"{model_name(module.backbone)} has no mixers")
+
+
+def _train(config: dict[str, Any], folder: Path, names_mixer: bool) -> float | None:
     checkpoint = runs.checkpoint_to_resume(config)
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision(config["matmul_precision"])
@@ -122,6 +141,8 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     if checkpoint is not None:
         runs.check_data(checkpoint, datamodule.info)
     module = _build_module(config, datamodule, initialized=checkpoint is None)
+    if not names_mixer:
+        _refuse_mixer(module)
     module.higher_is_better(config["task"]["metric"], "task.metric")
     _check_optimized_metric(config, module)
     _check_direction(config["optimized_metric"], module)

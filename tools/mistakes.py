@@ -104,7 +104,22 @@ def check_arguments(verb: str, arguments: Sequence[str]) -> list[str]:
         if not value or (choices and value not in choices):
             needed = f"one of {', '.join(choices)}" if choices else "a value"
             raise ValueError(f"{flag} needs {needed}" + (f", and {value} is none" if value else ""))
+    _check_folders(verb, flags, overrides)
     return [*flags, *overrides]
+
+
+def _check_folders(verb: str, flags: Sequence[str], overrides: Sequence[str]) -> None:
+    """ValueError for a folder of Hydra's in which the command writes nothing."""
+    given = {_key_of(override): override for override in overrides}
+    if "hydra.run.dir" not in given or "hydra.job.chdir" in given:
+        return
+    told = f"{given['hydra.run.dir']} has no effect"
+    if verb != "train":
+        raise ValueError(f"{told} on longseq {verb}, whose files have keys such as output: leave it out")
+    if "output" in given:
+        raise ValueError(f"{told} beside {given['output']}: leave one out")
+    if any(_full_flag(flag) in ("-m", "--multirun") for flag in flags):
+        raise ValueError(f"{told} on a sweep (-m): give hydra.sweep.dir=FOLDER")
 
 
 def _full_flag(begin: str) -> str | None:

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 from longseq.tasks.training.command import CommandKeys
 from longseq.tasks.training.options import Length, Range, Required
 
+QUALITY = 90  # of JPEG files, where the command does not give it
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareImagesKeys(CommandKeys):
@@ -30,3 +32,7 @@ class PrepareImagesKeys(CommandKeys):
     def __post_init__(self) -> None:
         if self.format == "keep" and self.size is not None:
             raise ValueError(f"size={self.size} changes images, and format=keep keeps them: leave one out")
+        if self.format == "keep" and self.quality != QUALITY:
+            raise ValueError(
+                f"quality={self.quality} is of files that are encoded anew, and format=keep keeps them: leave one out"
+            )

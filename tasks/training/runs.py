@@ -10,12 +10,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from longseq.files import replacing
 from longseq.tasks.data.info import Info
 from longseq.tasks.training.automatic import as_chosen_before
+from longseq.tasks.training.command import command_words
 from longseq.tasks.training.configuration import resolve, with_absolute_root
 from longseq.tasks.training.lock import is_locked
 
@@ -137,7 +137,7 @@ def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
             f"trainer.fit(..., ckpt_path={path.name!r}), or begin a run with its weights by init={path}"
         )
     named = resume is not True
-    wanted = as_begun(config, saved, _words()) if named else config
+    wanted = as_begun(config, saved, command_words()) if named else config
     changed = differences(saved, wanted, another_accelerator=named, another_length=named)
     if changed:
         shown = "; ".join(f"{key}: {old!r} there, {new!r} here" for key, old, new in changed[:5])
@@ -251,7 +251,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 def chosen_in(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with the values that the run of a checkpoint chose, where it leaves the choice to the run."""
     saved = saved_config(checkpoint) or {}
-    return as_begun(as_chosen_before(config, saved), saved, _words())
+    return as_begun(as_chosen_before(config, saved), saved, command_words())
 
 
 def as_begun(config: Mapping[str, Any], saved: Mapping[str, Any], words: Sequence[str] | None) -> dict[str, Any]:
@@ -266,11 +266,6 @@ def as_begun(config: Mapping[str, Any], saved: Mapping[str, Any], words: Sequenc
     given = {word.lstrip("+~").partition("=")[0] for word in words}
     kept = [key.removeprefix("trainer.") for key in KEPT_KEYS if key not in given]
     return {**config, "trainer": {**config["trainer"], **{name: earlier[name] for name in kept if name in earlier}}}
-
-
-def _words() -> list[str] | None:
-    """The overrides of the command that runs; None without one."""
-    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else None
 
 
 def updates_of(checkpoint: Path) -> int:
