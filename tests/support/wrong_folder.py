@@ -35,6 +35,8 @@ def make_folder(folder: Path) -> Path:
         "truncation": "none",
     }
     classifier.save_pretrained(folder / "classifier")
+    (folder / "classes" / "bird").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(folder / "classes" / "bird" / "a.png")
     torch.save({"a": torch.zeros(1)}, folder / "weights.pt")
     (folder / "linked.pt").symlink_to("run.ckpt")
     for name in ("empty", "taken", "taken.csv", "photos", "figures"):
