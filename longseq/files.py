@@ -41,12 +41,18 @@ def writing(path: Path) -> Iterator[Path]:
 
     If `path` is a device or a pipe, it is `path` itself. OSError, which names `path`, if the system refuses to write,
     as on a full disk. torch and safetensors then raise errors of their own. torch's says nothing of the disk; so the
-    file is asked whether it takes more bytes.
+    file is asked whether it takes more bytes. Who may read the file follows from the umask, as of any new file:
+    safetensors would leave it to its owner alone.
     """
     special = path.exists() and not path.is_file()
     partial = path if special else partial_path(path)
     try:
+        if not special:
+            partial.touch()
+            mode = partial.stat().st_mode
         yield partial
+        if not special and partial.stat().st_mode != mode:
+            partial.chmod(mode)
     except BaseException as error:
         refused = refusal_in(error, partial) if isinstance(error, Exception) else None
         if not special:

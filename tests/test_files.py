@@ -39,6 +39,31 @@ def test_a_file_without_room_leaves_the_old_one(name, save, tmp_path, little_roo
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: "old"}
 
 
+def test_a_model_whose_last_file_has_no_room_leaves_the_old_one(tmp_path, monkeypatch):
+    model = TokenBackbone(vocab_size=11, d_model=8, depth=1, mixer="linear_attention")
+    longseq.save_pretrained(model, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def refuse(path: Path, text: str, **options: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises(OSError, match=r"No space left on device: .*config.json"):
+        longseq.save_pretrained(TokenBackbone(vocab_size=13, d_model=8, depth=1, mixer="linear_attention"), tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_whoever_may_read_other_files_may_read_the_weights(tmp_path):
+    before = os.umask(0o027)
+    try:
+        longseq.save_pretrained(TokenBackbone(vocab_size=11, d_model=8, depth=1, mixer="linear_attention"), tmp_path)
+    finally:
+        os.umask(before)
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()} == dict.fromkeys(
+        ("model.safetensors", "config.json", "README.md"), "0o640"
+    )
+
+
 def test_other_errors_are_told_as_they_are(tmp_path):
     with pytest.raises(FileNotFoundError) as missing, replacing(tmp_path / "made"):
         (tmp_path / "read").read_text()
@@ -67,7 +92,7 @@ def test_a_pipe_is_written_and_stays(tmp_path):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
 def test_a_device_that_refuses_is_named_and_stays():
-    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
         save_checkpoint(Path("/dev/full"))
     assert Path("/dev/full").is_char_device()
 

@@ -111,7 +111,8 @@ def write_model(model: TokenModel, folder: Path, max_shard_size: int | str = "5G
     if model.folder is not None and not _is_ours(model.folder):
         shutil.copyfile(model.folder / models.CONFIG_FILE, folder / SOURCE_CONFIG)
     write_weights(folder, model.weights, max_shard_size)
-    (folder / models.CARD_FILE).write_text(model_card(backbone, config, {}), encoding="utf-8")
+    with replacing(folder / models.CARD_FILE) as partial:
+        partial.write_text(model_card(backbone, config, {}), encoding="utf-8")
     _write_json(folder / models.CONFIG_FILE, config)
 
 
