@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 _PROBED = 1 << 12  # bytes that are written before the work
 _TRIED = 1 << 20  # bytes
+_LONGEST = 255 - len(".partial")  # bytes of a file's name, of which the file that is renamed needs some
 _BLOCK = 1 << 24  # bytes that are read at a time
 _CODE_OF_RUST = re.compile(r"\(os error (\d+)\)")  # in messages of safetensors
 
@@ -74,6 +75,7 @@ def check_place(path: Path, key: str, *, is_folder: bool = False) -> None:
     ValueError, in one line, where something above it is a file, or the system refuses a new file: the place is
     read-only or of another user, or the disk is full.
     """
+    check_name(path, key)
     if not is_folder and path.exists() and not path.is_file():
         return  # a device or a pipe, which is written itself
     above = next(place for place in ([path] * is_folder + [*path.parents]) if os.path.exists(place))
@@ -88,6 +90,17 @@ def check_place(path: Path, key: str, *, is_folder: bool = False) -> None:
             raise ValueError(f"{key}={path}: the disk is full: make room first") from error
         told = (error.strerror or str(error)).lower()
         raise ValueError(f"{key}={path}: {above} takes no new file ({told}): give another {key}") from error
+
+
+def check_name(path: Path, key: str) -> None:
+    """Raise ValueError, in one line, for a name that no system takes, or that breaks the lines of what is printed."""
+    for name in path.parts:
+        if any(ord(character) < 32 for character in name):
+            raise ValueError(f"{key}={str(path)!r} has a character that no line shows: give another name")
+        if len(os.fsencode(name)) > _LONGEST:
+            raise ValueError(
+                f"{key}={name[:20]}... has {len(os.fsencode(name))} bytes: give a name of at most {_LONGEST}"
+            )
 
 
 class Kind(NamedTuple):

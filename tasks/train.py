@@ -44,7 +44,7 @@ from longseq.tasks.training.logger import RunLogger, close_loggers, continue_log
 from longseq.tasks.training.model import check_trainable, reads_mixer, values_in_force
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training, device_batch_size, device_count, effective_learning_rate
-from longseq.tasks.training.run_folder import check_folder
+from longseq.tasks.training.run_folder import check_folder, check_output
 from longseq.tasks.training.trainer import build_callbacks, build_trainer
 from longseq.timm_models import model_name
 
@@ -69,8 +69,7 @@ def run(cfg: DictConfig) -> float | None:
     """
     processes.follow_parent()
     config = resolve(cfg)
-    if isinstance(config.get("output"), str) and Path(config["output"]).is_file():
-        raise ValueError(f"output={config['output']} is a file: give output=FOLDER, or leave it out")
+    check_output(config.get("output"))
     check_experiment(config)
     registry.of(config).data.prepare_process(config)
     if automatic.searches(config):
@@ -80,8 +79,6 @@ def run(cfg: DictConfig) -> float | None:
             lambda key: key.startswith("learning_rate_finder"),
             "it is of a search, which recipe.learning_rate=find begins",
         )
-    if not config["output"]:
-        raise ValueError("output is empty: give output=FOLDER, or leave it out")
     folder = Path(config["output"])
     _refuse_long_warmup(config, None)
     build_trainer({**config, "logger": None})  # refuses devices that are not there before the data is opened

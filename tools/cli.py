@@ -111,6 +111,9 @@ PATHS = (
     *("checkpoint", "input", "output", "source", "state", "save_state", "init", "resume", "root", "include"),
     *("tokenizer", "data.root", "data.train", "data.validation", "data.test", "data.tokenizer", "hydra.run.dir"),
 )
+# Those that are nothing but a path, also where the value looks like a number.
+NAMES = ("checkpoint", "input", "output", "source", "save_state")
+_NUMBER = re.compile(r"[+-]?[\d_]*\.?\d+(e[+-]?\d+)?|true|false|nan|[+-]?inf", re.IGNORECASE)
 _QUOTED = re.compile(r"""'(\\.|[^'\\])*'|"(\\.|[^"\\])*\"""", re.DOTALL)
 _PLAIN = re.compile(r"[\w./-]*", re.ASCII)
 
@@ -325,7 +328,7 @@ def quote_texts(name: str, arguments: list[str]) -> list[str]:
         key, _, value = argument.partition("=")
         if value in ("", "null") or _QUOTED.fullmatch(value):
             quoted.append(argument)
-        elif key in TEXTS.get(name, ()):
+        elif key in TEXTS.get(name, ()) or (key in NAMES and _NUMBER.fullmatch(value)):
             quoted.append(f"{key}={_quote(value)}")
         elif key in PATHS and not _is_readable(key, value):
             quoted.append(f"{key}={_quote(os.path.expanduser(value))}")

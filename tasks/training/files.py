@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from longseq.files import Kind, check_place, check_replaced, replacing
+from longseq.files import Kind, check_name, check_place, check_replaced, replacing
 from longseq.models import CONFIG_FILE, INDEX_FILE
 from longseq.tokenizer_files import SETTINGS_FILE, TOKENIZER_FILE
 
@@ -30,6 +30,7 @@ def prepare_file(path: Path, kind: Kind, key: str = "output", *, reads: Iterable
 
 def check_file(path: Path, kind: Kind, key: str = "output", *, reads: Iterable[str | Path | None] = ()) -> None:
     """Raise the errors of `prepare_file`, and make no folder."""
+    check_name(path, key)
     if path.is_dir():
         raise ValueError(f"{key}={path} is a folder: name a file")
     if path.is_file():

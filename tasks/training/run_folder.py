@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from longseq.files import check_name
 from longseq.tasks.training import automatic, runs, targets
 from longseq.tasks.training.configuration import Config
 from longseq.tasks.training.learning_rate_finder import COLUMNS, PICTURE, TABLE
@@ -18,6 +19,19 @@ from longseq.tasks.training.logger import logger_entries
 SECTIONS = ("task", "data", "recipe", "model", "trainer")
 # What Lightning's loggers write below their `save_dir`; callbacks and loggers of ours state their `FILES`.
 _OF_LIGHTNING = {"CSVLogger": ("metrics.csv", "hparams.yaml"), "TensorBoardLogger": ("events.out.tfevents.*",)}
+
+
+def check_output(output: Any) -> None:
+    """Raise ValueError, in one line, for a name that no run folder can have. Other types than text are the keys'."""
+    if output is None or output == "":
+        raise ValueError("output is empty: give output=FOLDER, or leave it out")
+    if not isinstance(output, str):
+        return
+    check_name(Path(output), "output")
+    if os.path.isfile(output):
+        raise ValueError(f"output={output} is a file: give output=FOLDER, or leave it out")
+    if os.path.islink(output) and not os.path.exists(output):
+        raise ValueError(f"output={output} is a link to nothing: make {os.path.realpath(output)}, or remove the link")
 
 
 def check_folder(config: Config, *, log: Path | None, tables: Sequence[str]) -> None:

@@ -39,6 +39,7 @@ def make_folder(folder: Path) -> Path:
     Image.new("RGB", (8, 8)).save(folder / "classes" / "bird" / "a.png")
     torch.save({"a": torch.zeros(1)}, folder / "weights.pt")
     (folder / "linked.pt").symlink_to("run.ckpt")
+    (folder / "dangling").symlink_to("nowhere")
     for name in ("empty", "taken", "taken.csv", "photos", "figures"):
         (folder / name).mkdir()
     Image.new("RGB", (8, 8)).save(folder / "photos" / "a.png")

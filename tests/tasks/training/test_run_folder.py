@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from longseq.files import check_place
 from longseq.tasks import train
-from longseq.tasks.training.run_folder import check_folder
+from longseq.tasks.training.run_folder import check_folder, check_output
 
 FOREIGN = {
     "config.yaml": ("model: resnet\n", ()),
@@ -86,3 +87,23 @@ def test_the_curve_of_a_search_is_of_a_run(tmp_path):
     (tmp_path / "learning_rates.png").touch()
     config = {"output": str(tmp_path), "callbacks": {}, "recipe": {"learning_rate": "find"}}
     check_folder(config, log=None, tables=())
+
+
+@pytest.mark.parametrize("name", ["new\nline", "bell\a"])
+def test_a_name_that_breaks_lines_is_refused(name, tmp_path):
+    with pytest.raises(ValueError, match=r"has a character that no line shows: give another name") as refused:
+        check_output(str(tmp_path / name))
+    assert "\n" not in str(refused.value)
+    with pytest.raises(ValueError, match=r"has a character that no line shows"):
+        check_place(tmp_path / name, "output")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a b=c[1]{2}'", "12", "slash/", "linked"])
+def test_a_run_writes_to_a_folder_of_any_name(name, command_here, tiny_overrides, tmp_path):
+    (tmp_path / "place").mkdir()
+    (tmp_path / "linked").symlink_to("place")
+    words = ("trainer.fast_dev_run=true", "data.num_workers=0", f"output={name}")
+    done = command_here(tmp_path, "train", *tiny_overrides, *words)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / name / "config.yaml").is_file()
