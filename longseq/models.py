@@ -572,6 +572,10 @@ def _read_checkpoint(path: Path, weights: str, label: str) -> SavedModel:
     """The model in a checkpoint of `longseq train`, by torch alone."""
     if not path.is_file():
         raise ValueError(f"{label}: no such file; `longseq train` writes checkpoints/best.ckpt in its output folder")
+    if path.suffix == ".safetensors":
+        raise ValueError(f"{label} holds weights alone: give the folder with its {CONFIG_FILE}, {path.parent}")
+    if not path.stat().st_size:
+        raise ValueError(f"{label} is empty: take another checkpoint of the run, such as last.ckpt")
     if not _is_whole(path):
         raise ValueError(
             f"{label} is damaged, cut short or no checkpoint: take another one of the run, such as last.ckpt"

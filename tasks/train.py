@@ -129,6 +129,8 @@ def _train(config: dict[str, Any], folder: Path, names_mixer: bool) -> float | N
         _tell_kept(given, config)
         if _is_first_process():
             runs.bring_best(checkpoint, folder)
+    else:
+        _check_init(config)
     config, datamodule, reason = _open(config)
     config = with_absolute_root(config)  # the run remembers where its data are, whoever evaluates it from elsewhere
     if reason is not None:
@@ -162,6 +164,21 @@ def _train(config: dict[str, Any], folder: Path, names_mixer: bool) -> float | N
     finally:
         close_loggers(trainer.loggers)
     return metrics.get(config["optimized_metric"])
+
+
+def _check_init(config: Config) -> None:
+    """ValueError, before the data are read, if `init` names no file or folder, or a checkpoint of another task."""
+    init, task = config["init"], registry.of(config)
+    if init is None or task.model.is_weights(init):
+        return
+    if not os.path.exists(init):
+        raise ValueError(f"init={init}: no such file or folder; `longseq train` writes checkpoints/best.ckpt")
+    saved = runs.saved_config(Path(init)) if os.path.isfile(init) else None
+    taken = (config["task"]["name"], *task.model.starts_from)
+    trained = ((saved or {}).get("task") or {}).get("name")
+    if trained is not None and trained not in taken:
+        known = " or ".join(f"task={name}" for name in taken)
+        raise ValueError(f"init={init} belongs to task={trained}; this command takes checkpoints of {known}")
 
 
 def build(config: DictConfig | Config, *, initialized: bool = True) -> Parts:

@@ -123,6 +123,12 @@ def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
     path = newest_checkpoint(folder) if resume is True else Path(resume)
     if path is None:
         return None
+    if path.is_dir():
+        last = next(
+            (place for place in (newest_checkpoint(path), path / "last.ckpt") if place and place.is_file()), None
+        )
+        told = f"give resume={last}" if last is not None else "give a .ckpt file, or resume=true for the newest"
+        raise ValueError(f"resume={resume} is a folder, and a run goes on from a checkpoint: {told}")
     if not path.is_file():
         raise ValueError(
             f"resume={resume}: there is no such checkpoint; give a .ckpt file, or resume=true for the newest"
@@ -136,6 +142,11 @@ def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
             f"{path} is not a checkpoint of `longseq train`; give one below outputs/, continue a program's own run by "
             f"trainer.fit(..., ckpt_path={path.name!r}), or begin a run with its weights by init={path}"
         )
+    if missing := _missing_in(content):
+        raise ValueError(
+            f"{path} lacks {missing}, without which the run would not go on as it was: it was changed after it was "
+            f"written; give another checkpoint, or begin a run with its weights by init={path}"
+        )
     named = resume is not True
     wanted = as_begun(config, saved, command_words()) if named else config
     changed = differences(saved, wanted, another_accelerator=named, another_length=named)
@@ -147,6 +158,16 @@ def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
             f"without resume"
         )
     return path
+
+
+def _missing_in(content: Mapping[str, Any]) -> str | None:
+    """The part that a checkpoint of a run has lost; None if it is whole. A model without gradients has no optimizer."""
+    needed = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step")
+    missing = next((name for name in needed if name not in content), None)
+    if missing is not None:
+        return missing
+    emptied = bool(content["lr_schedulers"]) and not content["optimizer_states"]
+    return "optimizer_states" if emptied else None if content["loops"] else "loops"
 
 
 def differences(
