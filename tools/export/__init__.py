@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig
 
-from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys, read_command
 from longseq.tasks.training.options import Length, OneOf, Range
 from longseq.tools.export.document_classifier import export_document_classifier
@@ -31,7 +30,7 @@ __all__ = [
     "state_spec",
 ]
 
-OPSET, MAX_LENGTH = 20, 2048  # where the command does not give them
+OPSET = 20  # where the command does not give it
 # The formats that have no opset.
 WITHOUT_OPSET = ("torchscript", "pt2")
 
@@ -39,7 +38,7 @@ WITHOUT_OPSET = ("torchscript", "pt2")
 # values of keys that are left out.
 EXPORTS: Mapping[str, tuple[Callable[..., ExportReport], Mapping[str, Any]]] = {
     "image": (export_image_classifier, {"preprocess": False, "softmax": False, "dynamic_resolution": False}),
-    "lm": (export_language_model, {"dynamic_length": False, "max_length": MAX_LENGTH}),
+    "lm": (export_language_model, {"dynamic_length": False, "max_length": 2048}),
     "document": (export_document_classifier, {}),
 }
 
@@ -82,8 +81,6 @@ def run(cfg: DictConfig) -> ExportReport:
     model: Any = loaded.backbone
     export, defaults = EXPORTS[tasks[loaded.task_name]]
     _check_keys(keys, defaults, loaded.task_name)
-    if keys.max_length != MAX_LENGTH and isinstance(model, TokenBackbone) and not _has_limit(model):
-        raise ValueError(f"max_length={keys.max_length} has no effect: this model has no attention; leave it out")
     output = Path(keys.output or loaded.file.with_suffix(SUFFIXES.get(format, "")))
     if keys.output is None:
         check_file(output, kind_of(format))
@@ -106,11 +103,6 @@ def run(cfg: DictConfig) -> ExportReport:
     report = export(model, output, **{name: getattr(keys, name) for name in defaults}, **options)
     report.print()
     return report
-
-
-def _has_limit(model: TokenBackbone) -> bool:
-    """True if a file of the model reads so many tokens and no more."""
-    return model.max_length is not None or model.room(model.preallocate(model.initial_state(1), 1)) is not None
 
 
 def _check_keys(keys: ExportKeys, own: Mapping[str, Any], task: str) -> None:
