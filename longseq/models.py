@@ -40,6 +40,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
@@ -56,7 +57,7 @@ from torch import Tensor, distributed, nn
 from longseq.arguments import KeepsArguments, complete, copy_containers
 from longseq.blocks.sharding import gather, is_sharded, unsharded_class
 from longseq.checksum import CHECKSUM, checksum
-from longseq.files import partial_path, writing
+from longseq.files import partial_path, replacing, writing
 from longseq.mixers import Mixer, check_revisions, mixer_revisions
 from longseq.mixers import get as get_mixer
 from longseq.mixers.pattern import options_by_name
@@ -272,23 +273,28 @@ def _write(
     split = split_torch_state_dict_into_shards(
         dict(state), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )
-    for name, keys in split.filename_to_tensors.items():
-        shard = {key: state[key] for key in keys}
-        with writing(folder / name) as partial:
-            save_file(shard, partial, metadata={"format": "pt", CHECKSUM: checksum(shard)})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         texts = {**texts, INDEX_FILE: json.dumps(index, indent=2, sort_keys=True) + "\n"}
-    for name, text in texts.items():
-        partial_path(folder / name).write_text(text, encoding="utf-8")
     written = {*split.filename_to_tensors, *texts}
-    for name in written:
-        os.replace(partial_path(folder / name), folder / name)
+    with ExitStack() as failed:  # no file has its name before all are whole
+        for name in written:
+            failed.callback(partial_path(folder / name).unlink, missing_ok=True)
+        for name, keys in split.filename_to_tensors.items():
+            shard = {key: state[key] for key in keys}
+            with writing(folder / name) as partial:
+                save_file(shard, partial, metadata={"format": "pt", CHECKSUM: checksum(shard)})
+        for name, text in texts.items():
+            with writing(folder / name) as partial:
+                partial.write_text(text, encoding="utf-8")
+        for name in written:
+            os.replace(partial_path(folder / name), folder / name)
     for path in folder.iterdir():  # the weights of another model that was here
         if path.name not in written and (path.name in (WEIGHTS_FILE, INDEX_FILE) or _SHARD.fullmatch(path.name)):
             path.unlink()
     if not (folder / CARD_FILE).exists():
-        (folder / CARD_FILE).write_text(card, encoding="utf-8")
+        with replacing(folder / CARD_FILE) as partial:
+            partial.write_text(card, encoding="utf-8")
 
 
 def push_to_hub(
@@ -566,6 +572,10 @@ def _read_checkpoint(path: Path, weights: str, label: str) -> SavedModel:
     """The model in a checkpoint of `longseq train`, by torch alone."""
     if not path.is_file():
         raise ValueError(f"{label}: no such file; `longseq train` writes checkpoints/best.ckpt in its output folder")
+    if path.suffix == ".safetensors":
+        raise ValueError(f"{label} holds weights alone: give the folder with its {CONFIG_FILE}, {path.parent}")
+    if not path.stat().st_size:
+        raise ValueError(f"{label} is empty: take another checkpoint of the run, such as last.ckpt")
     if not _is_whole(path):
         raise ValueError(
             f"{label} is damaged, cut short or no checkpoint: take another one of the run, such as last.ckpt"

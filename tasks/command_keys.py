@@ -136,3 +136,9 @@ class GenerateKeys(CommandKeys):
         if len(given) != 1:
             told = " and ".join(f"{name}=" for name in given) or "none of them"
             raise ValueError(f"give one of prompt=TEXT, input=FILE and state=FILE; there is {told}")
+        if self.temperature == 0:
+            for name in ("top_k", "top_p"):
+                if (value := getattr(self, name)) is not None:
+                    raise ValueError(
+                        f"{name}={value} has no effect: temperature=0 chooses the most probable token; leave one out"
+                    )

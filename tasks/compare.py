@@ -26,6 +26,7 @@ from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from longseq.files import Kind, check_replaced, json_keys
 from longseq.tasks import comparison
 from longseq.tasks.circumstances import find_circumstances
 from longseq.tasks.experiment import check_experiment
@@ -45,9 +46,10 @@ TAKEN_KEYS = {
 }
 RUNS = "runs"
 SAMPLES = "samples"  # the folder of samples that the runs share
-RESULTS_FILE = "results.json"
+RESULTS_FILE, TABLE_FILE, PLOT_FILE = "results.json", "table.md", "plot.png"
 LOG_FILE = "log.txt"
 MEASURED_FILE = "measured.json"  # the commit, the hardware and the versions of a run
+_RESULTS = Kind("results of `longseq compare`", lambda path: {"command", "selected_by", "rows"} <= json_keys(path))
 ERROR = "longseq: error: "  # how a run begins its error message
 
 
@@ -119,6 +121,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     if not own.output:
         raise ValueError("output is empty: give output=FOLDER, or leave it out")
     folder = Path(own.output)
+    _check_folder(folder)
     trials = plan(own, [override for override in words if _key(override).split(".")[0] not in OWN_KEYS])
     composed = [_compose(trial) for trial in trials if trial.seed == own.seeds[0]]
     trained = composed[0]
@@ -150,6 +153,17 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         print(f"[{len(rows)}/{len(trials)}] {_line(trials[index], row, report)}", flush=True)
     _conclude(results, own.plot, folder)
     return results
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise ValueError, in one line, where a comparison would replace a file of another program."""
+    results = folder / RESULTS_FILE
+    check_replaced(results, "output", _RESULTS)
+    others = (folder / name for name in (TABLE_FILE, PLOT_FILE))
+    if not results.is_file() and (other := next(filter(os.path.lexists, others), None)):
+        raise ValueError(
+            f"output={folder}: {other} is there without {results}, and would be replaced: name another folder"
+        )
 
 
 def plan(own: CompareKeys, given: Sequence[str]) -> list[Trial]:
@@ -370,12 +384,12 @@ def _conclude(results: Mapping[str, Any], plotted: bool, folder: Path) -> None:
         if report not in measured:
             known = ", ".join(sorted(key for key in measured if key.startswith("test/")))
             raise ValueError(f"report={report} was not measured: choose one of {known}")
-        write_text(folder / "table.md", comparison.markdown(results))
-        written.append("table.md")
+        write_text(folder / TABLE_FILE, comparison.markdown(results))
+        written.append(TABLE_FILE)
         print_rows(comparison.table(results))
         if plotted:
-            comparison.plot(results, folder / "plot.png")
-            written.append("plot.png")
+            comparison.plot(results, folder / PLOT_FILE)
+            written.append(PLOT_FILE)
     commits = {row["measured"]["commit"] for row in results["rows"] if "metrics" in row and "measured" in row}
     if len(commits) > 1:
         told = ", ".join(sorted(str(commit).split()[0] for commit in commits))

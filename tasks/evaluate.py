@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
+from longseq.files import Kind, json_keys
 from longseq.tasks import registry
 from longseq.tasks.command_keys import EvaluateKeys
 from longseq.tasks.devices import memory_explained
@@ -31,6 +32,9 @@ EVALUATION_BATCH = 64
 DOCUMENT_TASKS = ("lm",)
 DOCUMENT_KEYS = ("column", "prompt_column", "eval_batch_size")
 
+_EVALUATION = Kind("evaluation", lambda path: "evaluated" in json_keys(path))
+_DOCUMENTS = Kind("evaluation of documents", lambda path: json_keys(path) > {"document"})
+
 
 @quiet_libraries()
 def run(cfg: DictConfig) -> dict[str, float]:
@@ -50,7 +54,7 @@ def run(cfg: DictConfig) -> dict[str, float]:
     processes.refuse_many(changes.get("num_workers"), "data.num_workers")
     output = Path(keys.output or _beside(Path(checkpoint)) / f"evaluation_{split}.json")
     _check_ending(output, ".json", "the metrics")
-    prepare_file(output)
+    prepare_file(output, _EVALUATION, reads=[checkpoint])
     unit = loaded.config.get("task", {}).get("unit", "samples")
     trainer = build_trainer(config, [StopTogether(), UnreadableSamples(unit=unit)])
     trained = task.data.info_class.from_dict(loaded.data)
@@ -82,6 +86,8 @@ def _evaluate_documents(keys: EvaluateKeys, config: Mapping[str, Any], changes: 
 
     assert keys.checkpoint is not None
     assert keys.input is not None
+    if keys.split != "test":
+        raise ValueError(f"split={keys.split} has no effect: input is measured as a whole; leave one out")
     changes = read_part(registry.get(DOCUMENT_TASKS[0]).config.data, changes, "data")
     if unread := [key for key in changes if key not in DOCUMENT_KEYS]:
         raise ValueError(
@@ -91,7 +97,7 @@ def _evaluate_documents(keys: EvaluateKeys, config: Mapping[str, Any], changes: 
     columns = Columns(changes.get("column", TEXT.text), changes.get("prompt_column"))
     output = Path(keys.output or _beside(Path(keys.checkpoint)) / f"evaluation_{Path(inputs[0]).stem}.jsonl")
     _check_ending(output, ".jsonl", "with input, a line a document")
-    prepare_file(output, reads=inputs)
+    prepare_file(output, _DOCUMENTS, reads=[*inputs, keys.checkpoint])
     trainer = build_trainer(config)
     if trainer.world_size > 1:
         raise ValueError("input is read by one process: give trainer.devices=1")

@@ -19,7 +19,7 @@ from longseq.backbones.continuation import Continuation
 from longseq.backbones.sampling import Sampling, TokenSampler
 from longseq.backbones.step_graph import can_record, check_step_graph
 from longseq.backbones.tokens import TokenBackbone
-from longseq.files import replacing
+from longseq.files import Kind, json_keys, replacing
 from longseq.kernels.packing import Packing
 from longseq.models import describe
 from longseq.state import fill_state, state_tensors
@@ -36,6 +36,8 @@ from longseq.tasks.training.files import prepare_file, write_text
 
 # The tasks whose models write text.
 TASKS = ("lm",)
+# What the file of a state holds.
+STATE = {"state", "scores", "read", "written", "model"}
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ def run(cfg: DictConfig) -> list[dict[str, Any]]:
         raise ValueError(f"output={keys.output} must end in .jsonl")
     for key in ("output", "save_state"):
         if (file := getattr(keys, key)) is not None:
-            prepare_file(Path(file), key, reads=(keys.input, keys.state if key == "output" else None))
+            reads = (keys.checkpoint, keys.input, keys.state if key == "output" else None)
+            prepare_file(Path(file), _KINDS[key], key, reads=reads)
     device = choose_device(keys.device)
     prompts = [keys.prompt] if keys.prompt is not None else [] if keys.input is None else read_prompts(Path(keys.input))
     if keys.prompt is not None:
@@ -383,6 +386,21 @@ def _read_state(path: Path) -> dict[str, Any]:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ValueError(f"state={path} cannot be read: it is damaged, or none of `longseq generate`") from error
-    if not isinstance(saved, dict) or not {"state", "scores", "read", "written", "model"} <= saved.keys():
+    if not isinstance(saved, dict) or not saved.keys() >= STATE:
         raise ValueError(f"state={path} is none of `longseq generate save_state=FILE`")
     return saved
+
+
+def _is_state(path: Path) -> bool:
+    try:
+        return bool(_read_state(path))
+    except ValueError:
+        return False
+
+
+_KINDS = {
+    "output": Kind(
+        "texts of `longseq generate`", lambda path: json_keys(path) == {"prompt", "text", "tokens", "reason"}
+    ),
+    "save_state": Kind("state of `longseq generate`", _is_state),
+}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from longseq.files import replacing
+from longseq.files import Kind, json_keys, replacing
 from longseq.tasks import registry
 from longseq.tasks.command_keys import PredictKeys
 from longseq.tasks.data.inputs import Inputs, Prediction, Unreadable, describe_passed_over
@@ -30,7 +30,7 @@ def run(cfg: DictConfig) -> dict[str, int]:
     assert keys.checkpoint is not None
     assert keys.input is not None
     output = Path(keys.output)
-    prepare_file(output, reads=[keys.input])
+    prepare_file(output, _PREDICTIONS, reads=[keys.input, keys.checkpoint])
     if keys.saliency is not None:
         prepare_folder(Path(keys.saliency), "saliency", apart_from=Path(keys.input))
     device = choose_device(keys.device)
@@ -89,6 +89,17 @@ def _write_csv(path: Path, found: Iterator[Prediction | Unreadable], inputs: Inp
         for other in (*failed, *others):
             writer.writerow([_in_utf8(other.path), *_cells(other, inputs.details), *[""] * (2 * width), other.reason])
     return classified, failed
+
+
+def _holds_predictions(path: Path) -> bool:
+    if path.suffix == ".json":
+        return {"predictions", "unreadable", "passed_over"} <= json_keys(path)
+    with path.open(encoding="utf-8", errors="replace", newline="") as file:
+        columns = next(csv.reader(file), [])
+    return columns[:1] == ["path"] and {"class_1", "probability_1"} <= set(columns)
+
+
+_PREDICTIONS = Kind("predictions", _holds_predictions)
 
 
 def _write_header(writer: Any, details: Sequence[str], width: int) -> None:

@@ -32,10 +32,11 @@ UNWANTED = (
 class Report:
     """What a task prints and records at the end of a run; tasks override what they add.
 
-    `headline` names the metrics of the closing table, in its order.
+    `headline` names the metrics of the closing table, in its order; `files` are those of all its `tables`.
     """
 
     headline: ClassVar[tuple[str, ...]] = ("loss",)
+    files: ClassVar[tuple[str, ...]] = ()
 
     def extras(self, module: Any, info: Any, split: str) -> dict[str, Any]:
         """Additional entries of metrics.json after `module` was evaluated on `split`, in forms that JSON has."""

@@ -33,6 +33,7 @@ from longseq.tasks.training.callbacks.run_log import logged
 from longseq.tasks.training.callbacks.stop import stoppable
 from longseq.tasks.training.callbacks.throughput import Throughput
 from longseq.tasks.training.class_figures import to_csv
+from longseq.tasks.training.command import refuse_given
 from longseq.tasks.training.configuration import Config, resolve, spell_value, with_absolute_root
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.freeze import freeze
@@ -43,7 +44,9 @@ from longseq.tasks.training.logger import RunLogger, close_loggers, continue_log
 from longseq.tasks.training.model import check_trainable, reads_mixer, values_in_force
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training, device_batch_size, device_count, effective_learning_rate
+from longseq.tasks.training.run_folder import check_folder, check_output
 from longseq.tasks.training.trainer import build_callbacks, build_trainer, refuse_absent_devices
+from longseq.timm_models import model_name
 
 _log = logging.getLogger(__name__)
 
@@ -66,28 +69,32 @@ def run(cfg: DictConfig) -> float | None:
     """
     processes.follow_parent()
     config = resolve(cfg)
-    if isinstance(config.get("output"), str) and Path(config["output"]).is_file():
-        raise ValueError(f"output={config['output']} is a file: give output=FOLDER, or leave it out")
+    check_output(config.get("output"))
     refuse_absent_devices(config.get("trainer") or {})  # before its batch is divided over them
     check_experiment(config)
     registry.of(config).data.prepare_process(config)
     if automatic.searches(config):
         refuse_search(config)
-    if not config["output"]:
-        raise ValueError("output is empty: give output=FOLDER, or leave it out")
+    else:
+        refuse_given(
+            lambda key: key.startswith("learning_rate_finder"),
+            "it is of a search, which recipe.learning_rate=find begins",
+        )
     folder = Path(config["output"])
     _refuse_long_warmup(config, None)
     build_trainer({**config, "logger": None})  # refuses devices that are not there before the data is opened
     _refuse_distributed_sweep(config)
+    log, names_mixer = _find_log(folder), _names_mixer(cfg)
+    check_folder(config, log=log, tables=registry.of(config).report.files)
     done = runs.finished(folder)
     if config["resume"] is True and done is not None:
         _print(f"this run is finished: {shorten(folder)}; the same command without resume=true trains anew")
         return done.get(config["optimized_metric"])
     try:
         if not _is_first_process():
-            return _train(config, folder)
-        with locked(folder), logged(_find_log(folder)):
-            return _train(config, folder)
+            return _train(config, folder, names_mixer)
+        with locked(folder), logged(log):
+            return _train(config, folder, names_mixer)
     finally:
         runs.forget_folders()
 
@@ -102,7 +109,19 @@ def _find_log(folder: Path) -> Path | None:
     return folder / f"{HydraConfig.get().job.name}.log"
 
 
-def _train(config: dict[str, Any], folder: Path) -> float | None:
+def _names_mixer(cfg: DictConfig) -> bool:
+    """True if the model's keys refer to those of a mixer, before they are resolved."""
+    return not isinstance(cfg, DictConfig) or "mixer" in OmegaConf.to_yaml(cfg.model)
+
+
+def _refuse_mixer(module: TrainedModule) -> None:
+    """ValueError if a person gave a mixer for one run whose model has none. A sweep may try models of all kinds."""
+    if reads_mixer(module.backbone) or (HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN):
+        return
+    refuse_given(lambda key: key.split(".")[0] == "mixer", f"{model_name(module.backbone)} has no mixers")
+
+
+def _train(config: dict[str, Any], folder: Path, names_mixer: bool) -> float | None:
     checkpoint = runs.checkpoint_to_resume(config)
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision(config["matmul_precision"])
@@ -111,6 +130,8 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
         _tell_kept(given, config)
         if _is_first_process():
             runs.bring_best(checkpoint, folder)
+    else:
+        _check_init(config)
     config, datamodule, reason = _open(config)
     config = with_absolute_root(config)  # the run remembers where its data are, whoever evaluates it from elsewhere
     if reason is not None:
@@ -120,6 +141,8 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     if checkpoint is not None:
         runs.check_data(checkpoint, datamodule.info)
     module = _build_module(config, datamodule, initialized=checkpoint is None)
+    if not names_mixer:
+        _refuse_mixer(module)
     module.higher_is_better(config["task"]["metric"], "task.metric")
     _check_optimized_metric(config, module)
     _check_direction(config["optimized_metric"], module)
@@ -142,6 +165,21 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     finally:
         close_loggers(trainer.loggers)
     return metrics.get(config["optimized_metric"])
+
+
+def _check_init(config: Config) -> None:
+    """ValueError, before the data are read, if `init` names no file or folder, or a checkpoint of another task."""
+    init, task = config["init"], registry.of(config)
+    if init is None or task.model.is_weights(init):
+        return
+    if not os.path.exists(init):
+        raise ValueError(f"init={init}: no such file or folder; `longseq train` writes checkpoints/best.ckpt")
+    saved = runs.saved_config(Path(init)) if os.path.isfile(init) else None
+    taken = (config["task"]["name"], *task.model.starts_from)
+    trained = ((saved or {}).get("task") or {}).get("name")
+    if trained is not None and trained not in taken:
+        known = " or ".join(f"task={name}" for name in taken)
+        raise ValueError(f"init={init} belongs to task={trained}; this command takes checkpoints of {known}")
 
 
 def build(config: DictConfig | Config, *, initialized: bool = True) -> Parts:

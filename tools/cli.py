@@ -116,6 +116,9 @@ PATHS = (
 )
 # Keys whose value is a dictionary by names of classes, which may have letters that Hydra's grammar does not have.
 TABLES = ("data.class_weights", "data.class_map")
+# Those that are nothing but a path, also where the value looks like a number.
+NAMES = ("checkpoint", "input", "output", "source", "save_state")
+_NUMBER = re.compile(r"[+-]?[\d_]*\.?\d+(e[+-]?\d+)?|true|false|nan|[+-]?inf", re.IGNORECASE)
 _QUOTED = re.compile(r"""'(\\.|[^'\\])*'|"(\\.|[^"\\])*\"""", re.DOTALL)
 _PLAIN = re.compile(r"[\w./-]*", re.ASCII)
 
@@ -335,7 +338,7 @@ def quote_texts(name: str, arguments: list[str]) -> list[str]:
         key, _, value = argument.partition("=")
         if value in ("", "null") or _QUOTED.fullmatch(value):
             quoted.append(argument)
-        elif key in TEXTS.get(name, ()) or _is_table(key, value):
+        elif key in TEXTS.get(name, ()) or _is_table(key, value) or (key in NAMES and _NUMBER.fullmatch(value)):
             quoted.append(f"{key}={_quote(value)}")
         elif key in PATHS and not _is_readable(key, value):
             quoted.append(f"{key}={_quote(os.path.expanduser(value))}")

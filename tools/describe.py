@@ -35,7 +35,7 @@ from longseq.tasks.command_keys import TrainKeys
 from longseq.tasks.experiment import check_experiment, choose, with_any_choice
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.training import checkpoint
-from longseq.tasks.training.command import read_command
+from longseq.tasks.training.command import read_command, refuse_given
 from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.options import OneOf
 from longseq.tasks.training.recipe import device_batch_size
@@ -82,6 +82,10 @@ def run(cfg: DictConfig) -> Any:
     keys = read_command(DescribeKeys, cfg)
     if keys.output is not None:
         raise ValueError(f"longseq describe writes no file: leave output={keys.output} out, and add > FILE at the end")
+    if keys.list is not None:
+        _refuse_others(f"list={keys.list} describes no model of the command", "list")
+    elif keys.checkpoint is not None:
+        _refuse_others(f"checkpoint={keys.checkpoint} has a model of its own", "checkpoint", "device")
     if keys.list is None:
         model, data, recipe = _model_and_data(cfg)
         facts: Any = _describe(model, data, _device(keys.device))
@@ -95,6 +99,12 @@ def run(cfg: DictConfig) -> Any:
     else:
         LISTS[keys.list].show(facts, Console())
     return facts
+
+
+def _refuse_others(why: str, *read: str) -> None:
+    """Raise ValueError if a person gave a key that this description does not read."""
+    known = (*read, "format", "plugins", "hydra")
+    refuse_given(lambda key: key.split(".")[0].partition("/")[0] not in known, why)
 
 
 def _device(name: str) -> str:

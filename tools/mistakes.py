@@ -126,6 +126,7 @@ def check_arguments(verb: str, arguments: Sequence[str]) -> tuple[list[str], lis
             raise ValueError(f"{flag} needs {needed}" + (f", and {value} is none" if value else ""))
         if flag == "--experimental-rerun" and not (value.endswith(".pickle") and Path(value).is_file()):
             raise ValueError(f"{flag} {value}: there is no such file of Hydra's; give the config.pickle of a job")
+    _check_folders(verb, overrides)
     return flags, overrides
 
 
@@ -140,6 +141,18 @@ def find_repeats(overrides: Sequence[str]) -> list[str]:
         for key, words in given.items()
         if len({word.partition("=")[2] for word in words}) > 1
     ]
+
+
+def _check_folders(verb: str, overrides: Sequence[str]) -> None:
+    """ValueError for a folder of Hydra's in which the command writes nothing. A sweep's is that of its trials."""
+    given = {_key_of(override): override for override in overrides}
+    if "hydra.run.dir" not in given or "hydra.job.chdir" in given:
+        return
+    told = f"{given['hydra.run.dir']} has no effect"
+    if verb != "train":
+        raise ValueError(f"{told} on longseq {verb}, whose files have keys such as output: leave it out")
+    if "output" in given:
+        raise ValueError(f"{told} beside {given['output']}: leave one out")
 
 
 def full_flag(begin: str) -> str | None:

@@ -135,6 +135,11 @@ class ImageDataModule(TaskData):
         keys = read(ImageDataKeys, config["data"], "data")
         if is_named(keys.datamodule):
             return OwnDataModule.from_config(config, batch_size)
+        if keys.train_samples is not None and not is_stream(keys.source):
+            raise ValueError(
+                f"data.train_samples={keys.train_samples} has no effect: it is of streams, and "
+                f"data.source={keys.source} counts its images itself; leave it out"
+            )
         if keys.decode == "gpu" and (config.get("trainer") or {}).get("accelerator") == "cpu":
             gpu_of(torch.device("cpu"))
         datamodule = cls(keys, batch_size=batch_size, seed=config["seed"], augment=augment)

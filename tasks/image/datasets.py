@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from typing_extensions import Self
 
-from longseq.files import replacing
+from longseq.files import check_replaced
 from longseq.tasks.data.batch import Batch, Failure
 from longseq.tasks.data.input_keys import InputKeys
 from longseq.tasks.data.inputs import InputFiles
@@ -31,7 +31,7 @@ from longseq.tasks.data.unreadable import UNREADABLE, LabelError
 from longseq.tasks.image.decoding import decode, first_line, image_endings, in_eight_bits, upright
 from longseq.tasks.image.folder import Found, find_images
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.image.saliency import draw_saliency, saliency
+from longseq.tasks.image.saliency import PICTURES, draw_saliency, saliency, write_picture
 from longseq.tasks.image.sources import Split
 from longseq.tasks.image.split_folders import is_compressed
 from longseq.tasks.image.transforms import denormalize, evaluation_transform, normalize
@@ -273,7 +273,15 @@ class ImageFiles(InputFiles):
                 f"saliency_class={keys.saliency_class} is none of the model's {info.num_classes} classes: "
                 f"did you mean {near[0]}?"
             )
-        return super().open(path, info, keys)
+        images = super().open(path, info, keys)
+        if keys.saliency is not None:
+            for one in images.paths:
+                check_replaced(images._picture_of(one, keys.saliency), "saliency", PICTURES)
+        return images
+
+    def _picture_of(self, path: str, folder: str) -> Path:
+        """The picture of an image's saliency in a folder with the folders of the input."""
+        return Path(folder, os.path.relpath(path, self._root) + ".png")
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -309,10 +317,7 @@ class ImageFiles(InputFiles):
         pixels = denormalize(batch, self.info).cpu()
         captions = [f"{names[one]} {value:.3f}" for one, value in zip(chosen.tolist(), probabilities, strict=True)]
         for path, *shown in zip(paths, pixels, maps.cpu(), captions, strict=True):
-            target = Path(keys.saliency, os.path.relpath(path, self._root) + ".png")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(target) as partial:
-                draw_saliency(*shown).save(partial, format="PNG")
+            write_picture(draw_saliency(*shown), self._picture_of(path, keys.saliency))
         self._notes = [f"pictures of saliency written below {keys.saliency}"]
         return logits
 

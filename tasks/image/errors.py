@@ -51,6 +51,8 @@ class WorstErrors(Callback):
     and is named by its batch.
     """
 
+    FILES = ("worst_errors_val.csv", "worst_errors_val_last.csv", "worst_errors_test.csv")
+
     def __init__(
         self,
         folder: str,

@@ -35,6 +35,7 @@ from longseq.tasks.image.prepare_keys import PrepareImagesKeys
 from longseq.tasks.image.ranges import warn_of_narrow_ranges
 from longseq.tasks.image.shards import MANIFEST, SPLITS, VERSION
 from longseq.tasks.image.sources import ReaderSource, Source, Split, open_folders
+from longseq.tasks.image.split_folders import find_split
 from longseq.tasks.image.table import open_tables
 from longseq.tasks.report import progress_bar, quiet_libraries, shorten
 from longseq.tasks.training.command import read_command
@@ -66,6 +67,7 @@ def run(cfg: DictConfig) -> None:
     keys = read_command(PrepareImagesKeys, cfg)
     assert keys.input is not None
     assert keys.output is not None
+    _check_apart(keys.input, keys.output)
     sources = open_input(keys)
     warn_of_narrow_ranges(Split.whole(sources["train"]))  # of encoded images nobody can tell it later
     encoding = Encoding(keys.format, keys.size, keys.quality)
@@ -80,6 +82,22 @@ def run(cfg: DictConfig) -> None:
     print(describe(manifest))
     several = " data.multi_label=true" if keys.multi_label else ""
     print(f"longseq train data=image_shards data.root={shorten(keys.output)}{several}")
+
+
+def _check_apart(given: str, output: str) -> None:
+    """Raise ValueError, in one line, where a later command would take the shards for a class of the input.
+
+    Beside the folders of splits, and beside a table, they are no part of the images.
+    """
+    root = os.path.expanduser(given)
+    if not os.path.isdir(root) or Path(root, "train.csv").is_file():
+        return
+    splits = [path for kind in _NAMES if (path := find_split(root, kind)) is not None]
+    target = Path(output).expanduser().resolve()
+    if place := next((path for path in splits or [root] if target.is_relative_to(Path(path).resolve())), None):
+        raise ValueError(
+            f"output={output} lies in {place}, with whose images its shards would be read: name a folder apart"
+        )
 
 
 def open_input(keys: PrepareImagesKeys) -> dict[str, Source]:

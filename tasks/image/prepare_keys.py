@@ -9,6 +9,8 @@ from longseq.tasks.training.command import CommandKeys
 from longseq.tasks.training.options import Length, Range, Required
 from longseq.tasks.training.processes import refuse_many
 
+QUALITY = 90  # of JPEG files, where the command does not give it
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareImagesKeys(CommandKeys):
@@ -32,3 +34,7 @@ class PrepareImagesKeys(CommandKeys):
         refuse_many(self.processes, "processes")
         if self.format == "keep" and self.size is not None:
             raise ValueError(f"size={self.size} changes images, and format=keep keeps them: leave one out")
+        if self.format == "keep" and self.quality != QUALITY:
+            raise ValueError(
+                f"quality={self.quality} is of files that are encoded anew, and format=keep keeps them: leave one out"
+            )

@@ -75,6 +75,11 @@ def load(
     check_loaded(config.get("plugins") or [], label)
     task = (config.get("task") or {}).get("name") or _task_of(saved)
     taken = " or ".join(f"task={name}" for name in tasks)
+    if task is None and saved.config.get("kind") is None and "model_type" in saved.config:
+        raise ValueError(
+            f"{label} holds a model of another library (model_type={saved.config['model_type']}): `longseq convert "
+            "source=FOLDER output=FOLDER` turns those that it knows into ours"
+        )
     if task is None:
         remedy = "give one of the run that trained it, such as checkpoints/best.ckpt"
         if Path(path).is_dir() and "lm" in tasks:

@@ -19,6 +19,7 @@ class ClassReport(Report):
     """
 
     unit: ClassVar[str]
+    files = tuple(f"{name}_{split}.csv" for name in ("classes", "confusion_matrix") for split in ("val", "test"))
 
     def extras(self, module: Any, info: Any, split: str) -> dict[str, Any]:
         found: dict[str, Any] = {}

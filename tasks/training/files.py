@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from longseq.files import check_place, replacing
+from longseq.files import Kind, check_name, check_place, check_replaced, replacing
 from longseq.models import CONFIG_FILE, INDEX_FILE
 from longseq.tokenizer_files import SETTINGS_FILE, TOKENIZER_FILE
 
@@ -15,29 +15,29 @@ from longseq.tokenizer_files import SETTINGS_FILE, TOKENIZER_FILE
 _OF_MODELS = (CONFIG_FILE, INDEX_FILE, TOKENIZER_FILE, SETTINGS_FILE)
 
 
-def prepare_file(path: Path, key: str = "output", *, reads: Iterable[str | Path | None] = ()) -> None:
+def prepare_file(path: Path, kind: Kind, key: str = "output", *, reads: Iterable[str | Path | None] = ()) -> None:
     """Make the folder of a file that is to be written, and that `key` names.
 
-    ValueError, in one line, where no file can come to stand, or where a model or one of the files that the command
-    `reads` stands.
+    ValueError, in one line, where no file can come to stand, or where a file stands that the command may not replace:
+    one of another kind, of a model, or one that the command `reads`.
     """
-    check_file(path, key, reads=reads)
+    check_file(path, kind, key, reads=reads)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{key}={path}: the folder cannot be made: {error.strerror}") from error
 
 
-def check_file(path: Path, key: str = "output", *, reads: Iterable[str | Path | None] = ()) -> None:
+def check_file(path: Path, kind: Kind, key: str = "output", *, reads: Iterable[str | Path | None] = ()) -> None:
     """Raise the errors of `prepare_file`, and make no folder."""
+    check_name(path, key)
     if path.is_dir():
         raise ValueError(f"{key}={path} is a folder: name a file")
     if path.is_file():
         of_model = path.name in _OF_MODELS and (path.parent / CONFIG_FILE).is_file()
         if of_model or path.suffix in (".ckpt", ".safetensors"):
             raise ValueError(f"{key}={path} is a file of a model, which it would replace: give another name")
-        if any(read is not None and Path(read).exists() and path.samefile(read) for read in reads):
-            raise ValueError(f"{key}={path} is what the command reads, and would be replaced: give another name")
+    check_replaced(path, key, kind, reads=reads)
     check_place(path, key)
 
 

@@ -26,6 +26,7 @@ from longseq.tasks.training.trainer import build_trainer
 
 # The files of the curve in the run folder.
 TABLE, PICTURE = "learning_rates.csv", "learning_rates.png"
+COLUMNS = "learning_rate,loss"
 
 
 def refuse_search(config: Mapping[str, Any]) -> None:
@@ -72,7 +73,7 @@ def find_learning_rate(
 def _write(curve: Any, folder: Path) -> None:
     rows = zip(curve.results["lr"], curve.results["loss"], strict=False)
     lines = [f"{rate:.6g},{loss:.6g}" for rate, loss in rows]
-    write_text(folder / TABLE, "\n".join(["learning_rate,loss", *lines]) + "\n")
+    write_text(folder / TABLE, "\n".join([COLUMNS, *lines]) + "\n")
     if find_spec("matplotlib") is None:
         return
     from matplotlib.figure import Figure

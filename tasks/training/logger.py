@@ -22,6 +22,8 @@ PACKAGES = {"WandbLogger": ("wandb", "wandb"), "MLFlowLogger": ("mlflow", "mlflo
 class RunLogger(TensorBoardLogger):
     """Writes the events of a run's fit and test into one file of `folder`."""
 
+    FILES = ("events.out.tfevents.*",)
+
     def __init__(self, folder: str) -> None:
         super().__init__(folder, name="", version="", default_hp_metric=False)
 
@@ -56,7 +58,7 @@ class RunLogger(TensorBoardLogger):
 
 def check_loggers(logger: Any) -> None:
     """Raise ValueError, in one line, for a logger that does not take its options, or whose package is missing."""
-    for place, options in _entries(logger).items():
+    for place, options in logger_entries(logger).items():
         targets.check_options(options, targets.LOGGERS, place)
         name = str(options[targets.TARGET]).rpartition(".")[2]
         package, extra = PACKAGES.get(name, (None, None))
@@ -67,7 +69,7 @@ def check_loggers(logger: Any) -> None:
 def build_loggers(logger: Any) -> list[Logger]:
     """The loggers of the group `logger`: a logger by itself, several by name, or none."""
     check_loggers(logger)
-    return [targets.build(options, targets.LOGGERS, place) for place, options in _entries(logger).items()]
+    return [targets.build(options, targets.LOGGERS, place) for place, options in logger_entries(logger).items()]
 
 
 def continue_loggers(loggers: Iterable[Logger], step: int) -> None:
@@ -124,7 +126,7 @@ def _finish(logger: WandbLogger) -> None:
         logger._experiment.finish()
 
 
-def _entries(logger: Any) -> dict[str, Mapping[str, Any]]:
+def logger_entries(logger: Any) -> dict[str, Mapping[str, Any]]:
     """The place in the configuration and the options of each logger."""
     if not logger:
         return {}

@@ -10,12 +10,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from longseq.files import replacing
 from longseq.tasks.data.info import Info
 from longseq.tasks.training.automatic import as_chosen_before
+from longseq.tasks.training.command import command_words
 from longseq.tasks.training.configuration import resolve, with_absolute_root
 from longseq.tasks.training.lock import is_locked
 
@@ -84,7 +84,7 @@ def run_folder(fresh: str, *, _root_: DictConfig) -> str:
     config: Any = OmegaConf.to_container(OmegaConf.masked_copy(_root_, [str(key) for key in _root_ if key != "hydra"]))
     wanted = resolve(OmegaConf.create({**config, "output": fresh}))
     if resume is not True:
-        saved = _saved_config(Path(resume))
+        saved = saved_config(Path(resume))
         if saved is not None:
             wanted = as_begun(wanted, saved, OmegaConf.select(_root_, "hydra.overrides.task"))
             ends_elsewhere = bool(differences(saved, wanted, another_accelerator=True))
@@ -117,12 +117,18 @@ def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
     """
     resume, folder = config["resume"], Path(config["output"])
     if not resume:
-        if _newest_checkpoint(folder) is not None:
+        if newest_checkpoint(folder) is not None:
             raise ValueError(f"{folder} holds a run already; continue it with resume=true, or choose another output")
         return None
-    path = _newest_checkpoint(folder) if resume is True else Path(resume)
+    path = newest_checkpoint(folder) if resume is True else Path(resume)
     if path is None:
         return None
+    if path.is_dir():
+        last = next(
+            (place for place in (newest_checkpoint(path), path / "last.ckpt") if place and place.is_file()), None
+        )
+        told = f"give resume={last}" if last is not None else "give a .ckpt file, or resume=true for the newest"
+        raise ValueError(f"resume={resume} is a folder, and a run goes on from a checkpoint: {told}")
     if not path.is_file():
         raise ValueError(
             f"resume={resume}: there is no such checkpoint; give a .ckpt file, or resume=true for the newest"
@@ -136,8 +142,13 @@ def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
             f"{path} is not a checkpoint of `longseq train`; give one below outputs/, continue a program's own run by "
             f"trainer.fit(..., ckpt_path={path.name!r}), or begin a run with its weights by init={path}"
         )
+    if missing := _missing_in(content):
+        raise ValueError(
+            f"{path} lacks {missing}, without which the run would not go on as it was: it was changed after it was "
+            f"written; give another checkpoint, or begin a run with its weights by init={path}"
+        )
     named = resume is not True
-    wanted = as_begun(config, saved, _words()) if named else config
+    wanted = as_begun(config, saved, command_words()) if named else config
     changed = differences(saved, wanted, another_accelerator=named, another_length=named)
     if changed:
         shown = "; ".join(f"{key}: {old!r} there, {new!r} here" for key, old, new in changed[:5])
@@ -147,6 +158,16 @@ def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
             f"without resume"
         )
     return path
+
+
+def _missing_in(content: Mapping[str, Any]) -> str | None:
+    """The part that a checkpoint of a run has lost; None if it is whole. A model without gradients has no optimizer."""
+    needed = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step")
+    missing = next((name for name in needed if name not in content), None)
+    if missing is not None:
+        return missing
+    emptied = bool(content["lr_schedulers"]) and not content["optimizer_states"]
+    return "optimizer_states" if emptied else None if content["loops"] else "loops"
 
 
 def differences(
@@ -230,7 +251,7 @@ def _runs(parent: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Folders below `parent` with a checkpoint, newest first, and their configurations; other folders are ignored."""
     found = []
     for path in parent.glob(f"*/{CONFIG_FILE}"):
-        checkpoint = _newest_checkpoint(path.parent)
+        checkpoint = newest_checkpoint(path.parent)
         if checkpoint is None:
             continue
         content = _read(checkpoint)
@@ -243,15 +264,15 @@ def _runs(parent: Path) -> list[tuple[Path, dict[str, Any]]]:
     return [(folder, dict(saved)) for _, folder, saved in sorted(found, key=lambda run: run[0], reverse=True)]
 
 
-def _newest_checkpoint(folder: Path) -> Path | None:
+def newest_checkpoint(folder: Path) -> Path | None:
     path = folder / "checkpoints" / "last.ckpt"
     return path if path.is_file() else None
 
 
 def chosen_in(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with the values that the run of a checkpoint chose, where it leaves the choice to the run."""
-    saved = _saved_config(checkpoint) or {}
-    return as_begun(as_chosen_before(config, saved), saved, _words())
+    saved = saved_config(checkpoint) or {}
+    return as_begun(as_chosen_before(config, saved), saved, command_words())
 
 
 def as_begun(config: Mapping[str, Any], saved: Mapping[str, Any], words: Sequence[str] | None) -> dict[str, Any]:
@@ -268,17 +289,12 @@ def as_begun(config: Mapping[str, Any], saved: Mapping[str, Any], words: Sequenc
     return {**config, "trainer": {**config["trainer"], **{name: earlier[name] for name in kept if name in earlier}}}
 
 
-def _words() -> list[str] | None:
-    """The overrides of the command that runs; None without one."""
-    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else None
-
-
 def updates_of(checkpoint: Path) -> int:
     """The number of updates after which a checkpoint was written."""
     return _read(checkpoint).get("global_step", 0)
 
 
-def _saved_config(checkpoint: Path) -> dict[str, Any] | None:
+def saved_config(checkpoint: Path) -> dict[str, Any] | None:
     return _config_of(_read(checkpoint))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from documents import make_rows, write_jsonl
 from PIL import Image
+from safetensors.torch import save_file
 
 from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.tokens import TokenBackbone
@@ -35,7 +36,19 @@ def make_folder(folder: Path) -> Path:
         "truncation": "none",
     }
     classifier.save_pretrained(folder / "classifier")
-    for name in ("empty", "taken", "taken.csv", "photos"):
+    (folder / "classes" / "bird").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(folder / "classes" / "bird" / "a.png")
+    torch.save({"a": torch.zeros(1)}, folder / "weights.pt")
+    (folder / "linked.pt").symlink_to("run.ckpt")
+    edited = torch.load(RUN, weights_only=True)
+    edited["optimizer_states"] = []
+    torch.save(edited, folder / "edited.ckpt")
+    (folder / "empty.ckpt").touch()
+    (folder / "llama").mkdir()
+    (folder / "llama" / "config.json").write_text('{"model_type": "llama"}')
+    save_file({"embed_tokens.weight": torch.zeros(2, 2)}, folder / "llama" / "model.safetensors")
+    (folder / "dangling").symlink_to("nowhere")
+    for name in ("empty", "taken", "taken.csv", "photos", "figures"):
         (folder / name).mkdir()
     Image.new("RGB", (8, 8)).save(folder / "photos" / "a.png")
     texts = {
@@ -43,6 +56,10 @@ def make_folder(folder: Path) -> Path:
         "notes.txt": "notes\n",
         "images.tar": "packed",
         "images.zip": "packed",
+        "notes.json": '{"test/top1": 0.5}\n',
+        "notes.md": "# Notes\n",
+        "report.md": "# Report\n",
+        "figures/table.md": "| a |\n",
         "nothing.txt": "",
         "text.txt": "some text\n\nmore\n",
         "rows.jsonl": '{"text": "a"}\n',

@@ -133,6 +133,7 @@ def test_the_error_told_is_that_of_the_last_attempt(tmp_path, monkeypatch, capsy
     sweep = ("mixers=[deltanet]", "plot=false")
     (tmp_path / "compared").mkdir()
     (tmp_path / "compared" / "table.md").write_text("of an earlier comparison")
+    (tmp_path / "compared" / "results.json").write_text('{"command": "", "selected_by": "", "rows": []}')
     assert comparing(monkeypatch, tmp_path, script, *sweep) == 2
     told = capsys.readouterr()
     assert "first: training diverged at step 3; the same" in told.err

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from documents import make_rows, write_jsonl
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from longseq.tasks import train
 from longseq.tasks.image.module import ImageClassifier
@@ -70,6 +71,60 @@ def test_the_rows_of_a_csv_logger_go_on(tiny, tmp_path):
     assert [row["step"] for row in run] == [row["step"] for row in whole]
     for name in ("train/loss", "val/loss", "test/loss"):
         assert [row[name] for row in run] == [row[name] for row in whole]
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """The points of each curve that TensorBoard shows."""
+    board = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    tags = [tag for tag in board.Tags()["scalars"] if tag.startswith(("train/loss", "val/", "test/"))]
+    return {tag: [(event.step, event.value) for event in board.Scalars(tag)] for tag in tags}
+
+
+@pytest.mark.slow
+def test_no_row_is_lost_or_doubled_by_two_interruptions_and_a_move(image_folder, tiny, tmp_path, monkeypatch):
+    shutil.copytree(image_folder, tmp_path / "images")
+    known = ("data=image_folder", "data.img_size=16", "model.patch_size=4", "data.num_workers=0", "recipe.batch_size=8")
+    words = (*known, "recipe.epochs=4", "logger=[tensorboard,csv]", "trainer.log_every_n_steps=1")
+    monkeypatch.chdir(tmp_path)
+    train.run(tiny(*words, "data.root=images", "output=whole"))
+    interrupted(lambda: train.run(tiny(*words, "data.root=images", "output=run")), 4)
+    interrupted(lambda: train.run(tiny(*words, "data.root=images", "output=run", "resume=true")), 8)
+    (tmp_path / "elsewhere").mkdir()
+    shutil.move(tmp_path / "run", tmp_path / "elsewhere" / "moved")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    train.run(tiny(*words, "data.root=../images", "output=moved", "resume=true"))
+    whole, run = tmp_path / "whole", tmp_path / "elsewhere" / "moved"
+    rows, again = (list(csv.DictReader((folder / "metrics.csv").open())) for folder in (whole, run))
+    assert [row["step"] for row in again] == [row["step"] for row in rows]
+    for name in ("train/loss", "val/loss", "test/loss"):
+        assert [row[name] for row in again] == [row[name] for row in rows], name
+    assert scalars(run) == scalars(whole)
+    first, second = (json.loads((folder / "metrics.json").read_text()) for folder in (whole, run))
+    for name in ("epochs", "updates", "val/loss", "test/loss"):
+        assert second[name] == first[name], name
+
+
+@pytest.mark.slow
+def test_a_killed_run_has_the_rows_up_to_its_checkpoint(tiny, tmp_path):
+    words = ("recipe.epochs=1", "logger=[tensorboard,csv]", "trainer.log_every_n_steps=1", "data.num_workers=0")
+    words += ("callbacks.checkpoint.every_n_train_steps=5",)
+    train.run(tiny(*words, f"output={tmp_path / 'whole'}"))
+    step = ImageClassifier.training_step
+
+    def copy(self: ImageClassifier, *batch: Any) -> Any:
+        if self.trainer.global_step == 12:  # what a kill leaves
+            shutil.copytree(tmp_path / "run", tmp_path / "killed", ignore=shutil.ignore_patterns("run.lock"))
+        return step(self, *batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ImageClassifier, "training_step", copy)
+        train.run(tiny(*words))
+    assert read(tmp_path / "killed", "last.ckpt")["global_step"] == 10
+    train.run(tiny(*words, f"output={tmp_path / 'killed'}", "resume=true"))
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    rows, again = (list(csv.DictReader((folder / "metrics.csv").open())) for folder in (whole, killed))
+    assert [(row["step"], row["train/loss"]) for row in again] == [(row["step"], row["train/loss"]) for row in rows]
+    assert scalars(killed) == scalars(whole)
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from longseq import mixers
 from longseq.tasks.training.checkpoint import load, sha256
 from longseq.tools.export import (
     FORMATS,
+    checked_file,
     export_image_classifier,
     onnx_file,
     run,
@@ -32,7 +33,7 @@ from longseq.tools.export import (
 )
 from longseq.tools.export.checked_file import TRACED_BATCH
 from longseq.tools.export.formats import SUFFIXES
-from longseq.tools.export.parity import probe_images
+from longseq.tools.export.parity import Expected, compare, probe_images
 
 VIM, VIT = "longseq_tiny_patch16_224", "longseq_vit_tiny_patch16_224"
 CHASSIS: dict[str, dict[str, Any]] = {VIM: {}, VIT: {"direction": "forward", "global_pool": "avg"}}
@@ -435,6 +436,24 @@ def test_format_and_name_follow_from_each_other(checkpoint: Path, tmp_path: Path
     report = run(compose_export(f"checkpoint={checkpoint}", "format=torchscript"))
     assert report.path == checkpoint.with_suffix(".pt")
     report.path.unlink()
+
+
+@pytest.mark.slow
+def test_a_tolerance_below_the_rounding_of_float32_is_told(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (f"checkpoint={checkpoint}", f"output={tmp_path}/model.pt")
+    report = run(compose_export(*words, "tolerance=1e-12"))
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tolerance=1e-12 is less than")]
+    limit = max(row.limit for row in report.comparisons)
+    assert f"{limit:.1e}, and the largest difference is {max(row.difference for row in report.comparisons):.1e}" in told
+    run(compose_export(*words))
+    assert "tolerance=" not in capsys.readouterr().out
+    found = compare(lambda images: images + 1, Expected(torch.zeros(1, 2), torch.zeros(1, 2), 1e-3), 1e-12)
+    with pytest.raises(
+        RuntimeError, match=r"3.0e-03 \(three times the model's own rounding .* above tolerance=1e-12\)"
+    ):
+        checked_file._check_comparisons([found], "image", 1e-12)
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from longseq.mixers import window_attention
 from longseq.tasks import generate
 from longseq.tasks.text.tokenizer import train_tokenizer
 from longseq.tools.export import FORMATS, checked_file, export_language_model, onnx_file, run, state_spec
-from longseq.tools.export.formats import SUFFIXES
+from longseq.tools.export.formats import SUFFIXES, check_beside
 from longseq.tools.export.graph import capture
 from longseq.tools.export.language_model import LanguageModelFile
 
@@ -251,6 +251,15 @@ def test_onnx_weights_beyond_a_protobuf_lie_beside_the_file(
     assert FORMATS["onnx"].open_file(path)(torch.tensor([1]), [state.starts(1) for state in state_spec(model)])
     report.print()
     assert f"its weights: {beside}; keep it in the folder of model.onnx" in capsys.readouterr().out
+
+
+def test_weights_of_another_file_are_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_file, "LARGEST_WEIGHTS", 1000)
+    (tmp_path / "model.onnx.data").write_text("of another program")
+    with pytest.raises(ValueError, match=r"its weights would replace .*model.onnx.data: give another name, or remove"):
+        check_beside(build(), tmp_path / "model.onnx", "onnx")
+    monkeypatch.undo()
+    check_beside(build(), tmp_path / "model.onnx", "onnx")  # the weights lie in the file itself
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,11 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from longseq.files import check_place, replacing
+from longseq.files import Kind, check_place, check_replaced, json_keys, replacing
 from longseq.tasks.circumstances import describe, find_circumstances
 from longseq.tasks.training.options import Length
+
+ROWS = Kind("rows of a benchmark", lambda path: {"what", "command", "rows"} <= json_keys(path))
 
 # The type of a benchmark's key `dtypes`.
 Dtypes = Annotated[list[Literal["bfloat16", "float16", "float32"]], Length(1)]
@@ -78,14 +80,23 @@ def add_circumstances(rows: Sequence[Mapping[str, Any]], device: torch.device) -
     return [{**row, "measured": measured} for row in rows]
 
 
-def check_output(output: str) -> Path:
-    """The file for the rows. ValueError, in one line, where it cannot come to stand."""
+def check_output(output: str, kind: Kind | None = ROWS) -> Path:
+    """The file for the rows. ValueError, in one line, where it cannot come to stand, or would replace another kind.
+
+    `kind` is None for a command that extends the file and checks its content itself. A table beside the file is
+    replaced together with rows; without them, it is not known whose table it is.
+    """
     file = Path(output)
     if file.suffix != ".json":
         raise ValueError(f"output={output} is no name for JSON rows: give one that ends in .json")
     for one in (file, _table_beside(file)):
         if one.is_dir():
             raise ValueError(f"output={output}: {one} is a folder: give another name")
+    if kind is not None:
+        check_replaced(file, "output", kind)
+    table = _table_beside(file)
+    if kind is ROWS and table.is_file() and not file.is_file():
+        raise ValueError(f"output={output}: its table would replace {table}: give another name, or remove that file")
     check_place(file, "output")
     return file
 

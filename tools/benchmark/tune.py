@@ -26,6 +26,7 @@ from rich.console import Console
 from torch import Tensor
 
 from longseq import kernels
+from longseq.files import replacing
 from longseq.kernels.launch_file import LAUNCHES_VARIABLE, find_misfit, read_launches
 from longseq.kernels.self_test import SELF_TEST_VARIABLE
 from longseq.tasks.circumstances import find_circumstances
@@ -98,7 +99,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         known = {name for op in names for launches in tables[op].LAUNCHES.values() for name in launches}
         check_names("kernels", keys.kernels, sorted(known))
     capability = list(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
-    file = File(check_output(keys.output), tables, capability, circumstances(device))
+    file = File(check_output(keys.output, None), tables, capability, circumstances(device))
     with environment({SELF_TEST_VARIABLE: "0"}):  # every candidate is compared with float64 here
         for dtype in (getattr(torch, name) for name in keys.dtypes):
             trials = [Trial(tables, item, dtype, device, keys.seconds, keys.gradients) for item in work]
@@ -169,7 +170,8 @@ class File:
     def _write(self) -> None:
         trying = {} if self.trying is None else {"trying": self.trying}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps({**self.held, **trying}, indent=2) + "\n", encoding="utf-8")
+        with replacing(self.path) as partial:
+            partial.write_text(json.dumps({**self.held, **trying}, indent=2) + "\n", encoding="utf-8")
 
     def _without(self, place: Place, part: str) -> list[dict[str, Any]]:
         """The rows of other places or other GPUs, and the rows of crashes."""

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys, read_command
 from longseq.tasks.training.options import Length, OneOf, Range
 from longseq.tools.export.document_classifier import export_document_classifier
-from longseq.tools.export.formats import FORMATS, SUFFIXES, register_format
+from longseq.tools.export.formats import FORMATS, SUFFIXES, check_beside, kind_of, register_format
 from longseq.tools.export.image_classifier import export_image_classifier
 from longseq.tools.export.language_model import export_language_model
 from longseq.tools.export.report import ExportReport
@@ -29,6 +29,10 @@ __all__ = [
     "run",
     "state_spec",
 ]
+
+OPSET = 20  # where the command does not give it
+# The formats that have no opset.
+WITHOUT_OPSET = ("torchscript", "pt2")
 
 # The tasks whose models can be exported: for each the function, and the keys that only its models have. These have the
 # values of keys that are left out.
@@ -68,16 +72,19 @@ def run(cfg: DictConfig) -> ExportReport:
     keys = read_command(ExportKeys, cfg)
     assert keys.checkpoint is not None
     format = keys.format or _format_of(keys.output)
+    if keys.opset != OPSET and format in WITHOUT_OPSET:
+        raise ValueError(f"opset={keys.opset} has no effect: it is of ONNX, and format={format} has none; leave it out")
     tasks = {name: base for base in EXPORTS for name in registry.like(base)}
     if keys.output is not None:  # before the model is read
-        check_file(Path(keys.output))
+        check_file(Path(keys.output), kind_of(format), reads=[keys.checkpoint])
     loaded = checkpoint.load(keys.checkpoint, weights=keys.weights, any_resolution=keys.dynamic_resolution, tasks=tasks)
     model: Any = loaded.backbone
     export, defaults = EXPORTS[tasks[loaded.task_name]]
     _check_keys(keys, defaults, loaded.task_name)
     output = Path(keys.output or loaded.file.with_suffix(SUFFIXES.get(format, "")))
     if keys.output is None:
-        check_file(output)
+        check_file(output, kind_of(format))
+    check_beside(model, output, format)
     options: dict[str, Any] = {
         "format": format,
         "data": loaded.data,

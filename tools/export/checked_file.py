@@ -116,6 +116,7 @@ def write_checked(
         nodes=nodes,
         comparisons=comparisons,
         metadata=spec.metadata,
+        tolerance=tolerance,
         model_ms=model_ms,
         file_ms=file_ms,
     )
@@ -131,7 +132,8 @@ def _refusal_in(error: Exception, folder: Path, partial: Path) -> OSError | None
 def _check_comparisons(comparisons: Sequence[Comparison], unit: str, tolerance: float) -> None:
     for row in comparisons:
         if not row.passed:
+            floor = f"three times the model's own rounding to float32, which is above tolerance={tolerance:g}"
             raise RuntimeError(
                 f"for {unit}s {list(row.shape)} the file differs from the model by {row.difference:.1e}, "
-                f"allowed are {row.limit:.1e} (tolerance={tolerance:g})"
+                f"allowed are {row.limit:.1e} ({floor if row.is_floor else f'tolerance={tolerance:g}'})"
             )

@@ -10,15 +10,18 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from longseq.files import check_place
+from longseq.files import Kind, check_place
 from longseq.tools.export import onnx_file, pt2_file, torchscript_file
 from longseq.tools.export.spec import FileSpec
 
-__all__ = ["FORMATS", "SUFFIXES", "FileFormat", "find_target", "register_format"]
+__all__ = ["FORMATS", "SUFFIXES", "FileFormat", "check_beside", "find_target", "kind_of", "register_format"]
 
 
 class FileFormat(Protocol):
     """A file format: a module, or any object, with these two functions.
+
+    `longseq export` replaces an existing file only if the format's function `is_own(path)`, where it has one, says that
+    the format wrote it. With a function `find_beside(module, path)`, a format names the files that it makes beside it.
 
     A file takes the arguments of the module that it is written from, and gives its results. `example` holds arguments:
     tensors, and lists of tensors. The module returns a tensor, or a tensor and a list of tensors.
@@ -43,6 +46,21 @@ def register_format(name: str, suffix: str, file_format: FileFormat) -> None:
     if name in _FORMATS or suffix in _SUFFIXES.values() or not suffix.startswith("."):
         raise ValueError(f"the format {name!r} with the suffix {suffix!r} is there already, or its suffix has no dot")
     _FORMATS[name], _SUFFIXES[name] = file_format, suffix
+
+
+def kind_of(format: str) -> Kind:
+    """The files of a format, which an export may replace."""
+    return Kind(f"{format} file of `longseq export`", getattr(FORMATS[format], "is_own", lambda path: True))
+
+
+def check_beside(model: nn.Module, target: Path, format: str) -> None:
+    """Raise ValueError, in one line, where a file stands that the format makes beside `target`, and is not of it."""
+    find_beside = getattr(FORMATS[format], "find_beside", None)
+    taken = [path for path in find_beside(model, target) if path.exists()] if find_beside is not None else []
+    if taken and not target.exists():
+        raise ValueError(
+            f"output={target}: its weights would replace {taken[0]}: give another name, or remove that file"
+        )
 
 
 def find_target(output: str | Path, format: str) -> Path:

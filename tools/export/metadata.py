@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ __all__ = [
     "classifier_metadata",
     "document_metadata",
     "encode",
+    "holds_metadata",
     "language_metadata",
 ]
 
@@ -111,6 +114,14 @@ def _origin(model: nn.Module) -> dict[str, Any]:
         "longseq_version": version("longseq"),
         "torch_version": torch.__version__,
     }
+
+
+def holds_metadata(path: Path) -> bool:
+    """True for an archive of torch with the metadata of an export."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith(f"/extra/{EXTRA_FILE}") for name in archive.namelist())
 
 
 def encode(metadata: Mapping[str, Any]) -> dict[str, str]:

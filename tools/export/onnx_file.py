@@ -16,11 +16,12 @@ from longseq.tools.export.graph import arrange, capture
 from longseq.tools.export.metadata import encode
 from longseq.tools.export.spec import FileSpec
 
-__all__ = ["check", "open_file", "optimize", "write"]
+__all__ = ["check", "find_beside", "is_own", "open_file", "optimize", "write"]
 
 # A protobuf message ends at 2 GiB; the graph around the weights takes some of it. Weights of more bytes lie beside it.
 LARGEST_WEIGHTS = 2**31 - 64 * 2**20
 OPSETS = range(18, 27)
+_PRODUCER = "longseq"
 
 
 def check(module: nn.Module, opset: int) -> None:
@@ -61,16 +62,32 @@ def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpe
     optimize(program)
     weights = program.model.graph.initializers.values()
     if sum(value.const_value.nbytes for value in weights if value.const_value is not None) > LARGEST_WEIGHTS:
-        onnx_ir.save(program.model, path, external_data=path.name + ".data")
+        onnx_ir.save(program.model, path, external_data=_weights_of(path).name)
         model = onnx.load(str(path), load_external_data=False)
     else:
         model = program.model_proto
     _check_model(model, spec)
     _clean(model)
     onnx.helper.set_model_props(model, encode({**spec.metadata, "opset": spec.opset}))
-    model.producer_name = "longseq"
+    model.producer_name = _PRODUCER
     onnx.save(model, str(path))
     return Counter(node.op_type for node in _nodes(model.graph))
+
+
+def is_own(path: Path) -> bool:
+    """True for a file of `write`: an ONNX file begins with its version and the name of its producer."""
+    with path.open("rb") as file:
+        return _PRODUCER.encode() in file.read(32)
+
+
+def find_beside(module: nn.Module, path: Path) -> list[Path]:
+    """The files that `write` makes beside `path`."""
+    count = sum(tensor.numel() for tensor in module.state_dict().values())
+    return [_weights_of(path)] if 4 * count > LARGEST_WEIGHTS else []
+
+
+def _weights_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.data")
 
 
 def optimize(program: Any) -> None:

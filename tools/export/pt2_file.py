@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from longseq.tools.export.graph import call_nodes, capture, foreign_operators
-from longseq.tools.export.metadata import EXTRA_FILE
+from longseq.tools.export.metadata import EXTRA_FILE, holds_metadata
 from longseq.tools.export.spec import FileSpec
 
-__all__ = ["open_file", "write"]
+__all__ = ["is_own", "open_file", "write"]
 
 
 def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpec) -> Counter[str]:
@@ -33,6 +33,11 @@ def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpe
     torch.export.save(program, content, extra_files={EXTRA_FILE: json.dumps(dict(spec.metadata))})
     path.write_bytes(content.getbuffer())
     return Counter(str(node.target) for node in call_nodes(program))
+
+
+def is_own(path: Path) -> bool:
+    """True for a file of `write`."""
+    return holds_metadata(path)
 
 
 def open_file(path: Path) -> Callable[..., Any]:

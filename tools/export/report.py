@@ -21,7 +21,7 @@ class ExportReport:
     """The written file and its comparison with the model; latencies are medians of one call at batch 1 on this CPU.
 
     `unit` is what a batch holds: image or token. `beside` are files that `path` needs in its folder, and `size` the
-    bytes of all.
+    bytes of all. `tolerance` is the one that was asked for.
     """
 
     path: Path
@@ -33,6 +33,7 @@ class ExportReport:
     nodes: Counter[str]
     comparisons: Sequence[Comparison]
     metadata: Mapping[str, Any]
+    tolerance: float
     model_ms: float | None = None
     file_ms: float | None = None
 
@@ -46,6 +47,14 @@ class ExportReport:
             shape = " x ".join(str(size) for size in row.shape)
             table.add_row(shape, f"{row.difference:.1e}", f"{row.limit:.1e}", f"{row.rounding:.1e}", f"{row.top1:.0%}")
         console.print(table)
+        if floors := [row.limit for row in self.comparisons if row.is_floor]:
+            difference = max(row.difference for row in self.comparisons)
+            console.print(
+                f"tolerance={self.tolerance:g} is less than float32 keeps of this model: allowed are three times its "
+                f"own rounding, {max(floors):.1e}, and the largest difference is {difference:.1e}",
+                highlight=False,
+                soft_wrap=True,
+            )
         if self.model_ms is not None and self.file_ms is not None:
             console.print(f"one {self.unit}: model {self.model_ms:.1f} ms, file {self.file_ms:.1f} ms")
         console.print(

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from longseq.tools.export.metadata import EXTRA_FILE
+from longseq.tools.export.metadata import EXTRA_FILE, holds_metadata
 from longseq.tools.export.spec import FileSpec
 
-__all__ = ["open_file", "write"]
+__all__ = ["is_own", "open_file", "write"]
 
 
 def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpec) -> Counter[str]:
@@ -41,6 +41,11 @@ def _kinds(block: Any) -> list[str]:
         for inner in node.blocks():
             kinds.extend(_kinds(inner))
     return kinds
+
+
+def is_own(path: Path) -> bool:
+    """True for a file of `write`."""
+    return holds_metadata(path)
 
 
 def open_file(path: Path) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from longseq.files import Kind, json_keys
 from longseq.tasks.command_keys import HarnessKeys
 from longseq.tasks.devices import choose_device
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
@@ -19,6 +20,8 @@ from longseq.tasks.training import processes
 from longseq.tasks.training.command import read_command
 from longseq.tasks.training.files import prepare_file, write_text
 from longseq.tools.harness.names import check_names
+
+_RESULTS = Kind("results of `longseq harness`", lambda path: {"lm_eval", "tasks", "groups"} <= json_keys(path))
 
 
 @quiet_libraries()
@@ -36,7 +39,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     devices = _choose_devices(keys.device, keys.devices)
     folder = Path(keys.checkpoint).resolve()
     output = Path(keys.output or (folder if folder.is_dir() else folder.parent) / "harness.json")
-    prepare_file(output)
+    prepare_file(output, _RESULTS, reads=[keys.checkpoint])
     processes.follow_parent()
     with Workers(
         keys.checkpoint,

@@ -113,7 +113,8 @@ def write_model(model: TokenModel, folder: Path, max_shard_size: int | str = "5G
         shutil.copyfile(model.folder / models.CONFIG_FILE, folder / SOURCE_CONFIG)
     write_weights(folder, model.weights, max_shard_size)
     card = model_card(backbone, config, {}, has_tokenizer=(folder / TOKENIZER_FILE).is_file())
-    (folder / models.CARD_FILE).write_text(card, encoding="utf-8")
+    with replacing(folder / models.CARD_FILE) as partial:
+        partial.write_text(card, encoding="utf-8")
     _write_json(folder / models.CONFIG_FILE, config)
 
 

@@ -39,3 +39,5 @@ class ConvertKeys(CommandKeys):
 
         if self.format != OURS and self.format not in FAMILIES:
             raise ValueError(f"format={self.format} is unknown: take {OURS}, {', '.join(FAMILIES)}")
+        if self.seed != 0 and self.mixer.name is None:
+            raise ValueError(f"seed={self.seed} has no effect: it draws parameters of new mixers; give mixer=NAME, too")

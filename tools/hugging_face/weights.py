@@ -111,4 +111,5 @@ def write_weights(folder: Path, weights: Mapping[str, Weight], max_shard_size: i
             save_file(shard, partial, metadata={"format": "pt", CHECKSUM: checksum(shard)})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        with replacing(folder / INDEX_FILE) as partial:
+            partial.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

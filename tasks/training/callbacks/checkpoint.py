@@ -24,7 +24,7 @@ class BestCheckpoint(ModelCheckpoint):
     last validation was the best one so far.
     """
 
-    FILE = "best.ckpt"
+    FILES = ("best.ckpt",)
 
     def __init__(self, dirpath: str, monitor: str, mode: str) -> None:
         super().__init__(
@@ -59,7 +59,7 @@ class BestCheckpoint(ModelCheckpoint):
 
         Lightning forgets the score in another folder: the next validation would then be the best one.
         """
-        own = Path(str(self.dirpath)) / self.FILE
+        own = Path(str(self.dirpath)) / self.FILES[0]
         if state_dict["dirpath"] != self.dirpath and own.is_file():
             best = {str(own): score for score in state_dict["best_k_models"].values()}
             here = {"dirpath": self.dirpath, "best_model_path": str(own), "best_k_models": best}
@@ -76,6 +76,8 @@ class LastCheckpoint(Checkpoint):
     before. After an interruption during the optimizer's step or a validation, the previous checkpoint remains.
     """
 
+    FILES = ("last.ckpt",)
+
     def __init__(
         self,
         dirpath: str,
@@ -86,7 +88,7 @@ class LastCheckpoint(Checkpoint):
             raise ValueError(
                 f"callbacks.checkpoint.every_n_train_steps={every_n_train_steps} must be at least 1, or null for never"
             )
-        self.path = Path(dirpath) / "last.ckpt"
+        self.path = Path(dirpath) / self.FILES[0]
         self.every_n_train_steps = every_n_train_steps
         self.every_n_minutes = every_n_minutes
         self._saved_at = time.monotonic()

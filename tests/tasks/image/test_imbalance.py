@@ -446,8 +446,8 @@ def test_an_empty_flag_is_not_taken_for_an_absent_label(cells, tmp_path):
 
 
 JOINED = {
-    "cat|indoors": "the label 'cat|dog' is a class of its own, and so are 'cat' and 'dog': if it is several labels, give "
-    "data.multi_label=true \"data.label_delimiter='|'\"",
+    "cat|indoors": "the label 'cat|dog' is a class of its own, and so are 'cat' and 'dog': if it is several labels, "
+    "give data.multi_label=true \"data.label_delimiter='|'\"",
     "cat; indoors": "the label 'cat; dog' is a class of its own, and so are 'cat' and 'dog'",
     "cat-indoors": None,  # no usual delimiter
 }
