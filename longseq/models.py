@@ -443,7 +443,8 @@ def check_continues(model: nn.Module, config: Mapping[str, Any] | None) -> None:
     if config is None or kind_of(model) is None:
         return
     check_revisions(model, config.get("revisions"))
-    saved, own = config["model_args"], describe(model)["model_args"]
+    before = getattr(type(model), "arguments_before", {})
+    saved, own = {**before, **config["model_args"]}, describe(model)["model_args"]
     differing = [name for name in sorted(saved.keys() | own.keys()) if saved.get(name) != own.get(name)]
     differing = [name for name in differing if name != "saved_by"]
     if differing:

@@ -173,9 +173,19 @@ def test_config_holds_every_argument(tmp_path: Path) -> None:
         assert set(options) == set(mixers.options(name)) - {"backend", *TokenBackbone.decided_options}
         assert {key for key, value in options.items() if value is None} <= free.get(name, set())
     arguments = models.describe(ImageBackbone(**TINY))["model_args"]
-    assert [name for name, value in arguments.items() if value is None] == ["init_values"]  # no LayerScale
+    # None is no LayerScale, and heads of at most 64 channels.
+    assert {name for name, value in arguments.items() if value is None} == {"init_values", "pool_num_heads"}
     assert arguments["stride"] == [8, 8]
     assert models.describe(TokenBackbone(vocab_size=12, d_model=16))["model_args"]["mlp_ratio"] == 4.0
+
+
+def test_a_checkpoint_from_before_an_argument_continues_without_it() -> None:
+    config = models.describe(ImageBackbone(**TINY))
+    for name in ("reg_tokens", "dynamic_img_pad", "init_values", "pool_num_heads"):
+        del config["model_args"][name]
+    models.check_continues(ImageBackbone(**TINY), config)
+    with pytest.raises(ValueError, match="its model was built with reg_tokens=0, this one with reg_tokens=2"):
+        models.check_continues(ImageBackbone(**TINY, reg_tokens=2), config)
 
 
 def test_a_plugins_mixer_and_kind_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -294,7 +294,6 @@ class ImageBackbone(PretrainedModel, nn.Module):
         self.depth_scaled_init = depth_scaled_init
         self.resolve_arguments(
             stride=self.patch_embed.stride,
-            pool_num_heads=self._pool_heads,
             mixer=self.mixer_name,
             mixer_options=mixer_options_of(
                 mixer, mixer_options, expand_pattern(mixer, depth), self.blocks, without=self.decided_options
