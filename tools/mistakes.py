@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -146,7 +147,9 @@ def find_repeats(overrides: Sequence[str]) -> list[str]:
 def _check_folders(verb: str, overrides: Sequence[str]) -> None:
     """ValueError for a folder of Hydra's in which the command writes nothing. A sweep's is that of its trials."""
     given = {_key_of(override): override for override in overrides}
-    if "hydra.run.dir" not in given or "hydra.job.chdir" in given:
+    # Lightning adds the folder to the commands of the processes that it starts.
+    is_started = os.environ.get("LOCAL_RANK", "0") != "0"
+    if "hydra.run.dir" not in given or "hydra.job.chdir" in given or is_started:
         return
     told = f"{given['hydra.run.dir']} has no effect"
     if verb != "train":
