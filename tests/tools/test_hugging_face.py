@@ -6,6 +6,7 @@ import copy
 import importlib
 import json
 import sys
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +302,39 @@ def test_the_trainer_takes_a_step(tmp_path: Path) -> None:
     trainer.save_model(str(tmp_path / "model"))
     saved = longseq.from_pretrained(tmp_path / "model")
     assert torch.equal(saved.embedding.weight, model.model.embedding.weight)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.slow
+def test_the_trainer_resumes_exactly_and_loads_the_best_weights(
+    shards: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    if shards:
+        save = LongseqForCausalLM.save_pretrained
+        monkeypatch.setattr(LongseqForCausalLM, "save_pretrained", partialmethod(save, max_shard_size=4000))
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, VOCABULARY, (12, 6))]
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+
+    def train(resume: str | None = None, **options: Any) -> Any:
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), max_steps=4, learning_rate=0.01, per_device_train_batch_size=2, report_to=[],
+            use_cpu=True, disable_tqdm=True, save_steps=2, **options,
+        )  # fmt: skip
+        trainer = Trainer(model=make().float(), args=arguments, train_dataset=rows, eval_dataset=rows)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer.model.state_dict()
+
+    whole = train()
+    half, end = tmp_path / "checkpoint-2", tmp_path / "checkpoint-4"
+    assert (half / "model.safetensors.index.json").exists() == shards
+    for resumed in (train(str(half)), train(str(end))):
+        assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+    # The loss falls, so that the highest is that of the first checkpoint.
+    chosen = train(**best, metric_for_best_model="eval_loss", greater_is_better=True)
+    expected = longseq.from_pretrained(half).state_dict()
+    assert all(torch.equal(chosen[f"model.{name}"], value) for name, value in expected.items())
 
 
 @pytest.mark.slow

@@ -161,3 +161,26 @@ def test_the_trainer_takes_a_step(tmp_path: Path) -> None:
     assert torch.equal(saved.head.weight, model.model.head.weight)
     assert saved.text["class_names"] == NAMES
     assert AutoConfig.from_pretrained(tmp_path / "model").model_type == "longseq_document"
+
+
+@pytest.mark.slow
+def test_the_trainer_resumes_exactly(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    make().save_pretrained(tmp_path)
+    rows = [{"input_ids": encode("a text")[0] + number, "labels": number % 3} for number in range(-20, 0)]
+
+    def train(resume: str | None = None) -> Any:
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path / "run"), max_steps=4, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+            save_steps=2, disable_tqdm=True,
+        )  # fmt: skip
+        model = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+        trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer.model.state_dict()
+
+    whole = train()
+    resumed = train(str(tmp_path / "run" / "checkpoint-2"))
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+    assert not torch.equal(whole["model.head.weight"], make().head.weight)

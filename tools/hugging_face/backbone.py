@@ -108,6 +108,7 @@ class BackboneModel(PreTrainedModel):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.model = config.build()
+        self.register_load_state_dict_pre_hook(_read_short_names)
         config.record(self.model)
         self.gradient_checkpointing = False
         self._is_built = False
@@ -166,3 +167,10 @@ class BackboneModel(PreTrainedModel):
         raise ValueError(
             f"{source} lacks {len(missing)} of the weights of its model, such as {missing[0].removeprefix(_PREFIX)}"
         )
+
+
+def _read_short_names(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let `load_state_dict` read the names of our files, which transformers' Trainer hands it as they are."""
+    own = prefix + _PREFIX
+    for name in [name for name in state if name.startswith(prefix) and not name.startswith(own)]:
+        state[own + name.removeprefix(prefix)] = state.pop(name)
