@@ -16,7 +16,7 @@ from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.backbones.segments import check_segments, read_in_segments
 from longseq.kernels.packing import Packing
 from longseq.models import CHECKPOINT_CONFIG, build
-from longseq.tasks.data.given import TARGETS, as_pair, find_entry, read_mask
+from longseq.tasks.data.given import TARGETS, as_pair, find_entry, read_right_mask
 from longseq.tasks.document.batch import DocumentBatch, DocumentInputs
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.linear import LinearModelKeys, fit_linear, read_documents, read_keys
@@ -114,7 +114,7 @@ class DocumentTask(ClassifierModule):
         if isinstance(batch, Mapping):
             tokens = find_entry(batch, ("input_ids", "tokens"), "tokens")
             targets = find_entry(batch, TARGETS, "labels")
-            mask = read_mask(batch, tokens)
+            mask = read_right_mask(batch, tokens)
         else:
             tokens, targets = as_pair(batch, "tokens, labels")
             if isinstance(tokens, DocumentInputs):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from longseq.backbones.tokens import TokenBackbone
+from longseq.blocks.rotary import count_positions
 from longseq.kernels.packing import Packing
 from longseq.mixers import Mixer
 from longseq.state import map_state, select_state, state_tensors
@@ -72,7 +73,7 @@ class CarriedPositions:
         """The position of each token in its sequence, in the shape of the tokens; batches come in their order."""
         tokens, packing, carry = inputs.tokens, packing_of(inputs), inputs.carry
         if packing is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+            positions = count_positions(tokens, mask=inputs.mask)[0]
         else:
             positions = packing.positions[None]
         if carry is None:
