@@ -253,6 +253,12 @@ def test_rows_of_tokens_of_any_loader_train_a_language_model(tmp_path: Path, com
         )
     ]
     assert losses == pytest.approx(losses[:1] * 3, rel=1e-5)
+    for loader in (DataLoader(TensorDataset(rows[:, :10]), 4), DataLoader(padded, 4)):
+        found = torch.cat(make_trainer(tmp_path, "lm").predict(module, loader))  # type: ignore[arg-type]
+        with torch.no_grad():
+            wanted = model(rows[:, :9])[0].log_softmax(-1).gather(-1, rows[:, 1:10, None])[..., 0]
+        torch.testing.assert_close(found[:, :9], wanted)
+        assert not found[:, 9:].any()
     trainer = make_trainer(tmp_path, "lm", max_epochs=2)
     trainer.fit(module, DataLoader(TensorDataset(rows), 4), DataLoader(TensorDataset(rows), 4))
     assert trainer.global_step == 4
@@ -296,8 +302,15 @@ def test_padded_documents_of_any_loader_train_a_classifier(tmp_path: Path, comma
     assert done.returncode == 0, done.stderr
     with (tmp_path / "p.csv").open() as file:
         assert [row["class_1"] for row in csv.DictReader(file)] == ["many", "few"]
-    # Padding has no part in the result.
     loaded = DocumentTask.load_from_checkpoint(tmp_path / "documents.ckpt").eval()
+    unlabelled = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in rows]
+    for loader in (
+        DataLoader(rows, 4), DataLoader(unlabelled, 4), DataLoader(torch.stack([row["input_ids"][:7] for row in rows]), 4)
+    ):  # fmt: skip
+        found = torch.cat(make_trainer(tmp_path, "documents").predict(loaded, loader))  # type: ignore[arg-type]
+        torch.testing.assert_close(found.sum(dim=1), torch.ones(16))
+        assert found.argmax(dim=1).tolist() == [i % 2 for i in range(16)]
+    # Padding has no part in the result.
     whole, padded = ({"input_ids": rows[0]["input_ids"][None, :n], "labels": torch.tensor([0])} for n in (7, 9))
     padded["attention_mask"] = rows[0]["attention_mask"][None]
     torch.testing.assert_close(loaded(loaded.read_batch(whole)[0]), loaded(loaded.read_batch(padded)[0]))

@@ -109,12 +109,16 @@ class DocumentTask(ClassifierModule):
 
         A pair holds the two, for documents of one length. A dictionary is that of transformers: `input_ids` and
         `labels`, and `attention_mask`, 0 at the padding after a document. Where `info` has a separator, each document
-        begins with it, so that the commands of longseq read documents as training did.
+        begins with it, so that the commands of longseq read documents as training did. A batch to predict needs no
+        labels.
         """
         if isinstance(batch, Mapping):
             tokens = find_entry(batch, ("input_ids", "tokens"), "tokens")
-            targets = find_entry(batch, TARGETS, "labels")
+            targets = self._no_targets(tokens) if self.predicts else find_entry(batch, TARGETS, "labels")
             mask = read_right_mask(batch, tokens)
+        elif self.predicts and (isinstance(batch, Tensor) or not isinstance(batch[0], DocumentInputs)):
+            tokens = batch if isinstance(batch, Tensor) else batch[0]
+            targets, mask = self._no_targets(tokens), torch.ones_like(tokens, dtype=torch.bool)
         else:
             tokens, targets = as_pair(batch, "tokens, labels")
             if isinstance(tokens, DocumentInputs):
@@ -140,6 +144,14 @@ class DocumentTask(ClassifierModule):
             token_count=int(lengths.sum()),
         )
         return inputs, targets.float() if self.info.multi_label else targets.long()
+
+    def _no_targets(self, tokens: Tensor) -> Tensor:
+        return tokens.new_zeros((len(tokens), self.num_classes) if self.multi_label else len(tokens))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The probabilities `[N, C]` of the documents of a batch, with labels or without, in their order."""
+        inputs, _ = self.read_batch(batch)
+        return self.probabilities(self(inputs)[inputs.numbers >= 0])
 
     def forward(self, inputs: DocumentInputs) -> Tensor:
         """Logits `[N, C]` of the N places of a batch; those of empty places mean nothing."""

@@ -134,8 +134,8 @@ class ImageClassifier(ClassifierModule):
         """
         if isinstance(batch, Mapping):
             images = find_entry(batch, IMAGES, "images")
-            targets = None if self._predicts() else find_entry(batch, TARGETS, "labels")
-        elif self._predicts():
+            targets = None if self.predicts else find_entry(batch, TARGETS, "labels")
+        elif self.predicts:
             images, targets = batch if isinstance(batch, Tensor) else batch[0], None
         else:
             images, targets = as_pair(batch, "images, labels")
@@ -189,9 +189,6 @@ class ImageClassifier(ClassifierModule):
                 f"the label {least if least < 0 else most} is not among the classes 0 to {self.num_classes - 1}: "
                 "correct it, or give another num_classes"
             )
-
-    def _predicts(self) -> bool:
-        return self._trainer is not None and self.trainer.predicting
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Logits `[B, num_classes]` of the images of a batch, with labels or without."""

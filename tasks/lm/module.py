@@ -130,6 +130,18 @@ class LanguageModelTask(TrainedModule):
         """The number of targets of a batch."""
         return batch[0].units
 
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The log-probability of each target of a batch, in nats, 0 where there is none, in the shape of the targets.
+
+        For rows of T tokens this is `[B, T - 1]`: the sum of a row is the log-probability of its text after the first
+        token.
+        """
+        inputs, targets = self.read_batch(batch)
+        return -self.backbone.token_losses(self._features(inputs, "predict"), targets)  # type: ignore[operator]
+
+    def on_predict_epoch_start(self) -> None:
+        self._begin("predict")
+
     def on_validation_epoch_start(self) -> None:
         self._begin("val")
 

@@ -166,6 +166,11 @@ class TrainedModule(LightningModule):
         """
         return {}
 
+    @property
+    def predicts(self) -> bool:
+        """True inside `Trainer.predict`, whose batches need no targets."""
+        return self._trainer is not None and self.trainer.predicting
+
     def read_batch(self, batch: Any) -> Any:
         """A batch of any loader as the pair (inputs, targets) that the steps of this module read.
 
