@@ -413,6 +413,34 @@ def test_what_a_recurrent_model_cannot_do_is_one_line(options: dict[str, Any], m
         make()(TOKENS, **options)
 
 
+def test_calls_without_tokens_are_refused_in_one_line() -> None:
+    model, embeddings = make(), torch.ones(2, 6, 16)
+    for refused in (lambda: model(inputs_embeds=embeddings), lambda: model.generate(inputs_embeds=embeddings)):
+        with pytest.raises(ValueError, match="inputs_embeds"):
+            refused()
+    with pytest.raises(ValueError, match="input_ids are missing: give the tokens"):
+        model(attention_mask=torch.ones(2, 6))
+
+
+def test_texts_longer_than_the_learned_positions_are_refused_in_one_line() -> None:
+    model = make(positions="learned", max_length=8)
+    message = r"1 more after 8 tokens are beyond the max_length=8 of the learned positions: generate fewer"
+    assert model.generate(TOKENS, max_new_tokens=3, do_sample=False).shape == (2, 9)  # the last token is not read
+    for options in ({}, {"num_beams": 2}):
+        with pytest.raises(ValueError, match=message):
+            model.generate(TOKENS, max_new_tokens=4, do_sample=False, **options)
+    cache = model(TOKENS).past_key_values
+    with pytest.raises(ValueError, match="3 more after 6 tokens"):
+        model(TOKENS[:, :3], past_key_values=cache)
+    model(TOKENS[:, :2], past_key_values=cache)
+    # Padding has no position: 8 columns of which 7 are text leave room for one more token.
+    padded = {"input_ids": torch.cat([torch.zeros(1, 1).long(), TOKENS[:1], TOKENS[:1, :1]], 1)}
+    padded["attention_mask"] = torch.tensor([[0] + [1] * 7])
+    assert model.generate(**padded, max_new_tokens=2, do_sample=False).shape == (1, 10)
+    with pytest.raises(ValueError, match=message):
+        model.generate(**padded, max_new_tokens=3, do_sample=False)
+
+
 def test_a_state_cannot_be_taken_back() -> None:
     model = make()
     with pytest.raises(ValueError, match="assisted generation is not supported with stateful"):

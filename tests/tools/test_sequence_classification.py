@@ -137,6 +137,10 @@ def test_what_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
     model = LongseqForSequenceClassification(LongseqDocumentConfig(model_args={"vocab_size": 9, "d_model": 16}))
     with pytest.raises(ValueError, match="output_hidden_states: these models read tokens and a mask"):
         model(torch.tensor([[1]]), output_hidden_states=True)
+    with pytest.raises(ValueError, match="inputs_embeds: these models read tokens alone"):
+        model(inputs_embeds=torch.ones(1, 2, 16))
+    with pytest.raises(ValueError, match="input_ids are missing"):
+        model()
 
 
 @pytest.mark.slow

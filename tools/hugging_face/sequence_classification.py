@@ -26,7 +26,7 @@ try:
 except ImportError as error:
     raise ImportError('models of transformers need transformers 5: pip install "longseq[text]"') from error
 
-from longseq.tools.hugging_face.backbone import BackboneConfig, BackboneModel
+from longseq.tools.hugging_face.backbone import BackboneConfig, BackboneModel, require_tokens
 from longseq.tools.hugging_face.cache import rows_with_padding
 
 
@@ -78,7 +78,7 @@ class LongseqForSequenceClassification(BackboneModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         **kwargs: Any,
@@ -92,8 +92,9 @@ class LongseqForSequenceClassification(BackboneModel):
             kwargs: what other models of transformers take; each must be None or False.
 
         Raises:
-            ValueError: a mask has another form, or something else than scores is wanted.
+            ValueError: there are no tokens, a mask has another form, or something else than scores is wanted.
         """
+        input_ids = require_tokens(input_ids, kwargs.pop("inputs_embeds", None))
         if wanted := [name for name, value in kwargs.items() if value is not None and value is not False]:
             raise ValueError(f"{wanted[0]}: these models read tokens and a mask, and return scores of classes alone")
         logits = self.model(input_ids, mask=rows_with_padding(attention_mask, input_ids.shape[1]))
