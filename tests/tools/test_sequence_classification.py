@@ -188,3 +188,45 @@ def test_the_trainer_resumes_exactly(tmp_path: Path) -> None:
     resumed = train(str(tmp_path / "run" / "checkpoint-2"))
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
     assert not torch.equal(whole["model.head.weight"], make().head.weight)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["in_proj"], ["in_proj", "head"]])
+@pytest.mark.slow
+def test_a_new_head_is_trained_and_saved_with_an_adapter(targets: Any, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="needs peft")
+    make().save_pretrained(tmp_path / "model")
+
+    def load(seed: int) -> Any:
+        torch.manual_seed(seed)
+        options = {"num_labels": 5, "ignore_mismatched_sizes": True}
+        return AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", **options)
+
+    model, tokens, labels = load(1), torch.randint(0, 256, (5, 6)), torch.arange(5)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, task_type="SEQ_CLS", target_modules=targets))
+    learning = [value for value in adapted.parameters() if value.requires_grad]
+    optimizer = torch.optim.SGD(learning, 0.1)
+    before = adapted(input_ids=tokens, labels=labels).loss
+    before.backward()
+    assert all(value.grad is not None for value in learning)
+    optimizer.step()
+    adapted.eval()
+    logits = adapted(input_ids=tokens).logits.detach()
+    adapted.save_pretrained(tmp_path / "adapter")
+    if "head" not in targets:  # then the head has an adapter, and its new weights are the user's to save
+        assert {name for name, _ in adapted.named_parameters() if "head" in name} == {
+            f"base_model.model.model.head.{part}.{name}"
+            for part in ("original_module", "modules_to_save.default")
+            for name in ("weight", "bias")
+        }
+        again = peft.PeftModel.from_pretrained(load(2), tmp_path / "adapter").eval()
+        torch.testing.assert_close(again(input_ids=tokens).logits, logits)
+    merged = adapted.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(longseq.from_pretrained(tmp_path / "merged")(tokens), logits)
+
+
+def test_a_classifier_has_its_head_once() -> None:
+    model = LongseqForSequenceClassification(LongseqDocumentConfig(model_args={"vocab_size": 9, "d_model": 16}))
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    assert names == [name for name, _ in model.named_parameters()]
+    assert [name for name in model.state_dict() if "head" in name] == ["model.head.weight", "model.head.bias"]

@@ -12,6 +12,7 @@ one saves the other loads.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -74,6 +75,27 @@ class LongseqForSequenceClassification(BackboneModel):
     @property
     def body(self) -> Any:
         return self.model.body
+
+    @property
+    def score(self) -> nn.Module:
+        """The head, by a name with which peft finds it: peft trains and saves the head of a classifier whole."""
+        return self.model.head
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "score":
+            self.model.head = value
+        else:
+            super().__setattr__(name, value)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As of any module. For a module around this one that asks for duplicates, as peft's do, the head is `score`,
+        too; not if it has an adapter of its own.
+        """
+        yield from super().named_modules(memo, prefix, remove_duplicate)
+        if prefix and not remove_duplicate and not hasattr(self.score, "base_layer"):
+            yield f"{prefix}.score", self.score
 
     @can_return_tuple
     def forward(
