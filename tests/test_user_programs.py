@@ -304,10 +304,9 @@ def test_padded_documents_of_any_loader_train_a_classifier(tmp_path: Path, comma
         assert [row["class_1"] for row in csv.DictReader(file)] == ["many", "few"]
     loaded = DocumentTask.load_from_checkpoint(tmp_path / "documents.ckpt").eval()
     unlabelled = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in rows]
-    for loader in (
-        DataLoader(rows, 4), DataLoader(unlabelled, 4), DataLoader(torch.stack([row["input_ids"][:7] for row in rows]), 4)
-    ):  # fmt: skip
-        found = torch.cat(make_trainer(tmp_path, "documents").predict(loaded, loader))  # type: ignore[arg-type]
+    texts = torch.stack([row["input_ids"][:7] for row in rows])
+    for data in (rows, unlabelled, texts):
+        found = torch.cat(make_trainer(tmp_path, "documents").predict(loaded, DataLoader(data, 4)))  # type: ignore[arg-type]
         torch.testing.assert_close(found.sum(dim=1), torch.ones(16))
         assert found.argmax(dim=1).tolist() == [i % 2 for i in range(16)]
     # Padding has no part in the result.

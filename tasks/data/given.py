@@ -45,8 +45,8 @@ def read_mask(batch: Mapping[str, Any], tokens: Tensor) -> Tensor:
     mask: Tensor = batch["attention_mask"].bool()
     if mask.shape != tokens.shape:
         raise ValueError(
-            f"attention_mask has the shape {list(mask.shape)} and the tokens {list(tokens.shape)}: give the mask of the "
-            "tokenizer, 1 at real tokens"
+            f"attention_mask has the shape {list(mask.shape)} and the tokens {list(tokens.shape)}: give one of their "
+            "shape, 1 at real tokens"
         )
     return mask
 

@@ -72,10 +72,7 @@ class CarriedPositions:
     def count(self, inputs: TokenInputs) -> Tensor:
         """The position of each token in its sequence, in the shape of the tokens; batches come in their order."""
         tokens, packing, carry = inputs.tokens, packing_of(inputs), inputs.carry
-        if packing is None:
-            positions = count_positions(tokens, mask=inputs.mask)[0]
-        else:
-            positions = packing.positions[None]
+        positions = count_positions(tokens, cu_seqlens=packing, mask=inputs.mask)[0]
         if carry is None:
             return positions
         before = torch.zeros_like(carry.fresh, dtype=torch.long)

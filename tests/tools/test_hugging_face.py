@@ -424,7 +424,9 @@ def test_calls_without_tokens_are_refused_in_one_line() -> None:
 
 def test_texts_longer_than_the_learned_positions_are_refused_in_one_line() -> None:
     model = make(positions="learned", max_length=8)
-    message = r"1 more after 8 tokens are beyond the max_length=8 of the learned positions: generate fewer"
+    message = (
+        "1 more after 8 tokens are beyond the max_length=8 of the learned positions: give a smaller max_new_tokens"
+    )
     assert model.generate(TOKENS, max_new_tokens=3, do_sample=False).shape == (2, 9)  # the last token is not read
     for options in ({}, {"num_beams": 2}):
         with pytest.raises(ValueError, match=message):

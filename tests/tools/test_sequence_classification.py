@@ -227,6 +227,7 @@ def test_a_new_head_is_trained_and_saved_with_an_adapter(targets: Any, tmp_path:
 
 def test_a_classifier_has_its_head_once() -> None:
     model = LongseqForSequenceClassification(LongseqDocumentConfig(model_args={"vocab_size": 9, "d_model": 16}))
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    assert names == [name for name, _ in model.named_parameters()]
+    for whole in (model, torch.nn.Sequential(model)):
+        names = [name for name, _ in whole.named_parameters(remove_duplicate=False)]
+        assert names == [name for name, _ in whole.named_parameters()]
     assert [name for name in model.state_dict() if "head" in name] == ["model.head.weight", "model.head.bias"]

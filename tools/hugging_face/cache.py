@@ -44,8 +44,8 @@ class LongseqCache(Cache):
         read = int(self.state.position.max())
         if read + tokens > most:
             raise ValueError(
-                f"{tokens} more after {read} tokens are beyond the max_length={most} of the learned positions: generate "
-                "fewer (max_new_tokens), or train with a larger max_length or without positions"
+                f"{tokens} more after {read} tokens are beyond the max_length={most} of the learned positions: give a "
+                "smaller max_new_tokens, or train with a larger max_length or without positions"
             )
 
     def step(self, model: TokenBackbone, token: Tensor) -> Tensor:

@@ -90,11 +90,11 @@ class LongseqForSequenceClassification(BackboneModel):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As of any module. For a module around this one that asks for duplicates, as peft's do, the head is `score`,
-        too; not if it has an adapter of its own.
+        """As of any module. To peft, whose models ask for duplicates and call this one `base_model`, the head is also
+        `score`, unless it has an adapter of its own.
         """
         yield from super().named_modules(memo, prefix, remove_duplicate)
-        if prefix and not remove_duplicate and not hasattr(self.score, "base_layer"):
+        if not remove_duplicate and prefix.startswith("base_model") and not hasattr(self.score, "base_layer"):
             yield f"{prefix}.score", self.score
 
     @can_return_tuple
