@@ -148,7 +148,7 @@ class DocumentTask(ClassifierModule):
     def _no_targets(self, tokens: Tensor) -> Tensor:
         return tokens.new_zeros((len(tokens), self.num_classes) if self.multi_label else len(tokens))
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """The probabilities `[N, C]` of the documents of a batch, with labels or without, in their order."""
         inputs, _ = self.read_batch(batch)
         return self.probabilities(self(inputs)[inputs.numbers >= 0])

@@ -190,7 +190,7 @@ class ImageClassifier(ClassifierModule):
                 "correct it, or give another num_classes"
             )
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Logits `[B, num_classes]` of the images of a batch, with labels or without."""
         return self(self.read_batch(batch)[0])
 

@@ -130,7 +130,7 @@ class LanguageModelTask(TrainedModule):
         """The number of targets of a batch."""
         return batch[0].units
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """The log-probability of each target of a batch, in nats, 0 where there is none, in the shape of the targets.
 
         For rows of T tokens this is `[B, T - 1]`: the sum of a row is the log-probability of its text after the first
