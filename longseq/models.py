@@ -331,29 +331,35 @@ def from_pretrained(
     *,
     weights: str = "auto",
     device: str | torch.device = "cpu",
+    dtype: str | torch.dtype | None = None,
     revision: str | None = None,
     token: str | None = None,
     cache_dir: str | Path | None = None,
     **changes: Any,
 ) -> Any:
-    """Load a model in evaluation mode, in float32 unless torch's default is another; random states stay as they are.
+    """Load a model in evaluation mode; random states stay as they are.
 
     Args:
         source: a folder of `save_pretrained`, a checkpoint of `longseq train`, or OWNER/NAME on the Hugging Face hub.
         weights: of a checkpoint: "ema" (the average of the weights), "model" (the weights themselves) or "auto": the
             average where the run kept one.
         device: the device of the model.
+        dtype: the type of the weights, such as torch.bfloat16 or "bfloat16", or "auto", that of the file. By default
+            torch's, float32, whatever that of the file is, so that a model can be trained on. Layers whose weights
+            stay in float32 in half precision do so here (see `longseq.blocks.precision`).
         revision, token, cache_dir: those of `huggingface_hub.hf_hub_download`.
         changes: other values of constructor arguments that leave the weights as they are, such as `backend="torch"` or
             `dynamic_img_size=True`.
 
     Raises:
         ValueError: in one line, what is wrong with the file: there is none, it is damaged, it holds no model, its
-            layers compute something else by now, or it was saved by a newer version.
+            layers compute something else by now, or it was saved by a newer version; `dtype` is no type of weights.
     """
+    given = None if dtype is None or dtype == "auto" else _floating_type(dtype)
     if not Path(source).exists() and _HUB_ID.fullmatch(str(source)):
         source = _download(str(source), revision, token, cache_dir)
-    return restore(read(source, weights), changes).to(device)
+    saved = read(source, weights)
+    return restore(saved, changes, _type_of(saved.state) if dtype == "auto" else given).to(device)
 
 
 def read(source: str | Path, weights: str = "auto", label: str | None = None) -> SavedModel:
@@ -368,8 +374,11 @@ def read(source: str | Path, weights: str = "auto", label: str | None = None) ->
     return _read_folder(path, weights, label) if path.is_dir() else _read_checkpoint(path, weights, label)
 
 
-def restore(saved: SavedModel, changes: Mapping[str, Any] | None = None) -> nn.Module:
-    """Build a saved model, with other values of some arguments, and load its weights; in evaluation mode."""
+def restore(saved: SavedModel, changes: Mapping[str, Any] | None = None, dtype: torch.dtype | None = None) -> nn.Module:
+    """Build a saved model, with other values of some arguments, and load its weights; in evaluation mode.
+
+    `dtype` is the type of the weights, by default torch's.
+    """
     check_loaded(saved.config.get("plugins") or [], saved.label)
     # Initialising the weights, which are replaced, draws random numbers: the generators' states are restored.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
@@ -379,6 +388,8 @@ def restore(saved: SavedModel, changes: Mapping[str, Any] | None = None) -> nn.M
         check_revisions(model, saved.config.get("revisions"))
     except ValueError as error:
         raise ValueError(f"{saved.label}: {error}") from error
+    if dtype is not None:
+        model.to(dtype)
     _fill(model, saved)
     if isinstance(model, PretrainedModel):
         model.text = saved.text
@@ -653,6 +664,20 @@ def _download(repo_id: str, revision: str | None, token: str | None, cache_dir: 
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(f"{repo_id} is no folder or file here, and not on the hub either: {reason}") from error
     return folder
+
+
+def _floating_type(given: Any) -> torch.dtype:
+    """The type of weights that a user has named."""
+    dtype = getattr(torch, given, None) if isinstance(given, str) else given
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype={given} is no type of weights: give float32, bfloat16, float16, float64 or auto")
+    return dtype
+
+
+def _type_of(state: Mapping[str, Tensor]) -> torch.dtype | None:
+    """The narrowest floating-point type of weights: some stay in float32 in half precision. None without such types."""
+    found = {value.dtype for value in state.values() if value.is_floating_point()}
+    return min(found, key=lambda dtype: dtype.itemsize, default=None)
 
 
 def _fill(model: nn.Module, saved: SavedModel) -> None:

@@ -504,3 +504,32 @@ def test_a_file_of_any_kind_finds_its_module():
         for name in re.findall(r'^@register_kind\("(\w+)"\)', file.read_text(encoding="utf-8"), re.M)
     }
     assert named == models.OWN_KINDS
+
+
+def test_weights_are_loaded_in_float32_in_the_type_of_the_file_or_in_a_given_one(tmp_path):
+    torch.manual_seed(0)
+    options = {"vocab_size": 40, "d_model": 16, "depth": 2, "mixer": "hyena+deltanet", "max_length": 8}
+    half, exact = TokenBackbone(**options).bfloat16(), TokenBackbone(**options).double()
+    half.save_pretrained(tmp_path / "half")
+    exact.save_pretrained(tmp_path / "exact")
+
+    def differing(one, other):
+        found = other.state_dict()
+        return [
+            name for name, x in one.state_dict().items() if x.dtype != found[name].dtype or (x != found[name]).any()
+        ]
+
+    load = longseq.from_pretrained
+    assert not differing(load(tmp_path / "half"), half.float())
+    half.bfloat16()
+    assert not differing(load(tmp_path / "half", dtype="auto"), half)
+    # Rounding has not been in between.
+    for dtype in ("auto", "float64", torch.float64):
+        assert not differing(load(tmp_path / "exact", dtype=dtype), exact)
+    rounded = load(tmp_path / "exact", dtype="bfloat16")
+    # The filters of Hyena stay in float32.
+    assert not differing(rounded, exact.float().bfloat16())
+    assert {value.dtype for value in rounded.parameters()} == {torch.bfloat16, torch.float32}
+    for wrong in ("bf16", "load", torch.int8):
+        with pytest.raises(ValueError, match=f"dtype={wrong} is no type of weights: give float32, bfloat16"):
+            load(tmp_path / "half", dtype=wrong)

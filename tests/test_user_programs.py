@@ -15,6 +15,7 @@ import timm
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.tuner import Tuner
 from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -294,6 +295,12 @@ def test_rows_of_tokens_of_any_loader_train_a_language_model(tmp_path: Path, com
         )
     ]
     assert losses == pytest.approx(losses[:1] * 3, rel=1e-5)
+    for loader in (DataLoader(TensorDataset(rows[:, :10]), 4), DataLoader(padded, 4)):
+        found = torch.cat(make_trainer(tmp_path, "lm").predict(module, loader))  # type: ignore[arg-type]
+        with torch.no_grad():
+            wanted = model(rows[:, :9])[0].log_softmax(-1).gather(-1, rows[:, 1:10, None])[..., 0]
+        torch.testing.assert_close(found[:, :9], wanted)
+        assert not found[:, 9:].any()
     trainer = make_trainer(tmp_path, "lm", max_epochs=2)
     trainer.fit(module, DataLoader(TensorDataset(rows), 4), DataLoader(TensorDataset(rows), 4))
     assert trainer.global_step == 4
@@ -337,8 +344,14 @@ def test_padded_documents_of_any_loader_train_a_classifier(tmp_path: Path, comma
     assert done.returncode == 0, done.stderr
     with (tmp_path / "p.csv").open() as file:
         assert [row["class_1"] for row in csv.DictReader(file)] == ["many", "few"]
-    # Padding has no part in the result.
     loaded = DocumentTask.load_from_checkpoint(tmp_path / "documents.ckpt").eval()
+    unlabelled = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in rows]
+    texts = torch.stack([row["input_ids"][:7] for row in rows])
+    for data in (rows, unlabelled, texts):
+        found = torch.cat(make_trainer(tmp_path, "documents").predict(loaded, DataLoader(data, 4)))  # type: ignore[arg-type]
+        torch.testing.assert_close(found.sum(dim=1), torch.ones(16))
+        assert found.argmax(dim=1).tolist() == [i % 2 for i in range(16)]
+    # Padding has no part in the result.
     whole, padded = ({"input_ids": rows[0]["input_ids"][None, :n], "labels": torch.tensor([0])} for n in (7, 9))
     padded["attention_mask"] = rows[0]["attention_mask"][None]
     torch.testing.assert_close(loaded(loaded.read_batch(whole)[0]), loaded(loaded.read_batch(padded)[0]))
@@ -349,6 +362,77 @@ def test_padded_documents_of_any_loader_train_a_classifier(tmp_path: Path, comma
     for wrong in (ImageClassifier, LanguageModelTask):
         with pytest.raises(ValueError, match=f"is no checkpoint of {wrong.__name__}"):
             wrong.load_from_checkpoint(tmp_path / "documents.ckpt")
+
+
+def make_language_task() -> tuple[LanguageModelTask, torch.Tensor]:
+    torch.manual_seed(0)
+    model = TokenBackbone(vocab_size=20, d_model=16, depth=1, mixer="linear_attention")
+    return LanguageModelTask(model, training=Training(learning_rate=1e-3)), torch.randint(0, 20, (16, 9))
+
+
+def test_a_trainer_without_training_batches_trains_nothing(tmp_path: Path) -> None:
+    module, rows = make_language_task()
+    before = module.backbone.state_dict()["embedding.weight"].clone()  # type: ignore[union-attr]
+    trainer = make_trainer(tmp_path, "none", limit_train_batches=0)
+    trainer.fit(module, DataLoader(rows, 4))  # type: ignore[arg-type]
+    assert trainer.global_step == 0
+    assert torch.equal(module.backbone.state_dict()["embedding.weight"], before)  # type: ignore[union-attr]
+
+
+class TwoLoaders(LightningDataModule):
+    def __init__(self, rows: Any) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.rows, 4)
+
+    def val_dataloader(self) -> Any:
+        return [self.train_dataloader(), self.train_dataloader()]
+
+
+def test_several_loaders_to_measure_are_refused_in_one_line(tmp_path: Path) -> None:
+    module, rows = make_language_task()
+    loader: Any = DataLoader(rows, 4)  # type: ignore[arg-type]
+    trainer = make_trainer(tmp_path, "two", num_sanity_val_steps=0)
+    message = r"several loaders to {0}, and a module measures one at a time: .* by trainer\.{0}\(module, LOADER\)$"
+    for several in ([loader, loader], {"a": loader, "b": loader}):
+        with pytest.raises(ValueError, match=message.format("validate")):
+            trainer.fit(module, loader, several)
+        assert trainer.global_step == 0
+        with pytest.raises(ValueError, match=message.format("validate")):
+            trainer.validate(module, several)
+        with pytest.raises(ValueError, match=message.format("test")):
+            trainer.test(module, several)
+    with pytest.raises(ValueError, match=message.format("validate")):
+        make_trainer(tmp_path, "two").fit(module, datamodule=TwoLoaders(rows))
+    assert len(trainer.validate(module, [loader], verbose=False)) == 1
+    assert [len(of_loader) for of_loader in trainer.predict(module, [loader, loader])] == [4, 4]  # type: ignore[union-attr]
+
+
+class OwnStep(LanguageModelTask):
+    """Measures each of several loaders in a way of its own."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("rows", float(len(batch[1])))
+
+
+def test_a_module_with_a_step_of_its_own_may_measure_several_loaders(tmp_path: Path) -> None:
+    given, rows = make_language_task()
+    loaders: Any = [DataLoader(rows, 4), DataLoader(rows, 8)]  # type: ignore[arg-type]
+    found = make_trainer(tmp_path, "own").validate(OwnStep(given.backbone), loaders, verbose=False)
+    assert [list(of_loader.values()) for of_loader in found] == [[4.0], [8.0]]
+
+
+def test_lightnings_tuner_finds_and_sets_the_learning_rate(tmp_path: Path) -> None:
+    module, rows = make_language_task()
+    loader: Any = DataLoader(rows, 4)  # type: ignore[arg-type]
+    trainer = make_trainer(tmp_path, "found", max_epochs=20, default_root_dir=tmp_path)
+    found = Tuner(trainer).lr_find(module, loader, num_training=40, min_lr=1e-5, early_stop_threshold=None)
+    assert found is not None
+    assert module.learning_rate == found.suggestion() != 1e-3
+    make_trainer(tmp_path, "found", max_steps=1).fit(module, loader)
+    assert module._learning_rate == pytest.approx(found.suggestion())
 
 
 class Net(nn.Module):

@@ -59,12 +59,28 @@ def as_pair(batch: Any, what: str) -> tuple[Any, Any]:
 def read_mask(batch: Mapping[str, Any], tokens: Tensor) -> Tensor:
     """True at the real tokens of a padded batch `[N, T]`, from `attention_mask`; without it all are.
 
-    ValueError, in one line, for rows that do not begin with their tokens.
+    ValueError, in one line, for a mask of another shape.
     """
     if batch.get("attention_mask") is None:
         return torch.ones_like(tokens, dtype=torch.bool)
     mask: Tensor = batch["attention_mask"].bool()
-    if mask.shape[1] > 1 and bool((mask[:, 1:] & ~mask[:, :-1]).any()):
+    if mask.shape != tokens.shape:
+        raise ValueError(
+            f"attention_mask has the shape {list(mask.shape)} and the tokens {list(tokens.shape)}: give one of their "
+            "shape, 1 at real tokens"
+        )
+    return mask
+
+
+def begins_with_tokens(mask: Tensor) -> bool:
+    """True if each row of a mask `[N, T]` has its tokens first and padding behind them."""
+    return not bool((mask[:, 1:] & ~mask[:, :-1]).any())
+
+
+def read_right_mask(batch: Mapping[str, Any], tokens: Tensor) -> Tensor:
+    """As `read_mask`; ValueError, in one line, also for rows that do not begin with their tokens."""
+    mask = read_mask(batch, tokens)
+    if not begins_with_tokens(mask):
         raise ValueError(
             "attention_mask: rows must begin with their tokens, and padding follows: set padding_side='right' in the "
             "tokenizer"

@@ -16,7 +16,7 @@ from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.backbones.segments import check_segments, read_in_segments
 from longseq.kernels.packing import Packing
 from longseq.models import CHECKPOINT_CONFIG, build
-from longseq.tasks.data.given import TARGETS, as_pair, find_entry, read_mask
+from longseq.tasks.data.given import TARGETS, as_pair, find_entry, read_right_mask
 from longseq.tasks.document.batch import DocumentBatch, DocumentInputs
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.linear import LinearModelKeys, fit_linear, read_documents, read_keys
@@ -112,12 +112,16 @@ class DocumentTask(ClassifierModule):
 
         A pair holds the two, for documents of one length. A dictionary is that of transformers: `input_ids` and
         `labels`, and `attention_mask`, 0 at the padding after a document. Where `info` has a separator, each document
-        begins with it, so that the commands of longseq read documents as training did.
+        begins with it, so that the commands of longseq read documents as training did. A batch to predict needs no
+        labels.
         """
         if isinstance(batch, Mapping):
             tokens = find_entry(batch, ("input_ids", "tokens"), "tokens")
-            targets = find_entry(batch, TARGETS, "labels")
-            mask = read_mask(batch, tokens)
+            targets = self._no_targets(tokens) if self.predicts else find_entry(batch, TARGETS, "labels")
+            mask = read_right_mask(batch, tokens)
+        elif self.predicts and (isinstance(batch, Tensor) or not isinstance(batch[0], DocumentInputs)):
+            tokens = batch if isinstance(batch, Tensor) else batch[0]
+            targets, mask = self._no_targets(tokens), torch.ones_like(tokens, dtype=torch.bool)
         else:
             tokens, targets = as_pair(batch, "tokens, labels")
             if isinstance(tokens, DocumentInputs):
@@ -143,6 +147,14 @@ class DocumentTask(ClassifierModule):
             token_count=int(lengths.sum()),
         )
         return inputs, targets.float() if self.info.multi_label else targets.long()
+
+    def _no_targets(self, tokens: Tensor) -> Tensor:
+        return tokens.new_zeros((len(tokens), self.num_classes) if self.multi_label else len(tokens))
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """The probabilities `[N, C]` of the documents of a batch, with labels or without, in their order."""
+        inputs, _ = self.read_batch(batch)
+        return self.probabilities(self(inputs)[inputs.numbers >= 0])
 
     def forward(self, inputs: DocumentInputs) -> Tensor:
         """Logits `[N, C]` of the N places of a batch; those of empty places mean nothing."""

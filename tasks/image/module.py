@@ -143,8 +143,8 @@ class ImageClassifier(ClassifierModule):
         """
         if isinstance(batch, Mapping):
             images = find_entry(batch, IMAGES, "images")
-            targets = None if self._predicts() else find_entry(batch, TARGETS, "labels")
-        elif self._predicts():
+            targets = None if self.predicts else find_entry(batch, TARGETS, "labels")
+        elif self.predicts:
             images, targets = batch if isinstance(batch, Tensor) else batch[0], None
         else:
             images, targets = as_pair(batch, "images, labels")
@@ -199,10 +199,7 @@ class ImageClassifier(ClassifierModule):
                 "correct it, or give another num_classes"
             )
 
-    def _predicts(self) -> bool:
-        return self._trainer is not None and self.trainer.predicting
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Logits `[B, num_classes]` of the images of a batch, with labels or without."""
         return self(self.read_batch(batch)[0])
 

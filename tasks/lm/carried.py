@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from longseq.backbones.tokens import TokenBackbone
+from longseq.blocks.rotary import count_positions
 from longseq.kernels.packing import Packing
 from longseq.mixers import Mixer
 from longseq.state import map_state, select_state, state_tensors
@@ -71,10 +72,7 @@ class CarriedPositions:
     def count(self, inputs: TokenInputs) -> Tensor:
         """The position of each token in its sequence, in the shape of the tokens; batches come in their order."""
         tokens, packing, carry = inputs.tokens, packing_of(inputs), inputs.carry
-        if packing is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        else:
-            positions = packing.positions[None]
+        positions = count_positions(tokens, cu_seqlens=packing, mask=inputs.mask)[0]
         if carry is None:
             return positions
         before = torch.zeros_like(carry.fresh, dtype=torch.long)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from longseq.backbones.tokens import TokenBackbone
 from longseq.kernels.packing import Packing
-from longseq.tasks.data.given import as_pair, find_entry, read_mask
+from longseq.tasks.data.given import as_pair, begins_with_tokens, find_entry, read_mask
 from longseq.tasks.lm.carried import CarriedPositions, CarriedState, packing_of
 from longseq.tasks.lm.metrics import BitsPerByte, LossByPosition, Perplexity, TokenLoss
 from longseq.tasks.text.batch import IGNORED, TokenBatch, TokenInputs
@@ -78,14 +78,20 @@ class LanguageModelTask(TrainedModule):
 
         A tensor, also alone in a list, holds the text: each token predicts the next. A pair holds tokens and the target
         of each, IGNORED (-100) for none. A dictionary is that of transformers: `input_ids`, with `attention_mask` and
-        `labels` where they are; labels are the tokens themselves, and each token predicts the label after it.
+        `labels` where they are; labels are the tokens themselves, and each token predicts the label after it. Padding,
+        on either side or between tokens, is not read and predicts nothing.
         """
+        mask = None
         if isinstance(batch, Mapping):
             ids = find_entry(batch, ("input_ids", "tokens"), "tokens")
-            labels = batch.get("labels")
+            labels, real = batch.get("labels"), read_mask(batch, ids)
             if labels is None:
-                labels = ids.masked_fill(~read_mask(batch, ids), IGNORED)
-            tokens, targets = ids[:, :-1], labels[:, 1:]
+                labels = ids.masked_fill(~real, IGNORED)
+            tokens, real = ids[:, :-1], real[:, :-1]
+            targets = labels[:, 1:].masked_fill(~real, IGNORED)
+            reads_forward = getattr(self.backbone, "direction", "forward") == "forward"
+            # No token sees the padding behind it.
+            mask = None if bool(real.all()) or (reads_forward and begins_with_tokens(real)) else real
         elif isinstance(batch, Tensor) or len(batch) == 1:
             ids = batch if isinstance(batch, Tensor) else batch[0]
             tokens, targets = ids[:, :-1], ids[:, 1:]
@@ -100,15 +106,18 @@ class LanguageModelTask(TrainedModule):
             )
         targets = targets.long()
         units = int((targets != IGNORED).sum())
-        return TokenInputs(tokens.long(), None, tokens.shape[1], units, byte_count=None), targets
+        return TokenInputs(tokens.long(), None, tokens.shape[1], units, byte_count=None, mask=mask), targets
 
     def forward(self, inputs: TokenInputs) -> Tensor:
         """Features of each token, of the shape of the tokens and the width of the model."""
-        return self._read(inputs.tokens, packing_of(inputs), None, False)[0]
+        return self._read(inputs.tokens, packing_of(inputs), inputs.mask)[0]
 
-    def _read(self, tokens: Tensor, packing: Packing | None, state: Any, keep: bool) -> tuple[Tensor, Any]:
+    def _read(
+        self, tokens: Tensor, packing: Packing | None, mask: Tensor | None, state: Any = None, keep: bool = False
+    ) -> tuple[Tensor, Any]:
+        padding = {} if mask is None else {"mask": mask}
         return self.backbone.forward_features(  # type: ignore[operator]
-            tokens, state, cu_seqlens=packing, output_final_state=keep
+            tokens, state, cu_seqlens=packing, output_final_state=keep, **padding
         )
 
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
@@ -120,6 +129,18 @@ class LanguageModelTask(TrainedModule):
     def count_targets(self, batch: TokenBatch) -> int:
         """The number of targets of a batch."""
         return batch[0].units
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """The log-probability of each target of a batch, in nats, 0 where there is none, in the shape of the targets.
+
+        For rows of T tokens this is `[B, T - 1]`: the sum of a row is the log-probability of its text after the first
+        token.
+        """
+        inputs, targets = self.read_batch(batch)
+        return -self.backbone.token_losses(self._features(inputs, "predict"), targets)  # type: ignore[operator]
+
+    def on_predict_epoch_start(self) -> None:
+        self._begin("predict")
 
     def on_validation_epoch_start(self) -> None:
         self._begin("val")
@@ -179,9 +200,9 @@ class LanguageModelTask(TrainedModule):
     def _features(self, inputs: TokenInputs, stage: str) -> Tensor:
         read = self._train_forward if stage == "train" else self._read
         packing = packing_of(inputs)
-        self._plugin_mixers.check(self.backbone, packing)
+        self._plugin_mixers.check(self.backbone, packing, inputs.mask)
         if inputs.carry is None:
-            return read(inputs.tokens, packing, None, False)[0]
+            return read(inputs.tokens, packing, inputs.mask)[0]
         if stage not in self._carried:
             assert isinstance(self.backbone, TokenBackbone)
             self._carried[stage] = CarriedState(self.backbone)
@@ -189,7 +210,7 @@ class LanguageModelTask(TrainedModule):
                 self._carried[stage].restore(self._restored)
                 self._restored = None
         carried = self._carried[stage]
-        features, state = read(inputs.tokens, packing, carried.start(inputs), True)
+        features, state = read(inputs.tokens, packing, inputs.mask, carried.start(inputs), True)
         carried.keep(inputs, state)
         return features
 

@@ -52,6 +52,8 @@ class TokenInputs(NamedTuple):
     byte_count: bytes of the text that the targets stand for. A document's bytes are dealt out evenly over its targets,
         so that the windows of a split add up to the bytes of its documents. None where a loader does not know them.
     carry: how the state goes on from the batch before, for streams; else None.
+    mask: `[B, T]` bool, False at padding, which is then neither read nor predicts; None where the model may read every
+        token. Packed windows have none.
     """
 
     tokens: Tensor
@@ -60,6 +62,7 @@ class TokenInputs(NamedTuple):
     units: int
     byte_count: int | None
     carry: Carry | None = None
+    mask: Tensor | None = None
 
 
 TokenBatch = tuple[TokenInputs, Tensor]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -90,6 +91,16 @@ class TrainedModule(LightningModule):
         self._mean: UpdateMean | None = None  # for batches that differ in their number of targets
 
     @property
+    def learning_rate(self) -> float | None:
+        """The highest rate of the training, None without one; Lightning's `Tuner.lr_find` sets what it finds."""
+        return self.recipe.learning_rate if self.recipe else None
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        assert self.recipe is not None, "this module only measures"
+        self.recipe = replace(self.recipe, learning_rate=rate)
+
+    @property
     def has_gradients(self) -> bool:
         """True if the recipe trains the model; False for one that a run fits in another way."""
         return True
@@ -166,6 +177,11 @@ class TrainedModule(LightningModule):
         """
         return {}
 
+    @property
+    def predicts(self) -> bool:
+        """True inside `Trainer.predict`, whose batches need no targets."""
+        return self._trainer is not None and self.trainer.predicting
+
     def read_batch(self, batch: Any) -> Any:
         """A batch of any loader as the pair (inputs, targets) that the steps of this module read.
 
@@ -189,10 +205,12 @@ class TrainedModule(LightningModule):
             "train_dataloader, datamodule=..."
         )
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        _refuse_further_loader("validate", dataloader_idx)
         return self.evaluate_batch(self.read_batch(batch), self.val_metrics, "val")
 
-    def test_step(self, batch: Any, batch_idx: int) -> Any:
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        _refuse_further_loader("test", dataloader_idx)
         return self.evaluate_batch(self.read_batch(batch), self.test_metrics, "test")
 
     def evaluate_batch(self, batch: Any, metrics: Any, stage: str) -> Any:
@@ -364,9 +382,10 @@ class TrainedModule(LightningModule):
     def setup(self, stage: str) -> None:
         """Set the Trainer's length and validation interval, if `Training.length` defines them.
 
-        ValueError if the Trainer keeps weights in half precision.
+        ValueError if the Trainer keeps weights in half precision, or was given several loaders to measure.
         """
         trainer, length = self.trainer, self.recipe.length if self.recipe else None
+        self._check_one_loader(stage)
         refuse_half_weights(trainer.precision)
         widen_weights(self, trainer.precision)
         self._known_epoch = None  # of an earlier Trainer
@@ -389,6 +408,21 @@ class TrainedModule(LightningModule):
             trainer.check_val_every_n_epoch = None
             updates = max(1, round(validation.in_updates(epoch)))
             trainer.val_check_interval = updates * trainer.accumulate_grad_batches  # type: ignore[attr-defined]
+
+    def _check_one_loader(self, stage: str) -> None:
+        """Refuse several loaders that a program gives, before the work; `validation_step` those of a data module."""
+        trainer: Any = self.trainer
+        if stage == TrainerFn.TESTING:
+            loop, step, limit = trainer.test_loop, "test_step", trainer.limit_test_batches
+        elif stage == TrainerFn.VALIDATING:
+            loop, step, limit = trainer.validate_loop, "validation_step", trainer.limit_val_batches
+        elif stage == TrainerFn.FITTING:
+            loop, step, limit = trainer.fit_loop.epoch_loop.val_loop, "validation_step", trainer.limit_val_batches
+        else:
+            return
+        given, is_own = loop._data_source.instance, getattr(type(self), step) is getattr(TrainedModule, step)
+        if is_own and limit != 0 and isinstance(given, list | tuple | Mapping):
+            _refuse_further_loader("test" if step == "test_step" else "validate", len(given) - 1)
 
     def configure_optimizers(self) -> Any:
         recipe = self.recipe
@@ -473,6 +507,8 @@ class TrainedModule(LightningModule):
     def _count_loader(self) -> Epoch:
         """The epoch of a loader of the user's, or of a data module that does not count its batches."""
         loop: Any = self.trainer.fit_loop
+        if self.trainer.limit_train_batches == 0:  # type: ignore[attr-defined]
+            return Epoch(1)  # Lightning trains nothing, and makes no loader
         loop.setup_data()
         batches = loop.max_batches
         # Lightning makes the loader anew when the fit begins: then the length and the validation interval of this run
@@ -511,6 +547,15 @@ class TrainedModule(LightningModule):
         scheduler.step()  # that of Lightning's search of a rate, which knows no rates by layer
         for group in scheduler.optimizer.param_groups:
             group["lr"] *= group.get("lr_scale", 1.0)
+
+
+def _refuse_further_loader(verb: str, index: int) -> None:
+    """ValueError for any but the first loader of a stage: its metrics would be added to those of the first."""
+    if index > 0:
+        raise ValueError(
+            f"several loaders to {verb}, and a module measures one at a time: give one of them, and measure each other "
+            f"one by trainer.{verb}(module, LOADER)"
+        )
 
 
 def _is_of_constant_rate(state: Mapping[str, Any]) -> bool:

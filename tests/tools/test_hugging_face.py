@@ -6,6 +6,7 @@ import copy
 import importlib
 import json
 import sys
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +304,39 @@ def test_the_trainer_takes_a_step(tmp_path: Path) -> None:
     assert torch.equal(saved.embedding.weight, model.model.embedding.weight)
 
 
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.slow
+def test_the_trainer_resumes_exactly_and_loads_the_best_weights(
+    shards: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    if shards:
+        save = LongseqForCausalLM.save_pretrained
+        monkeypatch.setattr(LongseqForCausalLM, "save_pretrained", partialmethod(save, max_shard_size=4000))
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, VOCABULARY, (12, 6))]
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+
+    def train(resume: str | None = None, **options: Any) -> Any:
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), max_steps=4, learning_rate=0.01, per_device_train_batch_size=2, report_to=[],
+            use_cpu=True, disable_tqdm=True, save_steps=2, **options,
+        )  # fmt: skip
+        trainer = Trainer(model=make().float(), args=arguments, train_dataset=rows, eval_dataset=rows)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer.model.state_dict()
+
+    whole = train()
+    half, end = tmp_path / "checkpoint-2", tmp_path / "checkpoint-4"
+    assert (half / "model.safetensors.index.json").exists() == shards
+    for resumed in (train(str(half)), train(str(end))):
+        assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+    # The loss falls, so that the highest is that of the first checkpoint.
+    chosen = train(**best, metric_for_best_model="eval_loss", greater_is_better=True)
+    expected = longseq.from_pretrained(half).state_dict()
+    assert all(torch.equal(chosen[f"model.{name}"], value) for name, value in expected.items())
+
+
 @pytest.mark.slow
 def test_both_harnesses_score_and_write_the_same(tmp_path: Path) -> None:
     """`longseq harness`, and the class that lm-evaluation-harness has for models of transformers."""
@@ -377,6 +411,36 @@ def test_what_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
 def test_what_a_recurrent_model_cannot_do_is_one_line(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()(TOKENS, **options)
+
+
+def test_calls_without_tokens_are_refused_in_one_line() -> None:
+    model, embeddings = make(), torch.ones(2, 6, 16)
+    for refused in (lambda: model(inputs_embeds=embeddings), lambda: model.generate(inputs_embeds=embeddings)):
+        with pytest.raises(ValueError, match="inputs_embeds"):
+            refused()
+    with pytest.raises(ValueError, match="input_ids are missing: give the tokens"):
+        model(attention_mask=torch.ones(2, 6))
+
+
+def test_texts_longer_than_the_learned_positions_are_refused_in_one_line() -> None:
+    model = make(positions="learned", max_length=8)
+    message = (
+        "1 more after 8 tokens are beyond the max_length=8 of the learned positions: give a smaller max_new_tokens"
+    )
+    assert model.generate(TOKENS, max_new_tokens=3, do_sample=False).shape == (2, 9)  # the last token is not read
+    for options in ({}, {"num_beams": 2}):
+        with pytest.raises(ValueError, match=message):
+            model.generate(TOKENS, max_new_tokens=4, do_sample=False, **options)
+    cache = model(TOKENS).past_key_values
+    with pytest.raises(ValueError, match="3 more after 6 tokens"):
+        model(TOKENS[:, :3], past_key_values=cache)
+    model(TOKENS[:, :2], past_key_values=cache)
+    # Padding has no position: 8 columns of which 7 are text leave room for one more token.
+    padded = {"input_ids": torch.cat([torch.zeros(1, 1).long(), TOKENS[:1], TOKENS[:1, :1]], 1)}
+    padded["attention_mask"] = torch.tensor([[0] + [1] * 7])
+    assert model.generate(**padded, max_new_tokens=2, do_sample=False).shape == (1, 10)
+    with pytest.raises(ValueError, match=message):
+        model.generate(**padded, max_new_tokens=3, do_sample=False)
 
 
 def test_a_state_cannot_be_taken_back() -> None:

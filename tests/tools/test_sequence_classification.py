@@ -137,6 +137,10 @@ def test_what_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
     model = LongseqForSequenceClassification(LongseqDocumentConfig(model_args={"vocab_size": 9, "d_model": 16}))
     with pytest.raises(ValueError, match="output_hidden_states: these models read tokens and a mask"):
         model(torch.tensor([[1]]), output_hidden_states=True)
+    with pytest.raises(ValueError, match="inputs_embeds: these models read tokens alone"):
+        model(inputs_embeds=torch.ones(1, 2, 16))
+    with pytest.raises(ValueError, match="input_ids are missing"):
+        model()
 
 
 @pytest.mark.slow
@@ -161,3 +165,69 @@ def test_the_trainer_takes_a_step(tmp_path: Path) -> None:
     assert torch.equal(saved.head.weight, model.model.head.weight)
     assert saved.text["class_names"] == NAMES
     assert AutoConfig.from_pretrained(tmp_path / "model").model_type == "longseq_document"
+
+
+@pytest.mark.slow
+def test_the_trainer_resumes_exactly(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    make().save_pretrained(tmp_path)
+    rows = [{"input_ids": encode("a text")[0] + number, "labels": number % 3} for number in range(-20, 0)]
+
+    def train(resume: str | None = None) -> Any:
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path / "run"), max_steps=4, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+            save_steps=2, disable_tqdm=True,
+        )  # fmt: skip
+        model = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+        trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer.model.state_dict()
+
+    whole = train()
+    resumed = train(str(tmp_path / "run" / "checkpoint-2"))
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+    assert not torch.equal(whole["model.head.weight"], make().head.weight)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["in_proj"], ["in_proj", "head"]])
+@pytest.mark.slow
+def test_a_new_head_is_trained_and_saved_with_an_adapter(targets: Any, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="needs peft")
+    make().save_pretrained(tmp_path / "model")
+
+    def load(seed: int) -> Any:
+        torch.manual_seed(seed)
+        options = {"num_labels": 5, "ignore_mismatched_sizes": True}
+        return AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", **options)
+
+    model, tokens, labels = load(1), torch.randint(0, 256, (5, 6)), torch.arange(5)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, task_type="SEQ_CLS", target_modules=targets))
+    learning = [value for value in adapted.parameters() if value.requires_grad]
+    optimizer = torch.optim.SGD(learning, 0.1)
+    before = adapted(input_ids=tokens, labels=labels).loss
+    before.backward()
+    assert all(value.grad is not None for value in learning)
+    optimizer.step()
+    adapted.eval()
+    logits = adapted(input_ids=tokens).logits.detach()
+    adapted.save_pretrained(tmp_path / "adapter")
+    if "head" not in targets:  # then the head has an adapter, and its new weights are the user's to save
+        assert {name for name, _ in adapted.named_parameters() if "head" in name} == {
+            f"base_model.model.model.head.{part}.{name}"
+            for part in ("original_module", "modules_to_save.default")
+            for name in ("weight", "bias")
+        }
+        again = peft.PeftModel.from_pretrained(load(2), tmp_path / "adapter").eval()
+        torch.testing.assert_close(again(input_ids=tokens).logits, logits)
+    merged = adapted.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(longseq.from_pretrained(tmp_path / "merged")(tokens), logits)
+
+
+def test_a_classifier_has_its_head_once() -> None:
+    model = LongseqForSequenceClassification(LongseqDocumentConfig(model_args={"vocab_size": 9, "d_model": 16}))
+    for whole in (model, torch.nn.Sequential(model)):
+        names = [name for name, _ in whole.named_parameters(remove_duplicate=False)]
+        assert names == [name for name, _ in whole.named_parameters()]
+    assert [name for name in model.state_dict() if "head" in name] == ["model.head.weight", "model.head.bias"]

@@ -108,6 +108,7 @@ class BackboneModel(PreTrainedModel):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.model = config.build()
+        self.register_load_state_dict_pre_hook(_read_short_names)
         config.record(self.model)
         self.gradient_checkpointing = False
         self._is_built = False
@@ -166,3 +167,22 @@ class BackboneModel(PreTrainedModel):
         raise ValueError(
             f"{source} lacks {len(missing)} of the weights of its model, such as {missing[0].removeprefix(_PREFIX)}"
         )
+
+
+def require_tokens(input_ids: Tensor | None, inputs_embeds: Any) -> Tensor:
+    """The tokens of a call. ValueError, in one line, for one without them, or with embeddings in their place."""
+    if inputs_embeds is not None:
+        raise ValueError(
+            "inputs_embeds: these models read tokens alone: give input_ids, and train adapters of another kind than "
+            "learned prompts, such as LoRA"
+        )
+    if input_ids is None:
+        raise ValueError("input_ids are missing: give the tokens [batch, tokens] that the tokenizer returns")
+    return input_ids
+
+
+def _read_short_names(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let `load_state_dict` read the names of our files, which transformers' Trainer hands it as they are."""
+    own = prefix + _PREFIX
+    for name in [name for name in state if name.startswith(prefix) and not name.startswith(own)]:
+        state[own + name.removeprefix(prefix)] = state.pop(name)

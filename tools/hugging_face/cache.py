@@ -34,6 +34,20 @@ class LongseqCache(Cache):
         self.state, self._room = state, 0
         self.tokens += tokens
 
+    def check_positions(self, model: TokenBackbone, tokens: int) -> None:
+        """ValueError, in one line, where `tokens` more go beyond the learned positions of the model."""
+        most = model.max_length
+        # Columns are no fewer than the positions of a row, which are on the device and hold up its queue when read.
+        if most is None or self.state is None or self.tokens + tokens <= most:
+            return
+        assert self.state.position is not None
+        read = int(self.state.position.max())
+        if read + tokens > most:
+            raise ValueError(
+                f"{tokens} more after {read} tokens are beyond the max_length={most} of the learned positions: give a "
+                "smaller max_new_tokens, or train with a larger max_length or without positions"
+            )
+
     def step(self, model: TokenBackbone, token: Tensor) -> Tensor:
         """Read one more token `[B]`: logits `[B, V]`. A state that grows is moved to twice the room when it is full."""
         assert self.state is not None

@@ -27,7 +27,7 @@ try:
 except ImportError as error:
     raise ImportError('models of transformers need transformers 5: pip install "longseq[text]"') from error
 
-from longseq.tools.hugging_face.backbone import BackboneConfig, BackboneModel
+from longseq.tools.hugging_face.backbone import BackboneConfig, BackboneModel, require_tokens
 from longseq.tools.hugging_face.cache import LongseqCache, cache_of, rows_with_padding
 
 
@@ -72,7 +72,7 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: LongseqCache | None = None,
         labels: Tensor | None = None,
@@ -94,18 +94,20 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
                 `cu_seq_lens_q`. The loss takes `num_items_in_batch`.
 
         Raises:
-            ValueError: the cache is another library's, a mask has another form, hidden states or attentions are wanted.
+            ValueError: there are no tokens, or more than learned positions; the cache is another library's, a mask has
+                another form, hidden states or attentions are wanted.
         """
         for wanted in ("output_hidden_states", "output_attentions"):
             if kwargs.pop(wanted, None):
                 raise ValueError(f"{wanted}: these models return logits and a cache alone")
-        if kwargs.pop("inputs_embeds", None) is not None:
-            raise ValueError("inputs_embeds: these models read tokens alone; prompts that are learned are no tokens")
+        input_ids = require_tokens(input_ids, kwargs.pop("inputs_embeds", None))
         keep = (self.config.use_cache and not self.training) if use_cache is None else use_cache
         cache = cache_of(past_key_values) if keep or past_key_values is not None else None
         tokens = input_ids.shape[1]
         mask = rows_with_padding(attention_mask, tokens)
         borders = _borders(kwargs, input_ids, mask)
+        if cache is not None:
+            cache.check_positions(self.model, tokens)
         if cache is not None and cache.state is not None and tokens == 1 and mask is None and borders is None:
             logits = cache.step(self.model, input_ids[:, 0]).unsqueeze(1)
         else:

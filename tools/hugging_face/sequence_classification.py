@@ -12,6 +12,7 @@ one saves the other loads.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ try:
 except ImportError as error:
     raise ImportError('models of transformers need transformers 5: pip install "longseq[text]"') from error
 
-from longseq.tools.hugging_face.backbone import BackboneConfig, BackboneModel
+from longseq.tools.hugging_face.backbone import BackboneConfig, BackboneModel, require_tokens
 from longseq.tools.hugging_face.cache import rows_with_padding
 
 
@@ -75,10 +76,31 @@ class LongseqForSequenceClassification(BackboneModel):
     def body(self) -> Any:
         return self.model.body
 
+    @property
+    def score(self) -> nn.Module:
+        """The head, by a name with which peft finds it: peft trains and saves the head of a classifier whole."""
+        return self.model.head
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "score":
+            self.model.head = value
+        else:
+            super().__setattr__(name, value)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As of any module. To peft, whose models ask for duplicates and call this one `base_model`, the head is also
+        `score`, unless it has an adapter of its own.
+        """
+        yield from super().named_modules(memo, prefix, remove_duplicate)
+        if not remove_duplicate and prefix.startswith("base_model") and not hasattr(self.score, "base_layer"):
+            yield f"{prefix}.score", self.score
+
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         **kwargs: Any,
@@ -92,8 +114,9 @@ class LongseqForSequenceClassification(BackboneModel):
             kwargs: what other models of transformers take; each must be None or False.
 
         Raises:
-            ValueError: a mask has another form, or something else than scores is wanted.
+            ValueError: there are no tokens, a mask has another form, or something else than scores is wanted.
         """
+        input_ids = require_tokens(input_ids, kwargs.pop("inputs_embeds", None))
         if wanted := [name for name, value in kwargs.items() if value is not None and value is not False]:
             raise ValueError(f"{wanted[0]}: these models read tokens and a mask, and return scores of classes alone")
         logits = self.model(input_ids, mask=rows_with_padding(attention_mask, input_ids.shape[1]))

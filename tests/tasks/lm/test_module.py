@@ -333,3 +333,63 @@ def test_a_rate_falls_within_a_run_of_two_updates(options, updates):
 def test_a_sample_is_no_longer_than_the_learned_positions():
     model = TokenBackbone(vocab_size=V, d_model=8, depth=1, mixer="attention", positions="learned", max_length=8)
     assert write_sample(model, INFO, tokens=256) is not None
+
+
+TEXTS = ([3, 4, 5, 6, 7, 8, 9], [1, 2, 6], [5])  # the last one predicts nothing
+
+
+def pad(side):
+    """A batch as a collator of transformers makes it."""
+    tokens, labels, mask = torch.zeros(3, 9, dtype=torch.long), torch.full((3, 9), IGNORED), torch.zeros(3, 9).long()
+    for row, text in enumerate(TEXTS):
+        start = {"left": 9 - len(text), "right": 0, "both": 1}[side]
+        place = slice(start, start + len(text))
+        tokens[row, place] = labels[row, place] = torch.tensor(text)
+        mask[row, place] = 1
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_padding_on_any_side_changes_neither_the_update_nor_the_loss(mixer, labelled, tmp_path):
+    def weights_and_losses(batches, **options):
+        module = LanguageModelTask(make(mixer, depth=2 if "+" in mixer else 1), info=INFO, training=DESCENT)
+        measured = trainer(tmp_path).validate(module, Memory(batches), verbose=False)[0]["val/loss"]
+        found = module.by_position
+        trainer(tmp_path, max_steps=1, **options).fit(module, Memory(batches))
+        return module.backbone.state_dict(), measured, found
+
+    alone = [torch.tensor([text]) for text in TEXTS[:2]]
+    weights, loss, by_position = weights_and_losses(alone, accumulate_grad_batches=len(alone))
+    for side in ("left", "right", "both"):
+        batch = pad(side)
+        if not labelled:
+            del batch["labels"]
+        found = weights_and_losses([batch])
+        for name, value in weights.items():
+            torch.testing.assert_close(found[0][name], value, msg=lambda text, name=name: f"{name}: {text}")
+        assert found[1] == pytest.approx(loss, rel=1e-6)
+        assert [row["tokens"] for row in found[2]] == [row["tokens"] for row in by_position]
+        for one, other in zip(found[2], by_position, strict=True):
+            assert one["perplexity"] == pytest.approx(other["perplexity"], rel=1e-6)
+
+
+def test_padding_between_tokens_is_not_read_and_predicts_nothing():
+    module = LanguageModelTask(make())
+    mask = torch.tensor([[1, 1, 0, 0, 1, 1]])
+    (inputs, targets) = module.read_batch({"input_ids": torch.tensor([[3, 4, 0, 0, 5, 6]]), "attention_mask": mask})
+    assert targets.tolist() == [[4, IGNORED, IGNORED, IGNORED, 6]]
+    read = module.backbone.forward_features(torch.tensor([[3, 4, 5]]))[0]
+    torch.testing.assert_close(module(inputs)[:, [0, 1, 4]], read)
+
+
+def test_a_batch_without_padding_or_with_padding_behind_is_read_without_a_mask():
+    ids, mask = torch.tensor([[3, 4, 5, 0]]), torch.tensor([[1, 1, 1, 0]])
+    module = LanguageModelTask(make())
+    assert module.read_batch({"input_ids": ids, "attention_mask": torch.ones_like(ids)})[0].mask is None
+    assert module.read_batch({"input_ids": ids, "attention_mask": mask})[0].mask is None
+    both_ways = LanguageModelTask(make(direction="bidirectional"))
+    (inputs, _) = both_ways.read_batch({"input_ids": ids, "attention_mask": mask.roll(1, 1) * mask})
+    assert inputs.mask.tolist() == [[False, True, True]]
+    with pytest.raises(ValueError, match=r"attention_mask has the shape \[1, 3\] and the tokens \[1, 4\]"):
+        module.read_batch({"input_ids": ids, "attention_mask": mask[:, 1:]})
