@@ -1,6 +1,7 @@
 """Crops and resizes images of any sizes, by torch: Pillow's antialiased filters as matrix products.
 
-The numbers are Pillow's, rounded to 8 bits after each of the two passes, up to single levels.
+The numbers are Pillow's, rounded to 8 bits after each of the two passes, up to single levels. Rows come first, as in
+earlier versions of Pillow for every shape; see `image_resize`.
 """
 
 from __future__ import annotations
