@@ -85,7 +85,8 @@ def run(cfg: DictConfig) -> float | None:
     build_trainer({**config, "logger": None})  # refuses devices that are not there before the data is opened
     _refuse_distributed_sweep(config)
     log, names_mixer = _find_log(folder), _names_mixer(cfg)
-    check_folder(config, log=log, tables=registry.of(config).report.files)
+    if _is_first_process():  # the others may find what it has just written
+        check_folder(config, log=log, tables=registry.of(config).report.files)
     done = runs.finished(folder)
     if config["resume"] is True and done is not None:
         _print(f"this run is finished: {shorten(folder)}; the same command without resume=true trains anew")
