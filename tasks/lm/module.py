@@ -87,11 +87,7 @@ class LanguageModelTask(TrainedModule):
             labels, real = batch.get("labels"), read_mask(batch, ids)
             if labels is None:
                 labels = ids.masked_fill(~real, IGNORED)
-            tokens, real = ids[:, :-1], real[:, :-1]
-            targets = labels[:, 1:].masked_fill(~real, IGNORED)
-            reads_forward = getattr(self.backbone, "direction", "forward") == "forward"
-            # No token sees the padding behind it.
-            mask = None if bool(real.all()) or (reads_forward and begins_with_tokens(real)) else real
+            tokens, targets, mask = ids[:, :-1], labels[:, 1:], real[:, :-1]
         elif isinstance(batch, Tensor) or len(batch) == 1:
             ids = batch if isinstance(batch, Tensor) else batch[0]
             tokens, targets = ids[:, :-1], ids[:, 1:]
@@ -105,6 +101,11 @@ class LanguageModelTask(TrainedModule):
                 "tokens [B, T], with a target for each"
             )
         targets = targets.long()
+        if mask is not None:
+            targets = targets.masked_fill(~mask, IGNORED)
+            reads_forward = getattr(self.backbone, "direction", "forward") == "forward"
+            # No token of such a model sees the padding behind it.
+            mask = None if bool(mask.all()) or (reads_forward and begins_with_tokens(mask)) else mask
         units = int((targets != IGNORED).sum())
         return TokenInputs(tokens.long(), None, tokens.shape[1], units, byte_count=None, mask=mask), targets
 
@@ -157,10 +158,11 @@ class LanguageModelTask(TrainedModule):
     def observe(self, batch: TokenBatch, examples: int) -> None:
         """Run the first windows of a batch through the model, for the diagnostics of the mixers."""
         assert isinstance(self.backbone, TokenBackbone)
-        tokens = batch[0].tokens
+        tokens, mask = batch[0].tokens, batch[0].mask
         window = self.info.window if self.info else tokens.shape[1]
-        rows = tokens.view(-1, window) if tokens.shape[1] % window == 0 else tokens
-        self.backbone.forward_features(rows[:examples], output_final_state=False)
+        rows = tokens.reshape(-1, window) if tokens.shape[1] % window == 0 else tokens
+        padding = None if mask is None else mask.reshape(rows.shape)[:examples]
+        self.backbone.forward_features(rows[:examples], mask=padding, output_final_state=False)
 
     def count_flops(self, batch: TokenBatch) -> int:
         """The operations of a training step on a batch: three times those of a forward pass over its documents.

@@ -393,3 +393,14 @@ def test_a_batch_without_padding_or_with_padding_behind_is_read_without_a_mask()
     assert inputs.mask.tolist() == [[False, True, True]]
     with pytest.raises(ValueError, match=r"attention_mask has the shape \[1, 3\] and the tokens \[1, 4\]"):
         module.read_batch({"input_ids": ids, "attention_mask": mask[:, 1:]})
+    with pytest.raises(ValueError, match=r"tokens of the shape \[1, 3\] with targets of \[1, 1\]"):
+        module.read_batch({"input_ids": ids, "attention_mask": mask, "labels": ids[:, :2]})
+
+
+def test_the_diagnostics_do_not_read_padding():
+    module = LanguageModelTask(make(), info=TextInfo(vocab_size=V, separator=10, window=4, tokenizer={"kind": "bytes"}))
+    found = []
+    module.backbone.norm.register_forward_hook(lambda _, __, output: found.append(output.detach()))
+    ids, mask = torch.tensor([[0, 3, 4, 5, 6, 7, 8, 9, 1]]), torch.tensor([[0] + [1] * 8])
+    module.observe(module.read_batch({"input_ids": ids, "attention_mask": mask}), 1)
+    torch.testing.assert_close(found[0][:, 1:], module.backbone.forward_features(ids[:, 1:4])[0])
