@@ -174,8 +174,10 @@ def test_what_a_fit_lacks_is_told(tmp_path: Path) -> None:
     ):
         make_trainer(tmp_path, "own").fit(ImageClassifier(model, num_classes=2, info=info), loader, loader)
     module = ImageClassifier(model, num_classes=2, info=info, training=Training(learning_rate=1e-2))
+    before = DataLoader.__init__
     with pytest.raises(ValueError, match=r"no training data: give it a loader, trainer\.fit\(module, DataLoader"):
         make_trainer(tmp_path, "own").fit(module, val_dataloaders=loader)
+    assert DataLoader.__init__ is before  # Lightning wraps it while it asks for loaders
     trainer = make_trainer(tmp_path, "own")
     trainer.fit(module, loader)  # a validation is not needed
     assert trainer.global_step == 4

@@ -382,10 +382,11 @@ class TrainedModule(LightningModule):
     def setup(self, stage: str) -> None:
         """Set the Trainer's length and validation interval, if `Training.length` defines them.
 
-        ValueError if the Trainer keeps weights in half precision, or was given several loaders to measure.
+        ValueError if the Trainer keeps weights in half precision, or was given no data to train on, or several loaders
+        to measure.
         """
         trainer, length = self.trainer, self.recipe.length if self.recipe else None
-        self._check_one_loader(stage)
+        self._check_loaders(stage)
         refuse_half_weights(trainer.precision)
         widen_weights(self, trainer.precision)
         self._known_epoch = None  # of an earlier Trainer
@@ -409,14 +410,20 @@ class TrainedModule(LightningModule):
             updates = max(1, round(validation.in_updates(epoch)))
             trainer.val_check_interval = updates * trainer.accumulate_grad_batches  # type: ignore[attr-defined]
 
-    def _check_one_loader(self, stage: str) -> None:
-        """Refuse several loaders that a program gives, before the work; `validation_step` those of a data module."""
+    def _check_loaders(self, stage: str) -> None:
+        """Refuse a fit without training data, and several loaders to measure, before the work.
+
+        Those of a data module are refused by `validation_step`.
+        """
         trainer: Any = self.trainer
         if stage == TrainerFn.TESTING:
             loop, step, limit = trainer.test_loop, "test_step", trainer.limit_test_batches
         elif stage == TrainerFn.VALIDATING:
             loop, step, limit = trainer.validate_loop, "validation_step", trainer.limit_val_batches
         elif stage == TrainerFn.FITTING:
+            source = trainer.fit_loop._data_source.instance
+            if source is self and type(self).train_dataloader is TrainedModule.train_dataloader:
+                self.train_dataloader()  # here: Lightning leaves data loaders changed where its own call fails
             loop, step, limit = trainer.fit_loop.epoch_loop.val_loop, "validation_step", trainer.limit_val_batches
         else:
             return

@@ -211,7 +211,7 @@ def test_a_run_leaves_its_model_and_the_values_in_force(checkpoint: Path) -> Non
     assert "| test/top1 |" in (run / "model" / "README.md").read_text()
     written = OmegaConf.load(run / "config.yaml")
     keys = {name: value for name, value in written.model.items() if value is None}
-    assert keys == {"init_values": None}  # no LayerScale
+    assert keys == {"init_values": None, "pool_num_heads": None}  # no LayerScale; heads of at most 64 channels
     assert (written.model.merge, written.model.stride) == ("sum", [1, 1])
     assert written.mixer.options.num_heads * written.mixer.options.head_dim == written.model.embed_dim
     left = torch.load(checkpoint, weights_only=True)["hyper_parameters"]["config"]["model"]
