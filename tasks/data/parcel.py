@@ -33,18 +33,15 @@ class Parcel(NamedTuple):
     rest: bytes
 
 
-def pack(value: Any) -> Parcel:
-    """Put the tensors of a picklable value into one. Tensors that are not dense ones of the CPU stay in `rest`."""
-    return _fill(value, lambda length: torch.empty(length, dtype=torch.uint8))
-
-
 def unpack(parcel: Parcel) -> Any:
-    """The value that `pack` was given. Its tensors are views: one of them keeps the memory of all of them."""
+    """The value that a `Packer` was given. Its tensors are views: one of them keeps the memory of all of them."""
     return _Unpickler(io.BytesIO(parcel.rest), parcel.memory).load()
 
 
 class Packer:
-    """`pack` in a data worker: what it returns arrives as a `Parcel` in the process that receives it.
+    """Puts the tensors of a picklable value into one, in a data worker: it arrives as a `Parcel` where it is received.
+
+    Tensors that are not dense ones of the CPU stay in `rest`.
 
     The memory of a parcel is used again when no tensor of it is left there. If the receiver keeps more parcels than a
     worker has pieces of memory, those that follow get memory of their own.

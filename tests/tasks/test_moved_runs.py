@@ -127,13 +127,19 @@ def test_a_killed_run_has_the_rows_up_to_its_checkpoint(tiny, tmp_path):
     assert scalars(killed) == scalars(whole)
 
 
-@pytest.mark.slow
-def test_a_run_goes_on_with_its_own_data_alone(image_folder, tiny, tmp_path, caplog, capsys):
+def begin_on_copy(image_folder, tiny, tmp_path):
+    """A run on a copy of the images, interrupted after four updates: the copy, and the words of its command."""
     root = tmp_path / "images"
     shutil.copytree(image_folder, root)
     known = ("data=image_folder", f"data.root={root}", "data.img_size=16", "model.patch_size=4", "data.num_workers=0")
     words = (*known, "recipe.epochs=3", "recipe.batch_size=8")
     interrupted(lambda: train.run(tiny(*words)), 4)
+    return root, words
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_its_own_data_alone(image_folder, tiny, tmp_path, caplog, capsys):
+    root, words = begin_on_copy(image_folder, tiny, tmp_path)
     for split in ("train", "val"):
         (root / split / "class0").rename(root / split / "zero")
     capsys.readouterr()
@@ -157,11 +163,7 @@ def test_a_run_goes_on_with_its_own_data_alone(image_folder, tiny, tmp_path, cap
 @pytest.mark.slow
 @pytest.mark.parametrize("change", ["renamed", "relabelled", "rewritten", "of an old run"])
 def test_a_resumed_run_tells_other_training_files(change, image_folder, tiny, tmp_path, caplog):
-    root = tmp_path / "images"
-    shutil.copytree(image_folder, root)
-    known = ("data=image_folder", f"data.root={root}", "data.img_size=16", "model.patch_size=4", "data.num_workers=0")
-    words = (*known, "recipe.epochs=3", "recipe.batch_size=8")
-    interrupted(lambda: train.run(tiny(*words)), 4)
+    root, words = begin_on_copy(image_folder, tiny, tmp_path)
     first, second = sorted((root / "train" / "class0").iterdir())[:2]
     if change == "renamed":
         first.rename(first.with_name("other.jpg"))

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from longseq.tasks.data import parcel as parcels
 from longseq.tasks.data.batch import Batch, Failure
 from longseq.tasks.data.loader import BatchLoader
-from longseq.tasks.data.parcel import Parcel, pack, unpack
+from longseq.tasks.data.parcel import Packer, Parcel, unpack
 
 
 class Sizes(NamedTuple):
@@ -32,7 +32,8 @@ def test_a_value_comes_back_as_it_was() -> None:
     }
     sizes = Sizes(["a", "b"], torch.randint(9, (3, 5), generator=generator, dtype=torch.int16))
     rest = [1, (2.5, None), {"x": b"y"}]
-    parcel = pack((tensors, sizes, torch.eye(3).to_sparse(), rest))
+    receive, arguments = Packer()((tensors, sizes, torch.eye(3).to_sparse(), rest)).__reduce__()
+    parcel = receive(*arguments)
     found, found_sizes, sparse, found_rest = unpack(parcel)
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype
