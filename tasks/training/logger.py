@@ -45,6 +45,11 @@ class RunLogger(TensorBoardLogger):
         self.experiment.flush()
 
     @rank_zero_only
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """Write what is logged before a checkpoint: a run that is killed later goes on from there, and not before."""
+        self.save()
+
+    @rank_zero_only
     def close(self) -> None:
         """Close the file and the thread that writes it, at the end of a run: a process may train several."""
         if self._experiment is not None:
