@@ -27,6 +27,8 @@ class CustomOp:
         self.function = function
         self.registered = torch.library.custom_op(f"longseq::{name}", mutates_args=())(function)
         self.differentiable: Any = None
+        # Operations that return or take lists of tensors have no fall-back for torch.func.vmap.
+        self.has_lists = "Tensor[]" in str(self.registered._opoverload._schema)
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
         """Register the function that returns the shapes and types of the results, without values."""
@@ -54,6 +56,8 @@ class CustomOp:
         if torch.compiler.is_compiling() or is_watched():
             if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
                 _refuse_functional_gradients(args)
+                if self.has_lists:
+                    _refuse_batches()
             return self.registered(*args)
         differentiated = False
         for x in args:
@@ -65,6 +69,31 @@ class CustomOp:
             # An operation without a gradient raises its error in the backward pass.
             return self.registered(*args) if self.differentiable is None else self.differentiable.apply(*args)
         return self.function(*args)
+
+
+def refuse_transforms() -> None:
+    """Raise RuntimeError under the transforms of torch.func, for a torch form with a backward pass of its own.
+
+    torch refuses its autograd.Function there, too, in words for the authors of such functions.
+    """
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "torch.func.vmap, grad, jvp and their like do not pass through this operation, whose backward pass is its "
+            "own: give backend='reference', which they transform"
+        )
+
+
+def _refuse_batches() -> None:
+    """Raise RuntimeError under torch.func.vmap; torch's own error addresses authors of operations."""
+    if torch._C._functorch.TransformType.Vmap in _active_transforms():
+        raise RuntimeError(
+            "torch.func.vmap does not pass through the kernels of this operation: give backend='reference', which it "
+            "transforms, or add its dimension to the batch"
+        )
+
+
+def _active_transforms() -> set[Any]:
+    return {transform.key() for transform in torch._C._functorch.get_interpreter_stack()}
 
 
 def _refuse_tangents(args: tuple[Any, ...]) -> None:
@@ -84,8 +113,7 @@ def _refuse_functional_gradients(args: tuple[Any, ...]) -> None:
     """Raise RuntimeError under torch.func.grad and its like; torch's own error addresses authors of operations."""
     if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in args):
         return
-    transforms = {transform.key() for transform in torch._C._functorch.get_interpreter_stack()}
-    if torch._C._functorch.TransformType.Grad in transforms:
+    if torch._C._functorch.TransformType.Grad in _active_transforms():
         raise RuntimeError(
             "torch.func.grad, vjp, jacrev and hessian do not pass through this operation, as torch.autograd.grad does; "
             f"{REMEDY}"

@@ -101,11 +101,11 @@ class Prepared:
             launch, rest = found
             launch(*tensors, *rest)
         elif self.grid[0]:
+            # A compiled kernel takes all arguments by position.
+            names = self.kernel.arg_names[len(tensors) + len(self.numbers) :]
+            rest = (*self.numbers, *[self.constants[name] for name in names])
             kernel = self.kernel[self.grid](*tensors, *self.numbers, **self.constants)
             if kernel is not None:  # None: emulated on the CPU, or only recorded to be compiled ahead
-                # A compiled kernel takes all arguments by position.
-                names = self.kernel.arg_names[len(tensors) + len(self.numbers) :]
-                rest = (*self.numbers, *(self.constants[name] for name in names))
                 self.compiled[key] = kernel[self.grid], rest
 
 

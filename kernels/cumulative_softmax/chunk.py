@@ -6,6 +6,7 @@ from torch.nn import functional
 
 from longseq.kernels.chunks import scan
 from longseq.kernels.cumulative_softmax.reference import NOTHING, empty_state
+from longseq.kernels.custom_op import refuse_transforms
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
@@ -25,7 +26,10 @@ def cumulative_softmax_torch(
             logits = logits.masked_fill(real == 0, NOTHING)
         if torch.jit.is_tracing():
             return _forward(logits, state)
-        return _exported(logits, state) if is_exporting() else _CumulativeSoftmax.apply(logits, state)
+        if is_exporting():
+            return _exported(logits, state)
+        refuse_transforms()
+        return _CumulativeSoftmax.apply(logits, state)
 
     # Packed segments are padded with zeros, which are valid logits: the second sequence marks the real tokens.
     real = None if cu_seqlens is None else torch.ones_like(x[:, :, :1, :1])

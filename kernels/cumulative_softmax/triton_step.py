@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
-from longseq.kernels.triton_launch import cdiv, launch_options
+from longseq.kernels.triton_launch import cdiv, find_launch, launch_options
 
 BLOCK = 256
 WARPS = 2
@@ -38,8 +38,10 @@ def cumulative_softmax_step(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Returns g [B, H, M] in x's dtype and the next state [B, H, M] in float32."""
     x, state = x.contiguous(), state.contiguous()
     output, after = torch.empty_like(x), torch.empty_like(state)
-    with torch.cuda.device_of(state):  # Triton launches on the current device
-        _step[(cdiv(x.numel(), BLOCK),)](x, state, output, after, x.numel(), BLOCK=BLOCK, **launch_options(WARPS))
+    find_launch(
+        _step, x.device, cdiv(x.numel(), BLOCK), (x.numel(),),
+        BLOCK=BLOCK, **launch_options(WARPS),
+    )(x, state, output, after)  # fmt: skip
     return output, after
 
 

@@ -30,6 +30,7 @@ from longseq.kernels.chunks import (
     times,
     unit_lower_inverse,
 )
+from longseq.kernels.custom_op import refuse_transforms
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
@@ -64,6 +65,7 @@ def delta_rule_chunk(
             return _scripted(*arguments)
         if is_exporting():
             return _exported(*arguments)
+        refuse_transforms()
         return _DeltaRule.apply(*arguments)
 
     return run_recurrence(

@@ -7,9 +7,9 @@ it to bfloat16. Each tile has its own unit (see triton_units.py), so that the ra
 
 No sum depends on the order in which programs run: the result is the same in every run. The forward pass keeps X,
 tril(Q Wᵀ ⊙ D), -X e^b R, U and the states before each chunk for the backward pass: about 2 C + K + V + K V / C numbers
-for each token and head, with C = 64. With a gate these are 2 K more, for e^b Q and
-e^{b_C - b} W, which the backward pass else recomputes from q and k. With `recompute` the forward pass keeps only its
-inputs, and the backward pass begins with a forward pass. For segments of time it also keeps transitions.
+for each token and head, with C = 64. With a gate or 256 columns these are 2 K more, for e^b Q and e^{b_C - b} W, which
+the walks else make from q and k. With `recompute` the forward pass keeps only its inputs, and the backward pass begins
+with a forward pass. For segments of time it also keeps transitions.
 """
 
 import math
@@ -170,9 +170,30 @@ class _Plan(NamedTuple):
         wide = f"{kernel}_wide"
         return wide if self.wide and wide in self.launches else kernel
 
-    def weighs(self, q: Tensor, write_key: Tensor) -> bool:
-        """Whether `retreat` of calls without gates computes e^b Q and e^{b_C - b} W from q and write keys."""
-        return self.scaled and q.element_size() == write_key.element_size() == 2
+    def forward_entries(self, gated: bool) -> tuple[Launch, ...]:
+        """The entries of the table that a forward pass launches. Tuning finds out by these reads which ones count."""
+        names = [_prepare_name(gated), self.advance]
+        names += ["summarize", "connect"] if self.span else []
+        names += [] if self.along else ["read_out"]
+        return tuple([self.launches[name] for name in names])
+
+    def backward_entries(self, gated: bool) -> tuple[Launch, ...]:
+        """`forward_entries` of a backward pass."""
+        names = [self.retreat, "differentiate_scores", self.differentiate(gated)]
+        names += [self.walk("retreat_summary"), "connect"] if self.span else []
+        return tuple([self.launches[name] for name in names])
+
+    def keeps_rows(self, gated: bool) -> bool:
+        """Whether the forward pass keeps e^b Q and e^{b_C - b} W for the backward pass.
+
+        Without gates they cost little to make again, except where a state of 256 columns leaves the walks no registers
+        for it: the walk back then takes twice the time.
+        """
+        return gated or (self.scaled and self.key[1] == 256)
+
+    def weighs(self, q: Tensor, write_key: Tensor, gated: bool) -> bool:
+        """Whether the walks make e^b Q and e^{b_C - b} W from q and write keys."""
+        return self.scaled and not self.keeps_rows(gated) and q.element_size() == write_key.element_size() == 2
 
     @property
     def advance(self) -> str:
@@ -218,6 +239,11 @@ class _Plan(NamedTuple):
         step = self.step(kernel, width)
         assert not self.scaled or step == min(TILE.value, self.whole(width)), "one tile at a time"
         return step
+
+
+def _prepare_name(gated: bool) -> str:
+    """The table's name for the kernel `prepare`: with a gate the same kernel has other registers."""
+    return "prepare_gated" if gated else "prepare"
 
 
 def _plan(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, half: bool, differentiable: bool) -> _Plan:
@@ -311,57 +337,118 @@ def delta_rule(
         )  # fmt: skip
         launch(q, k, v, beta, write, g, initial_state, cu_seqlens, output, final)
         return output, final, []
-    if g is None:
+    # Walks of segments, which all run at the same time, take longer to weigh rows than `prepare` takes to store them.
+    weigh = not plan.span and plan.weighs(q, write, g is not None)
+    if weigh:
+        kept = kept._replace(queries=q, writes=write)
+    elif not plan.keeps_rows(g is not None):
         rows = v.new_empty((2, plan.slots * heads * plan.chunk * key_dim), dtype=plan.dtype)
         kept = kept._replace(queries=rows[0], writes=rows[1])
-    constants = _constants(plan, key_dim, value_dim, cu_seqlens is not None)
+    launches = _prepare_forward(
+        plan, plan.forward_entries(g is not None), q.device, tokens, heads, key_dim, value_dim, score_dtype, raw, scale,
+        reverse, g is not None, cu_seqlens is not None, initial_state is not None, write_key is not None, save, weigh,
+        (strides(q), strides(k), strides(v), strides(beta), strides(write), strides(g)),
+    )  # fmt: skip
     sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
-    with torch.cuda.device_of(q):  # Triton launches on the current device
-        name = "prepare" if g is None else "prepare_gated"  # with a gate the same kernel has other registers
-        places = plan.slots * heads
-        # The second launch computes the chunks that are not mild again, if there are any. A program looks at several.
-        # Read in both directions, none may look at both halves of the batch.
-        looks = math.gcd(places // 2, LOOKS) if reverse == SECOND_HALF.value else LOOKS
-        for again in (0, looks) if plan.scaled else (0,):
-            prepare[(cdiv(places, again or 1),)](
-                q, k, v, beta, write, g, cu_seqlens, sequence_of,
-                kept.squares, kept.queries, kept.writes, kept.erased, kept.written, kept.decays, kept.units,
-                scale, places, tokens, heads,
-                *strides(q), *strides(k), *strides(v), *strides(beta), *strides(write), *strides(g),
-                GATED=g is not None, REVERSE=reverse, SAVE=save or plan.along, RAW=raw,
-                DTYPE=TRITON_DTYPES[score_dtype], AGAIN=again, OWN_WRITE_KEY=write_key is not None,
-                BLOCK=plan.tiles(name, max(key_dim, value_dim)),
-                **constants, **plan.options(name),
-            )  # fmt: skip
-        walk = {"GATED": g is not None, "HAS_INITIAL": initial_state is not None, **constants}
-        offsets = None
-        if plan.span:
-            offsets = _allocate_offsets(plan, k, v)
-            block = plan.tiles("summarize", max(key_dim, value_dim))
-            blocks = cdiv(value_dim, block) + cdiv(key_dim, block)
-            summarize[(plan.walks * heads * blocks,)](
-                initial_state, kept.units, cu_seqlens, kept.writes, kept.erased, kept.written, kept.decays,
-                offsets, kept.transitions, kept.transition_units, plan.sequences, plan.span, tokens, heads,
-                BLOCK=block, STEP=plan.step("summarize", key_dim), **walk, **plan.options("summarize"),
-            )  # fmt: skip
-            _connect(plan, cu_seqlens, offsets, kept, tokens, back=False)
-        block = plan.tiles(plan.advance, value_dim)
-        advance[(plan.walks * heads * cdiv(value_dim, block),)](
-            initial_state, kept.units, cu_seqlens, kept.squares, kept.queries, kept.writes, kept.erased, kept.written,
-            kept.decays, offsets, kept.states, output, final, plan.sequences, plan.span, tokens, heads,
-            SEGMENTED=plan.span > 0, READ=plan.along, SAVE=save or not plan.along, REVERSE=reverse,
-            BLOCK=block, STEP=plan.step(plan.advance, key_dim), **walk, **plan.options(plan.advance),
+    for launch in launches.prepare:
+        launch(
+            q, k, v, beta, write, g, cu_seqlens, sequence_of, kept.squares, kept.queries, kept.writes, kept.erased,
+            kept.written, kept.decays, kept.units,
         )  # fmt: skip
-        if not plan.along:
-            block = plan.block("read_out", value_dim)
-            read_out[(plan.slots * heads * cdiv(value_dim, block),)](
-                q, g, cu_seqlens, sequence_of, kept.squares, kept.written, kept.states, output,
-                scale, tokens, heads, *strides(q), *strides(g),
-                K=key_dim, V=value_dim, GATED=g is not None, PACKED=cu_seqlens is not None, REVERSE=reverse,
-                PRECISION=plan.precision, CHUNK=plan.chunk,
-                BLOCK=block, STEP=plan.step("read_out", key_dim), **plan.options("read_out"),
-            )  # fmt: skip
+    offsets = None
+    if launches.borders is not None:
+        summarize_segments, connect_segments = launches.borders
+        offsets = _allocate_offsets(plan, k, v)
+        summarize_segments(
+            initial_state, kept.units, cu_seqlens, kept.writes, kept.erased, kept.written, kept.decays, offsets,
+            kept.transitions, kept.transition_units,
+        )  # fmt: skip
+        connect_segments(cu_seqlens, offsets, kept.transitions, kept.transition_units)
+    launches.advance(
+        beta, initial_state, kept.units, cu_seqlens, kept.squares, kept.queries, kept.writes, kept.erased, kept.written,
+        kept.decays, offsets, kept.states, output, final,
+    )  # fmt: skip
+    if launches.read_out is not None:
+        launches.read_out(q, g, cu_seqlens, sequence_of, kept.squares, kept.written, kept.states, output)
     return output, final, buffers if save else []
+
+
+class _Forward(NamedTuple):
+    """The launches of a forward pass; None for those that it does not need."""
+
+    prepare: tuple[Prepared, ...]
+    borders: tuple[Prepared, Prepared] | None  # of segments of time: `summarize`, then `connect`
+    advance: Prepared
+    read_out: Prepared | None
+
+
+@lru_cache(PREPARED)
+def _prepare_forward(
+    plan: _Plan, entries: tuple[Launch, ...], device: torch.device, tokens: int, heads: int, key_dim: int,
+    value_dim: int, scores: torch.dtype, raw: bool, scale: float, reverse: int, gated: bool, packed: bool,
+    has_initial: bool, own_write_key: bool, save: bool, weigh: bool, strides: tuple[tuple[int, ...], ...],
+) -> _Forward:  # fmt: skip
+    """`entries` are those of the table, which may change between calls."""
+    q_strides, _, _, beta_strides, write_strides, g_strides = strides
+    weights = (*q_strides, *beta_strides, *write_strides)
+    constants = _constants(plan, key_dim, value_dim, packed)
+    places = plan.slots * heads
+    name = _prepare_name(gated)
+    # The second launch computes the chunks that are not mild again, if there are any. A program looks at several.
+    # Read in both directions, none may look at both halves of the batch.
+    looks = math.gcd(places // 2, LOOKS) if reverse == SECOND_HALF.value else LOOKS
+    prepares = tuple(
+        Prepared(
+            prepare, device, cdiv(places, again or 1),
+            (scale, places, tokens, heads, *[stride for own in strides for stride in own]),
+            GATED=gated, REVERSE=reverse, SAVE=save, ROWS=0 if weigh else 2 if save or plan.along else 1, RAW=raw,
+            DTYPE=TRITON_DTYPES[scores], AGAIN=again, OWN_WRITE_KEY=own_write_key,
+            BLOCK=plan.tiles(name, max(key_dim, value_dim)), **constants, **plan.options(name),
+        )
+        for again in ((0, looks) if plan.scaled else (0,))
+    )  # fmt: skip
+    walk = {"GATED": gated, "HAS_INITIAL": has_initial, **constants}
+    borders = None
+    if plan.span:
+        block = plan.tiles("summarize", max(key_dim, value_dim))
+        blocks = cdiv(value_dim, block) + cdiv(key_dim, block)
+        summary = Prepared(
+            summarize, device, plan.walks * heads * blocks,
+            (plan.sequences, plan.span, tokens, heads),
+            BLOCK=block, STEP=plan.step("summarize", key_dim), **walk, **plan.options("summarize"),
+        )  # fmt: skip
+        borders = summary, _prepare_connect(plan, device, tokens, heads, key_dim, value_dim, packed, back=False)
+    block = plan.tiles(plan.advance, value_dim)
+    advancing = Prepared(
+        advance, device, plan.walks * heads * cdiv(value_dim, block),
+        (scale, plan.sequences, plan.span, tokens, heads, *weights),
+        REVERSE=reverse, SEGMENTED=plan.span > 0, READ=plan.along, SAVE=save or not plan.along, WEIGH=weigh,
+        BLOCK=block, STEP=plan.step(plan.advance, key_dim), **walk, **plan.options(plan.advance),
+    )  # fmt: skip
+    reading = None
+    if not plan.along:
+        block = plan.block("read_out", value_dim)
+        reading = Prepared(
+            read_out, device, plan.slots * heads * cdiv(value_dim, block),
+            (scale, tokens, heads, *q_strides, *g_strides),
+            K=key_dim, V=value_dim, GATED=gated, PACKED=packed, REVERSE=reverse,
+            PRECISION=plan.precision, CHUNK=plan.chunk,
+            BLOCK=block, STEP=plan.step("read_out", key_dim), **plan.options("read_out"),
+        )  # fmt: skip
+    return _Forward(prepares, borders, advancing, reading)
+
+
+def _prepare_connect(
+    plan: _Plan, device: torch.device, tokens: int, heads: int, key_dim: int, value_dim: int, packed: bool, *,
+    back: bool,
+) -> Prepared:  # fmt: skip
+    """The launch that computes the states, or with `back` their gradients, at the borders of the segments of time."""
+    block = plan.block("connect", value_dim)
+    return Prepared(
+        connect, device, plan.sequences * heads * cdiv(value_dim, block), (plan.span, tokens, heads), BACK=back,
+        K=key_dim, V=value_dim, PACKED=packed, SCALED=plan.scaled, PRECISION=plan.precision,
+        CHUNK=plan.chunk, BLOCK_K=plan.whole(key_dim), BLOCK=block, **plan.options("connect"),
+    )  # fmt: skip
 
 
 @lru_cache(PREPARED)
@@ -412,8 +499,8 @@ def _kept_sizes(
     keys = places * plan.chunk * key_dim
     tiles = [
         2 * places * plan.chunk**2,
-        keys if gated and (save or plan.along) else 0,
-        keys if gated else 0,
+        keys if plan.keeps_rows(gated) and (save or plan.along) else 0,
+        keys if plan.keeps_rows(gated) else 0,
         keys,
         places * plan.chunk * value_dim,
         0 if plan.along and not save else places * key_dim * value_dim,
@@ -441,17 +528,6 @@ def _allocate(
     tiles, numbers = sizes
     buffers = v.new_empty((sum(tiles),), dtype=plan.dtype), v.new_empty((sum(numbers),), dtype=torch.float32)
     return v.new_empty(v.shape), final, list(buffers)
-
-
-def _connect(plan: _Plan, cu_seqlens: Tensor | None, offsets: Tensor, kept: _Kept, tokens: int, back: bool) -> None:
-    """Compute the states, or with `back` their gradients, at the borders of the segments of time."""
-    heads, value_dim, key_dim = offsets.shape[1:]
-    block = plan.block("connect", value_dim)
-    connect[(plan.sequences * heads * cdiv(value_dim, block),)](
-        cu_seqlens, offsets, kept.transitions, kept.transition_units, plan.span, tokens, heads, BACK=back,
-        K=key_dim, V=value_dim, PACKED=cu_seqlens is not None, SCALED=plan.scaled, PRECISION=plan.precision,
-        CHUNK=plan.chunk, BLOCK_K=plan.whole(key_dim), BLOCK=block, **plan.options("connect"),
-    )  # fmt: skip
 
 
 def _allocate_offsets(plan: _Plan, k: Tensor, v: Tensor) -> Tensor:
@@ -496,7 +572,6 @@ def delta_rule_backward(
     plan = _plan(k, d_output, cu_seqlens, half, True)
     batch, tokens, heads, key_dim = k.shape
     value_dim = d_output.shape[3]
-    sizes = tokens, heads, key_dim, value_dim
     sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
     ours = _find_kept(_kept_sizes(plan, heads, key_dim, value_dim, g is not None, True), kept)
     d_units = q.new_empty(
@@ -508,91 +583,100 @@ def delta_rule_backward(
     d_initial = q.new_empty((plan.sequences, heads, key_dim, value_dim), dtype=torch.float32)
     d_q, d_k, d_write_key = _allocate_gradients(q, k, write_key, d_output, reads, rest)
     d_v = d_output.new_empty(d_output.shape)
-    differentiate = plan.differentiate(g is not None)
-    parts = cdiv(key_dim, plan.block(differentiate, key_dim))
+    parts = cdiv(key_dim, plan.block(plan.differentiate(g is not None), key_dim))
     d_beta, d_g = (_allocate_parts(parts, beta, x if rest else None) for x in (beta, g))
     d_offsets = _allocate_offsets(plan, k, d_output) if plan.span else None
-    summary = plan.walk("retreat_summary")
-    walks = [plan.retreat] if d_offsets is None else [summary, plan.retreat]
-    options = scale, reverse, g is not None, cu_seqlens is not None
-    weigh = g is None and plan.weighs(q, write)
+    weigh = plan.weighs(q, write, g is not None)
+    launches = _prepare_backward(
+        plan, plan.backward_entries(g is not None), q.device, batch, tokens, heads, key_dim, value_dim, scale, reverse,
+        g is not None, cu_seqlens is not None, d_final is not None, write_key is not None, reads, rest, weigh,
+        (strides(q), strides(k), strides(beta), strides(write), strides(g), strides(d_output)),
+    )  # fmt: skip
     if weigh:
         ours = ours._replace(queries=q, writes=write)
-    with torch.cuda.device_of(q):
-        if g is None and not weigh:
-            rows = q.new_empty((2, plan.slots * heads * plan.chunk * key_dim), dtype=plan.dtype)
-            ours = ours._replace(queries=rows[0], writes=rows[1])
-            weigh_rows[(plan.slots * heads,)](
-                q, beta, write, ours.units, cu_seqlens, sequence_of, ours.queries, ours.writes,
-                scale, tokens, heads, *strides(q), *strides(beta), *strides(write),
-                K=key_dim, UNITS=count_units(value_dim), PACKED=cu_seqlens is not None, REVERSE=reverse,
-                SCALED=plan.scaled, CHUNK=plan.chunk, BLOCK=min(64, plan.whole(key_dim)), **launch_options(4),
-            )  # fmt: skip
-        for walk in walks:
-            launch = _prepare_retreat(
-                plan, walk, plan.launches[walk], q.device, *sizes, *options, d_final is not None, weigh,
-                (*strides(d_output), *strides(q), *strides(beta), *strides(write)),
-            )  # fmt: skip
-            launch(
-                beta, ours.units, d_units, cu_seqlens, ours.squares, ours.queries, ours.writes, ours.erased,
-                ours.decays, d_output, d_final, d_offsets, d_states, d_written, d_initial,
-            )  # fmt: skip
-            if d_offsets is not None and walk == summary:
-                _connect(plan, cu_seqlens, d_offsets, ours, tokens, back=True)
-        constants = _constants(plan, key_dim, value_dim, cu_seqlens is not None)
-        differentiate_scores[(plan.slots * heads,)](
-            g, ours.units, d_units, cu_seqlens, sequence_of, ours.squares, ours.written, d_output, d_written, d_v,
-            d_attention, d_lower, scale, tokens, heads, *strides(g), *strides(d_output),
-            GATED=g is not None, REVERSE=reverse, D_UNITS=count_gradient_units(value_dim),
-            STEP=plan.tile("differentiate_scores", value_dim),
-            **{name: value for name, value in constants.items() if name != "K"},
-            **plan.options("differentiate_scores"),
+    elif not plan.keeps_rows(g is not None):
+        rows = q.new_empty((2, plan.slots * heads * plan.chunk * key_dim), dtype=plan.dtype)
+        ours = ours._replace(queries=rows[0], writes=rows[1])
+        launches.weigh_rows(q, beta, write, ours.units, cu_seqlens, sequence_of, ours.queries, ours.writes)
+    walked = (
+        beta, ours.units, d_units, cu_seqlens, ours.squares, ours.queries, ours.writes, ours.erased, ours.decays,
+        d_output, d_final, d_offsets, d_states, d_written, d_initial,
+    )  # fmt: skip
+    if launches.borders is not None:
+        summarize_segments, connect_segments = launches.borders
+        summarize_segments(*walked)
+        connect_segments(cu_seqlens, d_offsets, ours.transitions, ours.transition_units)
+    launches.retreat(*walked)
+    launches.scores(
+        g, ours.units, d_units, cu_seqlens, sequence_of, ours.squares, ours.written, d_output, d_written, d_v,
+        d_attention, d_lower,
+    )  # fmt: skip
+    if reads or rest:
+        launches.inputs(
+            q, k, beta, write, g, ours.units, d_units, cu_seqlens, sequence_of, ours.written, ours.states,
+            d_output, d_written, d_states, d_attention, d_lower, d_q, d_k, d_beta, d_write_key, d_g,
         )  # fmt: skip
-        if reads or rest:
-            launch = _prepare_inputs(
-                plan, differentiate, plan.launches[differentiate], q.device, batch, *sizes, *options,
-                write_key is not None, reads, rest,
-                (*strides(q), *strides(k), *strides(beta), *strides(write), *strides(g), *strides(d_output)),
-            )  # fmt: skip
-            launch(
-                q, k, beta, write, g, ours.units, d_units, cu_seqlens, sequence_of, ours.written, ours.states,
-                d_output, d_written, d_states, d_attention, d_lower, d_q, d_k, d_beta, d_write_key, d_g,
-            )  # fmt: skip
     d_beta, d_g = (_add_up(x, like if rest else None) for x, like in ((d_beta, beta), (d_g, g)))
     return d_q, d_k, d_v, d_beta, d_write_key, d_g, d_initial
 
 
+class _Backward(NamedTuple):
+    """The launches of a backward pass."""
+
+    weigh_rows: Prepared
+    borders: tuple[Prepared, Prepared] | None  # of segments of time: the summary of `retreat`, then `connect`
+    retreat: Prepared
+    scores: Prepared
+    inputs: Prepared
+
+
 @lru_cache(PREPARED)
-def _prepare_retreat(
-    plan: _Plan, walk: str, entry: Launch, device: torch.device, tokens: int, heads: int, key_dim: int, value_dim: int,
-    scale: float, reverse: int, gated: bool, packed: bool, has_final: bool, weigh: bool,
-    strides: tuple[int, ...],
-) -> Prepared:  # fmt: skip
-    block = plan.tiles(walk, value_dim)
-    return Prepared(
-        retreat, device, plan.walks * heads * cdiv(value_dim, block),
-        (scale, plan.sequences, plan.span, tokens, heads, *strides),
-        GATED=gated, REVERSE=reverse, HAS_FINAL=has_final, SEGMENTED=plan.span > 0,
-        SUMMARY=walk.startswith("retreat_summary"), WEIGH=weigh,
-        D_UNITS=count_gradient_units(value_dim), BLOCK=block, STEP=plan.step(walk, key_dim),
-        **_constants(plan, key_dim, value_dim, packed), **entry.options,
+def _prepare_backward(
+    plan: _Plan, entries: tuple[Launch, ...], device: torch.device, batch: int, tokens: int, heads: int, key_dim: int,
+    value_dim: int, scale: float, reverse: int, gated: bool, packed: bool, has_final: bool, own_write_key: bool,
+    reads: bool, rest: bool, weigh: bool, strides: tuple[tuple[int, ...], ...],
+) -> _Backward:  # fmt: skip
+    """`entries` are those of the table, which may change between calls."""
+    q_strides, k_strides, beta_strides, write_strides, g_strides, d_output_strides = strides
+    weights = (*q_strides, *beta_strides, *write_strides)
+    constants = _constants(plan, key_dim, value_dim, packed)
+    d_units = count_gradient_units(value_dim)
+    places = plan.slots * heads
+    weighing = Prepared(
+        weigh_rows, device, places, (scale, tokens, heads, *weights),
+        K=key_dim, UNITS=count_units(value_dim), PACKED=packed, REVERSE=reverse, SCALED=plan.scaled, CHUNK=plan.chunk,
+        BLOCK=min(64, plan.whole(key_dim)), **launch_options(4),
     )  # fmt: skip
 
+    def walk(name: str) -> Prepared:
+        block = plan.tiles(name, value_dim)
+        return Prepared(
+            retreat, device, plan.walks * heads * cdiv(value_dim, block),
+            (scale, plan.sequences, plan.span, tokens, heads, *d_output_strides, *weights),
+            GATED=gated, REVERSE=reverse, HAS_FINAL=has_final, SEGMENTED=plan.span > 0,
+            SUMMARY=name.startswith("retreat_summary"), WEIGH=weigh, D_UNITS=d_units,
+            BLOCK=block, STEP=plan.step(name, key_dim), **constants, **plan.options(name),
+        )  # fmt: skip
 
-@lru_cache(PREPARED)
-def _prepare_inputs(
-    plan: _Plan, name: str, entry: Launch, device: torch.device, batch: int, tokens: int, heads: int, key_dim: int,
-    value_dim: int, scale: float, reverse: int, gated: bool, packed: bool, own_write_key: bool,
-    reads: bool, rest: bool, strides: tuple[int, ...],
-) -> Prepared:  # fmt: skip
+    borders = None
+    if plan.span:
+        connecting = _prepare_connect(plan, device, tokens, heads, key_dim, value_dim, packed, back=True)
+        borders = walk(plan.walk("retreat_summary")), connecting
+    scores = Prepared(
+        differentiate_scores, device, places, (scale, tokens, heads, *g_strides, *d_output_strides),
+        GATED=gated, REVERSE=reverse, D_UNITS=d_units, STEP=plan.tile("differentiate_scores", value_dim),
+        **{name: value for name, value in constants.items() if name != "K"}, **plan.options("differentiate_scores"),
+    )  # fmt: skip
+    name = plan.differentiate(gated)
     block = plan.block(name, key_dim)
-    return Prepared(
-        differentiate_inputs, device, plan.slots * heads * cdiv(key_dim, block),
-        (scale, tokens, heads, batch * tokens, *strides),
+    inputs = Prepared(
+        differentiate_inputs, device, places * cdiv(key_dim, block),
+        (scale, tokens, heads, batch * tokens, *q_strides, *k_strides, *beta_strides, *write_strides, *g_strides,
+         *d_output_strides),
         GATED=gated, REVERSE=reverse, OWN_WRITE_KEY=own_write_key, READS=reads, REST=rest,
-        D_UNITS=count_gradient_units(value_dim), BLOCK=block, STEP=plan.tile(name, value_dim),
-        **_constants(plan, key_dim, value_dim, packed), **entry.options,
+        D_UNITS=d_units, BLOCK=block, STEP=plan.tile(name, value_dim), **constants, **plan.options(name),
     )  # fmt: skip
+    return _Backward(weighing, borders, walk(plan.retreat), scores, inputs)
 
 
 @delta_rule_backward.register_fake

@@ -3,8 +3,9 @@
 `prepare` runs over chunks in parallel and stores tiles that need no further scaling but by their units (see
 triton_units.py). Then `advance` walks along time and stores the outputs. In float32 the tiles are too large for that:
 `read_out` computes the outputs over chunks in parallel. A long sequence with few heads is cut into segments of time
-first (see triton_segments.py). Short sequences without a backward pass are read by one launch, `read_through`, which
-walks along time and keeps everything on chip.
+first (see triton_segments.py). In half precision without gates and segments, and up to 128 columns, `advance` makes the
+tiles of queries and write keys itself, from what the call gave (see `load_rows`). Short sequences without a backward
+pass are read by one launch, `read_through`, which walks along time and keeps everything on chip.
 
 Units are found from bounds where that is accurate enough, because finding the largest number of a tile takes time. The
 units of products follow from those of their factors, and the units of sums from those of their parts. A bound can be
@@ -31,8 +32,17 @@ from longseq.kernels.delta_rule.triton_kept import (
     WRITTEN,
     pack_units,
     unpack_among,
+    unpack_queries,
+    unpack_writes,
 )
-from longseq.kernels.delta_rule.triton_segments import end_walk, find_segment, load_offered, turn_to_tiles, walk_through
+from longseq.kernels.delta_rule.triton_segments import (
+    end_walk,
+    find_segment,
+    load_offered,
+    load_strengths,
+    turn_to_tiles,
+    walk_through,
+)
 from longseq.kernels.triton_tiles import (
     MILD,
     SIZES_AND_STRIDES,
@@ -150,9 +160,9 @@ def _prepare_place(
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
     K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
-    REVERSE: tl.constexpr, SCALED: tl.constexpr, SAVE: tl.constexpr, RAW: tl.constexpr, DTYPE: tl.constexpr,
-    AGAIN: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    OWN_WRITE_KEY: tl.constexpr,
+    REVERSE: tl.constexpr, SCALED: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr,
+    RAW: tl.constexpr, DTYPE: tl.constexpr, AGAIN: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
 ):  # fmt: skip
     """`prepare` for one chunk of one head; AGAIN, one that is not mild (see `inverse_size`), with a float32 inverse."""
     BITS: tl.constexpr = 6 if K <= 64 else 7 if K <= 128 else 8  # K is at most 2^BITS
@@ -235,15 +245,16 @@ def _prepare_place(
         )
         erasing *= read_unit * write_unit
     for e in tl.static_range(0, K, BLOCK):
-        if SAVE:
+        if ROWS == 2:
             if K > BLOCK:
                 query = load_tokens(q, q_token, live, e, K, CHUNK, BLOCK)
             tile = query.to(tl.float32) * (since * (scale * queries_inverse))[:, None]
             store_block(queries + place * CHUNK * K, 0, e, tile, CHUNK, K, CHUNK, BLOCK)
-        if K > BLOCK:
-            write = load_tokens(write_key, write_token, live, e, K, CHUNK, BLOCK)
-        tile = write.to(tl.float32) * (until * strength * writes_inverse)[:, None]
-        store_block(writes + place * CHUNK * K, 0, e, tile, CHUNK, K, CHUNK, BLOCK)
+        if ROWS > 0:
+            if K > BLOCK:
+                write = load_tokens(write_key, write_token, live, e, K, CHUNK, BLOCK)
+            tile = write.to(tl.float32) * (until * strength * writes_inverse)[:, None]
+            store_block(writes + place * CHUNK * K, 0, e, tile, CHUNK, K, CHUNK, BLOCK)
     squares += place * 2 * CHUNK * CHUNK
     among = _weigh(reading, strength * scale, gate, 0, GATED, CHUNK)
     among_exponent = 0
@@ -258,7 +269,7 @@ def _prepare_place(
     if EARLY:
         value = load_tokens(v, v_token, live, 0, V, CHUNK, BLOCK)
     lower = _weigh(erasing, strength, gate, 1, GATED, CHUNK)
-    steepest = find_largest(lower)
+    steepest = _largest_of_rows(lower)
     x = eliminate(lower, CHUNK) if AGAIN else unit_lower_inverse(lower, CHUNK, SCALED)
     x_unit, x_inverse, unit = 1.0, 1.0, 1.0
     if SCALED:
@@ -313,14 +324,15 @@ def prepare(
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
     K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
-    REVERSE: tl.constexpr, SCALED: tl.constexpr, SAVE: tl.constexpr, RAW: tl.constexpr, DTYPE: tl.constexpr,
-    AGAIN: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    OWN_WRITE_KEY: tl.constexpr,
+    REVERSE: tl.constexpr, SCALED: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr,
+    RAW: tl.constexpr, DTYPE: tl.constexpr, AGAIN: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: tril(Q Wᵀ ⊙ D), e^{b_C - b} W, -X e^b R, (X V)ᵀ and e^{b_C}; if SAVE, X and e^b Q.
+    """One chunk of one head: tril(Q Wᵀ ⊙ D), -X e^b R, (X V)ᵀ and e^{b_C}; if SAVE, X.
 
-    Queries and keys are multiplied with each other RAW, or as numbers of DTYPE. AGAIN, those of AGAIN chunks, out of
-    `places` of all heads, that are not mild (see `inverse_size`), with an inverse in float32.
+    ROWS: with 1, e^{b_C - b} W is stored as well, and with 2 also e^b Q; with 0 `advance` makes both from q and write
+    keys. Queries and keys are multiplied with each other RAW, or as numbers of DTYPE. AGAIN, those of AGAIN chunks, out
+    of `places` of all heads, that are not mild (see `inverse_size`), with an inverse in float32.
     """
     if AGAIN:
         first = tl.program_id(0).to(tl.int64) * AGAIN
@@ -337,8 +349,8 @@ def prepare(
                         squares, queries, writes, erased, offered, decays, units, scale, T, H,
                         q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
                         beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
-                        K, V, UNITS, GATED, PACKED, REVERSE, SCALED, SAVE, RAW, DTYPE, True, PRECISION, CHUNK, BLOCK,
-                        OWN_WRITE_KEY,
+                        K, V, UNITS, GATED, PACKED, REVERSE, SCALED, SAVE, ROWS, RAW, DTYPE, True, PRECISION, CHUNK,
+                        BLOCK, OWN_WRITE_KEY,
                     )  # fmt: skip
     else:
         place = tl.program_id(0).to(tl.int64)
@@ -349,8 +361,8 @@ def prepare(
                 squares, queries, writes, erased, offered, decays, units, scale, T, H,
                 q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
                 beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
-                K, V, UNITS, GATED, PACKED, REVERSE, SCALED, SAVE, RAW, DTYPE, False, PRECISION, CHUNK, BLOCK,
-                OWN_WRITE_KEY,
+                K, V, UNITS, GATED, PACKED, REVERSE, SCALED, SAVE, ROWS, RAW, DTYPE, False, PRECISION, CHUNK,
+                BLOCK, OWN_WRITE_KEY,
             )  # fmt: skip
         elif SCALED:
             tl.store(units + place * UNITS + SIZE, 0.0)  # a slot without tokens is mild
@@ -358,16 +370,18 @@ def prepare(
 
 @triton.jit(do_not_specialize=[*SIZES_AND_STRIDES, "sequences", "span"])
 def advance(
-    initial, units, cu_seqlens, squares, queries, writes, erased, written, decays, offsets, states, output, final,
-    sequences, span, T, H,
+    beta, initial, units, cu_seqlens, squares, queries, writes, erased, written, decays, offsets, states, output, final,
+    scale, sequences, span, T, H,
+    q_row, q_token, q_head, beta_row, beta_token, beta_head, write_row, write_token, write_head,
     K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
     REVERSE: tl.constexpr, SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr, SEGMENTED: tl.constexpr,
-    READ: tl.constexpr, SAVE: tl.constexpr,
+    READ: tl.constexpr, SAVE: tl.constexpr, WEIGH: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK value columns of one head of one sequence or segment, with the state in pieces of STEP key columns.
 
-    SAVE leaves U in place of X V and the states before each chunk, READ the output.
+    SAVE leaves U in place of X V and the states before each chunk, READ the output. WEIGH: `queries` and `writes` are q
+    and write keys as they came (see `load_rows`).
     """
     blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
     column = tl.program_id(0) % blocks * BLOCK
@@ -380,6 +394,10 @@ def advance(
     NEXT = direction(REVERSE)
     tokens = (end - start).to(tl.int32)
     output += ((row * T + token_after(0, start, end, REVERSE)) * H + head) * V
+    if WEIGH:
+        queries += row * q_row + head * q_head
+        writes += row * write_row + head * write_head
+        beta += row * beta_row + head * beta_head
     if not SEGMENTED:
         stop = tl.cdiv(tokens, CHUNK)
 
@@ -401,6 +419,8 @@ def advance(
     if SCALED:
         later_packed = tl.load(units + first * UNITS + PACKED_UNITS)
         later_size = tl.load(units + first * UNITS + SIZE)
+    if WEIGH:
+        later_strength = load_strengths(beta, beta_token, begin, start, end, REVERSE, CHUNK)
     for m in range(begin, stop):
         place = (slot + m) * H + head
         of_chunk = units + place * UNITS
@@ -408,7 +428,8 @@ def advance(
         if GATED:
             whole = tl.load(decays + place)
         # Loaded one iteration early, because the compiler prefetches only operands of products.
-        following = (slot + tl.minimum(m + 1, stop - 1)) * H + head
+        next_chunk = tl.minimum(m + 1, stop - 1)
+        following = (slot + next_chunk) * H + head
         later, later_unit, later_exponent = load_offered(
             written, units, following, column, V, UNITS, False, SCALED, CHUNK, BLOCK
         )
@@ -417,10 +438,20 @@ def advance(
             packed, size = later_packed, later_size
             later_packed = tl.load(units + following * UNITS + PACKED_UNITS)
             later_size = tl.load(units + following * UNITS + SIZE)
+        query_rows, write_rows = queries + place * CHUNK * K, writes + place * CHUNK * K
+        query_weight, write_weight = scale, 1.0
+        if WEIGH:
+            t = token_after(m * CHUNK, start, end, REVERSE)
+            query_rows, write_rows = queries + t * q_token, writes + t * write_token
+            query_weight = scale * two_to(-unpack_queries(packed))
+            write_weight = (later_strength * two_to(-unpack_writes(packed)))[:, None]
+            later_strength = load_strengths(beta, beta_token, next_chunk, start, end, REVERSE, CHUNK)
 
         u, u_exponent, state, after_exponent, o, read_exponent = walk_through(
-            state, exponent, offered, offered_unit, offered_exponent, erased, writes, queries, packed, size,
-            states, of_chunk, place, column, whole, K, V, READ, SAVE, SCALED, PRECISION, CHUNK, BLOCK, STEP,
+            state, exponent, offered, offered_unit, offered_exponent, erased,
+            write_rows, write_token * NEXT, write_weight, query_rows, q_token * NEXT, query_weight,
+            end - start - m * CHUNK, packed, size, states, of_chunk, place, column, whole,
+            K, V, READ, SAVE, WEIGH, SCALED, PRECISION, CHUNK, BLOCK, STEP,
         )  # fmt: skip
         if SCALED:
             exponent = after_exponent
@@ -544,7 +575,7 @@ def read_through(
             erasing = tl.dot(read_tile, tl.trans(write_tile), input_precision=PRECISION) * (read_unit * write_unit)
             reading = tl.dot(query_tile, tl.trans(write_tile), input_precision=PRECISION) * (query_unit * write_unit)
         lower = _weigh(erasing, strength, gate, 1, GATED, CHUNK)
-        steepest = find_largest(lower)
+        steepest = _largest_of_rows(lower)
         x = unit_lower_inverse(lower, CHUNK, SCALED)
         size = inverse_size(steepest, x)
         if size > MILD:

@@ -25,7 +25,17 @@ from longseq.kernels.delta_rule.triton_kept import (
     unpack_queries,
     unpack_writes,
 )
-from longseq.kernels.triton_tiles import MILD, SIZES_AND_STRIDES, load_block, sequence, store_block
+from longseq.kernels.triton_tiles import (
+    MILD,
+    SIZES_AND_STRIDES,
+    direction,
+    load_block,
+    load_numbers,
+    load_tokens,
+    sequence,
+    store_block,
+    token_after,
+)
 from longseq.kernels.triton_units import (
     LEAD,
     add_product,
@@ -123,17 +133,43 @@ def rescale_if_steep(x, factor, size):
 
 
 @triton.jit
+def load_strengths(beta, beta_token, m, start, end, REVERSE: tl.constexpr, CHUNK: tl.constexpr):
+    """The strengths of chunk m of a sequence."""
+    beta += token_after(m * CHUNK, start, end, REVERSE) * beta_token
+    return load_numbers(beta, beta_token * direction(REVERSE), end - start - m * CHUNK, CHUNK)
+
+
+@triton.jit
+def load_rows(
+    rows, stride, live, weight, column,
+    K: tl.constexpr, WEIGH: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """STEP columns of a chunk's queries or write keys, as a tile.
+
+    WEIGH: `rows` points to the first token as the call gave it, and `weight` makes the tile of it, in the tile's unit.
+    Otherwise `rows` is the tile that `prepare` stored.
+    """
+    if WEIGH:
+        tile = as_tile(load_tokens(rows, stride, live, column, K, CHUNK, STEP).to(tl.float32) * weight, SCALED)
+    else:
+        tile = load_block(rows, 0, column, CHUNK, K, CHUNK, STEP)
+    return tile
+
+
+@triton.jit
 def walk_through(
-    state, exponent, offered, offered_unit, offered_exponent, erased, writes, queries, packed, size,
+    state, exponent, offered, offered_unit, offered_exponent, erased,
+    writes, write_token, write_weight, queries, q_token, query_weight, live, packed, size,
     states, units, place, column, whole,
-    K: tl.constexpr, V: tl.constexpr, READ: tl.constexpr, SAVE: tl.constexpr, SCALED: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, READ: tl.constexpr, SAVE: tl.constexpr, WEIGH: tl.constexpr,
+    SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Of a chunk: Uᵀ as a tile and its exponent, the state after it, and if READ the state's part of the output.
 
     The states and that part are in units of 2 to an exponent, which is 0 if not SCALED. SAVE stores the state before
     the chunk. States are in pieces of STEP key columns: beside a piece of 256 columns there are no registers for the
-    same piece in half precision, as products take it. `units` is the chunk's row of units.
+    same piece in half precision, as products take it. `units` is the chunk's row of units. `writes` and `queries` are
+    the chunk's rows, as `load_rows` takes them.
     """
     BITS: tl.constexpr = 6 if K <= 64 else 7 if K <= 128 else 8  # K is at most 2^BITS
     state, state_exponent = turn_to_tiles(state, exponent, SCALED)
@@ -143,12 +179,19 @@ def walk_through(
         sum_exponent = tl.maximum(state_exponent + unpack_erased(packed), offered_exponent - LEAD)
         offered_unit *= two_to(-sum_exponent)
     u = offered.to(tl.float32) * offered_unit
+    o = tl.zeros((BLOCK, CHUNK), tl.float32)
+    # A state of 256 columns is read in the first loop, where its tiles are in registers anyway. One of fewer columns is
+    # read in the second, between the products with U: that was measured to be faster.
+    READ_EARLY: tl.constexpr = READ and K > 128
     for e in tl.static_range(0, K, STEP):
         erase = load_block(erased + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
         before = as_tile(state[e // STEP], SCALED)
         if SAVE:
             store_block(states + place * K * V, column, e, before, V, K, BLOCK, STEP)
         u = tl.dot(before, tl.trans(erase), u, input_precision=PRECISION)
+        if READ_EARLY:
+            query = load_rows(queries, q_token, live, query_weight, e, K, WEIGH, SCALED, CHUNK, STEP)
+            o = tl.dot(before, tl.trans(query), o, input_precision=PRECISION)
     read_exponent, u_exponent, after_exponent, weight = 0, 0, 0, whole
     if SCALED:
         if SAVE:
@@ -164,13 +207,12 @@ def walk_through(
         after_exponent = tl.maximum(u_exponent + unpack_writes(packed), state_exponent - LEAD)
         weight = whole * two_to(state_exponent - after_exponent)
     u = as_tile(u, SCALED)
-    o = tl.zeros((BLOCK, CHUNK), tl.float32)
     after = ()
     for e in tl.static_range(0, K, STEP):
-        write = load_block(writes + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
+        write = load_rows(writes, write_token, live, write_weight, e, K, WEIGH, SCALED, CHUNK, STEP)
         after = after + (tl.dot(u, write, state[e // STEP] * weight, input_precision=PRECISION),)
-        if READ:
-            query = load_block(queries + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
+        if READ and not READ_EARLY:
+            query = load_rows(queries, q_token, live, query_weight, e, K, WEIGH, SCALED, CHUNK, STEP)
             before = as_tile(state[e // STEP], SCALED)
             o = tl.dot(before, tl.trans(query), o, input_precision=PRECISION)
     return u, u_exponent, after, after_exponent, o, read_exponent
@@ -257,9 +299,11 @@ def summarize(
             packed, size = later_packed, later_size
             later_packed = tl.load(units + following * UNITS + PACKED_UNITS)
             later_size = tl.load(units + following * UNITS + SIZE)
+        rows = writes + place * CHUNK * K
         walked = walk_through(
-            state, exponent, offered, offered_unit, offered_exponent, erased, writes, erased, packed, size,
-            offsets, units, place, column, whole, K, V, False, False, SCALED, PRECISION, CHUNK, BLOCK, STEP,
+            state, exponent, offered, offered_unit, offered_exponent, erased, rows, 0, 1.0, rows, 0, 1.0, 0,
+            packed, size, offsets, units, place, column, whole,
+            K, V, False, False, False, SCALED, PRECISION, CHUNK, BLOCK, STEP,
         )  # fmt: skip
         state = walked[2]
         if SCALED:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
-from longseq.kernels.triton_launch import cdiv, launch_options
+from longseq.kernels.triton_launch import cdiv, find_launch, launch_options
 from longseq.kernels.triton_steps import UNSPECIALISED, load_vector, row_tile, store_vector
 from longseq.kernels.triton_tiles import load_block, store_block
 
@@ -61,13 +61,12 @@ def diagonal_scan_step(
     batch, channels, width = state.shape
     output, after = x.new_empty(x.shape), torch.empty_like(state)
     tile = row_tile(channels, width, NUMBERS)
-    with torch.cuda.device_of(state):  # Triton launches on the current device
-        _step[(batch * cdiv(channels, tile.rows),)](
-            x, rate, key, query, A, state, output, after,
-            x.stride(0), rate.stride(0), key.stride(0), query.stride(0),
-            D=channels, N=width, LONGHORN=A is None, BLOCK_D=tile.rows, BLOCK_N=tile.columns,
-            **launch_options(tile.warps),
-        )  # fmt: skip
+    find_launch(
+        _step, x.device, batch * cdiv(channels, tile.rows),
+        (x.stride(0), rate.stride(0), key.stride(0), query.stride(0)),
+        D=channels, N=width, LONGHORN=A is None, BLOCK_D=tile.rows, BLOCK_N=tile.columns,
+        **launch_options(tile.warps),
+    )(x, rate, key, query, A, state, output, after)  # fmt: skip
     return output, after
 
 

@@ -36,6 +36,7 @@ from longseq.kernels.chunks import (
     split_chunks,
     times,
 )
+from longseq.kernels.custom_op import refuse_transforms
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
@@ -92,6 +93,7 @@ def linear_attention_core(
         return _scripted(*arguments)
     if is_exporting():
         return _exported(*arguments)
+    refuse_transforms()
     return _LinearAttention.apply(*arguments)
 
 

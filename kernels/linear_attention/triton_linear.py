@@ -39,6 +39,7 @@ from longseq.kernels.triton_launch import (
     cdiv,
     count_sequences,
     count_slots,
+    find_launch,
     fit_launches,
     next_power_of_2,
     sequence_of_slots,
@@ -202,20 +203,22 @@ class _Passes:
             y.new_empty((plan.slots, self.heads, tiles), dtype=torch.int32),
         )
         x = y if x is None else x
-        decay_channels[(plan.slots * self.heads,)](
+        find_launch(
+            decay_channels, y.device, plan.slots * self.heads,
+            (self.tokens, self.heads, *strides(x), *strides(y), *strides(g)),
+            W=width, READS=reads, SCORES=scores is not None, DTYPE=_dtype_of_sums(g, plan.tile), TILE=plan.tile,
+            LIMIT=LIMITS[plan.dtype.itemsize], **self.constants, **self.levels, **plan.options("decay_channels"),
+        )(
             x, y, g, self.cu_seqlens, self.sequence_of, *decayed.reads, *decayed.writes, decayed.whole, decayed.levels,
-            *(scores or (x, x)), self.tokens, self.heads, *strides(x), *strides(y), *strides(g),
-            W=width, READS=reads, SCORES=scores is not None, DTYPE=_dtype_of_sums(g, plan.tile),
-            TILE=plan.tile, LIMIT=LIMITS[plan.dtype.itemsize],
-            **self.constants, **self.levels, **plan.options("decay_channels"),
+            *(scores or (x, x)),
         )  # fmt: skip
         if scores is not None:
-            score_by_level[(plan.slots * self.heads,)](
-                x, y, g, self.cu_seqlens, self.sequence_of, decayed.levels, *scores,
-                self.tokens, self.heads, *strides(x), *strides(y), *strides(g),
+            find_launch(
+                score_by_level, x.device, plan.slots * self.heads,
+                (self.tokens, self.heads, *strides(x), *strides(y), *strides(g)),
                 W=width, BLOCK=plan.block("score_by_level", width), TILE=plan.tile, TILES=next_power_of_2(tiles),
                 **self.constants, **self.levels, **plan.options("score_by_level"),
-            )  # fmt: skip
+            )(x, y, g, self.cu_seqlens, self.sequence_of, decayed.levels, *scores)  # fmt: skip
         return decayed
 
     def score(self, x: Tensor, y: Tensor, g: Tensor | None, tiles: tuple[_Tiles, _Tiles] | None = None) -> _Scores:
@@ -223,12 +226,11 @@ class _Passes:
         plan, width = self.plan, x.shape[3]
         scores = _allocate_scores(plan, x)
         into = (x, x, x, x) if tiles is None else (*tiles[0], *tiles[1])
-        score[(plan.slots * self.heads,)](
-            x, y, g, self.cu_seqlens, self.sequence_of, *scores, *into,
-            self.tokens, self.heads, *strides(x), *strides(y), *strides(g),
-            W=width, GATE="none" if g is None else "head", LEAVES=tiles is not None, BLOCK=plan.tile,
-            **self.constants, **plan.options("score"),
-        )  # fmt: skip
+        find_launch(
+            score, x.device, plan.slots * self.heads, (self.tokens, self.heads, *strides(x), *strides(y), *strides(g)),
+            W=width, GATE="none" if g is None else "head", LEAVES=tiles is not None, BLOCK=plan.tile, **self.constants,
+            **plan.options("score"),
+        )(x, y, g, self.cu_seqlens, self.sequence_of, *scores, *into)  # fmt: skip
         return scores
 
     def walk(
@@ -250,13 +252,12 @@ class _Passes:
         """
         plan = self.plan
         row, column = (1, plan.key_dim) if transposed else (plan.value_dim, 1)
-        walk[(plan.sequences * self.heads * plan.tiles(plan.key_dim) * plan.tiles(plan.value_dim),)](
-            *_with_units(a), *_with_units(b), g, whole, self.cu_seqlens, first, *states, last,
-            self.scale if backward else 1.0, self.tokens, self.heads, *_strides(a), *_strides(b), *strides(g),
-            K=plan.key_dim, V=plan.value_dim, GATE=plan.gate, BACKWARD=backward, HAS_FIRST=first is not None,
-            ROW=row, COLUMN=column, TILE_K=plan.tile, TILE_V=plan.tile,
-            **self.constants, **plan.options("walk"),
-        )  # fmt: skip
+        find_launch(
+            walk, last.device, plan.sequences * self.heads * plan.tiles(plan.key_dim) * plan.tiles(plan.value_dim),
+            (self.scale if backward else 1.0, self.tokens, self.heads, *_strides(a), *_strides(b), *strides(g)),
+            K=plan.key_dim, V=plan.value_dim, GATE=plan.gate, BACKWARD=backward, HAS_FIRST=first is not None, ROW=row,
+            COLUMN=column, TILE_K=plan.tile, TILE_V=plan.tile, **self.constants, **plan.options("walk"),
+        )(*_with_units(a), *_with_units(b), g, whole, self.cu_seqlens, first, *states, last)  # fmt: skip
 
     def walk_and_read(
         self,
@@ -276,14 +277,14 @@ class _Passes:
         plan = self.plan
         x, y = (decayed.writes, decayed.reads) if backward else (decayed.reads, decayed.writes)
         row, column = (1, plan.key_dim) if transposed else (plan.value_dim, 1)
-        walk_and_read[(plan.sequences * self.heads * plan.tiles(plan.value_dim),)](
-            *x, *y, *_with_units(v), decayed.whole, self.cu_seqlens, *scores, first, *states, last, output,
-            self.scale, self.tokens, self.heads, *_strides(v),
+        find_launch(
+            walk_and_read, last.device, plan.sequences * self.heads * plan.tiles(plan.value_dim),
+            (self.scale, self.tokens, self.heads, *_strides(v)),
             K=plan.key_dim, V=plan.value_dim, TILED=isinstance(v, _Tiles), BACKWARD=backward,
             HAS_FIRST=first is not None, SAVE=save, ROW=row, COLUMN=column,
-            BLOCK_K=block_width(plan.key_dim, plan.tile), TILE=plan.tile,
-            **self.constants, **plan.options("walk_and_read"),
-        )  # fmt: skip
+            BLOCK_K=block_width(plan.key_dim, plan.tile), TILE=plan.tile, **self.constants,
+            **plan.options("walk_and_read"),
+        )(*x, *y, *_with_units(v), decayed.whole, self.cu_seqlens, *scores, first, *states, last, output)  # fmt: skip
 
     def read(
         self,
@@ -300,12 +301,12 @@ class _Passes:
         """Write `output`. x has key columns, or value columns with `by_value`; it is tiled if it is decayed."""
         plan, width = self.plan, output.shape[3]
         block = plan.block("read", width)
-        read[(plan.slots * self.heads * cdiv(width, block),)](
-            *_with_units(x), y, g, self.cu_seqlens, self.sequence_of, *scores, *states, output,
-            self.scale, self.tokens, self.heads, *_strides(x), *strides(y), *strides(g),
+        find_launch(
+            read, output.device, plan.slots * self.heads * cdiv(width, block),
+            (self.scale, self.tokens, self.heads, *_strides(x), *strides(y), *strides(g)),
             GATE="head" if plan.gate == "head" else "none", DECAYED=isinstance(x, _Tiles), TRANSPOSED=transposed,
             BLOCK=block, **self._state_layout(by_value), **self.constants, **plan.options("read"),
-        )  # fmt: skip
+        )(*_with_units(x), y, g, self.cu_seqlens, self.sequence_of, *scores, *states, output)  # fmt: skip
 
     def differentiate(
         self,
@@ -331,17 +332,18 @@ class _Passes:
         for kernel in kernels:
             block = plan.block(kernel, width)
             assert block <= plan.tile, "a block of columns lies in one tile"
-            differentiate[(plan.slots * self.heads * cdiv(width, block),)](
+            find_launch(
+                differentiate, x.device, plan.slots * self.heads * cdiv(width, block),
+                (self.scale, self.tokens, self.heads, x.shape[0] * self.tokens,
+                 *strides(x), *strides(y), *_strides(a), *_strides(b), *strides(g)),
+                GATE="none" if g is None else "head" if decayed is None else "channel", TILED=isinstance(a, _Tiles),
+                DTYPE=_dtype_of_sums(g, block), READS=d_x is not None, WRITES=d_y is not None,
+                BY_LEVEL=kernel.endswith("by_level"), BLOCK=block, **self._state_layout(plan.gate != "value"),
+                **self.constants, **self.levels, **plan.options(kernel),
+            )(
                 x, y, *_with_units(a), *_with_units(b), g, self.cu_seqlens, self.sequence_of,
                 x if decayed is None else decayed.levels, *scores, *states, *(d_states or states),
                 *(x if out is None else out for out in (d_x, d_y, d_g)),
-                self.scale, self.tokens, self.heads, x.shape[0] * self.tokens,
-                *strides(x), *strides(y), *_strides(a), *_strides(b), *strides(g),
-                GATE="none" if g is None else "head" if decayed is None else "channel",
-                TILED=isinstance(a, _Tiles), DTYPE=_dtype_of_sums(g, block),
-                READS=d_x is not None, WRITES=d_y is not None, BY_LEVEL=kernel.endswith("by_level"),
-                BLOCK=block, **self._state_layout(plan.gate != "value"),
-                **self.constants, **self.levels, **plan.options(kernel),
             )  # fmt: skip
 
     def _state_layout(self, by_value: bool) -> dict[str, int]:
@@ -428,26 +430,25 @@ def linear_attention(
     final = _allocate_state(plan, q, transposed)
     states = _allocate_states(plan, q, kept=save or not plan.reads_in_walk)
     output = v.new_empty(v.shape, dtype=output_dtype)
-    with torch.cuda.device_of(q):  # Triton launches on the current device
-        if g_value is not None:
-            values = passes.decay(None, v, g_value)
-            scores = passes.score(q, k, None)
-            passes.walk(k, values.writes, None, values.whole, initial_state, states, final, transposed=transposed)
-            passes.differentiate(v, v, q, k, g_value, values, scores, states, None, output, None, None)
-        elif g is not None and plan.gate == "key":
-            scores = _allocate_scores(plan, q)
-            keys = passes.decay(q, k, g, scores)
-            if plan.reads_in_walk:
-                passes.walk_and_read(
-                    *(keys, v, scores, initial_state, states, final, output), save=save, transposed=transposed
-                )
-            else:
-                passes.walk(keys.writes, v, g, keys.whole, initial_state, states, final, transposed=transposed)
-                passes.read(keys.reads, v, g, scores, states, output)
+    if g_value is not None:
+        values = passes.decay(None, v, g_value)
+        scores = passes.score(q, k, None)
+        passes.walk(k, values.writes, None, values.whole, initial_state, states, final, transposed=transposed)
+        passes.differentiate(v, v, q, k, g_value, values, scores, states, None, output, None, None)
+    elif g is not None and plan.gate == "key":
+        scores = _allocate_scores(plan, q)
+        keys = passes.decay(q, k, g, scores)
+        if plan.reads_in_walk:
+            passes.walk_and_read(
+                *(keys, v, scores, initial_state, states, final, output), save=save, transposed=transposed
+            )
         else:
-            scores = passes.score(q, k, g)
-            passes.walk(k, v, g, None, initial_state, states, final, transposed=transposed)
-            passes.read(q, v, g, scores, states, output)
+            passes.walk(keys.writes, v, g, keys.whole, initial_state, states, final, transposed=transposed)
+            passes.read(keys.reads, v, g, scores, states, output)
+    else:
+        scores = passes.score(q, k, g)
+        passes.walk(k, v, g, None, initial_state, states, final, transposed=transposed)
+        passes.read(q, v, g, scores, states, output)
     return output, final, [*scores, *states] if save else []
 
 
@@ -501,42 +502,41 @@ def linear_attention_backward(
     d_q, d_k, d_v = _allocate_gradients(q, k, v, wanted)
     parts = cdiv(plan.key_dim, plan.block("differentiate", plan.key_dim)) if plan.gate == "head" else 1
     d_g, d_g_value = _allocate_parts(parts, q, g), _allocate_parts(1, q, g_value)
-    with torch.cuda.device_of(q):
-        if g_value is not None:
-            d_scores = _allocate_scores(plan, q)
-            values = passes.decay(d_output, v, g_value, d_scores)
-            y, whole, out = values.reads, values.whole, (None, d_v, d_g_value[0])
-            passes.walk(q, y, None, whole, d_final, d_states, d_initial, transposed=transposed, backward=True)
-            passes.differentiate(d_output, v, q, k, g_value, values, scores, states, d_states, *out)
-            if wanted[0]:
-                passes.read(values.reads, k, None, d_scores, states, d_q, by_value=True)
-            if wanted[1]:
-                passes.read(values.writes, q, None, d_scores, d_states, d_k, by_value=True, transposed=True)
+    if g_value is not None:
+        d_scores = _allocate_scores(plan, q)
+        values = passes.decay(d_output, v, g_value, d_scores)
+        y, whole, out = values.reads, values.whole, (None, d_v, d_g_value[0])
+        passes.walk(q, y, None, whole, d_final, d_states, d_initial, transposed=transposed, backward=True)
+        passes.differentiate(d_output, v, q, k, g_value, values, scores, states, d_states, *out)
+        if wanted[0]:
+            passes.read(values.reads, k, None, d_scores, states, d_q, by_value=True)
+        if wanted[1]:
+            passes.read(values.writes, q, None, d_scores, d_states, d_k, by_value=True, transposed=True)
+    else:
+        keys = passes.decay(q, k, g) if g is not None and plan.gate == "key" else None
+        tiles = plan.tiles(plan.value_dim)
+        sides = _allocate_tiles(plan, d_output, tiles), _allocate_tiles(plan, v, tiles)
+        differentiated = wanted[0] or wanted[1]
+        d_scores = None
+        if differentiated or plan.reads_in_walk:
+            d_scores = passes.score(d_output, v, g if plan.gate == "head" else None, sides)
+        ends = {"transposed": transposed, "backward": True}
+        if keys is None:
+            passes.walk(q, d_output, g, None, d_final, d_states, d_initial, **ends)
+            if wanted[2]:
+                passes.read(k, d_output, g, scores, d_states, d_v, transposed=True)
+        elif plan.reads_in_walk:
+            passes.walk_and_read(keys, sides[0], scores, d_final, d_states, d_initial, d_v, save=True, **ends)
         else:
-            keys = passes.decay(q, k, g) if g is not None and plan.gate == "key" else None
-            tiles = plan.tiles(plan.value_dim)
-            sides = _allocate_tiles(plan, d_output, tiles), _allocate_tiles(plan, v, tiles)
-            differentiated = wanted[0] or wanted[1]
-            d_scores = None
-            if differentiated or plan.reads_in_walk:
-                d_scores = passes.score(d_output, v, g if plan.gate == "head" else None, sides)
-            ends = {"transposed": transposed, "backward": True}
-            if keys is None:
-                passes.walk(q, d_output, g, None, d_final, d_states, d_initial, **ends)
-                if wanted[2]:
-                    passes.read(k, d_output, g, scores, d_states, d_v, transposed=True)
-            elif plan.reads_in_walk:
-                passes.walk_and_read(keys, sides[0], scores, d_final, d_states, d_initial, d_v, save=True, **ends)
-            else:
-                passes.walk(keys.reads, d_output, g, keys.whole, d_final, d_states, d_initial, **ends)
-                if wanted[2]:
-                    passes.read(keys.writes, d_output, g, scores, d_states, d_v, transposed=True)
-            if differentiated:
-                assert d_scores is not None
-                passes.differentiate(
-                    q, k, *sides, g, keys, d_scores, states, d_states,
-                    d_q if wanted[0] else None, d_k if wanted[1] else None, d_g,
-                )  # fmt: skip
+            passes.walk(keys.reads, d_output, g, keys.whole, d_final, d_states, d_initial, **ends)
+            if wanted[2]:
+                passes.read(keys.writes, d_output, g, scores, d_states, d_v, transposed=True)
+        if differentiated:
+            assert d_scores is not None
+            passes.differentiate(
+                q, k, *sides, g, keys, d_scores, states, d_states,
+                d_q if wanted[0] else None, d_k if wanted[1] else None, d_g,
+            )  # fmt: skip
     return d_q, d_k, d_v, _add_up(d_g, g), _add_up(d_g_value, g_value), d_initial
 
 

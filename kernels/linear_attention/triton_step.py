@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
-from longseq.kernels.triton_launch import cdiv, launch_options
+from longseq.kernels.triton_launch import cdiv, find_launch, launch_options
 from longseq.kernels.triton_steps import UNSPECIALISED, column_tile, load_vector, place, store_vector, strides
 from longseq.kernels.triton_tiles import load_block, store_block
 
@@ -60,13 +60,12 @@ def linear_attention_step(
     batch, heads, key_dim, value_dim = state.shape
     output, after = v.new_empty(v.shape), torch.empty_like(state)
     tile = column_tile(key_dim, value_dim)
-    with torch.cuda.device_of(state):  # Triton launches on the current device
-        _step[(batch * heads * cdiv(value_dim, tile.columns),)](
-            q, k, v, g, g_value, state, output, after, scale, heads,
-            *strides(q), *strides(k), *strides(v), *strides(g), *strides(g_value),
-            K=key_dim, V=value_dim, HEAD_GATED=g is not None and not key_gated, KEY_GATED=key_gated,
-            VALUE_GATED=g_value is not None, BLOCK_K=tile.rows, BLOCK_V=tile.columns, **launch_options(tile.warps),
-        )  # fmt: skip
+    find_launch(
+        _step, q.device, batch * heads * cdiv(value_dim, tile.columns),
+        (scale, heads, *strides(q), *strides(k), *strides(v), *strides(g), *strides(g_value)),
+        K=key_dim, V=value_dim, HEAD_GATED=g is not None and not key_gated, KEY_GATED=key_gated,
+        VALUE_GATED=g_value is not None, BLOCK_K=tile.rows, BLOCK_V=tile.columns, **launch_options(tile.warps),
+    )(q, k, v, g, g_value, state, output, after)  # fmt: skip
     return output, after
 
 

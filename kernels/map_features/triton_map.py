@@ -21,7 +21,7 @@ from longseq.kernels.head_features.triton_features import (
     unit_gradient,
     unit_rows,
 )
-from longseq.kernels.triton_launch import cdiv, launch_options, next_power_of_2
+from longseq.kernels.triton_launch import cdiv, find_launch, launch_options, next_power_of_2
 
 # Chosen by counting registers, not measured. BLOCK: numbers of a program's block of one head. WARP: numbers of the
 # block for each warp, 16 for each thread.
@@ -69,12 +69,11 @@ def _launch(kernel, x: Tensor, tensors: list[Tensor], feature_map: str, norm: in
     block = max(1, BLOCK // columns)
     if not rows.numel():
         return
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        kernel[(cdiv(count, block) * heads,)](
-            rows, *tensors, count, rows.stride(0), rows.stride(1), scale,
-            H=heads, K=width, EPS=EPS, KIND=KINDS[feature_map], NORM=norm, BLOCK_R=block, BLOCK_K=columns,
-            **launch_options(min(max(block * columns // WARP, 1), 8)),
-        )  # fmt: skip
+    find_launch(
+        kernel, x.device, cdiv(count, block) * heads, (count, rows.stride(0), rows.stride(1), scale),
+        H=heads, K=width, EPS=EPS, KIND=KINDS[feature_map], NORM=norm, BLOCK_R=block, BLOCK_K=columns,
+        **launch_options(min(max(block * columns // WARP, 1), 8)),
+    )(rows, *tensors)  # fmt: skip
 
 
 @custom_op("map_features")

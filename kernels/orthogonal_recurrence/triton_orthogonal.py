@@ -34,6 +34,7 @@ from longseq.kernels.triton_launch import (
     cdiv,
     count_sequences,
     count_slots,
+    find_launch,
     fit_launches,
     next_power_of_2,
     sequence_of_slots,
@@ -195,15 +196,15 @@ def orthogonal_recurrence(
     tokens, heads = v.shape[1:3]
     form = _form(q, k, v, g, threshold, cu_seqlens, objective, unit, chunk_size, reverse)
     output, final, kept = _allocate(form, k, v, save)
-    with torch.cuda.device_of(q):  # Triton launches on the current device
-        if form.is_exact:
-            advance_tokens[(form.sequences * heads,)](
-                q, k, v, gamma, g, threshold, initial_state, cu_seqlens, *kept, output, final, scale, tokens, heads,
-                *strides(q), *strides(k), *strides(v), *strides(gamma), *strides(g), *strides(threshold),
-                **form.arguments("advance_tokens", SAVE=save),
-            )  # fmt: skip
-        else:
-            _run_chunks(form, q, k, v, gamma, g, initial_state, cu_seqlens, scale, save, output, final, kept)
+    if form.is_exact:
+        find_launch(
+            advance_tokens, q.device, form.sequences * heads,
+            (scale, tokens, heads,
+             *strides(q), *strides(k), *strides(v), *strides(gamma), *strides(g), *strides(threshold)),
+            **form.arguments("advance_tokens", SAVE=save),
+        )(q, k, v, gamma, g, threshold, initial_state, cu_seqlens, *kept, output, final)  # fmt: skip
+    else:
+        _run_chunks(form, q, k, v, gamma, g, initial_state, cu_seqlens, scale, save, output, final, kept)
     return output, final, kept if save else []
 
 
@@ -245,16 +246,16 @@ def _run_chunks(
     states, found, _, _ = kept
     tokens, heads = k.shape[1:3]
     blocks, block = _slot_blocks(form, "advance_chunks")
-    advance_chunks[(form.sequences * heads * blocks,)](
-        k, v, gamma, g, initial_state, cu_seqlens, *kept, final, tokens, heads, form.slots,
-        *strides(k), *strides(v), *strides(gamma), *strides(g),
+    find_launch(
+        advance_chunks, k.device, form.sequences * heads * blocks,
+        (tokens, heads, form.slots, *strides(k), *strides(v), *strides(gamma), *strides(g)),
         **form.arguments("advance_chunks", BLOCK=block, SAVE=save, STAGES=form.launch("advance_chunks").stages),
-    )  # fmt: skip
-    read_out[(form.slots * heads,)](
-        q, k, v, gamma, g, cu_seqlens, form.sequence_of, states, found, output, scale, tokens, heads,
-        *strides(q), *strides(k), *strides(v), *strides(gamma), *strides(g),
+    )(k, v, gamma, g, initial_state, cu_seqlens, *kept, final)  # fmt: skip
+    find_launch(
+        read_out, q.device, form.slots * heads,
+        (scale, tokens, heads, *strides(q), *strides(k), *strides(v), *strides(gamma), *strides(g)),
         **form.arguments("read_out", BLOCK=form.block("read_out")),
-    )  # fmt: skip
+    )(q, k, v, gamma, g, cu_seqlens, form.sequence_of, states, found, output)  # fmt: skip
 
 
 def _slot_blocks(form: _Form, kernel: str) -> tuple[int, int]:
@@ -296,20 +297,20 @@ def orthogonal_recurrence_backward(
     columns = k.shape[3]
     form = _form(q, k, v, g, threshold, cu_seqlens, objective, unit, chunk_size, reverse)
     grads = _gradients_like(q, k, v, gamma, g, threshold, initial_state)
-    with torch.cuda.device_of(q):
-        if form.is_exact:
-            numbers = CHECKPOINT * (width * columns + width + 2 * columns)
-            programs = min(form.sequences * heads, max(SCRATCH // numbers, 1))
-            retreat_tokens[(programs,)](
-                q, k, v, gamma, g, threshold, initial_state, cu_seqlens, *kept, d_output, d_final,
-                _scratch(q, programs, numbers), *grads, scale, tokens, heads, form.sequences,
-                *strides(q), *strides(k), *strides(v), *strides(gamma), *strides(g), *strides(threshold),
-                *strides(d_output), **form.arguments("retreat_tokens", HAS_FINAL=d_final is not None),
-            )  # fmt: skip
-        else:
-            _differentiate_chunks(
-                form, q, k, v, gamma, g, initial_state, cu_seqlens, scale, kept, d_output, d_final, grads
-            )
+    if form.is_exact:
+        numbers = CHECKPOINT * (width * columns + width + 2 * columns)
+        programs = min(form.sequences * heads, max(SCRATCH // numbers, 1))
+        find_launch(
+            retreat_tokens, q.device, programs,
+            (scale, tokens, heads, form.sequences, *strides(q), *strides(k), *strides(v), *strides(gamma), *strides(g),
+             *strides(threshold), *strides(d_output)),
+            **form.arguments("retreat_tokens", HAS_FINAL=d_final is not None),
+        )(
+            q, k, v, gamma, g, threshold, initial_state, cu_seqlens, *kept, d_output, d_final,
+            _scratch(q, programs, numbers), *grads,
+        )  # fmt: skip
+    else:
+        _differentiate_chunks(form, q, k, v, gamma, g, initial_state, cu_seqlens, scale, kept, d_output, d_final, grads)
     return grads
 
 
@@ -333,13 +334,16 @@ def _differentiate_chunks(
     d_squared = _scratch(q, rows * (apart and form.constants["UNIT"]), columns * form.chunk)
     launches = ((True, False), (False, True)) if apart and removes else ((True, removes),)
     for reads, writes in launches:
-        differentiate_outputs[(rows,)](
-            q, k, v, gamma, g, cu_seqlens, form.sequence_of, states, found, d_output,
-            d_q, d_coefficients, d_directions, d_states, d_gone, d_squared, from_gates, scale, tokens, heads,
-            *strides(q), *strides(k), *strides(v), *strides(gamma), *strides(g), *strides(d_output),
+        find_launch(
+            differentiate_outputs, q.device, rows,
+            (scale, tokens, heads,
+             *strides(q), *strides(k), *strides(v), *strides(gamma), *strides(g), *strides(d_output)),
             **form.arguments(
                 "differentiate_outputs", BLOCK=form.block("differentiate_outputs"), READS=reads, WRITES=writes
             ),
+        )(
+            q, k, v, gamma, g, cu_seqlens, form.sequence_of, states, found, d_output, d_q, d_coefficients, d_directions,
+            d_states, d_gone, d_squared, from_gates,
         )  # fmt: skip
     blocks, block = _slot_blocks(form, "retreat_chunks")
     stages: int | None = form.launch("retreat_chunks").stages
@@ -348,17 +352,20 @@ def _differentiate_chunks(
         stages = 1 if is_wide else None  # what shared memory has room for: no loads ahead, or only those of products
     elif is_wide:
         stages = None
-    retreat_chunks[(form.sequences * heads * blocks,)](
-        k, v, gamma, g, initial_state, cu_seqlens, *kept, d_final,
-        d_directions, d_states, d_after, d_found, d_values, d_initial, tokens, heads, form.slots,
-        *strides(k), *strides(v), *strides(gamma), *strides(g),
+    find_launch(
+        retreat_chunks, k.device, form.sequences * heads * blocks,
+        (tokens, heads, form.slots, *strides(k), *strides(v), *strides(gamma), *strides(g)),
         **form.arguments("retreat_chunks", BLOCK=block, HAS_FINAL=d_final is not None, STAGES=stages),
+    )(
+        k, v, gamma, g, initial_state, cu_seqlens, *kept, d_final, d_directions, d_states, d_after, d_found, d_values,
+        d_initial,
     )  # fmt: skip
-    differentiate_inputs[(rows,)](
-        k, v, gamma, g, cu_seqlens, form.sequence_of, states, found, d_coefficients, d_directions, d_after, d_found,
-        d_values, from_gates, d_k, d_v, d_gamma, d_g, tokens, heads,
-        *strides(k), *strides(v), *strides(gamma), *strides(g),
+    find_launch(
+        differentiate_inputs, k.device, rows, (tokens, heads, *strides(k), *strides(v), *strides(gamma), *strides(g)),
         **form.arguments("differentiate_inputs", BLOCK=form.block("differentiate_inputs")),
+    )(
+        k, v, gamma, g, cu_seqlens, form.sequence_of, states, found, d_coefficients, d_directions, d_after, d_found,
+        d_values, from_gates, d_k, d_v, d_gamma, d_g,
     )  # fmt: skip
 
 

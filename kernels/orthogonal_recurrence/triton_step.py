@@ -12,7 +12,7 @@ from torch import Tensor
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.orthogonal_recurrence.reference import has_unit_columns
-from longseq.kernels.triton_launch import launch_options
+from longseq.kernels.triton_launch import find_launch, launch_options
 from longseq.kernels.triton_steps import (
     UNSPECIALISED,
     column_tile,
@@ -132,13 +132,12 @@ def orthogonal_recurrence_step(
     batch, heads, width, slots = state.shape
     output, after = v.new_empty(v.shape), torch.empty_like(state)
     tile = column_tile(width, slots, STATE)
-    with torch.cuda.device_of(state):  # Triton launches on the current device
-        _step[(batch * heads,)](
-            q, k, v, gamma, g, threshold, state, output, after, scale, heads,
-            *strides(q), *strides(k), *strides(v), *strides(gamma), *strides(g), *strides(threshold),
-            D=width, M=slots, OBJECTIVE=objective, UNIT=unit, GATED=g is not None, SHRUNK=threshold is not None,
-            BLOCK_D=tile.rows, BLOCK_M=tile.columns, **launch_options(tile.warps),
-        )  # fmt: skip
+    find_launch(
+        _step, q.device, batch * heads,
+        (scale, heads, *strides(q), *strides(k), *strides(v), *strides(gamma), *strides(g), *strides(threshold)),
+        D=width, M=slots, OBJECTIVE=objective, UNIT=unit, GATED=g is not None, SHRUNK=threshold is not None,
+        BLOCK_D=tile.rows, BLOCK_M=tile.columns, **launch_options(tile.warps),
+    )(q, k, v, gamma, g, threshold, state, output, after)  # fmt: skip
     return output, after
 
 

@@ -58,6 +58,7 @@ from longseq.kernels.triton_launch import (
     cdiv,
     count_sequences,
     count_slots,
+    find_launch,
     fit_launches,
     sequence_of_slots,
     strides,
@@ -159,43 +160,43 @@ def recursive_least_squares(
     output, final, states, inverse, written = _allocate(plan, x, u, dtype)
     walk = {"REVERSE": reverse, "REFRESHED": added is not None, "EXACT": plan.half, **plan.constants}
     segment_starts, refused = None, None
-    with torch.cuda.device_of(u):  # Triton launches on the current device
-        if segments > 1:
-            rows = (plan.slots, heads, plan.chunk, width)
-            meeting, entering = (final.new_empty(rows if added is not None else 0) for _ in range(2))
-            squares = (plan.sequences, heads, segments, width, width)
-            passed, starts = final.new_empty((4, *squares)), final.new_empty((2, *squares))
-            segment_starts = final.new_empty(squares)
-            refused = final.new_empty(squares[:3], dtype=torch.int32)
-            sizes = {name: plan.constants[name] for name in ("K", "BLOCK")}
-            if added is not None:
-                transfer[(plan.slots * heads,)](
-                    u, added, meeting, entering, tokens, heads, *strides(u),
-                    REVERSE=reverse, EXACT=plan.half, CHUNK=plan.chunk, **sizes, **plan.options("transfer"),
-                )  # fmt: skip
-            summarize[(2 * plan.sequences * heads * (segments - 1),)](
-                u, added, meeting, entering, passed, segments, span, tokens, heads, *strides(u),
-                REVERSE=reverse, REFRESHED=added is not None, EXACT=plan.half, CHUNK=plan.chunk, **sizes,
-                **plan.options("summarize"),
-            )  # fmt: skip
-            connect[(plan.sequences * heads,)](
-                initial_state, passed, starts, 1.0 / lambda0, segments,
-                HAS_INITIAL=initial_state is not None, GROWTH=GROWTH, **sizes, **plan.options("connect"),
-            )  # fmt: skip
-            solve[(plan.sequences * heads * (segments - 1),)](
-                starts, segment_starts, refused, segments, LIMIT=LIMIT, **sizes, **plan.options("solve"),
-            )  # fmt: skip
-        advance[(plan.sequences * heads * segments,)](
-            u, added, initial_state, cu_seqlens, segment_starts, refused, states, inverse, written, final,
-            1.0 / lambda0, segments, span, tokens, heads, *strides(u),
-            HAS_INITIAL=initial_state is not None, SEGMENTED=segments > 1, **walk, **plan.options("advance"),
-        )  # fmt: skip
-        read_out[(plan.slots * heads,)](
-            x, u, added, cu_seqlens, sequence_of, states, inverse, written, output,
-            tokens, heads, *strides(x), *strides(u),
-            REVERSE=reverse, REFRESHED=added is not None, PRECISION=precision,
-            **plan.constants, **plan.options("read_out"),
-        )  # fmt: skip
+    if segments > 1:
+        rows = (plan.slots, heads, plan.chunk, width)
+        meeting, entering = (final.new_empty(rows if added is not None else 0) for _ in range(2))
+        squares = (plan.sequences, heads, segments, width, width)
+        passed, starts = final.new_empty((4, *squares)), final.new_empty((2, *squares))
+        segment_starts = final.new_empty(squares)
+        refused = final.new_empty(squares[:3], dtype=torch.int32)
+        sizes = {name: plan.constants[name] for name in ("K", "BLOCK")}
+        if added is not None:
+            find_launch(
+                transfer, u.device, plan.slots * heads, (tokens, heads, *strides(u)),
+                REVERSE=reverse, EXACT=plan.half, CHUNK=plan.chunk, **sizes, **plan.options("transfer"),
+            )(u, added, meeting, entering)  # fmt: skip
+        find_launch(
+            summarize, u.device, 2 * plan.sequences * heads * (segments - 1),
+            (segments, span, tokens, heads, *strides(u)),
+            REVERSE=reverse, REFRESHED=added is not None, EXACT=plan.half, CHUNK=plan.chunk, **sizes,
+            **plan.options("summarize"),
+        )(u, added, meeting, entering, passed)  # fmt: skip
+        find_launch(
+            connect, passed.device, plan.sequences * heads, (1.0 / lambda0, segments),
+            HAS_INITIAL=initial_state is not None, GROWTH=GROWTH, **sizes, **plan.options("connect"),
+        )(initial_state, passed, starts)  # fmt: skip
+        find_launch(
+            solve, starts.device, plan.sequences * heads * (segments - 1), (segments,),
+            LIMIT=LIMIT, **sizes, **plan.options("solve"),
+        )(starts, segment_starts, refused)  # fmt: skip
+    find_launch(
+        advance, u.device, plan.sequences * heads * segments,
+        (1.0 / lambda0, segments, span, tokens, heads, *strides(u)),
+        HAS_INITIAL=initial_state is not None, SEGMENTED=segments > 1, **walk, **plan.options("advance"),
+    )(u, added, initial_state, cu_seqlens, segment_starts, refused, states, inverse, written, final)  # fmt: skip
+    find_launch(
+        read_out, x.device, plan.slots * heads, (tokens, heads, *strides(x), *strides(u)),
+        REVERSE=reverse, REFRESHED=added is not None, PRECISION=precision, **plan.constants,
+        **plan.options("read_out"),
+    )(x, u, added, cu_seqlens, sequence_of, states, inverse, written, output)  # fmt: skip
     return output, final, states, inverse, written
 
 
@@ -243,34 +244,38 @@ def recursive_least_squares_backward(
     read, d_read, solved = torch.empty_like(written), torch.empty_like(written), torch.empty_like(written)
     d_initial = states.new_empty((plan.sequences, heads, width, width))
     d_x, d_u = _gradient(x, d_output), u.new_empty(u.shape)
-    with torch.cuda.device_of(u):
-        linearize[(2 * plan.slots * heads,)](
-            x, u, added, cu_seqlens, sequence_of, states, inverse, written, d_output,
-            transitions, read, d_read, weights, d_weights, solved, d_x,
-            tokens, heads, *strides(x), *strides(u), *strides(d_output),
-            REVERSE=reverse, REFRESHED=added is not None, PRECISION=precision,
-            **plan.constants, **plan.options("linearize"),
-        )  # fmt: skip
-        segment_transitions, segment_gains = None, None
-        if segments > 1:
-            squares = (plan.sequences, heads, segments, width, width)
-            segment_transitions = transitions.new_empty((2, *squares))
-            segment_gains = states.new_empty(squares)
-            accumulate[(2 * plan.sequences * heads * (segments - 1),)](
-                transitions, read, d_read, segment_transitions, segment_gains, segments, span, tokens, heads,
-                PRECISION=precision, **plan.constants, **plan.options("accumulate"),
-            )  # fmt: skip
-        retreat[(plan.sequences * heads * segments,)](
-            cu_seqlens, transitions, read, d_read, segment_transitions, segment_gains, d_final, d_states, d_initial,
-            segments, span, tokens, heads, HAS_FINAL=d_final is not None, SEGMENTED=segments > 1,
-            PRECISION=precision, **plan.constants, **plan.options("retreat"),
-        )  # fmt: skip
-        differentiate_directions[(plan.slots * heads,)](
-            u, added, cu_seqlens, sequence_of, states, d_states, read, d_read, weights, d_weights, solved, d_u,
-            tokens, heads, *strides(u),
-            REVERSE=reverse, REFRESHED=added is not None, PRECISION=precision,
-            **plan.constants, **plan.options("differentiate_directions"),
-        )  # fmt: skip
+    find_launch(
+        linearize, x.device, 2 * plan.slots * heads, (tokens, heads, *strides(x), *strides(u), *strides(d_output)),
+        REVERSE=reverse, REFRESHED=added is not None, PRECISION=precision, **plan.constants,
+        **plan.options("linearize"),
+    )(
+        x, u, added, cu_seqlens, sequence_of, states, inverse, written, d_output, transitions, read, d_read,
+        weights, d_weights, solved, d_x,
+    )  # fmt: skip
+    segment_transitions, segment_gains = None, None
+    if segments > 1:
+        squares = (plan.sequences, heads, segments, width, width)
+        segment_transitions = transitions.new_empty((2, *squares))
+        segment_gains = states.new_empty(squares)
+        find_launch(
+            accumulate, transitions.device, 2 * plan.sequences * heads * (segments - 1),
+            (segments, span, tokens, heads),
+            PRECISION=precision, **plan.constants, **plan.options("accumulate"),
+        )(transitions, read, d_read, segment_transitions, segment_gains)  # fmt: skip
+    find_launch(
+        retreat, transitions.device, plan.sequences * heads * segments, (segments, span, tokens, heads),
+        HAS_FINAL=d_final is not None, SEGMENTED=segments > 1, PRECISION=precision, **plan.constants,
+        **plan.options("retreat"),
+    )(
+        cu_seqlens, transitions, read, d_read, segment_transitions, segment_gains, d_final, d_states, d_initial,
+    )  # fmt: skip
+    find_launch(
+        differentiate_directions, u.device, plan.slots * heads, (tokens, heads, *strides(u)),
+        REVERSE=reverse, REFRESHED=added is not None, PRECISION=precision, **plan.constants,
+        **plan.options("differentiate_directions"),
+    )(
+        u, added, cu_seqlens, sequence_of, states, d_states, read, d_read, weights, d_weights, solved, d_u,
+    )  # fmt: skip
     if cu_seqlens is None:
         return d_x, d_u, symmetric(d_initial)
     # The final state of an empty sequence is its first one, not symmetrised.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
-from longseq.kernels.triton_launch import cdiv, launch_options, next_power_of_2
+from longseq.kernels.triton_launch import cdiv, find_launch, launch_options, next_power_of_2
 from longseq.kernels.triton_steps import UNSPECIALISED, load_vector, place, reciprocal_root, store_vector, strides
 from longseq.kernels.triton_tiles import load_block, store_block
 
@@ -99,17 +99,16 @@ def update_inverse(
     y, A_after, steps_after = x.new_empty(x.shape, dtype=dtype), torch.empty_like(A), torch.empty_like(steps)
     block_k = next_power_of_2(width)
     block = block_k if block_k * block_k <= MATRIX else ROWS // block_k
-    grid = (batch * heads * cdiv(width, block),)
+    programs = batch * heads * cdiv(width, block)
     constants = {"K": width, "BLOCK": block, "BLOCK_K": block_k, **launch_options(8 if block_k > 64 else 4)}
     projected = None
-    with torch.cuda.device_of(A):  # Triton launches on the current device
-        if u is not None and block < block_k:
-            projected = torch.empty_like(A[..., 0])
-            _project[grid](u, A, projected, heads, *strides(u), **constants)
-        _update[grid](
-            x, u, A, projected, steps, y, A_after, steps_after, refresh, refresh_period, heads,
-            *strides(x), *strides(u), UPDATED=u is not None, REFRESHED=refresh_period > 0, UNIT=unit, **constants,
-        )  # fmt: skip
+    if u is not None and block < block_k:
+        projected = torch.empty_like(A[..., 0])
+        find_launch(_project, u.device, programs, (heads, *strides(u)), **constants)(u, A, projected)
+    find_launch(
+        _update, x.device, programs, (refresh, refresh_period, heads, *strides(x), *strides(u)),
+        UPDATED=u is not None, REFRESHED=refresh_period > 0, UNIT=unit, **constants,
+    )(x, u, A, projected, steps, y, A_after, steps_after)  # fmt: skip
     return y, A_after, steps_after
 
 

@@ -25,7 +25,7 @@ from longseq.kernels.packing import find_once, sequence_of_tokens
 from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.short_convolution.chunk import convolve_windows
 from longseq.kernels.short_convolution.reference import convolve_each_way
-from longseq.kernels.triton_launch import PREPARED, Launch, Prepared, cdiv, next_power_of_2
+from longseq.kernels.triton_launch import PREPARED, Launch, Prepared, cdiv, find_launch, next_power_of_2
 from longseq.kernels.triton_tiles import MINUS_LOG2_E, direction, token_after
 
 # By bytes of an input: channels of a program, tokens whose loads are issued together, warps. Those for two bytes were
@@ -528,11 +528,11 @@ def differentiate_convolution(
     dstate = x.new_empty((0,)) if state is None or not enters else state.new_empty(state.shape)
     launch(x, weight, bias, state, *_find_places(x, state, cu_seqlens), dy, skipped, skip_weight, dx, sums)
     if state is not None and dstate.numel():
-        with torch.cuda.device_of(x):  # Triton launches on the current device
-            _backward_state[(state.shape[0] * cdiv(channels, block),)](
-                x, weight, bias, state, cu_seqlens, dy, dstate, *x.shape, *x.stride()[:2], *dy.stride()[:2],
-                BLOCK_D=block, **constants, **table.options,
-            )  # fmt: skip
+        find_launch(
+            _backward_state, x.device, state.shape[0] * cdiv(channels, block),
+            (*x.shape, *x.stride()[:2], *dy.stride()[:2]),
+            BLOCK_D=block, **constants, **table.options,
+        )(x, weight, bias, state, cu_seqlens, dy, dstate)  # fmt: skip
     if not weighs:
         return x.new_empty((0,)), x.new_empty((0,)), dstate
     total = sums.sum(-3)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
-from longseq.kernels.triton_launch import cdiv, launch_options
+from longseq.kernels.triton_launch import cdiv, find_launch, launch_options
 from longseq.kernels.triton_steps import UNSPECIALISED, load_vector, row_tile, store_vector
 
 # Chosen by counting, not measured: the last inputs that a program of one warp holds, two loads of 16 bytes in each
@@ -52,12 +52,11 @@ def short_convolution_step(
     channels, width = weight.shape
     output, after = x.new_empty(x.shape), torch.empty_like(state)
     tile = row_tile(channels, width, NUMBERS)
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        _step[(x.shape[0] * cdiv(channels, tile.rows),)](
-            x, weight, bias, state, output, after, x.stride(0),
-            D=channels, WIDTH=width, HAS_BIAS=bias is not None, SILU=silu,
-            BLOCK_D=tile.rows, BLOCK_W=tile.columns, **launch_options(tile.warps),
-        )  # fmt: skip
+    find_launch(
+        _step, x.device, x.shape[0] * cdiv(channels, tile.rows), (x.stride(0),),
+        D=channels, WIDTH=width, HAS_BIAS=bias is not None, SILU=silu, BLOCK_D=tile.rows, BLOCK_W=tile.columns,
+        **launch_options(tile.warps),
+    )(x, weight, bias, state, output, after)  # fmt: skip
     return output, after
 
 

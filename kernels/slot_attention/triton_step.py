@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
-from longseq.kernels.triton_launch import cdiv, launch_options
+from longseq.kernels.triton_launch import cdiv, find_launch, launch_options
 from longseq.kernels.triton_steps import UNSPECIALISED, column_tile, load_vector, place, store_vector, strides
 from longseq.kernels.triton_tiles import load_block, store_block
 
@@ -102,14 +102,12 @@ def slot_attention_step(
     value_dim = values.shape[3]
     output, keys_after, values_after = v.new_empty(v.shape), torch.empty_like(keys), torch.empty_like(values)
     tile, key_tile = column_tile(slots, value_dim, VALUES), column_tile(slots, key_dim, KEYS)
-    with torch.cuda.device_of(keys):  # Triton launches on the current device
-        _step[(batch * heads * cdiv(value_dim, tile.columns),)](
-            q, k, v, g, write, keys, values, output, keys_after, values_after, scale, heads,
-            *strides(q), *strides(k), *strides(v), *strides(g), *strides(write),
-            M=slots, K=key_dim, V=value_dim, HAS_WRITE=write is not None, ACTIVATION=activation,
-            BLOCK_M=tile.rows, BLOCK_K=key_tile.columns, BLOCK_V=tile.columns,
-            **launch_options(max(tile.warps, key_tile.warps)),
-        )  # fmt: skip
+    find_launch(
+        _step, q.device, batch * heads * cdiv(value_dim, tile.columns),
+        (scale, heads, *strides(q), *strides(k), *strides(v), *strides(g), *strides(write)),
+        M=slots, K=key_dim, V=value_dim, HAS_WRITE=write is not None, ACTIVATION=activation, BLOCK_M=tile.rows,
+        BLOCK_K=key_tile.columns, BLOCK_V=tile.columns, **launch_options(max(tile.warps, key_tile.warps)),
+    )(q, k, v, g, write, keys, values, output, keys_after, values_after)  # fmt: skip
     return output, keys_after, values_after
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.token_choice.choice import INCREMENT, penalize, sort_scores
-from longseq.kernels.triton_launch import launch_options, next_power_of_2
+from longseq.kernels.triton_launch import find_launch, launch_options, next_power_of_2
 
 # BLOCK: the most scores that a program reads at once. WARP: scores of a block for each warp, up to WARPS of them.
 BLOCK = 8192
@@ -146,13 +146,14 @@ def token_choice_triton(
     columns = rows.shape[-1]
     block = min(BLOCK, next_power_of_2(columns))
     if rows.shape[0]:
-        with torch.cuda.device_of(scores):  # Triton launches on the current device
-            choose[(rows.shape[0],)](
-                rows, tokens, None if seen is None else seen.view(torch.uint8), counter, valid.view(torch.uint8),
-                drawn, columns, vocabulary, rows.stride(0), temperature, 1.0 if top_p is None else top_p,
-                repetition_penalty, INCREMENT,
-                IS_GREEDY=temperature == 0, IS_SORTED=is_sorted, HAS_TOP_P=top_p is not None,
-                HAS_SEEN=seen is not None, HAS_PENALTY=seen is not None and not is_sorted, BLOCK=block,
-                **launch_options(min(max(block // WARP, 1), WARPS)),
-            )  # fmt: skip
+        find_launch(
+            choose, scores.device, rows.shape[0],
+            (columns, vocabulary, rows.stride(0), temperature, 1.0 if top_p is None else top_p, repetition_penalty,
+             INCREMENT),
+            IS_GREEDY=temperature == 0, IS_SORTED=is_sorted, HAS_TOP_P=top_p is not None,
+            HAS_SEEN=seen is not None, HAS_PENALTY=seen is not None and not is_sorted, BLOCK=block,
+            **launch_options(min(max(block // WARP, 1), WARPS)),
+        )(
+            rows, tokens, None if seen is None else seen.view(torch.uint8), counter, valid.view(torch.uint8), drawn,
+        )  # fmt: skip
     return drawn

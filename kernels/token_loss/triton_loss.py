@@ -7,7 +7,7 @@ from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import as_rows
-from longseq.kernels.triton_launch import cdiv, launch_options, next_power_of_2
+from longseq.kernels.triton_launch import cdiv, find_launch, launch_options, next_power_of_2
 
 # Chosen by counting registers, not measured. BLOCK: logits that a program reads at once, 16 for each thread. WARPS: the
 # warps of a program.
@@ -68,11 +68,10 @@ def token_loss(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tenso
     losses = logits.new_empty(target.shape, dtype=torch.float32)
     sums = torch.empty_like(losses)
     if rows.shape[0]:
-        with torch.cuda.device_of(logits):  # Triton launches on the current device
-            measure_loss[(rows.shape[0],)](
-                rows, target.contiguous(), losses, sums, rows.shape[1], rows.stride(0), ignore_index,
-                BLOCK=_block(rows.shape[1]), **launch_options(WARPS),
-            )  # fmt: skip
+        find_launch(
+            measure_loss, rows.device, rows.shape[0], (rows.shape[1], rows.stride(0), ignore_index),
+            BLOCK=_block(rows.shape[1]), **launch_options(WARPS),
+        )(rows, target.contiguous(), losses, sums)  # fmt: skip
     return losses, sums
 
 
@@ -89,11 +88,11 @@ def token_loss_backward(logits: Tensor, target: Tensor, sums: Tensor, d_losses: 
     d_logits = logits.new_empty(logits.shape)
     block = _block(rows.shape[1])
     if rows.shape[0]:
-        with torch.cuda.device_of(logits):
-            differentiate_loss[(rows.shape[0] * cdiv(rows.shape[1], block),)](
-                rows, target.contiguous(), sums, d_losses.contiguous(), d_logits, rows.shape[1], rows.stride(0),
-                ignore_index, BLOCK=block, **launch_options(WARPS),
-            )  # fmt: skip
+        find_launch(
+            differentiate_loss, rows.device, rows.shape[0] * cdiv(rows.shape[1], block),
+            (rows.shape[1], rows.stride(0), ignore_index),
+            BLOCK=block, **launch_options(WARPS),
+        )(rows, target.contiguous(), sums, d_losses.contiguous(), d_logits)  # fmt: skip
     return d_logits
 
 

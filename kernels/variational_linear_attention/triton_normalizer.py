@@ -17,6 +17,7 @@ from longseq.kernels.triton_launch import (
     block_width,
     count_sequences,
     count_slots,
+    find_launch,
     launch_options,
     sequence_of_slots,
     strides,
@@ -215,14 +216,14 @@ def divide_by_keys(
     products = values.new_empty((batch, tokens, heads))
     sums, final = allocate_sums(k, cu_seqlens), _state(values, k, cu_seqlens)
     output = values.new_empty(values.shape, dtype=dtype)
-    sum_keys[(slots * heads,)](
-        k, cu_seqlens, sequence_of, sums, tokens, heads, *strides(k), **_constants(k, cu_seqlens, reverse)
-    )
-    divide[(slots * heads,)](
-        values, q, k, initial_state, cu_seqlens, sequence_of, sums, output, products, final,
-        eps, tokens, heads, *strides(values), *strides(q), *strides(k),
+    find_launch(
+        sum_keys, k.device, slots * heads, (tokens, heads, *strides(k)),
+        **_constants(k, cu_seqlens, reverse),
+    )(k, cu_seqlens, sequence_of, sums)  # fmt: skip
+    find_launch(
+        divide, values.device, slots * heads, (eps, tokens, heads, *strides(values), *strides(q), *strides(k)),
         HAS_INITIAL=initial_state is not None, STEP=STEP, **_constants(k, cu_seqlens, reverse, values.shape[3]),
-    )  # fmt: skip
+    )(values, q, k, initial_state, cu_seqlens, sequence_of, sums, output, products, final)  # fmt: skip
     return output, final, products, sums
 
 
@@ -250,11 +251,11 @@ def divide_by_keys_backward(
     tokens, heads = q.shape[1:3]
     sequence_of = sequence_of_slots(sums.shape[0], CHUNK, tokens, cu_seqlens)
     d_values, d_products, d_sums = (torch.empty_like(x) for x in (values, products, sums))
-    differentiate_values[(sums.shape[0] * heads,)](
-        values, q, cu_seqlens, sequence_of, products, d_output, d_values, d_products, d_sums,
-        eps, tokens, heads, *strides(values), *strides(q), *strides(d_output),
+    find_launch(
+        differentiate_values, values.device, sums.shape[0] * heads,
+        (eps, tokens, heads, *strides(values), *strides(q), *strides(d_output)),
         **_constants(q, cu_seqlens, reverse, values.shape[3]),
-    )  # fmt: skip
+    )(values, q, cu_seqlens, sequence_of, products, d_output, d_values, d_products, d_sums)  # fmt: skip
     return d_values, d_products, d_sums
 
 
@@ -278,11 +279,12 @@ def add_gradients_of_keys(
     tokens, heads = k.shape[1:3]
     sequence_of = sequence_of_slots(sums.shape[0], CHUNK, tokens, cu_seqlens)
     d_q, d_k, d_initial = q.new_empty(q.shape), k.new_empty(k.shape), _state(sums, k, cu_seqlens)
-    differentiate_keys[(sums.shape[0] * heads,)](
-        q, k, initial_state, cu_seqlens, sequence_of, sums, d_products, d_sums, d_final, d_query, d_read, d_solved,
-        d_q, d_k, d_initial, tokens, heads, *strides(q), *strides(k),
+    find_launch(
+        differentiate_keys, q.device, sums.shape[0] * heads, (tokens, heads, *strides(q), *strides(k)),
         HAS_INITIAL=initial_state is not None, HAS_FINAL=d_final is not None, UNIT=normalize_key,
-        OF_KEY=normalize_alpha, STEP=STEP,
-        **_constants(k, cu_seqlens, reverse) | launch_options(8),
+        OF_KEY=normalize_alpha, STEP=STEP, **_constants(k, cu_seqlens, reverse) | launch_options(8),
+    )(
+        q, k, initial_state, cu_seqlens, sequence_of, sums, d_products, d_sums, d_final, d_query, d_read, d_solved, d_q,
+        d_k, d_initial,
     )  # fmt: skip
     return d_q, d_k, d_initial

@@ -13,7 +13,7 @@ from longseq.kernels.custom_op import custom_op
 from longseq.kernels.delta_rule.triton_step import write_and_read
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.recursive_least_squares.triton_step import update_inverse
-from longseq.kernels.triton_launch import cdiv, launch_options
+from longseq.kernels.triton_launch import cdiv, find_launch, launch_options
 from longseq.kernels.triton_steps import (
     UNSPECIALISED,
     column_tile,
@@ -81,12 +81,12 @@ def variational_linear_attention_step(
     batch, heads, key_dim, value_dim = S.shape
     output, S_after, z_after = v.new_empty(v.shape), torch.empty_like(S), torch.empty_like(z)
     tile = column_tile(key_dim, value_dim)
-    with torch.cuda.device_of(S):  # Triton launches on the current device
-        _step[(batch * heads * cdiv(value_dim, tile.columns),)](
-            q, k, v, alpha, S, z, output, S_after, z_after, eps, heads, *strides(q), *strides(k), *strides(v),
-            K=key_dim, V=value_dim, UNIT_KEY=normalize_key, UNIT_ALPHA=normalize_alpha, NORMALIZER=normalizer,
-            BLOCK_K=tile.rows, BLOCK_V=tile.columns, **launch_options(tile.warps),
-        )  # fmt: skip
+    find_launch(
+        _step, q.device, batch * heads * cdiv(value_dim, tile.columns),
+        (eps, heads, *strides(q), *strides(k), *strides(v)),
+        K=key_dim, V=value_dim, UNIT_KEY=normalize_key, UNIT_ALPHA=normalize_alpha, NORMALIZER=normalizer,
+        BLOCK_K=tile.rows, BLOCK_V=tile.columns, **launch_options(tile.warps),
+    )(q, k, v, alpha, S, z, output, S_after, z_after)  # fmt: skip
     return output, S_after, A_after, z_after, steps_after
 
 

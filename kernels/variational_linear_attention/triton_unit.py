@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longseq.kernels.triton_launch import block_width, cdiv, launch_options, strides
+from longseq.kernels.triton_launch import block_width, cdiv, find_launch, launch_options, strides
 
 ROWS = 64  # vectors of a program
 WARPS = 4
@@ -68,10 +68,10 @@ def unit(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x [B, T, H, K] divided by its length, in `dtype`; a zero vector stays zero."""
     batch, tokens, heads, width = x.shape
     y = x.new_empty(x.shape, dtype=dtype)
-    _normalize[(cdiv(batch * tokens * heads, ROWS),)](
-        x, y, batch * tokens * heads, tokens, heads, *strides(x),
+    find_launch(
+        _normalize, x.device, cdiv(batch * tokens * heads, ROWS), (batch * tokens * heads, tokens, heads, *strides(x)),
         WIDTH=width, ROWS=ROWS, BLOCK=block_width(width), **launch_options(WARPS),
-    )  # fmt: skip
+    )(x, y)  # fmt: skip
     return y
 
 
@@ -79,8 +79,9 @@ def unit_backward(x: Tensor, d_y: Tensor) -> Tensor:
     """The gradient of x from the gradient of `unit(x)`."""
     batch, tokens, heads, width = x.shape
     d_x = x.new_empty(x.shape)
-    _differentiate_normalize[(cdiv(batch * tokens * heads, ROWS),)](
-        x, d_y, d_x, batch * tokens * heads, tokens, heads, *strides(x), *strides(d_y),
+    find_launch(
+        _differentiate_normalize, x.device, cdiv(batch * tokens * heads, ROWS),
+        (batch * tokens * heads, tokens, heads, *strides(x), *strides(d_y)),
         WIDTH=width, ROWS=ROWS, BLOCK=block_width(width), **launch_options(WARPS),
-    )  # fmt: skip
+    )(x, d_y, d_x)  # fmt: skip
     return d_x

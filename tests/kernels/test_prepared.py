@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -237,3 +240,26 @@ def test_every_operation_remembers_its_choice(op, monkeypatch):
             for _ in range(2):
                 inputs.step(0, inputs.initial_state)
             assert [name for name, *_ in judged].count(f"{op}_step") == 1
+
+
+def list_unguarded_launches(node: ast.AST) -> Iterator[ast.Call]:
+    """Calls `kernel[grid](...)` that are not inside `with torch.cuda.device_of(...)`."""
+    if isinstance(node, ast.With) and "device_of" in ast.unparse(node.items[0].context_expr):
+        return
+    match node:
+        case ast.Call(func=ast.Subscript(value=ast.Name(id=name))) if not name.isupper():  # not of a table of functions
+            yield node
+    for child in ast.iter_child_nodes(node):
+        yield from list_unguarded_launches(child)
+
+
+def test_unguarded_launches_are_found():
+    found = list_unguarded_launches(ast.parse("with torch.cuda.device_of(x):\n    a[grid](x)\nb[grid](x)\nc(x)"))
+    assert [ast.unparse(call) for call in found] == ["b[grid](x)"]
+
+
+@pytest.mark.parametrize("file", sorted(Path(kernels.__path__[0]).rglob("triton_*.py")), ids=lambda file: file.stem)
+def test_kernels_run_on_the_gpu_of_their_tensors(file):
+    # Triton launches on the current device, which need not be that of the tensors. A prepared launch takes care of it.
+    found = [call.lineno for call in list_unguarded_launches(ast.parse(file.read_text(encoding="utf-8")))]
+    assert not found, f"{file.name}, lines {found}: launch with find_launch (see CONTRIBUTING.md)"

@@ -19,6 +19,8 @@ DIFFERENTIATED_BY_TORCH = ("convolved_features", "short_convolution", *(op for o
 WITHOUT_BATCHES = [
     *("delta_rule", "linear_attention", "orthogonal_recurrence", "slot_attention", "variational_linear_attention"),
 ]
+NO_BATCHES = r"^torch.func.vmap does not pass through the kernels of this operation: give backend='reference'"
+NO_TRANSFORM = r"^torch.func.vmap, grad, jvp .* do not pass through this operation, .* give backend='reference'"
 NO_FORWARD_MODE = r"^torch.func.jvp, jacfwd and dual tensors: .* no forward-mode derivative; backend='reference'"
 NO_FUNCTIONAL_GRADIENT = r"^torch.func.grad, vjp, jacrev and hessian do not pass .*; backend='reference' has one"
 
@@ -71,11 +73,28 @@ def test_plain_forms_are_right_or_refused(op):
     call, x = make_call(op, "torch")
     for transform in (push_forward, push_dual, differentiate):
         if op not in DIFFERENTIATED_BY_TORCH:
-            with pytest.raises((RuntimeError, NotImplementedError), match=r"autograd\.Function"):
+            words = r"autograd\.Function" if transform is push_dual else NO_TRANSFORM
+            with pytest.raises((RuntimeError, NotImplementedError), match=words):
                 transform(call, x)
         elif op in list_ops():
             expected = transform(make_call(op, "reference")[0], x)
             torch.testing.assert_close(transform(call, x), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_batch_of_plain_forms_is_right_or_refused_in_one_line(op):
+    call, x = make_call(op, "torch")
+    batch = torch.stack((x, 0.5 * x))
+    expected = torch.stack([call(x) for x in batch])
+    if op in DIFFERENTIATED_BY_TORCH:
+        torch.testing.assert_close(torch.func.vmap(call)(batch), expected)
+    else:
+        with pytest.raises(RuntimeError, match=NO_TRANSFORM) as caught:
+            torch.func.vmap(call)(batch)
+        assert "\n" not in str(caught.value)
+    if op in list_ops():
+        found = torch.func.vmap(make_call(op, "reference")[0])(batch)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -85,8 +104,9 @@ def test_a_batch_of_calls_is_right_or_refused(interpreted, op):
     call, x = make_call(op, "triton")
     batch = torch.stack((x, 0.5 * x))
     if op in WITHOUT_BATCHES:
-        with pytest.raises(RuntimeError, match="Batching rule not implemented"):
+        with pytest.raises(RuntimeError, match=NO_BATCHES) as caught:
             torch.func.vmap(call)(batch)
+        assert "\n" not in str(caught.value)
     else:
         torch.testing.assert_close(torch.func.vmap(call)(batch), torch.stack([call(x) for x in batch]))
 

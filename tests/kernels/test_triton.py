@@ -611,6 +611,8 @@ def refused(monkeypatch):
     solve = kernels.solve
 
     class Watched:
+        arg_names = solve.arg_names
+
         def __getitem__(self, grid):
             def launch(*args, **kwargs):
                 solve[grid](*args, **kwargs)

@@ -39,6 +39,7 @@ import torch
 from omegaconf import DictConfig
 
 import longseq.kernels
+from longseq.files import Kind, json_keys, replacing
 from longseq.kernels import list_ops
 from longseq.kernels.dispatch import backends, explain, list_local_ops, list_stepped_ops
 from longseq.kernels.image_transforms.fused import list_calls as list_image_calls
@@ -48,6 +49,7 @@ from longseq.kernels.token_choice.fused import list_calls as list_choice_calls
 from longseq.kernels.triton_launch import UNFUSED
 from longseq.tasks.training.command import CommandKeys, read_command
 from longseq.tasks.training.options import Length, OneOf, Range
+from longseq.tasks.training.processes import refuse_many
 from longseq.tools.benchmark.measure import one_line
 from longseq.tools.benchmark.report import check_output
 
@@ -62,6 +64,7 @@ UNTESTED = {
     "image_transforms": list_image_calls,
     "token_choice": list_choice_calls,
 }
+_COMPILED = Kind("compilations", lambda path: {"sources", "missing", "rows"} <= json_keys(path))
 SECONDS = 20.0  # the interval between two writings of the file
 
 
@@ -117,7 +120,8 @@ def run(cfg: DictConfig) -> dict[str, Any]:
             raise ValueError(f"{name} is set, and other kernels than everybody's would be compiled: unset it")
     known, names = _capabilities(), keys.capabilities
     ops = list_compiled() if keys.ops is None else keys.ops
-    file = check_output(keys.output)
+    file = check_output(keys.output, _COMPILED)
+    refuse_many(keys.processes, "processes")
     processes = keys.processes or len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update({"TRITON_CACHE_DIR": folder, SELF_TEST_VARIABLE: "0"})
@@ -432,6 +436,5 @@ def _write(file: Path, result: dict[str, Any]) -> None:
     )
     lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    part.write_text(f'{head[:-2]},\n  "rows": [\n{lines}\n  ]\n}}\n', encoding="utf-8")
-    part.replace(file)
+    with replacing(file) as part:
+        part.write_text(f'{head[:-2]},\n  "rows": [\n{lines}\n  ]\n}}\n', encoding="utf-8")

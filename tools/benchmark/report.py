@@ -68,8 +68,10 @@ def make_result(
 
 
 def command_line() -> str:
-    """The command of this process, without the folder of its script."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    """The command of this process as its reader would give it: without the folders of its script and its output."""
+    script = Path(sys.argv[0]).name
+    program = "longseq" if script == "__main__.py" else script  # python -m longseq
+    return shlex.join([program, *[word for word in sys.argv[1:] if not word.startswith("output=")]])
 
 
 def add_circumstances(rows: Sequence[Mapping[str, Any]], device: torch.device) -> list[dict[str, Any]]:

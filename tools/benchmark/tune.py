@@ -31,7 +31,7 @@ from longseq.kernels.launch_file import LAUNCHES_VARIABLE, find_misfit, read_lau
 from longseq.kernels.self_test import SELF_TEST_VARIABLE
 from longseq.tasks.circumstances import find_circumstances
 from longseq.tasks.training.command import CommandKeys, read_command
-from longseq.tasks.training.options import Length, Range
+from longseq.tasks.training.options import Length, OneOf, Range
 from longseq.tools.benchmark.gate import Gate, call_op, options_of, tensors_of
 from longseq.tools.benchmark.kernels import find_modules
 from longseq.tools.benchmark.measure import capture, environment, one_line, time_in_turn
@@ -74,7 +74,7 @@ class Place(NamedTuple):
 class TuneKeys(CommandKeys):
     """The keys of `longseq benchmark tune`; conf/benchmark_tune.yaml documents them."""
 
-    op: str
+    op: Annotated[str, OneOf(list_measured)]
     shapes: Shapes | None
     kernels: Annotated[list[str], Length(1)] | None
     dtypes: Dtypes
