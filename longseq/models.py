@@ -41,7 +41,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
@@ -495,19 +495,24 @@ def mixer_options_of(
 
 
 def _read_folder(folder: Path, weights: str, label: str) -> SavedModel:
+    saved, state = read_description(folder, label), dict[str, Tensor]()
+    if weights == "ema":
+        raise ValueError(f"{label} holds one set of weights: leave weights=ema out")
+    for name in weight_files(folder, label):
+        state |= _read_weights(folder / name, label)
+    return replace(saved, state=state)
+
+
+def read_description(folder: Path, label: str) -> SavedModel:
+    """What a folder of `save_pretrained` says of its model, without the weights. ValueError as of `read`."""
     if not (folder / CONFIG_FILE).is_file():
         example = min(folder.rglob("*.ckpt"), default=folder / "best.ckpt")
         raise ValueError(
             f"{label} is a folder without {CONFIG_FILE}: give one that save_pretrained wrote, or a checkpoint, such as "
             f"{example}"
         )
-    if weights == "ema":
-        raise ValueError(f"{label} holds one set of weights: leave weights=ema out")
     config = _read_config(folder / CONFIG_FILE, label)
-    state: dict[str, Tensor] = {}
-    for name in weight_files(folder, label):
-        state |= _read_weights(folder / name, label)
-    return SavedModel(label, config, state, text=_text_of(config, read_folder(folder), label))
+    return SavedModel(label, config, {}, text=_text_of(config, read_folder(folder), label))
 
 
 def _text_of(config: Mapping[str, Any], tokenizer: Mapping[str, Any] | None, label: str) -> dict[str, Any] | None:
@@ -595,6 +600,11 @@ def _read_checkpoint(path: Path, weights: str, label: str) -> SavedModel:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except (UnpicklingError, RuntimeError) as error:
+        if path.name.endswith(".pth.tar"):
+            raise ValueError(
+                f"{label} has weights, as timm's train.py writes them, without the model's options: build the model by "
+                "timm.create_model(..., checkpoint_path=FILE), and give a folder of its save_pretrained"
+            ) from error
         raise ValueError(
             f"{label} is no checkpoint of longseq: it holds other things than tensors and plain containers; "
             "name a file that `longseq train` wrote"

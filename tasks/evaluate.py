@@ -32,7 +32,16 @@ EVALUATION_BATCH = 64
 DOCUMENT_TASKS = ("lm",)
 DOCUMENT_KEYS = ("column", "prompt_column", "eval_batch_size")
 
-_EVALUATION = Kind("evaluation", lambda path: "evaluated" in json_keys(path))
+
+def _is_evaluation(path: Path) -> bool:
+    """True for a file of metrics that says what was evaluated. Those of earlier versions do not say it: they have the
+    name that the command gives, and the metrics of the split in this name.
+    """
+    keys, split = json_keys(path), path.stem.removeprefix("evaluation_")
+    return "evaluated" in keys or (path.stem != split and f"{split}/loss" in keys)
+
+
+_EVALUATION = Kind("evaluation", _is_evaluation)
 _DOCUMENTS = Kind("evaluation of documents", lambda path: json_keys(path) > {"document"})
 
 

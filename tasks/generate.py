@@ -28,6 +28,7 @@ from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.devices import choose_device, is_out_of_memory
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.text.info import TextInfo
+from longseq.tasks.text.sources import JsonObject
 from longseq.tasks.text.stream import StopStrings, TextStream
 from longseq.tasks.text.tokenizer import Tokenizer
 from longseq.tasks.training import checkpoint
@@ -139,10 +140,12 @@ def read_prompts(path: Path) -> list[str]:
             prompts.append(line)  # a file that was decoded has characters alone
             continue
         try:
-            found = json.loads(line)
+            found = json.loads(line, object_pairs_hook=JsonObject)
             prompts.append(found if isinstance(found, str) else found["prompt"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}, line {number}: no JSON object with the key prompt") from error
+        if isinstance(found, JsonObject) and "prompt" in found.repeated:
+            raise ValueError(f"{path}, line {number}: the key prompt twice")
         if not isinstance(prompts[-1], str):
             raise ValueError(f"{path}, line {number}: prompt is no text")
         _check_prompt(prompts[-1], f"{path}, line {number}: prompt")

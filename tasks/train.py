@@ -175,8 +175,10 @@ def _check_init(config: Config) -> None:
         return
     if not os.path.exists(init):
         raise ValueError(f"init={init}: no such file or folder; `longseq train` writes checkpoints/best.ckpt")
-    saved = runs.saved_config(Path(init)) if os.path.isfile(init) else None
     taken = (config["task"]["name"], *task.model.starts_from)
+    if os.path.isdir(init):
+        checkpoints.check_task(init, "init", taken)
+    saved = runs.saved_config(Path(init)) if os.path.isfile(init) else None
     trained = ((saved or {}).get("task") or {}).get("name")
     if trained is not None and trained not in taken:
         known = " or ".join(f"task={name}" for name in taken)

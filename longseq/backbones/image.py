@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
-from timm.layers import AttentionPoolLatent, LayerScale, Mlp, lecun_normal_, trunc_normal_
+from timm.layers import AttentionPoolLatent, LayerScale, Mlp, lecun_normal_, to_2tuple, trunc_normal_
 from timm.models import build_model_with_cfg, checkpoint
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import global_pool_nlc
@@ -35,7 +35,7 @@ from longseq.backbones.variants import UNNAMED, default_cfgs
 from longseq.blocks.hooks import has_observers
 from longseq.blocks.initialisation import save_rng_state
 from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm, add_and_norm
-from longseq.blocks.patches import PatchDropout, PatchEmbed
+from longseq.blocks.patches import PatchDropout, PatchEmbed, grid_of
 from longseq.blocks.positions import (
     Layout,
     insert_prefix,
@@ -593,7 +593,17 @@ class ImageBackbone(PretrainedModel, nn.Module):
     def rebuild(cls, config: Mapping[str, Any], changes: Mapping[str, Any]) -> ImageBackbone:
         """Build the model of a config.json through timm; its weights are initialised anew."""
         saved = {name: value for name, value in config["model_args"].items() if name != "saved_by"}
-        return rebuild_timm_model(config, changes, cls.complete_arguments(saved, TRAINING_ARGUMENTS))
+        saved = cls.complete_arguments(saved, TRAINING_ARGUMENTS)
+        model = rebuild_timm_model(config, changes, saved)
+        grid = grid_of(saved["img_size"], saved["patch_size"], saved["stride"], padded=saved["dynamic_img_pad"])
+        if model.patch_embed.grid_size != grid:
+            key = next(key for key in ("img_size", "patch_size", "stride", "dynamic_img_pad") if key in changes)
+            raise ValueError(
+                f"{key}={changes[key]} gives another grid of patches, {model.patch_embed.grid_size}, than that of the "
+                f"weights, {grid}: load the model without it and call model.set_input_size, or give "
+                "dynamic_img_size=True"
+            )
+        return model
 
     def no_weight_decay(self) -> set[str]:
         """The names of the parameters that are exempt from weight decay: positions, prefix tokens, recurrences."""
@@ -676,6 +686,15 @@ def _init_linear(module: nn.Linear) -> None:
         nn.init.zeros_(module.bias)
 
 
+def _keeps_stride_of_other_patches(options: Mapping[str, Any]) -> bool:
+    """Whether patches of another size than in the file of a model, which do not overlap there, have its stride."""
+    stated = options.get("pretrained_model_args") or {}
+    if "patch_size" not in stated or stated.get("stride") is None:
+        return False
+    patch, stride = to_2tuple(stated["patch_size"]), to_2tuple(stated["stride"])
+    return patch == stride == to_2tuple(options["stride"]) and patch != to_2tuple(options["patch_size"])
+
+
 def create_variant(
     variant: str, pretrained: bool, chassis: Mapping[str, Any], options: Mapping[str, Any]
 ) -> ImageBackbone:
@@ -687,6 +706,8 @@ def create_variant(
         known = inspect.signature(ImageBackbone).parameters
         saved = {name: value for name, value in options.items() if name in known}
         options |= ImageBackbone.complete_arguments(saved, TRAINING_ARGUMENTS)
+        if _keeps_stride_of_other_patches(options):
+            options["stride"] = None
     device, dtype = options.pop("device", None), options.pop("dtype", None)
     features = {"out_indices": options.pop("out_indices", 3), "feature_cls": "getter"}
     with nullcontext() if device is None else torch.device(device):

@@ -7,8 +7,10 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import torch
+from timm.layers import resample_patch_embed
 from torch import Tensor
 
+from longseq.blocks.patches import grid_of
 from longseq.blocks.positions import resize_positions
 
 if TYPE_CHECKING:
@@ -57,8 +59,11 @@ VIM_BLOCK = {
 }
 
 
-def checkpoint_filter_fn(state_dict: dict[str, Any], model: ImageBackbone) -> dict[str, Tensor]:
-    """Fit a state dict to `model`: weights of timm's VisionTransformer or of Vim, and positions of another grid.
+def checkpoint_filter_fn(
+    state_dict: dict[str, Any], model: ImageBackbone, grid: tuple[int, int] | None = None
+) -> dict[str, Tensor]:
+    """Fit a state dict to `model`: weights of timm's VisionTransformer or of Vim, positions of another grid, and
+    patches of another size.
 
     timm's attention becomes the mixer: `blocks.i.attn.qkv` is `blocks.i.mixer.in_proj` and `blocks.i.attn.proj` is
     `blocks.i.mixer.out_proj`. The positions of timm's class and register tokens are added to the tokens themselves,
@@ -67,10 +72,11 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: ImageBackbone) -> di
     The published weights of Vim (github.com/hustvl/Vim) need `mixer="mamba"`. They halve the sum of both readings, as
     `merge="mean"` does; for `merge="sum"` the output projections are halved. Their class token is where the model's is.
 
-    A state dict does not state its grid. As many positions as the model has patches, or more by the prefix tokens, are
-    those of the model's own grid, without or with positions of these tokens. Another number of positions is read as a
-    square grid, without or with them, and interpolated. Load weights of another oblong grid into a model of their
-    img_size, and change it with `set_input_size`.
+    A state dict does not state its `grid`, the rows and columns of patches; the config.json of a folder that timm loads
+    does. Without one, as many positions as the model has patches, or more by the prefix tokens, are those of the
+    model's own grid, without or with positions of these tokens. Another number of positions is read as a square grid,
+    without or with them. Load weights of another oblong grid that nothing states into a model of their img_size, and
+    change it with `set_input_size`. Positions are interpolated, and patches of another size resampled.
 
     Raises:
         ValueError: the positions make no square grid, the weights have a part for which the model has no place, or
@@ -78,18 +84,29 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: ImageBackbone) -> di
     """
     state_dict = state_dict.get("model", state_dict)
     state = dict(state_dict.get("state_dict", state_dict))
+    grid = grid or _stated_grid(model)
     if "norm_f.weight" in state:
         state = _from_vim(state, model)
         own = int("cls_token" in state)
     else:
-        own = _prefix_positions(state, model)
+        own = _prefix_positions(state, model, grid)
         _check_parts(state, model)
         _check_pool_heads(state, model)
         for old, new in ((".attn.qkv.", ".mixer.in_proj."), (".attn.proj.", ".mixer.out_proj.")):
             state = {name.replace(old, new): value for name, value in state.items()}
     if "pos_embed" in state:
-        _fit_positions(state, model, own)
+        _fit_positions(state, model, own, grid)
+    _fit_patches(state, model)
     return state
+
+
+def _stated_grid(model: ImageBackbone) -> tuple[int, int] | None:
+    """The grid of the model in the folder from which timm loads: timm keeps the arguments of its config.json."""
+    stated: Any = getattr(model, "pretrained_model_args", None) or {}
+    if "img_size" not in stated or "patch_size" not in stated:
+        return None
+    size, patch, stride = (stated.get(key) for key in ("img_size", "patch_size", "stride"))
+    return grid_of(size, patch, stride, padded=stated.get("dynamic_img_pad", False))
 
 
 def _check_parts(state: dict[str, Tensor], model: ImageBackbone) -> None:
@@ -116,24 +133,29 @@ def _check_pool_heads(state: dict[str, Tensor], model: ImageBackbone) -> None:
         )
 
 
-def _prefix_positions(state: dict[str, Tensor], model: ImageBackbone) -> int:
+def _prefix_positions(state: dict[str, Tensor], model: ImageBackbone, grid: tuple[int, int] | None) -> int:
     """The number of rows of `pos_embed` that are positions of prefix tokens: those of timm's models may have any."""
     if "pos_embed" not in state:
         return 0
     positions, patches = state["pos_embed"].shape[1], model.patch_embed.num_patches
+    prefix = sum(state[name].shape[1] for name in ("cls_token", "reg_token") if name in state)
+    if grid is not None and positions - math.prod(grid) in (0, prefix):
+        return positions - math.prod(grid)
     if not any(".attn.qkv." in name for name in state):
         return 0 if positions == patches else model.num_prefix_positions
-    prefix = sum(state[name].shape[1] for name in ("cls_token", "reg_token") if name in state)
     if positions in (patches, patches + prefix):
         return positions - patches
     return prefix if positions > prefix and math.isqrt(positions - prefix) ** 2 == positions - prefix else 0
 
 
-def _fit_positions(state: dict[str, Tensor], model: ImageBackbone, own: int) -> None:
+def _fit_positions(state: dict[str, Tensor], model: ImageBackbone, own: int, grid: tuple[int, int] | None) -> None:
     """Give `pos_embed`, whose first `own` rows are those of prefix tokens, the model's grid and its form."""
     prefix, table = state["pos_embed"].split([own, state["pos_embed"].shape[1] - own], dim=1)
     cells = table.shape[1]
-    if cells != model.patch_embed.num_patches:
+    if grid is not None and math.prod(grid) == cells:
+        if grid != model.patch_embed.grid_size:
+            table = resize_positions(table, grid, model.patch_embed.grid_size)
+    elif cells != model.patch_embed.num_patches:
         side = math.isqrt(cells)
         if side * side != cells:
             raise ValueError(
@@ -152,6 +174,13 @@ def _fit_positions(state: dict[str, Tensor], model: ImageBackbone, own: int) -> 
                 state[name] = state[name] + prefix[:, :count]
                 prefix = prefix[:, count:]
     state["pos_embed"] = table
+
+
+def _fit_patches(state: dict[str, Tensor], model: ImageBackbone) -> None:
+    """Resample the projection of patches to the model's patch size, as timm does."""
+    weight = state.get("patch_embed.proj.weight")
+    if weight is not None and weight.ndim == 4 and tuple(weight.shape[-2:]) != model.patch_embed.patch_size:
+        state["patch_embed.proj.weight"] = resample_patch_embed(weight, list(model.patch_embed.patch_size))
 
 
 def _from_vim(theirs: dict[str, Tensor], model: ImageBackbone) -> dict[str, Tensor]:

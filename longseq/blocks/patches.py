@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from timm import layers
 from torch import Tensor, nn
 from torch.nn import functional
@@ -132,10 +134,7 @@ class PatchEmbed(layers.PatchEmbed):
 
     def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
         """Return the token grid (h, w) of an image size (H, W)."""
-        (height, width), (patch_height, patch_width), (down, right) = img_size, self.patch_size, self.stride
-        if self.dynamic_img_pad:
-            return _steps(height, patch_height, down) + 1, _steps(width, patch_width, right) + 1
-        return (height - patch_height) // down + 1, (width - patch_width) // right + 1
+        return grid_of(img_size, self.patch_size, self.stride, padded=self.dynamic_img_pad)
 
     def _pad(self, x: Tensor) -> Tensor:
         """Add zeros at the lower and the right border until patches cover the image."""
@@ -153,6 +152,22 @@ class PatchEmbed(layers.PatchEmbed):
         if self.dynamic_img_pad:
             x = self._pad(x)
         return self.norm(self.proj(x).permute(0, 2, 3, 1))  # [B, h, w, D]
+
+
+def grid_of(
+    img_size: int | Sequence[int],
+    patch_size: int | Sequence[int],
+    stride: int | Sequence[int] | None = None,
+    *,
+    padded: bool = False,
+) -> tuple[int, int]:
+    """The token grid (h, w) of an image size; `padded` completes the last row and column of patches."""
+    height, width = layers.to_2tuple(img_size)
+    patch_height, patch_width = layers.to_2tuple(patch_size)
+    down, right = layers.to_2tuple(patch_size if stride is None else stride)
+    if padded:
+        return _steps(height, patch_height, down) + 1, _steps(width, patch_width, right) + 1
+    return (height - patch_height) // down + 1, (width - patch_width) // right + 1
 
 
 def _steps(size: int, patch: int, stride: int) -> int:

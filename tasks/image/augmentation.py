@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _CROPS = ("random_resized", "padded", "center")
+_PADDING_MODES = ("constant", "reflect", "edge", "symmetric")  # torchvision's
+_ERASING_MODES = ("const", "rand", "pixel")  # timm's
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,13 @@ class Augmentation:
     def __post_init__(self) -> None:
         if self.crop not in _CROPS:
             raise ValueError(f"augment.crop={self.crop!r} is unknown: choose one of {', '.join(_CROPS)}")
-        if unknown := set(self.erasing) - {"prob", "mode", "count"}:
-            raise ValueError(f"augment.erasing has no {', '.join(sorted(unknown))}: its keys are prob, mode, count")
+        if not _is_whole(self.padding, 0):
+            raise ValueError(f"augment.padding={self.padding} must be a whole number of at least 0")
+        if self.padding_mode not in _PADDING_MODES:
+            raise ValueError(
+                f"augment.padding_mode={self.padding_mode!r} is unknown: choose one of {', '.join(_PADDING_MODES)}"
+            )
+        _check_erasing(self.erasing)
         for name in ("hflip", "vflip", "color_jitter"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"augment.{name}={getattr(self, name)} must lie between 0 and 1")
@@ -49,6 +56,22 @@ class Augmentation:
                 )
         if self.auto_augment is not None:
             _check_policy(self.auto_augment)
+
+
+def _check_erasing(erasing: Mapping[str, Any]) -> None:
+    if unknown := set(erasing) - {"prob", "mode", "count"}:
+        raise ValueError(f"augment.erasing has no {', '.join(sorted(unknown))}: its keys are prob, mode, count")
+    prob, mode, count = erasing.get("prob", 0.0), erasing.get("mode", "const"), erasing.get("count", 1)
+    if isinstance(prob, bool) or not isinstance(prob, int | float) or not 0 <= prob <= 1:
+        raise ValueError(f"augment.erasing.prob={prob} must lie between 0 and 1")
+    if mode not in _ERASING_MODES:
+        raise ValueError(f"augment.erasing.mode={mode!r} is unknown: choose one of {', '.join(_ERASING_MODES)}")
+    if not _is_whole(count, 1):
+        raise ValueError(f"augment.erasing.count={count} must be a whole number of at least 1")
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _check_policy(text: str) -> None:

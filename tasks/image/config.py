@@ -221,6 +221,21 @@ def _check_model(config: Mapping[str, Any]) -> None:
                 raise ValueError(f"the recipe sets {key}, which {name} does not have: add {place}.{key}=null")
             read(TimmModelOptions, {key: value for key, value in chosen.items() if key in known}, place)
             refuse_unknown(chosen, [*known, *model_options(name)], place)
+    if name.startswith("longseq_"):
+        _check_pool_heads(config)
+
+
+def _check_pool_heads(config: Mapping[str, Any]) -> None:
+    """ValueError for heads of a pooling by attention that the model does not have."""
+    places = {"recipe.model": config["recipe"].get("model") or {}, "model": config["model"]}
+    heads = {place: keys["pool_num_heads"] for place, keys in places.items() if keys.get("pool_num_heads") is not None}
+    pools = [keys["global_pool"] for keys in places.values() if keys.get("global_pool") is not None]
+    if heads and pools[-1:] != ["map"]:
+        place, count = next(reversed(heads.items()))
+        raise ValueError(
+            f"{place}.pool_num_heads={count} has no effect without attention that pools: give model.global_pool=map, "
+            f"or leave it out"
+        )
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import typing
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from longseq.tasks.training.checkpoint import Loaded
 
 # The endings of files that hold weights alone.
-_WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
+_WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar")
 
 # What was found when a model took trained weights: of how they were trained, and of the head. A run tells it.
 _REMARKS: MutableMapping[nn.Module, str] = WeakKeyDictionary()
@@ -105,7 +106,10 @@ class ImageModel(TaskModel):
     def initialize(self, model: nn.Module, trained: nn.Module) -> None:
         """As `TaskModel.initialize`; position embeddings are interpolated to the grid of the new model."""
         state = trained.state_dict()
-        copy_weights(model, checkpoint_filter_fn(state, model) if isinstance(model, ImageBackbone) else state)
+        if isinstance(model, ImageBackbone):
+            grid = getattr(getattr(trained, "patch_embed", None), "grid_size", None)
+            state = checkpoint_filter_fn(state, model, grid)
+        copy_weights(model, state)
 
     def start_from(self, model: nn.Module, loaded: Loaded, info: DataInfo) -> None:
         """As `TaskModel.start_from`; the head is new where the classes have other names or another order."""
@@ -125,7 +129,7 @@ class ImageModel(TaskModel):
         return {**config, "model": {**config["model"], "pretrained": False}}
 
     def is_weights(self, path: str) -> bool:
-        return Path(path).suffix in _WEIGHTS and Path(path).is_file()
+        return path.endswith(_WEIGHTS) and Path(path).is_file()
 
     def start_from_weights(self, model: nn.Module, config: Mapping[str, Any], info: DataInfo) -> None:
         """Load a file of timm's weights as timm does, which fits positions, patches and channels to the new model.
@@ -145,8 +149,7 @@ class ImageModel(TaskModel):
             theirs = self._create(config, as_saved, pretrained=True, pretrained_cfg_overlay=source)
             copy_weights(model, theirs.state_dict())
         except (RuntimeError, KeyError, SafetensorError, UnpicklingError) as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError(f"init={path} holds no weights of a {name}: {reason[:200]}") from error
+            raise ValueError(f"init={path} holds no weights of a {name}: {_why_unfit(error)}") from error
         _compare_weights_of_timm(model, name, info)
         if count != info.num_classes:
             theirs_have = f"the weights are of {count}" if count else "the weights have no head"
@@ -278,6 +281,24 @@ def _count_classes(name: str, state: Mapping[str, Any]) -> int:
     head = heads[0] if isinstance(heads, list | tuple) else heads
     weight = state.get(f"{head}.weight")
     return 0 if weight is None else len(weight)
+
+
+def _why_unfit(error: Exception) -> str:
+    """What an error of `load_state_dict` says, with the numbers of its names and the first of them; of others its
+    first words.
+    """
+    text = " ".join(str(error).split())
+    found = {}
+    for what, key in (("missing", "Missing key"), ("unexpected", "Unexpected key")):
+        listed = re.search(rf'{key}\(s\) in state_dict: ((?:"[^"]+",? ?)+)', text)
+        found[what] = re.findall(r'"([^"]+)"', listed[1]) if listed else []
+    found["of another shape"] = re.findall(r"size mismatch for ([^:]+):", text)
+    parts = [
+        f"{len(names)} {what} ({', '.join(names[:3])}{', ...' * (len(names) > 3)})"
+        for what, names in found.items()
+        if names
+    ]
+    return " and ".join(parts) or text[:200] or type(error).__name__
 
 
 def _compare_weights_of_timm(model: nn.Module, name: str, info: DataInfo) -> None:

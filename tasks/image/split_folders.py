@@ -68,6 +68,23 @@ def refuse_compressed(root: str, names: Mapping[str, str | None]) -> None:
                 )
 
 
+def refuse_compressed_tables(root: str, names: Mapping[str, str | None]) -> None:
+    """Raise ValueError, in one line, for a table of a split in `names` that `root` holds as a compressed file alone."""
+    for entry in sorted(os.scandir(root), key=lambda one: one.name) if os.path.isdir(root) else ():
+        stem = _COMPRESSED.sub("", entry.name)
+        if is_hidden(entry.name) or not is_compressed(entry.path) or not stem.endswith(".csv"):
+            continue
+        for kind, name in names.items():
+            usual = SPLIT_NAMES[kind] if name == kind else (str(name).removesuffix(".csv"),)
+            there = any(Path(root, f"{one}.csv").is_file() for one in usual)
+            if name is not None and stem.removesuffix(".csv") in usual and not there:
+                leave = "" if kind == "train" else f", or leave it out by data.{_KEYS[kind]}=null"
+                raise ValueError(
+                    f"{entry.path} is compressed, and its images would be in no split: decompress it to "
+                    f"{Path(root, stem)}{leave}"
+                )
+
+
 def refuse_pooled(path: str, folders: Iterable[str]) -> None:
     """Raise ValueError, in one line, if the images of several splits lie below one `path` that is read as one set.
 

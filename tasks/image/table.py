@@ -15,7 +15,7 @@ from longseq.tasks.data.labels import LABEL_COLUMN, Labels, read_labels, remarks
 from longseq.tasks.data.tables import check_header
 from longseq.tasks.image.decoding import decode
 from longseq.tasks.image.sources import Source, Split, Splits, finish_splits, size_of
-from longseq.tasks.image.split_folders import SPLIT_NAMES
+from longseq.tasks.image.split_folders import SPLIT_NAMES, is_compressed, refuse_compressed_tables
 
 if TYPE_CHECKING:
     from longseq.tasks.image.config import ImageDataKeys
@@ -84,6 +84,7 @@ def open_tables(
     `root` is a table, or a folder with train.csv and maybe val.csv and test.csv. ValueError, in one line, for a table
     that cannot be read, and for labels that training does not have.
     """
+    refuse_compressed_tables(str(root), names)
     tables = {kind: find_table(root, kind, name) for kind, name in names.items()}
     if tables["train"] is None:
         raise ValueError(f"{root} holds no {names['train']}.csv: add it, or give data.root=FILE.csv")
@@ -111,6 +112,7 @@ def held_out_table(
 
     Without a test table the validation images are the test images. With `whole`, a `root` that is a table is the split.
     """
+    refuse_compressed_tables(str(root), {kind: name})
     path = None if name is None else find_table(root, kind, name, single=False)
     if path is None and kind == "test":
         path = find_table(root, "validation", None, single=False)
@@ -126,6 +128,8 @@ def find_table(root: str | None, kind: str, name: str | None, *, single: bool = 
     path = Path(root)
     if not path.exists():
         raise ValueError(f"data.root={root} does not exist: give a csv file, or the folder of train.csv")
+    if is_compressed(str(path)):
+        raise ValueError(f"data.root={root} is compressed: decompress it and give the csv file")
     if path.is_file():
         return path if single and kind == "train" else None
     usual = SPLIT_NAMES[kind] if name is None or name == kind else (name,)

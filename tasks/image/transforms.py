@@ -33,8 +33,6 @@ class PixelErasing:
     """Random erasing (Zhong et al. 2020) of uint8 pixels: timm's, converted back from normalised units."""
 
     def __init__(self, info: DataInfo, prob: float = 0.0, mode: str = "const", count: int = 1) -> None:
-        if mode not in ("const", "rand", "pixel"):
-            raise ValueError(f"augment.erasing.mode={mode!r} is unknown: choose const, rand or pixel")
         self.prob = prob
         self.erase = RandomErasing(probability=1.0, mode=mode, max_count=count, device="cpu")
         self.mean = torch.tensor(info.mean).view(-1, 1, 1)

@@ -325,7 +325,7 @@ def _read_compressed(part: Part, columns: Columns) -> Iterator[Document | Malfor
 def _read_array(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
     """The objects of a JSON array."""
     try:
-        rows = json.loads(Path(part.path).read_bytes().decode("utf-8-sig"))
+        rows = json.loads(Path(part.path).read_bytes().decode("utf-8-sig"), object_pairs_hook=JsonObject)
     except UnicodeDecodeError:
         yield Malformed(Place(part.path), "bytes that are no UTF-8")
     except (ValueError, RecursionError) as error:
@@ -333,18 +333,27 @@ def _read_array(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
     else:
         for number, row in enumerate(rows):
             place = Place(part.path, row=number)
-            yield _document(row, columns, place) if isinstance(row, dict) else Malformed(place, _NO_OBJECT)
+            yield _of_json(row, columns, place)
 
 
 def _parse(line: bytes, columns: Columns, place: Place) -> Document | Malformed:
     """The document of a line of JSON."""
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=JsonObject)
     except UnicodeDecodeError:
         return Malformed(place, "bytes that are no UTF-8")
     except (ValueError, RecursionError) as error:
         return Malformed(place, f"no JSON ({error})")
-    return _document(row, columns, place) if isinstance(row, dict) else Malformed(place, _NO_OBJECT)
+    return _of_json(row, columns, place)
+
+
+def _of_json(row: Any, columns: Columns, place: Place) -> Document | Malformed:
+    """The document of a value of JSON. One with two values of a column is none: nobody knows which of them counts."""
+    if not isinstance(row, JsonObject):
+        return Malformed(place, _NO_OBJECT)
+    if row.repeated and (twice := next((name for name in columns.names() if name in row.repeated), None)):
+        return Malformed(place, f"the key {twice!r} twice")
+    return _document(row, columns, place)
 
 
 def _read_csv(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
@@ -416,6 +425,17 @@ def _read_texts(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
             continue
         # Latin letters in UTF-16 are UTF-8 as well, with a NUL between them.
         yield Malformed(Place(path), _why_no_text(content)) if _is_wide(content) else Document(text, place=Place(path))
+
+
+class JsonObject(dict[str, Any]):
+    """An object of JSON, as `object_pairs_hook` makes it, with the keys that it has several times."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        self.repeated: set[str] = set()
+        if len(self) < len(pairs):
+            names = [name for name, _ in pairs]
+            self.repeated = {name for name in names if names.count(name) > 1}
 
 
 # A value of JSON without columns: a text, a number, or a list of what should be lines.

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from longseq.backbones.tokens import MODEL_TYPE, TokenBackbone
-from longseq.models import PLUGIN, SavedModel, read, restore, weight_files
+from longseq.models import PLUGIN, SavedModel, read, read_description, restore, weight_files
 from longseq.plugins import check_loaded
 from longseq.timm_models import model_name, stated_data, takes_any_resolution
 from longseq.tokenizer_files import SETTINGS_FILE, TOKENIZER_FILE, find_separator
@@ -70,28 +70,7 @@ def load(
     """
     label = f"{key}={path}"
     saved = read(path, weights, label)
-    run = saved.run.get("hyper_parameters") or {}
-    config = run.get("config") or {}
-    check_loaded(config.get("plugins") or [], label)
-    task = (config.get("task") or {}).get("name") or _task_of(saved)
-    taken = " or ".join(f"task={name}" for name in tasks)
-    if task is None and saved.config.get("kind") is None and "model_type" in saved.config:
-        raise ValueError(
-            f"{label} holds a model of another library (model_type={saved.config['model_type']}): `longseq convert "
-            "source=FOLDER output=FOLDER` turns those that it knows into ours"
-        )
-    if task is None:
-        remedy = "give one of the run that trained it, such as checkpoints/best.ckpt"
-        if Path(path).is_dir() and "lm" in tasks:
-            remedy += f", or put its {TOKENIZER_FILE} into the folder"
-        elif Path(path).is_file() and "lm" in tasks:
-            remedy += ", or let the program that wrote it state its text, by LanguageModelTask(info=TextInfo(...))"
-        raise ValueError(
-            f"{label} holds a model of the kind {saved.config.get('kind')} without a task; this command takes "
-            f"checkpoints of {taken}: {remedy}"
-        )
-    if task not in tasks:
-        raise ValueError(f"{label} belongs to task={task}; this command takes checkpoints of {taken}")
+    task, config = _find_task(saved, path, tasks)
     backbone = restore(saved, model_options)
     if any_resolution and saved.text is None and not takes_any_resolution(backbone):
         try:
@@ -111,6 +90,38 @@ def load(
         epoch=saved.run.get("epoch", 0),
         global_step=saved.run.get("global_step", 0),
     )
+
+
+def check_task(path: str | Path, key: str, tasks: Collection[str]) -> None:
+    """ValueError as of `load`, without reading the weights, for a folder whose model is of none of `tasks`."""
+    _find_task(read_description(Path(path), f"{key}={path}"), path, tasks)
+
+
+def _find_task(saved: SavedModel, path: str | Path, tasks: Collection[str]) -> tuple[str, dict[str, Any]]:
+    """The task of a saved model, and the configuration of its run. ValueError for another task than `tasks`."""
+    run = saved.run.get("hyper_parameters") or {}
+    config = run.get("config") or {}
+    check_loaded(config.get("plugins") or [], saved.label)
+    task = (config.get("task") or {}).get("name") or _task_of(saved)
+    taken = " or ".join(f"task={name}" for name in tasks)
+    if task is None and saved.config.get("kind") is None and "model_type" in saved.config:
+        raise ValueError(
+            f"{saved.label} holds a model of another library (model_type={saved.config['model_type']}): `longseq "
+            "convert source=FOLDER output=FOLDER` turns those that it knows into ours"
+        )
+    if task is None:
+        remedy = "give one of the run that trained it, such as checkpoints/best.ckpt"
+        if Path(path).is_dir() and "lm" in tasks:
+            remedy += f", or put its {TOKENIZER_FILE} into the folder"
+        elif Path(path).is_file() and "lm" in tasks:
+            remedy += ", or let the program that wrote it state its text, by LanguageModelTask(info=TextInfo(...))"
+        raise ValueError(
+            f"{saved.label} holds a model of the kind {saved.config.get('kind')} without a task; this command takes "
+            f"checkpoints of {taken}: {remedy}"
+        )
+    if task not in tasks:
+        raise ValueError(f"{saved.label} belongs to task={task}; this command takes checkpoints of {taken}")
+    return task, config
 
 
 def known_data(saved: SavedModel, model: nn.Module) -> dict[str, Any]:

@@ -270,7 +270,7 @@ def make_metrics(
     """The metrics of a run: those of every run, those of `task.metrics`, and the one that `task.metric` names.
 
     `tables` are those of the task, for one label and for several. Accuracy among the first five is measured of more
-    than five classes. ValueError for one of two classes where there are more.
+    than five classes. ValueError for one of two classes where there are more, and for a name that no metric has.
     """
     always, more = tables[multi_label]
     made = {name: make(num_classes) for name, make in always.items() if name != "top5" or num_classes > 5}
@@ -282,6 +282,10 @@ def make_metrics(
     for name, node in chosen.items():
         if node is not True:
             made[name] = _build(node, f"task.metrics.{name}", num_classes)
+    known = known_metrics({name: node for name, node in chosen.items() if node is not True}, tables[multi_label])
+    if unknown := next((name for name in named if name not in known), None):
+        told = f"chosen_metrics.{unknown}=True" if unknown in chosen else f"metric={metric}"
+        raise ValueError(f"{told} names no metric: choose one of {', '.join(known)}")
     return made
 
 

@@ -7,6 +7,7 @@ from cases import cases
 from timm.models import get_model_args, get_model_input_config
 from torch.utils.flop_counter import FlopCounterMode
 
+import longseq
 from longseq import mixers
 from longseq.backbones.image import checkpoint_filter_fn
 from longseq.blocks.convolution import ShortConvolution
@@ -205,6 +206,61 @@ def test_our_own_weights_load_at_another_size(options):
     x = images(64, 64)
     with torch.no_grad():
         assert torch.equal(target(x), square(x))
+
+
+@pytest.mark.parametrize("chassis", ["", "vit_"])
+@cases(
+    "changes",
+    [{"img_size": (32, 32)}, {"img_size": (48, 48)}, {"img_size": (72, 32)}, {"patch_size": 4}, {"img_size": 64}],
+)
+def test_timm_fits_a_folder_of_an_oblong_grid_as_a_changed_size_does(tmp_path, chassis, changes):
+    """4 x 9 patches are as many as 6 x 6 and as 9 x 4, and are neither."""
+    source = randomised(tiny(chassis, img_size=(32, 72), num_classes=5))
+    source.save_pretrained(tmp_path)
+    loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, **changes).eval()
+    source.set_input_size(**changes)
+    assert loaded.patch_embed.grid_size == source.patch_embed.grid_size
+    assert loaded.patch_embed.stride == source.patch_embed.stride
+    x = images(*source.patch_embed.img_size)
+    with torch.no_grad():
+        assert torch.equal(loaded(x), source(x))
+
+
+def test_timm_fits_a_folder_of_overlapping_patches(tmp_path):
+    source = randomised(tiny(img_size=(32, 56), stride=4, no_embed_class=False, reg_tokens=2))
+    source.save_pretrained(tmp_path)
+    loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, img_size=48).eval()
+    source.set_input_size(img_size=48)
+    assert loaded.patch_embed.grid_size == (11, 11)
+    with torch.no_grad():
+        assert torch.equal(loaded(images(48, 48)), source(images(48, 48)))
+
+
+def test_timms_weights_load_with_patches_of_another_size():
+    options = {"img_size": 32, "depth": 1, "embed_dim": 48, "num_classes": 7}
+    vit = randomised(timm.create_model("vit_tiny_patch16_224", patch_size=8, num_heads=3, **options))
+    ours = timm.create_model(
+        "longseq_vit_tiny_patch16_224", mixer="attention", mixer_options={"num_heads": 3}, patch_size=4, **options
+    ).eval()
+    ours.load_state_dict(checkpoint_filter_fn(vit.state_dict(), ours))
+    vit.set_input_size(patch_size=4)
+    with torch.no_grad():
+        assert (ours(images(32, 32)) - vit(images(32, 32))).abs().max() < 1e-5
+
+
+@cases("size", [(48, 48), (72, 32), 64])
+def test_another_size_than_that_of_the_weights_is_refused_in_a_line(tmp_path, size):
+    model = tiny(img_size=(32, 72))
+    model.save_pretrained(tmp_path)
+    message = r"img_size=.* another grid of patches, \(\d, \d\), than that of the weights, \(4, 9\): .*set_input_size"
+    with pytest.raises(ValueError, match=message):
+        longseq.from_pretrained(tmp_path, img_size=size)
+    assert longseq.from_pretrained(tmp_path, img_size=(32, 75)).patch_embed.img_size == (32, 75)
+    dynamic = longseq.from_pretrained(tmp_path, dynamic_img_size=True)
+    model.set_input_size(img_size=size)
+    x = images(*model.patch_embed.img_size)
+    with torch.no_grad():
+        assert torch.equal(dynamic(x), model(x))
 
 
 @pytest.mark.parametrize("place", ["middle", "first", "none"])

@@ -197,6 +197,9 @@ def test_a_program_for_timm_has_the_models(
     monkeypatch.setattr(sys, "argv", ["timm_script", str(program), *words])
     timm_script.main()
     assert capsys.readouterr().out == "__main__ {'DeltaNet'}\n"
+    monkeypatch.setattr(sys, "argv", ["timm_script", str(tmp_path / "absent.py"), *words])
+    with pytest.raises(SystemExit, match=r"absent.py is no file: give a program, such as timm's train.py"):
+        timm_script.main()
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,10 @@ def test_values_and_folders_are_spelled_so_that_hydra_reads_them(output, tmp_pat
         ("mixers=deltanet", "mixers=deltanet must be a list, each entry text"),
         ("mixers=[deltanet,deltanet]", "mixers names deltanet more than once"),
         ("mixers=['']", "mixers=[''] has an entry without a word"),
-        ("seeds=[first]", "must be a list of at least 1, each entry a whole number from 0 to 4294967295"),
+        (
+            "seeds=[first]",
+            "seeds=['first'] must be a list of at least 1, each entry a whole number from 0 to 4294967295",
+        ),
         (
             "learning_rates=small",
             "learning_rates=small must be a list of at least 1, each entry a number of at least 0 or null",

@@ -98,11 +98,25 @@ def test_erasing_fills_with_the_mean_or_with_noise_around_it():
         ({"crop": "corner"}, "random_resized, padded, center"),
         ({"hflip": 1.5}, "between 0 and 1"),
         ({"erasing": {"probability": 0.1}}, "its keys are prob, mode, count"),
+        ({"erasing": {"prob": 2}}, r"^augment\.erasing\.prob=2 must lie between 0 and 1$"),
+        ({"erasing": {"prob": float("nan")}}, r"^augment\.erasing\.prob=nan must lie between 0 and 1$"),
+        ({"erasing": {"mode": "blue"}}, "const, rand, pixel"),
+        ({"erasing": {"count": 0}}, r"^augment\.erasing\.count=0 must be a whole number of at least 1$"),
+        ({"erasing": {"count": 1.5}}, r"^augment\.erasing\.count=1\.5 must be a whole number of at least 1$"),
+        ({"padding": -1}, r"^augment\.padding=-1 must be a whole number of at least 0$"),
+        ({"padding_mode": "mirror"}, "constant, reflect, edge, symmetric"),
     ],
 )
 def test_wrong_augmentation_options_say_what_is_allowed(options, message):
     with pytest.raises(ValueError, match=message):
         Augmentation(**options)
+
+
+@cases("padding_mode", ["constant", "reflect", "edge", "symmetric"])
+def test_every_way_to_pad_is_taken_and_no_padding_as_well(padding_mode):
+    for padding in (0, 4):
+        crop = Augmentation(crop="padded", padding=padding, padding_mode=padding_mode, erasing={"prob": 1, "count": 3})
+        assert training_transform(image_info(), crop)(picture()).shape == (3, 32, 32)
 
 
 def test_info_survives_plain_containers():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import itertools
 import json
 import re
@@ -433,6 +434,34 @@ def test_a_table_that_cannot_be_read_is_told_with_its_line(text, tmp_path):
     (tmp_path / "a.csv").write_text(text)
     with pytest.raises(ValueError, match=re.escape(TABLES[text])):
         image_data(name="table", source="csv", img_size=8, root=str(tmp_path / "a.csv")).setup()
+
+
+def test_a_compressed_table_is_not_passed_over(tmp_path):
+    write_digits(tmp_path, "", range(40))
+    lines = [f"{i}.png,{i % 2}" for i in range(40)]
+    for name, part in (("train", lines[:30]), ("val", lines[30:])):
+        (tmp_path / f"{name}.csv").write_text("\n".join(["file_name,label", *part]))
+    packed = tmp_path / "val.csv.gz"
+    packed.write_bytes(gzip.compress((tmp_path / "val.csv").read_bytes()))
+    keys = {"name": "table", "source": "csv", "img_size": 8, "in_chans": 1}
+
+    def sizes(root, **more):
+        data = image_data(**keys, root=str(root), **more)
+        data.setup()
+        return data.info.sizes
+
+    assert sizes(tmp_path) == {"train": 30, "val": 10, "test": 10}  # it lies beside what it holds
+    (tmp_path / "val.csv").unlink()
+    for more in ({}, {"val_split": "val"}):
+        with pytest.raises(
+            ValueError, match=r"val\.csv\.gz is compressed, and its images would be in no split: "
+        ) as told:
+            sizes(tmp_path, **more)
+        remedy = f"decompress it to {tmp_path / 'val.csv'}, or leave it out by data.val_split=null"
+        assert str(told.value).endswith(remedy)
+    assert sizes(tmp_path, val_split=None)["train"] == 26
+    with pytest.raises(ValueError, match=r"data\.root=.*val\.csv\.gz is compressed: decompress it"):
+        sizes(packed)
 
 
 @pytest.mark.parametrize("cells", [",1", "0, ", "0"])

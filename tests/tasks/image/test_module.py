@@ -99,6 +99,27 @@ def test_metrics_weigh_every_image_alike(tiny):
     assert int(task.confusion_matrix.diagonal().sum()) == right
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"metric": "foo"}, r"^metric=foo names no metric: choose one of loss, top1, top5, f1, balanced_accuracy, "),
+        ({"metric": "val/accuracy"}, r"^metric=val/accuracy names no metric: choose one of loss, top1, "),
+        ({"metric": "top1", "multi_label": True}, r"^metric=top1 names no metric: choose one of loss, accuracy, f1, "),
+        ({"chosen_metrics": {"foo": True}}, r"^chosen_metrics\.foo=True names no metric: choose one of loss, top1, "),
+    ],
+)
+def test_an_unknown_metric_of_an_own_script_is_refused(given, words):
+    with pytest.raises(ValueError, match=words):
+        ImageClassifier(torch.nn.Linear(4, 3), num_classes=3, **given)
+
+
+@pytest.mark.parametrize("metric", [None, "loss", "val/loss", "top1", "val/auroc", "val/kappa"])
+def test_a_known_metric_of_an_own_script_is_taken(metric):
+    own = {"kappa": {"_target_": "torchmetrics.classification.MulticlassCohenKappa"}, "auroc": True, "f1": None}
+    task = ImageClassifier(torch.nn.Linear(4, 3), num_classes=3, metric=metric, chosen_metrics=own)
+    assert metric is None or metric.rpartition("/")[2] in task.val_metrics
+
+
 def test_top5_needs_more_than_five_classes(tiny):
     config = resolve(tiny())
     info = ImageDataModule.from_config(config, 64).info

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ import yaml
 from omegaconf import DictConfig
 from PIL import Image
 from safetensors.torch import save_file
+from timm.utils import CheckpointSaver, ModelEmaV3
 
+import longseq
 from longseq.tasks import experiment, registry, train
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.training.configuration import resolve
@@ -178,8 +182,47 @@ def test_timms_weights_are_tuned_with_a_new_head_for_other_classes(count, tmp_pa
         "data.std=[0.5,0.5,0.5], and this run has data.mean=[0.485,0.456,0.406] data.std=[0.229,0.224,0.225]"
     )
     other = compose_config("train", *data, "model=timm", "model.name=resnet10t", *config, "trainer=cpu")
-    with pytest.raises(ValueError, match=r"init=.*weights.safetensors holds no weights of a resnet10t: "):
+    with pytest.raises(ValueError, match=r"init=.*weights.safetensors holds no weights of a resnet10t: ") as refused:
         train.build(other)
+    assert re.search(r"t: \d+ missing \(conv1\.0\.weight, \S+, \S+, \.\.\.\) and \d+ unexpected \(", str(refused.value))
+    assert len(str(refused.value)) < 400 + len(str(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_timms_train_is_tuned(tmp_path, compose_config, image_folder):
+    """timm's saver writes `.pth.tar` files, with averaged weights beside the others; timm's loader takes them."""
+    options = {"mixer": "attention", "patch_size": 4, "embed_dim": 16, "depth": 1, "img_size": 16, "num_classes": 3}
+    theirs = timm.create_model("longseq_tiny_patch16_224", **options)
+    average = ModelEmaV3(theirs)
+    torch.nn.init.normal_(average.module.head.weight)
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    arguments = Namespace(model="longseq_tiny_patch16_224")
+    CheckpointSaver(
+        theirs, optimizer, arguments, model_ema=average, checkpoint_dir=tmp_path, recovery_dir=tmp_path
+    ).save_checkpoint(0, 50.0)
+    path = tmp_path / "model_best.pth.tar"
+    words = ("data=image_folder", f"data.root={image_folder}", *SMALL, "model.patch_size=4", f"init={path}")
+    config = compose_config("train", *words, "recipe=finetune", f"output={tmp_path}", "trainer=cpu")
+    backbone = train.build(config).module.backbone
+    for name, value in average.module.state_dict().items():
+        assert torch.equal(backbone.state_dict()[name], value), name
+    with pytest.raises(ValueError, match=r"as timm's train.py writes them, .*timm.create_model\(.*save_pretrained"):
+        longseq.from_pretrained(path)
+    built = timm.create_model("longseq_tiny_patch16_224", checkpoint_path=path, **options)
+    built.save_pretrained(tmp_path / "saved")
+    images = torch.randn(2, 3, 16, 16)
+    same = longseq.from_pretrained(tmp_path / "saved")
+    assert torch.equal(same(images), average.module.eval()(images))
+
+
+def test_a_model_starts_from_positions_of_an_oblong_grid():
+    """4 x 9 patches are as many as 6 x 6."""
+    options = {"mixer": "attention", "patch_size": 4, "embed_dim": 16, "depth": 1, "num_classes": 3}
+    trained = timm.create_model("longseq_tiny_patch16_224", img_size=(16, 36), **options)
+    model = timm.create_model("longseq_tiny_patch16_224", img_size=24, **options)
+    registry.of({"task": {"name": "image"}}).model.initialize(model, trained)
+    trained.set_input_size(img_size=24)
+    assert torch.equal(model.pos_embed, trained.pos_embed)
 
 
 @pytest.mark.slow

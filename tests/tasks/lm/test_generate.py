@@ -202,7 +202,12 @@ def test_prompts_come_from_lines_and_from_json(tmp_path):
     for name, content in (("d.txt", "film"), ("d.jsonl", '{"prompt": "film"}')):
         (tmp_path / name).write_text(content, encoding="utf-8-sig")  # with the mark that some editors write first
         assert generate.read_prompts(tmp_path / name) == ["film"]
-    for content, message in ((b"{}\n", "line 1: no JSON object"), (b"\xff", "is no UTF-8"), (b"\n", "holds no prompt")):
+    for content, message in (
+        (b"{}\n", "line 1: no JSON object"),
+        (b"\xff", "is no UTF-8"),
+        (b"\n", "holds no prompt"),
+        (b'"a"\n{"prompt": "a", "prompt": "b"}\n', r"bad\.jsonl, line 2: the key prompt twice$"),
+    ):
         (tmp_path / "bad.jsonl").write_bytes(content)
         with pytest.raises(ValueError, match=message):
             generate.read_prompts(tmp_path / "bad.jsonl")

@@ -225,6 +225,20 @@ def test_json_without_keys_is_told(tmp_path: Path) -> None:
     assert told == [f"{tmp_path / place}: {reason}" for place in places]
 
 
+def test_a_key_that_stands_twice_in_a_line_is_told(tmp_path: Path) -> None:
+    """Which of the two texts counts is not known. A key that nobody reads may stand twice."""
+    twice = '{"text": "a", "text": "b"}'
+    unread = '{"text": "c", "id": 1, "id": 2, "more": {"text": 1, "text": 2}}'
+    (tmp_path / "a.jsonl").write_text(f"{unread}\n{twice}\n")
+    (tmp_path / "b.json").write_text(f"[{twice}, {unread}]")
+    for name, place in (("a.jsonl", "line 2"), ("b.json", "row 0")):
+        (part,) = find_parts([str(tmp_path / name)], Columns())
+        read = list(read_part(part, Columns()))
+        malformed = [one.describe() for one in read if isinstance(one, Malformed)]
+        assert malformed == [f"{tmp_path / name}, {place}: the key 'text' twice"]
+        assert [one.text for one in read if not isinstance(one, Malformed)] == ["c"]
+
+
 def test_links_are_followed_but_not_in_circles_and_those_that_lead_nowhere_are_counted(tmp_path: Path) -> None:
     write_folder(tmp_path / "elsewhere", TEXTS)
     (tmp_path / "input" / "deep").mkdir(parents=True)
