@@ -29,9 +29,9 @@ HEAD = """# Measured results
 
 Tables made by `python benchmarks/table.py` from the JSON rows beside this page. An empty cell was not measured. A cell
 with ± is the mean and the standard deviation over seeds, with the value of each seed behind it; where one value stands
-alone, there was one seed. "Recorded in commit" is said of rows from before rows told their commit: the commit that
-brought them here, which is the state that was measured or one soon after it. A command with a word in capitals
-(MIXER, SEED, SHAPE) was run for each that the table names; FOLDER holds the data.
+alone, there was one seed. "Recorded in commit" is said of rows from before rows told their commit, or whose own commit
+was not kept: the commit that brought them here, which is the state that was measured or one soon after it. A command
+with a word in capitals (MIXER, SEED, SHAPE) was run for each that the table names; FOLDER holds the data.
 
 "Changed since" numbers the changes of a row's layer or kernels after it was measured:
 
