@@ -194,6 +194,8 @@ def command_here(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs `longseq` in this process, in a folder: seconds faster, for tests that do not need a new process."""
+    from hydra.core.hydra_config import HydraConfig
+
     from longseq.tools import cli
 
     script = Path(sys.executable).with_name("longseq")  # further processes of a command run it again
@@ -201,6 +203,7 @@ def command_here(
     def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         monkeypatch.chdir(folder)
         monkeypatch.setattr(sys, "argv", [str(script), *arguments])
+        monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # as in a new process
         try:
             code = cli.main()
         except SystemExit as leaving:

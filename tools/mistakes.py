@@ -300,7 +300,7 @@ def _explain_hydra(text: str, verb: str, arguments: Sequence[str]) -> str | None
     if match := _THERE.match(text):
         return f"{match['key']} is there already: write {_override_of(match['key'], arguments).lstrip('+')}, without +"
     if match := _NOTHING_TO_DELETE.match(text):
-        return f"~{match['key']} removes nothing: there is no key {match['key']}"
+        return f"~{match['key']} removes nothing: there is no key {match['key']}, or it is null"
     if match := _NO_OPTION.search(text):
         return _unknown_option(match["path"], _files_of(match["path"]))
     if match := _NO_REFERENCE.search(text):
