@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,8 +90,18 @@ def _check_policy(text: str) -> None:
         makers.get(name, timms.auto_augment_transform)(text)
     except (AssertionError, ValueError) as error:
         reason = reason or str(error) or "it cannot be read"
+    reason = reason or _find_wrong_number(parts)
     if reason is not None:
         raise ValueError(
             f"augment.auto_augment={text} is no policy of timm ({reason}): give one such as rand-m9-mstd0.5-inc1, "
             "augmix-m3-w3, 3a, original or v0, or null"
         )
+
+
+def _find_wrong_number(parts: Sequence[str]) -> str | None:
+    """What is wrong with a number of a policy, of which timm takes any."""
+    found = [match for part in parts if (match := re.fullmatch(r"([a-z]+)([\d.]+)", part))]
+    numbers = {match[1]: float(match[2]) for match in found}
+    if numbers.get("n") == 0 or numbers.get("w") == 0:
+        return "it changes no image"
+    return f"p={numbers['p']:g} is no probability" if numbers.get("p", 0) > 1 else None
