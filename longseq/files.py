@@ -78,9 +78,8 @@ def check_place(path: Path, key: str, *, is_folder: bool = False) -> None:
     check_name(path, key)
     if not is_folder and path.exists() and not path.is_file():
         return  # a device or a pipe, which is written itself
+    check_above(path, key, is_folder=is_folder)
     above = next(place for place in ([path] * is_folder + [*path.parents]) if os.path.exists(place))
-    if not above.is_dir():
-        raise ValueError(f"{key}={path}: {above} is a file, and a folder is needed there: give another name")
     # The mode of a folder does not tell it: root may write everywhere, but in /sys or on a disk that is read-only.
     try:
         with tempfile.TemporaryFile(dir=above, buffering=0) as file:
@@ -90,6 +89,13 @@ def check_place(path: Path, key: str, *, is_folder: bool = False) -> None:
             raise ValueError(f"{key}={path}: the disk is full: make room first") from error
         told = (error.strerror or str(error)).lower()
         raise ValueError(f"{key}={path}: {above} takes no new file ({told}): give another {key}") from error
+
+
+def check_above(path: Path, key: str, *, is_folder: bool = False) -> None:
+    """ValueError, in one line, where a file, or a device, stands above `path`, or in the place of a folder."""
+    above = next(place for place in ([path] * is_folder + [*path.parents]) if os.path.exists(place))
+    if not above.is_dir():
+        raise ValueError(f"{key}={path}: {above} is a file, and a folder is needed there: give another name")
 
 
 def check_name(path: Path, key: str) -> None:

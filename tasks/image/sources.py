@@ -625,7 +625,7 @@ def _report_beside(root: str, splits: Sequence[str]) -> None:
 
 
 def _existing(root: str | None) -> str:
-    if root is None:
+    if not root:
         raise ValueError("this data set needs a folder: give data.root=FOLDER with train/ and val/ in it")
     if not Path(root).exists():
         raise ValueError(f"data.root={root} does not exist: give the folder (or .tar file) that holds the images")

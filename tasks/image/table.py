@@ -25,6 +25,9 @@ _log = logging.getLogger(__name__)
 # The column of files where the user names none, as in Hugging Face's image folders.
 FILE_COLUMN = "file_name"
 
+# Letters of a column's name in a message: the first line of another kind of file may be a text.
+_LONG_NAME = 60
+
 
 class Listed(NamedTuple):
     """A line of a table: its number, the path of the image, and its labels."""
@@ -156,7 +159,8 @@ def _read(path: Path, keys: ImageDataKeys) -> Iterator[Listed]:
                 raise ValueError(f"{path} has two columns {repeated}: rename one of them")
             for key, column in (("file_column", named), *(("label_column", one) for one in columns)):
                 if column not in present:
-                    shown = ", ".join(name if name == name.strip() else repr(name) for name in present)
+                    names = [name if len(name) < _LONG_NAME else f"{name[:_LONG_NAME]}..." for name in present]
+                    shown = ", ".join(name if name == name.strip() else repr(name) for name in names)
                     raise ValueError(f"{path} has no column {column}: give data.{key}=NAME, one of {shown}")
             for row in reader:
                 line = reader.line_num

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from longseq.files import check_name
+from longseq.files import check_above, check_name
 from longseq.tasks.training import automatic, runs, targets
 from longseq.tasks.training.configuration import Config
 from longseq.tasks.training.learning_rate_finder import COLUMNS, PICTURE, TABLE
@@ -28,8 +28,9 @@ def check_output(output: Any) -> None:
     if not isinstance(output, str):
         return
     check_name(Path(output), "output")
-    if os.path.isfile(output):
+    if os.path.exists(output) and not os.path.isdir(output):
         raise ValueError(f"output={output} is a file: give output=FOLDER, or leave it out")
+    check_above(Path(output), "output")
     if os.path.islink(output) and not os.path.exists(output):
         raise ValueError(f"output={output} is a link to nothing: make {os.path.realpath(output)}, or remove the link")
 

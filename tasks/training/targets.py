@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import Dataset
 
+from longseq.files import check_above
 from longseq.plugins import find_class
 from longseq.tasks.training.options import Range, check_call, read_beside, signature_options
 
@@ -252,16 +253,9 @@ def check_options(node: Mapping[str, Any], allowed: Sequence[str], key: str, *, 
     else:
         read_beside(narrowed, function, options, key, given=given)
     for name in FOLDERS:
-        _check_folder(options.get(name), f"{key}.{name}")
-
-
-def _check_folder(path: Any, key: str) -> None:
-    """ValueError if a file stands where a folder is to be made."""
-    if not isinstance(path, str) or not path:
-        return
-    file = next((place for place in (Path(path), *Path(path).parents) if place.is_file()), None)
-    if file is not None:
-        raise ValueError(f"{key}={path}: {file} is a file, and a folder is needed there: give another name")
+        path = options.get(name)
+        if isinstance(path, str) and path:
+            check_above(Path(path), f"{key}.{name}", is_folder=True)
 
 
 def find(node: Mapping[str, Any], allowed: Sequence[str], key: str) -> Callable[..., Any]:

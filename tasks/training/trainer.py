@@ -163,8 +163,9 @@ def build_trainer(config: DictConfig | Config, callbacks: list[Callback] | None 
             plugins=[WholeCheckpoints(), *plugins],
             default_root_dir=config.get("output"),
         )
-    except (TypeError, ValueError, MisconfigurationException) as error:
-        raise ValueError(f"the trainer cannot be built: {error}; see trainer=..., or trainer=cpu") from error
+    except (TypeError, ValueError, ImportError, MisconfigurationException) as error:
+        told = str(error).rstrip(".")
+        raise ValueError(f"the trainer cannot be built: {told}; see trainer=..., or trainer=cpu") from error
 
 
 def _build_strategy(config: Config, strategy: Any) -> Any:
