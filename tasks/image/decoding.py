@@ -21,6 +21,12 @@ DECODING = (
     "first frame; turned upright by its EXIF orientation; 16-bit integers divided by 257 (fewer bits by their range), "
     "floats in 0..1 multiplied by 255, both rounded; transparency dropped; converted to RGB, or grey for one channel"
 )
+# The same of `transforms.evaluation_transform`.
+RESIZING = (
+    "the short side becomes img_size / crop_pct pixels, the long side as many in proportion, both rounded down, by "
+    "Pillow's filter of the name interpolation; of these img_size x img_size are cut out, from "
+    "round((side - img_size) / 2), halves to the even number"
+)
 
 # Formats that Pillow recognises but does not decode itself, or only with another program (Ghostscript).
 _NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import subprocess
 import sys
 import textwrap
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,10 +20,14 @@ import timm
 import torch
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
+from PIL import Image
 from torch import Tensor, nn
 
 import longseq  # noqa: F401  registers the models
 from longseq import mixers
+from longseq.tasks.image.decoding import decode
+from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.transforms import evaluation_transform
 from longseq.tasks.training.checkpoint import load, sha256
 from longseq.tools.export import (
     FORMATS,
@@ -33,8 +39,10 @@ from longseq.tools.export import (
 )
 from longseq.tools.export.checked_file import TRACED_BATCH
 from longseq.tools.export.formats import SUFFIXES
+from longseq.tools.export.metadata import classifier_metadata, encode
 from longseq.tools.export.parity import Expected, compare, probe_images
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "pages" / "export.md"
 VIM, VIT = "longseq_tiny_patch16_224", "longseq_vit_tiny_patch16_224"
 CHASSIS: dict[str, dict[str, Any]] = {VIM: {}, VIT: {"direction": "forward", "global_pool": "avg"}}
 
@@ -227,6 +235,35 @@ def test_dynamic_resolution(
         torch.testing.assert_close(FORMATS[format].open_file(path)(images), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("interpolation", "crop_pct", "channels"), [("bicubic", 0.875, 3), ("bilinear", 0.9, 1), ("lanczos", 1.0, 3)]
+)
+def test_a_program_without_longseq_prepares_images(
+    interpolation: str, crop_pct: float, channels: int, tmp_path: Path
+) -> None:
+    """The function of the page, with the metadata alone, reads what `longseq predict` reads."""
+    data = {**DATA, "img_size": 36, "in_chans": channels, "interpolation": interpolation, "crop_pct": crop_pct}
+    data |= {"mean": [0.5] * channels, "std": [0.5] * channels}
+    facts = encode(classifier_metadata(build(), data, preprocess=True, softmax=False, extra={}))
+    assert "short side" in facts["resizing"]
+    found = re.search(r"<!-- file read_image\.py -->\n```python\n(.*?)```", PAGE.read_text(), re.S)
+    assert found is not None
+    program: dict[str, Any] = {}
+    exec(found[1], program)
+    transform = evaluation_transform(DataInfo(**data, num_classes=5))
+    for number, size in enumerate([(36, 36), (41, 67), (67, 41), (20, 133), (500, 38)]):
+        pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), np.uint8)
+        path = tmp_path / f"{number}.png"
+        Image.fromarray(pixels).save(path)
+        np.testing.assert_array_equal(program["read_image"](path, facts), transform(decode(path)).numpy())
+
+
+def test_another_cut_that_a_model_of_timm_states_is_not_told_as_ours() -> None:
+    model = timm.create_model("test_resnet", num_classes=3, pretrained_cfg_overlay={"crop_mode": "squash"})
+    data = {"img_size": 160, "crop_pct": 1.0}
+    assert "resizing" not in classifier_metadata(model, data, preprocess=False, softmax=False, extra={})
+
+
 @pytest.mark.slow
 def test_fixed_resolution_is_enforced(tmp_path: Path, captured_once: None) -> None:
     model = build(reg_tokens=1, global_pool="avgmax")
@@ -274,6 +311,14 @@ def test_onnx_file_is_one_file_with_metadata_and_open_axes(tmp_path: Path, monke
     dimensions = model.graph.input[0].type.tensor_type.shape.dim
     assert [d.dim_param or d.dim_value for d in dimensions] == ["batch", 1, 36, 36]
     assert b"image.py" not in report.path.read_bytes(), "no source lines of the machine that exported"
+
+
+@pytest.mark.slow
+def test_a_torchscript_file_has_no_source_lines_of_the_machine(tmp_path: Path) -> None:
+    report = export_image_classifier(build(), tmp_path / "model.pt", format="torchscript", data=DATA)
+    with zipfile.ZipFile(report.path) as archive:
+        held = {name: archive.read(name) for name in archive.namelist()}
+    assert not [name for name, content in held.items() if b"image.py" in content or name.endswith(".debug_pkl")]
 
 
 def test_export_leaves_the_model_as_it_was(tmp_path: Path) -> None:

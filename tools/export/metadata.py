@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from longseq.backbones.tokens import TokenBackbone
-from longseq.tasks.image.decoding import DECODING
+from longseq.tasks.image.decoding import DECODING, RESIZING
 from longseq.tasks.training.decisions import HALF
-from longseq.timm_models import model_name
+from longseq.timm_models import model_name, stated_by
 from longseq.tools.export.states import StateSpec
 
 __all__ = [
@@ -42,6 +42,9 @@ def classifier_metadata(
     """Facts about an image classifier's file: classes, preprocessing, input and output, and its origin."""
     metadata: dict[str, Any] = {key: data[key] for key in PREPROCESSING if data.get(key) is not None}
     metadata["decoding"] = DECODING
+    # A model of timm may state another way to cut its images.
+    if isinstance(data["img_size"], int) and stated_by(model).get("crop_mode", "center") == "center":
+        metadata["resizing"] = RESIZING
     if data.get("class_names"):
         metadata["class_names"] = list(data["class_names"])
     metadata |= _decision(data, "an image")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +17,9 @@ from longseq.tools.export.spec import FileSpec
 
 __all__ = ["is_own", "open_file", "write"]
 
+# The records that torch's writer adds to an archive by itself.
+OF_THE_WRITER = ("version", "byteorder", ".data/serialization_id")
+
 
 def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpec) -> Counter[str]:
     """Write `module` to `path`; the metadata is the JSON of the extra file `longseq.json`.
@@ -27,10 +31,26 @@ def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpe
     foreign = {kind for kind in _kinds(traced.inlined_graph) if not kind.startswith(("aten::", "prim::"))}
     if foreign:
         raise RuntimeError(f"the trace calls {', '.join(sorted(foreign))}, which other processes lack")
-    with path.open("wb") as file:  # given a name, torch ends the whole process where the disk is full
-        torch.jit.save(traced, file, _extra_files={EXTRA_FILE: json.dumps(dict(spec.metadata))})
+    content = io.BytesIO()
+    torch.jit.save(traced, content, _extra_files={EXTRA_FILE: json.dumps(dict(spec.metadata))})
+    # In memory first: given a name, torch ends the whole process where the disk is full.
+    path.write_bytes(_without_source_lines(content))
     written = torch.jit.load(str(path)).inlined_graph  # loading removes some of what was traced
     return Counter(kind for kind in _kinds(written) if kind != "prim::Constant")
+
+
+def _without_source_lines(archive: io.BytesIO) -> memoryview:
+    """Copy an archive without the records of source lines, which have paths of this machine."""
+    archive.seek(0)
+    records, content = torch._C.PyTorchFileReader(archive), io.BytesIO()
+    writer = torch._C.PyTorchFileWriter(content)
+    writer.set_min_version(int(records.get_record("version")))
+    for name in records.get_all_records():
+        if name not in OF_THE_WRITER and not name.endswith(".debug_pkl"):
+            record = records.get_record(name)
+            writer.write_record(name, record, len(record))
+    writer.write_end_of_file()
+    return content.getbuffer()
 
 
 def _kinds(block: Any) -> list[str]:
