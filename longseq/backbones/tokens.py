@@ -35,6 +35,7 @@ from longseq.blocks.rotary import count_positions
 from longseq.blocks.sharding import full_parameters, gathers_parameters
 from longseq.kernels.packing import Packing, pack_like
 from longseq.mixers import Mixer
+from longseq.mixers.base import check_state_rows
 from longseq.mixers.pattern import Pattern, expand_pattern, spell_pattern
 from longseq.models import PretrainedModel, mixer_options_of, register_kind
 from longseq.parameters import no_weight_decay
@@ -297,6 +298,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         layers, position = (None, None) if state is None else state
         packing, places = pack_like(cu_seqlens, tokens), None
         if self.positions is not None:
+            check_state_rows(position, len(tokens) if packing is None else packing.count)
             places, position = count_positions(tokens, position, cu_seqlens=packing, mask=mask)
         x = self.embed(tokens, places, added)
         states = []
@@ -323,7 +325,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         """
         if self.head is not None and not is_replaceable(self.head, nn.Linear):
             return sum_scored(self.head(features), target, z_loss=z_loss)
-        weight = self._tied_weight() if self.head is None else self.head.weight
+        weight = self._tied_weight(features.device) if self.head is None else self.head.weight
         return summed_loss(features, weight, target, z_loss=z_loss)
 
     @gathers_parameters
@@ -340,6 +342,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         """
         self._check_forward("step")
         position = state.position
+        check_state_rows(position, len(token))
         x = self.embed(token, position)
         states = []
         for block, layer in zip(self.blocks, state.layers, strict=True):
@@ -446,14 +449,17 @@ class TokenBackbone(PretrainedModel, nn.Module):
         return tokens
 
     def _score(self, features: Tensor) -> Tensor:
-        return nn.functional.linear(features, self._tied_weight()) if self.head is None else self.head(features)
+        if self.head is not None:
+            return self.head(features)
+        return nn.functional.linear(features, self._tied_weight(features.device))
 
-    def _tied_weight(self) -> Tensor:
-        """The embeddings of all tokens, by which a model without a head scores them."""
-        if isinstance(self.embedding, nn.Embedding):
+    def _tied_weight(self, device: torch.device) -> Tensor:
+        """The embeddings of all tokens, by which a model without a head scores them, for features on a device."""
+        # An adapter takes the place of the layer, whose `weight` is then the one that it adapts. Offloading takes the
+        # place of its `forward`, and leaves a `weight` without values.
+        if isinstance(self.embedding, nn.Embedding) and "forward" not in vars(self.embedding):
             return self.embedding.weight
-        # An adapter took the place of the layer: `weight` is then the weight that it adapts.
-        return self.embedding(torch.arange(self.vocab_size, device=self.embedding.weight.device))
+        return self.embedding(torch.arange(self.vocab_size, device=device))
 
     def embed(self, tokens: Tensor, places: Tensor | None, added: Tensor | None = None) -> Tensor:
         """The residual before the first block: the embeddings of tokens, and of `places` with learned positions.

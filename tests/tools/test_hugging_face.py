@@ -253,6 +253,47 @@ def test_packed_sequences_do_not_see_each_other() -> None:
     assert torch.equal(model(TOKENS[:1], position_ids=torch.arange(6)[None]).logits, model(TOKENS[:1]).logits)
     with pytest.raises(ValueError, match="put packed sequences into one row"):
         model(row.repeat(2, 1), position_ids=positions.repeat(2, 1))
+    with pytest.raises(ValueError, match="cu_seq_lens_q and padding in attention_mask are both given"):
+        model(row, attention_mask=torch.arange(10)[None] < 9, cu_seq_lens_q=borders)
+    with pytest.raises(ValueError, match=r"position_ids has the shape \[10\]; give \[1, 10\]"):
+        model(row, position_ids=positions[0])
+
+
+@pytest.mark.parametrize("mixer", ["deltanet", "attention"])
+def test_packed_sequences_are_told_apart_in_all_ways_of_transformers(mixer: str) -> None:
+    """By their numbers alone, where the first one is the rest of a longer one, and with padding around them."""
+    model = make(mixer)
+    row = torch.cat([TOKENS[0, :4], TOKENS[1]])[None]
+    positions = torch.tensor([[5, 6, 7, 8, 0, 1, 2, 3, 4, 5]])
+    numbers = torch.tensor([[0] * 4 + [1] * 6])
+    for packed in ({"seq_idx": numbers}, {"position_ids": positions}):
+        around = {name: functional.pad(value, (1, 2)) for name, value in packed.items()}
+        mask = functional.pad(torch.ones_like(row), (1, 2))
+        padded = model(functional.pad(row, (1, 2)), attention_mask=mask, use_cache=False, **around).logits[0, 1:-2]
+        for scores in (model(row, use_cache=False, **packed).logits[0], padded):
+            torch.testing.assert_close(scores[:4], model(TOKENS[:1, :4]).logits[0])
+            torch.testing.assert_close(scores[4:], model(TOKENS[1:]).logits[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"positions": "learned", "max_length": 16}])
+def test_a_cache_of_other_rows_is_refused_in_one_line(options: dict[str, Any]) -> None:
+    model = make("deltanet", **options)
+    cache = model(TOKENS).past_key_values
+    for tokens in (1, 3):
+        with pytest.raises(ValueError, match="the state is one of 2 sequences, and 1 are read: give each its state"):
+            model(TOKENS[:1, :tokens], past_key_values=cache)
+        with pytest.raises(ValueError, match="the state is one of 2 sequences, and 1 are read: give each its state"):
+            model.model(TOKENS[:1, :tokens], cache.state)
+
+
+@pytest.mark.parametrize("mixer", ["gated_deltanet", "attention"])
+def test_weights_that_are_offloaded_give_the_same_scores(mixer: str) -> None:
+    """Layer by layer: those of the embedding are fetched for the head, too."""
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+    model = make(mixer)
+    expected = model(TOKENS).logits
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    assert torch.equal(model(TOKENS).logits, expected)
 
 
 def test_the_vocabulary_can_grow(tmp_path: Path) -> None:
@@ -405,12 +446,23 @@ def test_what_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
         ({"past_key_values": DynamicCache()}, "give the LongseqCache"),
         ({"output_hidden_states": True}, "output_hidden_states: these models return logits and a cache alone"),
         ({"attention_mask": torch.ones(2, 1, 6, 6)}, "attention_mask has the shape"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 2, 2, 2]] * 2)}, "attention_mask has other values than 0"),
+        ({"input_ids": TOKENS[:, :0]}, "input_ids hold no token to read"),
         ({"inputs_embeds": torch.ones(2, 6, 16)}, "inputs_embeds"),
     ],
 )
 def test_what_a_recurrent_model_cannot_do_is_one_line(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make()(TOKENS, **options)
+        make()(**{"input_ids": TOKENS, **options})
+
+
+def test_what_the_configuration_wants_is_refused_as_well() -> None:
+    model = make()
+    for wanted in ("output_hidden_states", "output_attentions"):
+        setattr(model.config, wanted, True)
+        with pytest.raises(ValueError, match=f"{wanted}: these models return logits and a cache alone"):
+            model(TOKENS)
+        setattr(model.config, wanted, False)
 
 
 def test_calls_without_tokens_are_refused_in_one_line() -> None:

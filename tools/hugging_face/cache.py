@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from longseq.backbones.tokens import TokenBackbone, TokenState
-from longseq.state import map_state, select_state
+from longseq.state import map_state, select_state, state_tensors
 
 # Layers whose state grows get room for at least so many tokens.
 _LEAST_ROOM = 256
@@ -73,9 +72,7 @@ class LongseqCache(Cache):
     @property
     def batch_size(self) -> int:
         """The rows of the state, -1 before the first token."""
-        found: list[int] = []
-        map_state(lambda tensor: found.append(tensor.shape[0]) or tensor, self.state)  # type: ignore[func-returns-value]
-        return found[0] if found else -1
+        return next((len(tensor) for _, tensor in state_tensors(self.state)), -1)
 
     @property
     def is_compileable(self) -> bool:
@@ -129,7 +126,7 @@ def cache_of(given: Any) -> LongseqCache:
 def rows_with_padding(attention_mask: Tensor | None, tokens: int) -> Tensor | None:
     """The mask `[B, tokens]` of the last tokens, True at real ones; None where there is no padding.
 
-    ValueError for a mask of another form than `[B, T]`.
+    ValueError for a mask of another form than `[B, T]`, or with other values than 0 and 1.
     """
     if attention_mask is None:
         return None
@@ -137,5 +134,10 @@ def rows_with_padding(attention_mask: Tensor | None, tokens: int) -> Tensor | No
         raise ValueError(
             f"attention_mask has the shape {list(attention_mask.shape)}; give [batch, tokens], 1 at real ones"
         )
-    mask = attention_mask[:, -tokens:] != 0
-    return None if bool(torch.all(mask)) else mask
+    last = attention_mask[:, -tokens:]
+    mask = last == 1
+    if bool(mask.all()):
+        return None
+    if bool((mask == (last == 0)).any()):
+        raise ValueError("attention_mask has other values than 0, at padding, and 1, at real tokens")
+    return mask

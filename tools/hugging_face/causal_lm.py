@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from longseq.backbones.tokens import MODEL_TYPE, TokenBackbone
+from longseq.mixers.base import check_state_rows
 
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin
@@ -90,15 +91,17 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
                 behind padding is not predicted, either.
             use_cache: return the cache; by default the configuration's `use_cache`, and not in training.
             logits_to_keep: score the last n tokens alone, 0 for all; or the indices of the tokens.
-            kwargs: `position_ids [1, T]` that begin anew at 0 separate packed sequences, as do the borders
-                `cu_seq_lens_q`. The loss takes `num_items_in_batch`.
+            kwargs: `position_ids [1, T]` that begin anew separate packed sequences, as do their numbers
+                `seq_idx [1, T]` and the borders `cu_seq_lens_q [N + 1]`. Each one is read from position 0 on. The loss
+                takes `num_items_in_batch`.
 
         Raises:
-            ValueError: there are no tokens, or more than learned positions; the cache is another library's, a mask has
-                another form, hidden states or attentions are wanted.
+            ValueError: there are no tokens, or more than learned positions; the cache is another library's or of other
+                rows, a mask has another form, hidden states or attentions are wanted.
         """
         for wanted in ("output_hidden_states", "output_attentions"):
-            if kwargs.pop(wanted, None):
+            given = kwargs.pop(wanted, None)
+            if getattr(self.config, wanted, None) if given is None else given:
                 raise ValueError(f"{wanted}: these models return logits and a cache alone")
         input_ids = require_tokens(input_ids, kwargs.pop("inputs_embeds", None))
         keep = (self.config.use_cache and not self.training) if use_cache is None else use_cache
@@ -107,11 +110,12 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
         mask = rows_with_padding(attention_mask, tokens)
         borders = _borders(kwargs, input_ids, mask)
         if cache is not None:
+            check_state_rows(cache.state, len(input_ids) if borders is None else len(borders) - 1)
             cache.check_positions(self.model, tokens)
         if cache is not None and cache.state is not None and tokens == 1 and mask is None and borders is None:
             logits = cache.step(self.model, input_ids[:, 0]).unsqueeze(1)
         else:
-            logits = self._read(input_ids, cache, mask, borders, logits_to_keep)
+            logits = self._read(input_ids, cache, mask if borders is None else None, borders, logits_to_keep)
         loss = None
         if labels is not None:
             if mask is not None:  # padding in front of a text predicts nothing, not the text's first token either
@@ -160,17 +164,35 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
 
 
 def _borders(options: dict[str, Any], tokens: Tensor, mask: Tensor | None) -> Tensor | None:
-    """The borders of packed sequences, `[N + 1]`, None for rows of one sequence; takes their keys out of `options`."""
-    positions, borders = options.pop("position_ids", None), options.pop("cu_seq_lens_q", None)
-    if borders is None:
-        starts = None if positions is None or mask is not None else positions == 0
-        if starts is None or not bool((starts.sum(dim=-1) > 1).any()):
-            return None
-        if len(tokens) > 1:
-            raise ValueError("position_ids begin anew within rows: put packed sequences into one row")
-        ends = torch.tensor([tokens.shape[1]], device=tokens.device)
-        borders = torch.cat([starts[0].nonzero().flatten(), ends])
-    return borders.to(tokens.device)
+    """The borders of packed sequences, `[N + 1]`, None for rows of one sequence; takes their keys out of `options`.
+
+    Borders that follow from `position_ids` or `seq_idx` also separate the padding, where `mask` is False.
+    """
+    borders = options.pop("cu_seq_lens_q", None)
+    # Within a sequence positions go on by 1, and its number stays.
+    steps = [(name, options.pop(name, None), step) for name, step in (("position_ids", 1), ("seq_idx", 0))]
+    if borders is not None:
+        if mask is not None:
+            raise ValueError("cu_seq_lens_q and padding in attention_mask are both given: leave the padding out")
+        return borders.to(tokens.device)
+    begins = torch.zeros_like(tokens, dtype=torch.bool)
+    for name, values, step in steps:
+        if values is None:
+            continue
+        if values.ndim != 2 or values.shape[1] != tokens.shape[1] or len(values) not in (1, len(tokens)):
+            raise ValueError(f"{name} has the shape {list(values.shape)}; give {list(tokens.shape)}, as of input_ids")
+        begins[:, 1:] |= values.to(tokens.device).diff(dim=1) != step
+    if mask is not None:
+        begins[:, 1:] &= mask[:, 1:] & mask[:, :-1]
+    if all(values is None for _, values, _ in steps) or not bool(begins.any()):
+        return None
+    if len(tokens) > 1:
+        raise ValueError("position_ids or seq_idx begin anew within rows: put packed sequences into one row")
+    if mask is not None:
+        begins[:, 1:] |= mask.diff(dim=1)
+    begins[:, 0] = True
+    ends = torch.tensor([tokens.shape[1]], device=tokens.device)
+    return torch.cat([begins[0].nonzero().flatten(), ends])
 
 
 AutoConfig.register(MODEL_TYPE, LongseqConfig)
