@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from longseq import plugins
     from longseq.models import from_pretrained, push_to_hub, register_kind, save_pretrained
 
+    __version__: str
+
 try:
     importlib.import_module("longseq.conf")
 except ModuleNotFoundError as error:

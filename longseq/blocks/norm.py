@@ -6,12 +6,21 @@ from typing import Any
 
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
+from torch.nn import functional
 
 from longseq.blocks.pairs import stack_pair
 from longseq.blocks.precision import product_dtype
 from longseq.blocks.traces import whole_in_traces
 from longseq.kernels.add_norm import add_norm
 from longseq.kernels.dispatch import backend_of_local
+
+
+class UpcastGroupNorm(nn.GroupNorm):
+    """`nn.GroupNorm` that computes in the type of its input, whatever that of its parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        return functional.group_norm(x, self.num_groups, weight, bias, self.eps)
 
 
 class RMSNorm(nn.RMSNorm):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import Self
 
+from longseq.blocks.norm import UpcastGroupNorm
 from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.token_shift import latest_token, previous_tokens, previous_tokens_pair, shift_tokens
@@ -88,7 +89,7 @@ class RWKV6(Mixer[RWKV6State]):
         self.decay_up = nn.Linear(decay_rank, d_model, bias=False)
         self.key, self.value, self.receptance, self.gate = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))
         self.bonus = nn.Parameter(torch.empty(self.num_heads, self.head_dim))
-        self.norm = nn.GroupNorm(self.num_heads, d_model, eps=norm_eps)
+        self.norm = UpcastGroupNorm(self.num_heads, d_model, eps=norm_eps)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
         self.reset_parameters()
 
@@ -228,8 +229,7 @@ class RWKV6(Mixer[RWKV6State]):
         """Add the bonus of the current token, normalise each head, and gate."""
         r, k, v, o = (at_least_float32(part) for part in (r, k, v, o))
         o = o + (r * self.bonus * k).sum(-1, keepdim=True) * v
-        weight, bias = (part.to(o.dtype) for part in (self.norm.weight, self.norm.bias))
-        normed = functional.group_norm(o.flatten(-2).flatten(0, -2), self.num_heads, weight, bias, self.norm.eps)
+        normed = self.norm(o.flatten(-2).flatten(0, -2))
         return normed.view(gate.shape).to(gate.dtype) * functional.silu(gate)
 
     def scan_flops(self, tokens: int) -> int:

@@ -1,5 +1,7 @@
+import pytest
 import torch
 from timm import layers
+from torch import nn
 
 from longseq.blocks.mlp import SwiGLU
 
@@ -14,3 +16,36 @@ def test_the_gated_mlp_is_that_of_timm():
         y = mlp(x)
         results.append([y, *torch.autograd.grad(y.sin().sum(), [x, *mlp.parameters()])])
     torch.testing.assert_close(results[1], results[0])
+
+
+def replace_activation(mlp: nn.Module) -> None:
+    mlp.act = nn.ReLU()
+
+
+def hook_activation(mlp: nn.Module) -> None:
+    mlp.act.register_forward_hook(lambda module, given, found: 2 * found)
+
+
+def hook_dropout(mlp: nn.Module) -> None:
+    mlp.drop1.register_forward_pre_hook(lambda module, given: (given[0] + 1,))
+
+
+def add_norm(mlp: nn.Module) -> None:
+    mlp.norm = nn.LayerNorm(12, elementwise_affine=False)
+
+
+def drop_all(mlp: nn.Module) -> None:
+    mlp.drop2.p = 1.0
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("change", [replace_activation, hook_activation, hook_dropout, add_norm, drop_all])
+def test_parts_that_others_change_take_part(change, recompute):
+    theirs, ours = layers.SwiGLU(5, 12, bias=False), SwiGLU(5, 12, recompute=recompute)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 3, 5)
+    before = ours(x)
+    for mlp in (theirs, ours):
+        change(mlp)
+    torch.testing.assert_close(ours(x), theirs(x))
+    assert not torch.allclose(ours(x), before)

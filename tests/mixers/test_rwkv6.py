@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils import prune
 
 from longseq import mixers
 
@@ -95,3 +96,19 @@ def test_the_share_of_saturated_decays_is_reported(level: float, share: float) -
     mixer.observed = {}
     mixer(make_tokens())
     assert mixer.observed["gate_saturation"] == share
+
+
+def test_the_norm_is_called() -> None:
+    mixer, x = make(), make_tokens()
+    seen: list[int] = []
+    mixer.norm.register_forward_hook(lambda *_: seen.append(1))
+    prune.identity(mixer.norm, "weight")  # its hook computes the weight again in each call
+    for _ in range(2):
+        expected = mixer(x)[0]
+        expected.sum().backward()
+    with torch.no_grad():
+        mixer.norm.weight_orig.mul_(2)
+        mixer.norm.bias.mul_(2)
+    torch.testing.assert_close(mixer(x)[0], 2 * expected)
+    mixer.step(x[:, 0], mixer.initial_state(2, dtype=torch.float64))
+    assert len(seen) == 4
