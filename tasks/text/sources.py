@@ -5,9 +5,12 @@ An input is cut into parts that processes read in parallel. A part holds everyth
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import gzip
+import io
 import json
+import lzma
 import os
 import textwrap
 import tokenize
@@ -16,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from longseq.tasks.data.folders import leads_above
 from longseq.tasks.data.tables import check_header
@@ -27,11 +30,12 @@ from longseq.tasks.text.documents import Document, LineCounter, Place
 PART_SIZE = 1 << 25
 
 # Changes where a reader gives other documents for the same file, so that older caches are not taken.
-READING = 3
+READING = 4
 
 # Before the name of a set on the Hugging Face hub: hfids/OWNER/NAME, hfids/OWNER/NAME:CONFIGURATION@SPLIT.
 STREAM = "hfids/"
 
+_OF_ZSTD = "files that zstd has compressed"
 _INSTALL = '{what} need the library {library}: pip install "longseq[text]"'
 
 
@@ -188,8 +192,8 @@ def _format_of(path: Path) -> str:
     ending = path.suffix.lower()
     if ending in (".jsonl", ".ndjson", ".json"):
         return "jsonl"
-    if ending == ".gz" and _format_of(path.with_suffix("")) == "jsonl":
-        return "jsonl.gz"
+    if ending in _OPENERS and _format_of(path.with_suffix("")) == "jsonl":
+        return "compressed"
     return ending[1:] if ending in (".csv", ".tsv", ".parquet") else "text"
 
 
@@ -208,7 +212,9 @@ def _parts_of_file(path: Path, columns: Columns, size: int) -> Iterator[Part]:
         for start in range(0, total, size):
             stop = min(total, start + size)
             yield Part("jsonl", str(path), stop - start, start, stop)
-    elif format == "jsonl.gz":
+    elif format == "compressed":
+        if path.suffix.lower() == ".zst":
+            _pyarrow(_OF_ZSTD)  # no reason to pass the file over
         _check_first_line(path, columns)
         yield Part(format, str(path), total)
     else:
@@ -280,11 +286,11 @@ def _is_array(path: Path) -> bool:
 
 def _check_first_line(path: Path, columns: Columns) -> None:
     """Refuse a file whose first object has other columns; other errors in lines are counted when they are read."""
-    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-        try:
+    try:
+        with _OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
             first = json.loads(next(line for line in file if line.strip()).decode("utf-8-sig"))
-        except (StopIteration, ValueError, OSError, EOFError):
-            return
+    except (StopIteration, *_BROKEN):
+        return
     if isinstance(first, dict):
         _check_columns(path, columns, list(first))
 
@@ -311,15 +317,30 @@ def _read_jsonl(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
 
 
 def _read_compressed(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
-    """All lines of a file that gzip has compressed: none can be found without those before it."""
+    """All lines of a compressed file: none can be found without those before it."""
     number = 0
     try:
-        with gzip.open(part.path, "rb") as file:
+        with _OPENERS[Path(part.path).suffix.lower()](part.path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield _parse(line, columns, Place(part.path, line=number))
-    except (OSError, EOFError, zlib.error) as error:
+    except _BROKEN as error:
         yield Malformed(Place(part.path, line=number + 1), f"the rest cannot be read ({error})")
+
+
+def _open_zstd(path: str | Path, mode: str) -> IO[bytes]:
+    """A file that zstd has compressed. pyarrow reads all of its frames, and tells where the last one is cut off."""
+    return io.BufferedReader(_pyarrow(_OF_ZSTD).input_stream(str(path), compression="zstd"))
+
+
+# Functions that open a compressed file as `open` does, by its ending, and what they raise for a broken one.
+_OPENERS: dict[str, Callable[..., IO[bytes]]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": _open_zstd,
+}
+_BROKEN = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)
 
 
 def _read_array(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
@@ -445,6 +466,10 @@ _NO_OBJECT = "no JSON object, whose keys are the columns"
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\3\4": "zip"}
 
 
+# The first bytes of Arrow's files: with random access (Feather), and streams, as in the folders of data sets.
+_ARROW = (b"ARROW1", b"\xff\xff\xff\xff")
+
+
 def _is_wide(content: bytes) -> bool:
     """True for text in UTF-16: it begins with a mark, or most of its characters have a byte of zeros."""
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -456,9 +481,11 @@ def _is_wide(content: bytes) -> bool:
 def _why_no_text(content: bytes) -> str:
     """Why the content of a file is no UTF-8."""
     kind = next((kind for begin, kind in _COMPRESSED.items() if content.startswith(begin)), None)
+    if content.startswith(_ARROW):
+        return "a file of Arrow: give parquet, or the folder of the Hugging Face data set that it is a part of"
     if kind is None:
         return "UTF-16, or no text at all: save text as UTF-8" if _is_wide(content) else "bytes that are no UTF-8"
-    return f"compressed by {kind}: decompress it; of compressed files only .jsonl.gz is read"
+    return f"compressed by {kind}: decompress it; of compressed files those of jsonl are read, as .jsonl.zst"
 
 
 def _read_python(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
@@ -473,7 +500,7 @@ def _read_python(part: Part, columns: Columns) -> Iterator[Document | Malformed]
 
 _READERS: dict[str, Callable[[Part, Columns], Iterator[Document | Malformed]]] = {
     "jsonl": _read_jsonl,
-    "jsonl.gz": _read_compressed,
+    "compressed": _read_compressed,
     "array": _read_array,
     "csv": _read_csv,
     "tsv": _read_csv,
@@ -537,11 +564,11 @@ def _names_of(feature: Any, values: Any) -> Any:
     return None if values is None else [_name_of(feature, value) for value in values]
 
 
-def _pyarrow() -> Any:
+def _pyarrow(what: str = "parquet files") -> Any:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise ValueError(_INSTALL.format(what="parquet files", library="pyarrow")) from error
+        raise ValueError(_INSTALL.format(what=what, library="pyarrow")) from error
     return pyarrow
 
 
