@@ -17,8 +17,10 @@ from longseq.tools.export.spec import FileSpec
 
 __all__ = ["is_own", "open_file", "write"]
 
+# The version of an archive's operators: torch's writer puts it below .data from version 6 on.
+VERSIONS = ("version", ".data/version")
 # The records that torch's writer adds to an archive by itself.
-OF_THE_WRITER = ("version", "byteorder", ".data/serialization_id")
+OF_THE_WRITER = (*VERSIONS, "byteorder", ".data/serialization_id")
 
 
 def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpec) -> Counter[str]:
@@ -44,7 +46,8 @@ def _without_source_lines(archive: io.BytesIO) -> memoryview:
     archive.seek(0)
     records, content = torch._C.PyTorchFileReader(archive), io.BytesIO()
     writer = torch._C.PyTorchFileWriter(content)
-    writer.set_min_version(int(records.get_record("version")))
+    # Of an older version, torch would give some operators their older meaning.
+    writer.set_min_version(next(int(records.get_record(name)) for name in VERSIONS if records.has_record(name)))
     for name in records.get_all_records():
         if name not in OF_THE_WRITER and not name.endswith(".debug_pkl"):
             record = records.get_record(name)
