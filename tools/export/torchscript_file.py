@@ -45,10 +45,11 @@ def _without_source_lines(archive: io.BytesIO) -> memoryview:
     """Copy an archive without the records of source lines, which have paths of this machine."""
     archive.seek(0)
     records, content = torch._C.PyTorchFileReader(archive), io.BytesIO()
+    names = records.get_all_records()
     writer = torch._C.PyTorchFileWriter(content)
     # Of an older version, torch would give some operators their older meaning.
-    writer.set_min_version(next(int(records.get_record(name)) for name in VERSIONS if records.has_record(name)))
-    for name in records.get_all_records():
+    writer.set_min_version(next(int(records.get_record(name)) for name in VERSIONS if name in names))
+    for name in names:
         if name not in OF_THE_WRITER and not name.endswith(".debug_pkl"):
             record = records.get_record(name)
             writer.write_record(name, record, len(record))
