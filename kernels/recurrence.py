@@ -66,13 +66,24 @@ def run_recurrence(
         elif packing is None:
             output, final_state = core(sequences, state)
         elif reverse:  # the last segment comes first, too
-            output, final_state = unpack(core, sequences, each(_flip_rows, state), packing.turned())
+            output, final_state = _unpack_eagerly(unpack, core, sequences, each(_flip_rows, state), packing.turned())
             final_state = each(_flip_rows, final_state)
         else:
-            output, final_state = unpack(core, sequences, state, packing)
+            output, final_state = _unpack_eagerly(unpack, core, sequences, state, packing)
         if reverse:
             output = turn(output, reverse)
     return output.to(output_dtype), final_state if output_final_state else None
+
+
+# The lengths are values, and a graph of one packing serves no other: torch.compile would compile each batch anew.
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
+    reason="the torch form of a recurrence needs the lengths of packed sequences on the host: leave fullgraph=True "
+    "out, or pad the sequences"
+)
+def _unpack_eagerly(
+    unpack: Unpack, core: Core, sequences: Sequences, state: State, packing: Packing
+) -> tuple[Tensor, Any]:
+    return unpack(core, sequences, state, packing)
 
 
 def _run_nothing(core: Core, sequences: Sequences, state: State) -> Tensor:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils import _pytree as pytree
 
-from longseq.kernels import packing, recurrence
+from longseq.kernels import linear_attention, packing, recurrence
 from longseq.kernels.dispatch import explain, list_ops
 from longseq.kernels.packed_attention import packed_attention, varlen
 from longseq.kernels.packing import Packing, pack_like
@@ -226,3 +227,21 @@ def test_what_is_found_for_borders_stays_with_those_of_a_packing() -> None:
     assert found.bounds is found.bounds
     assert packing.find_once(found.cu_seqlens, "x", list) is packing.find_once(found.cu_seqlens, "x", list)
     assert packing.find_once(BORDERS, "x", list) is not packing.find_once(BORDERS, "x", list)
+
+
+@pytest.mark.slow
+def test_compiled_code_reads_other_lengths_without_a_compilation() -> None:
+    def run(x: torch.Tensor, borders: torch.Tensor) -> torch.Tensor:
+        return linear_attention(x, x, x, cu_seqlens=borders, backend="torch")[0]
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled, counts = torch.compile(run, backend=counter), []
+    x = torch.randn(1, 12, 2, 4)
+    for end in (7, 1, 11, 6):
+        borders = torch.tensor([0, end, 12])
+        torch.testing.assert_close(compiled(x, borders), run(x, borders))
+        counts.append(counter.frame_count)
+    assert len(set(counts)) == 1, counts
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="needs the lengths of packed sequences on the host"):
+        torch.compile(run, fullgraph=True, backend="eager")(x, borders)
