@@ -325,7 +325,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         """
         if self.head is not None and not is_replaceable(self.head, nn.Linear):
             return sum_scored(self.head(features), target, z_loss=z_loss)
-        weight = self._tied_weight(features.device) if self.head is None else self.head.weight
+        weight = self.tied_weight(features.device) if self.head is None else self.head.weight
         return summed_loss(features, weight, target, z_loss=z_loss)
 
     @gathers_parameters
@@ -451,9 +451,9 @@ class TokenBackbone(PretrainedModel, nn.Module):
     def _score(self, features: Tensor) -> Tensor:
         if self.head is not None:
             return self.head(features)
-        return nn.functional.linear(features, self._tied_weight(features.device))
+        return nn.functional.linear(features, self.tied_weight(features.device))
 
-    def _tied_weight(self, device: torch.device) -> Tensor:
+    def tied_weight(self, device: torch.device) -> Tensor:
         """The embeddings of all tokens, by which a model without a head scores them, for features on a device."""
         # An adapter takes the place of the layer, whose `weight` is then the one that it adapts. Offloading takes the
         # place of its `forward`, and leaves a `weight` without values.

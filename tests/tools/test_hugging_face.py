@@ -286,6 +286,26 @@ def test_a_cache_of_other_rows_is_refused_in_one_line(options: dict[str, Any]) -
             model.model(TOKENS[:1, :tokens], cache.state)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_body_and_the_head_score_as_the_model_does(tied: bool, tmp_path: Path) -> None:
+    """As trainers of TRL call them, which score the features of some tokens alone."""
+    model = make(tie_embeddings=tied)
+    model.resize_token_embeddings(VOCABULARY + 3, mean_resizing=False)
+    model.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (model.model.head is None) == tied
+    batch = pad(PROMPTS)
+    real = batch["attention_mask"] == 1
+    if tied:
+        peft = pytest.importorskip("peft", reason="needs peft")
+        lora = peft.LoraConfig(target_modules=["embedding"], init_lora_weights=False, task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, lora).get_base_model()
+    features = model.base_model(**batch, use_cache=False).last_hidden_state
+    head = model.get_output_embeddings()
+    for scores in (head(features), functional.linear(features, head.weight, head.bias)):
+        torch.testing.assert_close(scores[real], model(**batch).logits[real])
+
+
 @pytest.mark.parametrize("mixer", ["gated_deltanet", "attention"])
 def test_weights_that_are_offloaded_give_the_same_scores(mixer: str) -> None:
     """Layer by layer: those of the embedding are fetched for the head, too."""
@@ -294,6 +314,21 @@ def test_weights_that_are_offloaded_give_the_same_scores(mixer: str) -> None:
     expected = model(TOKENS).logits
     accelerate.cpu_offload(model, torch.device("cpu"))
     assert torch.equal(model(TOKENS).logits, expected)
+
+
+def test_weights_stay_on_the_disk_and_a_missing_one_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate")
+    from safetensors.torch import load_file, save_file
+
+    model, folder = make().float(), tmp_path / "model"
+    model.save_pretrained(folder)
+    options: dict[str, Any] = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "disk"}
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(folder, **options)(TOKENS).logits, model(TOKENS).logits)
+    weights = load_file(folder / "model.safetensors")
+    del weights["blocks.0.mlp.fc2.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks 1 of the weights of its model, such as blocks.0.mlp.fc2.weight"):
+        AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
 def test_the_vocabulary_can_grow(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from longseq.mixers.base import check_state_rows
 
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin
-    from transformers.modeling_outputs import CausalLMOutputWithPast
+    from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
     from transformers.utils.generic import can_return_tuple
 except ImportError as error:
     raise ImportError('models of transformers need transformers 5: pip install "longseq[text]"') from error
@@ -70,6 +70,16 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
     _no_split_modules: ClassVar[list[str]] = ["TokenBackbone"]  # a device holds the whole model
     _is_stateful = True  # the state cannot be taken back to an earlier token
 
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        if self.model.head is None:
+            self.lm_head = TiedHead(self.model)
+
+    @property
+    def base_model(self) -> Any:
+        """`read`, as trainers of TRL call the body of a model: they score features by `get_output_embeddings`."""
+        return self.read
+
     @can_return_tuple
     def forward(
         self,
@@ -99,23 +109,17 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
             ValueError: there are no tokens, or more than learned positions; the cache is another library's or of other
                 rows, a mask has another form, hidden states or attentions are wanted.
         """
-        for wanted in ("output_hidden_states", "output_attentions"):
-            given = kwargs.pop(wanted, None)
-            if getattr(self.config, wanted, None) if given is None else given:
-                raise ValueError(f"{wanted}: these models return logits and a cache alone")
-        input_ids = require_tokens(input_ids, kwargs.pop("inputs_embeds", None))
-        keep = (self.config.use_cache and not self.training) if use_cache is None else use_cache
-        cache = cache_of(past_key_values) if keep or past_key_values is not None else None
-        tokens = input_ids.shape[1]
-        mask = rows_with_padding(attention_mask, tokens)
-        borders = _borders(kwargs, input_ids, mask)
-        if cache is not None:
-            check_state_rows(cache.state, len(input_ids) if borders is None else len(borders) - 1)
-            cache.check_positions(self.model, tokens)
-        if cache is not None and cache.state is not None and tokens == 1 and mask is None and borders is None:
+        input_ids, cache, mask, borders = self._enter(input_ids, attention_mask, past_key_values, use_cache, kwargs)
+        one = input_ids.shape[1] == 1 and mask is None and borders is None
+        if cache is not None and cache.state is not None and one:
             logits = cache.step(self.model, input_ids[:, 0]).unsqueeze(1)
         else:
-            logits = self._read(input_ids, cache, mask if borders is None else None, borders, logits_to_keep)
+            features = self._read(input_ids, cache, mask, borders)
+            if isinstance(logits_to_keep, Tensor):
+                features = features[:, logits_to_keep]
+            elif logits_to_keep:
+                features = features[:, -logits_to_keep:]
+            logits = self.model.forward_head(features)
         loss = None
         if labels is not None:
             if mask is not None:  # padding in front of a text predicts nothing, not the text's first token either
@@ -124,25 +128,52 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 
-    def _read(
+    @can_return_tuple
+    def read(
         self,
-        tokens: Tensor,
-        cache: LongseqCache | None,
-        mask: Tensor | None,
-        borders: Tensor | None,
-        kept: int | Tensor,
-    ) -> Tensor:
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: LongseqCache | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Read tokens without scoring; the arguments are those of `forward`, and `last_hidden_state` is `[B, T, D]`."""
+        tokens, cache, mask, borders = self._enter(input_ids, attention_mask, past_key_values, use_cache, kwargs)
+        features = self._read(tokens, cache, mask, borders)
+        return BaseModelOutputWithPast(last_hidden_state=features, past_key_values=cache)
+
+    def _enter(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        past_key_values: Any,
+        use_cache: bool | None,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, LongseqCache | None, Tensor | None, Tensor | None]:
+        """The tokens, the cache, the mask and the borders of a call; takes the keys of `options` that they need."""
+        for wanted in ("output_hidden_states", "output_attentions"):
+            given = options.pop(wanted, None)
+            if getattr(self.config, wanted, None) if given is None else given:
+                raise ValueError(f"{wanted}: these models return logits and a cache alone")
+        tokens = require_tokens(input_ids, options.pop("inputs_embeds", None))
+        keep = (self.config.use_cache and not self.training) if use_cache is None else use_cache
+        cache = cache_of(past_key_values) if keep or past_key_values is not None else None
+        mask = rows_with_padding(attention_mask, tokens.shape[1])
+        borders = _borders(options, tokens, mask)
+        if cache is not None:
+            check_state_rows(cache.state, len(tokens) if borders is None else len(borders) - 1)
+            cache.check_positions(self.model, tokens.shape[1])
+        return tokens, cache, mask, borders
+
+    def _read(self, tokens: Tensor, cache: LongseqCache | None, mask: Tensor | None, borders: Tensor | None) -> Tensor:
         state = None if cache is None or cache.state is None else self.model.trim(cache.state)
+        mask = mask if borders is None else None  # borders separate the padding, too
         features, following = self.model.forward_features(
             tokens, state, cu_seqlens=borders, mask=mask, output_final_state=cache is not None
         )
         if cache is not None:
             cache.keep(following, tokens.shape[1])
-        if isinstance(kept, Tensor):
-            features = features[:, kept]
-        elif kept:
-            features = features[:, -kept:]
-        return self.model.forward_head(features)
+        return features
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
         # `generate` takes the arguments of `forward` only where both functions call the others `kwargs`.
@@ -152,15 +183,34 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
         return inputs
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The head; None for a model that scores by its embeddings."""
-        return self.model.head
+        """The head; that of a model that scores by its embeddings has no parameters of its own."""
+        return self.lm_head if self.model.head is None else self.model.head
 
     def set_output_embeddings(self, new_embeddings: Any) -> None:
-        self.model.head = new_embeddings
+        if not isinstance(new_embeddings, TiedHead):
+            self.model.head = new_embeddings
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # `forward` makes its own
+
+
+class TiedHead(nn.Module):
+    """The head of a `TokenBackbone` that scores by its embeddings, which are its `weight [V, D]`."""
+
+    bias: Tensor | None = None
+
+    def __init__(self, model: TokenBackbone) -> None:
+        super().__init__()
+        self._model = (model,)  # in a tuple it is no part of this module
+
+    @property
+    def weight(self) -> Tensor:
+        return self._model[0].tied_weight(self._model[0].embedding.weight.device)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Score features `[..., D]`: `[..., V]`."""
+        return self._model[0].forward_head(features)
 
 
 def _borders(options: dict[str, Any], tokens: Tensor, mask: Tensor | None) -> Tensor | None:
