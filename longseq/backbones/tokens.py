@@ -298,7 +298,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         layers, position = (None, None) if state is None else state
         packing, places = pack_like(cu_seqlens, tokens), None
         if self.positions is not None:
-            check_state_rows(position, len(tokens) if packing is None else packing.count)
+            check_state_rows(position, tokens.shape[0] if packing is None else packing.count)
             places, position = count_positions(tokens, position, cu_seqlens=packing, mask=mask)
         x = self.embed(tokens, places, added)
         states = []
@@ -342,7 +342,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         """
         self._check_forward("step")
         position = state.position
-        check_state_rows(position, len(token))
+        check_state_rows(position, token.shape[0])
         x = self.embed(token, position)
         states = []
         for block, layer in zip(self.blocks, state.layers, strict=True):

@@ -334,7 +334,7 @@ def _open_zstd(path: str | Path, mode: str) -> IO[bytes]:
 
 
 # Functions that open a compressed file as `open` does, by its ending, and what they raise for a broken one.
-_OPENERS: dict[str, Callable[..., IO[bytes]]] = {
+_OPENERS: dict[str, Any] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,

@@ -300,6 +300,7 @@ def test_the_body_and_the_head_score_as_the_model_does(tied: bool, tmp_path: Pat
         peft = pytest.importorskip("peft", reason="needs peft")
         lora = peft.LoraConfig(target_modules=["embedding"], init_lora_weights=False, task_type="CAUSAL_LM")
         model = peft.get_peft_model(model, lora).get_base_model()
+    assert list(model.base_model.parameters()) == list(model.model.parameters())
     features = model.base_model(**batch, use_cache=False).last_hidden_state
     head = model.get_output_embeddings()
     for scores in (head(features), functional.linear(features, head.weight, head.bias)):

@@ -77,8 +77,11 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
 
     @property
     def base_model(self) -> Any:
-        """`read`, as trainers of TRL call the body of a model: they score features by `get_output_embeddings`."""
-        return self.read
+        """The `TokenBackbone`, called as transformers' models without a head are: a call of it is one of `read`.
+
+        TRL's trainers call it, and score some of its features by `get_output_embeddings`.
+        """
+        return Body(self)
 
     @can_return_tuple
     def forward(
@@ -193,6 +196,19 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # `forward` makes its own
+
+
+class Body:
+    """A model of transformers without its head: all of its `TokenBackbone`, but for what a call takes and gives."""
+
+    def __init__(self, model: LongseqForCausalLM) -> None:
+        self._model = model
+
+    def __call__(self, *inputs: Any, **options: Any) -> BaseModelOutputWithPast:
+        return self._model.read(*inputs, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model.model, name)
 
 
 class TiedHead(nn.Module):
