@@ -16,7 +16,7 @@ from longseq.files import replacing
 from longseq.tasks.data.info import Info
 from longseq.tasks.training.automatic import as_chosen_before
 from longseq.tasks.training.command import command_words
-from longseq.tasks.training.configuration import resolve, with_absolute_root
+from longseq.tasks.training.configuration import resolve, spell_value, with_absolute_root
 from longseq.tasks.training.lock import is_locked
 
 _log = logging.getLogger(__name__)
@@ -53,6 +53,16 @@ FREE_KEYS = (
     "recipe.chosen",
     "plugins",  # a checkpoint names those that its run used, a command those that it declares
 )
+
+# What models did before these were keys, where it is not nothing: checkpoints from before say nothing of them. The
+# arguments of the models, of which each checkpoint tells all, are compared when its weights are read.
+VALUES_BEFORE = {
+    "model.direction": "forward",  # of token models
+    "model.hashed_ngrams": 1,
+    "model.ngram_buckets": 32768,
+    "model.norm_eps": 1e-05,
+    "model.norm_order": "pre",
+}
 
 # Keys that a file of `trainer` sets for its hardware, and a run keeps to its end unless a command gives them by hand.
 KEPT_KEYS = ("trainer.log_every_n_steps", "trainer.precision")
@@ -154,10 +164,25 @@ def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
         shown = "; ".join(f"{key}: {old!r} there, {new!r} here" for key, old, new in changed[:5])
         shown += f"; and {len(changed) - 5} more keys" if len(changed) > 5 else ""
         raise ValueError(
-            f"{path} was trained with another configuration ({shown}); repeat that run's own overrides, or start anew "
-            f"without resume"
+            f"{path} was trained with another configuration ({shown}); {_remedy(changed, saved, wanted, path)}"
         )
     return path
+
+
+def _remedy(
+    changed: list[tuple[str, Any, Any]], saved: Mapping[str, Any], config: Mapping[str, Any], path: Path
+) -> str:
+    """What to type where a checkpoint has another configuration: the keys, if they are few and no group is another."""
+    old, new = dict(flatten(saved)), dict(flatten(config))
+    if any(key not in old or key not in new for key, _, _ in changed):
+        return (
+            "repeat that run's own overrides; if its longseq had other keys, go on with that one, or begin a run with "
+            f"its weights by init={path}"
+        )
+    if len(changed) > 5 or any(key.endswith(".name") for key, _, _ in changed):
+        return "repeat that run's own overrides, or start anew without resume"
+    words = " ".join(f"{key}={spell_value(value)}" for key, value, _ in changed)
+    return f"give {words}, or start anew without resume"
 
 
 def _missing_in(content: Mapping[str, Any]) -> str | None:
@@ -192,10 +217,14 @@ def differences(
 
 
 def _alike(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """True for equal values, and for a key that one configuration does not know, and that does nothing in the other."""
+    """True for equal values, and for a key that one configuration does not know, and that does nothing in the other, or
+    what was done before it was a key.
+    """
     if key in old and key in new:
         return bool(old[key] == new[key]) or (key == _ROOT and _has_moved(old[key], new[key]))
     value = old.get(key, new.get(key))
+    if key in VALUES_BEFORE and key not in old and value == VALUES_BEFORE[key]:
+        return True
     return value is None or value is False or value in ("none", [], {})
 
 

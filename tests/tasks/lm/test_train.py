@@ -179,6 +179,22 @@ def test_a_run_that_is_interrupted_anywhere_ends_as_one_that_is_not(packing, run
     assert_same_run(whole, cut)
 
 
+@pytest.mark.slow
+def test_a_run_from_before_keys_of_the_model_goes_on_with_what_it_did(run, tmp_path):
+    whole, cut = run("whole"), run("cut", stop=4)
+    path = cut / "checkpoints" / "last.ckpt"
+    saved = torch.load(path, weights_only=True)
+    for key in ("direction", "norm_eps", "norm_order"):
+        del saved["hyper_parameters"]["config"]["model"][key]
+    torch.save(saved, path)
+    with pytest.raises(ValueError, match=r"norm_eps: None there, 0\.001 here\); .* longseq had other keys, .* init="):
+        run("cut", "model.norm_eps=1e-3", "resume=true")
+    with pytest.raises(ValueError, match=r"; give recipe\.learning_rate=\S+ seed=\d+, or start anew without resume"):
+        run("cut", "recipe.learning_rate=1", "seed=5", "resume=true")
+    run("cut", "resume=true")
+    assert_same_run(whole, cut)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("mixer", mixers.mixer_names())
 def test_runs_of_every_mixer_resume_bitwise(mixer, run):
