@@ -180,7 +180,7 @@ def measure(
     """The metrics of the task for a linear model, on documents and their targets: all of those, on this process."""
     scores = make_scores(info.num_classes, info.multi_label)
     for metric in scores.values():
-        metric.sync_on_compute = False
+        metric.distributed_available_fn = _no  # the other processes of a run are not here
     listed = list(documents)
     for start in range(0, len(listed), _BATCH):
         part = listed[start : start + _BATCH]
@@ -189,6 +189,10 @@ def measure(
         probabilities = logits.sigmoid() if info.multi_label else logits.softmax(dim=1)
         update_metrics(scores, probabilities, decide(probabilities, None, multi_label=info.multi_label), given)
     return {name: float(metric.compute()) for name, metric in scores.items()}
+
+
+def _no() -> bool:
+    return False
 
 
 @rank_zero_only

@@ -80,6 +80,23 @@ def test_a_run_is_measured_again(folder, command_here):
             assert row["decision"] == (name if second > threshold else "bird")
 
 
+@pytest.mark.slow
+def test_two_processes_measure_as_one_and_the_linear_model_beside_them(folder, command, command_here):
+    """21 test documents; only the first process fits the linear model."""
+    words = [word for word in WORDS if word != "trainer=cpu"]
+    result = command(folder, "train", *words, "data.test=0.24", "recipe.batch_size=2048", "trainer=ddp_sim", "output=run")
+    assert result.returncode == 0, result.stderr
+    metrics = json.loads((folder / "run" / "metrics.json").read_text())
+    assert metrics["test/linear_accuracy"] > 0.9
+    alone = command_here(folder, "evaluate", "checkpoint=run/checkpoints/best.ckpt", "trainer=cpu")
+    assert alone.returncode == 0, alone.stderr
+    found = json.loads((folder / "run" / "evaluation_test.json").read_text())
+    assert found["test/documents"] == 21
+    for name in ("loss", "accuracy", "f1_macro", "calibration_error"):
+        assert metrics[f"test/{name}"] == pytest.approx(found[f"test/{name}"]), name
+    assert metrics["test/confusion_matrix"] == found["test/confusion_matrix"]
+
+
 def rows_of(rows, key):
     return [row[key] for row in rows]
 
