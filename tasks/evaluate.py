@@ -17,6 +17,7 @@ from longseq.tasks.experiment import check_trainer
 from longseq.tasks.report import Report, print_rows, quiet_libraries, shorten
 from longseq.tasks.training import checkpoint as checkpoints
 from longseq.tasks.training import processes
+from longseq.tasks.training.callbacks.agreement import Agreement
 from longseq.tasks.training.callbacks.stop import StopTogether, stoppable
 from longseq.tasks.training.callbacks.unreadable import UnreadableSamples
 from longseq.tasks.training.configuration import resolve
@@ -65,7 +66,8 @@ def run(cfg: DictConfig) -> dict[str, float]:
     _check_ending(output, ".json", "the metrics")
     prepare_file(output, _EVALUATION, reads=[checkpoint])
     unit = loaded.config.get("task", {}).get("unit", "samples")
-    trainer = build_trainer(config, [StopTogether(), UnreadableSamples(unit=unit)])
+    facts = {"split": split, "weights": keys.weights, "the update of the checkpoint": loaded.global_step}
+    trainer = build_trainer(config, [Agreement(facts), StopTogether(), UnreadableSamples(unit=unit)])
     trained = task.data.info_class.from_dict(loaded.data)
     if options := task.model.load_options(trained, changes):
         loaded = checkpoints.load(checkpoint, weights=keys.weights, tasks=registry.names(), **options)

@@ -28,6 +28,7 @@ from longseq.tasks.experiment import check_experiment, choose, with_any_choice
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import automatic, processes, runs
 from longseq.tasks.training import checkpoint as checkpoints
+from longseq.tasks.training.callbacks.agreement import Agreement
 from longseq.tasks.training.callbacks.clock import RunClock
 from longseq.tasks.training.callbacks.run_log import logged
 from longseq.tasks.training.callbacks.stop import stoppable
@@ -147,7 +148,8 @@ def _train(config: dict[str, Any], folder: Path, names_mixer: bool) -> float | N
     module.higher_is_better(config["task"]["metric"], "task.metric")
     _check_optimized_metric(config, module)
     _check_direction(config["optimized_metric"], module)
-    trainer = build_trainer(config, build_callbacks(config, module))
+    facts = {**runs.shared_keys(config), "the update to go on from": runs.updates_of(checkpoint) if checkpoint else 0}
+    trainer = build_trainer(config, [Agreement(facts), *build_callbacks(config, module)])
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
         _refuse_long_warmup(config, count_epoch(trainer, datamodule))
     if checkpoint is not None:

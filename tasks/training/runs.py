@@ -5,7 +5,7 @@ import logging
 import os
 import pickle
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,23 @@ VALUES_BEFORE = {
     "model.norm_eps": 1e-05,
     "model.norm_order": "pre",
 }
+
+
+# Keys that may differ from machine to machine of one run: places, and how data get from there to the device.
+LOCAL_KEYS = (
+    "resume",
+    "output",
+    "init",
+    "plugins",
+    "logger",
+    "data.root",
+    "data.train",
+    "data.validation",
+    "data.test",
+    "data.cache",
+    "data.num_workers",
+    "data.pin_memory",
+)
 
 # Keys that a file of `trainer` sets for its hardware, and a run keeps to its end unless a command gives them by hand.
 KEPT_KEYS = ("trainer.log_every_n_steps", "trainer.precision")
@@ -256,6 +273,11 @@ def _inside_the_run(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: told(value) for key, value in flatten(with_absolute_root(config))}
 
 
+def shared_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The flat configuration that all processes of a run have in common."""
+    return {key: value for key, value in _inside_the_run(config).items() if not _is_below(key, LOCAL_KEYS)}
+
+
 def newest_other_run(config: Mapping[str, Any]) -> tuple[Path, list[str]] | None:
     """The newest run beside `config.output` with another configuration, and the keys that differ."""
     for folder, saved in _runs(Path(config["output"]).parent):
@@ -388,7 +410,12 @@ def _checkpoint_run(checkpoint: Path) -> Path | None:
 
 
 def _is_free(key: str) -> bool:
-    return any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
+    return _is_below(key, FREE_KEYS)
+
+
+def _is_below(key: str, places: Iterable[str]) -> bool:
+    """True for one of these keys, or a key of such a group."""
+    return any(key == place or key.startswith(f"{place}.") for place in places)
 
 
 def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -84,7 +84,9 @@ def test_a_run_is_measured_again(folder, command_here):
 def test_two_processes_measure_as_one_and_the_linear_model_beside_them(folder, command, command_here):
     """21 test documents; only the first process fits the linear model."""
     words = [word for word in WORDS if word != "trainer=cpu"]
-    result = command(folder, "train", *words, "data.test=0.24", "recipe.batch_size=2048", "trainer=ddp_sim", "output=run")
+    result = command(
+        folder, "train", *words, "data.test=0.24", "recipe.batch_size=2048", "trainer=ddp_sim", "output=run"
+    )
     assert result.returncode == 0, result.stderr
     metrics = json.loads((folder / "run" / "metrics.json").read_text())
     assert metrics["test/linear_accuracy"] > 0.9
