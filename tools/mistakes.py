@@ -275,6 +275,8 @@ def _explain(error: BaseException, verb: str, arguments: Sequence[str]) -> str:
 def _explain_system(error: OSError) -> str:
     """One line about an error of the system: what it says of the file, and what helps."""
     path = error.filename
+    if isinstance(path, bytes):  # TensorBoard's
+        path = os.fsdecode(path)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         told = "the disk is full: make room first"
     elif path is None:

@@ -16,6 +16,7 @@ from shared_composition import stop_sharing
 from wrong_folder import make_folder
 
 from longseq.tools import cli
+from longseq.tools.mistakes import explain
 
 HERE = Path(__file__).resolve().parent
 LONGSEQ = Path(sys.executable).with_name("longseq")
@@ -114,6 +115,11 @@ def test_a_bad_value_of_a_sweep_is_one_line_and_leaves_nothing(folder):
 
 
 @pytest.mark.slow
+def test_a_file_whose_name_is_bytes_is_named_as_any_other():
+    gone = FileNotFoundError(2, "No such file or directory", b"run/events")  # TensorBoard's, in a folder that is gone
+    assert explain(gone, "train", []) == "no such file or folder: run/events"
+
+
 def test_files_are_utf8_whatever_the_locale(tmp_path):
     make_folder(tmp_path)
     (tmp_path / "photos" / "Zürich.png").write_bytes((tmp_path / "photos" / "a.png").read_bytes())

@@ -34,6 +34,7 @@ def stoppable() -> Iterator[None]:
 class StopTogether(Callback):
     """Makes all processes of a run stop at the same batch when SIGTERM reaches one of them or all.
 
+    SLURM's signal before the end of a job's time, which Lightning answers with a checkpoint, is one more of this kind.
     Lightning 2.6 hangs in two ways. It calls a collective operation in the signal handler while other processes wait in
     another collective, and the first process stops one batch before the others. Here the handler only records the
     signal. The processes agree about it before each training batch, and before every tenth batch of an evaluation.
@@ -49,7 +50,7 @@ class StopTogether(Callback):
             return
         self._told = False
         connector: Any = trainer._signal_connector
-        connector._sigterm_notifier_fn = self._note
+        connector._sigterm_notifier_fn = connector._slurm_sigusr_handler_fn = self._note
         loop: Any = trainer.fit_loop.epoch_loop
         loop._broadcast_sigterm_tensor = lambda: self._agree(trainer)
 

@@ -108,6 +108,24 @@ def test_the_others_end_within_seconds_when_the_first_process_is_killed(
     assert not is_locked(run)
 
 
+@pytest.mark.slow
+def test_slurms_signal_before_the_end_of_a_job_stops_all_its_processes(tmp_path, tiny_overrides, leave_nothing):
+    job = {"SLURM_JOB_NAME": "job", "SLURM_JOB_ID": str(os.getpid()), "SLURM_NODELIST": "localhost"}
+    job |= {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_NODEID": "0"}
+    words = ("train", *tiny_overrides, *LONG, "trainer=ddp_sim", "hydra.run.dir=outputs/image/run")
+    for rank in ("0", "1"):
+        place = {**os.environ, **job, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}
+        leave_nothing.append(start_fork(words, tmp_path, environment=place, start_new_session=True))
+    last = wait_for_checkpoint(tmp_path, leave_nothing[0])
+    for process in leave_nothing:
+        process.send_signal(signal.SIGUSR1)
+    told = [process.communicate(timeout=60)[1] for process in leave_nothing]
+    assert [process.returncode for process in leave_nothing] == [143, 143], told
+    saved = torch.load(last, weights_only=True)["global_step"]
+    assert f"saved as of update {saved}: " in told[0]
+    assert not list(tmp_path.glob("**/hpc_ckpt*"))
+
+
 def test_a_process_whose_parent_is_gone_does_not_begin():
     """It may have ended before the other process could ask for the signal."""
     program = "import runpy, sys; runpy.run_path(sys.argv[1])['follow_parent'](); print('begun')"
