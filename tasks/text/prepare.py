@@ -63,6 +63,7 @@ from longseq.tasks.training.command import read_command
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.lock import locked
 from longseq.tasks.training.processes import usable_cores
+from longseq.tokenizer_files import SETTINGS_FILE
 
 # Bytes of text from which a tokenizer is trained. More text takes long and changes the tokenizer little.
 TRAINING_TEXT = 1 << 28
@@ -175,25 +176,32 @@ def plan_of(
             "reading": READING,
             "parts": [[*part, [stamp(path) for path in (part.files or [part.path])]] for part in parts],
             "columns": [columns.text, columns.prompt],
-            "tokenizer": [tokenizer, separator, *([] if _is_named(tokenizer) else [stamp(tokenizer)])],
+            "tokenizer": [tokenizer, separator, *map(stamp, _files_of_tokenizer(tokenizer))],
             "fractions": dict(fractions),
         }
     )
 
 
-def _is_named(tokenizer: str) -> bool:
-    return tokenizer == "bytes" or trained_size(tokenizer) is not None
+def _files_of_tokenizer(tokenizer: str) -> list[str]:
+    """What decides the tokens of a tokenizer: a folder, or a file and the settings beside it, which name its end."""
+    if tokenizer == "bytes" or trained_size(tokenizer) is not None:
+        return []
+    return [tokenizer, *([] if os.path.isdir(tokenizer) else [str(Path(tokenizer).with_name(SETTINGS_FILE))])]
 
 
 def stamp(path: str) -> list[Any]:
-    """The size and the time of a file, by which a later one is told from it; of a folder those of its files."""
+    """The size and the times of a file, by which a later one is told from it; of a folder those of its files.
+
+    Archives and copies give a file the time of its content, also one that other files had before. The time of its last
+    change on the disk (`st_ctime_ns`) cannot be given.
+    """
     try:
         if os.path.isdir(path):
             return [[name, *stamp(os.path.join(path, name))] for name in sorted(os.listdir(path))]
         found = os.stat(path)
     except OSError:
         return []
-    return [found.st_size, found.st_mtime_ns]
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
 def _continue_plan(partial: Path, plan: str) -> None:

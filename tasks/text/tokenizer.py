@@ -76,7 +76,8 @@ class FileTokenizer(Tokenizer):
 
     `separator` is the name of a token; by default the end-of-text token of well-known vocabularies. `start` is the name
     of the token in front of a text, by default the separator. Tokens that a
-    tokenizer adds around a text by itself are left out. ValueError if the text is not a tokenizer, if it has no such
+    tokenizer adds around a text by itself are left out. `special_names` are the names of its special tokens, which are
+    ordinary text where a text holds them. ValueError if the text is not a tokenizer, if it has no such
     token, or if the library is not installed.
     """
 
@@ -94,6 +95,8 @@ class FileTokenizer(Tokenizer):
         self._text = text
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self.special_names = sorted(token.content for token in added if token.special)
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         if self.vocab_size == 0:
             raise ValueError(f"{name} has an empty vocabulary")
@@ -114,7 +117,10 @@ class FileTokenizer(Tokenizer):
             text.encode()  # the library replaces lone surrogates or fails, depending on the normaliser
         # `encode_special_tokens` makes the tokenizer treat the separator's name in a text as ordinary text.
         self._tokenizer.encode_special_tokens = True
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises Exception itself, as for an unknown word without a token for it
+            raise ValueError(f"the tokenizer cannot encode a text: {error}") from error
         return [np.asarray(one.ids, dtype=np.uint32) for one in encoded]
 
     def decode(self, tokens: Iterable[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer as Library
 
 from longseq.tasks.lm.data import LanguageModelData
 from longseq.tasks.text import corpora, python_sources
@@ -153,6 +155,22 @@ def test_text_is_prepared_once(jsonl: Path, tokens: Path, tmp_path: Path, monkey
         (tokenizer / "tokenizer.json").write_text(train_tokenizer(TEXTS, size).to_dict()["json"])
         sizes.append(make(**options, tokenizer=str(tokenizer)).info.vocab_size)
     assert sizes == [270, 300]
+    file = tokenizer / "tokenizer.json"
+    library = Library.from_file(str(file))
+    library.add_special_tokens(["<a>", "<b>"])
+    library.save(str(file))
+    for end in ("<a>", "<b>"):  # other settings beside the same file, which name the separator
+        (tokenizer / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+        assert make(**options, tokenizer=str(file)).info.tokenizer["separator"] == end
+
+
+def test_a_text_with_the_size_and_the_time_of_an_older_one_is_prepared_again(jsonl: Path, tmp_path: Path) -> None:
+    """Archives that are packed reproducibly give all files one time."""
+    options = {"source": "files", "root": str(jsonl), "cache": str(tmp_path / "cache")}
+    before, time = make(**options).info, jsonl.stat().st_mtime_ns
+    jsonl.write_text(jsonl.read_text().replace("cat", "dog"))
+    os.utime(jsonl, ns=(time, time))
+    assert make(**options).info.checksums != before.checksums
 
 
 def test_a_changed_text_of_training_is_known(jsonl: Path, tokens: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from tokenizers import Tokenizer as Library
+from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 
 from longseq.tasks.data.units import count_units
@@ -87,6 +88,33 @@ def test_what_a_tokenizer_loses_is_told_with_an_example() -> None:
     assert told is not None
     assert told.startswith("1 of 2 compared documents do not come back")
     assert told.endswith("turns 'a żółw' into '<unk>'")
+
+
+def test_the_names_of_special_tokens_in_a_text_are_told() -> None:
+    library = Library.from_str(train_tokenizer(TEXTS * 20, 300).to_dict()["json"])
+    library.add_special_tokens(["<|user|>", "<|model|>"])
+    texts = ["a cat", "<|user|>a cat<|model|>a dog"]
+    tokenizer = FileTokenizer(library.to_str())
+    assert describe_loss(texts, tokenizer) == (
+        "1 of 2 compared documents hold names of special tokens, such as <|model|>, which are read as ordinary text: "
+        'where a name is to be its token, set "special": false beside it in tokenizer.json'
+    )
+    assert library.token_to_id("<|user|>") not in tokenizer.encode(texts[1])
+    content = json.loads(library.to_str())
+    for token in content["added_tokens"]:
+        token["special"] = token["content"] == "<|endoftext|>"
+    tokenizer = FileTokenizer(json.dumps(content))
+    assert describe_loss(texts, tokenizer) is None
+    assert tokenizer.encode(texts[1]).tolist() == library.encode(texts[1]).ids
+
+
+def test_a_vocabulary_without_a_word_of_the_text_is_told(tmp_path: Path) -> None:
+    words = Library(WordLevel({"a": 0, "</s>": 1}, unk_token="<unk>"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = read_tokenizer(str(tmp_path))
+    assert tokenizer.encode("a").tolist() == [0]
+    with pytest.raises(ValueError, match=r"the tokenizer cannot encode a text: .*Missing"):
+        tokenizer.encode("b")
 
 
 def test_a_published_model_begins_with_its_own_token(tmp_path: Path) -> None:
