@@ -119,8 +119,11 @@ def _name(value: Any, column: str) -> str:
         return str(value).lower()
     if isinstance(value, int | float) and value == value:
         return str(int(value)) if float(value).is_integer() else str(value)
-    if not isinstance(value, str) or not value.strip():
+    if value is None or value != value or (isinstance(value, str) and not value.strip()):
         raise ValueError(f"no label in column {column!r}")
+    if not isinstance(value, str):
+        kind = "an object" if isinstance(value, Mapping) else f"a {type(value).__name__}"
+        raise ValueError(f"{kind} in column {column!r}, where text, a number, true or false is expected")
     try:
         value.encode()
     except UnicodeEncodeError:

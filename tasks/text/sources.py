@@ -396,12 +396,15 @@ def _read_csv(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
 def _read_parquet(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
     file = _pyarrow().parquet.ParquetFile(part.path)
     first = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
+    named = _class_names_of_schema(file.schema_arrow, columns, part.path)
     try:
         for batch in file.iter_batches(
             batch_size=256, row_groups=list(range(part.start, part.stop)), columns=columns.names()
         ):
-            yield from _rows(part.path, batch.to_pylist(), columns, first)
+            yield from _rows(part.path, batch.to_pylist(), columns, first, named)
             first += batch.num_rows
+    except NoClassError:
+        raise
     except (OSError, ValueError) as error:
         yield Malformed(Place(part.path), f"row groups {part.start} to {part.stop - 1} cannot be read ({error})")
 
@@ -540,6 +543,40 @@ def _document(row: dict[str, Any], columns: Columns, place: Place) -> Document |
     return Document(
         texts[0], texts[1] if len(texts) > 1 else "", tuple(row.get(name) for name in columns.labels), place
     )
+
+
+class NoClassError(ValueError):
+    """A file has names for the numbers of its labels, and a label of another number."""
+
+
+def _class_names_of_schema(schema: Any, columns: Columns, path: str) -> dict[str, Callable[[Any], Any]]:
+    """`_class_names` of a parquet file: the library datasets, and so the hub, writes the names into its schema."""
+    types = _pyarrow().types
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+    except (KeyError, ValueError, TypeError):
+        return {}
+    found: dict[str, Callable[[Any], Any]] = {}
+    for column in columns.labels:
+        feature, kind = features.get(column), schema.field(column).type
+        while types.is_list(kind) or types.is_large_list(kind):
+            feature = feature[0] if isinstance(feature, list) else (feature or {}).get("feature")
+            kind = kind.value_type
+        # Another program may have put text into the column, and kept the names.
+        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" and types.is_integer(kind):
+            found[column] = partial(_name_at, feature["names"], f"{path}: the label {{}} of column {column!r}")
+    return found
+
+
+def _name_at(names: Sequence[str], told: str, value: Any) -> Any:
+    """The name of a class, or of each in a list; None where there is no label (see `_name_of`)."""
+    if isinstance(value, list):
+        return [_name_at(names, told, one) for one in value]
+    if value is None or value < 0:
+        return None
+    if value >= len(names):
+        raise NoClassError(f"{told.format(value)} is none of the {len(names)} names that its schema has")
+    return names[value]
 
 
 def _class_names(features: Mapping[str, Any], columns: Columns) -> dict[str, Callable[[Any], Any]]:

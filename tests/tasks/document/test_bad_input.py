@@ -91,6 +91,11 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         {},
         "line 1: no label in column 'label'; .*line 2: a list in column 'label': give data.multi_label=true",
     ),
+    "label of another type": (
+        lambda path: _jsonl(path, [{"text": "one", "label": {"name": "a"}}, {"text": "two", "label": [["a"]]}]),
+        {"multi_label": True},
+        "line 1: an object in column 'label', where text, a number, true or false is expected; .*line 2: a list in",
+    ),
     "text outside of class folders": (
         lambda path: [
             (path / "texts" / "class").mkdir(parents=True),

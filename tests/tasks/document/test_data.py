@@ -52,12 +52,22 @@ def write_folder(path: Path, rows: Rows) -> Path:
 
 def write_saved(path: Path, rows: Rows) -> Path:
     """A saved set whose labels are numbers with names."""
+    _named_set(rows).save_to_disk(str(path))
+    return path
+
+
+def write_hub(path: Path, rows: Rows) -> Path:
+    """The same set as a file of the Hugging Face hub."""
+    _named_set(rows).to_parquet(str(path))
+    return path
+
+
+def _named_set(rows: Rows) -> Any:
     datasets = pytest.importorskip("datasets")
     names = sorted({row["label"] for row in rows})
     features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)})
     columns = {"text": [row["text"] for row in rows], "label": [names.index(row["label"]) for row in rows]}
-    datasets.Dataset.from_dict(columns, features=features).save_to_disk(str(path))
-    return path
+    return datasets.Dataset.from_dict(columns, features=features)
 
 
 FORMATS: dict[str, Callable[[Path, Rows], Path]] = {
@@ -66,6 +76,7 @@ FORMATS: dict[str, Callable[[Path, Rows], Path]] = {
     "a.parquet": write_parquet,
     "folder": write_folder,
     "saved": write_saved,
+    "hub.parquet": write_hub,
 }
 
 
@@ -91,6 +102,30 @@ def test_every_format_gives_the_same_splits(tmp_path: Path, name: str) -> None:
     # The order of a file does not move a document to another split.
     other = open_data(tmp_path, root=str(write_jsonl(tmp_path / "reversed.jsonl", rows[::-1])))
     assert contents(other, "test") == splits["test"]
+
+
+def test_named_labels_of_parquet_files(tmp_path: Path, caplog: Any) -> None:
+    datasets, arrow = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
+    parquet, names = pytest.importorskip("pyarrow.parquet"), datasets.ClassLabel(names=["zeta", "alpha"])
+    texts = {"text": [f"document {index}" for index in range(20)]}
+    for feature, labels, several in (([names], [[0, 1], [1]] * 10, True), (names, [-1, *[0, 1] * 9, -1], False)):
+        features = datasets.Features({"text": datasets.Value("string"), "label": feature})
+        labelled = datasets.Dataset.from_dict({**texts, "label": labels}, features=features)
+        labelled.to_parquet(str(tmp_path / "a.parquet"))
+        data = open_data(tmp_path, root=str(tmp_path / "a.parquet"), multi_label=several)
+        assert data.info.class_names == ["alpha", "zeta"]
+        assert sum(data.info.sizes.values()) == (20 if several else 18)  # type: ignore[arg-type]
+    assert "2 of 20 documents of a cannot be read and are left out" in caplog.text
+    assert "row 0: no label in column 'label'; " in caplog.text
+    # Another program has put text into the column, and keeps what datasets says of it.
+    table = parquet.read_table(tmp_path / "a.parquet")
+    table = table.set_column(1, "label", arrow.array(["one", "two"] * 10))
+    parquet.write_table(table, tmp_path / "a.parquet")
+    assert open_data(tmp_path, root=str(tmp_path / "a.parquet")).info.class_names == ["one", "two"]
+    # A number without a name.
+    parquet.write_table(table.set_column(1, "label", arrow.array([0, 2] * 10)), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet: the label 2 of column 'label' is none of the 2 names"):
+        open_data(tmp_path, root=str(tmp_path / "a.parquet"))
 
 
 def test_packed_and_padded_batches_hold_the_same_documents(tmp_path: Path) -> None:
