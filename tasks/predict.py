@@ -95,7 +95,10 @@ def _holds_predictions(path: Path) -> bool:
     if path.suffix == ".json":
         return {"predictions", "unreadable", "passed_over"} <= json_keys(path)
     with path.open(encoding="utf-8", errors="replace", newline="") as file:
-        columns = next(csv.reader(file), [])
+        try:
+            columns = next(csv.reader(file), [])
+        except csv.Error:  # a NUL in Python 3.10, a cell of more than 128 KiB
+            return False
     return columns[:1] == ["path"] and {"class_1", "probability_1"} <= set(columns)
 
 

@@ -12,6 +12,8 @@ DELIMITERS = {"csv": ",", "tsv": "\t"}
 # A cell over at least so many lines, of which at least such a share are whole rows by themselves, was opened by a stray
 # quotation mark. Text has one comma a line more often than one tab.
 _SWALLOWED = {",": (10, 1.0), "\t": (2, 0.9)}
+_STRAY = "a quotation mark that closes no cell: write it twice inside a cell"
+_NUL = "a NUL among quotation marks, which Python reads from 3.11 on"
 
 
 class Row(NamedTuple):
@@ -45,13 +47,16 @@ def read_rows(file: Iterable[str], delimiter: str) -> Iterator[Row]:
         except csv.Error:
             cells = []
             strays = True
+            has_nul = any("\0" in line for line in lines.taken)  # which Python reads from 3.11 on
         else:
+            has_nul = False
             strays = _has_swallowed(lines.taken, delimiter, columns)
         if strays:
             first = lines.go_back()
             cells = first.rstrip("\r\n").split(delimiter)
-            if delimiter != "\t" or len(cells) != columns:
-                yield Row(lines.number, [], "a quotation mark that closes no cell: write it twice inside a cell")
+            is_quoted = '"' in first
+            if (is_quoted or not has_nul) and (delimiter != "\t" or len(cells) != columns):
+                yield Row(lines.number, [], _NUL if has_nul else _STRAY)
                 continue
         if cells:
             columns = columns or len(cells)

@@ -21,7 +21,7 @@ def test_kernels_that_a_test_imports_without_the_variable_are_emulated():
         f"{module.__name__}.{name}": type(value)
         for module in emulation.list_kernel_modules()
         for name, value in vars(module).items()
-        if isinstance(value, KernelInterface)
+        if isinstance(value, (KernelInterface, InterpretedFunction))  # none is the other up to Triton 3.5
     }
     assert len(kernels) > 100
     assert set(kernels.values()) == {InterpretedFunction}

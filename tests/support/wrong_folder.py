@@ -64,6 +64,8 @@ def make_folder(folder: Path) -> Path:
         "text.txt": "some text\n\nmore\n",
         "rows.jsonl": '{"text": "a"}\n',
         "header.csv": "file_name,label\n",
+        "nuls.csv": "\0",  # a csv.Error in Python 3.10
+        "long.csv": "a" * 2**18,  # one in any Python: csv reads cells of 128 KiB at most
         "semicolons.csv": "file_name;label\nphotos/a.png;bird\n",
         "spaced.csv": "file_name, label\nphotos/a.png, bird\n",
         "broken.jsonl": '{"text": "a"}\n{"text": \n',

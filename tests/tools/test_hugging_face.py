@@ -540,5 +540,5 @@ def test_a_state_cannot_be_taken_back() -> None:
 def test_without_transformers_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "longseq.tools.hugging_face.causal_lm")
-    with pytest.raises(ImportError, match=r'need transformers 5: pip install "longseq\[text\]"'):
+    with pytest.raises(ImportError, match=r'need transformers 5.13: pip install "longseq\[text\]"'):
         importlib.import_module("longseq.tools.hugging_face.causal_lm")

@@ -16,7 +16,7 @@ try:
     from transformers import PreTrainedConfig, PreTrainedModel
     from transformers import initialization as initial
 except ImportError as error:
-    raise ImportError('models of transformers need transformers 5: pip install "longseq[text]"') from error
+    raise ImportError('models of transformers need transformers 5.13: pip install "longseq[text]"') from error
 
 _PREFIX = "model."
 

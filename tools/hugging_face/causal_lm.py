@@ -26,7 +26,7 @@ try:
     from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
     from transformers.utils.generic import can_return_tuple
 except ImportError as error:
-    raise ImportError('models of transformers need transformers 5: pip install "longseq[text]"') from error
+    raise ImportError('models of transformers need transformers 5.13: pip install "longseq[text]"') from error
 
 from longseq.tools.hugging_face.backbone import BackboneConfig, BackboneModel, require_tokens
 from longseq.tools.hugging_face.cache import LongseqCache, cache_of, rows_with_padding
@@ -50,7 +50,8 @@ class LongseqConfig(BackboneConfig):
     @property
     def tie_word_embeddings(self) -> bool:
         """True if the head scores a token by its embedding. It has no parameters of its own then."""
-        return bool(self._arguments["tie_embeddings"])
+        # transformers 5.20 asks before the defaults are filled in.
+        return bool(self._arguments.get("tie_embeddings"))
 
     def check_kind(self, model: nn.Module, label: str) -> None:
         """ValueError, which names the file by `label`, for a model that does not read forward."""

@@ -25,7 +25,7 @@ try:
     from transformers.modeling_outputs import SequenceClassifierOutput
     from transformers.utils.generic import can_return_tuple
 except ImportError as error:
-    raise ImportError('models of transformers need transformers 5: pip install "longseq[text]"') from error
+    raise ImportError('models of transformers need transformers 5.13: pip install "longseq[text]"') from error
 
 from longseq.tools.hugging_face.backbone import BackboneConfig, BackboneModel, require_tokens
 from longseq.tools.hugging_face.cache import rows_with_padding

@@ -80,3 +80,13 @@ def test_a_text_of_several_lines_is_one_cell() -> None:
 
 def test_a_header_with_a_stray_quotation_mark_is_told() -> None:
     assert read('"text,label\none,a\n', ",")[1][0] == (1, STRAY)
+
+
+def test_a_nul_outside_quotation_marks_is_a_letter() -> None:
+    """Python 3.10's csv refuses it; later ones read it, also among quotation marks."""
+    good, malformed = read("label,text\na,b\0c\n\0,d\n", ",")
+    assert good == [(1, ["label", "text"]), (2, ["a", "b\0c"]), (3, ["\0", "d"])]
+    assert not malformed
+    good, malformed = read('label,text\na,"b\0,c"\nd,e\n', ",")
+    assert good[-1] == (3, ["d", "e"])
+    assert malformed in ([], [(2, "a NUL among quotation marks, which Python reads from 3.11 on")])
