@@ -248,7 +248,8 @@ class ImplicitFilter(KeepsFloat32):
             time = distance / (max_length - 1)
             bands = torch.linspace(LOWEST_BAND, self.bands - 1, self.bands, device=time.device, dtype=wide)
             angle = 2 * math.pi * (distance / max_length) * bands
-            h = torch.cat([time, angle.cos(), -angle.sin()], dim=-1)
+            cosine = torch.sin(angle + math.pi / 2)  # onnxruntime 1.20 to 1.23 has no cosine in float64
+            h = torch.cat([time, cosine, -angle.sin()], dim=-1)
             *hidden, last = self.layers
             for layer in hidden:
                 h = torch.sin(self.frequency.to(wide) * layer(h))

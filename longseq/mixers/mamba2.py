@@ -166,7 +166,7 @@ class Mamba2(GatedLinearMixer[Mamba2State]):
         return (step.unsqueeze(-1) * x).to(x.dtype), -at_least_float32(A_log).exp() * step
 
     def _read_out(self, y: Tensor, x: Tensor, z: Tensor) -> Tensor:
-        weight = self.D.repeat_interleave(self.head_dim)
+        weight = self.D.repeat_interleave(self.head_dim, dim=0)
         y, x = y.flatten(-2), x.flatten(-2)
         return self.norm(silu_product(y, z, skip=x, skip_weight=weight, backend=self.local_backend))
 
