@@ -62,6 +62,8 @@ WAYS = (REVERSED, BOTH_WAYS)
 MANY = 80
 # Rows of a scan of 128 channels with more warps than run at once with all registers.
 CROWD = 260
+# Heads of a short sequence with more than two programs for each multiprocessor, and of four packed ones with fewer.
+CROWDED_HEADS, PACKED_HEADS = 272, 64
 
 
 def _pack(case: Case) -> Case:
@@ -73,16 +75,21 @@ def _pack(case: Case) -> Case:
 def _delta_rule(variant: str, way: dict[str, Any]) -> tuple[Case, ...]:
     """Calls with many heads, with long sequences, and with sequences that are cut into segments of time.
 
-    One launch reads short sequences whole where there are no gradients.
+    One launch reads short sequences whole where there are no gradients; many of them need another one.
     """
     kind = "gated" if variant == "gated" else ""
     case = Case(variant, 0, way, has_state=False, kind=kind)
     many, long = case._replace(tokens=MANY, heads=MANY), case._replace(tokens=1100)
     short = many._replace(has_gradient=False)
+    crowded = short._replace(tokens=40, heads=CROWDED_HEADS)
     # Just long enough to be cut; `filling` has so many heads that all of its segments fill a GPU.
     cut, filling = case._replace(tokens=2000), case._replace(tokens=2000, heads=10 // case.rows)
-    packed = () if way == BOTH_WAYS else map(_pack, (many, short, long._replace(has_state=True), cut, filling))
-    return many, short, long, cut, filling, *packed
+    if way == BOTH_WAYS:
+        return many, short, crowded, long, cut, filling
+    packed = map(
+        _pack, (many, short._replace(heads=PACKED_HEADS), crowded, long._replace(has_state=True), cut, filling)
+    )
+    return many, short, crowded, long, cut, filling, *packed
 
 
 def _scan(way: dict[str, Any]) -> tuple[Case, ...]:

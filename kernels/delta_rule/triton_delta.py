@@ -53,19 +53,21 @@ from longseq.kernels.triton_tiles import SECOND_HALF
 # By the precision's bytes and the width, max(K, V) rounded up to 64, 128 or 256; those of half precision were measured
 # on an H200. The walks have three stages where shared memory holds them: with two, a chunk's tiles are loaded just
 # before they are needed. Without an entry `read_out`, `advance` stores the output. It takes its wide launch where the
-# programs of the other launch would not all run at the same time.
+# programs of the other launch would not all run at the same time. `read_through` takes its crowded launch where a
+# multiprocessor has more than two of its programs: with these registers three run at the same time.
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, 64): {
         "prepare": Launch(64, 0, 4, 1, 168),
         "prepare_gated": Launch(64, 0, 4, 1, 168),
         "read_through": Launch(64, 0, 4, 1),
+        "read_through_crowded": Launch(64, 0, 4, 1, 168),
         "summarize": Launch(64, 0, 4, 3),
         "connect": Launch(16, 0, 4, 3, 128),
         "advance": Launch(64, 0, 4, 3),
         "retreat_summary": Launch(64, 0, 4, 2),
-        "retreat": Launch(64, 0, 4, 2),
+        "retreat": Launch(64, 0, 4, 3),
         "differentiate_scores": Launch(0, 64, 4, 1),
-        "differentiate_inputs": Launch(64, 64, 4, 1),
+        "differentiate_inputs": Launch(64, 64, 4, 1, 232),
         "differentiate_gated": Launch(64, 64, 4, 1),
     },
     (2, 128): {
@@ -91,8 +93,8 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "advance": Launch(128, 64, 8, 2),
         "retreat_summary": Launch(128, 64, 8, 2),
         "retreat": Launch(128, 64, 8, 2),
-        "differentiate_scores": Launch(0, 64, 4, 2),
-        "differentiate_inputs": Launch(64, 64, 4, 2),
+        "differentiate_scores": Launch(0, 64, 4, 2, 168),
+        "differentiate_inputs": Launch(64, 64, 4, 3),
         "differentiate_gated": Launch(64, 64, 8, 1),
     },
 }
@@ -169,6 +171,10 @@ class _Plan(NamedTuple):
         """The table's name for a kernel that walks along time."""
         wide = f"{kernel}_wide"
         return wide if self.wide and wide in self.launches else kernel
+
+    def read_through(self, heads: int) -> str:
+        """The table's name for the kernel `read_through`."""
+        return "read_through_crowded" if self.sequences * heads > PROGRAMS[self.key] else "read_through"
 
     def forward_entries(self, gated: bool) -> tuple[Launch, ...]:
         """The entries of the table that a forward pass launches. Tuning finds out by these reads which ones count."""
@@ -330,9 +336,10 @@ def delta_rule(
     kept = _find_kept(sizes, buffers)
     score_dtype, raw = _score_dtype(plan, q, k, write)
     if plan.short:
+        entry = plan.launches[plan.read_through(heads)]
         launch = _prepare_read_through(
-            plan, plan.launches["read_through"], q.device, tokens, heads, key_dim, value_dim, score_dtype, raw, scale,
-            reverse, g is not None, cu_seqlens is not None, initial_state is not None, write_key is not None,
+            plan, entry, q.device, tokens, heads, key_dim, value_dim, score_dtype, raw, scale, reverse, g is not None,
+            cu_seqlens is not None, initial_state is not None, write_key is not None,
             (*strides(q), *strides(k), *strides(v), *strides(beta), *strides(write), *strides(g)),
         )  # fmt: skip
         launch(q, k, v, beta, write, g, initial_state, cu_seqlens, output, final)

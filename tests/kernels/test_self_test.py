@@ -653,7 +653,7 @@ def test_every_kernel_has_its_trial():
 
 
 LAUNCHED = {
-    (torch.bfloat16, 64): {"short", "advance", "advance in segments"},
+    (torch.bfloat16, 64): {"read_through", "read_through_crowded", "advance", "advance in segments"},
     (torch.bfloat16, 128): {"advance", "advance in segments", "advance_wide", "advance_wide in segments"},
     (torch.bfloat16, 256): {"advance", "advance in segments"},
     (torch.float32, 64): {"advance", "advance in segments"},
@@ -704,12 +704,13 @@ def test_cases_reach_every_launch_of_the_delta_rule(plans, dtype, width):
         for case, call, inputs, cu_seqlens in make_cases("delta_rule", dtype, K=16, V=width):
             k, v = inputs.sequences["k"], inputs.sequences["v"]
             plan = _plan(k, v, cu_seqlens, dtype == torch.bfloat16, case.has_gradient)
-            launch = "short" if plan.short else f"{plan.advance}{' in segments' * (plan.span > 0)}"
+            walk = f"{plan.advance}{' in segments' * (plan.span > 0)}"
+            launch = plan.read_through(v.shape[2]) if plan.short else walk
             yield (*call, "trained" if case.has_gradient else "read"), launch
 
     found = collect(find_launches())
     assert set(found) == {(*call, use) for call in list_calls("", "gated") for use in ("trained", "read")}
-    short = {"short"} & LAUNCHED[dtype, width]
+    short = {"read_through", "read_through_crowded"} & LAUNCHED[dtype, width]
     for (*_, use), launches in found.items():
         if use == "trained":
             assert launches == LAUNCHED[dtype, width] - short
