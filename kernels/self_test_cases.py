@@ -84,12 +84,12 @@ def _delta_rule(variant: str, way: dict[str, Any]) -> tuple[Case, ...]:
     crowded = short._replace(tokens=40, heads=CROWDED_HEADS)
     # Just long enough to be cut; `filling` has so many heads that all of its segments fill a GPU.
     cut, filling = case._replace(tokens=2000), case._replace(tokens=2000, heads=10 // case.rows)
-    if way == BOTH_WAYS:
-        return many, short, crowded, long, cut, filling
-    packed = map(
-        _pack, (many, short._replace(heads=PACKED_HEADS), crowded, long._replace(has_state=True), cut, filling)
-    )
-    return many, short, crowded, long, cut, filling, *packed
+    cases = [many, short, long, cut, filling]
+    packed = [many, short._replace(heads=PACKED_HEADS), long._replace(has_state=True), cut, filling]
+    if variant != "gated":
+        cases.append(crowded)
+        packed.append(crowded)
+    return tuple(cases if way == BOTH_WAYS else [*cases, *map(_pack, packed)])
 
 
 def _scan(way: dict[str, Any]) -> tuple[Case, ...]:

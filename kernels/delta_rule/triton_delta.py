@@ -54,7 +54,8 @@ from longseq.kernels.triton_tiles import SECOND_HALF
 # on an H200. The walks have three stages where shared memory holds them: with two, a chunk's tiles are loaded just
 # before they are needed. Without an entry `read_out`, `advance` stores the output. It takes its wide launch where the
 # programs of the other launch would not all run at the same time. `read_through` takes its crowded launch where a
-# multiprocessor has more than two of its programs: with these registers three run at the same time.
+# multiprocessor has more than two of its programs: with these registers three run at the same time. With a gate these
+# do not suffice, and `retreat` takes its gated launch, if there is one.
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, 64): {
         "prepare": Launch(64, 0, 4, 1, 168),
@@ -66,6 +67,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "advance": Launch(64, 0, 4, 3),
         "retreat_summary": Launch(64, 0, 4, 2),
         "retreat": Launch(64, 0, 4, 3),
+        "retreat_gated": Launch(64, 0, 4, 2),
         "differentiate_scores": Launch(0, 64, 4, 1),
         "differentiate_inputs": Launch(64, 64, 4, 1, 232),
         "differentiate_gated": Launch(64, 64, 4, 1),
@@ -172,9 +174,10 @@ class _Plan(NamedTuple):
         wide = f"{kernel}_wide"
         return wide if self.wide and wide in self.launches else kernel
 
-    def read_through(self, heads: int) -> str:
+    def read_through(self, heads: int, gated: bool) -> str:
         """The table's name for the kernel `read_through`."""
-        return "read_through_crowded" if self.sequences * heads > PROGRAMS[self.key] else "read_through"
+        crowded = not gated and self.sequences * heads > PROGRAMS[self.key]
+        return "read_through_crowded" if crowded else "read_through"
 
     def forward_entries(self, gated: bool) -> tuple[Launch, ...]:
         """The entries of the table that a forward pass launches. Tuning finds out by these reads which ones count."""
@@ -185,7 +188,7 @@ class _Plan(NamedTuple):
 
     def backward_entries(self, gated: bool) -> tuple[Launch, ...]:
         """`forward_entries` of a backward pass."""
-        names = [self.retreat, "differentiate_scores", self.differentiate(gated)]
+        names = [self.retreat(gated), "differentiate_scores", self.differentiate(gated)]
         names += [self.walk("retreat_summary"), "connect"] if self.span else []
         return tuple([self.launches[name] for name in names])
 
@@ -205,9 +208,9 @@ class _Plan(NamedTuple):
     def advance(self) -> str:
         return self.walk("advance")
 
-    @property
-    def retreat(self) -> str:
-        return self.walk("retreat")
+    def retreat(self, gated: bool) -> str:
+        """The table's name for the kernel `retreat`."""
+        return "retreat_gated" if gated and "retreat_gated" in self.launches else self.walk("retreat")
 
     def differentiate(self, gated: bool) -> str:
         """The table's name for the kernel `differentiate_inputs`: with a gate the same kernel has other registers."""
@@ -336,7 +339,7 @@ def delta_rule(
     kept = _find_kept(sizes, buffers)
     score_dtype, raw = _score_dtype(plan, q, k, write)
     if plan.short:
-        entry = plan.launches[plan.read_through(heads)]
+        entry = plan.launches[plan.read_through(heads, g is not None)]
         launch = _prepare_read_through(
             plan, entry, q.device, tokens, heads, key_dim, value_dim, score_dtype, raw, scale, reverse, g is not None,
             cu_seqlens is not None, initial_state is not None, write_key is not None,
@@ -683,7 +686,7 @@ def _prepare_backward(
         GATED=gated, REVERSE=reverse, OWN_WRITE_KEY=own_write_key, READS=reads, REST=rest,
         D_UNITS=d_units, BLOCK=block, STEP=plan.tile(name, value_dim), **constants, **plan.options(name),
     )  # fmt: skip
-    return _Backward(weighing, borders, walk(plan.retreat), scores, inputs)
+    return _Backward(weighing, borders, walk(plan.retreat(gated)), scores, inputs)
 
 
 @delta_rule_backward.register_fake
