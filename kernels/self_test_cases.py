@@ -75,7 +75,8 @@ def _pack(case: Case) -> Case:
 def _delta_rule(variant: str, way: dict[str, Any]) -> tuple[Case, ...]:
     """Calls with many heads, with long sequences, and with sequences that are cut into segments of time.
 
-    One launch reads short sequences whole where there are no gradients; many of them need another one.
+    One launch reads short sequences whole where there are no gradients, and another one where such sequences have many
+    heads and no gate.
     """
     kind = "gated" if variant == "gated" else ""
     case = Case(variant, 0, way, has_state=False, kind=kind)

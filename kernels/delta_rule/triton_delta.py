@@ -54,8 +54,8 @@ from longseq.kernels.triton_tiles import SECOND_HALF
 # on an H200. The walks have three stages where shared memory holds them: with two, a chunk's tiles are loaded just
 # before they are needed. Without an entry `read_out`, `advance` stores the output. It takes its wide launch where the
 # programs of the other launch would not all run at the same time. `read_through` takes its crowded launch where a
-# multiprocessor has more than two of its programs: with these registers three run at the same time. With a gate these
-# do not suffice, and `retreat` takes its gated launch, if there is one.
+# multiprocessor has more than two of its programs: its registers let three run at the same time, but are too few for a
+# gate. `retreat` takes its gated launch, if the table has one, with a gate: a third stage makes it slower there.
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, 64): {
         "prepare": Launch(64, 0, 4, 1, 168),
@@ -175,7 +175,7 @@ class _Plan(NamedTuple):
         return wide if self.wide and wide in self.launches else kernel
 
     def read_through(self, heads: int, gated: bool) -> str:
-        """The table's name for the kernel `read_through`."""
+        """The table's name for the kernel `read_through`: many programs without a gate have a launch of their own."""
         crowded = not gated and self.sequences * heads > PROGRAMS[self.key]
         return "read_through_crowded" if crowded else "read_through"
 
@@ -209,7 +209,7 @@ class _Plan(NamedTuple):
         return self.walk("advance")
 
     def retreat(self, gated: bool) -> str:
-        """The table's name for the kernel `retreat`."""
+        """The table's name for the kernel `retreat`, which may have a launch of its own for gates."""
         return "retreat_gated" if gated and "retreat_gated" in self.launches else self.walk("retreat")
 
     def differentiate(self, gated: bool) -> str:
