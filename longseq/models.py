@@ -104,6 +104,8 @@ DOCUMENT_KEYS = ("class_names", "multi_label", *_DOCUMENTS)
 _PROBLEM_TYPES = {False: "single_label_classification", True: "multi_label_classification"}
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# Where a file or folder could stand, a repository of the hub has this before its name, as in timm.
+HUB = "hf-hub:"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _KINDS: dict[str, type[PretrainedModel]] = {}
 
@@ -340,7 +342,8 @@ def from_pretrained(
     """Load a model in evaluation mode; random states stay as they are.
 
     Args:
-        source: a folder of `save_pretrained`, a checkpoint of `longseq train`, or OWNER/NAME on the Hugging Face hub.
+        source: a folder of `save_pretrained`, a checkpoint of `longseq train`, or OWNER/NAME on the Hugging Face hub,
+            also as hf-hub:OWNER/NAME@REVISION.
         weights: of a checkpoint: "ema" (the average of the weights), "model" (the weights themselves) or "auto": the
             average where the run kept one.
         device: the device of the model.
@@ -357,8 +360,8 @@ def from_pretrained(
     """
     given = None if dtype is None or dtype == "auto" else _floating_type(dtype)
     if not Path(source).exists() and _HUB_ID.fullmatch(str(source)):
-        source = _download(str(source), revision, token, cache_dir)
-    saved = read(source, weights)
+        source = f"{HUB}{source}"
+    saved = read(find_source(source, revision, token, cache_dir), weights)
     return restore(saved, changes, _type_of(saved.state) if dtype == "auto" else given).to(device)
 
 
@@ -372,6 +375,29 @@ def read(source: str | Path, weights: str = "auto", label: str | None = None) ->
         raise ValueError(f"weights={weights} is unknown: take one of {', '.join(WEIGHTS)}")
     path, label = Path(source), label or str(source)
     return _read_folder(path, weights, label) if path.is_dir() else _read_checkpoint(path, weights, label)
+
+
+def find_source(
+    source: str | Path, revision: str | None = None, token: str | None = None, cache_dir: str | Path | None = None
+) -> Path:
+    """The file or folder of a model: `source` itself, or that of hf-hub:OWNER/NAME@REVISION in the hub's cache.
+
+    The files of a repository are fetched. A revision in `source` comes before the argument.
+
+    Raises:
+        ValueError: in one line, the name is none of a repository, or it cannot be fetched.
+    """
+    if not is_on_hub(source):
+        return Path(source)
+    repo_id, _, named = str(source).removeprefix(HUB).partition("@")
+    if not _HUB_ID.fullmatch(repo_id):
+        raise ValueError(f"{source} names no repository of the hub: write {HUB}OWNER/NAME, or {HUB}OWNER/NAME@REVISION")
+    return _download(repo_id, named or revision, token, cache_dir)
+
+
+def is_on_hub(source: str | Path) -> bool:
+    """True for hf-hub:OWNER/NAME, unless a file or folder has this name."""
+    return str(source).startswith(HUB) and not Path(source).exists()
 
 
 def restore(saved: SavedModel, changes: Mapping[str, Any] | None = None, dtype: torch.dtype | None = None) -> nn.Module:
@@ -588,7 +614,11 @@ def _read_config(path: Path, label: str) -> dict[str, Any]:
 def _read_checkpoint(path: Path, weights: str, label: str) -> SavedModel:
     """The model in a checkpoint of `longseq train`, by torch alone."""
     if not path.is_file():
-        raise ValueError(f"{label}: no such file; `longseq train` writes checkpoints/best.ckpt in its output folder")
+        on_hub = not path.suffix and _HUB_ID.fullmatch(str(path))
+        hint = f"; a repository of the hub is {HUB}{path}" if on_hub else ""
+        raise ValueError(
+            f"{label}: no such file; `longseq train` writes checkpoints/best.ckpt in its output folder{hint}"
+        )
     if path.suffix == ".safetensors":
         raise ValueError(f"{label} holds weights alone: give the folder with its {CONFIG_FILE}, {path.parent}")
     if not path.stat().st_size:

@@ -62,7 +62,7 @@ def run(cfg: DictConfig) -> dict[str, float]:
     task = registry.get(loaded.task_name)
     changes = read_part(task.config.data, changes, "data")
     processes.refuse_many(changes.get("num_workers"), "data.num_workers")
-    output = Path(keys.output or _beside(Path(checkpoint)) / f"evaluation_{split}.json")
+    output = Path(keys.output or _beside(checkpoint) / f"evaluation_{split}.json")
     _check_ending(output, ".json", "the metrics")
     prepare_file(output, _EVALUATION, reads=[checkpoint])
     unit = loaded.config.get("task", {}).get("unit", "samples")
@@ -106,7 +106,7 @@ def _evaluate_documents(keys: EvaluateKeys, config: Mapping[str, Any], changes: 
         )
     inputs = [keys.input] if isinstance(keys.input, str) else keys.input
     columns = Columns(changes.get("column", TEXT.text), changes.get("prompt_column"))
-    output = Path(keys.output or _beside(Path(keys.checkpoint)) / f"evaluation_{Path(inputs[0]).stem}.jsonl")
+    output = Path(keys.output or _beside(keys.checkpoint) / f"evaluation_{Path(inputs[0]).stem}.jsonl")
     _check_ending(output, ".jsonl", "with input, a line a document")
     prepare_file(output, _DOCUMENTS, reads=[*inputs, keys.checkpoint])
     trainer = build_trainer(config)
@@ -137,8 +137,9 @@ def _check_ending(output: Path, ending: str, content: str) -> None:
         raise ValueError(f"output={output} must end in {ending}: {content}")
 
 
-def _beside(checkpoint: Path) -> Path:
-    folder = checkpoint.resolve().parent
+def _beside(checkpoint: str) -> Path:
+    checkpoints.refuse_hub(checkpoint)
+    folder = Path(checkpoint).resolve().parent
     return folder.parent if folder.name == "checkpoints" else folder
 
 

@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
-from longseq.models import CARD_FILE, from_pretrained, kind_of, save_pretrained
+from longseq.models import CARD_FILE, from_pretrained, is_on_hub, kind_of, save_pretrained
 from longseq.parameters import count_parameters
 from longseq.plugins import plugin_of
 from longseq.tasks import registry
@@ -175,10 +175,10 @@ def _check_init(config: Config) -> None:
     init, task = config["init"], registry.of(config)
     if init is None or task.model.is_weights(init):
         return
-    if not os.path.exists(init):
+    if not (os.path.exists(init) or is_on_hub(init)):
         raise ValueError(f"init={init}: no such file or folder; `longseq train` writes checkpoints/best.ckpt")
     taken = (config["task"]["name"], *task.model.starts_from)
-    if os.path.isdir(init):
+    if not os.path.isfile(init):
         checkpoints.check_task(init, "init", taken)
     saved = runs.saved_config(Path(init)) if os.path.isfile(init) else None
     trained = ((saved or {}).get("task") or {}).get("name")

@@ -13,7 +13,16 @@ import torch
 from torch import nn
 
 from longseq.backbones.tokens import MODEL_TYPE, TokenBackbone
-from longseq.models import PLUGIN, SavedModel, read, read_description, restore, weight_files
+from longseq.models import (
+    PLUGIN,
+    SavedModel,
+    find_source,
+    is_on_hub,
+    read,
+    read_description,
+    restore,
+    weight_files,
+)
 from longseq.plugins import check_loaded
 from longseq.timm_models import model_name, stated_data, takes_any_resolution
 from longseq.tokenizer_files import SETTINGS_FILE, TOKENIZER_FILE, find_separator
@@ -21,18 +30,18 @@ from longseq.tokenizer_files import SETTINGS_FILE, TOKENIZER_FILE, find_separato
 # The tokens of a window in which a language model is measured if the length of its training windows is not known.
 WINDOW = 2048
 
-__all__ = ["Loaded", "known_data", "load", "sha256"]
+__all__ = ["Loaded", "known_data", "load", "refuse_hub", "sha256"]
 
 
 @dataclass(frozen=True)
 class Loaded:
     """A trained backbone in eval mode, and what is known of it.
 
-    `config` is the resolved configuration of the run. It is empty for a model that `longseq train` did not write, such
-    as a folder of `save_pretrained`. `data` is what the model had to know of its data (for images class_names,
-    num_classes, img_size, in_chans, mean, std, interpolation, crop_pct; for a probe see `ProbeInfo`). `weights` is
-    "ema" or "model", whichever were loaded. `file` holds the weights: the checkpoint, or in the folder `path` the first
-    file of weights.
+    `path` is what the user gave. `config` is the resolved configuration of the run. It is empty for a model that
+    `longseq train` did not write, such as a folder of `save_pretrained`. `data` is what the model had to know of its
+    data (for images class_names, num_classes, img_size, in_chans, mean, std, interpolation, crop_pct; for a probe see
+    `ProbeInfo`). `weights` is "ema" or "model", whichever were loaded. `file` holds the weights: the checkpoint, or in
+    a folder the first file of weights.
     """
 
     path: Path
@@ -57,6 +66,8 @@ def load(
 ) -> Loaded:
     """Rebuild the model of a checkpoint or a folder and load its weights; the caller's random state is unchanged.
 
+    A `path` hf-hub:OWNER/NAME is fetched from the Hugging Face hub, unless its cache has it.
+
     The model is built from the description that was saved with it (see `longseq.models`), never from the run's
     configuration. `model_options` replace arguments of the model that do not change its weights, such as
     dynamic_img_size or backend. With `any_resolution`, the model takes images of other sizes than those of its
@@ -69,8 +80,9 @@ def load(
     its weights.
     """
     label = f"{key}={path}"
-    saved = read(path, weights, label)
-    task, config = _find_task(saved, path, tasks)
+    file = _find(path, key)
+    saved = read(file, weights, label)
+    task, config = _find_task(saved, file, tasks)
     backbone = restore(saved, model_options)
     if any_resolution and saved.text is None and not takes_any_resolution(backbone):
         try:
@@ -78,9 +90,8 @@ def load(
         except ValueError as error:
             size = stated_data(backbone).get("img_size")
             raise ValueError(f"{label} holds a {model_name(backbone)}, which takes images of {size} px only") from error
-    file = Path(path)
     return Loaded(
-        path=file,
+        path=Path(path),
         file=file / weight_files(file, label)[0] if file.is_dir() else file,
         backbone=backbone.to(map_location),
         task_name=task,
@@ -94,7 +105,21 @@ def load(
 
 def check_task(path: str | Path, key: str, tasks: Collection[str]) -> None:
     """ValueError as of `load`, without reading the weights, for a folder whose model is of none of `tasks`."""
-    _find_task(read_description(Path(path), f"{key}={path}"), path, tasks)
+    folder = _find(path, key)
+    _find_task(read_description(folder, f"{key}={path}"), folder, tasks)
+
+
+def _find(path: str | Path, key: str) -> Path:
+    try:
+        return find_source(path)
+    except ValueError as error:
+        raise ValueError(f"{key}={error}") from error
+
+
+def refuse_hub(path: str | Path) -> None:
+    """ValueError for a checkpoint of the hub where a command would write its output beside it."""
+    if is_on_hub(path):
+        raise ValueError(f"checkpoint={path} has no folder of yours beside it: give output=FILE")
 
 
 def _find_task(saved: SavedModel, path: str | Path, tasks: Collection[str]) -> tuple[str, dict[str, Any]]:

@@ -19,8 +19,9 @@ from longseq import mixers
 from longseq.backbones.image import ImageBackbone
 from longseq.backbones.tokens import TokenBackbone
 from longseq.models import describe
-from longseq.tasks import evaluate, predict
+from longseq.tasks import evaluate, predict, train
 from longseq.tasks.training.checkpoint import load, sha256
+from longseq.tools import export
 
 
 def change(checkpoint: Path, target: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
@@ -263,6 +264,56 @@ def test_a_saved_folder_serves_as_a_checkpoint(checkpoint: Path, tmp_path: Path)
     assert loaded.file == tmp_path / "model.safetensors"
     with pytest.raises(ValueError, match="holds one set of weights"):
         load(tmp_path, weights="ema")
+
+
+def test_a_repository_of_the_hub_serves_as_a_checkpoint(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def download(repo_id: str, filename: str, revision: str | None = None, **_: Any) -> str:
+        asked.append((repo_id, revision))
+        file = tmp_path / "hub" / repo_id / filename
+        if not file.is_file():
+            raise FileNotFoundError(f"{filename} is not in {repo_id}")
+        return str(file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.chdir(tmp_path)
+    model = load(checkpoint).backbone
+    longseq.save_pretrained(model, tmp_path / "hub" / "user" / "ours")
+    Image.new("L", (8, 8), 200).save("image.png")
+
+    def command(run: Callable[..., Any], name: str, *overrides: str) -> Any:
+        with initialize_config_module("longseq.conf", version_base="1.3"):
+            return run(compose(name, list(overrides)))
+
+    tables = []
+    for source in ("hub/user/ours", "hf-hub:user/ours", "hf-hub:user/ours@v1"):
+        command(predict.run, "predict", f"checkpoint={source}", "input=image.png", "output=found.csv", "device=cpu")
+        tables.append(Path("found.csv").read_text())
+    assert len(set(tables)) == 1
+    assert asked[0] == ("user/ours", None)
+    assert asked[-1] == ("user/ours", "v1")
+    command(export.run, "export", "checkpoint=hf-hub:user/ours", "output=model.pt", "latency=false")
+    assert Path("model.pt").is_file()
+    overrides = ["mixer=attention", "init=hf-hub:user/ours", "data.num_workers=0", "output=run"]
+    begun = command(train.build, "train", *overrides).module.backbone
+    for one in (begun, longseq.from_pretrained("user/ours"), longseq.from_pretrained("hf-hub:user/ours@v1")):
+        assert torch.equal(one.head.weight, model.get_parameter("head.weight"))
+    for run, name in ((export.run, "export"), (evaluate.run, "evaluate")):
+        with pytest.raises(ValueError, match=r"^checkpoint=hf-hub:user/ours has no folder of yours .* output=FILE$"):
+            command(run, name, "checkpoint=hf-hub:user/ours")
+    with pytest.raises(
+        ValueError, match=r"^checkpoint=hf-hub:ours names no repository of the hub: write hf-hub:OWNER/"
+    ):
+        load("hf-hub:ours")
+    with pytest.raises(
+        ValueError, match=r"^init=user/none is no folder or file here, and not on the hub either: config"
+    ):
+        load("hf-hub:user/none", key="init")
+    with pytest.raises(ValueError, match=r"no such file; .*; a repository of the hub is hf-hub:user/ours$"):
+        load("user/ours")
 
 
 def test_the_callers_random_state_stays(checkpoint: Path) -> None:
