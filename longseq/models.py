@@ -389,8 +389,8 @@ def find_source(
     """
     if not is_on_hub(source):
         return Path(source)
-    repo_id, _, named = str(source).removeprefix(HUB).partition("@")
-    if not _HUB_ID.fullmatch(repo_id):
+    repo_id, at, named = str(source).removeprefix(HUB).partition("@")
+    if not _HUB_ID.fullmatch(repo_id) or (at and not named):
         raise ValueError(f"{source} names no repository of the hub: write {HUB}OWNER/NAME, or {HUB}OWNER/NAME@REVISION")
     return _download(repo_id, named or revision, token, cache_dir)
 

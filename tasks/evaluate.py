@@ -58,6 +58,8 @@ def run(cfg: DictConfig) -> dict[str, float]:
     changes = {key: value for key, value in keys.data.items() if value is not None}
     if keys.input is not None:
         return _evaluate_documents(keys, config, changes)
+    if keys.output is None:
+        checkpoints.refuse_hub(checkpoint)
     loaded = checkpoints.load(checkpoint, weights=keys.weights, tasks=registry.names())
     task = registry.get(loaded.task_name)
     changes = read_part(task.config.data, changes, "data")
