@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor
 
 # The types of a state: tensors, absent parts, and tuples of these. A mixer's own state is a named tuple.
@@ -12,6 +13,13 @@ StateTree: TypeAlias = "Tensor | tuple[StateTree, ...] | None"
 StateT = TypeVar("StateT", bound="tuple[StateTree, ...]")
 
 State = TypeVar("State")
+Class = TypeVar("Class", bound="type[tuple[Any, ...]]")
+
+
+def loadable(cls: Class) -> Class:
+    """Decorate the class of a state: `torch.load` reads it like its tensors, without `weights_only=False`."""
+    torch.serialization.add_safe_globals([cls])
+    return cls
 
 
 def map_state(function: Callable[[Tensor], Tensor], state: State) -> State:

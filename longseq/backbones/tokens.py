@@ -39,7 +39,7 @@ from longseq.mixers.base import check_state_rows
 from longseq.mixers.pattern import Pattern, expand_pattern, spell_pattern
 from longseq.models import PretrainedModel, mixer_options_of, register_kind
 from longseq.parameters import no_weight_decay
-from longseq.state import StateTree
+from longseq.state import StateTree, loadable
 
 NORMS: dict[str, Callable[..., nn.Module]] = {"rms": ResidualRMSNorm, "layer": ResidualLayerNorm}
 MLPS: dict[str, Callable[..., nn.Module]] = {
@@ -66,6 +66,7 @@ def mlp_width(d_model: int, ratio: float | None = None, mlp: str | None = "swigl
     return -(-7 * d_model // 128) * 64 if mlp == "rwkv" else -(-8 * d_model // 192) * 64
 
 
+@loadable
 class TokenState(NamedTuple):
     """The state of a token model: the state of each block (`longseq.blocks.residual`), and the number of tokens, `[B]`.
 

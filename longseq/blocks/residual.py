@@ -16,9 +16,10 @@ from longseq.blocks.precision import product_dtype
 from longseq.blocks.reading import Reading
 from longseq.blocks.sharding import gathers_parameters
 from longseq.kernels.packing import Packing, pack_like
-from longseq.state import StateT, StateTree
+from longseq.state import StateT, StateTree, loadable
 
 
+@loadable
 class ChannelMixingState(NamedTuple):
     """The state of a block whose MLP looks back: that of its mixer, and the last token `[B, D, 1]` of the MLP."""
 

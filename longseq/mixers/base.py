@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 import torch
 from timm.layers import register_notrace_module
@@ -20,7 +20,7 @@ from longseq.kernels.checks import check_mask
 from longseq.kernels.dispatch import backend_of_local, backend_of_step, is_exporting
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse
-from longseq.state import StateT, map_state
+from longseq.state import StateT, loadable, map_state
 
 
 class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
@@ -88,6 +88,14 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
 
     in_proj: nn.Linear | None
     out_proj: nn.Linear | None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        states = [state for base in getattr(cls, "__orig_bases__", ()) for state in get_args(base)]
+        for state in states:
+            for each in get_args(state) or (state,):  # a union has several
+                if isinstance(each, type) and issubclass(each, tuple):
+                    loadable(each)
 
     def __init__(self, d_model: int, *, backend: str = "auto") -> None:
         super().__init__()
@@ -219,7 +227,7 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
         output_final_state: bool = True,
     ) -> tuple[Tensor, StateT | None]:
         """Scan projected tokens `[B, T, P]` along the sequence; returns `[B, T, I]`, and the state if it is wanted."""
-        raise NotImplementedError
+        raise _undefined(self, "scan")
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the sum of two scans: by this mixer from the first token on, and by `backward` from the last token on.
@@ -230,11 +238,11 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
         hooks or was replaced, if a callback watches (see `observe`), or for packed rows, which operations read in one
         direction.
         """
-        raise NotImplementedError
+        raise _undefined(self, "scan_pair")
 
     def scan_step(self, projected: Tensor, state: StateT) -> tuple[Tensor, StateT]:
         """Scan one projected token `[B, P]`; returns `[B, I]` and the state."""
-        raise NotImplementedError
+        raise _undefined(self, "scan_step")
 
     def needs_state(self, wanted: bool) -> bool:
         """True if a scan must compute its last state: the caller wants it, or a callback watches the layer."""
@@ -256,7 +264,7 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
 
         `dtype` is that of the inputs. Recurrent memories are float32 for every `dtype` but float64, which they keep.
         """
-        raise NotImplementedError
+        raise _undefined(self, "initial_state")
 
     def preallocate(self, state: StateT, max_length: int) -> StateT:
         """Return the state with room for sequences of `max_length` tokens in all, which steps fill in place.
@@ -277,7 +285,7 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
 
     def scan_flops(self, tokens: int) -> int:
         """Count the floating-point operations of `scan` over one sequence, the recurrence in its one-token form."""
-        raise NotImplementedError
+        raise _undefined(self, "scan_flops")
 
     def flops(self, tokens: int) -> int:
         """Count the floating-point operations of a forward pass over one sequence; a multiply-add counts as two."""
@@ -354,3 +362,7 @@ def activation_dtype(layer: nn.Linear) -> torch.dtype:
 def memory_dtype(dtype: torch.dtype | None) -> torch.dtype:
     """Dtype of a recurrent memory for inputs of `dtype`: float32, and float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _undefined(mixer: Mixer[Any], method: str) -> NotImplementedError:
+    return NotImplementedError(f"{type(mixer).__name__} does not define {method}")

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from longseq.flop_formulas import complete_flop_formulas
 from longseq.mixers.base import Mixer
+from longseq.mixers.measures import mean_norm
 from longseq.mixers.registry import create
 from longseq.parameters import no_weight_decay
 from longseq.state import map_state, select_state, state_tensors
@@ -153,6 +154,8 @@ def _read_in_parts(mixer: Mixer[Any], x: Tensor, split: list[int]) -> tuple[Tens
 def outputs_and_states_have_their_form(mixer: Mixer[Any]) -> None:
     """Outputs are like the inputs; a state keeps its type, its tensors' types and, unless it may grow, their shapes."""
     x = draw(mixer, 3)
+    scanned = mixer.scan(mixer.project_in(x))
+    _require(isinstance(scanned, tuple) and len(scanned) == 2, "scan returns other things than (y, state)")
     y, state = mixer(x)
     _require(y.shape == x.shape, f"the output is {list(y.shape)} for an input {list(x.shape)}")
     initial = mixer.initial_state(3, dtype=torch.float64)
@@ -241,8 +244,8 @@ def a_long_sequence_is_its_parts(mixer: Mixer[Any]) -> None:
     assert_same_state(state, expected_state)
     names = ["the input", *(name for name, _ in mixer.named_parameters())]
     for name, gradient, wanted in zip(names, gradients, expected_gradients, strict=True):
-        error = float((gradient - wanted).norm() / wanted.norm())
-        _require(error < 1e-8, f"the gradient of {name} differs by {error:.2g} of its norm")
+        error, norm = float((gradient - wanted).norm()), float(wanted.norm())
+        _require(error <= 1e-8 * norm, f"the gradient of {name} differs by {error:.2g}, and has the norm {norm:.2g}")
 
 
 @_law
@@ -433,13 +436,15 @@ def parameters_without_weight_decay_exist(mixer: Mixer[Any]) -> None:
 
 @_law
 def watched_scans_report_numbers(mixer: Mixer[Any]) -> None:
-    """Reports are scalars without a gradient; a state with a `memory` reports its norm as `state_norm`."""
+    """Reports are scalars without a gradient. A state with a `memory`, `[B, ..., K, V]` or `[B, D]`, reports the mean
+    of its norms as `state_norm`.
+    """
     mixer.observed = {}
     _, state = mixer(draw(mixer, 2))
     if hasattr(state, "memory"):
         reported = mixer.observed.get("state_norm")
         _require(reported is not None, "a state has a memory, and the scan does not report its norm as state_norm")
-        assert_same(reported, state.memory.flatten(-2).norm(dim=-1).mean().float(), "state_norm")
+        assert_same(reported, mean_norm(state.memory).float(), "state_norm")
     for name, value in mixer.observed.items():
         _require(value.dim() == 0 and not value.requires_grad, f"the report {name} is no scalar without a gradient")
     _require(0 <= float(mixer.observed.get("gate_saturation", 0)) <= 1, "gate_saturation is no share")

@@ -6,9 +6,12 @@ from torch import Tensor
 
 
 def mean_norm(memory: Tensor | None) -> Tensor:
-    """The Frobenius norm of memories `[..., K, V]`, averaged over batch and heads; scans that are watched have one."""
+    """The Frobenius norm of memories `[B, ..., K, V]`, or the norm of `[B, D]`, averaged over batch and heads.
+
+    Scans that are watched have a memory.
+    """
     assert memory is not None
-    return memory.flatten(-2).norm(dim=-1).mean()
+    return memory.flatten(max(1, memory.ndim - 2)).norm(dim=-1).mean()
 
 
 def token_mean(x: Tensor, mask: Tensor | None = None) -> Tensor:

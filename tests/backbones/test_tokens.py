@@ -162,6 +162,15 @@ def test_generation_continues_as_the_model_would(mixer: str) -> None:
     assert torch.equal(model.generate(prompt, 0), prompt)
 
 
+@pytest.mark.parametrize(("mixer", "mlp"), [("rwkv4", "rwkv"), ("attention", "gelu"), ("deltanet", "swiglu")])
+def test_a_saved_state_is_loaded_as_tensors_are(mixer: str, mlp: str, tmp_path) -> None:
+    model, tokens = make(mixer, mlp=mlp).eval(), make_tokens(2)
+    _, state = model(tokens[:, :5])
+    torch.save(state, tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert torch.equal(model(tokens[:, 5:], loaded)[0], model(tokens[:, 5:], state)[0])
+
+
 def test_a_step_graph_needs_a_gpu_and_a_state_of_constant_size() -> None:
     with pytest.raises(ValueError, match="this one is on cpu"):
         make("deltanet").generate(make_tokens(1), 4, cuda_graph=True)

@@ -123,6 +123,28 @@ class MemoryState(NamedTuple):
         return self.memory
 
 
+class Reporting(Silent):
+    """Its memory [B, D] has a norm for each sequence."""
+
+    def scan(self, projected, state=None, **options):
+        y, last = super().scan(projected, state, **options)
+        self.observe("state_norm", lambda: last.memory.norm(dim=-1).mean())
+        return y, last
+
+    def scan_step(self, projected, state):
+        y, last = super().scan_step(projected, state)
+        return y, MemoryState(last.mean)
+
+
+class Alone(Mean):
+    def scan(self, projected, state=None, **options):
+        return super().scan(projected, state, **options)[0]
+
+
+class Stepless(Mean):
+    scan_step = mixers.Mixer.scan_step
+
+
 class Refusing(Mean):
     def scan(self, projected, state=None, *, cu_seqlens=None, mask=None, **options):
         if cu_seqlens is not None or mask is not None:
@@ -142,6 +164,8 @@ BROKEN = [
     (Started, "no_state_is_the_initial_state", "not close"),
     (Halved, "flops_are_those_of_the_steps", "tells 32 operations a token, and a step computes"),
     (Idle, "every_parameter_and_the_state_get_gradients", "unused gets no gradient"),
+    (Alone, "outputs_and_states_have_their_form", r"scan returns other things than \(y, state\)"),
+    (Stepless, "steps_are_the_whole", "Stepless does not define scan_step"),
     (Misnamed, "parameters_without_weight_decay_exist", "rates, which is no parameter"),
     (Silent, "watched_scans_report_numbers", "does not report its norm as state_norm"),
 ]
@@ -161,9 +185,12 @@ def test_a_mixer_that_breaks_a_law_is_told_which(broken: type[mixers.Mixer], law
 def test_a_mixer_may_refuse_packed_and_padded_sequences() -> None:
     mixers.register("refusing")(Refusing)
     mixers.register("mean")(Mean)
+    mixers.register("reporting")(Reporting)
+    mixers.register("idle")(Idle)
     refused = ("packed_sequences_are_separate", "packed_sequences_go_on", "padding_leaves_no_trace")
     assert mixers.check("refusing") == refused
-    assert mixers.check("mean") == ()
+    assert mixers.check("mean") == mixers.check("reporting") == ()
+    assert mixers.check("idle", laws=["a_long_sequence_is_its_parts"]) == ()  # another law tells of its parameter
     with pytest.raises(ValueError, match="no law is named unknown; the laws are outputs_"):
         mixers.check("mean", laws=["unknown"])
 
@@ -210,6 +237,16 @@ def test_a_packing_stands_for_its_borders(name: str) -> None:
     assert_same_state(state, expected_state)
     with pytest.raises(ValueError, match="must end with T = 36"):
         mixer(x[:, 1:], cu_seqlens=Packing(borders))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_saved_state_is_loaded_as_tensors_are(name: str, tmp_path) -> None:
+    mixer, x = make(name), make_tokens(2)
+    _, state = mixer(x)
+    torch.save(state, tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert type(loaded) is type(state)
+    assert_same_state(loaded, state)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
