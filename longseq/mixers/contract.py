@@ -169,6 +169,13 @@ def outputs_and_states_have_their_form(mixer: Mixer[Any]) -> None:
 
 
 @_law
+def it_is_built_without_numbers(mixer: Mixer[Any]) -> None:
+    """The constructor reads no number of a tensor: models are outlined on the meta device, which holds none."""
+    with torch.device("meta"):
+        type(mixer)(**mixer.arguments)
+
+
+@_law
 def states_are_float32_in_half_precision(mixer: Mixer[Any]) -> None:
     """A memory in bfloat16 would lose what it adds up. States that hold the tokens themselves keep the tokens' type."""
     if mixer.growing_state:

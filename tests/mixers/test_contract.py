@@ -145,6 +145,12 @@ class Stepless(Mean):
     scan_step = mixers.Mixer.scan_step
 
 
+class Counting(Mean):
+    def __init__(self, d_model, *, backend="auto"):
+        super().__init__(d_model, backend=backend)
+        self.largest = float(self.out_proj.weight.max())
+
+
 class Refusing(Mean):
     def scan(self, projected, state=None, *, cu_seqlens=None, mask=None, **options):
         if cu_seqlens is not None or mask is not None:
@@ -164,6 +170,7 @@ BROKEN = [
     (Started, "no_state_is_the_initial_state", "not close"),
     (Halved, "flops_are_those_of_the_steps", "tells 32 operations a token, and a step computes"),
     (Idle, "every_parameter_and_the_state_get_gradients", "unused gets no gradient"),
+    (Counting, "it_is_built_without_numbers", "cannot be called on meta tensors"),
     (Alone, "outputs_and_states_have_their_form", r"scan returns other things than \(y, state\)"),
     (Stepless, "steps_are_the_whole", "Stepless does not define scan_step"),
     (Misnamed, "parameters_without_weight_decay_exist", "rates, which is no parameter"),
