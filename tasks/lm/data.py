@@ -146,9 +146,9 @@ class LanguageModelData(TaskData):
             corpora = [store.splits[split] for store in self._stores]
             self._windows[stage] = [self._cut(corpus, whole=stage == "train") for corpus in corpora]
             if stage in self._stages and not sum(len(corpus.tokens) for corpus in corpora):
-                raise ValueError(f"the {split} split of the text is empty: {_remedy(self.keys, split)}")
+                raise ValueError(f"the {split} split of the text is empty: {self._remedy(split)}")
         if "train" in self._stages and (empty := [s.name for s in self._stores if not len(s.splits["train"].tokens)]):
-            raise ValueError(f"{empty[0]} holds no text to train on: {_remedy(self.keys, 'train')}")
+            raise ValueError(f"{empty[0]} holds no text to train on: {self._remedy('train')}")
         ratios = [store.gzip_bits_per_byte for store in self._stores]
         self._info = TextInfo(
             vocab_size=first.vocab_size,
@@ -163,6 +163,17 @@ class LanguageModelData(TaskData):
             checksums={stage: [store.checksum(split) for store in self._stores] for stage, split in STAGES.items()},
             gzip_bits_per_byte=ratios[0] if len(ratios) == 1 else None,
         )
+
+    def _remedy(self, split: str) -> str:
+        """What to do about a split without text."""
+        if self.keys.source != "tokens" and not getattr(self.keys, split, True):
+            return f"data.{split}=0 leaves it no document"
+        count = sum(len(corpus.byte_counts) for store in self._stores for corpus in store.splits.values())
+        told = f"each document goes into one split as a whole, and there {'is' if count == 1 else 'are'} {count}: "
+        if self.keys.source == "tokens":
+            part = "" if split == "train" else f", or a larger part with {split}=FRACTION"
+            return f"{told}prepare more documents{part}"
+        return f"{told}give more, such as the lines of a .jsonl, or change data.validation and data.test"
 
     def train_dataloader(self) -> TrainingLoader:
         sampler = self._training_sampler()  # raises for text that is too short for a batch
@@ -277,9 +288,3 @@ def _warn_of_fractions(stores: Sequence[TokenStore]) -> None:
                 parts[1],
             )
             return
-
-
-def _remedy(keys: TextDataKeys, split: str) -> str:
-    if keys.source == "tokens":
-        return "prepare more documents" + ("" if split == "train" else f", or a larger part with {split}=FRACTION")
-    return "change data.validation and data.test, or give more text"

@@ -342,6 +342,13 @@ def test_a_corpus_without_a_window_in_an_epoch_is_told(
     assert not caplog.text
 
 
+def test_a_single_document_is_told_as_what_cannot_be_divided(tmp_path: Path) -> None:
+    (tmp_path / "input.txt").write_text("one line\n\n" * 500)
+    keys = {"name": "made", "source": "files", "root": str(tmp_path / "input.txt"), "window": 16, "validation": 0.02}
+    with pytest.raises(ValueError, match=r"each document goes into one split as a whole, and there is 1: give more"):
+        LanguageModelData.from_config({"seed": 0, "data": {**keys, "cache": str(tmp_path / "cache")}}, 32).setup()
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -351,7 +358,7 @@ def test_a_corpus_without_a_window_in_an_epoch_is_told(
         ({"source": "tokens", "root": "a", "validation": 0.1}, "data.validation=0.1 is not read by data.source=tokens"),
         ({"source": "standard_library", "root": "a"}, "data.root=a is not read by data.source=standard_library"),
         ({"source": "standard_library", "validation": 0.5, "test": 0.5}, "leave nothing to train on"),
-        ({"source": "standard_library", "validation": 0.0}, "the validation split of the text is empty: change data"),
+        ({"source": "standard_library", "validation": 0.0}, "split of the text is empty: data.validation=0 leaves"),
         ({"source": "tokens", "root": ["a", "b"], "weights": [1.0]}, "data.weights has 1 entries, data.root 2"),
         ({"source": "tokens", "root": ["a", "b"], "packing": "streams"}, "data.packing=streams reads one corpus"),
         ({"source": "tokens", "root": "a", "packing": "documents", "reset_state": False}, "keeps documents apart"),
