@@ -22,7 +22,9 @@ from longseq.backbones.tokens import TokenBackbone
 pytest.importorskip("transformers", reason='needs transformers: pip install "longseq[text]"')
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, pipeline
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
+from longseq.tools.hugging_face.cache import CACHE_NAME
 from longseq.tools.hugging_face.causal_lm import LongseqConfig, LongseqForCausalLM
 
 VOCABULARY = 40
@@ -60,6 +62,30 @@ def test_generate_continues_padded_prompts_and_beams_as_each_alone(mixer: str) -
         assert torch.equal(row, model.model.generate(torch.tensor([prompt]), 5, temperature=0)[0, -5:])
     beams = model.generate(**pad(PROMPTS[:2]), num_beams=3, **options)
     assert torch.equal(beams, model.generate(**pad(PROMPTS[:2]), num_beams=3, use_cache=False, **options))
+
+
+@pytest.mark.parametrize("mixer", ["deltanet", "attention"])
+def test_a_second_turn_reads_only_what_the_cache_of_the_first_has_not(mixer: str) -> None:
+    """`generate` is given the whole conversation, and the cache of its first part by the installed version's name."""
+    model = make(mixer)
+    options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    first = model.generate(TOKENS, **options)
+    conversation = torch.cat([first.sequences, TOKENS[:, :3]], 1)
+    second = model.generate(conversation, **{CACHE_NAME: first[CACHE_NAME]}, **options)
+    assert torch.equal(second.sequences, model.generate(conversation, **options).sequences)
+    assert second[CACHE_NAME].get_seq_length() == second.sequences.shape[1] - 1
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_the_cache_is_taken_by_both_of_its_names(name: str) -> None:
+    model = make()
+    whole = model(TOKENS).logits
+    for read in (model, model.base_model):
+        cache = read(TOKENS[:, :4])[CACHE_NAME]
+        torch.testing.assert_close(model(TOKENS[:, 4:], **{name: cache}).logits, whole[:, 4:])
+    cache = model(TOKENS[:, :4])[CACHE_NAME]
+    features = model.base_model(TOKENS[:, 4:], **{name: cache}).last_hidden_state
+    torch.testing.assert_close(model.get_output_embeddings()(features), whole[:, 4:])
 
 
 @pytest.mark.parametrize("mixer", ["deltanet", "attention"])
@@ -116,12 +142,22 @@ def test_a_saved_adapter_finds_its_model(tmp_path: Path) -> None:
     adapted.save_pretrained(tmp_path / "adapter")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
     assert torch.equal(again(TOKENS).logits, adapted(input_ids=TOKENS).logits)
-    again.save_pretrained(tmp_path / "again")  # the adapter alone
     third = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").merge_and_unload()
     torch.testing.assert_close(third(TOKENS).logits, again(TOKENS).logits, rtol=1e-4, atol=1e-3)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    model.load_adapter(str(tmp_path / "again"))
-    assert torch.equal(model.eval()(TOKENS).logits, again(TOKENS).logits)
+
+
+@pytest.mark.slow
+def test_transformers_saves_the_adapter_alone(tmp_path: Path) -> None:
+    """By its own methods, which refuse versions of peft that are too old for them."""
+    peft = pytest.importorskip("peft", minversion=MIN_PEFT_VERSION, reason="needs peft")
+    make().float().save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    model.add_adapter(peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"))
+    model.save_pretrained(tmp_path / "adapter")
+    assert not [path.name for path in (tmp_path / "adapter").glob("model*.safetensors")]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    again.load_adapter(str(tmp_path / "adapter"))
+    assert torch.equal(again.eval()(TOKENS).logits, model(TOKENS).logits)
 
 
 @pytest.mark.parametrize("mixer", mixers.mixer_names())
@@ -480,6 +516,9 @@ def test_what_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"past_key_values": DynamicCache()}, "give the LongseqCache"),
+        ({"cache": DynamicCache()}, "give the LongseqCache"),
+        ({"cache": DynamicCache(), "past_key_values": DynamicCache()}, "cache and past_key_values are both given"),
+        ({"memory": DynamicCache()}, "memory holds a cache, which these models take as cache or past_key_values"),
         ({"output_hidden_states": True}, "output_hidden_states: these models return logits and a cache alone"),
         ({"attention_mask": torch.ones(2, 1, 6, 6)}, "attention_mask has the shape"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 2, 2, 2]] * 2)}, "attention_mask has other values than 0"),

@@ -231,6 +231,8 @@ class _Llama(nn.Module):
         super().__init__()
         from transformers import LlamaConfig, LlamaForCausalLM  # pyright: ignore[reportMissingImports]
 
+        from longseq.tools.hugging_face.cache import CACHE_NAME
+
         width = text.d_model
         config = LlamaConfig(
             vocab_size=text.vocabulary,
@@ -243,14 +245,15 @@ class _Llama(nn.Module):
         )
         config._attn_implementation = "sdpa"  # the constructor accepts it, though its signature does not name it
         self.model = LlamaForCausalLM(config)
+        self.cache_name = CACHE_NAME
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Any]:
         output = self.model(tokens, use_cache=not self.training)
-        return output.logits, output.past_key_values
+        return output.logits, output.get(self.cache_name)
 
     def step(self, token: Tensor, state: Any) -> tuple[Tensor, Any]:
-        output = self.model(token[:, None], past_key_values=state, use_cache=True)
-        return output.logits[:, -1], output.past_key_values
+        output = self.model(token[:, None], **{self.cache_name: state}, use_cache=True)
+        return output.logits[:, -1], output.get(self.cache_name)
 
 
 def _autocast(device: torch.device) -> AbstractContextManager[None]:

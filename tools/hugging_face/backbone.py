@@ -184,9 +184,7 @@ def require_tokens(input_ids: Tensor | None, inputs_embeds: Any) -> Tensor:
     if input_ids is None:
         raise ValueError("input_ids are missing: give the tokens [batch, tokens] that the tokenizer returns")
     if not input_ids.shape[-1]:
-        raise ValueError(
-            "input_ids hold no token to read: give at least one, behind those that past_key_values have read"
-        )
+        raise ValueError("input_ids hold no token to read: give at least one, behind those that the cache has read")
     return input_ids
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from longseq.backbones.tokens import TokenBackbone, TokenState
 from longseq.state import map_state, select_state, state_tensors
+
+# What the installed transformers calls the cache: `cache` from 5.24 on, `past_key_values` before.
+CACHE_NAME = next(
+    one.name for one in dataclasses.fields(CausalLMOutputWithPast) if one.name in ("cache", "past_key_values")
+)
 
 # Layers whose state grows get room for at least so many tokens.
 _LEAST_ROOM = 256
@@ -79,6 +86,11 @@ class LongseqCache(Cache):
         return False
 
     @property
+    def is_linear(self) -> list[bool]:
+        """Not linear for `generate`: it then leaves out the tokens of a prompt that the cache has read."""
+        return [False]
+
+    @property
     def is_initialized(self) -> bool:
         return self.state is not None
 
@@ -112,14 +124,25 @@ class LongseqCache(Cache):
         return f"{type(self).__name__}(tokens={self.tokens})"
 
 
+def one_cache(cache: Any, past_key_values: Any, others: dict[str, Any]) -> Any:
+    """The cache of a call, from either name of it, or None. `others` are the further keyword arguments of the call.
+
+    ValueError for two caches, and for one under a name that this version of longseq does not know: a model that read
+    on without its cache would write another text.
+    """
+    if cache is not None and past_key_values is not None:
+        raise ValueError("cache and past_key_values are both given: they are two names of one argument")
+    if unknown := [name for name, value in others.items() if isinstance(value, Cache)]:
+        raise ValueError(f"{unknown[0]} holds a cache, which these models take as cache or past_key_values")
+    return past_key_values if cache is None else cache
+
+
 def cache_of(given: Any) -> LongseqCache:
     """A cache that was given to a model, or a new one for None. ValueError for the cache of another library's model."""
     if given is None:
         return LongseqCache()
     if not isinstance(given, LongseqCache):
-        raise ValueError(
-            f"past_key_values is a {type(given).__name__}: give the LongseqCache that the model has returned"
-        )
+        raise ValueError(f"the cache is a {type(given).__name__}: give the LongseqCache that the model has returned")
     return given
 
 

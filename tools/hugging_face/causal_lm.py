@@ -29,7 +29,7 @@ except ImportError as error:
     raise ImportError('models of transformers need transformers 5.13: pip install "longseq[text]"') from error
 
 from longseq.tools.hugging_face.backbone import BackboneConfig, BackboneModel, require_tokens
-from longseq.tools.hugging_face.cache import LongseqCache, cache_of, rows_with_padding
+from longseq.tools.hugging_face.cache import CACHE_NAME, LongseqCache, cache_of, one_cache, rows_with_padding
 
 
 class LongseqConfig(BackboneConfig):
@@ -93,6 +93,7 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: LongseqCache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Score what follows each token.
@@ -100,20 +101,22 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
         Args:
             input_ids: `[B, T]`.
             attention_mask: `[B, T]`, or longer with the tokens of the cache in front; 0 at padding.
-            past_key_values: the cache of the tokens before.
+            past_key_values: the cache of the tokens before, by the name that transformers has for it up to 5.23.
             labels: `[B, T]`, the tokens themselves, -100 where nothing is predicted; shifted here. The first token
                 behind padding is not predicted, either.
             use_cache: return the cache; by default the configuration's `use_cache`, and not in training.
             logits_to_keep: score the last n tokens alone, 0 for all; or the indices of the tokens.
+            cache: the cache of the tokens before, by its name from transformers 5.24 on.
             kwargs: `position_ids [1, T]` that begin anew separate packed sequences, as do their numbers
                 `seq_idx [1, T]` and the borders `cu_seq_lens_q [N + 1]`. Each one is read from position 0 on. The loss
                 takes `num_items_in_batch`.
 
         Raises:
-            ValueError: there are no tokens, or more than learned positions; the cache is another library's or of other
-                rows, a mask has another form, hidden states or attentions are wanted.
+            ValueError: there are no tokens, or more than learned positions; the cache is another library's, of other
+                rows or given twice, a mask has another form, hidden states or attentions are wanted.
         """
-        input_ids, cache, mask, borders = self._enter(input_ids, attention_mask, past_key_values, use_cache, kwargs)
+        earlier = one_cache(cache, past_key_values, kwargs)
+        input_ids, cache, mask, borders = self._enter(input_ids, attention_mask, earlier, use_cache, kwargs)
         one = input_ids.shape[1] == 1 and mask is None and borders is None
         if cache is not None and cache.state is not None and one:
             logits = cache.step(self.model, input_ids[:, 0]).unsqueeze(1)
@@ -130,7 +133,7 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
                 labels = labels.clone()
                 labels[:, 1:][~mask[:, :-1]] = -100
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE_NAME: cache})
 
     @can_return_tuple
     def read(
@@ -139,18 +142,20 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         past_key_values: LongseqCache | None = None,
         use_cache: bool | None = None,
+        cache: LongseqCache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Read tokens without scoring; the arguments are those of `forward`, and `last_hidden_state` is `[B, T, D]`."""
-        tokens, cache, mask, borders = self._enter(input_ids, attention_mask, past_key_values, use_cache, kwargs)
+        earlier = one_cache(cache, past_key_values, kwargs)
+        tokens, cache, mask, borders = self._enter(input_ids, attention_mask, earlier, use_cache, kwargs)
         features = self._read(tokens, cache, mask, borders)
-        return BaseModelOutputWithPast(last_hidden_state=features, past_key_values=cache)
+        return BaseModelOutputWithPast(last_hidden_state=features, **{CACHE_NAME: cache})
 
     def _enter(
         self,
         input_ids: Tensor | None,
         attention_mask: Tensor | None,
-        past_key_values: Any,
+        earlier: Any,
         use_cache: bool | None,
         options: dict[str, Any],
     ) -> tuple[Tensor, LongseqCache | None, Tensor | None, Tensor | None]:
@@ -161,7 +166,7 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
                 raise ValueError(f"{wanted}: these models return logits and a cache alone")
         tokens = require_tokens(input_ids, options.pop("inputs_embeds", None))
         keep = (self.config.use_cache and not self.training) if use_cache is None else use_cache
-        cache = cache_of(past_key_values) if keep or past_key_values is not None else None
+        cache = cache_of(earlier) if keep or earlier is not None else None
         mask = rows_with_padding(attention_mask, tokens.shape[1])
         borders = _borders(options, tokens, mask)
         if cache is not None:
@@ -182,7 +187,7 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
     def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
         # `generate` takes the arguments of `forward` only where both functions call the others `kwargs`.
         inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
-        if inputs.get("past_key_values") is not None and not kwargs.get("is_first_iteration"):
+        if inputs.get(CACHE_NAME) is not None and not kwargs.get("is_first_iteration"):
             inputs["attention_mask"] = None  # a generated token is never padding
         return inputs
 
