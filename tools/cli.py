@@ -294,7 +294,7 @@ def _run_verb(name: str, overrides: list[str]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.argv = [f"{command_line[0]} {name}", *overrides]
     try:
-        with kept_root_logger():
+        with kept_root_logger(), helps_of_text():
             hydra.main(version_base="1.3", config_path="pkg://longseq.conf", config_name=name.replace(" ", "_"))(task)()
     except Exception as error:
         if not trials.knows(error) or not is_users(error) or wants_traceback():
@@ -325,6 +325,29 @@ def kept_root_logger() -> Iterator[None]:
                 handler.close()
         root.handlers[:] = handlers
         root.setLevel(level)
+
+
+@contextmanager
+def helps_of_text() -> Iterator[None]:
+    """Let Hydra make its parser in any Python.
+
+    The help of its --shell-completion is an object that becomes text when it is printed. From Python 3.14 on, argparse
+    takes text alone there, and no command would begin.
+    """
+    import argparse
+
+    add_argument = argparse.ArgumentParser.add_argument
+
+    def add_described(self: argparse.ArgumentParser, *names: str, **options: Any) -> argparse.Action:
+        if not isinstance(options.get("help", ""), str | None):
+            options["help"] = "Install or uninstall shell completion"
+        return add_argument(self, *names, **options)
+
+    argparse.ArgumentParser.add_argument = add_described  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        argparse.ArgumentParser.add_argument = add_argument  # type: ignore[method-assign]
 
 
 def quote_texts(name: str, arguments: list[str]) -> list[str]:

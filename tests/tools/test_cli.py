@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib
 import importlib.metadata
@@ -179,6 +180,22 @@ def test_a_mistake_is_one_line(monkeypatch, capsys, tmp_path, command, words):
 
 
 @pytest.mark.slow
+def test_commands_begin_in_pythons_whose_parser_takes_texts_alone(monkeypatch, capsys, tmp_path):
+    """Python 3.14 refuses a help that is no text. Hydra has one, which becomes text when it is printed."""
+    monkeypatch.chdir(tmp_path)
+    add_argument = argparse.ArgumentParser.add_argument
+
+    def refuse(self, *names, **options):
+        if "%" in options.get("help", ""):  # what Python 3.14 asks of each help
+            options["help"] % {}
+        return add_argument(self, *names, **options)
+
+    monkeypatch.setattr("argparse.ArgumentParser.add_argument", refuse)
+    assert run(monkeypatch, "describe", "list=mixers") == 0
+    assert "longhorn" in capsys.readouterr().out
+    assert argparse.ArgumentParser.add_argument is refuse
+
+
 def test_a_verb_helps(monkeypatch, capsys):
     assert run(monkeypatch, "train", "--help") == 0
     output = capsys.readouterr().out
