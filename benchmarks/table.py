@@ -105,7 +105,7 @@ def mean(cell: Any) -> str:
 
 def millions(count: int, beside: int | None = None) -> str:
     """The number of parameters, and its difference from that of the reference row if it is more than 2 %."""
-    text = f"{count / 1e6:.2f}M" if count < 1e7 else f"{count / 1e6:.0f}M"
+    text = f"{count / 1e6:.2f}M" if count < 1e7 else f"{count / 1e6:.0f}M" if count < 1e9 else f"{count / 1e9:.2f}B"
     if beside is None or abs(count / beside - 1) <= 0.02:
         return text
     return f"{text} ({100 * (count / beside - 1):+.0f} %)"
@@ -315,6 +315,7 @@ def trainer_speed() -> str:
     lines = [
         [
             row["run"],
+            millions(row["parameters"]),
             f"{row['trainer_tokens_per_second']:,.0f}",
             f"{row['loop_tokens_per_second']:,.0f}",
             f"{100 * row['share']:.0f} %",
@@ -323,7 +324,7 @@ def trainer_speed() -> str:
         ]
         for row in result["rows"]
     ]
-    heading = ["run", "tokens/s of `longseq train`", "of a plain loop", "share", "memory", "of the loop"]
+    heading = ["run", "parameters", "tokens/s of `longseq train`", "of a plain loop", "share", "memory", "of the loop"]
     return draw(heading, lines) + "\n" + surroundings(result["rows"])
 
 

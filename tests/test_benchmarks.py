@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
+from statistics import mean
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -256,6 +259,10 @@ def test_every_row_says_what_it_was_measured_on(script):
     for name in table.list_tables():
         result = table.read(name)
         assert "..." not in result["command"], f"{name}: a command that cannot be run"
+        for command in result["command"].split("; "):
+            program, *words = shlex.split(command)
+            assert program in ("longseq", "python"), f"{name}: {command} is no command"
+            assert not any(word.startswith("(") for word in words), f"{name}: {command} holds a remark"
         for row in result["rows"]:
             measured = row["measured"]
             assert ("commit" in measured) != ("recorded" in measured), f"{name}: {row}"
@@ -289,3 +296,53 @@ def test_parameters_say_when_they_are_not_those_of_attention(script):
     assert table.millions(3_582_922, 3_582_922) == "3.58M"
     assert table.millions(3_650_000, 3_582_922) == "3.65M"
     assert table.millions(394_920_960, 336_479_232) == "395M (+17 %)"
+    assert table.millions(1_281_266_688) == "1.28B"
+
+
+def test_the_trainers_table_tells_the_parameters_of_what_its_rows_call_by_their_scale(script):
+    assert "| 340M, longhorn, 2,048 tokens | 395M | 135,559 |" in script("table").trainer_speed()
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+    return json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())["rows"]
+
+
+def words_of(path: str) -> str:
+    """The text of a page or of a configuration's comments in one line."""
+    return " ".join((ROOT / path).read_text().replace("\n#", "\n").split())
+
+
+def test_figures_in_sentences_are_those_of_the_rows():
+    top1 = {row["model"]: 100 * mean(row["test_top1"].values()) for row in rows_of("cifar10")}
+    gains = [
+        top1[name] - top1[f"{name} without convolution"] for name in ("deltanet", "longhorn", "longhorn_exact", "mamba")
+    ]
+    said = "The short convolution gives DeltaNet {:.1f} points, Longhorn {:.1f}, its exact form {:.1f} and Mamba {:.1f}"
+    for page in ("docs/pages/results.md", "benchmarks/README.md"):
+        assert said.format(*gains) in words_of(page), page
+
+    digits = [mean(row["test_top1"].values()) for row in rows_of("digits")]
+    assert f"test/top1 of {min(digits):.3f} to {max(digits):.3f} by mixer" in words_of("conf/comparison/digits.yaml")
+
+    accuracy = {row["mixer"]: mean(row["test/accuracy"].values()) for row in rows_of("imdb")}
+    said = "Expected: {mamba2:.3f} with mamba2, {gated_deltanet:.3f} with gated_deltanet (three seeds each), {gla:.3f}"
+    assert said.format(**accuracy) in words_of("conf/experiment/document/imdb.yaml")
+
+    memory = [row["trainer_gib"] / row["loop_gib"] - 1 for row in rows_of("trainer_speed")]
+    assert f"up to {100 * max(memory):.0f} % more memory than the loop" in words_of("docs/pages/results.md")
+
+    files = [row for row in rows_of("files") if row["part"] == "whole" and "compile" not in row]
+    shares = {decode: [100 * row["of_step"] for row in files if row["decode"] == decode] for decode in ("gpu", "cpu")}
+    spans = {decode: f"{min(values):.0f} to {max(values):.0f} %" for decode, values in shares.items()}
+    said = (
+        f"eager models trained at {spans['gpu']} of the speed of their bare step with `gpu`, and at {spans['cpu']} with"
+    )
+    assert said in words_of("docs/pages/data.md")
+
+
+def test_the_page_of_kernels_tells_what_the_table_of_compilations_was_made_with():
+    held = json.loads((ROOT / "benchmarks" / "compilations.json").read_text())
+    triton, torch_version = (".".join(held["versions"][name].split(".")[:2]) for name in ("triton", "torch"))
+    assert held["missing"] == 0
+    said = f"With Triton {triton} and torch {torch_version} all of them compile and fit."
+    assert said in words_of("docs/pages/kernels.md")

@@ -39,8 +39,8 @@ class DeltaNet(Mixer[DeltaNetState]):
         S ← S + β k (v − Sᵀ k)ᵀ;   y = W_o RMSNorm(Sᵀ q / √K)
 
     v has SiLU for every φ, and q the scale 1/√K, as in the published code; the paper gives activations of q and k only,
-    and no scale. RMSNorm does not cancel the scale where outputs are as small as its eps: with initial weights and
-    heads of 128 channels, layers with and without the scale differ by 22 %.
+    and no scale. RMSNorm does not cancel the scale where outputs are as small as its eps: over 128 random tokens,
+    layers of 512 channels in heads of 128 with initial weights differ by a quarter with and without the scale.
 
     Args:
         num_heads, head_dim: give at most one; by default heads of 128 channels (64, ... where 128 does not divide).

@@ -371,6 +371,46 @@ def test_two_classes_of_different_sizes(tiny, compose_config, tmp_path):
 
 
 @pytest.mark.slow
+def test_commands_lead_from_an_imbalanced_folder_to_a_file_with_the_same_figures(
+    tmp_path, command_here, tiny_overrides
+):
+    onnxruntime = pytest.importorskip("onnxruntime")
+
+    def run(*words: str) -> str:
+        done = command_here(tmp_path, *words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    target, images = load_digits().target, tmp_path / "images"
+    for split, numbers in (("train", range(300)), ("val", range(300, 400))):
+        for name, three in (("three", True), ("other", False)):
+            write_digits(images / split / name, "", [i for i in numbers if (target[i] == 3) == three])
+    keys = ("data=image_folder", "data.root=images", "recipe=auto", "recipe.batch_size=32", *DATA[2:])
+    weighted = ("data.class_weights=balanced", "task.metric=f1")
+    told = run("train", *tiny_overrides, *keys, *weighted, "recipe.epochs=2", "output=run")
+    written = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert "recipe auto for 300 images of 2 classes at 8 px (few images, seen often): batch 32, 2 epochs" in told
+    assert re.search(rf"^test/f1 +{written['test/f1']:.4f} *$", told, re.MULTILINE)
+
+    checkpoint = "checkpoint=run/checkpoints/best.ckpt"
+    run("predict", checkpoint, "input=images/val", "output=told.csv", "saliency=seen")
+    rows = read_rows(tmp_path / "told.csv")
+    wanted = [Path(row["path"]).parent.name for row in rows]
+    assert sk.f1_score(wanted, [row["class_1"] for row in rows], average="macro") == pytest.approx(written["test/f1"])
+    assert len(list((tmp_path / "seen").rglob("*.png"))) == len(rows) == 100
+    run("evaluate", checkpoint, "trainer=cpu")
+    assert json.loads((tmp_path / "run" / "evaluation_test.json").read_text())["test/f1"] == written["test/f1"]
+
+    run("export", checkpoint, "output=model.onnx", "preprocess=true", "softmax=true", "latency=false")
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
+    names = json.loads(session.get_modelmeta().custom_metadata_map["class_names"])
+    pixels = np.stack([np.asarray(Image.open(tmp_path / row["path"])) for row in rows])
+    (scores,) = session.run(None, {"images": pixels[:, None]})
+    chosen = [names[number] for number in scores.argmax(1)]
+    assert sk.f1_score(wanted, chosen, average="macro") == pytest.approx(written["test/f1"])
+
+
+@pytest.mark.slow
 def test_several_labels_from_a_table_train_and_export(tiny, compose_config, tmp_path):
     """The exported file, with nothing but its metadata, gives the run's figures on the test images."""
     onnxruntime = pytest.importorskip("onnxruntime")
