@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from longseq.blocks.hooks import has_observers, step_by_call
 from longseq.blocks.recompute import checkpoint_if
 from longseq.blocks.sharding import gathers_parameters
 from longseq.blocks.token_shift import previous_tokens
@@ -81,6 +82,8 @@ class ChannelMixing(nn.Module):
     @gathers_parameters
     def step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Mix one more token `x [B, D]`."""
+        if has_observers(self):
+            return step_by_call(self, x, state)
         return self._mix(x, state.squeeze(-1).to(x.dtype)), x.to(state.dtype).unsqueeze(-1)
 
     def initial_state(

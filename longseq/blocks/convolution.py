@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longseq.blocks.hooks import is_replaceable, step_by_call
 from longseq.blocks.pairs import stack_pair
 from longseq.kernels import convolved_features, short_convolution, short_convolution_step
 from longseq.kernels.dispatch import backend_of_step
@@ -109,6 +110,8 @@ class ShortConvolution(nn.Module):
 
     def step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Convolve one more token `x [B, channels]`."""
+        if not is_replaceable(self, ShortConvolution):
+            return step_by_call(self, x, state)
         backend = backend_of_step(self.backend)
         return short_convolution_step(x, self.weight, state, self.bias, activation=self.activation, backend=backend)
 

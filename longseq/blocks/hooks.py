@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def is_replaceable(module: nn.Module, kind: type[nn.Module]) -> bool:
@@ -23,12 +24,19 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def has_observers(module: nn.Module) -> bool:
-    """True if hooks other than those of `fully_shard` are registered, because such hooks can read inputs and outputs.
+    """True if a call reads or changes inputs and outputs: hooks other than `fully_shard`'s, or a `forward` of its own.
 
     The hooks of `fully_shard` gather and release weights only.
     """
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(not _is_of_sharding(hook) for kind in hooks for hook in kind.values())
+    observed = any(not _is_of_sharding(hook) for kind in hooks for hook in kind.values())
+    return observed or "forward" in module.__dict__
+
+
+def step_by_call(module: nn.Module, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+    """Read one token `x [B, D]` as a sequence of one: hooks run in calls of a module, and not in its method `step`."""
+    y, state = module(x.unsqueeze(1), state)
+    return y.squeeze(1), state
 
 
 def _is_of_sharding(hook: object) -> bool:

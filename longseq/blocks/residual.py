@@ -10,6 +10,7 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 
 from longseq.blocks.channel_mixing import ChannelMixing
+from longseq.blocks.hooks import has_observers, step_by_call
 from longseq.blocks.norm import add_and_norm
 from longseq.blocks.positions import Layout
 from longseq.blocks.precision import product_dtype
@@ -92,6 +93,8 @@ class Block(nn.Module, Generic[StateT]):
     @gathers_parameters
     def step(self, x: Tensor, state: StateT) -> tuple[Tensor, StateT]:
         """Transform one more token `x [B, D]`; raises ValueError for a reading in several directions."""
+        if has_observers(self):
+            return step_by_call(self, x, state)
         own, shift = self._split(state)
         y, following = self.mixer.step(self.enter(x), own)
         if not isinstance(self.mlp, ChannelMixing):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from longseq.arguments import KeepsArguments
+from longseq.blocks.hooks import has_observers, step_by_call
 from longseq.blocks.positions import Layout
 from longseq.blocks.reading import BACKWARD, FORWARD
 from longseq.blocks.recompute import checkpoint_if
@@ -127,6 +128,8 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
         cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         output_final_state: bool = True,
+        projected: bool = False,
+        reverse: Reverse | None = None,
     ) -> tuple[Tensor, StateT | None]:
         """Mix a batch of sequences.
 
@@ -139,6 +142,9 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
             mask: `[B, T]`, True at real tokens, for sequences that are not packed. Padding leaves the state unchanged,
                 whatever its values; its outputs are undefined.
             output_final_state: False: no state is computed, and None is returned in its place.
+            projected: x is what `project_in` returns, and y what `project_out` takes. `Directions` calls its mixers so
+                where they have hooks.
+            reverse: the direction, in place of the attribute's.
 
         Returns:
             `y [B, T, d_model]` and the state after the last real token, or None.
@@ -149,14 +155,14 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
         packing = check_rows(x, cu_seqlens, mask)
         check_state_rows(state, x.shape[0] if packing is None else packing.count)
         y, state = self.read(
-            self.project_in(hide_padding(x, mask)),
+            x if projected else self.project_in(hide_padding(x, mask)),
             state,
-            reverse=self.reverse,
+            reverse=self.reverse if reverse is None else reverse,
             cu_seqlens=packing,
             mask=mask,
             output_final_state=output_final_state,
         )
-        return self.project_out(y), state
+        return y if projected else self.project_out(y), state
 
     def read(
         self,
@@ -194,6 +200,8 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
     @gathers_parameters
     def step(self, x: Tensor, state: StateT) -> tuple[Tensor, StateT]:
         """Mix one more token: `x [B, d_model]` and the state before it give `y [B, d_model]` and the state after it."""
+        if has_observers(self):
+            return step_by_call(self, x, state)
         y, state = self.scan_step(self.project_in(x), state)
         return self.project_out(y), state
 
@@ -234,9 +242,9 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
 
         `backward` has the same class and options, and may be this mixer itself. Each operation over sequences is called
         once for both scans, and reads the second half of its rows from the end. The submodules of both mixers are not
-        called; only their parameters are used. `Directions` therefore does not call this method if a submodule has
-        hooks or was replaced, if a callback watches (see `observe`), or for packed rows, which operations read in one
-        direction.
+        called; only their parameters are used. `Directions` therefore does not call this method if a mixer or a
+        submodule has hooks or was replaced, if a callback watches (see `observe`), or for packed rows, which operations
+        read in one direction.
         """
         raise _undefined(self, "scan_pair")
 

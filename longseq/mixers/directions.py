@@ -50,8 +50,9 @@ class Directions(NotScriptable):
     the only mixer.
 
     A mixer with `Mixer.scan_pair` reads an order and its reverse in one call, which launches each operation once for
-    both. It reads one order after the other if a callback watches it, if its submodules have hooks or were replaced
-    (adapters, quantisation), and for packed rows.
+    both. It reads one order after the other if a callback watches it, if it or its submodules have hooks or were
+    replaced (adapters, quantisation), and for packed rows. A hook on a mixer of this layer sees what that mixer alone
+    does: the projected tokens, and its reading before the output projection.
 
     The two mixers of a pair are separate modules, and `scan_pair` stacks their parameters in each call. One module with
     stacked parameters `[2, ...]` would save these copies, but it would lose more. Hooks, adapters and quantisation look
@@ -154,7 +155,8 @@ class Directions(NotScriptable):
         """
         mixer = self.readers[index]
         projecting = mixer if self.share == "none" else self.readers[0]
-        y, state = mixer.read(
+        y, state = _scan(
+            mixer,
             projecting.project_in(x),
             state,
             reverse=self.orders[index] in REVERSED,
@@ -200,7 +202,7 @@ class Directions(NotScriptable):
             orders, reverse = orders[::2] * 2, "second_half"
         stacked = _stack([reorder(projected, order, layout) for order in orders])
         masks = None if mask is None else _stack([reorder(mask, order, layout) for order in orders])
-        y, _ = mixer.read(stacked, reverse=reverse, mask=masks, output_final_state=False)
+        y, _ = _scan(mixer, stacked, reverse=reverse, mask=masks, output_final_state=False)
         readings = _unstack(y, len(orders))
         return [restore(reading, order, layout) for reading, order in zip(readings, orders, strict=True)]
 
@@ -305,5 +307,12 @@ def _read(
     along, reverse = REVERSED.get(order, order), order in REVERSED
     mask = None if mask is None else reorder(mask, along, layout)
     projected = reorder(projected, along, layout)
-    y, _ = mixer.read(projected, reverse=reverse, cu_seqlens=packing, mask=mask, output_final_state=False)
+    y, _ = _scan(mixer, projected, reverse=reverse, cu_seqlens=packing, mask=mask, output_final_state=False)
     return restore(y, along, layout)
+
+
+def _scan(mixer: AnyMixer, projected: Tensor, state: Any = None, **options: Any) -> tuple[Tensor, Any]:
+    """`Mixer.read`; a mixer with hooks is called, because hooks run in calls only."""
+    if is_hooked(mixer):
+        return mixer(projected, state, projected=True, **options)
+    return mixer.read(projected, state, **options)

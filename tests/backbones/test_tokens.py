@@ -433,6 +433,21 @@ def test_a_residual_in_float32_in_a_model_of_half_precision() -> None:
     assert seen == [torch.float32, torch.bfloat16]
 
 
+@pytest.mark.parametrize(("mixer", "mlp"), [("rwkv6", "rwkv"), ("attention", "swiglu")])
+def test_hooks_on_blocks_act_on_steps(mixer: str, mlp: str) -> None:
+    model, tokens = make(mixer, mlp=mlp), make_tokens(2)
+    plain = model(tokens)[0]
+    model.blocks[0].register_forward_hook(lambda module, given, found: (found[0] + 1, found[1]))
+    model.blocks[0].mlp.register_forward_hook(
+        lambda module, given, found: tuple([2 * found[0], *found[1:]]) if isinstance(found, tuple) else 2 * found
+    )
+    expected = model(tokens)[0]
+    assert not torch.allclose(plain, expected)
+    assert_same(steps(model, tokens, model.initial_state(2, dtype=torch.float64)), expected)
+    _, state = model(tokens[:, :5])
+    assert_same(steps(model, tokens[:, 5:], model.preallocate(state, 13)), expected[:, 5:])
+
+
 def test_gradient_checkpointing_changes_no_gradient() -> None:
     gradients = []
     for enable in (False, True):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from longseq import mixers
+from longseq.blocks.convolution import ShortConvolution
 from longseq.kernels import dispatch, longhorn_scan, selective_scan
 from longseq.kernels.packing import Packing
 from longseq.mixers import contract
@@ -530,6 +531,39 @@ def test_a_convolution_that_others_hook_onto_is_called(name, change):
         y.sum().backward()
         torch.testing.assert_close(y, expected)
     assert len(calls) == (2 if change in ("hook", "wrapper", "forward") else 0)
+
+
+def double(module: nn.Module, arguments: Any, result: Any) -> Any:
+    return (2 * result[0], *result[1:])
+
+
+def prune_and_load(module: nn.Module) -> None:
+    for name in [name for name, _ in module.named_parameters(recurse=False)]:
+        prune.random_unstructured(module, name, 0.5)
+        with torch.no_grad():  # as other weights are loaded: the hook of the next call multiplies them by the mask
+            module.get_parameter(f"{name}_orig").mul_(2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+@cases("change", [lambda module: module.register_forward_hook(double), prune_and_load])
+def test_steps_call_the_hooks_of_a_mixer_and_of_its_convolutions(name: str, change: Any) -> None:
+    torch.manual_seed(0)
+    plain = mixers.create(name, D_MODEL).double()
+    convolutions = [part for part, module in plain.named_modules() if isinstance(module, ShortConvolution)]
+    x = make_tokens(2, 3)
+    for part in ["", *convolutions]:
+        changed = []
+        for _ in range(2):  # a call of the whole sequence would compute pruned weights for the steps
+            torch.manual_seed(1)
+            mixer = copy.deepcopy(plain)
+            change(mixer.get_submodule(part))
+            changed.append(mixer)
+        state, results = changed[0].initial_state(2, dtype=x.dtype), []
+        for token in x.unbind(1):
+            y, state = changed[0].step(token, state)
+            results.append(y)
+        assert_same(torch.stack(results, 1), changed[1](x)[0])
 
 
 class Wrapper(torch.nn.Module):

@@ -4,6 +4,7 @@ from functools import partial
 import pytest
 import torch
 from cases import cases
+from torch.nn.utils import prune
 
 from longseq import mixers
 from longseq.blocks.positions import TOKEN_PLACES, Layout, layout_of
@@ -194,6 +195,38 @@ def test_hooks_and_substitutes_of_parts_are_called():
     layer.mixers[1].x_proj = Adapted(part.in_features, part.out_features, bias=False).double()
     layer.mixers[1].x_proj.weight = part.weight
     assert not torch.allclose(layer(x)[0], plain)
+
+
+@pytest.mark.parametrize("share", SHARING)
+@cases("mixer", ["longhorn", "mamba", "linear_attention"])
+def test_hooks_on_the_mixers_see_each_reading(mixer, share):
+    layer, x = build(mixer, share=share), tokens(Layout(2, 3, None))
+    plain, seen = layer(x)[0], []
+    for part in layer.mixers:
+        part.register_forward_hook(lambda _, __, found: seen.append(found[0]))
+    torch.testing.assert_close(layer(x)[0], plain)
+    assert len(seen) == len(layer.mixers)
+    readings = seen if share != "all" else seen[0].chunk(2)
+    if share == "none":
+        expected = sum(part.project_out(reading) for part, reading in zip(layer.mixers, readings, strict=True))
+    else:
+        expected = layer.mixers[0].project_out(sum(readings))
+    torch.testing.assert_close(plain, expected)
+    layer.mixers[-1].register_forward_hook(lambda _, __, found: (2 * found[0], *found[1:]))
+    assert not torch.allclose(layer(x)[0], plain)
+
+
+def test_pruned_parameters_of_the_mixers_follow_the_weights():
+    layer, x = build("mamba"), tokens(Layout(2, 3, None))
+    for part in layer.mixers:
+        prune.identity(part, "A_log")
+    plain = layer(x)[0]
+    with torch.no_grad():
+        layer.mixers[1].A_log_orig.mul_(2)  # as a step of training or other weights do
+    assert not torch.allclose(layer(x)[0], plain)
+    for _ in range(2):
+        layer(x)[0].sum().backward()
+    assert all(part.A_log_orig.grad.abs().sum() > 0 for part in layer.mixers)
 
 
 @pytest.mark.gpu
