@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageFile
 
 from longseq.tasks.data.unreadable import UNREADABLE
 
@@ -171,7 +171,7 @@ def find_range(file: IO[bytes]) -> tuple[int, int] | None:
         return int(np.asarray(image.convert("RGB")).max()), 65535
 
 
-def _correct_planes(image: Image.Image) -> None:
+def _correct_planes(image: ImageFile.ImageFile) -> None:
     """Make Pillow read planes of 16 bits in a TIFF file as such: where they are not compressed, it takes them for 8."""
     tags = _tags(image)
     if tags.get(284) == 2 and _bits(image) == 16 and all(tile.codec_name == "raw" for tile in image.tile):
@@ -181,7 +181,7 @@ def _correct_planes(image: Image.Image) -> None:
         image.tile = [tile._replace(args=_with_raw_mode(tile.args, f"{{}};16{order}".format)) for tile in image.tile]
 
 
-def _is_wide_colour(image: Image.Image) -> bool:
+def _is_wide_colour(image: ImageFile.ImageFile) -> bool:
     """True for colours of 16 bits, of which Pillow keeps 8."""
     if image.mode not in ("RGB", "RGBA") or not image.tile:
         return False

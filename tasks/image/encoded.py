@@ -77,8 +77,9 @@ def read_encoded(
     try:
         data, target = read_file(index)
         size = find_jpeg_size(data)
-        encoded = size is not None and takes(size)
-        return (Jpeg(data, size, position) if encoded else decode(io.BytesIO(data))), target
+        if size is not None and takes(size):
+            return Jpeg(data, size, position), target
+        return decode(io.BytesIO(data)), target
     except UNREADABLE as error:
         return Failure(split.source.path(index), first_line(error))
 
