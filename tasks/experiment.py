@@ -67,7 +67,7 @@ class OptimizerKeys:
     """Keys of `recipe.optimizer`; timm's `create_optimizer_v2` and the optimizer's class have more."""
 
     opt: Annotated[str, OneOf(timm.optim.list_optimizers)]
-    weight_decay: Annotated[float, Range(0)] = 0.0
+    weight_decay: Annotated[float, Range(0, below=1e30)] = 0.0
     layer_decay: Annotated[float | None, Range(above=0, most=1)] = None
     betas: Annotated[list[float], Range(0, below=1)] | None = None
     eps: Annotated[float | None, Range(above=0)] = None
@@ -101,7 +101,7 @@ class RecipeKeys:
     validate_every_updates: Any = None
     validate_every_tokens: Any = None
     batch_size: Annotated[int, Range(1)]
-    learning_rate: Annotated[float, Range(0)]
+    learning_rate: Annotated[float, Range(0, below=1e30)]
     reference_batch_size: Annotated[int | None, Range(1)] = None
     optimizer: Mapping[str, Any]
     schedule: Mapping[str, Any]

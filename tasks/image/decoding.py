@@ -7,19 +7,22 @@ import io
 import os
 import re
 import stat
+import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageFile
 
 from longseq.tasks.data.unreadable import UNREADABLE
 
 # Exported files contain this text, for programs that prepare images for them.
 DECODING = (
-    "first frame; turned upright by its EXIF orientation; 16-bit integers divided by 257 (fewer bits by their range), "
-    "floats in 0..1 multiplied by 255, both rounded; transparency dropped; converted to RGB, or grey for one channel"
+    "first frame; turned upright by its EXIF orientation; 16-bit grey divided by 257 (fewer bits by their range), "
+    "floats in 0..1 multiplied by 255, both rounded; of 16-bit colours the upper 8 bits (PPM: rounded as grey); "
+    "colour profiles not applied; transparency dropped; converted to RGB, or grey for one channel"
 )
 # The same of `transforms.evaluation_transform`.
 RESIZING = (
@@ -72,6 +75,7 @@ def decode(file: str | Path | IO[bytes]) -> Image.Image:
         with open(file, "rb", opener=open_regular) as stream:
             return decode(stream)
     with Image.open(file) as image:
+        _correct_planes(image)
         image.load()
         return in_eight_bits(upright(image))
 
@@ -127,6 +131,8 @@ def upright(image: Image.Image) -> Image.Image:
 
 def in_eight_bits(image: Image.Image) -> Image.Image:
     """Convert an image of any mode to 8 bits per channel, in a mode that converts to RGB and L, or raise ValueError."""
+    if _first(_tags(image).get(339)) == 2 and _bits(image) < 32:  # Pillow takes -1 of 8 bits for 255
+        raise ValueError("integers with a sign do not tell which one is black: store 8 or 16 bits without one")
     if image.mode.startswith("I;16"):
         return _scaled(image, 2 ** _bits(image) - 1, inverted=_white_is_zero(image))
     if image.mode == "I":
@@ -135,7 +141,7 @@ def in_eight_bits(image: Image.Image) -> Image.Image:
             raise ValueError("32-bit integers do not tell which one is white: store 8 or 16 bits, or floats in 0..1")
         return _scaled(image, 65535)
     if image.mode == "F":
-        return _scaled(image, 1)
+        return _scaled(image, 1, inverted=_white_is_zero(image))
     # Modes that Pillow converts to RGB or L in two steps only, or with a warning.
     between = {"P": "RGBA" if "transparency" in image.info else "P", "La": "LA", "LAB": "RGB"}.get(image.mode)
     return image if between in (None, image.mode) else image.convert(between)
@@ -147,15 +153,53 @@ def find_range(file: IO[bytes]) -> tuple[int, int] | None:
     Raises one of UNREADABLE.
     """
     with Image.open(file) as image:  # reads the head alone
-        in_colour = image.mode == "RGB" and any(str(tile[3]).startswith(("RGB;16", "('RGB;16")) for tile in image.tile)
+        _correct_planes(image)
+        in_colour = _is_wide_colour(image)
         if not (in_colour or image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))):
             return None
-        image.load()
-        if _white_is_zero(image):
-            return None
-        # Pillow keeps the upper 8 bits of colours.
-        white = 255 if in_colour else 2 ** _bits(image) - 1
-        return int(np.asarray(image).max()), white
+        if not in_colour:
+            image.load()
+            return None if _white_is_zero(image) else (int(np.asarray(image).max()), 2 ** _bits(image) - 1)
+        largest = int(np.asarray(image.convert("RGB")).max())
+    if largest:
+        return largest, 255  # Pillow keeps the upper 8 bits of colours
+    file.seek(0)
+    with Image.open(file) as image:
+        _correct_planes(image)
+        # In the other byte order Pillow keeps the lower 8 bits.
+        image.tile = [tile._replace(args=_with_raw_mode(tile.args, _swapped)) for tile in image.tile]
+        return int(np.asarray(image.convert("RGB")).max()), 65535
+
+
+def _correct_planes(image: ImageFile.ImageFile) -> None:
+    """Make Pillow read planes of 16 bits in a TIFF file as such: where they are not compressed, it takes them for 8."""
+    tags = _tags(image)
+    if tags.get(284) == 2 and _bits(image) == 16 and all(tile.codec_name == "raw" for tile in image.tile):
+        if image.mode not in ("RGB", "RGBA"):
+            raise ValueError(f"16 bits of {image.mode} in planes that are not compressed: store them side by side")
+        order = "L" if image.tag_v2.prefix == b"II" else "B"  # type: ignore[attr-defined]
+        image.tile = [tile._replace(args=_with_raw_mode(tile.args, f"{{}};16{order}".format)) for tile in image.tile]
+
+
+def _is_wide_colour(image: ImageFile.ImageFile) -> bool:
+    """True for colours of 16 bits, of which Pillow keeps 8."""
+    if image.mode not in ("RGB", "RGBA") or not image.tile:
+        return False
+    args = image.tile[0].args
+    if image.format == "PPM":
+        return isinstance(args, tuple) and args[1] > 255
+    return ";16" in str(_first(args))
+
+
+def _with_raw_mode(args: Any, change: Callable[[str], str]) -> Any:
+    """The arguments of a decoder of Pillow with another raw mode, which is the first one or the only one."""
+    return (change(args[0]), *args[1:]) if isinstance(args, tuple) else change(args)
+
+
+def _swapped(raw_mode: str) -> str:
+    kind, _, order = raw_mode.partition(";16")
+    little = order == "L" or (order == "N" and sys.byteorder == "little")
+    return f"{kind};16{'B' if little else 'L'}"
 
 
 def _scaled(image: Image.Image, white: float, *, inverted: bool = False) -> Image.Image:
@@ -170,8 +214,7 @@ def _scaled(image: Image.Image, white: float, *, inverted: bool = False) -> Imag
 
 def _bits(image: Image.Image) -> int:
     """The number of bits used in a 16-bit mode, which TIFF files of 12 bits have, too."""
-    stored = _tags(image).get(258, 16)
-    return int(stored[0] if isinstance(stored, (tuple, list)) else stored)
+    return int(_first(_tags(image).get(258, 16)))
 
 
 def _white_is_zero(image: Image.Image) -> bool:
@@ -181,3 +224,7 @@ def _white_is_zero(image: Image.Image) -> bool:
 
 def _tags(image: Image.Image) -> dict[int, Any]:
     return dict(getattr(image, "tag_v2", None) or {})
+
+
+def _first(values: Any) -> Any:
+    return values[0] if isinstance(values, (tuple, list)) else values

@@ -30,6 +30,7 @@ from longseq.tasks.image.transforms import (
 Size = tuple[int, int]  # height, width
 
 _OUTSIDE = -1  # a row or column of padding
+_LONGEST = 2**15 - 1  # rows and columns are picked by numbers of 16 bits
 
 # Operations that change each value of a pixel for itself: a table of 256 values holds them, made by the operation.
 _RAMP = Image.frombytes("L", (256, 1), bytes(range(256)))
@@ -107,6 +108,11 @@ class TrainingDraws:
         """The parameters for an image of (height, width)."""
         return Draw(self._geometry(size), *self._after_geometry())
 
+    def takes(self, size: Size) -> bool:
+        """True if an image of (height, width) has a geometry; none is for one that is too long after resizing."""
+        first = self.geometry[0]
+        return isinstance(first, RandomResizedCropAndInterpolation) or max(_resized(size, first)) <= _LONGEST
+
     def crop(self, image: Image.Image) -> tuple[Image.Image, Draw]:
         """The image after crop and flips, [S, S], and the parameters of the rest."""
         return transforms.Compose([self.mode, *self.geometry])(image), Draw(None, *self._after_geometry())
@@ -160,6 +166,10 @@ class EvaluationDraws:
     def __call__(self, size: Size) -> Draw:
         """The parameters for an image of (height, width)."""
         return Draw(_centred(size, _resized(size, self.resize), self.size), [], None)
+
+    def takes(self, size: Size) -> bool:
+        """True if an image of (height, width) has a geometry; none is for one that is too long after resizing."""
+        return max(_resized(size, self.resize)) <= _LONGEST
 
     def crop(self, image: Image.Image) -> tuple[Image.Image, Draw]:
         """The image after resizing and cropping, [S, S], and the parameters of the rest: none."""

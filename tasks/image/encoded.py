@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -65,8 +66,10 @@ class EncodedImages(NamedTuple):
     indices: list[SampleIndex]
 
 
-def read_encoded(split: Split, position: int) -> tuple[Jpeg | Image.Image, Any] | Failure:
-    """A JPEG file with its class, or another image, decoded; or why it cannot be read."""
+def read_encoded(
+    split: Split, position: int, takes: Callable[[tuple[int, int]], bool] = lambda size: True
+) -> tuple[Jpeg | Image.Image, Any] | Failure:
+    """A JPEG file of a size that a device takes with its class, or another image, decoded; or why it cannot be read."""
     read_file = getattr(split.source, "read_file", None)
     if read_file is None:
         return read_or_failure(split, position)
@@ -74,7 +77,9 @@ def read_encoded(split: Split, position: int) -> tuple[Jpeg | Image.Image, Any] 
     try:
         data, target = read_file(index)
         size = find_jpeg_size(data)
-        return (decode(io.BytesIO(data)) if size is None else Jpeg(data, size, position)), target
+        if size is not None and takes(size):
+            return Jpeg(data, size, position), target
+        return decode(io.BytesIO(data)), target
     except UNREADABLE as error:
         return Failure(split.source.path(index), first_line(error))
 
@@ -85,7 +90,7 @@ class EncodedTrainingBatches(TrainingBatches):
     def __init__(self, split: Split, draws: TrainingDraws, seed: int) -> None:
         super().__init__(split, draws.crop, seed)
         self.draws = draws
-        self.read = read_encoded
+        self.read = partial(read_encoded, takes=draws.takes)
 
     def __getitem__(self, indices: list[SampleIndex]) -> Batch:
         failures: list[Failure] = []
@@ -103,7 +108,7 @@ class EncodedEvaluationBatches(EvaluationBatches):
     def __init__(self, split: Split, draws: EvaluationDraws, info: DataInfo) -> None:
         super().__init__(split, draws.crop, info)
         self.draws = draws
-        self.read = read_encoded
+        self.read = partial(read_encoded, takes=draws.takes)
 
     def __getitem__(self, positions: list[int]) -> Batch:
         failures: list[Failure] = []

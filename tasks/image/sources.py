@@ -35,7 +35,7 @@ from longseq.tasks.image.decoding import (
 )
 from longseq.tasks.image.folder import ClassFolders, TarImages, find_images, report_passed_over
 from longseq.tasks.image.shards import ShardSource, holds_shards, open_shards
-from longseq.tasks.image.split_folders import find_split, is_compressed, refuse_compressed
+from longseq.tasks.image.split_folders import find_split, is_compressed, refuse_compressed, require_named
 from longseq.tasks.training.options import spell
 
 _log = logging.getLogger(__name__)
@@ -589,6 +589,7 @@ def open_folders(
     root = _existing(root)
     refuse_compressed(root, names)
     paths = {kind: find_split(root, kind, name) for kind, name in names.items() if name is not None}
+    require_named(root, names, paths)
     if any(paths.values()) and paths.get("train") is None:
         raise ValueError(f"{root} holds no training images: add {root}/train, or give data.train_split=NAME")
     _report_beside(root, [path for path in paths.values() if path is not None])

@@ -47,6 +47,18 @@ def find_split(root: str, kind: str, name: str | None = None) -> str | None:
     return None
 
 
+def require_named(root: str, names: Mapping[str, str | None], found: Mapping[str, object]) -> None:
+    """Raise ValueError, in one line, for a split that `root` holds under none of the usual names nor the given one.
+
+    `found` has what was found of each kind. A usual name of a kind is no name that the user gave.
+    """
+    for kind, name in names.items():
+        if name is not None and name != kind and found.get(kind) is None:
+            raise ValueError(
+                f"data.{_KEYS[kind]}={name}: {root} holds no {name}: name a split that it holds, or leave the key out"
+            )
+
+
 def is_compressed(path: str) -> bool:
     """True if a file is an archive whose images cannot be read where they lie."""
     return _COMPRESSED.search(path) is not None and os.path.isfile(path)

@@ -15,7 +15,7 @@ from longseq.tasks.data.labels import LABEL_COLUMN, Labels, read_labels, remarks
 from longseq.tasks.data.tables import check_header
 from longseq.tasks.image.decoding import decode
 from longseq.tasks.image.sources import Source, Split, Splits, finish_splits, size_of
-from longseq.tasks.image.split_folders import SPLIT_NAMES, is_compressed, refuse_compressed_tables
+from longseq.tasks.image.split_folders import SPLIT_NAMES, is_compressed, refuse_compressed_tables, require_named
 
 if TYPE_CHECKING:
     from longseq.tasks.image.config import ImageDataKeys
@@ -89,6 +89,8 @@ def open_tables(
     """
     refuse_compressed_tables(str(root), names)
     tables = {kind: find_table(root, kind, name) for kind, name in names.items()}
+    if Path(str(root)).is_dir():
+        require_named(str(root), names, tables)
     if tables["train"] is None:
         raise ValueError(f"{root} holds no {names['train']}.csv: add it, or give data.root=FILE.csv")
     rows = list(_read(tables["train"], keys))

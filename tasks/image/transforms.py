@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any, NamedTuple
 
@@ -10,13 +11,16 @@ from PIL import Image
 from timm.data import auto_augment, create_transform
 from timm.data.auto_augment import AugmentOp
 from timm.data.random_erasing import RandomErasing
-from timm.data.transforms import str_to_interp_mode
+from timm.data.transforms import str_to_interp_mode, str_to_pil_interp
 from torch import Tensor
 from torchvision import transforms
 from torchvision.transforms.functional import pil_to_tensor
 
 from longseq.tasks.image.augmentation import Augmentation
 from longseq.tasks.image.info import LEAST_CROP, DataInfo
+
+# Of a resized image, with three channels 192 MiB.
+_MOST_PIXELS = 1 << 26
 
 
 class ToMode:
@@ -27,6 +31,35 @@ class ToMode:
 
     def __call__(self, image: Image.Image) -> Image.Image:
         return image if image.mode == self.mode else image.convert(self.mode)
+
+
+class ShortSide(transforms.Resize):
+    """timm's resizing of the short side, before the centre is cut out.
+
+    Of an image so long that the result would have more than _MOST_PIXELS, only the centre is made: one of 1 x 65,535
+    pixels would take 17 GB.
+    """
+
+    def __init__(self, resize: transforms.Resize, info: DataInfo) -> None:
+        super().__init__(resize.size, resize.interpolation)
+        self.kept, self.filter = info.img_size, str_to_pil_interp(info.interpolation)
+
+    def forward(self, image: Image.Image) -> Image.Image:
+        short, long = sorted(image.size)
+        resized = self.size * long // short
+        if self.size * resized <= _MOST_PIXELS:
+            return super().forward(image)
+        wide, scale = image.width == long, long / resized
+        first = round((resized - self.kept) / 2) * scale
+        last = first + self.kept * scale
+        beside = math.ceil(3 * max(1, scale)) + 1  # what the widest filter reads
+        start, stop = max(0, int(first) - beside), min(long, math.ceil(last) + beside)
+        ends = first - start, last - start
+        if wide:
+            part = image.crop((start, 0, stop, short))
+            return part.resize((self.kept, self.size), self.filter, (ends[0], 0, ends[1], short))
+        part = image.crop((0, start, short, stop))
+        return part.resize((self.size, self.kept), self.filter, (0, ends[0], short, ends[1]))
 
 
 class PixelErasing:
@@ -101,13 +134,13 @@ def evaluation_transform(info: DataInfo) -> transforms.Compose:
     """
     if info.crop_pct < LEAST_CROP:
         raise ValueError(f"crop_pct={info.crop_pct} must be a number of at least {LEAST_CROP}: give data.crop_pct=1.0")
-    resize = create_transform(
+    resize, cut, _ = create_transform(
         (3, info.img_size, info.img_size),
         interpolation=info.interpolation,
         crop_pct=info.crop_pct,
         normalize=False,
-    )
-    return transforms.Compose([_final_mode(info), *resize.transforms[:-1], pil_to_tensor])
+    ).transforms
+    return transforms.Compose([_final_mode(info), ShortSide(resize, info), cut, pil_to_tensor])
 
 
 def normalize(images: Tensor, info: DataInfo) -> Tensor:

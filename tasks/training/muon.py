@@ -51,7 +51,7 @@ def create_muon(
     model: nn.Module,
     *,
     lr: float,
-    weight_decay: Annotated[float, Range(0)] = 0.1,
+    weight_decay: Annotated[float, Range(0, below=1e30)] = 0.1,
     momentum: Annotated[float, Range(0, below=1)] = 0.95,
     betas: Annotated[Sequence[float], Length(2, 2), Range(0, below=1)] = (0.9, 0.95),
     eps: Annotated[float, Range(above=0)] = 1e-8,

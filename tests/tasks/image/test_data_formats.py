@@ -10,6 +10,7 @@ import shutil
 import struct
 import tarfile
 import zlib
+from itertools import product
 
 import numpy as np
 import pytest
@@ -44,16 +45,27 @@ def wide(values):
     return Image.fromarray(values.astype(np.uint16) * 257)
 
 
-def big_endian_tiff():
-    """A 16-bit TIFF with the byte order that Pillow does not write."""
-    stream = io.BytesIO()
-    entries = [(256, 16), (257, 8), (258, 16), (259, 1), (262, 1), (273, 8), (277, 1), (278, 8), (279, 256)]
-    stream.write(b"MM\x00\x2a" + (8 + 256).to_bytes(4, "big") + (GREY.astype(">u2") * 257).tobytes())
-    stream.write(len(entries).to_bytes(2, "big"))
-    for tag, value in entries:
-        stream.write(struct.pack(">HHII", tag, 4, 1, value))
-    stream.write(bytes(4))
-    return stream.getvalue()
+def tiff(parts, bits, order="<", **tags):
+    """A TIFF file of arrays as they stand in it, one strip each, in forms that Pillow does not write.
+
+    `tags` has further ones by their numbers, such as `t262=0`.
+    """
+    strips = [part.astype(part.dtype.newbyteorder(order)).tobytes() for part in parts]
+    height, width = parts[0].shape[:2]
+    starts = np.cumsum([8, *map(len, strips)])
+    channels = parts[0].shape[2] if parts[0].ndim == 3 else len(parts)
+    entries = {256: [width], 257: [height], 258: [bits] * channels, 259: [1], 262: [1], 273: starts[:-1].tolist()}
+    entries |= {277: [channels], 278: [height], 279: [len(strip) for strip in strips]}
+    entries |= {int(name[1:]): list(value) if isinstance(value, tuple) else [value] for name, value in tags.items()}
+    content = {"<": b"II", ">": b"MM"}[order] + struct.pack(f"{order}HI", 42, starts[-1]) + b"".join(strips)
+    behind = int(starts[-1]) + 2 + 12 * len(entries) + 4
+    listed, further = struct.pack(f"{order}H", len(entries)), b""
+    for tag, values in sorted(entries.items()):
+        value = struct.pack(f"{order}{len(values)}I", *values)
+        if len(values) > 1:
+            value, further = struct.pack(f"{order}I", behind + len(further)), further + value
+        listed += struct.pack(f"{order}HHI", tag, 4, len(values)) + value
+    return content + listed + bytes(4) + further
 
 
 def write_grey(folder):
@@ -70,7 +82,7 @@ def write_grey(folder):
     write(folder / "transparent.png", eight.convert("P"), transparency=bytes(range(256)))
     for name in ("png", "tif", "pgm", "jp2"):
         write(folder / f"sixteen.{name}", wide(GREY))
-    (folder / "big.tif").write_bytes(big_endian_tiff())
+    (folder / "big.tif").write_bytes(tiff([GREY.astype(np.uint16) * 257], 16, ">"))
     write(folder / "floats.tif", floats)
     write(folder / "floats.pfm", floats)
     return folder
@@ -103,6 +115,40 @@ def test_rare_modes_are_taken(mode, tmp_path, recwarn):
 def test_sixteen_bits_in_which_white_is_zero(tmp_path):
     path = write(tmp_path / "inverted.tif", wide(GREY), tiffinfo={262: 0})
     assert np.array_equal(np.asarray(decode(path)), 255 - GREY)
+
+
+def test_floats_in_which_white_is_zero(tmp_path):
+    path = write(tmp_path / "inverted.tif", Image.fromarray((GREY / 255).astype(np.float32)), tiffinfo={262: 0})
+    assert np.array_equal(np.asarray(decode(path)), 255 - GREY)
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("rows", [8, 4])
+@pytest.mark.parametrize("alpha", [False, True])
+def test_planes_of_sixteen_bits_are_read_as_such(order, rows, alpha, tmp_path):
+    channels = [*np.moveaxis(COLOUR, -1, 0), *([ALPHA] if alpha else [])]
+    planes = [channel.astype(np.uint16) * 257 for channel in channels]
+    parts = [plane[row : row + rows] for plane in planes for row in range(0, 8, rows)]
+    bits = {"t258": (16,) * len(planes), "t277": len(planes), "t257": 8, "t278": rows}
+    path = tmp_path / "planes.tif"
+    path.write_bytes(tiff(parts, 16, order, t262=2, t284=2, **bits, **({"t338": 2} if alpha else {})))
+    assert np.array_equal(np.asarray(decode(path).convert("RGB")), COLOUR)
+
+
+def test_planes_of_sixteen_bits_that_pillow_cannot_read_are_refused(tmp_path):
+    path = tmp_path / "inks.tif"
+    path.write_bytes(tiff([GREY.astype(np.uint16)] * 4, 16, t262=5, t284=2))
+    with pytest.raises(ValueError, match="16 bits of CMYK in planes that are not compressed: store them side by side"):
+        decode(path)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("lowest", [-100, 0])
+def test_integers_with_a_sign_are_refused(bits, lowest, tmp_path):
+    path = tmp_path / "signed.tif"
+    path.write_bytes(tiff([(GREY // 4 + float(lowest)).astype(f"i{bits // 8}")], bits, t339=2))
+    with pytest.raises(ValueError, match="integers with a sign do not tell which one is black"):
+        decode(path)
 
 
 @pytest.mark.parametrize(
@@ -414,14 +460,14 @@ def test_a_message_names_no_file_of_python(tmp_path):
 
 
 def png_of_colours(values):
-    """A PNG file of 16 bits a colour, which Pillow does not write."""
+    """A PNG file of 16 bits a channel, grey or colours, with or without alpha, which Pillow does not write."""
 
     def chunk(name, content):
         return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
 
-    height, width, _ = values.shape
+    height, width, channels = values.shape
     rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
-    header = struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", width, height, 16, {2: 4, 3: 2, 4: 6}[channels], 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 
@@ -460,6 +506,32 @@ def test_twelve_bits_in_a_file_of_sixteen_are_told_once(kind, colours, tmp_path,
     black = sum(path.endswith("a/0.png") for path in trained)
     assert (int(found), int(count)) == (6 - black, 6)
     assert re.search(rf" of {255 if colours else 65535}\): they are read nearly black; scale their values", told)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits"),
+    [*product(["png", "alpha", "ppm", "tif", "planes"], [8, 12]), ("grey_alpha", 12)],
+)
+def test_small_values_are_told_of_colours_in_every_file(kind, bits, tmp_path, caplog):
+    values = np.full((8, 8, 3), 2**bits - 1, np.uint16)
+    alpha = np.full((8, 8, 1), 65535, np.uint16)
+    content = {
+        "png": png_of_colours(values),
+        "alpha": png_of_colours(np.concatenate([values, alpha], -1)),
+        "grey_alpha": png_of_colours(np.concatenate([values[..., :1], alpha], -1)),
+        "ppm": b"P6 8 8 65535\n" + values.astype(">u2").tobytes(),
+        "tif": tiff([values], 16, t262=2),
+        "planes": tiff([*np.moveaxis(values, -1, 0)], 16, t262=2, t284=2),
+    }[kind]
+    for label in ("a", "b"):
+        for index in range(2):
+            path = tmp_path / "images" / label / f"{index}.{kind if kind in ('png', 'ppm', 'tif') else 'png'}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    open_folder(tmp_path / "images", val_fraction=0.5, in_chans=3)
+    assert (
+        "2 of 2 training images of 16 bits that were compared have no value above 12.5 % of their range" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("bits", [14, 16])

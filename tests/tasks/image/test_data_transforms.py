@@ -1,6 +1,7 @@
 """Transforms: shapes and types for grey and colour, published presets, normalisation and its inverse."""
 
 import random
+import time
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from cases import cases
 from image_data import image_info
 from PIL import Image
 
+from longseq.tasks.image import transforms
 from longseq.tasks.image.datasets import preserved_random_state, seed_everything
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.transforms import (
@@ -65,6 +67,24 @@ def test_evaluation_resizes_by_crop_pct_and_takes_the_centre():
     pixels = evaluation_transform(image_info(img_size=32, crop_pct=0.5))(image)
     assert pixels.shape == (3, 32, 32)
     assert pixels.float().mean() > 250
+
+
+@cases("crop_pct", [0.8, 1.0, 1.25])
+@cases("size", [(3000, 7), (7, 3000)])
+def test_of_a_long_image_the_centre_alone_is_resized(size, crop_pct, monkeypatch):
+    about = image_info(img_size=32, crop_pct=crop_pct)
+    whole = evaluation_transform(about)(picture(size=size))
+    monkeypatch.setattr(transforms, "_MOST_PIXELS", 1)
+    assert torch.equal(evaluation_transform(about)(picture(size=size)), whole)
+
+
+@cases("size", [(65_535, 1), (1, 65_535)])
+def test_a_line_of_pixels_takes_little_memory(size):
+    image = Image.new("RGB", size, (9, 80, 200))
+    start = time.process_time()
+    pixels = evaluation_transform(image_info(img_size=224, crop_pct=0.875))(image)
+    assert torch.equal(pixels, torch.tensor([9, 80, 200], dtype=torch.uint8)[:, None, None].expand(3, 224, 224))
+    assert time.process_time() - start < 1  # of 17 GB the filling alone would take longer
 
 
 def test_center_crop_trains_on_what_evaluation_sees():

@@ -179,6 +179,21 @@ def test_the_batches_of_both_paths_are_the_same(folder, on_host):
     assert len(both[0].unreadable) == 3  # each of validation, and one that was drawn for training
 
 
+@cases("augment", [{"crop": "center"}, {"crop": "padded", "padding": 4}])
+@pytest.mark.slow
+def test_an_image_that_is_too_long_for_a_device_has_the_same_pixels(augment, tmp_path, on_host):
+    pixels = np.asarray(picture(0).resize((40_000, 16))).copy()
+    pixels[:, :20_000] //= 2
+    for split in ("train", "val"):
+        for label in ("one", "two"):
+            (tmp_path / split / label).mkdir(parents=True, exist_ok=True)
+            (tmp_path / split / label / "0.jpg").write_bytes(encode(Image.fromarray(pixels), quality=95))
+    both = [open_data(tmp_path, decode, augment=augment, batch_size=2) for decode in ("cpu", "gpu")]
+    for kind in ("train", "val"):
+        (ones, _), (others, _) = (next(iter(getattr(module, f"{kind}_dataloader")())) for module in both)
+        assert torch.equal(ones, others)
+
+
 @pytest.mark.slow
 def test_an_interrupted_epoch_continues_bitwise_with_any_number_of_workers(folder, on_host):
     def loader(num_workers):

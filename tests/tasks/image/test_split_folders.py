@@ -38,8 +38,8 @@ def write_tar(path: Path, folder: Path) -> Path:
     return path
 
 
-def open_folder(root: Path, **keys):
-    module = image_data(name="test", source="folder", root=str(root), img_size=8, **keys)
+def open_folder(root: Path, source: str = "folder", **keys):
+    module = image_data(name="test", source=source, root=str(root), img_size=8, **keys)
     module.setup()
     return module
 
@@ -112,6 +112,19 @@ def test_of_a_large_archive_a_sample_is_compared(tmp_path, monkeypatch):
 @pytest.mark.parametrize("folders", [["train/cat", "steam/cat"], ["a/train/cat", "b/val/cat"], ["cat", "dog"], [""]])
 def test_one_split_alone_is_not_refused(folders):
     refuse_pooled("images", folders)
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar", "csv"])
+@pytest.mark.parametrize("key", ["train_split", "val_split", "test_split"])
+def test_a_split_that_is_not_there_is_refused_by_its_name(key, kind, tmp_path):
+    root = write_splits(tmp_path / "images", "train", "val", "mine")
+    if kind == "tar":
+        root = write_tar(tmp_path / "all.tar", root / "train")
+    elif kind == "csv":
+        files = [f"{path.relative_to(root)},{path.parent.name}" for path in sorted((root / "train").rglob("*.png"))]
+        (root / "train.csv").write_text("\n".join(["file_name,label", *files]))
+    told = refusal(root, source="csv" if kind == "csv" else "folder", **{key: "mime"})
+    assert told == f"data.{key}=mime: {root} holds no mime: name a split that it holds, or leave the key out"
 
 
 @pytest.mark.parametrize("ending", ["tar.gz", "tgz", "zip", "tar.xz", "7z"])
