@@ -77,13 +77,17 @@ def check_parts(op: str, state: Any, *parts: str, name: str = "initial_state") -
 
 
 def check_scale(op: str, scale: object) -> None:
-    """Raise ValueError for a scale that is a tensor: operations have no gradient for it."""
+    """Raise ValueError for a scale that is no number. One that is a tensor would get no gradient."""
+    if scale is None:
+        raise ValueError(f"{op}: scale is None, but must be a number; give 1.0 for none, or the usual K ** -0.5")
     if isinstance(scale, Tensor):
         raise ValueError(f"{op}: scale is a tensor, and has no gradient here: multiply what it scales by the tensor")
 
 
 def check_chunk_size(op: str, chunk_size: int, *, power_of_two: bool = False) -> None:
     """Check that a chunk size is positive, and a power of two where chunks are split in halves."""
+    if not isinstance(chunk_size, int | torch.SymInt):
+        raise ValueError(f"{op}: chunk_size is {chunk_size!r}, but must be a whole number; use 64")
     if chunk_size < 1:
         raise ValueError(f"{op}: chunk_size is {chunk_size}, but must be at least 1")
     if power_of_two and chunk_size & (chunk_size - 1):

@@ -78,7 +78,8 @@ class Recurrence:
         chunk_size = arguments.get("chunk_size")
         if chunk_size is not None:
             check_chunk_size(op, chunk_size, power_of_two=self.power_of_two)
-        check_scale(op, arguments.get("scale"))
+        if "scale" in arguments:
+            check_scale(op, arguments["scale"])
         if self.check is not None:
             self.check(op, **arguments)
         tensors, counters = _with_layouts(op, self.layouts, arguments)
@@ -104,7 +105,8 @@ class Recurrence:
 
     def judge_step(self, op: str, **arguments: Any) -> Call:
         """Check a call of the form for one token and return the properties by which its backend is chosen."""
-        check_scale(op, arguments.get("scale"))
+        if "scale" in arguments:
+            check_scale(op, arguments["scale"])
         if self.check is not None:
             self.check(op, **arguments)
         tensors, counters = _with_layouts(op, self.layouts_of_token, arguments)

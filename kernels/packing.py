@@ -235,7 +235,12 @@ def is_faked(x: Tensor) -> bool:
 
 
 def check_borders(caller: str, cu_seqlens: Tensor) -> int:
-    """Check dtype and shape of `cu_seqlens`; return the number of segments."""
+    """Check type and shape of `cu_seqlens`; return the number of segments."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(
+            f"{caller}: cu_seqlens is a {type(cu_seqlens).__name__}, but must be a tensor; "
+            "use torch.tensor(cu_seqlens, dtype=torch.int32)"
+        )
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{caller}: cu_seqlens is {cu_seqlens.dtype}, but must be int32 or int64; cast it first")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:

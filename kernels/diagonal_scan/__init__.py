@@ -52,7 +52,8 @@ def longhorn_scan(
         epsilon_t = beta_t / (1 + beta_t k_tᵀk_t)
         S_t = (1 - epsilon_t ⊗ k_t²) ⊙ S_{t-1} + (epsilon_t ⊙ x_t) ⊗ k_t;   o_t = S_t q_t
 
-    With beta >= 0 the decay lies in (0, 1] whatever the keys. Tokens with beta = 0 leave the state as it is.
+    With beta >= 0 the decay lies in (0, 1] whatever the keys, as long as their squares are finite: below 1e18 in
+    float32. Tokens with beta = 0 leave the state as it is.
 
     Shapes: x, beta, o [B, T, D]; q, k [B, T, N], shared by the channels; states [B, D, N].
 

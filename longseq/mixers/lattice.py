@@ -13,6 +13,8 @@ from longseq.mixers.registry import register
 # Operations for one token and entry of the memory: eight to scale, write, measure the norm, divide by it, and read at
 # the query; two for each product that computes the update.
 FLOPS_PER_ENTRY = {"decode": 12, "encode": 10, "similarity": 10}
+# Moving towards zero by at most a threshold: sign, magnitude, subtraction, maximum with zero, product.
+FLOPS_PER_SPARSE_ENTRY = 5
 
 
 @register("lattice")
@@ -110,5 +112,6 @@ class Lattice(CompressionMixer):
 
     def scan_flops(self, tokens: int) -> int:
         entries = self.d_model * self.num_slots
+        operations = FLOPS_PER_ENTRY[self.recurrence["objective"]] + FLOPS_PER_SPARSE_ENTRY * (self.sparsity > 0)
         convolutions = self.query_convolution.flops(tokens) + self.key_convolution.flops(tokens)
-        return tokens * FLOPS_PER_ENTRY[self.recurrence["objective"]] * entries + convolutions
+        return tokens * operations * entries + convolutions

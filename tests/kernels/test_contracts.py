@@ -249,6 +249,13 @@ def test_a_scale_that_is_a_tensor_is_refused(op):
         make_inputs(op, tokens=3).run(scale=torch.nn.Parameter(torch.ones(())))
 
 
+@pytest.mark.parametrize("op", [op for op in list_ops() if takes(op, "scale")])
+def test_an_absent_scale_is_refused(op):
+    """In other libraries it stands for K ** -0.5, here the default is 1."""
+    with pytest.raises(ValueError, match=r"scale is None, but must be a number; give 1\.0"):
+        make_inputs(op, tokens=3).run(scale=None)
+
+
 @pytest.mark.parametrize(("op", "backend"), BACKENDS)
 def test_absent_state_is_zero_or_the_stated_one(op, backend):
     inputs = make_inputs(op)

@@ -112,6 +112,13 @@ def test_wrong_segments_are_refused(op, backend, cu_seqlens, message):
 
 
 @pytest.mark.parametrize("op", list_ops())
+def test_borders_that_are_no_tensor_are_refused(op):
+    for borders in ([0, 4], (0, 4)):
+        with pytest.raises(ValueError, match=r"cu_seqlens is a (list|tuple), but must be a tensor; use torch\.tensor"):
+            make_inputs(op, tokens=4, segments=1).run(cu_seqlens=borders)
+
+
+@pytest.mark.parametrize("op", list_ops())
 def test_packed_input_has_one_row_and_one_state_per_segment(op):
     cu_seqlens = torch.tensor([0, 1, 4])
     with pytest.raises(ValueError, match=r"cu_seqlens needs a batch of 1, but .* has a batch of 2"):
@@ -154,8 +161,9 @@ def test_recorded_calls_are_those_of_one_thread():
 
 @pytest.mark.parametrize("op", [op for op in list_ops() if takes_chunk_size(op)])
 def test_chunk_sizes_are_checked(op):
-    with pytest.raises(ValueError, match="chunk_size is 0, but must be at least 1"):
-        make_inputs(op).run(chunk_size=0)
+    for chunk_size, message in ((0, "0, but must be at least 1"), (32.0, r"32\.0, but must be a whole number; use 64")):
+        with pytest.raises(ValueError, match=f"chunk_size is {message}"):
+            make_inputs(op).run(chunk_size=chunk_size)
 
 
 @pytest.mark.parametrize("op", ["delta_rule", "linear_attention"])

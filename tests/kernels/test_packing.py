@@ -61,6 +61,13 @@ def test_what_makes_no_packing_is_refused(borders: list[float], options: dict[st
         Packing(torch.tensor(borders), **options)
 
 
+def test_a_list_is_no_packing() -> None:
+    x, borders = torch.zeros(1, 11, 2, 4), BORDERS.tolist()
+    for call in (lambda: Packing(borders), lambda: packed_attention(x, x, x, borders)):
+        with pytest.raises(ValueError, match="Packing: cu_seqlens is a list, but must be a tensor"):
+            call()
+
+
 def test_a_packing_of_other_tokens_is_refused() -> None:
     x = torch.zeros(1, 12, 2, 4)
     with pytest.raises(ValueError, match="cu_seqlens ends with 11, but must end with T = 12"):

@@ -37,6 +37,13 @@ def test_every_mixer_keeps_every_law(name: str, law: str) -> None:
     assert contract.check(name, laws=[law]) == ()
 
 
+def test_a_part_of_the_state_may_be_empty() -> None:
+    """A convolution of one tap, and a window of one token, keep no earlier inputs."""
+    laws = ["every_parameter_and_the_state_get_gradients", "gradients_are_the_derivatives"]
+    assert mixers.check("mamba", laws=laws, convolution_width=1) == ()
+    assert mixers.check("window_attention", laws=laws, window=1) == ()
+
+
 class Detached(Mean):
     def scan_step(self, projected, state):
         mean = self.rate.sigmoid().detach() * state.mean + self.rate.neg().sigmoid() * projected

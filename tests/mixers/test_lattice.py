@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from longseq import mixers
+from longseq.state import state_size
 
 D_MODEL, TOKENS = 32, 24
 
@@ -81,6 +82,13 @@ def test_gradients_through_a_hundred_equal_tokens_explode_unless_keys_are_normal
     x = make_tokens(1).expand(-1, 96, -1).clone().requires_grad_()
     (gradient,) = torch.autograd.grad(mixer(x)[0][:, -1].sum(), x)
     assert gradient.norm() < 100 if normalize_key else gradient.norm() > 1e4
+
+
+def test_sparsity_is_counted() -> None:
+    """It takes five operations for each token and entry of the memory."""
+    assert mixers.check("lattice", 64, laws=["flops_are_those_of_the_steps"], sparsity=0.1) == ()
+    sparse, plain = (mixers.create("lattice", 64, sparsity=sparsity) for sparsity in (0.1, 0.0))
+    assert sparse.scan_flops(10) - plain.scan_flops(10) == 10 * 5 * state_size(sparse.initial_state(1).memory)
 
 
 def test_sparsity_empties_entries() -> None:
