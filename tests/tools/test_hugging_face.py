@@ -21,10 +21,12 @@ from longseq.backbones.tokens import TokenBackbone
 
 pytest.importorskip("transformers", reason='needs transformers: pip install "longseq[text]"')
 
+import transformers
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, pipeline
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
-from longseq.tools.hugging_face.cache import CACHE_NAME
+from longseq.tools.hugging_face.cache import CACHE_NAME, LongseqCache
 from longseq.tools.hugging_face.causal_lm import LongseqConfig, LongseqForCausalLM
 
 VOCABULARY = 40
@@ -42,6 +44,18 @@ def make(mixer: Any = "gated_deltanet", **options: Any) -> Any:
     return model
 
 
+def make_writer(mixer: Any = "gated_deltanet") -> Any:
+    """A small model in float64, whose texts depend on all that it has read; `make` often repeats a token."""
+    model = make(mixer, depth=2, tie_embeddings=False)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, value in model.model.named_parameters():
+            if value.ndim == 2 and "embedding" not in name:
+                value.mul_(3)
+        model.model.head.weight.normal_()
+    return model
+
+
 def pad(prompts: Any, side: str = "left") -> dict[str, Tensor]:
     longest = max(map(len, prompts))
     rows, masks = [], []
@@ -54,10 +68,12 @@ def pad(prompts: Any, side: str = "left") -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("mixer", mixers.mixer_names())
+@pytest.mark.slow
 def test_generate_continues_padded_prompts_and_beams_as_each_alone(mixer: str) -> None:
-    model = make(mixer)
+    model = make_writer(mixer)
     options = {"max_new_tokens": 5, "do_sample": False}
     written = model.generate(**pad(PROMPTS), **options)[:, -5:]
+    assert max(len(set(row.tolist())) for row in written) > 2
     for row, prompt in zip(written, PROMPTS, strict=True):
         assert torch.equal(row, model.model.generate(torch.tensor([prompt]), 5, temperature=0)[0, -5:])
     beams = model.generate(**pad(PROMPTS[:2]), num_beams=3, **options)
@@ -67,13 +83,53 @@ def test_generate_continues_padded_prompts_and_beams_as_each_alone(mixer: str) -
 @pytest.mark.parametrize("mixer", ["deltanet", "attention"])
 def test_a_second_turn_reads_only_what_the_cache_of_the_first_has_not(mixer: str) -> None:
     """`generate` is given the whole conversation, and the cache of its first part by the installed version's name."""
-    model = make(mixer)
+    model = make_writer(mixer)
     options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
     first = model.generate(TOKENS, **options)
     conversation = torch.cat([first.sequences, TOKENS[:, :3]], 1)
     second = model.generate(conversation, **{CACHE_NAME: first[CACHE_NAME]}, **options)
     assert torch.equal(second.sequences, model.generate(conversation, **options).sequences)
     assert second[CACHE_NAME].get_seq_length() == second.sequences.shape[1] - 1
+
+
+@pytest.mark.parametrize("mixer", ["deltanet", "attention"])
+@pytest.mark.slow
+def test_what_is_told_of_the_cache_changes_no_text(mixer: str) -> None:
+    model, options = make_writer(mixer), {"max_new_tokens": 6, "do_sample": False}
+    text, padded = model.generate(TOKENS, **options), model.generate(**pad(PROMPTS), **options)
+    for size in (1, 3, 7):
+        read = {**options, "prefill_chunk_size": size}
+        assert torch.equal(model.generate(TOKENS, **{CACHE_NAME: LongseqCache()}, **read), text)
+        assert torch.equal(model.generate(**pad(PROMPTS), **{CACHE_NAME: LongseqCache()}, **read), padded)
+        begun = {CACHE_NAME: model(TOKENS[:, :2])[CACHE_NAME]}
+        if Version(transformers.__version__) >= Version("5.23"):
+            assert torch.equal(model.generate(TOKENS, **begun, **read), text)
+        else:
+            with pytest.raises(ValueError, match="prefill_chunk_size and a cache that has read tokens are both given"):
+                model.generate(TOKENS, **begun, **read)
+    for kind in ("static", "dynamic", "quantized"):
+        assert torch.equal(model.generate(TOKENS, cache_implementation=kind, **options), text)
+    beams = {"num_beams": 2, **options}
+    cache = model(TOKENS[:, :4])[CACHE_NAME]
+    cache.batch_repeat_interleave(2)
+    assert torch.equal(model.generate(TOKENS, **{CACHE_NAME: cache}, **beams), model.generate(TOKENS, **beams))
+    with pytest.raises(ValueError, match="continuous batching needs keys and values in pages"):
+        model.generate(TOKENS, cache_implementation="paged", **options)
+
+
+@pytest.mark.parametrize("name", sorted({"past_key_values", CACHE_NAME}))  # all versions take the first
+@pytest.mark.slow
+def test_a_cache_that_has_read_no_part_of_the_text_is_refused(name: str) -> None:
+    """transformers reads the text twice where none of it is left, and leaves out too much of another."""
+    model, options = make_writer(), {"max_new_tokens": 4, "do_sample": False}
+    for read, text in ((6, TOKENS), (6, TOKENS[:, :4]), (2, TOKENS[:, 2:]), (3, TOKENS.flip(0))):
+        with pytest.raises(ValueError, match=f"has read {read} tokens, which are not the first of the "):
+            model.generate(text, **{name: model(TOKENS[:, :read])[CACHE_NAME]}, **options)
+    with pytest.raises(ValueError, match="use_cache=False and a cache are both given"):
+        model.generate(TOKENS, use_cache=False, **{name: model(TOKENS[:, :2])[CACHE_NAME]}, **options)
+    behind = {"attention_mask": torch.ones_like(TOKENS), name: model(TOKENS[:, :2])[CACHE_NAME]}
+    text = model.generate(TOKENS, **options)
+    assert torch.equal(model.generate(TOKENS[:, 2:], **behind, **options), text[:, 2:])
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
@@ -386,14 +442,22 @@ def test_blocks_are_recomputed_where_that_is_wanted() -> None:
     model = make().train()
     gradients, calls = [], []
     model.model.blocks[0].mixer.register_forward_hook(lambda *_: calls.append(1))
-    for turn in (model.gradient_checkpointing_enable, model.gradient_checkpointing_disable):
-        turn()
+    # Versions of transformers before 5.23 have the second name alone.
+    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    for turn in ("enable", "disable"):
+        getattr(model, f"{name}_checkpointing_{turn}")()
         model.zero_grad()
         model(TOKENS, labels=TOKENS).loss.backward()
         gradients.append(model.model.embedding.weight.grad.clone())
         calls.append(0)
     assert calls == [1, 1, 0, 1, 0]
     torch.testing.assert_close(*gradients)
+    if name == "activation":
+        with pytest.raises(ValueError, match="every_n_layers=2: these models recompute every block or none"):
+            model.activation_checkpointing_enable(every_n_layers=2)
+        with pytest.raises(ValueError, match="offload=True: these models recompute blocks and move nothing"):
+            model.activation_checkpointing_enable(offload=True)
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": True})
 
 
 @pytest.mark.slow
@@ -415,6 +479,25 @@ def test_the_trainer_takes_a_step(tmp_path: Path) -> None:
     trainer.save_model(str(tmp_path / "model"))
     saved = longseq.from_pretrained(tmp_path / "model")
     assert torch.equal(saved.embedding.weight, model.model.embedding.weight)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.slow
+def test_smoothed_labels_are_those_of_the_next_token(adapter: bool, tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    model = make_writer().float()
+    if adapter:
+        peft = pytest.importorskip("peft", reason="needs peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    rows = [{"input_ids": row, "labels": row} for row in TOKENS]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True, label_smoothing_factor=0.2
+    )
+    loss = Trainer(model=model, args=arguments, eval_dataset=rows).evaluate()["eval_loss"]
+    scores = model.eval()(input_ids=TOKENS).logits[:, :-1].detach().flatten(0, 1)
+    expected = functional.cross_entropy(scores, TOKENS[:, 1:].flatten(), label_smoothing=0.2)
+    assert loss == pytest.approx(float(expected), rel=1e-5)
 
 
 @pytest.mark.parametrize("shards", [False, True])
@@ -519,6 +602,11 @@ def test_what_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
         ({"cache": DynamicCache()}, "give the LongseqCache"),
         ({"cache": DynamicCache(), "past_key_values": DynamicCache()}, "cache and past_key_values are both given"),
         ({"memory": DynamicCache()}, "memory holds a cache, which these models take as cache or past_key_values"),
+        ({"cu_seqlens": torch.tensor([0, 3, 6])}, "cu_seqlens: these models do not know it and would ignore it"),
+        ({"cu_seq_lens_k": torch.tensor([0, 3, 6])}, "cu_seq_lens_k: these models do not know it"),
+        ({"atention_mask": torch.ones(2, 6)}, "atention_mask: these models do not know it"),
+        ({"shift_labels": TOKENS}, "shift_labels: these models do not know it"),
+        ({"is_causal": False}, "is_causal=False: a language model reads forward alone"),
         ({"output_hidden_states": True}, "output_hidden_states: these models return logits and a cache alone"),
         ({"attention_mask": torch.ones(2, 1, 6, 6)}, "attention_mask has the shape"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 2, 2, 2]] * 2)}, "attention_mask has other values than 0"),
@@ -527,8 +615,18 @@ def test_what_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_recurrent_model_cannot_do_is_one_line(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()(**{"input_ids": TOKENS, **options})
+    model = make()
+    for read in (model, model.base_model):
+        with pytest.raises(ValueError, match=message):
+            read(**{"input_ids": TOKENS, **options})
+
+
+def test_what_says_nothing_new_is_taken() -> None:
+    model = make()
+    borders = torch.tensor([0, 6])
+    packed = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": 6, "max_length_k": 6}
+    for options in (packed, {"is_causal": True}, {"cache_position": torch.arange(6)}, {"token_type_ids": None}):
+        torch.testing.assert_close(model(TOKENS[:1], **options).logits, model(TOKENS[:1]).logits)
 
 
 def test_what_the_configuration_wants_is_refused_as_well() -> None:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from longseq.mixers import check_revisions
 from longseq.models import build, describe
@@ -104,6 +105,7 @@ class BackboneModel(PreTrainedModel):
     base_model_prefix = "model"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
+    _supports_context_parallel = False  # a state goes from one part of a text to the next
     model: Any
 
     def __init__(self, config: Any) -> None:
@@ -152,6 +154,10 @@ class BackboneModel(PreTrainedModel):
     ) -> None:
         if enable and every_n_layers != 1:
             raise ValueError(f"every_n_layers={every_n_layers}: these models recompute every block or none")
+        # Where activations are kept in the memory of the host, the function is no checkpoint of torch's.
+        function = getattr(gradient_checkpointing_func, "func", gradient_checkpointing_func)
+        if enable and function not in (None, checkpoint):
+            raise ValueError("offload=True: these models recompute blocks and move nothing to the host: leave it out")
         self.gradient_checkpointing = enable
         self.model.set_grad_checkpointing(enable)
 
@@ -186,6 +192,11 @@ def require_tokens(input_ids: Tensor | None, inputs_embeds: Any) -> Tensor:
     if not input_ids.shape[-1]:
         raise ValueError("input_ids hold no token to read: give at least one, behind those that the cache has read")
     return input_ids
+
+
+def is_wanted(value: Any) -> bool:
+    """True for the value of an argument that is neither None nor False, which ask for nothing."""
+    return value is not None and value is not False
 
 
 def _read_short_names(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

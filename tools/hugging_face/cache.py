@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -27,18 +28,35 @@ class LongseqCache(Cache):
     Attributes:
         state: None before the first token.
         tokens: how many columns of the batch were read, padding included.
+        last: the last column `[B]` of them; None before the first, and for packed sequences.
     """
 
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.state: TokenState | None = None
         self.tokens = 0
+        self.last: Tensor | None = None
         self._room = 0
 
-    def keep(self, state: TokenState | None, tokens: int) -> None:
+    def keep(self, state: TokenState | None, tokens: int, last: Tensor | None) -> None:
         """Replace the state by the one after `tokens` more columns, which `forward` has returned."""
-        self.state, self._room = state, 0
+        self.state, self.last, self._room = state, last, 0
         self.tokens += tokens
+
+    def check_text(self, text: Tensor) -> None:
+        """ValueError, in one line, unless the columns that were read begin the text `[B, T]`, and more come behind.
+
+        Of the columns the last one is compared. `generate` leaves out as many as were read: from another text, or from
+        new tokens alone, it would leave out some that were not.
+        """
+        begins = text.shape[1] > self.tokens
+        if begins and self.last is not None and len(self.last) == len(text):
+            begins = torch.equal(text[:, self.tokens - 1].to(self.last.device), self.last)
+        if not begins:
+            raise ValueError(
+                f"the cache has read {self.tokens} tokens, which are not the first of the {text.shape[1]} given with "
+                "more behind them: give the whole text, or the new tokens with an attention_mask of the whole text"
+            )
 
     def check_positions(self, model: TokenBackbone, tokens: int) -> None:
         """ValueError, in one line, where `tokens` more go beyond the learned positions of the model."""
@@ -61,6 +79,7 @@ class LongseqCache(Cache):
             self._room = max(2 * self.tokens, _LEAST_ROOM)
             self.state = model.preallocate(self.state, self._room)
         logits, self.state = model.step(token, self.state)
+        self.last = token
         self.tokens += 1
         return logits
 
@@ -99,16 +118,18 @@ class LongseqCache(Cache):
         return False
 
     def reset(self) -> None:
-        self.state, self.tokens, self._room = None, 0, 0
+        self.state, self.tokens, self.last, self._room = None, 0, None, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.state = select_state(self.state, beam_idx)
+        self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.state = select_state(self.state, indices)
+        self.last = None if self.last is None else self.last[indices]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.state = map_state(lambda tensor: tensor.repeat_interleave(repeats, dim=0), self.state)
+        self.last = None if self.last is None else self.last.repeat_interleave(repeats, dim=0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Nothing for 0; ValueError otherwise: a recurrent state cannot forget its last tokens."""

@@ -22,14 +22,23 @@ from longseq.backbones.tokens import MODEL_TYPE, TokenBackbone
 from longseq.mixers.base import check_state_rows
 
 try:
+    import transformers
+    from packaging.version import Version
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin
     from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.utils.generic import can_return_tuple
 except ImportError as error:
     raise ImportError('models of transformers need transformers 5.13: pip install "longseq[text]"') from error
 
-from longseq.tools.hugging_face.backbone import BackboneConfig, BackboneModel, require_tokens
+from longseq.tools.hugging_face.backbone import BackboneConfig, BackboneModel, is_wanted, require_tokens
 from longseq.tools.hugging_face.cache import CACHE_NAME, LongseqCache, cache_of, one_cache, rows_with_padding
+
+# What a call may say that changes nothing here: the loss takes the first, positions follow from the cache.
+_TAKEN = ("num_items_in_batch", "cache_position")
+
+# Earlier versions read a prompt in chunks from its beginning, also where the cache has read some of it.
+_READS_ALL_CHUNKS = Version(transformers.__version__) < Version("5.23")
 
 
 class LongseqConfig(BackboneConfig):
@@ -109,11 +118,11 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
             cache: the cache of the tokens before, by its name from transformers 5.24 on.
             kwargs: `position_ids [1, T]` that begin anew separate packed sequences, as do their numbers
                 `seq_idx [1, T]` and the borders `cu_seq_lens_q [N + 1]`. Each one is read from position 0 on. The loss
-                takes `num_items_in_batch`.
+                takes `num_items_in_batch`. Others must be None or False.
 
         Raises:
             ValueError: there are no tokens, or more than learned positions; the cache is another library's, of other
-                rows or given twice, a mask has another form, hidden states or attentions are wanted.
+                rows or given twice, a mask has another form, hidden states, attentions or something unknown is wanted.
         """
         earlier = one_cache(cache, past_key_values, kwargs)
         input_ids, cache, mask, borders = self._enter(input_ids, attention_mask, earlier, use_cache, kwargs)
@@ -169,6 +178,12 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
         cache = cache_of(earlier) if keep or earlier is not None else None
         mask = rows_with_padding(attention_mask, tokens.shape[1])
         borders = _borders(options, tokens, mask)
+        if options.pop("is_causal", None) is False:
+            raise ValueError("is_causal=False: a language model reads forward alone")
+        # A mask, or borders, by a name of another library or with a slip in it, would change nothing, and the numbers
+        # would be those of another call.
+        if unknown := [name for name, value in options.items() if name not in _TAKEN and is_wanted(value)]:
+            raise ValueError(f"{unknown[0]}: these models do not know it and would ignore it: leave it out")
         if cache is not None:
             check_state_rows(cache.state, len(tokens) if borders is None else len(borders) - 1)
             cache.check_positions(self.model, tokens.shape[1])
@@ -181,13 +196,45 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
             tokens, state, cu_seqlens=borders, mask=mask, output_final_state=cache is not None
         )
         if cache is not None:
-            cache.keep(following, tokens.shape[1])
+            cache.keep(following, tokens.shape[1], tokens[:, -1] if borders is None else None)
         return features
+
+    def generate(
+        self, inputs: Tensor | None = None, generation_config: Any = None, *arguments: Any, **options: Any
+    ) -> Any:
+        """As of other models of transformers.
+
+        Raises:
+            ValueError: a cache that is given has read anything but a part of the text, or would read some of it twice.
+        """
+        cache = one_cache(options.get("cache"), options.get("past_key_values"), {})
+        if isinstance(cache, LongseqCache) and cache.tokens:
+            settings = self.generation_config if generation_config is None else generation_config
+            if options.get("use_cache", settings.use_cache) is False:
+                raise ValueError("use_cache=False and a cache are both given: each step would read the text once more")
+            if _READS_ALL_CHUNKS and options.get("prefill_chunk_size", settings.prefill_chunk_size):
+                raise ValueError(
+                    "prefill_chunk_size and a cache that has read tokens are both given, which transformers "
+                    f"{transformers.__version__} would read once more: leave prefill_chunk_size out, or install 5.23"
+                )
+            tokens, mask = options.get("input_ids") if inputs is None else inputs, options.get("attention_mask")
+            # A mask that is longer than the tokens tells `generate` that they are those behind the cache alone.
+            if tokens is not None and (mask is None or mask.shape[1] == tokens.shape[1]):
+                cache.check_text(tokens)
+        return super().generate(inputs, generation_config, *arguments, **options)
+
+    def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
+        """ValueError: continuous batching is made of pages of keys and values."""
+        raise ValueError(
+            "continuous batching needs keys and values in pages, and a recurrent state has none: give generate the "
+            "prompts as a padded batch, without cache_implementation=paged"
+        )
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
         # `generate` takes the arguments of `forward` only where both functions call the others `kwargs`.
         inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
-        if inputs.get(CACHE_NAME) is not None and not kwargs.get("is_first_iteration"):
+        step = kwargs.get("next_sequence_length") == 1 and not kwargs.get("is_first_iteration")
+        if step and inputs.get(CACHE_NAME) is not None:
             inputs["attention_mask"] = None  # a generated token is never padding
         return inputs
 
@@ -241,6 +288,9 @@ def _borders(options: dict[str, Any], tokens: Tensor, mask: Tensor | None) -> Te
     Borders that follow from `position_ids` or `seq_idx` also separate the padding, where `mask` is False.
     """
     borders = options.pop("cu_seq_lens_q", None)
+    if borders is not None:
+        for follows in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
+            options.pop(follows, None)
     # Within a sequence positions go on by 1, and its number stays.
     steps = [(name, options.pop(name, None), step) for name, step in (("position_ids", 1), ("seq_idx", 0))]
     if borders is not None:
@@ -269,3 +319,5 @@ def _borders(options: dict[str, Any], tokens: Tensor, mask: Tensor | None) -> Te
 
 AutoConfig.register(MODEL_TYPE, LongseqConfig)
 AutoModelForCausalLM.register(LongseqConfig, LongseqForCausalLM)
+# The Trainer shifts the labels for its `label_smoothing_factor` if the table of names has the model's class.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[MODEL_TYPE] = LongseqForCausalLM.__name__

@@ -27,7 +27,7 @@ try:
 except ImportError as error:
     raise ImportError('models of transformers need transformers 5.13: pip install "longseq[text]"') from error
 
-from longseq.tools.hugging_face.backbone import BackboneConfig, BackboneModel, require_tokens
+from longseq.tools.hugging_face.backbone import BackboneConfig, BackboneModel, is_wanted, require_tokens
 from longseq.tools.hugging_face.cache import rows_with_padding
 
 
@@ -117,7 +117,7 @@ class LongseqForSequenceClassification(BackboneModel):
             ValueError: there are no tokens, a mask has another form, or something else than scores is wanted.
         """
         input_ids = require_tokens(input_ids, kwargs.pop("inputs_embeds", None))
-        if wanted := [name for name, value in kwargs.items() if value is not None and value is not False]:
+        if wanted := [name for name, value in kwargs.items() if is_wanted(value)]:
             raise ValueError(f"{wanted[0]}: these models read tokens and a mask, and return scores of classes alone")
         logits = self.model(input_ids, mask=rows_with_padding(attention_mask, input_ids.shape[1]))
         loss = None
