@@ -23,6 +23,7 @@ from longseq.tasks.training.callbacks.unreadable import UnreadableSamples
 from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.files import prepare_file, write_text
 from longseq.tasks.training.options import read, read_part, spell
+from longseq.tasks.training.peers import watched
 from longseq.tasks.training.trainer import build_trainer
 
 _log = logging.getLogger(__name__)
@@ -83,7 +84,11 @@ def run(cfg: DictConfig) -> dict[str, float]:
     datamodule.trainer = trainer
     loader = datamodule.test_dataloader() if split == "test" else datamodule.val_dataloader()
     datamodule.test_dataloader = lambda: loader  # type: ignore[method-assign]
-    with stoppable(), memory_explained("data.eval_batch_size", datamodule.eval_batch_size):
+    with (
+        stoppable(trainer),
+        watched(trainer),
+        memory_explained("data.eval_batch_size", datamodule.eval_batch_size),
+    ):
         (tested,) = trainer.test(module, datamodule=datamodule, verbose=False)
     metrics = {key.replace("test/", f"{split}/"): float(value) for key, value in tested.items()}
     measured = {"checkpoint": checkpoint, "weights": keys.weights, "split": split, "data": changes}

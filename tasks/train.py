@@ -44,6 +44,7 @@ from longseq.tasks.training.lock import locked
 from longseq.tasks.training.logger import RunLogger, close_loggers, continue_loggers, log_parameters, writes_events
 from longseq.tasks.training.model import check_trainable, reads_mixer, values_in_force
 from longseq.tasks.training.module import TrainedModule
+from longseq.tasks.training.peers import watched
 from longseq.tasks.training.recipe import Training, device_batch_size, device_count, effective_learning_rate
 from longseq.tasks.training.run_folder import check_folder, check_output
 from longseq.tasks.training.trainer import build_callbacks, build_trainer, refuse_absent_devices
@@ -158,7 +159,7 @@ def _train(config: dict[str, Any], folder: Path, names_mixer: bool) -> float | N
     _save_config(in_force, folder)
     _announce(config, datamodule.info, module, checkpoint, events=writes_events(trainer.loggers))
     try:
-        with stoppable():
+        with stoppable(trainer), watched(trainer):
             log_parameters(trainer.loggers, dict(runs.flatten(in_force)))
             _fit(trainer, module, datamodule, config, checkpoint)
             memory = _peak_memory(trainer)

@@ -21,6 +21,7 @@ import longseq.conf
 from longseq.plugins import place_of
 from longseq.tasks.training.configuration import MARKS, marks_at_top, resolve
 from longseq.tasks.training.options import nearest, unknown_key
+from longseq.tasks.training.processes import own_name
 from longseq.tools import cli
 from longseq.tools.environment import TRACEBACK
 
@@ -225,7 +226,15 @@ def is_users(error: BaseException) -> bool:
 
 
 def explain(error: BaseException, verb: str, arguments: Sequence[str]) -> str:
-    """One line about the error of `longseq VERB arguments...`, with its place in the code of a plug-in."""
+    """One line about the error of `longseq VERB arguments...`, with its place in the code of a plug-in.
+
+    It begins with the process of a run, if that is not the first one, unless the error tells processes by itself.
+    """
+    told, process = _explain_in_place(error, verb, arguments), own_name()
+    return told if process is None or told.startswith("process ") else f"{process}: {told}"
+
+
+def _explain_in_place(error: BaseException, verb: str, arguments: Sequence[str]) -> str:
     place = place_of(error)
     if place is None:
         return _explain(error, verb, arguments)

@@ -14,6 +14,9 @@ from typing import NamedTuple
 
 LOCK_FILE = "run.lock"
 
+# The lock files that this process holds.
+_held: dict[Path, Holder] = {}
+
 
 class Holder(NamedTuple):
     """The process that writes to a run folder.
@@ -59,14 +62,24 @@ def locked(folder: Path, key: str = "output") -> Iterator[None]:
                 f"if it has ended, remove {path}"
             )
         _remove(path, holder)
+    _held[path] = own
     try:
         yield
     finally:
+        del _held[path]
         if _read(path) == own:
             path.unlink()
         with suppress(OSError):  # a run that did not begin leaves no folder
             for place in made:
                 place.rmdir()
+
+
+def abandon() -> None:
+    """Remove the locks of this process, which ends without leaving its blocks."""
+    for path, own in _held.items():
+        with suppress(OSError):
+            if _read(path) == own:
+                path.unlink()
 
 
 def is_locked(folder: Path) -> bool:

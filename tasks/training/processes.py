@@ -58,6 +58,12 @@ def is_started_by_run() -> bool:
     return int(os.environ.get("LOCAL_RANK") or 0) > 0 and PARENT_VARIABLE in os.environ
 
 
+def own_name() -> str | None:
+    """`process 1 of this run` and so on, by the variables of those that start processes; None for the first one."""
+    rank = next((os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if os.environ.get(name)), "0")
+    return f"process {rank} of this run" if rank != "0" else None
+
+
 def prepare_data_worker(index: int) -> None:
     """Give a data worker a process group of its own, so that signals to the run reach only the trainer.
 

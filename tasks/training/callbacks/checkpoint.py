@@ -129,12 +129,17 @@ class LastCheckpoint(Checkpoint):
             self._save(trainer)
         if not self.path.exists() and isinstance(exception, SIGTERMException) and trainer.is_global_zero:
             print("stopped before the first update; nothing is saved", file=sys.stderr)
+        remedy = f"init={self.path} starts a new run from these weights"
+        line = self.describe_end(remedy) if isinstance(exception, NonFiniteError) else self.describe_end()
+        if line is not None and trainer.is_global_zero:
+            print(line, file=sys.stderr)
+
+    def describe_end(self, remedy: str = "the same command with resume=true continues there") -> str | None:
+        """Where an interrupted run is saved, and what to do; None if it is not."""
         begun = self._saved_step >= 0  # not while a checkpoint is read that does not fit
-        if begun and self.path.exists() and trainer.is_global_zero:
-            remedy = "the same command with resume=true continues there"
-            if isinstance(exception, NonFiniteError):
-                remedy = f"init={self.path} starts a new run from these weights"
-            print(f"stopped; saved as of update {self._saved_step}: {self.path}; {remedy}", file=sys.stderr)
+        if not begun or not self.path.exists():
+            return None
+        return f"stopped; saved as of update {self._saved_step}: {self.path}; {remedy}"
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._interrupted:

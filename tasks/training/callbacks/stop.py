@@ -1,9 +1,11 @@
 """An orderly end when several processes are told to stop."""
 
 import os
+import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -15,10 +17,32 @@ from longseq.tasks.training.processes import is_started_by_run
 
 
 @contextmanager
-def stoppable() -> Iterator[None]:
-    """Exit with 143 if SIGTERM ended a training or a test."""
+def stoppable(trainer: Trainer) -> Iterator[None]:
+    """Exit with 143 if SIGTERM ended a training or a test; with 129 after SIGHUP and 130 after Ctrl-C.
+
+    SIGHUP, which a closed terminal sends, is taken for SIGTERM unless it is ignored, as under nohup. So is Ctrl-C where
+    several processes have to stop together; Lightning answers it where one runs alone.
+    """
+    received: list[int] = []
+
+    def stop(number: int, frame: Any) -> None:
+        if number == signal.SIGHUP:
+            _leave_terminal()
+        # An error that is being handled ends the run by itself. The second Ctrl-C ends it at once: see `watched`.
+        if sys.exc_info()[0] is not None or (received and number == signal.SIGINT):
+            return
+        received.append(number)
+        if signal.getsignal(signal.SIGTERM) is stop:  # not Lightning's: no training or test is going on
+            raise SystemExit(128 + number)
+        if number != signal.SIGTERM:
+            signal.raise_signal(signal.SIGTERM)
+
+    taken: dict[signal.Signals, Any] = dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL)
+    if trainer.world_size > 1:
+        taken[signal.SIGINT] = signal.default_int_handler
     try:
-        yield
+        with _handled([number for number, usual in taken.items() if signal.getsignal(number) == usual], stop):
+            yield
     except SIGTERMException:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -28,7 +52,31 @@ def stoppable() -> Iterator[None]:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
-        raise SystemExit(143) from None
+        raise SystemExit(128 + (received[0] if received else signal.SIGTERM)) from None
+
+
+@contextmanager
+def _handled(numbers: list[signal.Signals], handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Answer signals by `handler` while the block runs; only the main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
+def _leave_terminal() -> None:
+    """Write to nowhere what would go to a terminal that is closed: the system refuses it."""
+    for stream in (1, 2):
+        try:
+            os.write(stream, b"")
+        except OSError:
+            with suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
 class StopTogether(Callback):

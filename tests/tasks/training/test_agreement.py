@@ -77,3 +77,15 @@ def test_other_keys_and_checkpoints_are_named_and_places_may_differ(tmp_path, tw
     result = two(lambda config: config.update(resume=str(older)), "resume=true")
     assert f"differ in the update to go on from, {saved['global_step'] - 1} and {saved['global_step']}" in result.stderr
     assert result.returncode == 2
+
+
+@pytest.mark.slow
+def test_the_error_of_another_process_is_one_line_that_names_it(tmp_path, two):
+    shutil.copytree(tmp_path / "images", tmp_path / "there")
+    for path in (tmp_path / "there" / "train").glob("*/*.jpg"):
+        path.write_bytes(bytes(path.stat().st_size))
+    result = two(lambda config: config["data"].update(root="there"), "data.on_error=raise", "recipe.epochs=9")
+    told = [line for line in result.stderr.splitlines() if "warning" not in line and not line.startswith("stopped;")]
+    assert len(told) == 1, result.stderr
+    assert re.match(r"longseq: error: process 1 of this run: .*there/train/class\d/\d\.jpg", told[0])
+    assert result.returncode == 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
@@ -134,3 +136,102 @@ def test_a_process_whose_parent_is_gone_does_not_begin():
         command = [sys.executable, "-c", program, processes.__file__]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert (result.returncode, result.stdout.strip()) == (code, "begun" if code == 0 else "")
+
+
+def others_of(process: subprocess.Popen[str], *, workers: bool = False) -> list[int]:
+    """The processes that this one has started; data workers have a group of their own."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == process.pid and (int(fields[2]) != process.pid) == workers:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def end_by(kind: str, process: subprocess.Popen[str]) -> None:
+    if kind == "worker":
+        os.kill(others_of(process, workers=True)[0], signal.SIGKILL)
+        return
+    (other,) = others_of(process)
+    os.kill(other, signal.SIGSTOP if kind in ("silent", "twice") else signal.SIGKILL)
+    if kind == "twice":
+        for _ in range(2):
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+
+
+WAITS = "trainer.strategy={_target_: DDPStrategy, timeout: 5}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "options", "code", "line"),
+    [
+        (
+            "killed",
+            ("trainer=ddp_sim",),
+            2,
+            r"process 1 of this run \(\d+\) was ended by SIGKILL: where memory is short",
+        ),
+        (
+            "silent",
+            ("trainer=ddp_sim", WAITS),
+            2,
+            r"process 1 of this run \(\d+\) is stopped, and process 0 .* 5 seconds",
+        ),
+        ("twice", ("trainer=ddp_sim",), 130, "interrupted twice$"),
+        ("worker", ("data.num_workers=1",), 2, r"a data worker \(process \d+\) was killed: where memory is short"),
+    ],
+    ids=["killed", "silent", "interrupted-twice", "worker"],
+)
+def test_the_loss_of_a_process_is_one_line(kind, options, code, line, tmp_path, tiny_overrides, leave_nothing):
+    process = launch(tmp_path, *tiny_overrides, *LONG, *options)
+    leave_nothing.append(process)
+    run = wait_for_checkpoint(tmp_path, process).parents[1]
+    end_by(kind, process)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    saved, told = [one for one in errors.splitlines() if not one.startswith("epoch ")]
+    assert re.search(rf"^longseq: error: {line}", told), errors
+    assert saved.startswith("stopped; saved as of update ")
+    assert saved.endswith("the same command with resume=true continues there")
+    assert ended_within(10, process)
+    assert not (run / "run.lock").exists()
+    assert kind == "twice" or "Traceback" in (run / "train.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_ctrl_c_and_a_closed_terminal_save_a_run_of_two_processes(
+    number, code, tmp_path, tiny_overrides, leave_nothing
+):
+    never = "callbacks.checkpoint.every_n_train_steps=null"
+    process = launch(tmp_path, *tiny_overrides, *LONG, "trainer=ddp_sim", never)
+    leave_nothing.append(process)
+    last = wait_for_checkpoint(tmp_path, process)  # that of the first epoch
+    time.sleep(0.3)
+    os.killpg(process.pid, number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    told = [line for line in errors.splitlines() if not line.startswith("epoch ")]
+    assert len(told) == 1, errors
+    saved = torch.load(last, weights_only=True)["global_step"]
+    assert saved % (1295 // 64), "within an epoch"
+    assert f"saved as of update {saved}:" in told[0]
+    assert ended_within(10, process)
+
+
+@pytest.mark.slow
+def test_a_run_whose_terminal_is_closed_saves(tmp_path, tiny_overrides, leave_nothing):
+    ours, its = pty.openpty()
+    process = start_fork(["train", *tiny_overrides, *LONG], tmp_path, start_new_session=True, stdout=its, stderr=its)
+    leave_nothing.append(process)
+    os.close(its)
+    last = wait_for_checkpoint(tmp_path, process)
+    os.close(ours)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=60) == 129
+    assert torch.load(last, weights_only=True)["global_step"] > 5
