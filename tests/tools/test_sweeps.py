@@ -30,7 +30,7 @@ def test_a_sweep_says_at_its_end_which_trials_failed(tmp_path, command_here):
     told = [line for line in done.stderr.splitlines() if line.startswith(ERROR)]
     assert done.returncode == 2
     assert told == [
-        f"{ERROR}recipe.learning_rate=-1 must be a number of at least 0 (trial recipe.learning_rate=-1)",
+        f"{ERROR}recipe.learning_rate=-1 must be a number of at least 0 and below 1e+30 (trial recipe.learning_rate=-1)",
         f"{ERROR}1 of 2 trials failed: recipe.learning_rate=-1",
     ]
     assert done.stderr.splitlines()[-1] == told[-1]
