@@ -5,6 +5,7 @@ import logging
 import os
 import pickle
 import shutil
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -18,6 +19,7 @@ from longseq.tasks.training.automatic import as_chosen_before
 from longseq.tasks.training.command import command_words
 from longseq.tasks.training.configuration import resolve, spell_value, with_absolute_root
 from longseq.tasks.training.lock import is_locked
+from longseq.tasks.training.processes import own_name
 
 _log = logging.getLogger(__name__)
 
@@ -143,6 +145,10 @@ def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
     ValueError for a missing file, or for a checkpoint of another configuration: the message names the keys.
     """
     resume, folder = config["resume"], Path(config["output"])
+    if (own := folder / "checkpoints" / "last.ckpt").is_dir():
+        raise ValueError(
+            f"{own} is a folder, and the run writes its checkpoint there: remove it, or give another output"
+        )
     if not resume:
         if newest_checkpoint(folder) is not None:
             raise ValueError(f"{folder} holds a run already; continue it with resume=true, or choose another output")
@@ -161,7 +167,7 @@ def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
             f"resume={resume}: there is no such checkpoint; give a .ckpt file, or resume=true for the newest"
         )
     content = _read(path)
-    if not content:
+    if not content or (own_name() is None and _is_changed(path)):  # one process of a run checks it for all
         raise ValueError(f"{path} cannot be read: it is damaged, or no checkpoint; give another one by resume=FILE")
     saved = _config_of(content)
     if saved is None:
@@ -402,6 +408,22 @@ def _read(checkpoint: Path) -> dict[str, Any]:
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def is_readable(checkpoint: Path) -> bool:
+    """True for a file that is a checkpoint as far as `torch.load` can tell."""
+    return bool(_read(checkpoint))
+
+
+def _is_changed(checkpoint: Path) -> bool:
+    """True if the sums in a checkpoint tell of other bytes than it has; `torch.load` does not look at them."""
+    if not zipfile.is_zipfile(checkpoint):
+        return False
+    try:
+        with zipfile.ZipFile(checkpoint) as parts:
+            return parts.testzip() is not None
+    except (zipfile.BadZipFile, OSError):
+        return True
 
 
 def _checkpoint_run(checkpoint: Path) -> Path | None:

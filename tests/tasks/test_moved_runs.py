@@ -204,6 +204,44 @@ def test_a_damaged_checkpoint_is_named(command_here, tiny_overrides, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_checkpoint_with_another_byte_or_a_folder_in_its_place_is_refused_before_the_work(tiny, tmp_path):
+    words = ("recipe.epochs=1", "recipe.ema=null", "+trainer.limit_train_batches=2")
+    train.run(tiny(*words))
+    (tmp_path / "run" / "metrics.json").unlink()
+    checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    weights = next(iter(torch.load(checkpoint, weights_only=True)["state_dict"].values())).numpy().tobytes()
+    content = bytearray(checkpoint.read_bytes())
+    content[content.index(weights) + 2] ^= 1
+    checkpoint.write_bytes(content)
+    with pytest.raises(ValueError, match=r"last\.ckpt cannot be read: it is damaged, or no checkpoint; give another"):
+        train.run(tiny(*words, "resume=true"))
+    checkpoint.unlink()
+    checkpoint.mkdir()
+    with pytest.raises(ValueError, match=r"last\.ckpt is a folder, and the run writes its checkpoint there: remove it"):
+        train.run(tiny(*words, "resume=true"))
+    assert not list(checkpoint.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("left", [None, b"", b"damaged"])
+def test_a_run_whose_best_checkpoint_is_gone_or_damaged_goes_on(left, tiny, tmp_path, caplog):
+    words = ("recipe.epochs=3", "recipe.ema=null", "+trainer.limit_train_batches=2")
+    run = tmp_path / "run"
+    interrupted(lambda: train.run(tiny(*words)), at=3)
+    best = run / "checkpoints" / "best.ckpt"
+    best.unlink() if left is None else best.write_bytes(left)
+    train.run(tiny(*words, "resume=true"))
+    assert f"{best} is gone or damaged: the best checkpoint is sought from here on" in caplog.text
+    assert torch.load(best, weights_only=True)["global_step"] in (4, 6)
+
+    # of a run that only has to be tested, the last weights are
+    (run / "metrics.json").unlink()
+    best.unlink()
+    train.run(tiny(*words, "resume=true"))
+    assert json.loads((run / "metrics.json").read_text())["updates"] == 6
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("patience", [0, 1])
 def test_a_run_that_early_stopping_ended_is_only_tested(patience, tiny, tmp_path):
     options = f"_target_: EarlyStopping, monitor: val/loss, patience: {patience}, min_delta: 100"

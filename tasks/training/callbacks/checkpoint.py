@@ -1,5 +1,6 @@
 """The checkpoint from which a run continues, and the best one."""
 
+import logging
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from longseq.tasks.training.callbacks.nonfinite import NonFiniteError
 from longseq.tasks.training.callbacks.updates import updated, validation_follows
 from longseq.tasks.training.options import Range
+from longseq.tasks.training.runs import is_readable
+
+_log = logging.getLogger(__name__)
 
 
 class BestCheckpoint(ModelCheckpoint):
@@ -57,9 +61,13 @@ class BestCheckpoint(ModelCheckpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue with the best score so far, also in a folder that was moved and has the file of that score.
 
-        Lightning forgets the score in another folder: the next validation would then be the best one.
+        Lightning forgets the score in another folder: the next validation would then be the best one. That is so here
+        where the file of the score is gone or damaged, with which the run could not be tested at its end.
         """
-        own = Path(str(self.dirpath)) / self.FILES[0]
+        own, saved = Path(str(self.dirpath)) / self.FILES[0], state_dict["best_model_path"]
+        if saved and not is_readable(own) and not is_readable(Path(saved)):
+            _log.warning("%s is gone or damaged: the best checkpoint is sought from here on", own)
+            return
         if state_dict["dirpath"] != self.dirpath and own.is_file():
             best = {str(own): score for score in state_dict["best_k_models"].values()}
             here = {"dirpath": self.dirpath, "best_model_path": str(own), "best_k_models": best}
