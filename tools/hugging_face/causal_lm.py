@@ -126,7 +126,9 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
         """
         earlier = one_cache(cache, past_key_values, kwargs)
         input_ids, cache, mask, borders = self._enter(input_ids, attention_mask, earlier, use_cache, kwargs)
-        one = input_ids.shape[1] == 1 and mask is None and borders is None
+        # Weights that are offloaded are fetched for `forward` of a layer alone, not for its `step`.
+        offloaded = self.body.embedding.weight.is_meta
+        one = input_ids.shape[1] == 1 and mask is None and borders is None and not offloaded
         if cache is not None and cache.state is not None and one:
             logits = cache.step(self.model, input_ids[:, 0]).unsqueeze(1)
         else:
