@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import multiprocessing
 import os
 import re
 import resource
@@ -20,6 +21,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("LONGSEQ_SELF_TEST", "0")
 # What an operation on tensors without values gives is soon computed again; to keep it takes torch longer.
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
+
+# Tests give data workers data sets of their own. A worker that is no fork, as from Python 3.14 on, cannot import
+# modules of tests, which pytest imports by their paths. Commands in their own processes start workers as Python does.
+if sys.platform == "linux":
+    multiprocessing.set_start_method("fork")
 
 import forked  # noqa: F401  (notes the filters of warnings before pytest changes them)
 import pytest

@@ -29,8 +29,9 @@ def test_a_sweep_says_at_its_end_which_trials_failed(tmp_path, command_here):
     done = command_here(tmp_path, "train", "-m", "output=sweep", "recipe.learning_rate=-1,0.01", *SMALL)
     told = [line for line in done.stderr.splitlines() if line.startswith(ERROR)]
     assert done.returncode == 2
+    reason = "recipe.learning_rate=-1 must be a number of at least 0 and below 1e+30"
     assert told == [
-        f"{ERROR}recipe.learning_rate=-1 must be a number of at least 0 and below 1e+30 (trial recipe.learning_rate=-1)",
+        f"{ERROR}{reason} (trial recipe.learning_rate=-1)",
         f"{ERROR}1 of 2 trials failed: recipe.learning_rate=-1",
     ]
     assert done.stderr.splitlines()[-1] == told[-1]

@@ -1,0 +1,75 @@
+"""Data workers that are new processes, as in Python 3.14, and no forks of the run: they have what it sends them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from documents import make_rows, write_jsonl
+from PIL import Image
+
+# Runs commands, one in each line of the input, in a process whose own processes begin anew.
+PROGRAM = """
+import multiprocessing, shlex, sys
+from longseq.tools import cli
+
+multiprocessing.set_start_method("forkserver")
+for line in sys.stdin.read().splitlines():
+    sys.argv = ["longseq", *shlex.split(line)]
+    try:
+        code = cli.main()
+    except SystemExit as left:
+        code = left.code
+    if code:
+        sys.exit(code)
+"""
+
+SHORT = "trainer=cpu recipe.epochs=null recipe.updates=3 recipe.validate_every_updates=3 callbacks.telemetry=null"
+SMALL = (
+    "model.d_model=16 model.depth=1 data.validation=0.2 data.test=0.2 data.root=rows.jsonl data.cache=cache "
+    "recipe.batch_size=512"
+)
+RUNS = {
+    "image": (
+        "data=image_folder data.root=images data.img_size=16 data.val_fraction=0.2 recipe.augment.mixing.mixup=0.5 "
+        "scale=nano model.patch_size=8 recipe.batch_size=16"
+    ),
+    "lm": f"task=lm data=text data.window=16 callbacks.text_samples=null {SMALL}",
+    "document": (
+        "task=document data=documents data.max_length=128 data.truncation=middle data.random_crops=true "
+        f"callbacks.linear=null {SMALL}"
+    ),
+}
+
+
+@pytest.mark.slow
+def test_workers_that_begin_anew_read_what_the_run_itself_reads(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    for number in range(40):
+        folder = tmp_path / "images" / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(draw.integers(0, 256, (20, 24, 3), np.uint8)).save(folder / f"{number}.png")
+    write_jsonl(tmp_path / "rows.jsonl", make_rows(90))
+    lines = [
+        f"train mixer=linear_attention {SHORT} {words} data.num_workers={workers} output={name}{workers}"
+        for name, words in RUNS.items()
+        for workers in (0, 1)
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input="\n".join(lines),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in RUNS:
+        alone, sent = (json.loads((tmp_path / f"{name}{workers}" / "metrics.json").read_text()) for workers in (0, 1))
+        measured = [key for key in alone if key.startswith(("train/", "val/", "test/"))]
+        assert measured
+        assert {key: alone[key] for key in measured} == {key: sent[key] for key in measured}
