@@ -79,7 +79,7 @@ def check_place(path: Path, key: str, *, is_folder: bool = False) -> None:
     if not is_folder and path.exists() and not path.is_file():
         return  # a device or a pipe, which is written itself
     check_above(path, key, is_folder=is_folder)
-    above = next(place for place in ([path] * is_folder + [*path.parents]) if os.path.exists(place))
+    above = _find_above(path, is_folder)
     # The mode of a folder does not tell it: root may write everywhere, but in /sys or on a disk that is read-only.
     try:
         with tempfile.TemporaryFile(dir=above, buffering=0) as file:
@@ -93,9 +93,14 @@ def check_place(path: Path, key: str, *, is_folder: bool = False) -> None:
 
 def check_above(path: Path, key: str, *, is_folder: bool = False) -> None:
     """ValueError, in one line, where a file, or a device, stands above `path`, or in the place of a folder."""
-    above = next(place for place in ([path] * is_folder + [*path.parents]) if os.path.exists(place))
+    above = _find_above(path, is_folder)
     if not above.is_dir():
         raise ValueError(f"{key}={path}: {above} is a file, and a folder is needed there: give another name")
+
+
+def _find_above(path: Path, is_folder: bool) -> Path:
+    """The first place above `path` that is there, or the folder itself; for `.` and `/`, with none above, `path`."""
+    return next((place for place in ([path] * is_folder + [*path.parents]) if os.path.exists(place)), path)
 
 
 def check_name(path: Path, key: str) -> None:

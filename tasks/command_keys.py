@@ -78,6 +78,8 @@ class PredictKeys(InputKeys, CommandKeys):
         super().__post_init__()
         if not self.output.endswith((".csv", ".json")):
             raise ValueError(f"output={self.output} must end in .csv or .json")
+        if self.saliency == "":
+            raise ValueError("saliency= is empty: give saliency=FOLDER for the pictures, or leave it out")
         if self.saliency_class is not None and self.saliency is None:
             raise ValueError(f"saliency_class={self.saliency_class} draws nothing by itself: give saliency=FOLDER too")
 

@@ -16,6 +16,8 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"device={name!r} is unknown: choose auto, cpu, cuda or cuda:INDEX") from error
+    if device.type == "meta":
+        raise ValueError(f"device={name} computes no numbers: choose auto, cpu, cuda or cuda:INDEX")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={name} needs a GPU, and none is usable here: choose device=cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

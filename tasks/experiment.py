@@ -89,6 +89,10 @@ class ScheduleKeys:
     decay_fn: Literal["1-sqrt", "linear", "cosine"] | None = None
 
 
+# Options of `recipe.schedule` that timm reads for some schedules only.
+_SCHEDULES_WITH = {"decay_rate": ("step", "multistep", "poly"), "decay_milestones": ("multistep",)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecipeKeys:
     """The keys of `recipe` that every task has; `loss` and `augment` hold those of the task."""
@@ -252,6 +256,12 @@ def _check_schedule(node: Mapping[str, Any]) -> None:
         read_beside(ScheduleKeys, function, options, place, given=given)
         if options.get("step_on_epochs", True):
             raise ValueError(f"{place}.step_on_epochs must be false: the learning rate is set after each update")
+        for key, schedules in _SCHEDULES_WITH.items():
+            if key in options and options["sched"] not in schedules:
+                raise ValueError(
+                    f"{place}.{key} has no effect with {place}.sched={options['sched']}: leave it out, or give one of "
+                    f"{', '.join(schedules)}"
+                )
         decay = options.get("decay_epochs")
         if options["sched"] == "wsd" and decay is not None and not 0 < decay < 1:
             raise ValueError(

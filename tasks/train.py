@@ -72,6 +72,8 @@ def run(cfg: DictConfig) -> float | None:
     processes.follow_parent()
     config = resolve(cfg)
     check_output(config.get("output"))
+    if config["resume"] == "":  # as from a variable of a shell that is not set: no wish to begin anew
+        raise ValueError("resume= is empty: give a .ckpt file, or resume=true for the newest, or leave it out")
     refuse_absent_devices(config.get("trainer") or {})  # before its batch is divided over them
     check_experiment(config)
     registry.of(config).data.prepare_process(config)

@@ -278,6 +278,8 @@ def find_weights(
         present = sum(count > 0 for count in counts)
         return [samples / (present * count) if count else 1.0 for count in counts]
     if isinstance(choice, Mapping):
+        if not choice:
+            raise ValueError("data.class_weights={} names no class: give {NAME: NUMBER}, balanced or none")
         refuse_unknown(choice, class_names, "data.class_weights")
         weights = [float(choice.get(name, 1.0)) for name in class_names]
     else:

@@ -30,6 +30,16 @@ FINETUNE = "finetune"
 # Options of our image models that are set by the data and by the group `mixer`.
 _DECIDED = ("img_size", "in_chans", "num_classes", "mixer", "mixer_options")
 
+# Keys of `data` that the digits do not heed, with the values that other data has by default.
+_OF_LARGER_DATA: dict[str, tuple[Any, ...]] = {
+    "download": (False,),
+    "val_fraction": (0.1,),
+    "split_seed": (0,),
+    "train_split": ("train",),
+    "val_split": ("validation", None),
+    "test_split": ("test", None),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ImageDataKeys:
@@ -84,6 +94,12 @@ class ImageDataKeys:
             raise ValueError(
                 f"data.multi_label=true: data.source={self.source} has one class an image: give data.source=csv"
             )
+        for key, default in _OF_LARGER_DATA.items() if self.source == "digits" else ():
+            if (value := getattr(self, key)) not in default:
+                raise ValueError(
+                    f"data.{key}={spell(value)} has no effect: data.source=digits comes with splits of its own; "
+                    "leave it out"
+                )
         check_own_keys(self)
         if self.class_map is not None and self.source in ("csv", "shards"):
             raise ValueError(

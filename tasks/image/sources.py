@@ -514,8 +514,11 @@ def held_out_split(
     folder = _existing(root)
     refuse_compressed(folder, {kind: names[kind]})
     path = find_split(folder, kind, names[kind]) if names[kind] is not None else None
+    missed = path is None and names[kind] not in (None, kind)
     for usual in ("validation", "test") if kind == "test" else ("validation",):
         path = path or find_split(folder, usual)
+    if missed and path is not None:
+        _log.warning("%s holds no %s, and %s is measured: name a split that it holds", folder, names[kind], path)
     if path is None and whole:
         if training := find_split(folder, "train"):
             raise ValueError(

@@ -32,6 +32,8 @@ class PrepareKeys(CommandKeys):
 
     def __post_init__(self) -> None:
         refuse_many(self.processes, "processes")
+        if not self.tokenizer:
+            raise ValueError("tokenizer= is empty: give bytes, train:SIZE, or a tokenizer.json")
         if self.validation + self.test >= 1:
             raise ValueError(
                 f"validation={self.validation} and test={self.test} leave nothing to train on: give less than 1"

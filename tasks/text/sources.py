@@ -501,6 +501,9 @@ def _read_python(part: Part, columns: Columns) -> Iterator[Document | Malformed]
             yield Malformed(Place(path), f"no Python source ({error})")
 
 
+# The formats of files that have no columns.
+PLAIN = ("text", "python")
+
 _READERS: dict[str, Callable[[Part, Columns], Iterator[Document | Malformed]]] = {
     "jsonl": _read_jsonl,
     "compressed": _read_compressed,

@@ -27,6 +27,8 @@ def check_output(output: Any) -> None:
         raise ValueError("output is empty: give output=FOLDER, or leave it out")
     if not isinstance(output, str):
         return
+    if not Path(output).name:  # . and /, in which a run's files would lie among all others
+        raise ValueError(f"output={output} is no folder of a run's own: give output=FOLDER, a new one")
     check_name(Path(output), "output")
     if os.path.exists(output) and not os.path.isdir(output):
         raise ValueError(f"output={output} is a file: give output=FOLDER, or leave it out")

@@ -28,6 +28,9 @@ __all__ = ["TRACED_BATCH", "check_batch_sizes", "float_copy", "write_checked"]
 # An axis of size 1 would be traced as a constant.
 TRACED_BATCH = 2
 
+# Larger batches show nothing more, and their inputs alone take the memory.
+_LARGEST_BATCH = 4096
+
 
 def float_copy(model: nn.Module) -> nn.Module:
     """A float32 copy on the CPU with the operations' exportable backend and without gradient checkpointing."""
@@ -47,6 +50,8 @@ def check_batch_sizes(batch_sizes: Sequence[int]) -> None:
         raise ValueError(
             f"batch_sizes={list(batch_sizes)}: name one or more, without {TRACED_BATCH}, which the file is traced with"
         )
+    if (largest := max(batch_sizes)) > _LARGEST_BATCH:
+        raise ValueError(f"batch_sizes has {largest}, and is of at most {_LARGEST_BATCH}: a comparison needs no more")
 
 
 def write_checked(

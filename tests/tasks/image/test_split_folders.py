@@ -12,6 +12,7 @@ from image_data import image_data
 from PIL import Image
 
 from longseq.tasks.image.folder import TarImages
+from longseq.tasks.image.sources import held_out_split
 from longseq.tasks.image.split_folders import refuse_pooled
 
 
@@ -152,3 +153,14 @@ def test_an_evaluation_takes_no_other_split_for_a_compressed_one(tmp_path):
     config = {"data": vars(module.keys)}
     with pytest.raises(ValueError, match=r"test\.zip is compressed"):
         module.for_evaluation(config, {"test_split": "test"}, split="test", trained=module.info, batch_size=2)
+
+
+def test_an_evaluation_names_the_split_that_it_takes_for_one_that_is_not_there(tmp_path, caplog):
+    root = write_splits(tmp_path, "train", "val", "test")
+    for name, measured in (("mime", "val"), ("test", "test")):
+        caplog.clear()
+        options = {"names": {"validation": "val", "test": name}, "class_map": None, "download": False, "whole": True}
+        split = held_out_split("folder", str(root), kind="test", class_names=["cat", "dog"], **options)
+        assert split.source.label == str(root / measured)
+        told = f"{root} holds no mime, and {root / 'val'} is measured: name a split that it holds"
+        assert (told in caplog.messages) == (name == "mime")
