@@ -36,6 +36,7 @@ from longseq.tasks.image.draws import TrainingDraws
 from longseq.tasks.image.encoded import DeviceTransform, EncodedTrainingBatches
 from longseq.tasks.image.mixing import BatchMixing
 from longseq.tasks.image.sources import Split, Splits
+from longseq.tasks.image.split_folders import find_split
 from longseq.tasks.image.transforms import normalize, training_transform
 from longseq.tasks.training.command import CommandKeys, compile_modes, read_command
 from longseq.tasks.training.options import Length, OneOf, Range
@@ -198,7 +199,7 @@ class Bench:
             name="files",
             source="folder",
             root=self.root,
-            test_split="val",
+            test_split="val" if find_split(self.root, "test", "val") else None,
             img_size=self.keys.img_size,
             mean=(0.485, 0.456, 0.406),
             std=(0.229, 0.224, 0.225),
