@@ -44,17 +44,17 @@ def split_chunks(x: Tensor, dtype: torch.dtype, chunks: int, chunk_size: int) ->
     return x.reshape(chunks, batch * heads, chunk_size, width).contiguous()
 
 
-def join_chunks(x: Tensor, batch: int, tokens: int) -> Tensor:
-    """[n, B * H, C, D] -> [B, T, H, D], the inverse of `split_chunks`."""
-    chunks, rows, chunk_size, width = x.shape
-    x = x.reshape(chunks, batch, rows // batch, chunk_size, width).permute(1, 0, 3, 2, 4)
-    return x.reshape(batch, chunks * chunk_size, rows // batch, width)[:, :tokens]
+def join_chunks(x: Tensor, batch: int, heads: int, tokens: int) -> Tensor:
+    """[n, B * H, C, D] -> [B, T, H, D], the inverse of `split_chunks`, also for B = 0."""
+    chunks, _, chunk_size, width = x.shape
+    x = x.reshape(chunks, batch, heads, chunk_size, width).permute(1, 0, 3, 2, 4)
+    return x.reshape(batch, chunks * chunk_size, heads, width)[:, :tokens]
 
 
 def join_like(x: Tensor, like: Tensor) -> Tensor:
     """[n * B * H, C, D] -> the shape and dtype of `like`, [B, T, H, D] or [B, T, H]: a gradient in its input's form."""
     batch, tokens, heads = like.shape[:3]
-    x = join_chunks(x.unflatten(0, (-1, batch * heads)), batch, tokens)
+    x = join_chunks(x.unflatten(0, (-1, batch * heads)), batch, heads, tokens)
     return x.reshape(like.shape).to(like.dtype)
 
 

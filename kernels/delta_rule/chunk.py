@@ -93,7 +93,7 @@ def _exported(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     """The form for torch.export: the loop over chunks is unrolled while short, else (or if T is symbolic) a Scan."""
-    batch, tokens, _, _ = q.shape
+    batch, tokens, heads, _ = q.shape
     chunk_size, chunks, unroll = export_plan(chunk_size, tokens)
     query, attention, _, offered, erased, write, whole = _parts(
         q, k, v, beta, write_key, g, scale, state.dtype, chunks, chunk_size
@@ -106,7 +106,7 @@ def _exported(
     else:
         final, states, written = scan(_decayed_chunk_step, rows, [offered, erased, write, whole])
     output = query @ states + attention @ written
-    return join_chunks(output, batch, tokens), final.reshape(state.shape)
+    return join_chunks(output, batch, heads, tokens), final.reshape(state.shape)
 
 
 @torch.jit.script_if_tracing
@@ -156,7 +156,7 @@ def _forward(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output [B, T, H, V], final state [B, H, K, V]; for the backward X [n, M, C, C] and the states [n, M, K, V]."""
-    batch, tokens, _, _ = q.shape
+    batch, tokens, heads, _ = q.shape
     chunk_size = fit_chunk_size(chunk_size, tokens)
     chunks = (tokens + chunk_size - 1) // chunk_size
     query, attention, inverse, offered, erased, write, whole = _parts(
@@ -164,7 +164,7 @@ def _forward(
     )
     states, written, final = _state_pass(state.flatten(0, 1), offered, erased, write, whole)
     output = query @ states + attention @ written
-    return join_chunks(output, batch, tokens), final.reshape(state.shape), inverse, states
+    return join_chunks(output, batch, heads, tokens), final.reshape(state.shape), inverse, states
 
 
 def _split(

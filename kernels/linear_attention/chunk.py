@@ -108,14 +108,14 @@ def _exported(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     """The form for torch.export: the loop over chunks is unrolled while short, else (or if T is symbolic) a Scan."""
-    batch, tokens, _, _ = q.shape
+    batch, tokens, heads, _ = q.shape
     chunk_size, chunks, unroll = export_plan(chunk_size, tokens)
     query, inner, update, since, whole = _parts(q, k, v, g, g_value, scale, state.dtype, chunks, chunk_size)
     if unroll or whole is None:
         states, final = _state_pass(state.flatten(0, 1), update, whole)
     else:
         final, states = scan(_chunk_step, state.flatten(0, 1), [update, whole])
-    return join_chunks(times(query @ states, since) + inner, batch, tokens), final.reshape(state.shape)
+    return join_chunks(times(query @ states, since) + inner, batch, heads, tokens), final.reshape(state.shape)
 
 
 @torch.jit.script_if_tracing
@@ -163,12 +163,12 @@ def _forward(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output [B, T, H, V], final state [B, H, K, V]; for the backward the states before each chunk [n, M, K, V]."""
-    batch, tokens, _, _ = q.shape
+    batch, tokens, heads, _ = q.shape
     chunk_size = fit_chunk_size(chunk_size, tokens)
     chunks = (tokens + chunk_size - 1) // chunk_size
     query, inner, update, since, whole = _parts(q, k, v, g, g_value, scale, state.dtype, chunks, chunk_size)
     states, final = _state_pass(state.flatten(0, 1), update, whole)
-    return join_chunks(times(query @ states, since) + inner, batch, tokens), final.reshape(state.shape), states
+    return join_chunks(times(query @ states, since) + inner, batch, heads, tokens), final.reshape(state.shape), states
 
 
 def _split(

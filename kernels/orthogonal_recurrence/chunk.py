@@ -108,7 +108,7 @@ def _exported(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     """The form for torch.export: one Scan over tokens or chunks."""
-    batch, tokens, _, _ = q.shape
+    batch, tokens, heads, _ = q.shape
     chunks = tokens if chunk_size == 1 else (tokens + 2 * chunk_size - 1) // chunk_size
     xs = _split(q, k, v, gamma, g, threshold, scale, state.dtype, chunks, chunk_size)
     step, _ = _forms(chunk_size)
@@ -118,7 +118,7 @@ def _exported(
         return [state, output]
 
     final, output = scan(turn, state.flatten(0, 1), [x for x in xs if x is not None])
-    return join_chunks(output, batch, tokens), final.reshape(state.shape)
+    return join_chunks(output, batch, heads, tokens), final.reshape(state.shape)
 
 
 @torch.jit.script_if_tracing
@@ -136,7 +136,7 @@ def _scripted(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     """The form for torch.jit.trace: sizes and the loop stay dynamic in the traced graph."""
-    batch, tokens = q.shape[0], q.shape[1]
+    batch, tokens, heads = q.shape[0], q.shape[1], q.shape[2]
     chunks = (tokens + chunk_size - 1) // chunk_size
     query, key, value, strength, gate, shrink = _split(
         q, k, v, gamma, g, threshold, scale, state.dtype, chunks, chunk_size
@@ -151,7 +151,7 @@ def _scripted(
         else:
             output, running, _ = _chunk(running, objective, unit, q_i, k_i, v_i, gamma_i, gate_i)
         outputs.append(output)
-    return join_chunks(torch.stack(outputs), batch, tokens), running.reshape(state.shape)
+    return join_chunks(torch.stack(outputs), batch, heads, tokens), running.reshape(state.shape)
 
 
 class _OrthogonalRecurrence(torch.autograd.Function):
@@ -159,7 +159,7 @@ class _OrthogonalRecurrence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, gamma, g, threshold, state, objective, unit, scale, chunk_size):
-        batch, tokens, _, _ = q.shape
+        batch, tokens, heads, _ = q.shape
         chunk_size = min(chunk_size, tokens)
         chunks = -(-tokens // chunk_size)
         xs = _split(q, k, v, gamma, g, threshold, scale, state.dtype, chunks, chunk_size)
@@ -172,7 +172,7 @@ class _OrthogonalRecurrence(torch.autograd.Function):
             outputs.append(output)
         ctx.save_for_backward(q, k, v, gamma, g, threshold, torch.stack(kept))
         ctx.options = objective, unit, scale, chunk_size
-        return join_chunks(torch.stack(outputs), batch, tokens), running.reshape(state.shape)
+        return join_chunks(torch.stack(outputs), batch, heads, tokens), running.reshape(state.shape)
 
     @staticmethod
     @once_differentiable

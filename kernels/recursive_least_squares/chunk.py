@@ -150,14 +150,15 @@ class _Layout:
 
     def split(self, x: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, T, H, D] -> [n, B * H, C, D], zeros in empty slots."""
-        room = x.new_zeros(x.shape[0] * (self.chunks * self.size + 1), *x.shape[2:])
-        filled = room.index_copy(0, self._rows(slots), x.flatten(0, 1)).unflatten(0, (x.shape[0], -1))
+        slots_of_a_row = self.chunks * self.size + 1
+        room = x.new_zeros(x.shape[0] * slots_of_a_row, *x.shape[2:])
+        filled = room.index_copy(0, self._rows(slots), x.flatten(0, 1)).unflatten(0, (x.shape[0], slots_of_a_row))
         return split_chunks(filled[:, :-1], dtype, self.chunks, self.size)
 
-    def join(self, x: Tensor, slots: Tensor) -> Tensor:
+    def join(self, x: Tensor, slots: Tensor, heads: int) -> Tensor:
         """The inverse of `split`, zeros at padding."""
         batch, tokens = slots.shape
-        filled = F.pad(join_chunks(x, batch, self.chunks * self.size), (0, 0, 0, 0, 0, 1))
+        filled = F.pad(join_chunks(x, batch, heads, self.chunks * self.size), (0, 0, 0, 0, 0, 1))
         return filled.flatten(0, 1).index_select(0, self._rows(slots)).unflatten(0, (batch, tokens))
 
     def _rows(self, slots: Tensor) -> Tensor:
@@ -193,7 +194,7 @@ def _forward(
     starts, factors, written, final = _state_pass(symmetric(A).flatten(0, 1), rows, refresh.sum(-2, keepdim=True))
     read = layout.split(x, slots, A.dtype)
     y = read @ starts - (read @ written.mT).tril_() @ written
-    y = layout.join(y, slots) + added[..., None, None] * x
+    y = layout.join(y, slots, u.shape[2]) + added[..., None, None] * x
     return y, final.reshape(A.shape), factors, starts
 
 
@@ -236,8 +237,8 @@ def _backward(
     d_rows = torch.linalg.solve_triangular(factors.mT, d_rows, upper=True)
     # The solution of a single chunk has other strides than torch.compile expects, and views are taken of it.
     d_rows = d_rows.clone(memory_format=torch.contiguous_format).neg_()
-    d_x = layout.join(d_read, slots) + added[..., None, None] * d_y
-    return d_x.to(x.dtype), layout.join(d_rows, slots).to(u.dtype), d_start.unflatten(0, (x.shape[0], -1))
+    d_x = layout.join(d_read, slots, u.shape[2]) + added[..., None, None] * d_y
+    return d_x.to(x.dtype), layout.join(d_rows, slots, u.shape[2]).to(u.dtype), d_start.unflatten(0, (x.shape[0], -1))
 
 
 def _state_pass_backward(D: Tensor, local: Tensor, weights: Tensor, written: Tensor) -> tuple[Tensor, Tensor]:

@@ -66,6 +66,11 @@ class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
     supports_noncausal = True
     recomputable = False
     preallocates = True
+    inert_with: ClassVar[Mapping[str, tuple[str, tuple[Any, ...]]]] = {
+        "rotary_base": ("rotary", (False,)),
+        "rotary_scaling": ("rotary", (False,)),
+        "norm_eps": ("qk_norm", ("none",)),
+    }
     arguments_before: ClassVar[Mapping[str, Any]] = {
         "out_bias": True,
         "rotary_scaling": None,

@@ -78,6 +78,11 @@ class BaseConv(Mixer[BaseConvState | ShortBaseConvState]):
     paper = "BaseConv (arXiv:2312.04927), section 4.1"
     own_backends = ("triton", "reference")  # of a short filter
     options_in_turn = ("filter",)
+    inert_with: ClassVar[Mapping[str, tuple[str, tuple[Any, ...]]]] = {
+        "convolution_width": ("filter", ("implicit", "explicit")),
+        "max_length": ("filter", ("short",)),
+        "filter_width": ("filter", ("explicit", "short")),
+    }
     reads_backwards = True
     growing_state = True
     no_weight_decay_names = ("bias",)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,7 @@ class LinearAttention(Mixer[LinearAttentionState]):
     operations = ("linear_attention",)
     reads_backwards = True
     reads_pairs = True
+    inert_with: ClassVar[Mapping[str, tuple[str, tuple[Any, ...]]]] = {"eps": ("normalizer", (False,))}
 
     def __init__(
         self,

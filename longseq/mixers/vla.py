@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +76,11 @@ class VLA(Mixer[VLAState]):
     operations = ("short_convolution", "variational_linear_attention")
     reads_backwards = True
     reads_pairs = True
+    inert_with: ClassVar[Mapping[str, tuple[str, tuple[Any, ...]]]] = {
+        "refresh_period": ("update_penalty", (False,)),
+        "refresh": ("update_penalty", (False,)),
+        "scale_penalty": ("update_penalty", (False,)),
+    }
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from longseq.tasks.data.labels import ClassWeights, Sampling, check_balance, check_label_keys
 from longseq.tasks.document.truncation import Truncation
@@ -18,6 +18,11 @@ Fraction = Annotated[float, Range(above=0, below=1)]
 @dataclass(frozen=True, kw_only=True)
 class DocumentModelKeys(BodyKeys):
     """The keys of `model`, explained in `longseq.backbones.classifier.TextClassifier` and `TokenBackbone`."""
+
+    inert_with: ClassVar[Mapping[str, tuple[str, tuple[Any, ...]]]] = {
+        **BodyKeys.inert_with,
+        "ngram_buckets": ("hashed_ngrams", (1,)),
+    }
 
     name: Literal["document", "document_pair"]
     pooling: Literal["mean", "max", "last", "first", "attention"] | None = None

@@ -16,6 +16,7 @@ from longseq.tasks.document import linear
 from longseq.tasks.document.config import DocumentModelKeys
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.training.checkpoint import Loaded
+from longseq.tasks.training.command import refuse_inert
 from longseq.tasks.training.model import TaskModel, outlined
 from longseq.tasks.training.options import read
 from longseq.tasks.training.token_model import build_seeded, check_alike, check_tokenizer, have_one_tokenizer
@@ -50,6 +51,7 @@ class DocumentModel(TaskModel):
             return
         if config["model"]["name"] in MODELS:
             read(DocumentModelKeys, config["model"], "model")
+            refuse_inert("model", config["model"], DocumentModelKeys.inert_with)
         least = 1 + (config["model"].get("separator") or 1)
         model: Any = outlined(config, lambda: build_classifier(config, num_classes=2, vocab_size=least, longest=2))
         if config["data"].get("segment") is not None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from longseq.tasks.data.labels import ClassWeights, Sampling, check_balance, check_label_keys
 from longseq.tasks.image.augmentation import Augmentation
 from longseq.tasks.image.info import LEAST_CROP, DataInfo
 from longseq.tasks.image.recipe import choose_recipe, starts_trained
 from longseq.tasks.training.automatic import Choice
+from longseq.tasks.training.command import refuse_inert
 from longseq.tasks.training.keys import ClassifierGroup, TaskKeys
 from longseq.tasks.training.options import Length, Range, read, read_beside, refuse_unknown, spell
 
@@ -178,6 +179,12 @@ class ModelOptions:
 class LongseqModelOptions(ModelOptions):
     """Options of our image models; `longseq.backbones.image.ImageBackbone` has more."""
 
+    # For an option another one, and the values of that one with which it has no effect (see `refuse_inert`).
+    inert_with: ClassVar[Mapping[str, tuple[str, tuple[Any, ...]]]] = {
+        "share_directions": ("direction", ("forward", "alternating")),
+        "merge": ("direction", ("forward", "alternating")),
+    }
+
     embed_dim: Annotated[int | None, Range(1)] = None
     depth: Annotated[int | None, Range(1)] = None
     stride: Size | None = None
@@ -239,6 +246,8 @@ def _check_model(config: Mapping[str, Any]) -> None:
             refuse_unknown(chosen, [*known, *model_options(name)], place)
     if name.startswith("longseq_"):
         _check_pool_heads(config)
+        chosen = {key: value for key, value in given.items() if value is not None}
+        refuse_inert("model", (config["recipe"].get("model") or {}) | chosen, LongseqModelOptions.inert_with)
 
 
 def _check_pool_heads(config: Mapping[str, Any]) -> None:

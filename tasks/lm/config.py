@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from longseq.tasks.text.keys import TextDataKeys
+from longseq.tasks.training.command import refuse_inert
 from longseq.tasks.training.keys import TaskKeys
 from longseq.tasks.training.options import Range, read
 from longseq.tasks.training.token_keys import TokenModelKeys
@@ -28,6 +29,7 @@ class LanguageModelKeys(TaskKeys):
 
     def check(self, config: Mapping[str, Any]) -> None:
         direction = read(TokenModelKeys, config["model"], "model").direction
+        refuse_inert("model", config["model"], TokenModelKeys.inert_with)
         if direction not in (None, "forward"):
             raise ValueError(
                 f"model.direction={direction} lets a model see the tokens that it is to predict: take direction=forward"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from longseq.tasks.training.command import refuse_inert
 from longseq.tasks.training.keys import TaskKeys
 from longseq.tasks.training.options import Length, Range, read
 from longseq.tasks.training.token_keys import TokenModelKeys
@@ -40,6 +41,7 @@ class ProbeKeys(TaskKeys):
         from longseq.tasks.probe.slices import check_slices  # it imports torch, which the keys do not need
 
         read(TokenModelKeys, config["model"], "model")
+        refuse_inert("model", config["model"], TokenModelKeys.inert_with)
         if config["recipe"].get("model"):
             raise ValueError("recipe.model is read by no part of task=probe: leave it out with ~recipe.model")
         data = read(ProbeDataKeys, config["data"], "data")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from longseq.tasks.training.configuration import resolve
-from longseq.tasks.training.options import Required, read
+from longseq.tasks.training.options import Required, read, spell
 
 CHECKPOINT_NEEDED = Required("give checkpoint=FILE, such as outputs/image/RUN/checkpoints/best.ckpt")
 
@@ -44,6 +45,24 @@ def refuse_given(is_unread: Callable[[str], bool], why: str) -> None:
         key = word.lstrip("+~").partition("=")[0]
         if is_unread(key):
             raise ValueError(f"{word.lstrip('+')} has no effect: {why}; leave it out")
+
+
+def refuse_inert(place: str, chosen: Mapping[str, Any], inert_with: Mapping[str, tuple[str, tuple[Any, ...]]]) -> None:
+    """Raise ValueError, in one line, if a person gave an option that has no effect beside the others.
+
+    A sweep may combine all values of several options.
+
+    Args:
+        place: the dotted key of the options `chosen`.
+        inert_with: for an option the name of another one, and the values of that one with which it has no effect.
+    """
+    if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+        return
+    for option, (other, values) in inert_with.items():
+        found = chosen.get(other)
+        if all(value in values for value in (found if isinstance(found, list) else [found])):
+            why = f"{place}.{other}={spell(found)} does not read it"
+            refuse_given(lambda key, own=f"{place}.{option}": key == own, why)  # type: ignore[misc]
 
 
 def compile_modes() -> list[str]:

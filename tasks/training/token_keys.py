@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from longseq.tasks.training.options import Range
 
@@ -13,6 +14,15 @@ Probability = Annotated[float, Range(0, below=1)]
 @dataclass(frozen=True, kw_only=True)
 class BodyKeys:
     """The keys of `model` for every model with the body of a token model; see `TokenBackbone`."""
+
+    # For an option another one, and the values of that one with which it has no effect (see `refuse_inert`).
+    inert_with: ClassVar[Mapping[str, tuple[str, tuple[Any, ...]]]] = {
+        "mlp_ratio": ("mlp", ("none",)),
+        "mlp_bias": ("mlp", ("none", "gelu")),  # gelu always has biases
+        "max_length": ("positions", ("none",)),
+        "share_directions": ("direction", ("forward", "alternating")),
+        "merge": ("direction", ("forward", "alternating")),
+    }
 
     label: str
     d_model: Annotated[int | None, Range(1)] = None

@@ -82,5 +82,6 @@ def test_chunks_join_to_what_was_split():
     x = torch.randn(2, 13, 3, 5)
     chunks = split_chunks(x, x.dtype, 4, 4)
     assert chunks.shape == (4, 6, 4, 5)
-    assert torch.equal(join_chunks(chunks, 2, 13), x)
+    assert torch.equal(join_chunks(chunks, 2, 3, 13), x)
     assert not chunks.reshape(4, 2, 3, 4, 5)[3, :, :, 1:].any()
+    assert join_chunks(split_chunks(x[:0], x.dtype, 4, 4), 0, 3, 13).shape == (0, 13, 3, 5)

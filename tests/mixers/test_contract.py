@@ -582,3 +582,33 @@ class Wrapper(torch.nn.Module):
     def forward(self, *args, **kwargs):
         self.calls.append(1)
         return self.module(*args, **kwargs)
+
+
+# Values beside the defaults, of the options that a rule names.
+OTHERS = {
+    "rotary_base": 3.0,
+    "rotary_scaling": {"rope_type": "linear", "factor": 2.0},
+    "norm_eps": 0.5,
+    "convolution_width": 2,
+    "max_length": 5,
+    "filter_width": 3,
+    "eps": 1e6,
+    "refresh_period": 2,
+    "refresh": 0.5,
+    "scale_penalty": False,
+}
+DECIDING = {"rotary": (False, True), "normalizer": (False, True), "update_penalty": (False, True)}
+DECIDING |= {"qk_norm": ("none", "head", "all"), "filter": ("implicit", "explicit", "short")}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if mixers.get(name).inert_with and name != "based"])
+def test_an_option_is_inert_with_those_values_of_another_that_its_class_names(name: str) -> None:
+    for option, (other, values) in mixers.get(name).inert_with.items():
+        for value in DECIDING[other]:
+            results = []
+            for options in ({}, {option: OTHERS[option]}):
+                torch.manual_seed(0)
+                mixer = mixers.create(name, D_MODEL, **{other: value}, **options).double()
+                results.append([*mixer.state_dict().values(), mixer(make_tokens(1))[0]])
+            same = all(map(torch.equal, *results)) if len(results[0]) == len(results[1]) else False
+            assert same == (value in values), (option, value)

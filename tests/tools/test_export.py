@@ -126,6 +126,7 @@ def with_torch() -> Iterator[Elsewhere]:
             with torch.no_grad():
                 difference = numpy.abs(call(torch.from_numpy(cases["images"])).numpy() - cases["logits"]).max()
             assert difference < 1e-4, difference
+        assert script(torch.from_numpy(cases["images"][:0])).shape == (0, 5)
         """,
     )
     yield elsewhere
