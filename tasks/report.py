@@ -119,8 +119,10 @@ def progress_bar(description: str, total: int, *, done: int = 0, shown: bool = T
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TimeRemainingColumn())
-    disable = not (shown and console.is_terminal)
-    with Progress(*columns, *times, console=console, disable=disable, transient=True) as progress:
+    if not (shown and console.is_terminal):  # below 14.3, a disabled Progress of rich writes an empty line at its end
+        yield lambda steps: None
+        return
+    with Progress(*columns, *times, console=console, transient=True) as progress:
         task = progress.add_task(description, total=total, completed=done)
         yield lambda steps: progress.advance(task, steps)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from longseq.tasks import report
 from longseq.tasks.report import quiet_libraries
 
 
@@ -33,3 +34,17 @@ def test_the_error_of_a_thread_is_shown_unless_the_main_thread_raises_it(monkeyp
             thread.join()
     assert shown == threads[1:]
     assert threading.excepthook is before
+
+
+def test_a_bar_that_is_not_shown_writes_nothing_with_any_version_of_rich(monkeypatch, capfd):
+    stop = report.Progress.stop
+
+    def stop_as_before(progress):
+        stop(progress)
+        progress.console.print()  # below 14.3, where the console is no terminal
+
+    monkeypatch.setattr(report.Progress, "stop", stop_as_before)
+    for shown in (False, True):
+        with report.progress_bar("reading", 3, shown=shown) as advance:
+            advance(3)
+    assert capfd.readouterr() == ("", "")

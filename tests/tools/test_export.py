@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import tracemalloc
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,7 @@ from longseq.tools.export.checked_file import TRACED_BATCH
 from longseq.tools.export.formats import SUFFIXES
 from longseq.tools.export.metadata import classifier_metadata, encode
 from longseq.tools.export.parity import Expected, compare, probe_images
+from longseq.tools.export.spec import FileSpec
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pages" / "export.md"
 VIM, VIT = "longseq_tiny_patch16_224", "longseq_vit_tiny_patch16_224"
@@ -322,9 +324,11 @@ def test_a_torchscript_file_has_no_source_lines_of_the_machine(
     chassis: str, mixer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved: list[bytes] = []
-    strip = torchscript_file._without_source_lines
+    strip = torchscript_file._write_without_source_lines
     monkeypatch.setattr(
-        torchscript_file, "_without_source_lines", lambda archive: (saved.append(archive.getvalue()), strip(archive))[1]
+        torchscript_file,
+        "_write_without_source_lines",
+        lambda archive, file: (saved.append(archive), strip(archive, file))[1],
     )
     model = build(chassis, mixer, **CHASSIS[chassis])
     report = export_image_classifier(model, tmp_path / "model.pt", format="torchscript", data=DATA)
@@ -335,6 +339,29 @@ def test_a_torchscript_file_has_no_source_lines_of_the_machine(
         name: content for name, content in held.items() if name.endswith(own)
     }
     assert {name for name in whole if not name.endswith(".debug_pkl")} == {*held}
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(1 << 18) for _ in range(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([(x[:, None] * weight).sum(-1) for weight in self.weights]).sum(0)
+
+
+@pytest.mark.slow
+def test_a_torchscript_file_is_written_from_one_copy_of_it(tmp_path: Path) -> None:
+    spec = FileSpec(inputs={"x": {0: "batch"}}, outputs=["y"], metadata={}, opset=20)
+    tracemalloc.start()
+    try:
+        torchscript_file.write(Wide().eval(), (torch.ones(2),), tmp_path / "wide.pt", spec)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    size = (tmp_path / "wide.pt").stat().st_size
+    assert size > 1 << 24
+    assert peak < 1.5 * size
 
 
 def records_of(archive: Any) -> dict[str, bytes]:

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import nn
@@ -33,20 +33,36 @@ def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpe
     foreign = {kind for kind in _kinds(traced.inlined_graph) if not kind.startswith(("aten::", "prim::"))}
     if foreign:
         raise RuntimeError(f"the trace calls {', '.join(sorted(foreign))}, which other processes lack")
-    content = io.BytesIO()
-    torch.jit.save(traced, content, _extra_files={EXTRA_FILE: json.dumps(dict(spec.metadata))})
     # In memory first: given a name, torch ends the whole process where the disk is full.
-    path.write_bytes(_without_source_lines(content))
+    content = traced.save_to_buffer(_extra_files={EXTRA_FILE: json.dumps(dict(spec.metadata))})
+    with path.open("wb") as file:
+        _write_without_source_lines(content, file)
+    del content
     written = torch.jit.load(str(path)).inlined_graph  # loading removes some of what was traced
     return Counter(kind for kind in _kinds(written) if kind != "prim::Constant")
 
 
-def _without_source_lines(archive: io.BytesIO) -> memoryview:
-    """Copy an archive without the records of source lines, which have paths of this machine."""
-    archive.seek(0)
-    records, content = torch._C.PyTorchFileReader(archive), io.BytesIO()
+class _Destination:
+    """A file for torch's writer, which an error would end with the whole process: it is kept in `error`."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.error: OSError | None = None
+
+    def write(self, content: memoryview) -> int:
+        if self.error is None:
+            try:
+                self.file.write(content)
+            except OSError as error:
+                self.error = error
+        return len(content)
+
+
+def _write_without_source_lines(archive: bytes, file: BinaryIO) -> None:
+    """Copy an archive to a file without the records of source lines, which have paths of this machine."""
+    records, destination = torch._C.PyTorchFileReader(io.BytesIO(archive)), _Destination(file)
     names = records.get_all_records()
-    writer = torch._C.PyTorchFileWriter(content)
+    writer = torch._C.PyTorchFileWriter(destination)
     # Of an older version, torch would give some operators their older meaning.
     writer.set_min_version(next(int(records.get_record(name)) for name in VERSIONS if name in names))
     for name in names:
@@ -54,7 +70,8 @@ def _without_source_lines(archive: io.BytesIO) -> memoryview:
             record = records.get_record(name)
             writer.write_record(name, record, len(record))
     writer.write_end_of_file()
-    return content.getbuffer()
+    if destination.error is not None:
+        raise destination.error
 
 
 def _kinds(block: Any) -> list[str]:
