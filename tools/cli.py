@@ -343,7 +343,7 @@ def helps_of_text() -> Iterator[None]:
             options["help"] = "Install or uninstall shell completion"
         return add_argument(self, *names, **options)
 
-    argparse.ArgumentParser.add_argument = add_described  # type: ignore[method-assign]
+    argparse.ArgumentParser.add_argument = add_described  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:

@@ -25,7 +25,8 @@ def cumulative_softmax_reference(
 
     def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         outputs = []
-        for logit in sequences[0].unbind(1):
+        # A token's logits lie side by side: of strided numbers, torch rounds functions otherwise on some processors.
+        for logit in sequences[0].transpose(0, 1).contiguous().unbind(0):
             g, state = cumulative_softmax_step_torch(logit, state)
             outputs.append(g)
         return torch.stack(outputs, dim=1), state

@@ -833,7 +833,9 @@ def test_files_measures_each_part_of_training_from_them(tmp_path, monkeypatch):
     assert parts == [("step", None), *((part, "gpu") for part in ("read", "decode", "augment", "loader", "whole"))]
     assert all(row["images_per_s"] > 0 for row in result["rows"])
     (whole,) = [row for row in result["rows"] if row["part"] == "whole"]
-    assert whole["of_step"] == pytest.approx(whole["images_per_s"] / whole["step_per_s"], rel=0.05)
+    whole_speed, step_speed = whole["images_per_s"], whole["step_per_s"]  # rounded, which is much of a slow machine's
+    assert (whole_speed - 0.5) / (step_speed + 0.5) - 1e-3 <= whole["of_step"]
+    assert whole["of_step"] <= (whole_speed + 0.5) / (step_speed - 0.5) + 1e-3
     assert "32 x 24" in (tmp_path / "f.md").read_text()
     late = run(files, "files", *small, "budget=0.001", f"output={tmp_path}/g.json")
     assert {row["failure"] for row in late["rows"]} == {"no time left in the budget"}

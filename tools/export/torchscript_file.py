@@ -62,7 +62,7 @@ def _write_without_source_lines(archive: bytes, file: BinaryIO) -> None:
     """Copy an archive to a file without the records of source lines, which have paths of this machine."""
     records, destination = torch._C.PyTorchFileReader(io.BytesIO(archive)), _Destination(file)
     names = records.get_all_records()
-    writer = torch._C.PyTorchFileWriter(destination)
+    writer = torch._C.PyTorchFileWriter(destination)  # type: ignore[call-overload]
     # Of an older version, torch would give some operators their older meaning.
     writer.set_min_version(next(int(records.get_record(name)) for name in VERSIONS if name in names))
     for name in names:
