@@ -1,4 +1,4 @@
-"""Measure launch constants that were chosen by counting registers, and write counted_launches.json. Needs a GPU.
+"""Measure constants of launches that are in no table of launches, and write counted_launches.json. Needs a GPU.
 
 python benchmarks/counted_launches.py
 
@@ -41,6 +41,8 @@ class Constant(NamedTuple):
 STEPS = (
     Constant("triton_steps", "WARP", "delta_rule", MODEL),
     Constant("triton_steps", "COLUMNS", "delta_rule", MODEL),
+    Constant("triton_steps", "COLUMNS", "delta_rule", MODEL | {"H": 8, "K": 256, "V": 256}),
+    Constant("triton_steps", "COLUMNS", "variational_linear_attention", MODEL),
     Constant("triton_steps", "WARP", "linear_attention", MODEL),
     Constant("triton_steps", "COLUMNS", "linear_attention", MODEL),
     Constant("diagonal_scan.triton_step", "NUMBERS", "longhorn_scan", MODEL),
@@ -100,9 +102,17 @@ def rows_of(
     outcomes = time_in_turn(runs, device, SECONDS)
     times = {value: outcome.times.median for value, outcome in outcomes.items() if outcome.times is not None}
     failures |= {value: outcome.failure for value, outcome in outcomes.items()}
-    head = {"op": constant.op, "sequences": batch, "tokens": tokens, "constant": f"{constant.module}.{constant.name}"}
+    sizes = " ".join(f"{name}={constant.sizes[name]}" for name in ("H", "K", "V", "D") if name in constant.sizes)
+    head = {"op": constant.op, "sizes": sizes, "sequences": batch, "tokens": tokens}
+    head["constant"] = f"{constant.module}.{constant.name}"
     return [
-        head | {"value": int(value), "usual": is_usual, "milliseconds": times.get(value), "failure": failures[value]}
+        head
+        | {
+            "value": int(value),
+            "usual": is_usual,
+            "milliseconds": round(times[value], 5) if value in times else None,
+            "failure": failures[value],
+        }
         for value, is_usual in values.items()
     ]
 
@@ -117,7 +127,7 @@ def main() -> None:
     for constant in TOKENS:
         rows += rows_of(constant, both_passes, 16, 2048, device)
     result = {
-        "what": "Launches that rest on a count of registers",
+        "what": "Constants of launches that are in no table of launches",
         "command": "python benchmarks/counted_launches.py",
         "kind": "speed",
         "rows": add_circumstances(rows, device),

@@ -62,8 +62,9 @@ WAYS = (REVERSED, BOTH_WAYS)
 MANY = 80
 # Rows of a scan of 128 channels with more warps than run at once with all registers.
 CROWD = 260
-# Heads of a short sequence with more than two programs for each multiprocessor, and of four packed ones with fewer.
-CROWDED_HEADS, PACKED_HEADS = 272, 64
+# Without gradients: heads of a sequence with fewer programs than a GPU runs side by side; heads with more, and those of
+# four packed sequences.
+READ_HEADS, FILLING_HEADS, PACKED_HEADS = 64, 208, 64
 
 
 def _pack(case: Case) -> Case:
@@ -75,21 +76,18 @@ def _pack(case: Case) -> Case:
 def _delta_rule(variant: str, way: dict[str, Any]) -> tuple[Case, ...]:
     """Calls with many heads, with long sequences, and with sequences that are cut into segments of time.
 
-    One launch reads short sequences whole where there are no gradients, and another one where such sequences have many
-    heads and no gate.
+    One launch reads sequences whole where there are no gradients and many heads.
     """
     kind = "gated" if variant == "gated" else ""
     case = Case(variant, 0, way, has_state=False, kind=kind)
     many, long = case._replace(tokens=MANY, heads=MANY), case._replace(tokens=1100)
-    short = many._replace(has_gradient=False)
-    crowded = short._replace(tokens=40, heads=CROWDED_HEADS)
+    read = many._replace(has_gradient=False, heads=READ_HEADS // case.rows)
+    filled = read._replace(heads=FILLING_HEADS)
     # Just long enough to be cut; `filling` has so many heads that all of its segments fill a GPU.
     cut, filling = case._replace(tokens=2000), case._replace(tokens=2000, heads=10 // case.rows)
-    cases = [many, short, long, cut, filling]
-    packed = [many, short._replace(heads=PACKED_HEADS), long._replace(has_state=True), cut, filling]
-    if variant != "gated":
-        cases.append(crowded)
-        packed.append(crowded)
+    cases = [many, read, filled, long, cut, filling]
+    packed = [many, read._replace(heads=READ_HEADS // 4), filled._replace(heads=PACKED_HEADS)]
+    packed += [long._replace(has_state=True), cut, filling]
     return tuple(cases if way == BOTH_WAYS else [*cases, *map(_pack, packed)])
 
 

@@ -216,19 +216,67 @@ def unit_lower_inverse(lower, CHUNK: tl.constexpr, HALVES: tl.constexpr):
     return x
 
 
+@triton.jit
+def _join_left(x, minus, i, SIZE: tl.constexpr, CHUNK: tl.constexpr):
+    """`_join` with new numbers on the right: X + X (M + M² + M³), where M = -L X between the blocks of SIZE."""
+    known = x.to(minus.dtype)
+    m = tl.dot(minus, known)
+    if 4 * SIZE < CHUNK:
+        m = tl.where(_near(i, 4 * SIZE), m, 0.0)
+    m = tl.where(_near(i, SIZE), 0.0, m)
+    if 2 * SIZE < CHUNK:
+        left = m.to(minus.dtype)
+        powers = m + tl.dot(left, left)
+        m += tl.dot(left, powers.to(minus.dtype))
+    return tl.dot(known, m.to(minus.dtype), x)
+
+
+@triton.jit
+def unit_lower_inverse_32(lower):
+    """`unit_lower_inverse` of 32 tokens with float16 operands.
+
+    The warps of a program share products of this size by columns. Then a result is the right operand of the next
+    product without a change of layout, whereas a left operand takes a way through shared memory, on which all warps
+    wait for each other. So the order of the products is another one here, with half as many new left operands.
+    """
+    CHUNK: tl.constexpr = 32
+    i = tl.arange(0, CHUNK)
+    one = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    minus = (-lower).to(tl.float16)
+    low = (-lower - minus.to(tl.float32)).to(tl.float16)
+    m = tl.where(_near(i, 4), -lower, 0.0)
+    x = one + m
+    m = m.to(tl.float16)
+    x = tl.dot(m, tl.dot(m, x.to(tl.float16)).to(tl.float16), x)
+    x = _join_left(x, minus, i, 4, CHUNK)
+    x = _join_left(x, minus, i, 16, CHUNK)
+    known = x.to(tl.float16)
+    x = known.to(tl.float32)
+    rest = tl.dot(low, known, tl.dot(minus, known, one - x))
+    return tl.dot(known, rest.to(tl.float16), x)
+
+
 # The largest `inverse_size` for which float16 operands are precise enough.
 MILD = tl.constexpr(256.0)
 
 
 @triton.jit
-def inverse_size(steepest, x):
-    """An upper bound of the sum of magnitudes along any row of the inverse X; infinite if X is not finite.
+def inverse_sizes(steepest, x):
+    """For each row of the inverse X an upper bound of its sum of magnitudes; infinite if the row is not finite.
 
-    `steepest` holds the largest magnitude in each row of L. Above MILD, L or X is so large that the step of Newton's
-    method does not correct the rounding of float16 operands.
+    `steepest` holds the largest magnitude in each row of L.
     """
     rows = tl.maximum(tl.sum(tl.abs(x), 1), 32 * steepest)
-    return tl.max(tl.where(rows < float("inf"), rows, float("inf")), 0)
+    return tl.where(rows < float("inf"), rows, float("inf"))
+
+
+@triton.jit
+def inverse_size(steepest, x):
+    """The largest of `inverse_sizes`.
+
+    Above MILD, L or X is so large that the step of Newton's method does not correct the rounding of float16 operands.
+    """
+    return tl.max(inverse_sizes(steepest, x), 0)
 
 
 @triton.jit

@@ -53,15 +53,13 @@ from longseq.kernels.triton_tiles import SECOND_HALF
 # By the precision's bytes and the width, max(K, V) rounded up to 64, 128 or 256; those of half precision were measured
 # on an H200. The walks have three stages where shared memory holds them: with two, a chunk's tiles are loaded just
 # before they are needed. Without an entry `read_out`, `advance` stores the output. It takes its wide launch where the
-# programs of the other launch would not all run at the same time. `read_through` takes its crowded launch where a
-# multiprocessor has more than two of its programs: its registers let three run at the same time, but are too few for a
-# gate. `retreat` takes its gated launch, if the table has one, with a gate: a third stage makes it slower there.
+# programs of the other launch would not all run at the same time. `retreat` takes its gated launch, if the table has
+# one, with a gate: a third stage makes it slower there.
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, 64): {
         "prepare": Launch(64, 0, 4, 1, 168),
         "prepare_gated": Launch(64, 0, 4, 1, 168),
         "read_through": Launch(64, 0, 4, 1),
-        "read_through_crowded": Launch(64, 0, 4, 1, 168),
         "summarize": Launch(64, 0, 4, 3),
         "connect": Launch(16, 0, 4, 3, 128),
         "advance": Launch(64, 0, 4, 3),
@@ -122,11 +120,16 @@ if (capability_here() or [0])[0] == 10:
         LAUNCHES[2, 256][walk] = LAUNCHES[2, 256][walk]._replace(block=64)
 fit_launches("delta_rule", LAUNCHES)
 CHUNKS = {2: 64, 4: 32}  # tokens of a chunk, by the precision's bytes
-# Half precision sequences up to this length are read by the single launch of `read_through`, where nothing is kept for
-# a backward pass. Else more launches that run over chunks in parallel take less time.
-SHORT_TOKENS = 1024
-SHORT_WIDTH = 64
-SHORT_CHUNK = 32  # registers do not suffice for both the inverse of 64 tokens and the state
+# Where nothing is kept for a backward pass, `read_through` can do all in one launch, for half precision of up to
+# WALKED_WIDTH columns. Its programs walk along time, so it is faster for sequences of up to SHORT_TOKENS, or where
+# FILLING sequences and heads fill a GPU: by 7 to 20 % for 256 of them, measured on an H200. With fewer, kernels over
+# chunks in parallel are up to 9 times as fast. Packed sequences, of which one may have nearly all tokens, are read so
+# up to PACKED_TOKENS.
+WALKED_WIDTH = 64
+SHORT_TOKENS = 64
+FILLING = 192
+PACKED_TOKENS = 1024
+WALKED_CHUNK = 32  # registers do not suffice for both the inverse of 64 tokens and the state
 # Programs of `advance` that walk side by side on a GPU of 132 multiprocessors, by the table's keys: where sequences,
 # heads and blocks of columns are too few for so many, sequences are cut into segments of time. With 256 columns more
 # segments lose, as the programs of `summarize` are more. A transition of 256 x 256 float32 numbers does not fit into
@@ -148,7 +151,7 @@ class _Plan(NamedTuple):
     chunk: int
     slots: int  # the largest number of chunks of all sequences
     sequences: int
-    short: bool  # whether `read_through` does all
+    walked: bool  # whether `read_through` does all
     span: int  # chunks of a segment of time; 0 if sequences are not cut
     walks: int  # the largest number of sequences, or of segments of all sequences
     narrowest: int  # the smallest block of columns
@@ -167,17 +170,12 @@ class _Plan(NamedTuple):
     @property
     def along(self) -> bool:
         """Whether `advance` also stores the output, so that `read_out` is not needed."""
-        return not self.short and "read_out" not in self.launches
+        return not self.walked and "read_out" not in self.launches
 
     def walk(self, kernel: str) -> str:
         """The table's name for a kernel that walks along time."""
         wide = f"{kernel}_wide"
         return wide if self.wide and wide in self.launches else kernel
-
-    def read_through(self, heads: int, gated: bool) -> str:
-        """The table's name for the kernel `read_through`: many programs without a gate have a launch of their own."""
-        crowded = not gated and self.sequences * heads > PROGRAMS[self.key]
-        return "read_through_crowded" if crowded else "read_through"
 
     def forward_entries(self, gated: bool) -> tuple[Launch, ...]:
         """The entries of the table that a forward pass launches. Tuning finds out by these reads which ones count."""
@@ -260,16 +258,17 @@ def _plan(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, half: bool, different
     batch, tokens, heads, key_dim = k.shape
     dtype = torch.float16 if half else torch.float32
     width = max(key_dim, v.shape[3])
-    short = half and not differentiable and tokens <= SHORT_TOKENS and width <= SHORT_WIDTH
-    chunk = SHORT_CHUNK if short else CHUNKS[dtype.itemsize]
     sequences = count_sequences(batch, cu_seqlens)
+    fills = sequences * heads >= FILLING and (cu_seqlens is None or tokens <= PACKED_TOKENS)
+    walked = half and not differentiable and width <= WALKED_WIDTH and (fills or tokens <= SHORT_TOKENS)
+    chunk = WALKED_CHUNK if walked else CHUNKS[dtype.itemsize]
     slots = count_slots(batch, tokens, chunk, cu_seqlens)
     key = dtype.itemsize, 64 if width <= 64 else 128 if width <= 128 else 256
     # Rows of one width (see `Launch`): a chunk's matrices are 64 wide. Those of short sequences and of float32 are
     # multiplied without descriptors, where they are narrower.
-    narrowest = ROW[2] if half and not short else 16
-    plan = _Plan(dtype, chunk, slots, sequences, short, 0, sequences, narrowest, key)
-    if short:
+    narrowest = ROW[2] if half and not walked else 16
+    plan = _Plan(dtype, chunk, slots, sequences, walked, 0, sequences, narrowest, key)
+    if walked:
         return plan
     lanes = heads * cdiv(v.shape[3], plan.block(plan._replace(wide=True).advance, v.shape[3]))
     span = _find_span(PROGRAMS[key], lanes, batch, sequences, cdiv(tokens, chunk))
@@ -338,8 +337,8 @@ def delta_rule(
     output, final, buffers = _allocate(plan, v, key_dim, sizes)
     kept = _find_kept(sizes, buffers)
     score_dtype, raw = _score_dtype(plan, q, k, write)
-    if plan.short:
-        entry = plan.launches[plan.read_through(heads, g is not None)]
+    if plan.walked:
+        entry = plan.launches["read_through"]
         launch = _prepare_read_through(
             plan, entry, q.device, tokens, heads, key_dim, value_dim, score_dtype, raw, scale, reverse, g is not None,
             cu_seqlens is not None, initial_state is not None, write_key is not None,
@@ -505,7 +504,7 @@ def _kept_sizes(
     plan: _Plan, heads: int, key_dim: int, value_dim: int, gated: bool, save: bool
 ) -> tuple[list[int], list[int]]:
     """The elements of the parts of `_Kept`: of tiles, and of float32. Each part is aligned for vector loads."""
-    places = 0 if plan.short else heads * plan.slots
+    places = 0 if plan.walked else heads * plan.slots
     keys = places * plan.chunk * key_dim
     tiles = [
         2 * places * plan.chunk**2,

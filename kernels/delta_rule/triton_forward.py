@@ -53,6 +53,7 @@ from longseq.kernels.triton_tiles import (
     direction,
     eliminate,
     inverse_size,
+    inverse_sizes,
     load_block,
     load_numbers,
     load_tokens,
@@ -61,6 +62,7 @@ from longseq.kernels.triton_tiles import (
     store_tokens,
     token_after,
     unit_lower_inverse,
+    unit_lower_inverse_32,
 )
 from longseq.kernels.triton_units import (
     LEAD,
@@ -512,6 +514,157 @@ def read_out(
     store_tokens(output + ((row * T + start) * H + head) * V, H * V * NEXT, live, column, o, V, CHUNK, BLOCK)
 
 
+@triton.jit
+def _read_chunk(
+    state, query, read, value, write, strength, gate, since, until, whole, scale,
+    GATED: tl.constexpr, SCALED: tl.constexpr, OWN_WRITE_KEY: tl.constexpr, RAW: tl.constexpr, STEEP: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Of one chunk: the output, the state after it, and the size of its inverse with float16 operands.
+
+    STEEP, the inverse is computed in float32 where the chunk is not mild (see `inverse_size`), and the size is one
+    number. Otherwise the chunk is taken for mild, whatever it is, and the sizes of all rows are returned: their maximum
+    would be one more number for which all warps wait.
+    """
+    largest_query, largest_read = find_largest_of_both(query, read)
+    read_unit, read_inverse = power_of_two(largest_read)
+    query_unit, query_inverse = power_of_two(largest_query)
+    read_tile = as_tile(read.to(tl.float32) * read_inverse, SCALED)
+    write_unit = read_unit
+    if OWN_WRITE_KEY:
+        write_unit, write_inverse = find_unit(write, SCALED)
+    if RAW:
+        erasing = tl.dot(read.to(DTYPE), tl.trans(write.to(DTYPE)), input_precision=PRECISION)
+        reading = tl.dot(query.to(DTYPE), tl.trans(write.to(DTYPE)), input_precision=PRECISION)
+    else:
+        write_tile = read_tile
+        if OWN_WRITE_KEY:
+            write_tile = as_tile(write.to(tl.float32) * write_inverse, SCALED)
+        query_tile = as_tile(query.to(tl.float32) * query_inverse, SCALED)
+        erasing = tl.dot(read_tile, tl.trans(write_tile), input_precision=PRECISION) * (read_unit * write_unit)
+        reading = tl.dot(query_tile, tl.trans(write_tile), input_precision=PRECISION) * (query_unit * write_unit)
+    lower = _weigh(erasing, strength, gate, 1, GATED, CHUNK)
+    steepest = _largest_of_rows(lower)
+    x = unit_lower_inverse_32(lower)
+    first_size = inverse_sizes(steepest, x)
+    if STEEP:
+        first_size = tl.max(first_size, 0)
+        size = first_size
+        if size > MILD:
+            x = eliminate(lower, CHUNK)
+            size = inverse_size(steepest, x)
+    square = as_tile(x, SCALED)  # the largest number of a mild inverse is a tile's in the unit 1
+    queries_exponent = exponent_of(query_unit) + exponent_above(tl.abs(scale))
+    since_exponent = 0
+    if GATED:
+        steepest_since, strongest = find_largest_of_both(since, until * strength)
+        since_exponent = exponent_above(steepest_since)
+        queries_exponent += since_exponent
+    else:
+        strongest = find_largest(strength)
+    queries_exponent = clamp_exponent(queries_exponent)
+    writes_exponent = clamp_exponent(exponent_of(write_unit) + exponent_above(strongest))
+    among = _weigh(reading, strength * scale, gate, 0, GATED, CHUNK)
+    if GATED:
+        among_unit, among_inverse = find_unit(among, SCALED)
+    else:
+        among_exponent = bound_product(exponent_of(query_unit), exponent_of(write_unit), 6)
+        among_exponent = clamp_exponent(among_exponent + exponent_above(strongest * tl.abs(scale)))
+        among_unit, among_inverse = two_to(among_exponent), two_to(-among_exponent)
+        if STEEP:
+            if size > MILD:
+                among_unit, among_inverse = find_unit(among, SCALED)
+    among = as_tile(among * among_inverse, SCALED)
+    queries_unit, writes_unit = two_to(queries_exponent), two_to(writes_exponent)
+    queries_tile = as_tile(query.to(tl.float32) * (since * scale * two_to(-queries_exponent))[:, None], SCALED)
+    writes_tile = as_tile(write.to(tl.float32) * (until * strength * two_to(-writes_exponent))[:, None], SCALED)
+
+    value_exponent = exponent_of(power_of_two(find_largest(value))[0])
+    before, state_unit = in_units(state, SCALED)
+    known = tl.dot(read_tile, before, input_precision=PRECISION) * (read_unit * state_unit)
+    rest = value.to(tl.float32) - known * since[:, None]
+    # The unit of a difference from bounds of both of its parts.
+    rest_exponent = bound_product(exponent_of(read_unit), exponent_of(state_unit), 6) + since_exponent
+    rest_exponent = clamp_exponent(tl.maximum(value_exponent, rest_exponent) + 1)
+    rest_tile = as_tile(rest * (two_to(-rest_exponent) * ROWS_SHARE), SCALED)
+    u_unit = two_to(rest_exponent) / ROWS_SHARE
+    if STEEP:
+        if size > MILD:
+            u, u_unit = mix_rows(x, rest, SCALED, PRECISION)
+        else:
+            u = _multiply_tiles(square, rest_tile, SCALED, PRECISION)
+    else:
+        u = _multiply_tiles(square, rest_tile, SCALED, PRECISION)
+    o = tl.dot(queries_tile, before, input_precision=PRECISION) * (queries_unit * state_unit)
+    o = add_product(o, among, u, among_unit * u_unit, SCALED, PRECISION)
+    state = add_product(state * whole, tl.trans(writes_tile), u, writes_unit * u_unit, SCALED, PRECISION)
+    return o, state, first_size
+
+
+@triton.jit
+def _read_sequence(
+    q, k, v, beta, write_key, g, initial, output, scale, start, end, H,
+    q_token, k_token, v_token, beta_token, write_token, g_token,
+    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, OWN_WRITE_KEY: tl.constexpr, RAW: tl.constexpr, STEEP: tl.constexpr,
+    AGAIN: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The state after one head of a sequence, and the largest size of its inverses, by row if not STEEP.
+
+    The arguments point to the row and the head. AGAIN, outputs are stored from the first chunk on that is not mild:
+    those before it are there, and no bit of theirs depends on what comes later.
+    """
+    NEXT = direction(REVERSE)
+    state = tl.zeros((BLOCK_K, BLOCK), tl.float32)
+    if HAS_INITIAL:
+        state = load_block(initial, 0, 0, K, V, BLOCK_K, BLOCK).to(tl.float32)
+    largest = tl.zeros((CHUNK,), tl.float32)
+    if STEEP:
+        largest = tl.max(largest, 0)
+    live = end - start
+    t = token_after(0, start, end, REVERSE)
+    strength = load_numbers(beta + t * beta_token, beta_token * NEXT, live, CHUNK)
+    gate = strength
+    if GATED:
+        gate = load_numbers(g + t * g_token, g_token * NEXT, live, CHUNK)
+    read = load_tokens(k + t * k_token, k_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
+    query = load_tokens(q + t * q_token, q_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
+    for m in range(0, tl.cdiv((end - start).to(tl.int32), CHUNK)):
+        live = end - start - m * CHUNK
+        t = token_after(m * CHUNK, start, end, REVERSE)
+        since = tl.full((CHUNK,), 1.0, tl.float32)
+        until = since
+        whole = 1.0
+        if GATED:
+            since = decay_since(gate)
+            until = decay_until(g + t * g_token, g_token * NEXT, live, CHUNK)
+            whole = tl.exp(tl.sum(gate, 0))
+        write = read
+        if OWN_WRITE_KEY:
+            write = load_tokens(write_key + t * write_token, write_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
+        value = load_tokens(v + t * v_token, v_token * NEXT, live, 0, V, CHUNK, BLOCK)
+        # What the next chunk needs first is loaded one iteration early; values are needed late in an iteration.
+        following = token_after((m + 1) * CHUNK, start, end, REVERSE)
+        left = live - CHUNK
+        next_strength = load_numbers(beta + following * beta_token, beta_token * NEXT, left, CHUNK)
+        next_gate = next_strength
+        if GATED:
+            next_gate = load_numbers(g + following * g_token, g_token * NEXT, left, CHUNK)
+        next_read = load_tokens(k + following * k_token, k_token * NEXT, left, 0, K, CHUNK, BLOCK_K)
+        next_query = load_tokens(q + following * q_token, q_token * NEXT, left, 0, K, CHUNK, BLOCK_K)
+        o, state, size = _read_chunk(
+            state, query, read, value, write, strength, gate, since, until, whole, scale,
+            GATED, SCALED, OWN_WRITE_KEY, RAW, STEEP, DTYPE, PRECISION, CHUNK,
+        )  # fmt: skip
+        largest = tl.maximum(largest, size)
+        if AGAIN:
+            live = tl.where(largest > MILD, live, 0)
+        store_tokens(output + t * (H * V), H * V * NEXT, live, 0, o, V, CHUNK, BLOCK)
+        strength, gate, read, query = next_strength, next_gate, next_read, next_query
+    return state, largest
+
+
 @triton.jit(do_not_specialize=SIZES_AND_STRIDES)
 def read_through(
     q, k, v, beta, write_key, g, initial, cu_seqlens, output, final,
@@ -522,100 +675,37 @@ def read_through(
     SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr, OWN_WRITE_KEY: tl.constexpr, RAW: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one whole sequence: the output and the final state, and nothing for the backward pass."""
+    """One head of one whole sequence: the output and the final state, and nothing for the backward pass.
+
+    Without gates all chunks are taken for mild first, and a sequence with a chunk that is not is read again: an inverse
+    in float32 inside the loop, though it hardly ever runs, makes all chunks slower. Gates take registers of their own,
+    and one loop is faster then.
+    """
     head = (tl.program_id(0) % H).to(tl.int64)
     n = (tl.program_id(0) // H).to(tl.int64)
     row, start, end, _ = sequence(n, T, cu_seqlens, PACKED, CHUNK)
-    NEXT = direction(REVERSE)
     q += row * q_row + head * q_head
     k += row * k_row + head * k_head
     v += row * v_row + head * v_head
     write_key += row * write_row + head * write_head
     beta += row * beta_row + head * beta_head
+    output += (row * T * H + head) * V
     if GATED:
         g += row * g_row + head * g_head
-
-    state = tl.zeros((BLOCK_K, BLOCK), tl.float32)
     if HAS_INITIAL:
-        state = load_block(initial + (n * H + head) * K * V, 0, 0, K, V, BLOCK_K, BLOCK).to(tl.float32)
-    for m in range(0, tl.cdiv((end - start).to(tl.int32), CHUNK)):
-        live = end - start - m * CHUNK
-        t = token_after(m * CHUNK, start, end, REVERSE)
-        strength = load_numbers(beta + t * beta_token, beta_token * NEXT, live, CHUNK)
-        gate = strength
-        since = tl.full((CHUNK,), 1.0, tl.float32)
-        until = since
-        whole = 1.0
-        if GATED:
-            gate = load_numbers(g + t * g_token, g_token * NEXT, live, CHUNK)
-            since = decay_since(gate)
-            until = decay_until(g + t * g_token, g_token * NEXT, live, CHUNK)
-            whole = tl.exp(tl.sum(gate, 0))
-        read = load_tokens(k + t * k_token, k_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
-        write = read
-        if OWN_WRITE_KEY:
-            write = load_tokens(write_key + t * write_token, write_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
-        query = load_tokens(q + t * q_token, q_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
-        value = load_tokens(v + t * v_token, v_token * NEXT, live, 0, V, CHUNK, BLOCK)
-        largest_query, largest_read = find_largest_of_both(query, read)
-        read_unit, read_inverse = power_of_two(largest_read)
-        query_unit, query_inverse = power_of_two(largest_query)
-        read_tile = as_tile(read.to(tl.float32) * read_inverse, SCALED)
-        write_unit = read_unit
-        if OWN_WRITE_KEY:
-            write_unit, write_inverse = find_unit(write, SCALED)
-        if RAW:
-            erasing = tl.dot(read.to(DTYPE), tl.trans(write.to(DTYPE)), input_precision=PRECISION)
-            reading = tl.dot(query.to(DTYPE), tl.trans(write.to(DTYPE)), input_precision=PRECISION)
-        else:
-            write_tile = read_tile
-            if OWN_WRITE_KEY:
-                write_tile = as_tile(write.to(tl.float32) * write_inverse, SCALED)
-            query_tile = as_tile(query.to(tl.float32) * query_inverse, SCALED)
-            erasing = tl.dot(read_tile, tl.trans(write_tile), input_precision=PRECISION) * (read_unit * write_unit)
-            reading = tl.dot(query_tile, tl.trans(write_tile), input_precision=PRECISION) * (query_unit * write_unit)
-        lower = _weigh(erasing, strength, gate, 1, GATED, CHUNK)
-        steepest = _largest_of_rows(lower)
-        x = unit_lower_inverse(lower, CHUNK, SCALED)
-        size = inverse_size(steepest, x)
-        if size > MILD:
-            x = eliminate(lower, CHUNK)
-            size = inverse_size(steepest, x)
-        x_unit, x_inverse = _find_unit_below(size, INVERSE_SHARE, SCALED)
-        square = as_tile(x * x_inverse, SCALED)
-        queries_exponent = exponent_of(query_unit) + exponent_above(tl.abs(scale))
-        if GATED:
-            steepest_since, strongest = find_largest_of_both(since, until * strength)
-            queries_exponent += exponent_above(steepest_since)
-        else:
-            strongest = find_largest(strength)
-        queries_exponent = clamp_exponent(queries_exponent)
-        writes_exponent = clamp_exponent(exponent_of(write_unit) + exponent_above(strongest))
-        among = _weigh(reading, strength * scale, gate, 0, GATED, CHUNK)
-        if GATED:
-            among_unit, among_inverse = find_unit(among, SCALED)
-        else:
-            among_exponent = bound_product(exponent_of(query_unit), exponent_of(write_unit), 6)
-            among_exponent = clamp_exponent(among_exponent + exponent_above(strongest * tl.abs(scale)))
-            among_unit, among_inverse = two_to(among_exponent), two_to(-among_exponent)
-            if size > MILD:
-                among_unit, among_inverse = find_unit(among, SCALED)
-        among = as_tile(among * among_inverse, SCALED)
-        queries_unit, writes_unit = two_to(queries_exponent), two_to(writes_exponent)
-        queries_tile = as_tile(query.to(tl.float32) * (since * scale * two_to(-queries_exponent))[:, None], SCALED)
-        writes_tile = as_tile(write.to(tl.float32) * (until * strength * two_to(-writes_exponent))[:, None], SCALED)
-
-        before, state_unit = in_units(state, SCALED)
-        known = tl.dot(read_tile, before, input_precision=PRECISION) * (read_unit * state_unit)
-        rest = value.to(tl.float32) - known * since[:, None]
-        if size > MILD:
-            u, u_unit = mix_rows(x, rest, SCALED, PRECISION)
-        else:
-            rest_unit, rest_inverse = _find_unit_below(find_largest(rest), ROWS_SHARE, SCALED)
-            u = _multiply_tiles(square, as_tile(rest * rest_inverse, SCALED), SCALED, PRECISION)
-            u_unit = x_unit * rest_unit
-        o = tl.dot(queries_tile, before, input_precision=PRECISION) * (queries_unit * state_unit)
-        o = add_product(o, among, u, among_unit * u_unit, SCALED, PRECISION)
-        store_tokens(output + ((row * T + t) * H + head) * V, H * V * NEXT, live, 0, o, V, CHUNK, BLOCK)
-        state = add_product(state * whole, tl.trans(writes_tile), u, writes_unit * u_unit, SCALED, PRECISION)
+        initial += (n * H + head) * K * V
+    state, size = _read_sequence(
+        q, k, v, beta, write_key, g, initial, output, scale, start, end, H,
+        q_token, k_token, v_token, beta_token, write_token, g_token,
+        K, V, GATED, REVERSE, SCALED, HAS_INITIAL, OWN_WRITE_KEY, RAW, GATED, False, DTYPE, PRECISION, CHUNK, BLOCK_K,
+        BLOCK,
+    )  # fmt: skip
+    if not GATED:
+        if tl.max(size, 0) > MILD:
+            state, size = _read_sequence(
+                q, k, v, beta, write_key, g, initial, output, scale, start, end, H,
+                q_token, k_token, v_token, beta_token, write_token, g_token,
+                K, V, GATED, REVERSE, SCALED, HAS_INITIAL, OWN_WRITE_KEY, RAW, True, True, DTYPE, PRECISION, CHUNK,
+                BLOCK_K, BLOCK,
+            )  # fmt: skip
     store_block(final + (n * H + head) * K * V, 0, 0, state, K, V, BLOCK_K, BLOCK)

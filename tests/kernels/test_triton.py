@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import contextmanager
+from unittest import mock
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -207,17 +211,32 @@ def test_fake_results_are_like_real_ones_in_shape_and_strides(interpreted, op, d
             assert real == fake, name
 
 
+DELTA_FORMS = ("trained", "read", "walked")
+
+
+@contextmanager
+def delta_form(form):
+    """The delta rule's kernels that keep what gradients need, those that do not, or the one that walks along time."""
+    from longseq.kernels.delta_rule import triton_delta
+
+    if form == "trained":
+        yield
+        return
+    limits = {"FILLING": 1, "PACKED_TOKENS": 1000} if form == "walked" else {"FILLING": 1000, "SHORT_TOKENS": 0}
+    with torch.no_grad(), mock.patch.multiple(triton_delta, **limits):
+        yield
+
+
 def delta_results(inputs, form, **options):
-    """Results of the delta rule: of the kernels that keep what gradients need, or of that for short sequences alone."""
-    if form == "long":
-        return gradients(inputs, backend="triton", **options)
-    with torch.no_grad():
+    with delta_form(form):
+        if form == "trained":
+            return gradients(inputs, backend="triton", **options)
         output, final = inputs.run(backend="triton", **options)
     return {"output": output, "final_state": final}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["short", "long"])
+@pytest.mark.parametrize("form", DELTA_FORMS)
 def test_delta_rule_reads_half_of_the_rows_in_reverse_in_half_precision(interpreted, form):
     inputs = make_inputs("delta_rule", "gated_write_key", tokens=70, dtype=torch.float16)
     exact = gradients(inputs.map(torch.Tensor.double), run=Inputs.run_both_ways, backend="reference")
@@ -229,10 +248,11 @@ def test_delta_rule_reads_half_of_the_rows_in_reverse_in_half_precision(interpre
 @pytest.mark.parametrize(
     ("form", "reverse", "dtype"),
     [
-        ("short", False, torch.float16),
-        ("short", True, torch.bfloat16),
-        ("long", False, torch.bfloat16),
-        ("long", True, torch.float16),
+        ("walked", False, torch.float16),
+        ("walked", True, torch.bfloat16),
+        ("read", True, torch.float16),
+        ("trained", False, torch.bfloat16),
+        ("trained", True, torch.float16),
     ],
 )
 def test_delta_rule_over_several_chunks(interpreted, form, dtype, reverse):
@@ -246,7 +266,7 @@ def test_delta_rule_over_several_chunks(interpreted, form, dtype, reverse):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["short", "long"])
+@pytest.mark.parametrize("form", DELTA_FORMS)
 def test_delta_rule_inverts_for_repeated_keys_in_half_precision(interpreted, form):
     inputs = make_inputs("delta_rule", "repeated_keys", tokens=70, batch=1, dtype=torch.float16)
     exact = gradients(inputs.map(torch.Tensor.double), backend="reference")
@@ -257,7 +277,7 @@ def test_delta_rule_inverts_for_repeated_keys_in_half_precision(interpreted, for
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["short", "long"])
+@pytest.mark.parametrize("form", DELTA_FORMS)
 def test_delta_rule_keeps_the_range_of_every_sequence_and_head(interpreted, form):
     of_values = 2.0 ** torch.tensor([[90, 0], [-90, 45]])  # by sequence and head
     of_gradients = 2.0 ** torch.tensor([[-60, 30], [0, 60]])
@@ -271,10 +291,11 @@ def test_delta_rule_keeps_the_range_of_every_sequence_and_head(interpreted, form
 
     def run(of_values, of_gradients):
         leaves = [x.detach() for x in (q, k, scale(v, of_values), beta, scale(state, of_values))]
-        if form == "long":
+        if form == "trained":
             leaves = [x.requires_grad_() for x in leaves]
-        o, final = delta_rule(*leaves[:4], initial_state=leaves[4], output_final_state=True, backend="triton")
-        gradients = torch.autograd.grad(o, leaves, scale(d_output, of_gradients)) if form == "long" else ()
+        with delta_form(form):
+            o, final = delta_rule(*leaves[:4], initial_state=leaves[4], output_final_state=True, backend="triton")
+        gradients = torch.autograd.grad(o, leaves, scale(d_output, of_gradients)) if form == "trained" else ()
         return [final, o, *gradients]
 
     both = of_values * of_gradients
@@ -302,14 +323,14 @@ def delta_errors(form, factors, part=slice(None), outlier=None):
     inputs = inputs.replace(scaled).map(torch.Tensor.bfloat16)
     exact = gradients(inputs.map(torch.Tensor.double), backend="torch")
     forms = delta_results(inputs, form), gradients(inputs, backend="torch")
-    names = ["output", *(f"gradient of {name}" for name in "qkv" if form == "long")]
+    names = ["output", *(f"gradient of {name}" for name in "qkv" if form == "trained")]
     return {
         name: [((x[name] - exact[name])[:, part].norm() / exact[name][:, part].norm()).item() for x in forms]
         for name in names
     }
 
 
-@pytest.mark.parametrize("form", ["short", "long"])
+@pytest.mark.parametrize("form", DELTA_FORMS)
 @pytest.mark.parametrize(
     "factors",
     [
@@ -327,7 +348,7 @@ def test_delta_rule_takes_inputs_of_any_size(interpreted, form, factors):
         assert ours <= 3 * max(plain, CUT_OFF), name
 
 
-@pytest.mark.parametrize("form", ["short", "long"])
+@pytest.mark.parametrize("form", DELTA_FORMS)
 @pytest.mark.parametrize("names", ["q", "k", "v", "qkv"])
 def test_delta_rule_keeps_tokens_beside_a_large_one(interpreted, form, names):
     factors = dict.fromkeys(names, 1e4)
@@ -336,6 +357,24 @@ def test_delta_rule_keeps_tokens_beside_a_large_one(interpreted, form, names):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["plain", "gated_write_key"])
+@pytest.mark.parametrize(("name", "factor"), [("k", 30.0), ("v", math.inf), ("k", math.nan)])
+def test_delta_rule_without_gradients_leaves_chunks_before_a_steep_one_alone(interpreted, variant, name, factor):
+    # A chunk of 32 tokens that is not mild is read with another inverse, and the whole sequence may be read again.
+    inputs = make_inputs("delta_rule", variant, batch=1, tokens=70, dtype=torch.bfloat16, sizes={"H": 1})
+    spoiled = {name: inputs.arguments[name].clone()}
+    spoiled[name][:, 40:44] *= factor
+    spoiled = inputs.replace(spoiled)
+    expected, actual = (delta_results(x, "walked") for x in (inputs, spoiled))
+    assert torch.equal(actual["output"][:, :32], expected["output"][:, :32])
+    if math.isfinite(factor):
+        exact, plain = (gradients(x, backend="torch")["output"] for x in (spoiled.map(torch.Tensor.double), spoiled))
+        assert error(actual["output"], exact) <= 3 * max(error(plain, exact), CUT_OFF)
+    else:
+        assert not actual["output"][:, 40:44].isfinite().all()
+
+
 def test_delta_rule_keeps_neither_queries_nor_keys_without_a_gate(interpreted):
     x = torch.randn(1, 2048, 1, 64, dtype=torch.float16)
 
@@ -440,6 +479,22 @@ def test_delta_rule_walks_with_wide_states_in_pieces(interpreted, delta_segments
     for name, value in gradients(inputs, backend="triton").items():
         assert error(value, exact[name]) <= 3e-3, name
     assert set(delta_segments) == {3}
+
+
+def test_delta_rule_walks_without_gradients_where_sequences_and_heads_fill_a_gpu():
+    from longseq.kernels.delta_rule.triton_delta import _plan
+
+    def is_walked(batch, tokens, heads, width=64, *bounds, half=True, differentiable=False):
+        x = torch.empty((batch, tokens, heads, width), device="meta")
+        return _plan(x, x, torch.tensor(bounds) if bounds else None, half, differentiable).walked
+
+    assert all(is_walked(*sizes) for sizes in ((128, 197, 6), (8, 4096, 32), (1, 64, 2), (12, 100, 16)))
+    assert not any(is_walked(*sizes) for sizes in ((1, 197, 6), (1, 65, 190), (8, 1024, 16), (128, 197, 6, 80)))
+    assert not is_walked(128, 197, 6, half=False)
+    assert not is_walked(128, 197, 6, differentiable=True)
+    # One of several packed sequences may have nearly all tokens.
+    assert is_walked(1, 1024, 64, 64, 0, 100, 1023, 1024)
+    assert not is_walked(1, 1025, 64, 64, 0, 100, 1023, 1025)
 
 
 def test_delta_rule_is_cut_where_a_gpu_would_be_idle():
