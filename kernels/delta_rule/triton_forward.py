@@ -619,9 +619,7 @@ def _read_sequence(
     state = tl.zeros((BLOCK_K, BLOCK), tl.float32)
     if HAS_INITIAL:
         state = load_block(initial, 0, 0, K, V, BLOCK_K, BLOCK).to(tl.float32)
-    largest = tl.zeros((CHUNK,), tl.float32)
-    if STEEP:
-        largest = tl.max(largest, 0)
+    largest = 0.0 if STEEP else tl.zeros((CHUNK,), tl.float32)
     live = end - start
     t = token_after(0, start, end, REVERSE)
     strength = load_numbers(beta + t * beta_token, beta_token * NEXT, live, CHUNK)
@@ -694,15 +692,15 @@ def read_through(
         g += row * g_row + head * g_head
     if HAS_INITIAL:
         initial += (n * H + head) * K * V
-    state, size = _read_sequence(
+    state, sizes = _read_sequence(
         q, k, v, beta, write_key, g, initial, output, scale, start, end, H,
         q_token, k_token, v_token, beta_token, write_token, g_token,
         K, V, GATED, REVERSE, SCALED, HAS_INITIAL, OWN_WRITE_KEY, RAW, GATED, False, DTYPE, PRECISION, CHUNK, BLOCK_K,
         BLOCK,
     )  # fmt: skip
     if not GATED:
-        if tl.max(size, 0) > MILD:
-            state, size = _read_sequence(
+        if tl.max(sizes, 0) > MILD:
+            state, _largest = _read_sequence(
                 q, k, v, beta, write_key, g, initial, output, scale, start, end, H,
                 q_token, k_token, v_token, beta_token, write_token, g_token,
                 K, V, GATED, REVERSE, SCALED, HAS_INITIAL, OWN_WRITE_KEY, RAW, True, True, DTYPE, PRECISION, CHUNK,
