@@ -381,8 +381,21 @@ def _run_facts(trainer: Trainer, module: TrainedModule) -> dict[str, Any]:
 
 @rank_zero_only
 def _save_config(config: dict[str, Any], folder: Path) -> None:
+    """Save the configuration so that a run is repeated by it: what lies in the run's folder follows `output`."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / runs.CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(config)))
+    own = {key: _follow(config[key], str(config["output"])) for key in ("callbacks", "logger") if key in config}
+    write_text(folder / runs.CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create({**config, **own})))
+
+
+def _follow(value: Any, output: str) -> Any:
+    """The keys, with a reference to `output` in place of that folder at the beginning of a path."""
+    if isinstance(value, Mapping):
+        return {key: _follow(part, output) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_follow(part, output) for part in value]
+    if isinstance(value, str) and (value == output or value.startswith(f"{output}/")):
+        return "${output}" + value[len(output) :]
+    return value
 
 
 @rank_zero_only

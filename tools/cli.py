@@ -196,6 +196,7 @@ def main() -> int:
     from longseq.tools import sweeps
     from longseq.tools.mistakes import check_arguments, explain, find_repeats, is_users
     from longseq.tools.plugin_options import load_plugins
+    from longseq.tools.recorded import settings_of_record
 
     try:
         check_environment(name)
@@ -211,7 +212,7 @@ def main() -> int:
         for remark in find_repeats(overrides) if sys.stderr.isatty() else ():
             print(f"longseq: warning: {remark}", file=sys.stderr)
         overrides = overrides_for_hydra(name, load_plugins(_take_task(name, overrides)))
-        overrides = [*flags, *sweeps.prepare(name, flags, overrides)]
+        overrides = [*flags, *settings_of_record(name, flags), *sweeps.prepare(name, flags, overrides)]
         _run_verb(name, overrides)
     except KeyboardInterrupt:
         if wants_traceback():

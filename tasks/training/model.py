@@ -211,7 +211,9 @@ def values_in_force(config: Mapping[str, Any], model: nn.Module) -> dict[str, An
     """
     built = _arguments(model)
     options = built.get("mixer_options") or {}
-    filled = {**config, "model": _fill(config["model"], built)}
+    # A configuration has the options of a mixer in the group of the mixer.
+    own = {name: value for name, value in built.items() if name != "mixer_options" or name in config["model"]}
+    filled = {**config, "model": _fill(config["model"], own)}
     if "mixer" in config and "mixer" in built:
         filled["mixer"] = {**config["mixer"], "options": _fill(config["mixer"].get("options") or {}, options)}
     return filled

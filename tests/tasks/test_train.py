@@ -430,6 +430,42 @@ def test_a_run_remembers_where_its_images_are(tmp_path, command_here, tiny_overr
 
 
 @pytest.mark.slow
+def test_a_run_is_repeated_by_its_record(tmp_path, command_here, tiny_overrides):
+    words = (*tiny_overrides, "recipe.epochs=1", "logger=[tensorboard,csv]", "data.num_workers=0")
+    first = command_here(tmp_path, "train", *words, "output=first")
+    assert first.returncode == 0, first.stderr
+    before = {path: path.read_bytes() for path in (tmp_path / "first").rglob("*") if path.is_file()}
+
+    again = command_here(tmp_path, "train", "--config-dir", "first", "--config-name", "config", "output=second")
+    assert again.returncode == 0, again.stderr
+    assert {path: path.read_bytes() for path in (tmp_path / "first").rglob("*") if path.is_file()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
+    names = [sorted(path.name for path in (tmp_path / run).iterdir()) for run in ("first", "second")]
+    plain = [[name for name in run if "tfevents" not in name] for run in names]
+    assert plain[0] == plain[1]
+    assert_same_weights(*(read(tmp_path / run / "checkpoints" / "last.ckpt") for run in ("first", "second")))
+    records = [(tmp_path / run / "config.yaml").read_text() for run in ("first", "second")]
+    assert records[1] == records[0].replace("output: first", "output: second")
+
+    changed = ("seed=1", "recipe.learning_rate=0.5", "output=third")
+    other = command_here(tmp_path, "train", "--config-name=config.yaml", "-cd", "second", *changed)
+    assert other.returncode == 0, other.stderr
+    record = OmegaConf.load(tmp_path / "third" / "config.yaml")
+    assert (record.seed, record.recipe.learning_rate) == (1, 0.5)
+
+    same_place = command_here(tmp_path, "train", "--config-dir=first", "--config-name=config")
+    assert same_place.returncode == 2
+    assert "first holds a run already" in same_place.stderr
+    (tmp_path / "first" / "config.yaml").write_text(records[0].replace("${output}", "first"))
+    earlier = command_here(tmp_path, "train", "--config-dir=first", "--config-name=config", "output=fourth")
+    assert earlier.returncode == 2
+    assert "whose callbacks and loggers name first: write ${output} there in its place" in earlier.stderr
+    flag = command_here(tmp_path, "train", "--config-path=first", "--config-name=config", "output=fourth")
+    assert flag.returncode == 2
+    assert "--config-path=first: write --config-dir=first" in flag.stderr
+
+
+@pytest.mark.slow
 def test_a_sweep_trains_each_choice(tmp_path, command_here, tiny_overrides):
     result = command_here(tmp_path, "train", "-m", *tiny_overrides, "seed=0,1", "recipe.epochs=1")
     assert result.returncode == 0, result.stderr
