@@ -8,14 +8,20 @@ import re
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from image_data import read_rows, write_digits
+from safetensors.torch import load_file, save_file
 from sklearn import metrics as sk
 from sklearn.datasets import load_digits
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torchmetrics import classification
+
+from longseq.tasks.image.pictures import draw_predictions
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -149,3 +155,78 @@ def test_metrics_that_a_file_names_are_those_of_torchmetrics(longseq, folder_wor
     for name in OF_ONE_CLASS:
         assert again[f"test/{name}"] == pytest.approx(written[f"test/{name}"])
         assert re.search(rf"^test/{name} +{written[f'test/{name}']:.4f} *$", told, re.MULTILINE), name
+
+
+def read_board(run: Path) -> EventAccumulator:
+    return EventAccumulator(str(run), size_guidance={"images": 0}).Reload()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [5, 2])
+def test_a_file_of_timms_weights_is_where_a_run_begins(count, longseq, folder_words, tmp_path):
+    """At a learning rate of 0 the run ends with the weights of the file, but for the head of other classes."""
+    write_three(tmp_path / "images")
+    options = {"depth": 1, "embed_dim": 24, "num_heads": 2}
+    shape = {"img_size": 8, "patch_size": 2, "in_chans": 1}
+    theirs = timm.create_model("vit_tiny_patch16_224", num_classes=count, **options, **shape).eval()
+    torch.nn.init.normal_(theirs.head.weight)
+    save_file(theirs.state_dict(), tmp_path / "weights.safetensors")
+    model = ("model=timm", "model.name=vit_tiny_patch16_224", "model.patch_size=2", "+model.depth=1")
+    sizes = ("+model.embed_dim=24", "+model.num_heads=2")
+    kept = [word for word in folder_words if not word.startswith(("mixer=", "model.", "recipe"))]
+    begin = ("recipe=finetune", "recipe.epochs=1", "recipe.learning_rate=0", "init=weights.safetensors")
+    told = longseq(*kept, *model, *sizes, *begin)
+    new = "the head is new: there are 2 classes, and the weights are of 5"
+    assert told.splitlines().count(new) == (count == 5)
+    saved = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert saved.keys() == theirs.state_dict().keys()
+    for name, values in theirs.state_dict().items():
+        same = saved[name].shape == values.shape and torch.equal(saved[name], values)
+        assert same == (count == 2 or not name.startswith("head.")), name
+    assert saved["head.weight"].shape == (2, 24)
+    if count == 2:
+        longseq("predict", BEST, "input=images/test", "output=told.csv")
+        scores = read_scores(tmp_path / "told.csv", ["other", "three"])
+        config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())["pretrained_cfg"]
+        for number in SPLITS["test"]:
+            pixels = torch.tensor(np.round(load_digits().images[number] * 255 / 16) / 255).float()
+            images = (pixels - config["mean"][0]) / config["std"][0]
+            expected = theirs(images[None, None]).softmax(dim=1)[0].tolist()
+            assert scores[f"{number}.png"] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_the_worst_errors_have_the_names_of_their_files(longseq, folder_words, tmp_path, monkeypatch):
+    """The list and the picture name the wrongly classified files whose loss is largest by what `predict` writes."""
+    drawn: list[list[str]] = []
+
+    def draw(*arguments: Any, notes: list[str], **options: Any) -> torch.Tensor:
+        drawn.append(notes)
+        return draw_predictions(*arguments, notes=notes, **options)
+
+    monkeypatch.setattr("longseq.tasks.image.errors.draw_predictions", draw)
+    for split, numbers in SPLITS.items():
+        for digit in range(10):
+            write_digits(tmp_path / "images" / split / str(digit), "", [i for i in numbers if TARGET[i] == digit])
+    few = (
+        "data.eval_batch_size=32",
+        "callbacks.worst.count=5",
+        "callbacks.worst.rows=12",
+    )
+    longseq(*folder_words, *few, "recipe.epochs=1", "recipe.batch_size=10")  # the last model is the best one
+    names = [str(digit) for digit in range(10)]
+    for split, at in (("val", -2), ("test", -1)):
+        longseq("predict", BEST, f"input=images/{split}", "output=told.csv", "top_k=10")
+        losses = {}
+        for name, row in read_scores(tmp_path / "told.csv", names).items():
+            wanted = TARGET[int(Path(name).stem)]
+            if np.argmax(row) != wanted:
+                losses[name] = -np.log(row[wanted])
+        worst = sorted(losses, key=lambda name: -losses[name])
+        rows = read_rows(tmp_path / "run" / f"worst_errors_{split}.csv")
+        assert [Path(row["path"]).name for row in rows] == worst[:12]
+        assert [float(row["loss"]) for row in rows] == pytest.approx([losses[name] for name in worst[:12]], abs=1e-4)
+        assert all((tmp_path / row["path"]).is_file() for row in rows)
+        assert [row["true_class"] for row in rows] == [str(TARGET[int(Path(name).stem)]) for name in worst[:12]]
+        assert drawn[at] == worst[:5]
+    assert {"val/worst_errors", "test/worst_errors"} <= {*read_board(tmp_path / "run").Tags()["images"]}
