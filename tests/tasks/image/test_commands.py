@@ -283,12 +283,13 @@ def test_two_loggers_hold_the_same_values_and_hyper_parameters_no_paths(longseq,
 
 @pytest.mark.slow
 def test_a_strategy_and_a_profiler_with_options(command, longseq, folder_words, tmp_path):
-    """They change no number, and the report of the profiler lies in the run folder."""
+    """They change no number, and the report of the profiler lies in the run folder, also without a name."""
     write_three(tmp_path / "images")
-    longseq(*folder_words, "recipe.epochs=1")
+    longseq(*folder_words, "recipe.epochs=1", "+trainer.profiler=simple")
+    assert "[Strategy]SingleDeviceStrategy.training_step" in (tmp_path / "run" / "fit-profile.txt").read_text()
     figures = json.loads((tmp_path / "run" / "metrics.json").read_text())
     strategy = "+trainer.strategy={_target_: DDPStrategy, static_graph: true, timeout: 60}"
-    profiler = "+trainer.profiler={_target_: SimpleProfiler, filename: profile}"
+    profiler = "+trainer.profiler={_target_: SimpleProfiler, filename: mine}"
     done = command(tmp_path, *folder_words[:-1], "recipe.epochs=1", strategy, profiler, "output=other")
     assert done.returncode == 0, done.stderr
     again = json.loads((tmp_path / "other" / "metrics.json").read_text())
@@ -300,8 +301,8 @@ def test_a_strategy_and_a_profiler_with_options(command, longseq, folder_words, 
     }
     stated = yaml.safe_load((tmp_path / "other" / "config.yaml").read_text())["trainer"]
     assert stated["strategy"] == {"_target_": "DDPStrategy", "static_graph": True, "timeout": 60}
-    report = (tmp_path / "other" / "fit-profile.txt").read_text()
+    report = (tmp_path / "other" / "fit-mine.txt").read_text()
     (count,) = re.findall(r"\[Strategy\]DDPStrategy\.training_step\s*\|[^|]*\|\s*(\d+)\s*\|", report)
     assert int(count) == figures["updates"] == 2
-    assert (tmp_path / "other" / "test-profile.txt").is_file()
-    assert not list(tmp_path.glob("*profile*"))
+    assert (tmp_path / "other" / "test-mine.txt").is_file()
+    assert not list(tmp_path.glob("*.txt"))
