@@ -34,7 +34,8 @@ def constructor_defaults(cls: type | None) -> dict[str, Any]:
     for base in getattr(cls, "__mro__", ()):
         parameters = inspect.signature(base.__init__).parameters
         for key, parameter in parameters.items():
-            defaults.setdefault(key, parameter.default)
+            if key != "self" and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                defaults.setdefault(key, parameter.default)
         if base is nn.Module or "kwargs" not in parameters:
             break
     return defaults

@@ -243,7 +243,7 @@ def _check_model(config: Mapping[str, Any]) -> None:
             if place == "recipe.model" and (key := next((key for key in chosen if key in of_ours), None)):
                 raise ValueError(f"the recipe sets {key}, which {name} does not have: add {place}.{key}=null")
             read(TimmModelOptions, {key: value for key, value in chosen.items() if key in known}, place)
-            refuse_unknown(chosen, [*known, *model_options(name)], place)
+            refuse_unknown(chosen, dict.fromkeys([*known, *model_options(name)]), place)
     if name.startswith("longseq_"):
         _check_pool_heads(config)
         chosen = {key: value for key, value in given.items() if value is not None}

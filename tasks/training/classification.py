@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.classification import (
     BinaryConfusionMatrix,
@@ -36,6 +36,7 @@ from torchmetrics.functional.classification import binary_auroc, binary_average_
 from torchmetrics.utilities.data import dim_zero_cat
 
 from longseq.tasks.training import targets
+from longseq.tasks.training.decisions import HALF
 from longseq.tasks.training.options import check_call, nearest, refuse_unknown, signature_options
 from longseq.tasks.training.targets import METRICS
 
@@ -237,6 +238,8 @@ def check_metrics(
             raise ValueError(f"{place} is the name of another metric already: choose another name")
         if "/" in name:
             raise ValueError(f"{place} has a slash, which stands behind the split: choose another name")
+        if "." in name or hasattr(nn.ModuleDict(), name):
+            raise ValueError(f"{place}: a module of torch can have no metric of this name: choose another name")
         function = targets.find(node, METRICS, place)
         form = node[targets.TARGET].rpartition(".")[2]
         unfit = ("Multiclass",) if multi_label else ("Multilabel",)
@@ -245,6 +248,7 @@ def check_metrics(
             raise ValueError(
                 f"{place}.{targets.TARGET}={form} is not for data with {kind} a sample: choose another one"
             )
+        _check_one_number(node, place)
         options = {key: value for key, value in node.items() if key not in (targets.TARGET, targets.PARTIAL)}
         if function.__module__.startswith("torchmetrics."):  # they take any keyword, and refuse it when they are built
             refuse_unknown(options, [one for one in signature_options(_constructor(function)) if one != "self"], place)
@@ -296,11 +300,23 @@ def _build(node: Mapping[str, Any], place: str, num_classes: int) -> Metric:
             f"{place}.{targets.TARGET}={function.__name__} is for two classes, and there are {num_classes}: choose "
             "another one"
         )
+    _check_one_number(node, place)
     told = {name: num_classes for name in _TOLD if name in signature_options(_constructor(function))}
     metric = targets.build({**node, **told}, METRICS, place)
     if not isinstance(metric, Metric):
         raise ValueError(f"{place}.{targets.TARGET}={node[targets.TARGET]} makes no metric of torchmetrics")
+    metric.has_own_threshold = "threshold" in node  # type: ignore[assignment]
     return metric
+
+
+def _check_one_number(node: Mapping[str, Any], place: str) -> None:
+    """ValueError for options of torchmetrics that give several numbers."""
+    if node.get("average", "macro") in (None, "none"):
+        raise ValueError(f"{place}.average=none gives a number for each class: choose macro or weighted")
+    if node.get("multidim_average", "global") != "global":
+        raise ValueError(
+            f"{place}.multidim_average={node['multidim_average']} gives a number for each sample: choose global"
+        )
 
 
 def _constructor(function: Any) -> Any:
@@ -329,8 +345,12 @@ def update_metrics(metrics: Mapping[str, Any], probabilities: Tensor, decisions:
 
 
 def reads_decisions(metric: Metric) -> bool:
-    """True if a metric counts decisions, which a threshold changes."""
-    return isinstance(metric, _DECIDED) and getattr(metric, "top_k", 1) == 1
+    """True if a metric counts decisions, which `task.threshold` changes.
+
+    One with a threshold of its own, in a configuration or by its class, decides by that, and reads probabilities.
+    """
+    own = getattr(metric, "has_own_threshold", False) or getattr(metric, "threshold", HALF) != HALF
+    return isinstance(metric, _DECIDED) and getattr(metric, "top_k", 1) == 1 and not own
 
 
 def _keeps_lists(metric: Metric) -> bool:

@@ -46,6 +46,9 @@ OWN_KEYS = {
 # Parameters of DDPStrategy and of torch's module that Lightning passes by itself.
 _OF_LIGHTNING = ("accelerator", "parallel_devices", "cluster_environment", "kwargs", "module", "device_ids")
 
+# The names that Lightning's Trainer has for its profilers.
+_PROFILERS = {"simple": "SimpleProfiler", "advanced": "AdvancedProfiler", "pytorch": "PyTorchProfiler"}
+
 # The value of trainer.strategy that shards a model with torch's `fully_shard`.
 FSDP = "fsdp"
 
@@ -153,8 +156,7 @@ def build_trainer(config: DictConfig | Config, callbacks: list[Callback] | None 
     ]
     try:
         options["strategy"] = _build_strategy(config, options.get("strategy", "auto"))
-        if isinstance(options.get("profiler"), Mapping):
-            options["profiler"] = targets.build(options["profiler"], targets.PROFILERS, "trainer.profiler")
+        options["profiler"] = _build_profiler(options.get("profiler"))
         return Trainer(
             **options,
             **fixed,
@@ -181,3 +183,15 @@ def _build_strategy(config: Config, strategy: Any) -> Any:
     if options.get("timeout") is not None:
         options["timeout"] = timedelta(seconds=options["timeout"])
     return targets.build(options, targets.STRATEGIES, "trainer.strategy")
+
+
+def _build_profiler(profiler: Any) -> Any:
+    """Lightning's profiler of `trainer.profiler`: a name, or a class with its options."""
+    if isinstance(profiler, str) and profiler in _PROFILERS:
+        profiler = {targets.TARGET: _PROFILERS[profiler]}
+    if not isinstance(profiler, Mapping):
+        return profiler
+    built = targets.build(profiler, targets.PROFILERS, "trainer.profiler")
+    if getattr(built, "filename", "") is None:  # then the report would go to Lightning's log, which a run does not show
+        built.filename = "profile"
+    return built

@@ -1,8 +1,15 @@
-"""Data modules of images."""
+"""Data modules of images, files of the handwritten digits, and tables."""
 
 from __future__ import annotations
 
+import csv
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+from PIL import Image
+from sklearn.datasets import load_digits
 
 from longseq.tasks.image.config import ImageDataKeys
 from longseq.tasks.image.data import ImageDataModule
@@ -30,3 +37,19 @@ def image_info(
         crop_pct=crop_pct,
         sizes={"train": 10, "val": None, "test": 3},
     )
+
+
+def write_digits(folder: Path, name: str, numbers: Iterable[int]) -> list[Path]:
+    """Write the handwritten digits of these numbers to folder/NAME<NUMBER>.png; the files."""
+    images = load_digits().images
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}{i}.png" for i in numbers]
+    for path, i in zip(paths, numbers, strict=True):
+        Image.fromarray(np.round(images[i] * 255 / 16).astype(np.uint8)).save(path)
+    return paths
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a csv file by the names of its columns."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))

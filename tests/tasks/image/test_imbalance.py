@@ -8,7 +8,6 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from forked import start_fork
-from image_data import image_data
+from image_data import image_data, read_rows, write_digits
 from lightning.pytorch import Trainer
 from PIL import Image
 from sklearn import metrics as sk
@@ -310,20 +309,6 @@ def test_scores_of_a_process_stay_its_own():
     scores.update(torch.zeros(0, 2), torch.zeros(0, dtype=torch.long))
     assert scores.choose("f1", multi_label=False).tolist() == pytest.approx([0.45])
     assert [len(part) for part in scores.own()] == [2, 2]
-
-
-def write_digits(folder: Path, name: str, numbers: Iterable[int]) -> list[Path]:
-    images = load_digits().images
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{name}{i}.png" for i in numbers]
-    for path, i in zip(paths, numbers, strict=True):
-        Image.fromarray(np.round(images[i] * 255 / 16).astype(np.uint8)).save(path)
-    return paths
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 @pytest.mark.slow

@@ -1,0 +1,308 @@
+"""What commands of image training print and write, against what a test computes from `longseq predict`."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import yaml
+from image_data import read_rows, write_digits
+from safetensors.torch import load_file, save_file
+from sklearn import metrics as sk
+from sklearn.datasets import load_digits
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.metadata import parse_experiment_plugin_data, parse_session_start_info_plugin_data
+from torchmetrics import classification
+
+from longseq.tasks.image.pictures import draw_predictions
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+TARGET = load_digits().target
+SPLITS = {"train": range(150), "val": range(150, 200), "test": range(200, 280)}
+BEST = "checkpoint=run/checkpoints/best.ckpt"
+
+
+@pytest.fixture
+def longseq(tmp_path: Path, command_here: Command) -> Callable[..., str]:
+    """Runs `longseq` in tmp_path, which must go well; what it prints."""
+
+    def call(*words: str) -> str:
+        done = command_here(tmp_path, *words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def folder_words(tiny_overrides: tuple[str, ...]) -> tuple[str, ...]:
+    """`longseq train` on small images below `data.root=images`, for a training of a second."""
+    shape = ("data.img_size=8", "data.crop_pct=1", "data.in_chans=1", "data.num_workers=0")
+    return ("train", *tiny_overrides, "data=image_folder", "data.root=images", "recipe=digits", *shape, "output=run")
+
+
+def write_three(root: Path) -> None:
+    """Folders of three splits: the digit three, and the others."""
+    for split, numbers in SPLITS.items():
+        for name, three in (("three", True), ("other", False)):
+            write_digits(root / split / name, "", [i for i in numbers if (TARGET[i] == 3) == three])
+
+
+def read_scores(path: Path, names: Sequence[str]) -> dict[str, list[float]]:
+    """The probability of each class that `longseq predict` wrote, by the name of the file."""
+    scores = {}
+    for row in read_rows(path):
+        told = {row[f"class_{i}"]: float(row[f"probability_{i}"]) for i in range(1, len(names) + 1)}
+        scores[Path(row["path"]).name] = [told[name] for name in names]
+    return scores
+
+
+@pytest.mark.slow
+def test_several_labels_from_columns_of_a_table(longseq, folder_words, tmp_path):
+    """The figures of `train` and `evaluate` are scikit-learn's on the probabilities of `predict`."""
+    labels = {"even": TARGET % 2 == 0, "small": TARGET < 5, "five": TARGET == 5}
+    names = list(labels)
+    for split, numbers in SPLITS.items():
+        write_digits(tmp_path / "images" / split, "", numbers)
+        lines = [[f"{split}/{i}.png", *(int(labels[name][i]) for name in names)] for i in numbers]
+        with (tmp_path / "images" / f"{split}.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([["file_name", *names], *lines])
+    table = ("data.source=csv", "data.multi_label=true", "data.label_column=[even,small,five]")
+    own = "+task.metrics.wide={_target_: MultilabelRecall, threshold: 0.3}"
+    told = longseq(*folder_words, *table, own, "data.class_weights=balanced", "recipe.epochs=6")
+    assert "8 px, 3 labels, 150 train, 50 val, 80 test" in told
+    written = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    longseq("evaluate", BEST, "trainer=cpu")
+    again = json.loads((tmp_path / "run" / "evaluation_test.json").read_text())
+    for split in ("val", "test"):
+        longseq("predict", BEST, f"input=images/{split}", "output=told.csv")
+        scores = read_scores(tmp_path / "told.csv", names)
+        found = np.array([scores[f"{i}.png"] for i in SPLITS[split]])
+        wanted = np.stack([labels[name][SPLITS[split]] for name in names], 1)
+        decided = found >= 0.5
+        for row in read_rows(tmp_path / "told.csv"):
+            here = decided[SPLITS[split].index(int(Path(row["path"]).stem))]
+            assert row["decision"] == ";".join(np.array(names)[here])
+        figures = {
+            "accuracy": sk.accuracy_score(wanted, decided),
+            "f1": sk.f1_score(wanted, decided, average="macro"),
+            "f1_micro": sk.f1_score(wanted, decided, average="micro"),
+            "average_precision": sk.average_precision_score(wanted, found),
+            "wide": sk.recall_score(wanted, found > 0.3, average="macro"),
+            "loss": sk.log_loss(wanted.ravel(), found.ravel()),
+        }
+        for name, value in figures.items():
+            assert written[f"{split}/{name}"] == pytest.approx(value, abs=1e-4), name
+            if split == "test":
+                assert again[f"test/{name}"] == pytest.approx(written[f"test/{name}"])
+                assert re.search(rf"^test/{name} +{written[f'test/{name}']:.4f} *$", told, re.MULTILINE), name
+        rows = read_rows(tmp_path / "run" / f"classes_{split}.csv")
+        assert [row["class"] for row in rows] == names
+        values = sk.precision_recall_fscore_support(wanted, decided, zero_division=0)
+        for name, column in zip(("precision", "recall", "f1", "images"), values, strict=True):
+            assert [float(row[name] or 0) for row in rows] == pytest.approx(list(column), abs=1e-4), name
+        counts = read_rows(tmp_path / "run" / f"confusion_matrix_{split}.csv")
+        cells = ("true_negative", "false_positive", "false_negative", "true_positive")
+        matrices = sk.multilabel_confusion_matrix(wanted, decided).reshape(3, 4).tolist()
+        assert [[int(row[cell]) for cell in cells] for row in counts] == matrices
+
+
+# The metrics of a configuration, and torchmetrics' own; of those without a threshold task.threshold decides.
+OF_ONE_CLASS = {
+    "f2": ("{_target_: MulticlassFBetaScore, beta: 2.0, average: macro}", None),
+    "sensitivity": ("{_target_: BinaryRecall}", classification.BinaryRecall(threshold=0.2)),
+    "strict": ("{_target_: BinaryRecall, threshold: 0.3}", classification.BinaryRecall(threshold=0.3)),
+    "even": ("{_target_: BinarySpecificity, threshold: 0.5}", classification.BinarySpecificity()),
+    "agreement": (
+        "{_target_: BinaryCohenKappa, weights: linear}",
+        classification.BinaryCohenKappa(0.2, weights="linear"),
+    ),
+    "area": ("{_target_: BinaryAUROC, max_fpr: 0.5}", classification.BinaryAUROC(max_fpr=0.5)),
+}
+
+
+@pytest.mark.slow
+def test_metrics_that_a_file_names_are_those_of_torchmetrics(longseq, folder_words, tmp_path):
+    write_three(tmp_path / "images")
+    file = tmp_path / "conf" / "experiment" / "mine.yaml"
+    file.parent.mkdir(parents=True)
+    lines = [f"    {name}: {node}" for name, (node, _) in OF_ONE_CLASS.items()]
+    head = ["# @package _global_", "task:", "  metric: f2", "  threshold: 0.2", "  metrics:"]
+    file.write_text("\n".join([*head, *lines]) + "\n")
+    words = ("experiment=mine", f"hydra.searchpath=[file://{tmp_path}/conf]", "recipe.epochs=6")
+    told = longseq(*folder_words, *words)
+    written = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    longseq("evaluate", BEST, "trainer=cpu")
+    again = json.loads((tmp_path / "run" / "evaluation_test.json").read_text())
+    for split in ("val", "test"):
+        longseq("predict", BEST, f"input=images/{split}", "output=told.csv")
+        scores = read_scores(tmp_path / "told.csv", ["other", "three"])
+        found = torch.tensor([scores[f"{i}.png"][1] for i in SPLITS[split]])
+        wanted = torch.tensor(TARGET[SPLITS[split]] == 3).long()
+        f2 = classification.MulticlassFBetaScore(2.0, 2, average="macro")((found > 0.2).long(), wanted)
+        expected = {name: f2 if metric is None else metric(found, wanted) for name, (_, metric) in OF_ONE_CLASS.items()}
+        for name, value in expected.items():
+            assert written[f"{split}/{name}"] == pytest.approx(float(value), abs=1e-5), name
+    assert len({written[f"test/{name}"] for name in ("sensitivity", "strict")}) == 2, "the thresholds matter"
+    for name in OF_ONE_CLASS:
+        assert again[f"test/{name}"] == pytest.approx(written[f"test/{name}"])
+        assert re.search(rf"^test/{name} +{written[f'test/{name}']:.4f} *$", told, re.MULTILINE), name
+
+
+def read_board(run: Path) -> EventAccumulator:
+    return EventAccumulator(str(run), size_guidance={"images": 0}).Reload()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [5, 2])
+def test_a_file_of_timms_weights_is_where_a_run_begins(count, longseq, folder_words, tmp_path):
+    """At a learning rate of 0 the run ends with the weights of the file, but for the head of other classes."""
+    write_three(tmp_path / "images")
+    options = {"depth": 1, "embed_dim": 24, "num_heads": 2}
+    shape = {"img_size": 8, "patch_size": 2, "in_chans": 1}
+    theirs = timm.create_model("vit_tiny_patch16_224", num_classes=count, **options, **shape).eval()
+    torch.nn.init.normal_(theirs.head.weight)
+    save_file(theirs.state_dict(), tmp_path / "weights.safetensors")
+    model = ("model=timm", "model.name=vit_tiny_patch16_224", "model.patch_size=2", "+model.depth=1")
+    sizes = ("+model.embed_dim=24", "+model.num_heads=2")
+    kept = [word for word in folder_words if not word.startswith(("mixer=", "model.", "recipe"))]
+    begin = ("recipe=finetune", "recipe.epochs=1", "recipe.learning_rate=0", "init=weights.safetensors")
+    told = longseq(*kept, *model, *sizes, *begin)
+    new = "the head is new: there are 2 classes, and the weights are of 5"
+    assert told.splitlines().count(new) == (count == 5)
+    saved = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert saved.keys() == theirs.state_dict().keys()
+    for name, values in theirs.state_dict().items():
+        same = saved[name].shape == values.shape and torch.equal(saved[name], values)
+        assert same == (count == 2 or not name.startswith("head.")), name
+    assert saved["head.weight"].shape == (2, 24)
+    if count == 2:
+        longseq("predict", BEST, "input=images/test", "output=told.csv")
+        scores = read_scores(tmp_path / "told.csv", ["other", "three"])
+        config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())["pretrained_cfg"]
+        for number in SPLITS["test"]:
+            pixels = torch.tensor(np.round(load_digits().images[number] * 255 / 16) / 255).float()
+            images = (pixels - config["mean"][0]) / config["std"][0]
+            expected = theirs(images[None, None]).softmax(dim=1)[0].tolist()
+            assert scores[f"{number}.png"] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_the_worst_errors_have_the_names_of_their_files(longseq, folder_words, tmp_path, monkeypatch):
+    """The list and the picture name the wrongly classified files whose loss is largest by what `predict` writes."""
+    drawn: list[list[str]] = []
+
+    def draw(*arguments: Any, notes: list[str], **options: Any) -> torch.Tensor:
+        drawn.append(notes)
+        return draw_predictions(*arguments, notes=notes, **options)
+
+    monkeypatch.setattr("longseq.tasks.image.errors.draw_predictions", draw)
+    for split, numbers in SPLITS.items():
+        for digit in range(10):
+            write_digits(tmp_path / "images" / split / str(digit), "", [i for i in numbers if TARGET[i] == digit])
+    few = (
+        "data.eval_batch_size=32",
+        "callbacks.worst.count=5",
+        "callbacks.worst.rows=12",
+    )
+    longseq(*folder_words, *few, "recipe.epochs=1", "recipe.batch_size=10")  # the last model is the best one
+    names = [str(digit) for digit in range(10)]
+    for split, at in (("val", -2), ("test", -1)):
+        longseq("predict", BEST, f"input=images/{split}", "output=told.csv", "top_k=10")
+        losses = {}
+        for name, row in read_scores(tmp_path / "told.csv", names).items():
+            wanted = TARGET[int(Path(name).stem)]
+            if np.argmax(row) != wanted:
+                losses[name] = -np.log(row[wanted])
+        worst = sorted(losses, key=lambda name: -losses[name])
+        rows = read_rows(tmp_path / "run" / f"worst_errors_{split}.csv")
+        assert [Path(row["path"]).name for row in rows] == worst[:12]
+        assert [float(row["loss"]) for row in rows] == pytest.approx([losses[name] for name in worst[:12]], abs=1e-4)
+        assert all((tmp_path / row["path"]).is_file() for row in rows)
+        assert [row["true_class"] for row in rows] == [str(TARGET[int(Path(name).stem)]) for name in worst[:12]]
+        assert drawn[at] == worst[:5]
+    assert {"val/worst_errors", "test/worst_errors"} <= {*read_board(tmp_path / "run").Tags()["images"]}
+
+
+@pytest.mark.slow
+def test_two_loggers_hold_the_same_values_and_hyper_parameters_no_paths(longseq, folder_words, tmp_path):
+    write_three(tmp_path / "images")
+    kept = [word for word in folder_words if not word.startswith(("data.root=", "recipe"))]
+    chosen = (f"data.root={tmp_path}/images", "recipe=auto", "recipe.updates=11", "trainer.log_every_n_steps=2")
+    told = longseq(*kept, *chosen, "logger=[tensorboard,csv]", "recipe.validate_every_updates=4", "seed=3")
+    run = tmp_path / "run"
+    assert "batch 32, 11 updates, learning rate 0.001" in told
+    board, written = read_board(run), json.loads((run / "metrics.json").read_text())
+    rows = read_rows(run / "metrics.csv")
+    names = {name for name in rows[0] if name not in ("step", "epoch")}
+    assert names >= {"train/loss", "train/lr", "val/loss", "val/top1", "test/loss", "test/top1"}
+    assert {*board.Tags()["scalars"]} - {"epoch"} == names
+    for name in names:
+        listed = [(int(row["step"]), float(row[name])) for row in rows if row[name]]
+        events = [(event.step, event.value) for event in board.Scalars(name)]
+        assert [step for step, _ in events] == [step for step, _ in listed], name
+        assert [value for _, value in events] == pytest.approx([value for _, value in listed], rel=1e-6), name
+        if name.startswith("test/"):
+            assert listed[-1][1] == pytest.approx(written[name]), name
+
+    content = board.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    shown = {
+        name: value.string_value or value.number_value
+        for name, value in parse_session_start_info_plugin_data(content).hparams.items()
+    }
+    assert shown == {
+        "task": "image",
+        "data": "image_folder",
+        "model": "longseq_tiny_patch16_224",
+        "mixer": "attention",
+        "scale": "nano",
+        "parameters": written["parameters"],
+        "recipe": "auto",
+        "learning_rate": 1e-3,
+        "batch_size": 32,
+        "epochs": 11 / 4,  # of 150 images, the last ones fill no batch
+        "seed": 3,
+    }
+    metadata = board.summary_metadata["_hparams_/experiment"].plugin_data.content
+    experiment = parse_experiment_plugin_data(metadata)
+    tested = {name for name in written if name.startswith("test/") and isinstance(written[name], float)}
+    assert {info.name.tag for info in experiment.metric_infos} == tested
+    assert {"test/top1", "test/f1", "test/balanced_accuracy", "test/loss"} == tested
+    assert str(tmp_path) not in str(board.summary_metadata)
+
+
+@pytest.mark.slow
+def test_a_strategy_and_a_profiler_with_options(command, longseq, folder_words, tmp_path):
+    """They change no number, and the report of the profiler lies in the run folder, also without a name."""
+    write_three(tmp_path / "images")
+    longseq(*folder_words, "recipe.epochs=1", "+trainer.profiler=simple")
+    assert "[Strategy]SingleDeviceStrategy.training_step" in (tmp_path / "run" / "fit-profile.txt").read_text()
+    figures = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    strategy = "+trainer.strategy={_target_: DDPStrategy, static_graph: true, timeout: 60}"
+    profiler = "+trainer.profiler={_target_: SimpleProfiler, filename: mine}"
+    done = command(tmp_path, *folder_words[:-1], "recipe.epochs=1", strategy, profiler, "output=other")
+    assert done.returncode == 0, done.stderr
+    again = json.loads((tmp_path / "other" / "metrics.json").read_text())
+    times = ("seconds", "images_per_second")
+    assert {key: again[key] for key in again if key not in times} == {
+        key: value if not isinstance(value, float) else pytest.approx(value)
+        for key, value in figures.items()
+        if key not in times
+    }
+    stated = yaml.safe_load((tmp_path / "other" / "config.yaml").read_text())["trainer"]
+    assert stated["strategy"] == {"_target_": "DDPStrategy", "static_graph": True, "timeout": 60}
+    report = (tmp_path / "other" / "fit-mine.txt").read_text()
+    (count,) = re.findall(r"\[Strategy\]DDPStrategy\.training_step\s*\|[^|]*\|\s*(\d+)\s*\|", report)
+    assert int(count) == figures["updates"] == 2
+    assert (tmp_path / "other" / "test-mine.txt").is_file()
+    assert not list(tmp_path.glob("*.txt"))
