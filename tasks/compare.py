@@ -36,6 +36,7 @@ from longseq.tasks.training.configuration import resolve, spell_value
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.options import Length, Range, read
 from longseq.tasks.training.recipe import device_count
+from longseq.tasks.training.signals import answered
 
 # Keys of `longseq train` that this command sets itself.
 TAKEN_KEYS = {
@@ -281,12 +282,8 @@ def _stoppable() -> Iterator[None]:
 
     # A shell makes a background command ignore Ctrl-C.
     heeded = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, leave) for number in heeded}
-    try:
+    with answered(heeded, leave):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _run_one(trial: Trial, device: str | None, threads: int, started: set[subprocess.Popen[bytes]]) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def _train(config: dict[str, Any], folder: Path, names_mixer: bool) -> float | N
     if automatic.searches(config):
         config = _search(config, datamodule, folder)
     if checkpoint is not None:
-        runs.check_data(checkpoint, datamodule.info)
+        runs.check_data(checkpoint, datamodule.info, datamodule.files)
     module = _build_module(config, datamodule, initialized=checkpoint is None)
     if not names_mixer:
         _refuse_mixer(module)

@@ -84,6 +84,13 @@ class TaskData(LightningDataModule, ABC):
         return []
 
     @property
+    def files(self) -> dict[str, list[str]]:
+        """The files of each stage of a run (train, val, test) whose samples are files of their own, where checksums do
+        not tell of their content. Those that are too many to look at are left out.
+        """
+        return {}
+
+    @property
     def unreadable(self) -> list[str]:
         """Names of the samples that this process could not read so far."""
         return []

@@ -101,6 +101,9 @@ class ImageDataKeys:
                     f"data.{key}={spell(value)} has no effect: data.source=digits comes with splits of its own; "
                     "leave it out"
                 )
+        prefix, slash, name = self.source.partition("/")
+        if slash and not name.strip("/ "):
+            raise ValueError(f"data.source={self.source} lacks the name of a data set: give data.source={prefix}/NAME")
         check_own_keys(self)
         if self.class_map is not None and self.source in ("csv", "shards"):
             raise ValueError(

@@ -195,6 +195,14 @@ class ImageDataModule(TaskData):
         return self._splits
 
     @property
+    def files(self) -> dict[str, list[str]]:
+        if (splits := self._splits) is None:
+            return {}
+        held_out = {"val": splits.validation} | ({} if splits.test is splits.validation else {"test": splits.test})
+        found = {stage: split.files() for stage, split in {"train": splits.train, **held_out}.items()}
+        return {stage: files for stage, files in found.items() if files is not None}
+
+    @property
     def unreadable(self) -> list[str]:
         """Paths of the images that this process could not read so far."""
         return self._unreadable.paths

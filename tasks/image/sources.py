@@ -82,6 +82,12 @@ class Split:
     def whole(cls, source: Source) -> Split:
         return cls(source, np.arange(len(source)))
 
+    def files(self) -> list[str] | None:
+        """The files of the images; None for images in archives and in memory, and for more than MOST_FILES."""
+        if len(self) > MOST_FILES or not getattr(self.source, "has_files", False):
+            return None
+        return [self.source.path(index) for index in self.indices]
+
     def checksum(self, *, sizes: bool = False) -> int | None:
         """The CRC-32 of the names and labels of image files, in any order; None for images of other kinds.
 

@@ -359,11 +359,11 @@ def _config_of(content: Mapping[str, Any]) -> dict[str, Any] | None:
     return content.get("hyper_parameters", {}).get("config")
 
 
-def check_data(checkpoint: Path, info: Info) -> None:
+def check_data(checkpoint: Path, info: Info, files: Mapping[str, Sequence[str]]) -> None:
     """Raise ValueError, in one line, if a run would go on with data of another meaning than those of its checkpoint.
 
-    Other samples of the same meaning are told by a warning. In the middle of an epoch the loader refuses another number
-    of training samples.
+    Other samples of the same meaning are told by a warning, as are `files` of a split that are newer than the
+    checkpoint. In the middle of an epoch the loader refuses another number of training samples.
     """
     saved = _read(checkpoint).get("hyper_parameters", {}).get("data") or {}
     try:
@@ -375,9 +375,32 @@ def check_data(checkpoint: Path, info: Info) -> None:
             f"{checkpoint} was trained on other data: {change}; restore the data, or begin a new run with its weights "
             f"by init={checkpoint}"
         )
+    told: list[str] = []
     for split in ("train", "val", "test"):
         if (change := info.find_change(trained, split)) is not None:
             _log.warning("the data have changed: %s", change)
+        elif newer := _count_newer(checkpoint, files.get(split, ())):
+            told.append(f"{newer} of {len(files[split])} files of {split}")
+    if told:
+        _log.warning(
+            "newer than %s: %s; if their content has changed, the run goes on with other data than it began with",
+            checkpoint,
+            ", ".join(told),
+        )
+
+
+def _count_newer(checkpoint: Path, files: Sequence[str]) -> int:
+    """The number of files that are newer than a checkpoint; 0 if all are, as in a later copy of the whole."""
+    written = checkpoint.stat().st_mtime_ns
+    newer = sum(_is_newer(path, written) for path in files)
+    return newer if newer < len(files) else 0
+
+
+def _is_newer(path: str, written: int) -> bool:
+    try:
+        return os.stat(path).st_mtime_ns > written
+    except OSError:
+        return False  # the loader tells what cannot be read
 
 
 def bring_best(checkpoint: Path, folder: Path) -> None:

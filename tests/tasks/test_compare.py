@@ -115,6 +115,19 @@ def test_failed_runs_are_told_and_tried_again(tmp_path, monkeypatch, capsys):
     )
 
 
+@pytest.mark.slow
+def test_a_thread_of_another_program_compares_too(tmp_path, monkeypatch):
+    script = tmp_path / "stand_in.py"
+    script.write_text(STAND_IN)
+    codes: list[int] = []
+    sweep = ("mixers=[deltanet]", "learning_rates=[0.1]", "plot=false")
+    thread = threading.Thread(target=lambda: codes.append(comparing(monkeypatch, tmp_path, script, *sweep)))
+    thread.start()
+    thread.join()
+    assert codes == [0]
+    assert [row["status"] for row in results_of(tmp_path)["rows"]] == ["finished"]
+
+
 # Stands for `longseq train`: the first attempt tells its error, the second is killed.
 KILLED = """
 import os, signal, sys

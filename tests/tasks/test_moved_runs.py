@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -185,6 +186,73 @@ def test_a_resumed_run_tells_other_training_files(change, image_folder, tiny, tm
         "the data have changed: train has other files or labels than when the model was trained, and as many samples"
     )
     assert told == ([] if change == "of an old run" else [known])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("newer", "told"),
+    [
+        (
+            {"train": 2, "val": 1},
+            "last.ckpt: 2 of 24 files of train, 1 of 12 files of val; if their content has changed",
+        ),
+        ({"val": 1}, "last.ckpt: 1 of 12 files of val; if their content has changed"),
+        ({"train": 0}, None),
+        ({"train": 24}, None),
+    ],
+    ids=["several", "one", "none", "all"],
+)
+def test_a_resumed_run_tells_newer_files_of_the_same_names_and_sizes(
+    newer, told, image_folder, tiny_overrides, command_here, tmp_path
+):
+    shutil.copytree(image_folder, tmp_path / "images")
+    known = ("data=image_folder", "data.root=images", "data.img_size=16", "model.patch_size=4", "data.num_workers=0")
+    words = ("train", *tiny_overrides, *known, "recipe.epochs=1", "recipe.batch_size=8", "output=run")
+    first = command_here(tmp_path, *words)
+    assert first.returncode == 0, first.stderr
+    assert "newer than" not in first.stderr
+    (tmp_path / "run" / "metrics.json").unlink()
+    written = (tmp_path / "run" / "checkpoints" / "last.ckpt").stat().st_mtime
+    for split, count in newer.items():
+        for path in sorted((tmp_path / "images" / split).rglob("*.jpg"))[:count]:
+            os.utime(path, (written + 5, written + 5))
+    again = command_here(tmp_path, *words, "resume=true")
+    assert again.returncode == 0, again.stderr
+    lines = [line for line in again.stderr.splitlines() if "newer than" in line]
+    assert len(lines) == (told is not None), lines
+    assert all(told in line for line in lines)
+
+
+TEXTS = {
+    "lm": ("data=text", "data.window=16", "data.packing=documents", "mixer=gated_deltanet", "recipe.batch_size=64",
+           "callbacks.text_samples=null", "recipe.updates=2"),
+    "document": ("data=documents", "recipe.batch_size=6000", "recipe.epochs=1", "callbacks.linear=null"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TEXTS)
+def test_a_resumed_run_tells_texts_by_their_content_and_not_by_their_time(task, command_here, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    write_jsonl(path, make_rows(60))
+    words = ("train", f"task={task}", *TEXTS[task], "data.root=rows.jsonl", "data.validation=0.2", "data.test=0.2")
+    words += ("trainer=cpu", "model.d_model=16", "model.depth=1", "recipe.schedule.warmup_updates=0")
+    words += ("data.num_workers=0", "data.cache=cache", "callbacks.telemetry=null", "output=run")
+
+    def go(*more: str) -> list[str]:
+        done = command_here(tmp_path, *words, *more)
+        assert done.returncode == 0, done.stderr
+        (tmp_path / "run" / "metrics.json").unlink()
+        return [line for line in done.stderr.splitlines() if "newer than" in line or "have changed" in line]
+
+    assert go() == []
+    path.touch()
+    assert go("resume=true") == []
+    rows = make_rows(60)
+    rows[0]["text"] = rows[0]["text"].swapcase()
+    write_jsonl(path, rows)
+    told = go("resume=true")
+    assert "the data have changed: train has " in told[0], told
 
 
 @pytest.mark.slow

@@ -67,10 +67,12 @@ def run(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _choose_devices(name: str, count: int) -> list[str]:
-    """The device of each process; of several GPUs those from the first one on."""
+    """The device of each process; of several GPUs those from the first one on. ValueError for more than there are."""
     device = choose_device(name)
     if device.type != "cuda":
-        return [str(device)] * count
+        if count > 1:
+            raise ValueError(f"devices={count} are GPUs, and device={name} is the processor here: give devices=1")
+        return [str(device)]
     first = device.index or 0
     if first + count > torch.cuda.device_count():
         raise ValueError(f"devices={count}: this machine has {torch.cuda.device_count()} GPU(s)")

@@ -3,8 +3,7 @@
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -14,6 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from longseq.tasks.training.processes import is_started_by_run
+from longseq.tasks.training.signals import answered
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def stoppable(trainer: Trainer) -> Iterator[None]:
     if trainer.world_size > 1:
         taken[signal.SIGINT] = signal.default_int_handler
     try:
-        with _handled([number for number, usual in taken.items() if signal.getsignal(number) == usual], stop):
+        with answered([number for number, usual in taken.items() if signal.getsignal(number) == usual], stop):
             yield
     except SIGTERMException:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -53,20 +53,6 @@ def stoppable(trainer: Trainer) -> Iterator[None]:
             sys.stderr.flush()
             os._exit(0)
         raise SystemExit(128 + (received[0] if received else signal.SIGTERM)) from None
-
-
-@contextmanager
-def _handled(numbers: list[signal.Signals], handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Answer signals by `handler` while the block runs; only the main thread can."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, former in before.items():
-            signal.signal(number, former)
 
 
 def _leave_terminal() -> None:

@@ -3,6 +3,7 @@
 import io
 import logging
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -123,6 +124,18 @@ def test_folder_without_splits_sets_some_images_apart(folder):
     other = open_data("folder", folder / "train", val_fraction=0.25, split_seed=1)
     check_classes(module)
     assert not torch.equal(gather(module.val_dataloader())[0], gather(other.val_dataloader())[0])
+
+
+def test_the_files_of_splits_are_named_unless_they_are_in_archives_or_too_many(folder, tmp_path, monkeypatch):
+    module = open_data("folder", folder)
+    assert {split: len(files) for split, files in module.files.items()} == {
+        split: size for split, size in module.info.sizes.items() if split != "test"
+    }, "the validation images are the test images"
+    assert all(Path(file).is_file() for files in module.files.values() for file in files)
+    monkeypatch.setattr(sources, "MOST_FILES", module.info.sizes["val"])
+    assert list(module.files) == ["val"]
+    assert open_data("folder", write_tar(tmp_path / "all.tar", folder / "train")).files == {}
+    assert open_data("digits").files == {}
 
 
 @pytest.mark.slow
