@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -36,6 +36,8 @@ from longseq.tasks.training.update_mean import UpdateMean
 
 _log = logging.getLogger(__name__)
 
+# The epochs after which timm's schedules in steps first lower the rate, unless a recipe tells others.
+STEP = 90
 # The part of a run, after its warm-up, in which timm lets a constant rate fall unless decay_epochs tells another.
 DECAY = 0.2
 
@@ -459,6 +461,8 @@ class TrainedModule(LightningModule):
         lengths = {"num_epochs": _whole(total / epoch.updates), "updates_per_epoch": epoch.updates, **warmup}
         if options.get("sched") == "wsd":
             lengths = _with_whole_decay(lengths, total, options.get("decay_epochs"))
+        if (idle := _find_idle_steps(options, total / epoch.updates)) is not None:
+            _log.warning(idle)
         scheduler, _ = recipe.schedule(optimizer, **lengths)
         if scheduler is None:
             return optimizer
@@ -590,6 +594,22 @@ def _with_whole_decay(lengths: Mapping[str, Any], total: float, part: float | No
     warmup = min(round(lengths.get("warmup_epochs", 0) * lengths["updates_per_epoch"]), int(total) - 1)
     decay = max(1, round((part or DECAY) * (int(total) - warmup)))
     return {"num_epochs": int(total), "updates_per_epoch": 1, "warmup_epochs": warmup, "decay_epochs": decay}
+
+
+def _find_idle_steps(options: Mapping[str, Any], epochs: float) -> str | None:
+    """What to say of timm's schedule in steps if the first step would come after a run's end; None otherwise."""
+    kind = options.get("sched")
+    key = {"step": "decay_epochs", "multistep": "decay_milestones"}.get(str(kind))
+    if key is None or options.get("decay_rate") == 1.0:  # a rate of 1 is a constant learning rate, by intention
+        return None
+    given = options.get(key) or STEP
+    first = min(given) if isinstance(given, Sequence) else given
+    if first < epochs:
+        return None
+    return (
+        f"the learning rate never falls: with recipe.schedule.sched={kind} it falls first after {first:g} epochs, and "
+        f"the run has {epochs:g}; give recipe.schedule.{key}"
+    )
 
 
 def _whole(number: float) -> float:

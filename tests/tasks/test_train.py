@@ -430,6 +430,23 @@ def test_a_run_remembers_where_its_images_are(tmp_path, command_here, tiny_overr
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["recipe.schedule.sched=step"], "sched=step it falls first after 90 epochs, and the run has 2;"),
+        (["recipe.schedule.sched=multistep"], "sched=multistep it falls first after 90 epochs, and the run has 2;"),
+        (["recipe.schedule.sched=step", "+recipe.schedule.decay_rate=1.0"], None),
+        (["recipe.schedule.sched=step", "+recipe.schedule.decay_epochs=1"], None),
+    ],
+)
+def test_a_rate_that_would_never_fall_is_told(tiny, caplog, words, told):
+    train.run(tiny(*words, "trainer.fast_dev_run=1"))
+    found = [line for line in caplog.messages if "the learning rate never falls" in line]
+    assert len(found) == (told is not None)
+    assert told is None or told in found[0]
+
+
+@pytest.mark.slow
 def test_a_run_is_repeated_by_its_record(tmp_path, command_here, tiny_overrides):
     words = (*tiny_overrides, "recipe.epochs=1", "logger=[tensorboard,csv]", "data.num_workers=0")
     first = command_here(tmp_path, "train", *words, "output=first")
