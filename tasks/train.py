@@ -383,8 +383,9 @@ def _run_facts(trainer: Trainer, module: TrainedModule) -> dict[str, Any]:
 def _save_config(config: dict[str, Any], folder: Path) -> None:
     """Save the configuration so that a run is repeated by it: what lies in the run's folder follows `output`."""
     folder.mkdir(parents=True, exist_ok=True)
-    own = {key: _follow(config[key], str(config["output"])) for key in ("callbacks", "logger") if key in config}
-    write_text(folder / runs.CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create({**config, **own})))
+    own: dict[str, Any] = {key: config[key] for key in ("callbacks", "logger") if key in config}
+    record = {**config, **_follow(own, str(config["output"]))}
+    write_text(folder / runs.CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(record)))
 
 
 def _follow(value: Any, output: str) -> Any:

@@ -122,9 +122,9 @@ fit_launches("delta_rule", LAUNCHES)
 CHUNKS = {2: 64, 4: 32}  # tokens of a chunk, by the precision's bytes
 # Where nothing is kept for a backward pass, `read_through` can do all in one launch, for half precision of up to
 # WALKED_WIDTH columns. Its programs walk along time, so it is faster for sequences of up to SHORT_TOKENS, or where
-# FILLING sequences and heads fill a GPU. On an H200, 256 of them take 26 % less time at 64 tokens and 7 % less at 4,096;
-# with a gate as much time as the other kernels from 2,048 on. With fewer, kernels over chunks in parallel are up to 9
-# times as fast. Packed sequences, of which one may have nearly all tokens, are read so up to PACKED_TOKENS.
+# FILLING sequences and heads fill a GPU. On an H200, 256 of them take 26 % less time at 64 tokens, and 7 % at 4,096;
+# with a gate they take as much as by the other kernels from 2,048 on. With fewer, kernels over chunks in parallel are
+# up to 9 times as fast. Packed sequences, of which one may have nearly all tokens, are read so up to PACKED_TOKENS.
 WALKED_WIDTH = 64
 SHORT_TOKENS = 64
 FILLING = 192
