@@ -43,6 +43,8 @@ def settings_of_record(verb: str, flags: Sequence[str]) -> list[str]:
     hydra: Any = OmegaConf.to_container(own.hydra, resolve=False)
     settings = {key: value for key in _SETTINGS if (value := _find(hydra, key)) is not ...}
     written = [f"hydra.{key}={'null' if value is None else repr(value)}" for key, value in settings.items()]
+    if {"-m", "--multirun"} & {full_flag(flag) for flag in flags}:  # each trial has a folder of its own
+        written.append("output='${hydra:runtime.output_dir}'")
     return ["hydra/job_logging=none", "hydra/hydra_logging=none", *written]
 
 

@@ -470,6 +470,12 @@ def test_a_run_is_repeated_by_its_record(tmp_path, command_here, tiny_overrides)
     record = OmegaConf.load(tmp_path / "third" / "config.yaml")
     assert (record.seed, record.recipe.learning_rate) == (1, 0.5)
 
+    sweep = command_here(
+        tmp_path, "train", "-m", "--config-dir=first", "--config-name=config", "seed=0,1", "output=sweep"
+    )
+    assert sweep.returncode == 0, sweep.stderr
+    assert len(list(tmp_path.glob("sweep/*/metrics.json"))) == 2
+
     same_place = command_here(tmp_path, "train", "--config-dir=first", "--config-name=config")
     assert same_place.returncode == 2
     assert "first holds a run already" in same_place.stderr
