@@ -185,12 +185,12 @@ def _join(x, minus, i, SIZE: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def unit_lower_inverse(lower, CHUNK: tl.constexpr, HALVES: tl.constexpr):
+def unit_lower_inverse(lower, live, CHUNK: tl.constexpr, HALVES: tl.constexpr):
     """(I + L)^{-1} in float32 for strictly lower triangular L [CHUNK, CHUNK] in float32; CHUNK is 32 or 64.
 
     The diagonal blocks of 4 are inverted first, then those of 16, then the whole. Each step joins four blocks and needs
     only the square of the matrix that couples them. That square is small for repeated keys, whereas higher powers of L
-    are not.
+    are not. Rows of L from `live` on are zero; so up to 16 tokens need no second step.
 
     With HALVES, operands are float16, and one step of Newton's method, X + (I - X (I + L)) X with L in 22 bits,
     corrects their rounding: the error is about 1e-6 while `inverse_size` is at most MILD. All intermediate values stay
@@ -207,7 +207,8 @@ def unit_lower_inverse(lower, CHUNK: tl.constexpr, HALVES: tl.constexpr):
     square = tl.dot(m, m, input_precision="ieee").to(DTYPE)
     x = tl.dot(square, x.to(DTYPE), x, input_precision="ieee")
     x = _join(x, minus, i, 4, CHUNK)
-    x = _join(x, minus, i, 16, CHUNK)
+    if live > 16:
+        x = _join(x, minus, i, 16, CHUNK)
     if HALVES:
         known = x.to(DTYPE)
         x = known.to(tl.float32)
@@ -232,14 +233,13 @@ def _join_left(x, minus, i, SIZE: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def unit_lower_inverse_32(lower):
-    """`unit_lower_inverse` of 32 tokens with float16 operands.
+def unit_lower_inverse_left(lower, CHUNK: tl.constexpr):
+    """`unit_lower_inverse` of 16 or 32 tokens with float16 operands.
 
     The warps of a program share products of this size by columns. Then a result is the right operand of the next
     product without a change of layout, whereas a left operand takes a way through shared memory, on which all warps
     wait for each other. So the order of the products is another one here, with half as many new left operands.
     """
-    CHUNK: tl.constexpr = 32
     i = tl.arange(0, CHUNK)
     one = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     minus = (-lower).to(tl.float16)
@@ -249,7 +249,8 @@ def unit_lower_inverse_32(lower):
     m = m.to(tl.float16)
     x = tl.dot(m, tl.dot(m, x.to(tl.float16)).to(tl.float16), x)
     x = _join_left(x, minus, i, 4, CHUNK)
-    x = _join_left(x, minus, i, 16, CHUNK)
+    if CHUNK > 16:
+        x = _join_left(x, minus, i, 16, CHUNK)
     known = x.to(tl.float16)
     x = known.to(tl.float32)
     rest = tl.dot(low, known, tl.dot(minus, known, one - x))

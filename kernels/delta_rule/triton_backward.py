@@ -27,6 +27,10 @@ from longseq.kernels.delta_rule.triton_kept import (
     TILE,
     WRITE_KEY,
     WRITTEN,
+    load_by_columns,
+    load_by_rows,
+    store_by_columns,
+    store_by_rows,
     unpack_among,
     unpack_erased,
     unpack_queries,
@@ -76,8 +80,8 @@ from longseq.kernels.triton_units import (
 
 @triton.jit
 def _store_scores(
-    d_attention, d_lower, d_units, d_reading, d_erasing, gate, scale, place,
-    GATED: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr,
+    d_attention, d_lower, d_units, d_reading, d_erasing, gate, scale, place, live,
+    GATED: tl.constexpr, SCALED: tl.constexpr, CUT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Gradients of scale tril(Q Wᵀ ⊙ D) and of L, as those of Q Wᵀ and R Wᵀ."""
     i = tl.arange(0, CHUNK)
@@ -86,10 +90,10 @@ def _store_scores(
         d_reading *= between
         d_erasing *= between
     d_reading, unit = in_units(tl.where(i[:, None] >= i[None, :], d_reading * scale, 0.0), SCALED)
-    store_block(d_attention + place * CHUNK * CHUNK, 0, 0, d_reading, CHUNK, CHUNK, CHUNK, CHUNK)
+    store_by_rows(d_attention + place * CHUNK * CHUNK, live, 0, d_reading, CHUNK, CUT, CHUNK, CHUNK)
     store_unit(d_units, D_ATTENTION, unit, SCALED)
     d_erasing, unit = in_units(tl.where(i[:, None] > i[None, :], -d_erasing, 0.0), SCALED)
-    store_block(d_lower + place * CHUNK * CHUNK, 0, 0, d_erasing, CHUNK, CHUNK, CHUNK, CHUNK)
+    store_by_rows(d_lower + place * CHUNK * CHUNK, live, 0, d_erasing, CHUNK, CUT, CHUNK, CHUNK)
     store_unit(d_units, D_LOWER, unit, SCALED)
 
 
@@ -108,7 +112,7 @@ def weigh_rows(
     q, beta, write_key, units, cu_seqlens, sequence_of, queries, writes,
     scale, T, H, q_row, q_token, q_head, beta_row, beta_token, beta_head, write_row, write_token, write_head,
     K: tl.constexpr, UNITS: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    CUT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: queries times scale and write keys times strengths, the tiles of the forward pass."""
     head = (tl.program_id(0) % H).to(tl.int64)
@@ -128,9 +132,9 @@ def weigh_rows(
         strength *= two_to(-unpack_writes(packed))
     for e in tl.static_range(0, K, BLOCK):
         query = load_tokens(q, q_token * NEXT, live, e, K, CHUNK, BLOCK).to(tl.float32) * scale
-        store_block(queries + place * CHUNK * K, 0, e, query, CHUNK, K, CHUNK, BLOCK)
+        store_by_rows(queries + place * CHUNK * K, live, e, query, K, CUT, CHUNK, BLOCK)
         write = load_tokens(write_key, write_token * NEXT, live, e, K, CHUNK, BLOCK).to(tl.float32) * strength[:, None]
-        store_block(writes + place * CHUNK * K, 0, e, write, CHUNK, K, CHUNK, BLOCK)
+        store_by_rows(writes + place * CHUNK * K, live, e, write, K, CUT, CHUNK, BLOCK)
 
 
 @triton.jit(do_not_specialize=[*SIZES_AND_STRIDES, "sequences", "span"])
@@ -141,7 +145,7 @@ def retreat(
     q_row, q_token, q_head, beta_row, beta_token, beta_head, write_row, write_token, write_head,
     K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, D_UNITS: tl.constexpr, GATED: tl.constexpr,
     PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr, HAS_FINAL: tl.constexpr,
-    SEGMENTED: tl.constexpr, SUMMARY: tl.constexpr, WEIGH: tl.constexpr,
+    SEGMENTED: tl.constexpr, SUMMARY: tl.constexpr, WEIGH: tl.constexpr, CUT: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK value columns of one head of one sequence or segment: gradients of the states after each chunk and of U.
@@ -198,13 +202,13 @@ def retreat(
     for back in range(0, stop - begin):
         m = stop - 1 - back
         t = token_after(m * CHUNK, start, end, REVERSE)
-        live = end - start - m * CHUNK
+        live = (end - start).to(tl.int32) - m * CHUNK
         place = (slot + m) * H + head
         left_units = d_units + place * D_UNITS
         whole = 1.0
         if GATED:
             whole = tl.load(decays + place)
-        among = load_block(squares + (place * 2 + 1) * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+        among = load_by_rows(squares + (place * 2 + 1) * CHUNK * CHUNK, live, 0, CHUNK, CUT, CHUNK, CHUNK)
         if EARLY:
             do = earlier
             before = tl.maximum(m - 1, begin)
@@ -241,11 +245,11 @@ def retreat(
             if not SUMMARY:
                 store_block(d_states + place * K * V, column, e, after, V, K, BLOCK, STEP)
             write = load_rows(
-                write_rows, write_token * NEXT, live, write_weight, e, K, WEIGH, SCALED, CHUNK, STEP
+                write_rows, write_token * NEXT, live, write_weight, e, K, WEIGH, SCALED, CUT, CHUNK, STEP
             )  # fmt: skip
             du = tl.dot(after, tl.trans(write), du, input_precision=PRECISION)
             if EARLY:
-                query = load_rows(query_rows, q_token * NEXT, live, query_weight, e, K, WEIGH, SCALED, CHUNK, STEP)
+                query = load_rows(query_rows, q_token * NEXT, live, query_weight, e, K, WEIGH, SCALED, CUT, CHUNK, STEP)
                 piece = d_state[e // STEP] * first_weight
                 read = read + (tl.dot(tl.trans(do), query, piece, input_precision=PRECISION),)
         du_exponent, earlier_exponent, second_weight = 0, 0, 1.0
@@ -271,11 +275,11 @@ def retreat(
         du = as_tile(du, SCALED)
         pieces = ()
         for e in tl.static_range(0, K, STEP):
-            erase = load_block(erased + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
+            erase = load_by_rows(erased + place * CHUNK * K, live, e, K, CUT, CHUNK, STEP)
             if EARLY:
                 piece = read[e // STEP]
             else:
-                query = load_rows(query_rows, q_token * NEXT, live, query_weight, e, K, WEIGH, SCALED, CHUNK, STEP)
+                query = load_rows(query_rows, q_token * NEXT, live, query_weight, e, K, WEIGH, SCALED, CUT, CHUNK, STEP)
                 piece = d_state[e // STEP] * first_weight
                 piece = tl.dot(tl.trans(do), query, piece, input_precision=PRECISION)
             piece = tl.dot(du, erase, piece * second_weight, input_precision=PRECISION)
@@ -288,7 +292,7 @@ def retreat(
             store_column_units(left_units + D_OUTPUT, column, do_unit, TILE, V, BLOCK, SCALED)
             if SCALED:
                 store_column_units(state_units, column, two_to(state_exponent), TILE, V, BLOCK, SCALED)
-            store_block(d_written + place * CHUNK * V, column, 0, du, V, CHUNK, BLOCK, CHUNK)
+            store_by_columns(d_written + place * CHUNK * V, live, column, du, V, CUT, BLOCK, CHUNK)
             store_column_units(left_units + D_OUTPUT + tiles, column, du_unit, TILE, V, BLOCK, SCALED)
     for e in tl.static_range(0, K, STEP):
         left = end_walk(d_state[e // STEP], exponent, SCALED)
@@ -304,7 +308,8 @@ def differentiate_scores(
     g, units, d_units, cu_seqlens, sequence_of, squares, written, d_output, d_written, d_v, d_attention, d_lower,
     scale, T, H, g_row, g_token, g_head, do_row, do_token, do_head,
     V: tl.constexpr, UNITS: tl.constexpr, D_UNITS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
-    REVERSE: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
+    REVERSE: tl.constexpr, SCALED: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: gradients of V (also in `d_written`, in place of U's), of Q Wᵀ and of R Wᵀ."""
     tiles: tl.constexpr = (V + TILE - 1) // TILE
@@ -321,7 +326,7 @@ def differentiate_scores(
     do_token *= NEXT
     d_v += ((row * T + start) * H + head) * V
 
-    x = load_block(squares + place * 2 * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+    x = load_by_rows(squares + place * 2 * CHUNK * CHUNK, live, 0, CHUNK, CUT, CHUNK, CHUNK)
     x_unit = load_unit(units, INVERSE, SCALED)
     # The tiles of all value columns are summed in the largest of their units.
     u_units = units + WRITTEN
@@ -334,8 +339,8 @@ def differentiate_scores(
     d_reading = tl.zeros((CHUNK, CHUNK), tl.float32)
     d_erasing = tl.zeros((CHUNK, CHUNK), tl.float32)
     for e in tl.static_range(0, V, STEP):
-        du = load_block(d_written + place * CHUNK * V, e, 0, V, CHUNK, STEP, CHUNK)
-        u = load_block(written + place * CHUNK * V, e, 0, V, CHUNK, STEP, CHUNK)
+        du = load_by_columns(d_written + place * CHUNK * V, live, e, V, CUT, STEP, CHUNK)
+        u = load_by_columns(written + place * CHUNK * V, live, e, V, CUT, STEP, CHUNK)
         do = load_tokens(d_output, do_token, live, e, V, CHUNK, STEP).to(tl.float32)
         own_unit = x_unit * load_unit(du_units, e // TILE, SCALED)
         if SCALED:
@@ -358,14 +363,17 @@ def differentiate_scores(
         turned = tl.dot(du, x, input_precision=PRECISION) * own_unit
         if SCALED:
             turned *= inverse_of(unit)
-        store_block(d_written + place * CHUNK * V, e, 0, turned, V, CHUNK, STEP, CHUNK)
+        store_by_columns(d_written + place * CHUNK * V, live, e, turned, V, CUT, STEP, CHUNK)
         store_unit(du_units, e // TILE, unit, SCALED)
     d_reading = d_reading * do_unit * u_unit
     d_erasing = d_erasing * dv_unit * u_unit
     gate = tl.zeros((CHUNK,), tl.float32)
     if GATED:
         gate = load_numbers(g + row * g_row + start * g_token + head * g_head, g_token * NEXT, live, CHUNK)
-    _store_scores(d_attention, d_lower, d_units, d_reading, d_erasing, gate, scale, place, GATED, SCALED, CHUNK)
+    _store_scores(
+        *(d_attention, d_lower, d_units, d_reading, d_erasing, gate, scale, place, live),
+        *(GATED, SCALED, CUT, CHUNK),
+    )
 
 
 @triton.jit(do_not_specialize=SIZES_AND_STRIDES)
@@ -377,7 +385,7 @@ def differentiate_inputs(
     write_row, write_token, write_head, g_row, g_token, g_head, do_row, do_token, do_head,
     K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, D_UNITS: tl.constexpr, GATED: tl.constexpr,
     PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
-    READS: tl.constexpr, REST: tl.constexpr,
+    READS: tl.constexpr, REST: tl.constexpr, CUT: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK key columns of one chunk of one head: gradients of q, k, write_key; the block's part of beta's and g's.
@@ -431,9 +439,9 @@ def differentiate_inputs(
     for e in range(0, V, STEP):
         state = load_block(states + place * K * V, e, column, V, K, STEP, BLOCK)
         after = load_block(d_states + place * K * V, e, column, V, K, STEP, BLOCK)
-        u = load_block(written + place * CHUNK * V, e, 0, V, CHUNK, STEP, CHUNK)
+        u = load_by_columns(written + place * CHUNK * V, live, e, V, CUT, STEP, CHUNK)
         do = load_tokens(d_output, do_token, live, e, V, CHUNK, STEP).to(tl.float32)
-        dv = load_block(d_written + place * CHUNK * V, e, 0, V, CHUNK, STEP, CHUNK)
+        dv = load_by_columns(d_written + place * CHUNK * V, live, e, V, CUT, STEP, CHUNK)
         kept = state.to(tl.float32) * after.to(tl.float32)
         if SCALED:
             do *= inverse_of(do_unit)
@@ -460,8 +468,8 @@ def differentiate_inputs(
     write = read
     if OWN_WRITE_KEY:
         write = load_tokens(write_key, write_token, live, column, K, CHUNK, BLOCK)
-    d_reading = load_block(d_attention + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-    d_erasing = load_block(d_lower + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+    d_reading = load_by_rows(d_attention + place * CHUNK * CHUNK, live, 0, CHUNK, CUT, CHUNK, CHUNK)
+    d_erasing = load_by_rows(d_lower + place * CHUNK * CHUNK, live, 0, CHUNK, CUT, CHUNK, CHUNK)
     reading_unit = load_unit(d_units, D_ATTENTION, SCALED)
     erasing_unit = load_unit(d_units, D_LOWER, SCALED)
     query_unit = load_unit(units, QUERY, SCALED)

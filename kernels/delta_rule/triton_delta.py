@@ -168,6 +168,15 @@ class _Plan(NamedTuple):
         return self.dtype == torch.float16
 
     @property
+    def cut(self) -> bool:
+        """Whether what is kept of a sequence's last chunk ends with its tokens.
+
+        Up to 64 columns the kernels wait for memory: images of 197 tokens, with 5 in the last chunk, take 2 to 3 % less
+        time, and chunks without such an end as much as before. With more columns `advance` takes 4 to 30 % more.
+        """
+        return self.key == (2, 64)
+
+    @property
     def along(self) -> bool:
         """Whether `advance` also stores the output, so that `read_out` is not needed."""
         return not self.walked and "read_out" not in self.launches
@@ -302,6 +311,7 @@ def _constants(plan: _Plan, key_dim: int, value_dim: int, packed: bool) -> dict[
         "UNITS": count_units(value_dim),
         "PACKED": packed,
         "SCALED": plan.scaled,
+        "CUT": plan.cut,
         "PRECISION": plan.precision,
         "CHUNK": plan.chunk,
     }
@@ -653,7 +663,8 @@ def _prepare_backward(
     places = plan.slots * heads
     weighing = Prepared(
         weigh_rows, device, places, (scale, tokens, heads, *weights),
-        K=key_dim, UNITS=count_units(value_dim), PACKED=packed, REVERSE=reverse, SCALED=plan.scaled, CHUNK=plan.chunk,
+        K=key_dim, UNITS=count_units(value_dim), PACKED=packed, REVERSE=reverse, SCALED=plan.scaled, CUT=plan.cut,
+        CHUNK=plan.chunk,
         BLOCK=min(64, plan.whole(key_dim)), **launch_options(4),
     )  # fmt: skip
 

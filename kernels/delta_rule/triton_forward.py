@@ -5,7 +5,8 @@ triton_units.py). Then `advance` walks along time and stores the outputs. In flo
 `read_out` computes the outputs over chunks in parallel. A long sequence with few heads is cut into segments of time
 first (see triton_segments.py). In half precision without gates and segments, and up to 128 columns, `advance` makes the
 tiles of queries and write keys itself, from what the call gave (see `load_rows`). Short sequences without a backward
-pass are read by one launch, `read_through`, which walks along time and keeps everything on chip.
+pass, and longer ones that fill a GPU, are read by one launch, `read_through`, which walks along time and keeps
+everything on chip.
 
 Units are found from bounds where that is accurate enough, because finding the largest number of a tile takes time. The
 units of products follow from those of their factors, and the units of sums from those of their parts. A bound can be
@@ -30,7 +31,10 @@ from longseq.kernels.delta_rule.triton_kept import (
     TILE,
     WRITE_KEY,
     WRITTEN,
+    load_by_rows,
     pack_units,
+    store_by_columns,
+    store_by_rows,
     unpack_among,
     unpack_queries,
     unpack_writes,
@@ -62,7 +66,7 @@ from longseq.kernels.triton_tiles import (
     store_tokens,
     token_after,
     unit_lower_inverse,
-    unit_lower_inverse_32,
+    unit_lower_inverse_left,
 )
 from longseq.kernels.triton_units import (
     LEAD,
@@ -163,8 +167,8 @@ def _prepare_place(
     beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
     K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
     REVERSE: tl.constexpr, SCALED: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr,
-    RAW: tl.constexpr, DTYPE: tl.constexpr, AGAIN: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
+    RAW: tl.constexpr, DTYPE: tl.constexpr, AGAIN: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
 ):  # fmt: skip
     """`prepare` for one chunk of one head; AGAIN, one that is not mild (see `inverse_size`), with a float32 inverse."""
     BITS: tl.constexpr = 6 if K <= 64 else 7 if K <= 128 else 8  # K is at most 2^BITS
@@ -251,12 +255,12 @@ def _prepare_place(
             if K > BLOCK:
                 query = load_tokens(q, q_token, live, e, K, CHUNK, BLOCK)
             tile = query.to(tl.float32) * (since * (scale * queries_inverse))[:, None]
-            store_block(queries + place * CHUNK * K, 0, e, tile, CHUNK, K, CHUNK, BLOCK)
+            store_by_rows(queries + place * CHUNK * K, live, e, tile, K, CUT, CHUNK, BLOCK)
         if ROWS > 0:
             if K > BLOCK:
                 write = load_tokens(write_key, write_token, live, e, K, CHUNK, BLOCK)
             tile = write.to(tl.float32) * (until * strength * writes_inverse)[:, None]
-            store_block(writes + place * CHUNK * K, 0, e, tile, CHUNK, K, CHUNK, BLOCK)
+            store_by_rows(writes + place * CHUNK * K, live, e, tile, K, CUT, CHUNK, BLOCK)
     squares += place * 2 * CHUNK * CHUNK
     among = _weigh(reading, strength * scale, gate, 0, GATED, CHUNK)
     among_exponent = 0
@@ -264,7 +268,7 @@ def _prepare_place(
         products = bound_product(exponent_of(query_unit), exponent_of(write_unit), BITS)
         among_exponent = clamp_exponent(products + exponent_above(strongest * tl.abs(scale)))
     among, among_unit = _tile_of_scores(among, among_exponent, GATED or AGAIN, SCALED)
-    store_block(squares + CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
+    store_by_rows(squares + CHUNK * CHUNK, live, 0, among, CHUNK, CUT, CHUNK, CHUNK)
 
     # Where measured to be faster, the first values are loaded before the inverse, with registers for only this many.
     EARLY: tl.constexpr = BLOCK == 64 and V <= 128
@@ -272,7 +276,7 @@ def _prepare_place(
         value = load_tokens(v, v_token, live, 0, V, CHUNK, BLOCK)
     lower = _weigh(erasing, strength, gate, 1, GATED, CHUNK)
     steepest = _largest_of_rows(lower)
-    x = eliminate(lower, CHUNK) if AGAIN else unit_lower_inverse(lower, CHUNK, SCALED)
+    x = eliminate(lower, CHUNK) if AGAIN else unit_lower_inverse(lower, live if SCALED else CHUNK, CHUNK, SCALED)
     x_unit, x_inverse, unit = 1.0, 1.0, 1.0
     if SCALED:
         size = inverse_size(steepest, x)
@@ -282,7 +286,7 @@ def _prepare_place(
         tl.store(units + INVERSE, x_unit)
     square = as_tile(x * x_inverse, SCALED)
     if SAVE:
-        store_block(squares, 0, 0, square, CHUNK, CHUNK, CHUNK, CHUNK)
+        store_by_rows(squares, live, 0, square, CHUNK, CUT, CHUNK, CHUNK)
     for e in tl.static_range(0, V, BLOCK):
         if e > 0 or not EARLY:
             value = load_tokens(v, v_token, live, e, V, CHUNK, BLOCK)
@@ -292,7 +296,7 @@ def _prepare_place(
             unit, inverse = _find_unit_below(find_largest(value), ROWS_SHARE, SCALED)
             tile = _multiply_tiles(square, as_tile(value.to(tl.float32) * inverse, SCALED), SCALED, PRECISION)
             unit *= x_unit
-        store_block(offered + place * CHUNK * V, e, 0, tl.trans(tile), V, CHUNK, BLOCK, CHUNK)
+        store_by_columns(offered + place * CHUNK * V, live, e, tl.trans(tile), V, CUT, BLOCK, CHUNK)
         store_column_units(units + WRITTEN, e, unit, TILE, V, BLOCK, SCALED)
     if GATED:
         x *= since[None, :]
@@ -313,7 +317,7 @@ def _prepare_place(
     for e in tl.static_range(0, K, BLOCK):
         read = load_tokens(k, k_token, live, e, K, CHUNK, BLOCK).to(tl.float32) * row_inverse
         tile = _multiply_tiles(square, as_tile(read, SCALED), SCALED, PRECISION)
-        store_block(erased + place * CHUNK * K, 0, e, tile, CHUNK, K, CHUNK, BLOCK)
+        store_by_rows(erased + place * CHUNK * K, live, e, tile, K, CUT, CHUNK, BLOCK)
     if SCALED:
         tl.store(units + PACKED_UNITS, pack_units(unit, two_to(writes_exponent), two_to(queries_exponent), among_unit))
 
@@ -327,8 +331,8 @@ def prepare(
     beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
     K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
     REVERSE: tl.constexpr, SCALED: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr,
-    RAW: tl.constexpr, DTYPE: tl.constexpr, AGAIN: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
+    RAW: tl.constexpr, DTYPE: tl.constexpr, AGAIN: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: tril(Q Wᵀ ⊙ D), -X e^b R, (X V)ᵀ and e^{b_C}; if SAVE, X.
 
@@ -351,8 +355,8 @@ def prepare(
                         squares, queries, writes, erased, offered, decays, units, scale, T, H,
                         q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
                         beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
-                        K, V, UNITS, GATED, PACKED, REVERSE, SCALED, SAVE, ROWS, RAW, DTYPE, True, PRECISION, CHUNK,
-                        BLOCK, OWN_WRITE_KEY,
+                        K, V, UNITS, GATED, PACKED, REVERSE, SCALED, SAVE, ROWS, RAW, DTYPE, True, CUT, PRECISION,
+                        CHUNK, BLOCK, OWN_WRITE_KEY,
                     )  # fmt: skip
     else:
         place = tl.program_id(0).to(tl.int64)
@@ -363,7 +367,7 @@ def prepare(
                 squares, queries, writes, erased, offered, decays, units, scale, T, H,
                 q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
                 beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
-                K, V, UNITS, GATED, PACKED, REVERSE, SCALED, SAVE, ROWS, RAW, DTYPE, False, PRECISION, CHUNK,
+                K, V, UNITS, GATED, PACKED, REVERSE, SCALED, SAVE, ROWS, RAW, DTYPE, False, CUT, PRECISION, CHUNK,
                 BLOCK, OWN_WRITE_KEY,
             )  # fmt: skip
         elif SCALED:
@@ -377,7 +381,7 @@ def advance(
     q_row, q_token, q_head, beta_row, beta_token, beta_head, write_row, write_token, write_head,
     K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
     REVERSE: tl.constexpr, SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr, SEGMENTED: tl.constexpr,
-    READ: tl.constexpr, SAVE: tl.constexpr, WEIGH: tl.constexpr,
+    READ: tl.constexpr, SAVE: tl.constexpr, WEIGH: tl.constexpr, CUT: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK value columns of one head of one sequence or segment, with the state in pieces of STEP key columns.
@@ -416,7 +420,7 @@ def advance(
     state, exponent = turn_to_tiles(state, 0, SCALED)
     first = (slot + begin) * H + head
     offered, offered_unit, offered_exponent = load_offered(
-        written, units, first, column, V, UNITS, False, SCALED, CHUNK, BLOCK
+        written, units, first, tokens - begin * CHUNK, column, V, UNITS, False, SCALED, CUT, CHUNK, BLOCK
     )
     if SCALED:
         later_packed = tl.load(units + first * UNITS + PACKED_UNITS)
@@ -425,6 +429,7 @@ def advance(
         later_strength = load_strengths(beta, beta_token, begin, start, end, REVERSE, CHUNK)
     for m in range(begin, stop):
         place = (slot + m) * H + head
+        live = tokens - m * CHUNK
         of_chunk = units + place * UNITS
         whole = 1.0
         if GATED:
@@ -433,7 +438,7 @@ def advance(
         next_chunk = tl.minimum(m + 1, stop - 1)
         following = (slot + next_chunk) * H + head
         later, later_unit, later_exponent = load_offered(
-            written, units, following, column, V, UNITS, False, SCALED, CHUNK, BLOCK
+            written, units, following, tokens - next_chunk * CHUNK, column, V, UNITS, False, SCALED, CUT, CHUNK, BLOCK
         )
         packed, size = 1.0, 1.0
         if SCALED:
@@ -452,17 +457,17 @@ def advance(
         u, u_exponent, state, after_exponent, o, read_exponent = walk_through(
             state, exponent, offered, offered_unit, offered_exponent, erased,
             write_rows, write_token * NEXT, write_weight, query_rows, q_token * NEXT, query_weight,
-            end - start - m * CHUNK, packed, size, states, of_chunk, place, column, whole,
-            K, V, READ, SAVE, WEIGH, SCALED, PRECISION, CHUNK, BLOCK, STEP,
+            live, packed, size, states, of_chunk, place, column, whole,
+            K, V, READ, SAVE, WEIGH, SCALED, CUT, PRECISION, CHUNK, BLOCK, STEP,
         )  # fmt: skip
         if SCALED:
             exponent = after_exponent
         if SAVE:
-            store_block(written + place * CHUNK * V, column, 0, u, V, CHUNK, BLOCK, CHUNK)
+            store_by_columns(written + place * CHUNK * V, live, column, u, V, CUT, BLOCK, CHUNK)
             if SCALED:
                 store_column_units(of_chunk + WRITTEN, column, two_to(u_exponent), TILE, V, BLOCK, SCALED)
         if READ:
-            among = load_block(squares + (place * 2 + 1) * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+            among = load_by_rows(squares + (place * 2 + 1) * CHUNK * CHUNK, live, 0, CHUNK, CUT, CHUNK, CHUNK)
             output_exponent = 0
             if SCALED:
                 output_exponent = u_exponent + unpack_among(packed)
@@ -470,7 +475,7 @@ def advance(
                 o *= two_to(read_exponent - output_exponent)
             o = end_walk(tl.dot(u, tl.trans(among), o, input_precision=PRECISION), output_exponent, SCALED)
             chunk_output = output + m * (H.to(tl.int64) * CHUNK * V * NEXT)
-            store_tokens(chunk_output, H * V * NEXT, tokens - m * CHUNK, column, tl.trans(o), V, CHUNK, BLOCK)
+            store_tokens(chunk_output, H * V * NEXT, live, column, tl.trans(o), V, CHUNK, BLOCK)
         offered = later
         if SCALED:
             offered_unit, offered_exponent = later_unit, later_exponent
@@ -514,6 +519,10 @@ def read_out(
     store_tokens(output + ((row * T + start) * H + head) * V, H * V * NEXT, live, column, o, V, CHUNK, BLOCK)
 
 
+# Most last tokens that `read_through` takes as a chunk of their own, of this many: images of 197 tokens have 5.
+REST = tl.constexpr(16)
+
+
 @triton.jit
 def _read_chunk(
     state, query, read, value, write, strength, gate, since, until, whole, scale,
@@ -545,7 +554,7 @@ def _read_chunk(
         reading = tl.dot(query_tile, tl.trans(write_tile), input_precision=PRECISION) * (query_unit * write_unit)
     lower = _weigh(erasing, strength, gate, 1, GATED, CHUNK)
     steepest = _largest_of_rows(lower)
-    x = unit_lower_inverse_32(lower)
+    x = unit_lower_inverse_left(lower, CHUNK)
     first_size = inverse_sizes(steepest, x)
     if STEEP:
         first_size = tl.max(first_size, 0)
@@ -602,6 +611,61 @@ def _read_chunk(
 
 
 @triton.jit
+def _load_first(
+    q, k, beta, g, done, start, end, q_token, k_token, beta_token, g_token,
+    K: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """What a chunk that begins after `done` tokens needs first: strengths, log gates, keys and queries."""
+    NEXT = direction(REVERSE)
+    live = end - start - done
+    t = token_after(done, start, end, REVERSE)
+    strength = load_numbers(beta + t * beta_token, beta_token * NEXT, live, CHUNK)
+    gate = strength
+    if GATED:
+        gate = load_numbers(g + t * g_token, g_token * NEXT, live, CHUNK)
+    read = load_tokens(k + t * k_token, k_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
+    query = load_tokens(q + t * q_token, q_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
+    return strength, gate, read, query
+
+
+@triton.jit
+def _read_next(
+    state, largest, strength, gate, read, query, v, write_key, g, output, scale, done, start, end, H,
+    v_token, write_token, g_token,
+    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr,
+    OWN_WRITE_KEY: tl.constexpr, RAW: tl.constexpr, STEEP: tl.constexpr, AGAIN: tl.constexpr, DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The state after the chunk that begins after `done` tokens, and the largest size of inverses up to it.
+
+    The arguments are those of `_read_sequence` and what `_load_first` has loaded.
+    """
+    NEXT = direction(REVERSE)
+    live = end - start - done
+    t = token_after(done, start, end, REVERSE)
+    since = tl.full((CHUNK,), 1.0, tl.float32)
+    until = since
+    whole = 1.0
+    if GATED:
+        since = decay_since(gate)
+        until = decay_until(g + t * g_token, g_token * NEXT, live, CHUNK)
+        whole = tl.exp(tl.sum(gate, 0))
+    write = read
+    if OWN_WRITE_KEY:
+        write = load_tokens(write_key + t * write_token, write_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
+    value = load_tokens(v + t * v_token, v_token * NEXT, live, 0, V, CHUNK, BLOCK)
+    o, state, size = _read_chunk(
+        state, query, read, value, write, strength, gate, since, until, whole, scale,
+        GATED, SCALED, OWN_WRITE_KEY, RAW, STEEP, DTYPE, PRECISION, CHUNK,
+    )  # fmt: skip
+    largest = tl.maximum(largest, size)
+    if AGAIN:
+        live = tl.where(largest > MILD, live, 0)
+    store_tokens(output + t * (H * V), H * V * NEXT, live, 0, o, V, CHUNK, BLOCK)
+    return state, largest
+
+
+@triton.jit
 def _read_sequence(
     q, k, v, beta, write_key, g, initial, output, scale, start, end, H,
     q_token, k_token, v_token, beta_token, write_token, g_token,
@@ -610,56 +674,52 @@ def _read_sequence(
     AGAIN: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The state after one head of a sequence, and the largest size of its inverses, by row if not STEEP.
+    """The state after one head of a sequence, and the largest size of its inverses.
 
     The arguments point to the row and the head. AGAIN, outputs are stored from the first chunk on that is not mild:
-    those before it are there, and no bit of theirs depends on what comes later.
+    those before it are there, and no bit of theirs depends on what comes later. Up to REST last tokens are a chunk of
+    that many; AGAIN, which is rare, a whole one.
     """
-    NEXT = direction(REVERSE)
     state = tl.zeros((BLOCK_K, BLOCK), tl.float32)
     if HAS_INITIAL:
         state = load_block(initial, 0, 0, K, V, BLOCK_K, BLOCK).to(tl.float32)
     largest = 0.0 if STEEP else tl.zeros((CHUNK,), tl.float32)
-    live = end - start
-    t = token_after(0, start, end, REVERSE)
-    strength = load_numbers(beta + t * beta_token, beta_token * NEXT, live, CHUNK)
-    gate = strength
-    if GATED:
-        gate = load_numbers(g + t * g_token, g_token * NEXT, live, CHUNK)
-    read = load_tokens(k + t * k_token, k_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
-    query = load_tokens(q + t * q_token, q_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
-    for m in range(0, tl.cdiv((end - start).to(tl.int32), CHUNK)):
-        live = end - start - m * CHUNK
-        t = token_after(m * CHUNK, start, end, REVERSE)
-        since = tl.full((CHUNK,), 1.0, tl.float32)
-        until = since
-        whole = 1.0
-        if GATED:
-            since = decay_since(gate)
-            until = decay_until(g + t * g_token, g_token * NEXT, live, CHUNK)
-            whole = tl.exp(tl.sum(gate, 0))
-        write = read
-        if OWN_WRITE_KEY:
-            write = load_tokens(write_key + t * write_token, write_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
-        value = load_tokens(v + t * v_token, v_token * NEXT, live, 0, V, CHUNK, BLOCK)
+    tokens = (end - start).to(tl.int32)
+    chunks = (tokens + ((CHUNK if AGAIN else REST) - 1)) // CHUNK
+    strength, gate, read, query = _load_first(
+        *(q, k, beta, g, 0, start, end, q_token, k_token, beta_token, g_token),
+        *(K, GATED, REVERSE, CHUNK, BLOCK_K),
+    )
+    for m in range(0, chunks):
         # What the next chunk needs first is loaded one iteration early; values are needed late in an iteration.
-        following = token_after((m + 1) * CHUNK, start, end, REVERSE)
-        left = live - CHUNK
-        next_strength = load_numbers(beta + following * beta_token, beta_token * NEXT, left, CHUNK)
-        next_gate = next_strength
-        if GATED:
-            next_gate = load_numbers(g + following * g_token, g_token * NEXT, left, CHUNK)
-        next_read = load_tokens(k + following * k_token, k_token * NEXT, left, 0, K, CHUNK, BLOCK_K)
-        next_query = load_tokens(q + following * q_token, q_token * NEXT, left, 0, K, CHUNK, BLOCK_K)
-        o, state, size = _read_chunk(
-            state, query, read, value, write, strength, gate, since, until, whole, scale,
-            GATED, SCALED, OWN_WRITE_KEY, RAW, STEEP, DTYPE, PRECISION, CHUNK,
+        next_strength, next_gate, next_read, next_query = _load_first(
+            *(q, k, beta, g, (m + 1) * CHUNK, start, end, q_token, k_token, beta_token, g_token),
+            *(K, GATED, REVERSE, CHUNK, BLOCK_K),
+        )
+        state, largest = _read_next(
+            state, largest, strength, gate, read, query, v, write_key, g, output, scale, m * CHUNK, start, end, H,
+            v_token, write_token, g_token,
+            K, V, GATED, REVERSE, SCALED, OWN_WRITE_KEY, RAW, STEEP, AGAIN, DTYPE, PRECISION, CHUNK, BLOCK_K, BLOCK,
         )  # fmt: skip
-        largest = tl.maximum(largest, size)
-        if AGAIN:
-            live = tl.where(largest > MILD, live, 0)
-        store_tokens(output + t * (H * V), H * V * NEXT, live, 0, o, V, CHUNK, BLOCK)
         strength, gate, read, query = next_strength, next_gate, next_read, next_query
+    if not STEEP:
+        largest = tl.max(largest, 0)
+    if not AGAIN:
+        done = chunks * CHUNK
+        if done < tokens:
+            last_strength, last_gate, last_read, last_query = _load_first(
+                *(q, k, beta, g, done, start, end, q_token, k_token, beta_token, g_token),
+                *(K, GATED, REVERSE, REST, BLOCK_K),
+            )
+            last_size = largest if STEEP else tl.zeros((REST,), tl.float32)
+            state, last_size = _read_next(
+                state, last_size, last_strength, last_gate, last_read, last_query, v, write_key, g, output, scale, done,
+                start, end, H, v_token, write_token, g_token,
+                K, V, GATED, REVERSE, SCALED, OWN_WRITE_KEY, RAW, STEEP, AGAIN, DTYPE, PRECISION, REST, BLOCK_K, BLOCK,
+            )  # fmt: skip
+            if not STEEP:
+                last_size = tl.max(last_size, 0)
+            largest = tl.maximum(largest, last_size)
     return state, largest
 
 
@@ -692,14 +752,14 @@ def read_through(
         g += row * g_row + head * g_head
     if HAS_INITIAL:
         initial += (n * H + head) * K * V
-    state, sizes = _read_sequence(
+    state, largest = _read_sequence(
         q, k, v, beta, write_key, g, initial, output, scale, start, end, H,
         q_token, k_token, v_token, beta_token, write_token, g_token,
         K, V, GATED, REVERSE, SCALED, HAS_INITIAL, OWN_WRITE_KEY, RAW, GATED, False, DTYPE, PRECISION, CHUNK, BLOCK_K,
         BLOCK,
     )  # fmt: skip
     if not GATED:
-        if tl.max(sizes, 0) > MILD:
+        if largest > MILD:
             state, _largest = _read_sequence(
                 q, k, v, beta, write_key, g, initial, output, scale, start, end, H,
                 q_token, k_token, v_token, beta_token, write_token, g_token,

@@ -1,6 +1,9 @@
-"""The memory in which the delta rule's kernels store units: one row of numbers for each chunk of each head.
+"""What the delta rule's kernels keep for each other, by chunk and head: tiles, and the units of those.
 
-Tiles of value columns have a unit for each TILE of them. Forward, a row holds the units of
+A tile has a row for each token of a chunk, or a column; CUT says that it ends with the last token of a sequence.
+
+Units are numbers in one row of memory. Tiles of value columns have one for each TILE columns. Forward, a row holds the
+units of
 
     INVERSE X
     PACKED_UNITS, in one number: of -X e^b R, e^{b_C - b} W, e^b Q and tril(Q Wᵀ ⊙ D), see `pack_units`
@@ -15,6 +18,8 @@ and backward those of
 
 import triton
 import triton.language as tl
+
+from longseq.kernels.triton_tiles import load_block, load_tokens, store_block, store_tokens
 
 TILE = tl.constexpr(64)
 INVERSE = tl.constexpr(0)
@@ -57,6 +62,67 @@ def unpack_queries(packed):
 @triton.jit
 def unpack_among(packed):
     return ((packed.to(tl.int32, bitcast=True) >> 24) & 255) - 127
+
+
+@triton.jit
+def load_by_rows(
+    base, live, column, WIDTH: tl.constexpr, CUT: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """COLUMNS columns of what is kept of a chunk with a row for each token, [CHUNK, WIDTH].
+
+    CUT: only the rows of the chunk's `live` tokens are stored and loaded; the others are zero.
+    """
+    if CUT:
+        return load_tokens(base, WIDTH, live, column, WIDTH, CHUNK, COLUMNS)
+    return load_block(base, 0, column, CHUNK, WIDTH, CHUNK, COLUMNS)
+
+
+@triton.jit
+def store_by_rows(
+    base, live, column, x, WIDTH: tl.constexpr, CUT: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    if CUT:
+        store_tokens(base, WIDTH, live, column, x, WIDTH, CHUNK, COLUMNS)
+    else:
+        store_block(base, 0, column, x, CHUNK, WIDTH, CHUNK, COLUMNS)
+
+
+@triton.jit
+def _kept_columns(
+    live, row, PAST: tl.constexpr, HEIGHT: tl.constexpr, CUT: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Which numbers of ROWS rows of [HEIGHT, CHUNK] are kept; those of `live` tokens if CUT, rounded up to vectors."""
+    mask = (row + tl.arange(0, ROWS) < HEIGHT)[:, None]
+    if CUT:
+        tokens = (tl.arange(0, CHUNK) < (live + 15) // 16 * 16)[None, :]
+        mask = mask & tokens if PAST or HEIGHT % ROWS != 0 else tokens
+    return mask
+
+
+@triton.jit
+def load_by_columns(
+    base, live, row, HEIGHT: tl.constexpr, CUT: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    PAST: tl.constexpr = False,
+):  # fmt: skip
+    """ROWS rows of what is kept of a chunk with a column for each token, [HEIGHT, CHUNK]; see `load_by_rows`.
+
+    PAST: the rows may lie past HEIGHT, where all is zero.
+    """
+    if CUT or PAST:
+        at = base + (row + tl.arange(0, ROWS))[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+        return tl.load(at, mask=_kept_columns(live, row, PAST, HEIGHT, CUT, ROWS, CHUNK), other=0.0)
+    return load_block(base, row, 0, HEIGHT, CHUNK, ROWS, CHUNK)
+
+
+@triton.jit
+def store_by_columns(
+    base, live, row, x, HEIGHT: tl.constexpr, CUT: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    if CUT:
+        at = base + (row + tl.arange(0, ROWS))[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+        tl.store(at, x, mask=_kept_columns(live, row, False, HEIGHT, CUT, ROWS, CHUNK))
+    else:
+        store_block(base, row, 0, x, HEIGHT, CHUNK, ROWS, CHUNK)
 
 
 def count_units(value_dim: int) -> int:

@@ -21,6 +21,8 @@ from longseq.kernels.delta_rule.triton_kept import (
     SIZE,
     TILE,
     WRITTEN,
+    load_by_columns,
+    load_by_rows,
     unpack_erased,
     unpack_queries,
     unpack_writes,
@@ -142,7 +144,8 @@ def load_strengths(beta, beta_token, m, start, end, REVERSE: tl.constexpr, CHUNK
 @triton.jit
 def load_rows(
     rows, stride, live, weight, column,
-    K: tl.constexpr, WEIGH: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
+    K: tl.constexpr, WEIGH: tl.constexpr, SCALED: tl.constexpr, CUT: tl.constexpr, CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     """STEP columns of a chunk's queries or write keys, as a tile.
 
@@ -152,7 +155,7 @@ def load_rows(
     if WEIGH:
         tile = as_tile(load_tokens(rows, stride, live, column, K, CHUNK, STEP).to(tl.float32) * weight, SCALED)
     else:
-        tile = load_block(rows, 0, column, CHUNK, K, CHUNK, STEP)
+        tile = load_by_rows(rows, live, column, K, CUT, CHUNK, STEP)
     return tile
 
 
@@ -162,7 +165,8 @@ def walk_through(
     writes, write_token, write_weight, queries, q_token, query_weight, live, packed, size,
     states, units, place, column, whole,
     K: tl.constexpr, V: tl.constexpr, READ: tl.constexpr, SAVE: tl.constexpr, WEIGH: tl.constexpr,
-    SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    SCALED: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     """Of a chunk: Uᵀ as a tile and its exponent, the state after it, and if READ the state's part of the output.
 
@@ -184,13 +188,13 @@ def walk_through(
     # read in the second, between the products with U: that was measured to be faster.
     READ_EARLY: tl.constexpr = READ and K > 128
     for e in tl.static_range(0, K, STEP):
-        erase = load_block(erased + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
+        erase = load_by_rows(erased + place * CHUNK * K, live, e, K, CUT, CHUNK, STEP)
         before = as_tile(state[e // STEP], SCALED)
         if SAVE:
             store_block(states + place * K * V, column, e, before, V, K, BLOCK, STEP)
         u = tl.dot(before, tl.trans(erase), u, input_precision=PRECISION)
         if READ_EARLY:
-            query = load_rows(queries, q_token, live, query_weight, e, K, WEIGH, SCALED, CHUNK, STEP)
+            query = load_rows(queries, q_token, live, query_weight, e, K, WEIGH, SCALED, CUT, CHUNK, STEP)
             o = tl.dot(before, tl.trans(query), o, input_precision=PRECISION)
     read_exponent, u_exponent, after_exponent, weight = 0, 0, 0, whole
     if SCALED:
@@ -209,10 +213,10 @@ def walk_through(
     u = as_tile(u, SCALED)
     after = ()
     for e in tl.static_range(0, K, STEP):
-        write = load_rows(writes, write_token, live, write_weight, e, K, WEIGH, SCALED, CHUNK, STEP)
+        write = load_rows(writes, write_token, live, write_weight, e, K, WEIGH, SCALED, CUT, CHUNK, STEP)
         after = after + (tl.dot(u, write, state[e // STEP] * weight, input_precision=PRECISION),)
         if READ and not READ_EARLY:
-            query = load_rows(queries, q_token, live, query_weight, e, K, WEIGH, SCALED, CHUNK, STEP)
+            query = load_rows(queries, q_token, live, query_weight, e, K, WEIGH, SCALED, CUT, CHUNK, STEP)
             before = as_tile(state[e // STEP], SCALED)
             o = tl.dot(before, tl.trans(query), o, input_precision=PRECISION)
     return u, u_exponent, after, after_exponent, o, read_exponent
@@ -220,20 +224,15 @@ def walk_through(
 
 @triton.jit
 def load_offered(
-    written, units, place, column,
-    V: tl.constexpr, UNITS: tl.constexpr, PAST: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    written, units, place, live, column,
+    V: tl.constexpr, UNITS: tl.constexpr, PAST: tl.constexpr, SCALED: tl.constexpr, CUT: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK value columns of (X V)ᵀ of a chunk, their units, and the exponent of the largest of those.
 
-    PAST says that a block may lie past V, where all is zero.
+    PAST: the block may lie past V, where all is zero.
     """
-    if PAST:
-        i = column + tl.arange(0, BLOCK)
-        at = written + place * CHUNK * V + i[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-        tile = tl.load(at, mask=(i < V)[:, None], other=0.0)
-    else:
-        tile = load_block(written + place * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
+    tile = load_by_columns(written + place * CHUNK * V, live, column, V, CUT, BLOCK, CHUNK, PAST)
     unit, exponent = 1.0, 0
     if SCALED:
         of_chunk = units + place * UNITS + WRITTEN
@@ -252,7 +251,7 @@ def summarize(
     sequences, span, T, H,
     K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
     SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    CUT: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK rows of the offset [V, K], or after those of the transition [K, K], of one segment of one head."""
     of_offset: tl.constexpr = (V + BLOCK - 1) // BLOCK
@@ -261,7 +260,8 @@ def summarize(
     head = (tl.program_id(0) // blocks % H).to(tl.int64)
     segment = (tl.program_id(0) // blocks // H).to(tl.int64)
     n, number, last, first, end = find_segment(segment, T, cu_seqlens, sequences, span, PACKED, CHUNK)
-    _, _, _, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    _, begin, stop, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    tokens = (stop - begin).to(tl.int32)
     # The last segment has no successor, and the first has only the initial state before it.
     needed = (number < last) & ((block < of_offset) | (number > 0))
     end = tl.where(needed, end, first)
@@ -280,7 +280,7 @@ def summarize(
     state, exponent = turn_to_tiles(state, 0, SCALED)
     place = (slot + first) * H + head  # a transition has no input
     offered, offered_unit, offered_exponent = load_offered(
-        written, units, place, column, V, UNITS, True, SCALED, CHUNK, BLOCK
+        written, units, place, tokens - first * CHUNK, column, V, UNITS, True, SCALED, CUT, CHUNK, BLOCK
     )
     if SCALED:
         later_packed = tl.load(units + place * UNITS + PACKED_UNITS)
@@ -290,9 +290,10 @@ def summarize(
         whole = 1.0
         if GATED:
             whole = tl.load(decays + place)
-        following = (slot + tl.minimum(m + 1, end - 1)) * H + head
+        next_chunk = tl.minimum(m + 1, end - 1)
+        following = (slot + next_chunk) * H + head
         later, later_unit, later_exponent = load_offered(
-            written, units, following, column, V, UNITS, True, SCALED, CHUNK, BLOCK
+            written, units, following, tokens - next_chunk * CHUNK, column, V, UNITS, True, SCALED, CUT, CHUNK, BLOCK
         )
         packed, size = 1.0, 1.0
         if SCALED:
@@ -301,9 +302,9 @@ def summarize(
             later_size = tl.load(units + following * UNITS + SIZE)
         rows = writes + place * CHUNK * K
         walked = walk_through(
-            state, exponent, offered, offered_unit, offered_exponent, erased, rows, 0, 1.0, rows, 0, 1.0, 0,
-            packed, size, offsets, units, place, column, whole,
-            K, V, False, False, False, SCALED, PRECISION, CHUNK, BLOCK, STEP,
+            state, exponent, offered, offered_unit, offered_exponent, erased, rows, 0, 1.0, rows, 0, 1.0,
+            tokens - m * CHUNK, packed, size, offsets, units, place, column, whole,
+            K, V, False, False, False, SCALED, CUT, PRECISION, CHUNK, BLOCK, STEP,
         )  # fmt: skip
         state = walked[2]
         if SCALED:

@@ -60,7 +60,7 @@ def transfer(
     lower = product(rows, tl.trans(rows), EXACT_A=EXACT) * (before[None, :] - before[:, None])
     lower = tl.where(i[:, None] > i[None, :], lower, 0.0)
     largest = tl.max(tl.max(tl.abs(lower), 1), 0)
-    inverse = unit_lower_inverse(lower, CHUNK, EXACT)
+    inverse = unit_lower_inverse(lower, CHUNK, CHUNK, EXACT)
     inverse = tl.where(largest <= 1.0, inverse, float("nan"))
     store_block(meeting + place, 0, 0, product(inverse, rows, EXACT_B=EXACT), CHUNK, K, CHUNK, BLOCK)
     inverse *= before[None, :]
