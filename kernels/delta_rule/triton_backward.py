@@ -202,7 +202,7 @@ def retreat(
     for back in range(0, stop - begin):
         m = stop - 1 - back
         t = token_after(m * CHUNK, start, end, REVERSE)
-        live = (end - start).to(tl.int32) - m * CHUNK
+        live = (end - start).to(tl.int32) - m * CHUNK if CUT else end - start - m * CHUNK
         place = (slot + m) * H + head
         left_units = d_units + place * D_UNITS
         whole = 1.0

@@ -454,10 +454,11 @@ def advance(
             write_weight = (later_strength * two_to(-unpack_writes(packed)))[:, None]
             later_strength = load_strengths(beta, beta_token, next_chunk, start, end, REVERSE, CHUNK)
 
+        # Not CUT, 32 bits of `live` in place of 64 here cost registers: with 128 columns the walk took 30 % more time.
         u, u_exponent, state, after_exponent, o, read_exponent = walk_through(
             state, exponent, offered, offered_unit, offered_exponent, erased,
             write_rows, write_token * NEXT, write_weight, query_rows, q_token * NEXT, query_weight,
-            live, packed, size, states, of_chunk, place, column, whole,
+            live if CUT else end - start - m * CHUNK, packed, size, states, of_chunk, place, column, whole,
             K, V, READ, SAVE, WEIGH, SCALED, CUT, PRECISION, CHUNK, BLOCK, STEP,
         )  # fmt: skip
         if SCALED:
