@@ -29,7 +29,7 @@ from longseq.kernels.delta_rule.triton_backward import (
 from longseq.kernels.delta_rule.triton_forward import advance, prepare, read_out, read_through
 from longseq.kernels.delta_rule.triton_kept import TILE, count_gradient_units, count_units
 from longseq.kernels.delta_rule.triton_segments import connect, summarize
-from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.devices import channels_adjacent, longseq_shared_memory
 from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.segments import find_span
 from longseq.kernels.triton_launch import (
@@ -118,6 +118,15 @@ if (capability_here() or [0])[0] == 10:
     # 128 columns take 576 columns of tensor memory, or 704, and GPUs of capability 10 have 512.
     for walk in ("advance", "retreat", "retreat_summary"):
         LAUNCHES[2, 256][walk] = LAUNCHES[2, 256][walk]._replace(block=64)
+# Bytes of shared memory of a segment's `retreat` with 128 columns and three stages, and with two, by Triton 3.8; other
+# versions take 8 KiB less. GPUs of capability 8.0 have 163 KiB; those of 8.6, 8.9 and 12.0 have 99, enough for two
+# stages of a wide one.
+THREE_STAGES, TWO_STAGES = 168 * 1024, 104 * 1024
+if longseq_shared_memory("cuda", None) < THREE_STAGES:
+    most = 1 if longseq_shared_memory("cuda", None) < TWO_STAGES else 2
+    for walk in ("retreat", "retreat_summary"):
+        LAUNCHES[2, 128][walk] = LAUNCHES[2, 128][walk]._replace(stages=most)
+        LAUNCHES[2, 128][f"{walk}_wide"] = LAUNCHES[2, 128][f"{walk}_wide"]._replace(stages=2)
 fit_launches("delta_rule", LAUNCHES)
 CHUNKS = {2: 64, 4: 32}  # tokens of a chunk, by the precision's bytes
 # Where nothing is kept for a backward pass, `read_through` can do all in one launch, for half precision of up to
