@@ -340,6 +340,22 @@ def test_figures_in_sentences_are_those_of_the_rows():
     assert said in words_of("docs/pages/data.md")
 
 
+def test_pages_name_the_gpu_and_the_versions_on_which_kernels_ran():
+    """A row of another GPU or of other versions changes the sentence."""
+    ran = set()
+    for path in (ROOT / "benchmarks").glob("*.json"):
+        for row in json.loads(path.read_text()).get("rows", ()):
+            measured = row.get("measured", {})
+            if measured.get("gpu") and "triton" in measured["versions"]:
+                ran.add(
+                    (measured["gpu"], *(measured["versions"][name].rsplit(".", 1)[0] for name in ("torch", "triton")))
+                )
+    ((gpu, torch_version, triton),) = ran
+    said = f"ran, and were measured, on {gpu}s with torch {torch_version} and Triton {triton}."
+    for page in ("README.md", "docs/pages/kernels.md"):
+        assert said in words_of(page), page
+
+
 def test_the_page_of_kernels_tells_what_the_table_of_compilations_was_made_with():
     held = json.loads((ROOT / "benchmarks" / "compilations.json").read_text())
     triton, torch_version = (".".join(held["versions"][name].split(".")[:2]) for name in ("triton", "torch"))
