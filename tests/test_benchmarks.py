@@ -340,6 +340,50 @@ def test_figures_in_sentences_are_those_of_the_rows():
     assert said in words_of("docs/pages/data.md")
 
 
+def find_row(name: str, **wanted: Any) -> dict[str, Any]:
+    (row,) = (row for row in rows_of(name) if all(row.get(key) == value for key, value in wanted.items()))
+    return row
+
+
+def test_speeds_in_sentences_are_those_of_the_rows():
+    times = []
+    for op, variant, shape, digits in (
+        ("delta_rule", "plain", "B=8 T=2048 H=16 K=128 V=128", 2),
+        ("delta_rule", "plain", "B=1 T=65536 H=16 K=128 V=128", 1),
+        ("linear_attention", "channel_gated", "B=8 T=2048 H=16 K=128 V=128", 2),
+    ):
+        for implementation in ("triton", "fla"):
+            row = find_row("kernels", op=op, variant=variant, shape=shape, implementation=implementation)
+            times.append([f"{row[key]:.{digits}f}" for key in ("forward_graph_ms", "both_graph_ms")])
+    (short, fla_short), (long, fla_long), (gated, fla_gated) = times[:2], times[2:4], times[4:]
+    page = words_of("docs/pages/kernels.md")
+    assert f"takes {short[0]} ms and with its gradient {short[1]} ms at 8 x 2,048 tokens, and {long[0]} and" in page
+    assert f"and {long[0]} and {long[1]} ms at 1 x 65,536, where" in page
+    assert f"takes {fla_short[0]} and {fla_short[1]}, {fla_long[0]} and {fla_long[1]}; gated" in page
+    assert f"takes {gated[0]} and {gated[1]}, and there {fla_gated[0]} and {fla_gated[1]} (CUDA graphs" in page
+
+    ratios = []
+    for pixels in (224, 512, 1024):
+        models = {"model": "longseq_vit_small_patch16_224", "pixels": pixels}
+        ours, attention = (find_row("image_models", **models, mixer=mixer) for mixer in ("deltanet", "attention"))
+        ratios.append(f"{ours['training_images_per_s'] / attention['training_images_per_s']:.2f}")
+    assert f"(small: {ratios[0]}, {ratios[1]} and {ratios[2]} times attention's speed, eager)" in words_of(
+        "docs/pages/results.md"
+    )
+
+    shares = []
+    for size in ("small", "tiny"):
+        for repeats in (3, 1):
+            run = {"part": "whole", "decode": "gpu", "compile": "reduce-overhead", "repeats": repeats}
+            share = find_row("files", model=f"longseq_vit_{size}_patch16_224", **run)["of_step"]
+            shares.append(f"{100 * share:.0f} %")
+    said = (
+        "`longseq_small` trains from files at {} of the speed of its bare step with three repeats and at {} with one, "
+    )
+    said += "`longseq_tiny` at {} and {}."
+    assert said.format(*shares) in words_of("docs/pages/data.md")
+
+
 def test_pages_name_the_gpu_and_the_versions_on_which_kernels_ran():
     """A row of another GPU or of other versions changes the sentence."""
     ran = set()
