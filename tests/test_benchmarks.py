@@ -268,6 +268,10 @@ def test_every_row_says_what_it_was_measured_on(script):
             assert ("commit" in measured) != ("recorded" in measured), f"{name}: {row}"
             assert measured["date"], f"{name}: {row}"
             assert "torch" in measured["versions"], f"{name}: {row}"
+            # Of some of those rows, the values of seeds were not kept, either.
+            if any("±" in str(value) for value in row.values()):
+                assert "recorded" in measured, f"{name}: {row}: give the value of each seed"
+                assert any("the value of each seed was not kept" in note for note in result["notes"]), name
             # Rows from before commits were kept tell the GPU or the processor; those since, the processor always.
             assert measured.get("processor") or ("recorded" in measured and measured["gpu"]), f"{name}: {row}"
 
