@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from statistics import mean
@@ -386,6 +387,20 @@ def test_speeds_in_sentences_are_those_of_the_rows():
     )
     said += "`longseq_tiny` at {} and {}."
     assert said.format(*shares) in words_of("docs/pages/data.md")
+
+
+@pytest.mark.slow
+def test_the_bytes_that_a_layer_keeps_are_those_of_the_page(tmp_path):
+    pytest.importorskip("triton")
+    script = ROOT / "benchmarks" / "kept_bytes.py"
+    done = subprocess.run(
+        [sys.executable, script, "deltanet", "none"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    page = (ROOT / "docs" / "pages" / "results.md").read_text()
+    table = page.split("python benchmarks/kept_bytes.py")[1].split("\n\n")[1]
+    of_page = [line.split(" | ")[:2] for line in table.splitlines()[:3]]
+    assert of_page == [line.removesuffix(" |").split(" | ") for line in done.stdout.splitlines()]
 
 
 def test_pages_name_the_gpu_and_the_versions_on_which_kernels_ran():
