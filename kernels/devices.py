@@ -39,8 +39,8 @@ longseq_shared_memory._dynamo_marked_constant = True  # type: ignore[attr-define
 def side_stream(index: int) -> torch.cuda.Stream:
     """The one stream of a GPU on which CUDA graphs are recorded, and on which what they hold is tried before.
 
-    On an H200 a graph of a language model's step took 1,184 microseconds, and 1,328 as soon as another graph had been
-    recorded on a stream of its own; so graphs have none of their own.
+    A replay of a graph gets slower as soon as another graph was recorded on a stream of its own; so graphs have none of
+    their own. The notes of benchmarks/language_models.json have the times.
     """
     return torch.cuda.Stream(torch.device("cuda", index))
 

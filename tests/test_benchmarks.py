@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from statistics import mean
@@ -268,6 +269,10 @@ def test_every_row_says_what_it_was_measured_on(script):
             assert ("commit" in measured) != ("recorded" in measured), f"{name}: {row}"
             assert measured["date"], f"{name}: {row}"
             assert "torch" in measured["versions"], f"{name}: {row}"
+            # Of some of those rows, the values of seeds were not kept, either.
+            if any("±" in str(value) for value in row.values()):
+                assert "recorded" in measured, f"{name}: {row}: give the value of each seed"
+                assert any("the value of each seed was not kept" in note for note in result["notes"]), name
             # Rows from before commits were kept tell the GPU or the processor; those since, the processor always.
             assert measured.get("processor") or ("recorded" in measured and measured["gpu"]), f"{name}: {row}"
 
@@ -338,6 +343,80 @@ def test_figures_in_sentences_are_those_of_the_rows():
         f"eager models trained at {spans['gpu']} of the speed of their bare step with `gpu`, and at {spans['cpu']} with"
     )
     assert said in words_of("docs/pages/data.md")
+
+
+def find_row(name: str, **wanted: Any) -> dict[str, Any]:
+    (row,) = (row for row in rows_of(name) if all(row.get(key) == value for key, value in wanted.items()))
+    return row
+
+
+def test_speeds_in_sentences_are_those_of_the_rows():
+    times = []
+    for op, variant, shape, digits in (
+        ("delta_rule", "plain", "B=8 T=2048 H=16 K=128 V=128", 2),
+        ("delta_rule", "plain", "B=1 T=65536 H=16 K=128 V=128", 1),
+        ("linear_attention", "channel_gated", "B=8 T=2048 H=16 K=128 V=128", 2),
+    ):
+        for implementation in ("triton", "fla"):
+            row = find_row("kernels", op=op, variant=variant, shape=shape, implementation=implementation)
+            times.append([f"{row[key]:.{digits}f}" for key in ("forward_graph_ms", "both_graph_ms")])
+    (short, fla_short), (long, fla_long), (gated, fla_gated) = times[:2], times[2:4], times[4:]
+    page = words_of("docs/pages/kernels.md")
+    assert f"takes {short[0]} ms and with its gradient {short[1]} ms at 8 x 2,048 tokens, and {long[0]} and" in page
+    assert f"and {long[0]} and {long[1]} ms at 1 x 65,536, where" in page
+    assert f"takes {fla_short[0]} and {fla_short[1]}, {fla_long[0]} and {fla_long[1]}; gated" in page
+    assert f"takes {gated[0]} and {gated[1]}, and there {fla_gated[0]} and {fla_gated[1]} (CUDA graphs" in page
+
+    ratios = []
+    for pixels in (224, 512, 1024):
+        models = {"model": "longseq_vit_small_patch16_224", "pixels": pixels}
+        ours, attention = (find_row("image_models", **models, mixer=mixer) for mixer in ("deltanet", "attention"))
+        ratios.append(f"{ours['training_images_per_s'] / attention['training_images_per_s']:.2f}")
+    assert f"(small: {ratios[0]}, {ratios[1]} and {ratios[2]} times attention's speed, eager)" in words_of(
+        "docs/pages/results.md"
+    )
+
+    shares = []
+    for size in ("small", "tiny"):
+        for repeats in (3, 1):
+            run = {"part": "whole", "decode": "gpu", "compile": "reduce-overhead", "repeats": repeats}
+            share = find_row("files", model=f"longseq_vit_{size}_patch16_224", **run)["of_step"]
+            shares.append(f"{100 * share:.0f} %")
+    said = (
+        "`longseq_small` trains from files at {} of the speed of its bare step with three repeats and at {} with one, "
+    )
+    said += "`longseq_tiny` at {} and {}."
+    assert said.format(*shares) in words_of("docs/pages/data.md")
+
+
+@pytest.mark.slow
+def test_the_bytes_that_a_layer_keeps_are_those_of_the_page(tmp_path):
+    pytest.importorskip("triton")
+    script = ROOT / "benchmarks" / "kept_bytes.py"
+    done = subprocess.run(
+        [sys.executable, script, "deltanet", "none"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    page = (ROOT / "docs" / "pages" / "results.md").read_text()
+    table = page.split("python benchmarks/kept_bytes.py")[1].split("\n\n")[1]
+    of_page = [line.split(" | ")[:2] for line in table.splitlines()[:3]]
+    assert of_page == [line.removesuffix(" |").split(" | ") for line in done.stdout.splitlines()]
+
+
+def test_pages_name_the_gpu_and_the_versions_on_which_kernels_ran():
+    """A row of another GPU or of other versions changes the sentence."""
+    ran = set()
+    for path in (ROOT / "benchmarks").glob("*.json"):
+        for row in json.loads(path.read_text()).get("rows", ()):
+            measured = row.get("measured", {})
+            if measured.get("gpu") and "triton" in measured["versions"]:
+                ran.add(
+                    (measured["gpu"], *(measured["versions"][name].rsplit(".", 1)[0] for name in ("torch", "triton")))
+                )
+    ((gpu, torch_version, triton),) = ran
+    said = f"ran, and were measured, on {gpu}s with torch {torch_version} and Triton {triton}."
+    for page in ("README.md", "docs/pages/kernels.md"):
+        assert said in words_of(page), page
 
 
 def test_the_page_of_kernels_tells_what_the_table_of_compilations_was_made_with():

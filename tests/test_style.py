@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import io
 import json
 import os
+import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,32 @@ def test_format() -> None:
 
 def test_lint() -> None:
     run_tool("ruff", "check", *FOLDERS)
+
+
+def find_remarks(source: str) -> list[str]:
+    """The docstrings of a file and its comments, each in one line; comments on adjacent lines are one."""
+    remarks, comment, last = [], "", 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            if token.start[0] != last + 1:
+                remarks.append(comment)
+                comment = ""
+            comment, last = f"{comment} {token.string.lstrip('# ')}", token.start[0]
+        elif token.type == tokenize.STRING and token.string.startswith('"""'):
+            remarks.append(" ".join(token.string.split()))
+    return [*remarks, comment]
+
+
+def test_times_in_comments_say_where_their_rows_are() -> None:
+    """A time without its row is of a machine and a version that nobody knows."""
+    time = re.compile(r"\d\s*(ms|µs|milliseconds?|microseconds?)\b")
+    remarks = []
+    for folder in ("kernels", "longseq", "tasks", "tools"):
+        for file in (ROOT / folder).rglob("*.py"):
+            if time.search(source := file.read_text(encoding="utf-8")):
+                remarks += [(file.name, remark) for remark in find_remarks(source) if time.search(remark)]
+    assert remarks
+    assert [(name, remark) for name, remark in remarks if "benchmarks/" not in remark] == []
 
 
 @pytest.mark.slow

@@ -27,6 +27,8 @@ from longseq.backbones.tokens import TokenBackbone
 from longseq.blocks.channel_mixing import ChannelMixing
 from longseq.blocks.positions import Layout
 from longseq.kernels.dispatch import Call, explain_call, record_calls
+from longseq.kernels.packing import Packing
+from longseq.mixers.attention import SoftmaxAttention
 from longseq.mixers.cards import find_growth
 from longseq.parameters import count_parameters
 from longseq.state import state_size, state_tensors
@@ -88,7 +90,7 @@ def run(cfg: DictConfig) -> Any:
         _refuse_others(f"checkpoint={keys.checkpoint} has a model of its own", "checkpoint", "device")
     if keys.list is None:
         model, data, recipe = _model_and_data(cfg)
-        facts: Any = _describe(model, data, _device(keys.device))
+        facts: Any = _describe(model, data, _device(keys.device), _precision(cfg))
         facts |= {} if recipe is None else {"recipe": recipe}
     else:
         facts = LISTS[keys.list].gather()
@@ -116,6 +118,13 @@ def _device(name: str) -> str:
         raise ValueError(f"device={name} is unknown: take auto, cpu, cuda or mps") from None
 
 
+def _precision(cfg: DictConfig) -> torch.dtype:
+    """The type in which the training of a configuration computes, and float32 for a checkpoint."""
+    name = "" if cfg.checkpoint is not None else str(cfg.trainer.precision)
+    kinds = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
+    return kinds.get(name.partition("-")[0], torch.float32)
+
+
 def _model_and_data(cfg: DictConfig) -> tuple[nn.Module, dict[str, Any], str | None]:
     """The model of the checkpoint, or the initial model of a training, what it knows of its data, and the recipe that
     the training would choose for the data.
@@ -135,14 +144,14 @@ def _model_and_data(cfg: DictConfig) -> tuple[nn.Module, dict[str, Any], str | N
     return model.build(chosen, info), info.to_dict(), reason
 
 
-def _describe(model: nn.Module, data: Mapping[str, Any], device: str) -> dict[str, Any]:
+def _describe(model: nn.Module, data: Mapping[str, Any], device: str, dtype: torch.dtype) -> dict[str, Any]:
     if isinstance(model, TokenBackbone):
         tokens = data.get("window", data.get("longest"))  # of a text, or of a probe
         if tokens is None:
             raise ValueError("the checkpoint does not tell the length of its sequences: give one of `longseq train`")
-        return describe_token_model(model, tokens, device)
+        return describe_token_model(model, tokens, device, dtype)
     if isinstance(model, TextClassifier | LinearTextClassifier):
-        return describe_document_model(model, data["window"], device)
+        return describe_document_model(model, data["window"], device, dtype)
     if "img_size" not in data:
         raise ValueError(f"longseq describe takes models of images, tokens and documents, not {type(model).__name__}")
     return describe_image_model(model, data, device)
@@ -193,29 +202,32 @@ def describe_image_model(model: nn.Module, data: Mapping[str, Any], device: str 
     }
 
 
-def describe_token_model(model: TokenBackbone, tokens: int, device: str = "cpu") -> dict[str, Any]:
+def describe_token_model(
+    model: TokenBackbone, tokens: int, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
     """Facts about a language model or a probe's model, as dictionaries, lists and numbers.
 
     FLOPs are those of a forward pass over one sequence of `tokens` tokens, a multiply-add counts as two; state sizes
-    are the numbers that are kept for one sequence. Kernels are judged for `device`.
+    are the numbers that are kept for one sequence. Kernels are judged for `device`, and attention over packed rows also
+    for `dtype`.
     """
     return {
         "model": model_name(model),
         "mixer": model.mixer_name,
         "direction": model.direction,
         "vocabulary": model.vocab_size,
-        **_describe_reading(model, tokens, device),
+        **_describe_reading(model, tokens, device, dtype),
     }
 
 
 def describe_document_model(
-    model: TextClassifier | LinearTextClassifier, tokens: int, device: str = "cpu"
+    model: TextClassifier | LinearTextClassifier, tokens: int, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> dict[str, Any]:
     """Facts about a classifier of documents, as dictionaries, lists and numbers.
 
     FLOPs are those of a forward pass over one document of `tokens` tokens, a multiply-add counts as two; of a linear
     model at most, and its vocabulary is that of n-grams. State sizes are the numbers that are kept for one document.
-    Kernels are judged for `device`.
+    Kernels are judged for `device`, and attention over packed rows also for `dtype`.
     """
     is_linear = isinstance(model, LinearTextClassifier)
     either: Any = model  # its parts are those of its kind
@@ -226,11 +238,11 @@ def describe_document_model(
         "pooling": None if is_linear else either.pooling.kind,
         "vocabulary": len(either.inverse_frequency) if is_linear else either.body.vocab_size,
         "classes": model.num_classes,
-        **_describe_reading(model, tokens, device),
+        **_describe_reading(model, tokens, device, dtype),
     }
 
 
-def _describe_reading(model: Any, tokens: int, device: str) -> dict[str, Any]:
+def _describe_reading(model: Any, tokens: int, device: str, dtype: torch.dtype) -> dict[str, Any]:
     """The facts about a model that depend on the number of tokens it reads, and on the device."""
     return {
         "tokens": tokens,
@@ -238,7 +250,7 @@ def _describe_reading(model: Any, tokens: int, device: str) -> dict[str, Any]:
         "weight_decay": _count_decayed(model),
         "flops": {"forward": model.flops(tokens), "source": "analytic"},
         "state": _describe_states(model),
-        "operations": _judge_operations(model, device, tokens),
+        "operations": _judge_operations(model, device, tokens, dtype),
         "device": device,
         "devices": find_devices(),
     }
@@ -321,14 +333,16 @@ def _describe_states(model: nn.Module) -> list[dict[str, Any]]:
     return states
 
 
-def _judge_operations(model: nn.Module, device: str, tokens: int | None) -> dict[str, Any]:
+def _judge_operations(
+    model: nn.Module, device: str, tokens: int | None, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
     """For each operation that the mixing layers call: the backend that runs, and the reasons against the others.
 
     Layers that call one operation with other arguments may have other backends; then some reasons hold only for some
     layers.
     """
     judged: dict[str, Any] = {}
-    for op, requested, call in _find_calls(model):
+    for op, requested, call in [*_find_calls(model), *_find_packed_calls(model, dtype)]:
         sizes = call.sizes if tokens is None or "T" not in call.sizes else {**call.sizes, "T": tokens}
         reasons = explain_call(op, dataclasses.replace(call, device=torch.device(device), sizes=sizes))
         able = [backend for backend, against in reasons.items() if not against and requested in ("auto", backend)]
@@ -350,6 +364,20 @@ def _find_calls(model: nn.Module) -> list[tuple[str, str, Call]]:
                 layout=None if isinstance(model, TokenBackbone | TextClassifier) else Layout(2, 2, None),
                 output_final_state=False,
             )
+    return calls
+
+
+def _find_packed_calls(model: nn.Module, dtype: torch.dtype) -> list[tuple[str, str, Call]]:
+    """The calls of softmax attention over packed rows, an operation; over other rows it calls a function of torch."""
+    if not isinstance(model, TokenBackbone | TextClassifier):
+        return []
+    with record_calls() as calls, torch.no_grad():
+        for _, reading in mixers.named_readings(model):
+            if any(isinstance(reader, SoftmaxAttention) for reader in reading.readers):
+                x = torch.empty(1, 4, reading.readers[0].d_model, device="meta", dtype=dtype)
+                packing = Packing(torch.tensor([0, 4]), device="meta")
+                empty = copy.deepcopy(reading).to("meta", dtype).eval()
+                empty(x, cu_seqlens=packing, output_final_state=False)
     return calls
 
 

@@ -52,10 +52,17 @@ class LinearTextClassifier(PretrainedModel, nn.Module):
         self.ngrams = ngrams
         self._word = re.compile(pattern)
         self._places = {gram: place for place, gram in enumerate(vocabulary)}
-        self.coefficients = nn.Parameter(torch.zeros(len(self._places), num_classes))
-        self.bias = nn.Parameter(torch.zeros(num_classes))
+        self.coefficients = nn.Parameter(torch.empty(len(self._places), num_classes))
+        self.bias = nn.Parameter(torch.empty(num_classes))
         self.inverse_frequency: Tensor
-        self.register_buffer("inverse_frequency", torch.ones(len(self._places)))
+        self.register_buffer("inverse_frequency", torch.empty(len(self._places)))
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Give all classes the same score, as before a fit and after `to_empty`."""
+        nn.init.zeros_(self.coefficients)
+        nn.init.zeros_(self.bias)
+        nn.init.ones_(self.inverse_frequency)
 
     def forward(self, tokens: Tensor, cu_seqlens: Tensor | Packing | None = None, mask: Tensor | None = None) -> Tensor:
         """Logits `[N, num_classes]` of padded documents `[N, T]` with their mask, or of a packed row with borders."""

@@ -60,7 +60,7 @@ def project_pair(forward: nn.Linear, backward: nn.Linear, x: Tensor) -> Tensor:
     if gains and forward.out_features % ALIGNMENT:
         weight, bias = _align(weight, bias)
     if gains and (missing := -forward.in_features % ALIGNMENT):
-        # On an H200 the gradient of a weight over 100,000 tokens takes 1.28 ms with 12 inputs, and 0.07 ms with 16.
+        # The gradient of a weight is a product with as many rows as there are inputs: it needs the multiple, too.
         rows, weight = functional.pad(rows, (0, missing)), functional.pad(weight, (0, missing))
     y = torch.bmm(rows, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), rows, weight.mT)
     return y[..., : forward.out_features].unflatten(1, halves.shape[1:3]).flatten(0, 1)

@@ -13,6 +13,8 @@ import longseq.backbones.image  # noqa: F401  (its models register with timm)
 from longseq import mixers
 from longseq.backbones.autoencoder import SequenceAutoencoder
 from longseq.backbones.classifier import TextClassifier
+from longseq.backbones.document_pairs import PairClassifier
+from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.backbones.tokens import TokenBackbone
 
 # Options that add parameters or buffers to those of a mixer's defaults.
@@ -65,14 +67,24 @@ def test_a_model_from_the_meta_device_is_the_one_made_directly(mixer: str, optio
     assert_drawn_alike(lambda: build(mixer, options))
 
 
-def test_a_classifier_from_the_meta_device_is_the_one_made_directly() -> None:
-    assert_drawn_alike(lambda: TextClassifier(num_classes=3, vocab_size=7, d_model=16, pooling="attention"))
+DOCUMENTS: dict[str, Any] = {"num_classes": 3, "vocab_size": 300, "d_model": 16}
+IMAGES: dict[str, Any] = {"embed_dim": 32, "depth": 1, "img_size": 32, "num_classes": 3}
 
 
-def test_an_autoencoder_from_the_meta_device_is_the_one_made_directly() -> None:
-    torch.manual_seed(3)
-    model = SequenceAutoencoder(TokenBackbone(vocab_size=11, d_model=32, depth=1)).to_empty(device="cpu")
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, float("nan"))
-    model.init_weights()
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: TextClassifier(**DOCUMENTS, pooling="attention"),
+        lambda: TextClassifier(**DOCUMENTS, hashed_ngrams=3, ngram_buckets=64, mlp="rwkv", norm_order="post"),
+        lambda: PairClassifier(**DOCUMENTS, direction="bidirectional", share_directions="none"),
+        lambda: LinearTextClassifier(num_classes=2, vocabulary=["a", "b"]),
+        lambda: SequenceAutoencoder(TokenBackbone(vocab_size=11, d_model=32, depth=1)),
+        lambda: timm.create_model(
+            "longseq_vit_tiny_patch16_224", **IMAGES, reg_tokens=2, global_pool="map", init_values=1e-4, mlp_ratio=2.0
+        ),
+        lambda: timm.create_model("longseq_tiny_patch16_224", **IMAGES, mixer="longhorn", share_directions="none"),
+    ],
+    ids=["attention_pooling", "ngrams", "pairs", "linear", "autoencoder", "image_parts", "two_mixers"],
+)
+def test_every_part_of_a_model_has_a_reset(build: Any) -> None:
+    assert_drawn_alike(build)

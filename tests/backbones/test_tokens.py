@@ -14,6 +14,7 @@ from longseq.backbones.autoencoder import SequenceAutoencoder, sinusoids
 from longseq.backbones.step_graph import StepGraph
 from longseq.backbones.tokens import TokenBackbone, mlp_width
 from longseq.blocks.recompute import RECOMPUTE
+from longseq.kernels import recurrence
 from longseq.kernels.packing import Packing
 from longseq.state import map_state, select_state, state_size
 
@@ -249,6 +250,24 @@ def test_a_step_graph_refuses_states_that_grow() -> None:
         graph(prompt[:, 0])
         with pytest.raises(ValueError, match="no room for another token"):
             graph(prompt[:, 0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", mixers.mixer_names())
+def test_all_layers_of_a_batch_share_one_packing(mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Index tensors are found once for three layers and both passes: once more for rows that are read from the end."""
+    made, grouped = [], []
+    init, group = Packing.__init__, recurrence._find_groups
+    monkeypatch.setattr(Packing, "__init__", lambda *args, **options: made.append(1) or init(*args, **options))
+    monkeypatch.setattr(recurrence, "_find_groups", lambda *args: grouped.append(1) or group(*args))
+    model = TokenBackbone(vocab_size=8, d_model=32, depth=3, mixer=mixer, direction="bidirectional")
+    borders, tokens = torch.tensor([0, 5, 5, 6, 12]), torch.arange(12)[None] % 8
+    logits, state = model(tokens, cu_seqlens=borders, output_final_state=False)
+    logits.sum().backward()
+    assert state is None
+    assert len(made) == 1
+    assert len(grouped) <= 2
+    assert torch.equal(model(tokens, cu_seqlens=Packing(borders), output_final_state=False)[0], logits)
 
 
 @pytest.mark.gpu

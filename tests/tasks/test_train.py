@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from longseq.tasks import train
 from longseq.tasks.image.module import ImageClassifier
 from longseq.tasks.training import runs
+from longseq.tasks.training.callbacks.nonfinite import NonFiniteError
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -101,6 +102,9 @@ def test_trainings_of_one_process_leave_no_writer_behind(tiny, tmp_path):
     before = threading.active_count()
     for number in range(3):
         train.run(tiny("recipe.epochs=1", f"output={tmp_path / str(number)}"))
+    with pytest.raises(NonFiniteError):  # as a trial of a sweep fails
+        train.run(tiny("recipe.epochs=1", f"output={tmp_path / 'failed'}", "recipe.learning_rate=1e29"))
+    assert list((tmp_path / "failed").glob("events.*"))
     assert threading.active_count() == before
 
 

@@ -17,9 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import longseq  # noqa: F401  registers the models
 from longseq import mixers
+from longseq.backbones.classifier import TextClassifier
 from longseq.blocks.positions import Layout
 from longseq.kernels import dispatch
-from longseq.tools.describe import describe_image_model, list_mixers, list_models, run
+from longseq.tools.describe import describe_document_model, describe_image_model, list_mixers, list_models, run
 
 DATA = {"img_size": 224, "in_chans": 3}
 SMALL: dict[str, Any] = {"img_size": 16, "patch_size": 4, "in_chans": 1, "embed_dim": 32, "depth": 2, "num_classes": 5}
@@ -106,6 +107,29 @@ def test_layers_that_differ_can_run_on_different_backends() -> None:
     judged = describe_image_model(model, {"img_size": 16, "in_chans": 1}, "cuda")["operations"]["delta_rule"]
     assert judged["runs"] == ["triton", "torch"]
     assert len(judged["backends"]["triton"]) == 1
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+def test_the_form_of_packed_attention_is_told(precision: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with initialize_config_module("longseq.conf", version_base="1.3"):
+        words = ["task=lm", "mixer=hybrid", "mixer.name=attention+deltanet", "scale.depth=2"]
+        facts = run(compose("describe", [*words, "device=cuda", f"trainer.precision={precision}"]))
+    assert "packed_attention" in capsys.readouterr().out
+    judged = facts["operations"]["packed_attention"]
+    assert judged["backends"]["torch"] == []
+    if precision == "32-true":
+        assert judged["runs"] == ["torch"]
+        assert "not torch.float32" in judged["backends"]["varlen"][-1]
+    else:
+        assert judged["runs"] == (["torch"] if judged["backends"]["varlen"] else ["varlen"])
+        assert not any("float16" in reason for reason in judged["backends"]["varlen"])
+
+
+def test_attention_over_packed_documents_is_told_in_both_directions() -> None:
+    options: dict[str, Any] = {"num_classes": 3, "vocab_size": 7, "d_model": 32, "direction": "bidirectional"}
+    for mixer, found in (("attention", True), ("window_attention", True), ("deltanet", False)):
+        facts = describe_document_model(TextClassifier(**options, mixer=mixer), 16)
+        assert ("packed_attention" in facts["operations"]) is found
 
 
 def test_state_counts_every_reading() -> None:

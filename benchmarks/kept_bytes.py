@@ -1,0 +1,75 @@
+"""Count the bytes that a layer keeps for its gradient, for each token and channel, and print them as a table.
+
+python benchmarks/kept_bytes.py [MIXER ...] [RECOMPUTE ...]
+
+Nothing runs on a GPU: the operations allocate what their kernels would write, and autograd says which tensors it keeps.
+Layers have 1,024 channels and a gated MLP, in autocast to bfloat16. The count is the difference between two lengths and
+between two depths, so that parameters, the embedding and the head are no part of it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+
+from longseq.backbones.tokens import TokenBackbone
+from longseq.blocks.recompute import RECOMPUTE
+
+MIXERS = ("deltanet", "gsa", "longhorn", "vla", "attention")
+WIDTH = 1024
+LENGTHS = (1024, 2048)  # with shorter ones the delta rule keeps less
+
+
+def pretend_to_launch() -> None:
+    """Let operations take tensors of the CPU as those of a GPU, and launch nothing."""
+    from triton import knobs
+
+    from longseq.tools.benchmark import absent_gpu
+    from longseq.tools.benchmark.compile import import_kernels
+
+    absent_gpu.activate()
+    import_kernels()
+    os.environ |= {"TRITON_INTERPRET": "1", "LONGSEQ_SELF_TEST": "0"}
+    knobs.runtime.jit_cache_hook = lambda **launch: True  # another program handles the launch
+
+
+def count_kept(mixer: str, recompute: str, tokens: int, depth: int, width: int) -> int:
+    """The bytes that a forward pass keeps, without parameters; views of one tensor count once."""
+    model = TokenBackbone(vocab_size=16, d_model=width, depth=depth, mixer=mixer, recompute=recompute)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, Any] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), torch.autocast("cpu", torch.bfloat16):
+        model.forward_features(torch.zeros(1, tokens, dtype=torch.long), output_final_state=False)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def count(mixer: str, recompute: str, width: int = WIDTH) -> float:
+    """The bytes of one layer for each token and channel."""
+    of_layer = [
+        count_kept(mixer, recompute, tokens, 2, width) - count_kept(mixer, recompute, tokens, 1, width)
+        for tokens in LENGTHS
+    ]
+    return (of_layer[1] - of_layer[0]) / (LENGTHS[1] - LENGTHS[0]) / width
+
+
+def main() -> None:
+    pretend_to_launch()
+    kinds = [word for word in sys.argv[1:] if word in RECOMPUTE] or RECOMPUTE
+    mixers = [word for word in sys.argv[1:] if word not in RECOMPUTE] or MIXERS
+    lines = [["recompute", *mixers], ["---"] * (len(mixers) + 1)]
+    lines += [[f"`{kind}`", *(f"{count(mixer, kind):.0f}" for mixer in mixers)] for kind in kinds]
+    print("\n".join(f"| {' | '.join(line)} |" for line in lines))
+
+
+if __name__ == "__main__":
+    main()
