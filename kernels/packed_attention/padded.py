@@ -15,7 +15,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causa
     """
     groups = groups_of(packing)
     if not groups.members:
-        return torch.zeros_like(q)
+        return q + (k.sum() + v.sum())  # no tokens: all inputs still get a gradient
     outputs = []
     for group in groups.members:
         query, key, value = (pad_group(x, group) for x in (q, k, v))

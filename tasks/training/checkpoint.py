@@ -76,8 +76,8 @@ def load(
 
     `weights` is "ema" (the average of the weights), "model" (the weights themselves) or "auto": the average if the run
     has one. Raises ValueError, in one line, if the file does not exist, is damaged, or is not a checkpoint; if it is of
-    another task; if its weights do not fit the model that it describes; or if a layer now computes another function of
-    its weights.
+    another task; if its weights or the names of its classes do not fit the model that it describes; or if a layer now
+    computes another function of its weights.
     """
     label = f"{key}={path}"
     file = _find(path, key)
@@ -152,7 +152,11 @@ def _find_task(saved: SavedModel, path: str | Path, tasks: Collection[str]) -> t
 def known_data(saved: SavedModel, model: nn.Module) -> dict[str, Any]:
     """What a checkpoint or a folder tells of the data of its model: `Loaded.data`."""
     data = (saved.run.get("hyper_parameters") or {}).get("data") or {}
-    return {**_numbered_classes(model), **stated_data(model), **_text_data(saved, model), **data}
+    known = {**_numbered_classes(model), **stated_data(model), **_text_data(saved, model), **data}
+    names, count = known.get("class_names"), getattr(model, "num_classes", None)
+    if names is not None and isinstance(count, int) and len(names) != count:
+        raise ValueError(f"{saved.label}: its model has {count} classes, and it names {len(names)}: it is damaged")
+    return known
 
 
 def sha256(path: str | Path) -> str:

@@ -446,21 +446,37 @@ def test_compiled_training_in_autocast_equals_eager(name: str) -> None:
     assert (gradients[0] - gradients[1]).norm() < 0.02 * gradients[0].norm(), name
 
 
-def test_mamba_computes_its_rates_in_float32() -> None:
-    """bfloat16 would round exp(A_log) as well as A_log."""
-    mixer = mixers.create("mamba", 64)
-    torch.nn.init.uniform_(mixer.A_log, 0, 3)
+def assert_equal_states(state: Any, expected: Any) -> None:
+    for (name, part), (_, wanted) in zip(state_tensors(state), state_tensors(expected), strict=True):
+        assert torch.equal(part, wanted), name
+
+
+@cases(
+    ("name", "rates"),
+    [
+        ("mamba", "A_log"),
+        ("mamba2", "A_log"),
+        ("gated_deltanet", "A_log"),
+        ("rg_lru", "decay"),
+        ("rwkv4", "decay"),
+        ("rwkv6", "decay_base"),
+    ],
+)
+def test_decay_rates_are_computed_in_float32(name: str, rates: str) -> None:
+    """bfloat16 would round the exponential of a parameter as well as the parameter."""
+    mixer = mixers.create(name, 64)
+    torch.nn.init.uniform_(getattr(mixer, rates), 0, 3)
     mixer = mixer.bfloat16()
     wide = copy.deepcopy(mixer)
-    wide.A_log = torch.nn.Parameter(mixer.A_log.float())
+    setattr(wide, rates, torch.nn.Parameter(getattr(mixer, rates).float()))
     x = torch.randn(1, 20, 64, dtype=torch.bfloat16)
     (y, state), (expected, expected_state) = mixer(x), wide(x)
     assert torch.equal(y, expected)
-    assert torch.equal(state.memory, expected_state.memory)
+    assert_equal_states(state, expected_state)
     y, state = mixer.step(x[:, 0], state)
     expected, expected_state = wide.step(x[:, 0], expected_state)
     assert torch.equal(y, expected)
-    assert torch.equal(state.memory, expected_state.memory)
+    assert_equal_states(state, expected_state)
 
 
 @pytest.mark.parametrize("lanes", ["several", "one"])

@@ -43,6 +43,18 @@ def test_packed_sequences_without_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_all_parameters_have_a_gradient_without_tokens(name: str) -> None:
+    """In distributed training, ranks wait for the gradient of every parameter."""
+    mixer = mixers.create(name, D_MODEL)
+    packed, mask = {"cu_seqlens": torch.tensor([0, 0])}, {"mask": torch.ones(1, 0, dtype=torch.bool)}
+    for options in ({}, mask, packed, packed | {"state": mixer.initial_state(1)}):
+        x = torch.randn(1, 0, D_MODEL, requires_grad=True)
+        mixer.zero_grad()
+        mixer(x, **options)[0].sum().backward()
+        assert not [key for key, leaf in (*mixer.named_parameters(), ("x", x)) if leaf.grad is None], options.keys()
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
 def test_nothing_of_the_padding_is_read(name: str, value: float) -> None:
     mixer = mixers.create(name, D_MODEL)

@@ -65,6 +65,16 @@ def test_model_options_replace_those_of_the_configuration(checkpoint: Path) -> N
     assert backbone(torch.zeros(1, 1, 12, 16)).shape == (1, 10)
 
 
+@pytest.mark.parametrize("count", [9, 11])
+def test_names_that_do_not_fit_the_head_are_refused(count: int, checkpoint: Path, tmp_path: Path) -> None:
+    def name(contents: dict[str, Any]) -> None:
+        contents["hyper_parameters"]["data"].update(class_names=[str(i) for i in range(count)], num_classes=count)
+
+    path = change(checkpoint, tmp_path / "named.ckpt", name)
+    with pytest.raises(ValueError, match=f"^checkpoint={path}: its model has 10 classes, and it names {count}"):
+        load(path)
+
+
 def test_layers_that_compute_something_else_by_now_are_refused(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
