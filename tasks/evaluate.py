@@ -70,7 +70,9 @@ def run(cfg: DictConfig) -> dict[str, float]:
     prepare_file(output, _EVALUATION, reads=[checkpoint])
     unit = loaded.config.get("task", {}).get("unit", "samples")
     facts = {"split": split, "weights": keys.weights, "the update of the checkpoint": loaded.global_step}
-    trainer = build_trainer(config, [Agreement(facts), StopTogether(), UnreadableSamples(unit=unit)])
+    callbacks = [Agreement(facts), StopTogether(), UnreadableSamples(unit=unit)]
+    # A profiler's report lies beside the metrics, and does not replace that of the training.
+    trainer = build_trainer({**config, "output": output.parent}, callbacks, profile=f"profile_{output.stem}")
     trained = task.data.info_class.from_dict(loaded.data)
     if options := task.model.load_options(trained, changes):
         loaded = checkpoints.load(checkpoint, weights=keys.weights, tasks=registry.names(), **options)
