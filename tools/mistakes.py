@@ -126,6 +126,9 @@ def check_arguments(verb: str, arguments: Sequence[str]) -> tuple[list[str], lis
         if not value or (choices and value not in choices):
             needed = f"one of {', '.join(choices)}" if choices else "a value"
             raise ValueError(f"{flag} needs {needed}" + (f", and {value} is none" if value else ""))
+        if flag in ("-cd", "--config-dir") and Path(value).is_file():
+            place = Path(value)
+            raise ValueError(f"{flag} {value} is a file: give --config-dir {place.parent} --config-name {place.stem}")
         if flag == "--experimental-rerun" and not (value.endswith(".pickle") and Path(value).is_file()):
             raise ValueError(f"{flag} {value}: there is no such file of Hydra's; give the config.pickle of a job")
     _check_folders(verb, overrides)
@@ -261,6 +264,10 @@ def _explain(error: BaseException, verb: str, arguments: Sequence[str]) -> str:
     if isinstance(error, InterpolationResolutionError):
         error = _raised_by_resolver(error) or error
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        name = _value_of(("-cn", "--config-name"), arguments)
+        if name is not None and error.missing_cfg_file.removesuffix(".yaml") == name.removesuffix(".yaml"):
+            folders = (_value_of(flags, arguments) for flags in (("-cd", "--config-dir"), ("-cp", "--config-path")))
+            return _unknown_configuration(name, next((one for one in folders if one and Path(one).is_dir()), None))
         return _unknown_option(error.missing_cfg_file, error.options or _files_of(error.missing_cfg_file))
     if isinstance(error, OSError) and not isinstance(error, HydraException):
         return _explain_system(error)
@@ -384,8 +391,6 @@ def _unknown_option(path: str, options: Sequence[str]) -> str:
     group, _, option = path.rpartition("/")
     if "/" in "".join(options):  # a group with folders
         group, _, option = path.partition("/")
-    if not group:
-        return f"there is no configuration {option}: leave --config-name out"
     if group == "mixer" and "+" in option:
         return f"mixer={option} names several mixers: give mixer=hybrid mixer.name={option}"
     if group == "model" and (told := _named_by_timm(option)):
@@ -394,6 +399,32 @@ def _unknown_option(path: str, options: Sequence[str]) -> str:
     near = nearest(meant, options) or next((one for one in options if one.rpartition("/")[2] == option), None)
     hint = f"did you mean {group}={near}? " if near else ""
     return f"{group}={option} is unknown: {hint}the options of {group} are {', '.join(options)}"
+
+
+def _unknown_configuration(name: str, folder: str | None) -> str:
+    """That --config-name names no file, of a folder that --config-dir names or of this package."""
+    file = name if name.endswith(".yaml") else f"{name}.yaml"
+    if folder is None:
+        place = "." if Path(file).is_file() else "FOLDER"
+        return (
+            f"there is no configuration {name}: give --config-dir {place}, too, for a file {file} in it, or leave "
+            "--config-name out"
+        )
+    known = sorted(path.relative_to(folder).with_suffix("").as_posix() for path in Path(folder).rglob("*.yaml"))
+    if not known:
+        return f"there is no {Path(folder, file)}, and no other .yaml file in {folder}: name another folder"
+    near = nearest(name.removesuffix(".yaml"), known)
+    hint = f"did you mean --config-name {near}? " if near else ""
+    return f"there is no {Path(folder, file)}: {hint}the files of {folder} are {', '.join(known)}"
+
+
+def _value_of(flags: Sequence[str], arguments: Sequence[str]) -> str | None:
+    """The value of a flag, which may have two names, among the arguments; None where it is not given."""
+    for index, argument in enumerate(arguments):
+        begin, has_value, value = argument.partition("=")
+        if begin[:1] == "-" and full_flag(begin) in flags:
+            return value if has_value else next(iter(arguments[index + 1 :]), None)
+    return None
 
 
 def _named_by_timm(option: str) -> str | None:
