@@ -122,7 +122,12 @@ def _evaluate_documents(keys: EvaluateKeys, config: Mapping[str, Any], changes: 
     if trainer.world_size > 1:
         raise ValueError("input is read by one process: give trainer.devices=1")
     parts = find_parts(inputs, columns)
-    loaded = checkpoints.load(keys.checkpoint, weights=keys.weights, tasks=DOCUMENT_TASKS)
+    loaded = checkpoints.load(keys.checkpoint, weights=keys.weights, tasks=registry.names())
+    if loaded.task_name not in DOCUMENT_TASKS:
+        raise ValueError(
+            f"checkpoint={keys.checkpoint} belongs to task={loaded.task_name}, and input is text for a language model: "
+            "give other data by their keys, such as data.root=FOLDER or data.test=FILE"
+        )
     totals = score_documents(
         loaded.backbone.to(trainer.strategy.root_device),  # type: ignore[arg-type]
         TextInfo.from_dict(loaded.data).make_tokenizer(),

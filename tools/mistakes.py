@@ -49,6 +49,10 @@ HYDRA_PLUGINS = {
     **{f"hydra/sweeper/{name}": f"hydra-{name}-sweeper" for name in ("ax", "nevergrad")},
 }
 
+# Verbs with groups of files, and the groups in which a name without a group is searched for.
+GROUPED = ("train", "describe")
+GROUPS = ("task", "data", "mixer", "model", "scale", "recipe")
+
 # Names of other programs, and the last part of our keys for the same thing.
 SYNONYMS = {
     **dict.fromkeys(("lr", "base_lr", "max_lr"), "learning_rate"),
@@ -64,7 +68,7 @@ SYNONYMS = {
     **dict.fromkeys(("layers", "num_layers", "num_hidden_layers"), "depth"),
     **dict.fromkeys(("clip_grad", "grad_clip", "max_grad_norm", "gradient_clip_val"), "gradient_clip"),
     **dict.fromkeys(("ckpt", "ckpt_path", "model_path", "weights_path"), "checkpoint"),
-    **dict.fromkeys(("data_dir", "data_path", "folder", "path"), "root"),
+    **dict.fromkeys(("data_dir", "data_path", "dir", "folder", "path"), "root"),
     **dict.fromkeys(("output_dir", "out", "save_dir", "outdir"), "output"),
     **dict.fromkeys(("random_seed",), "seed"),
     **dict.fromkeys(("optimizer", "optim"), "opt"),
@@ -77,6 +81,9 @@ REMEDIES = {
     "pretrained": "model=timm model.name=NAME model.pretrained=true",
     **dict.fromkeys(("model_name_or_path", "initial_checkpoint", "pretrained_model"), "init=FILE"),
     **dict.fromkeys(("data_dir", "data_path", "train_dir", "root"), "data=image_folder data.root=FOLDER"),
+    **dict.fromkeys(
+        ("checkpoint", "ckpt", "ckpt_path"), "init=FILE to begin with its weights, or resume=FILE to continue its run"
+    ),
     **dict.fromkeys(("config", "config_file"), "--config-dir FOLDER --config-name NAME"),
     **dict.fromkeys(("fp16", "amp", "bf16"), "trainer=gpu, which computes in bf16-mixed"),
     **dict.fromkeys(("do_train", "do_eval", "fit"), "nothing: `longseq train` trains, validates and tests"),
@@ -108,7 +115,7 @@ def check_arguments(verb: str, arguments: Sequence[str]) -> tuple[list[str], lis
             if "=" not in argument and rest and rest[0].startswith("="):
                 value = rest[0][1:] or " ".join(rest[1:2])
                 raise ValueError(f"{argument} {rest[0]}: write {argument}={value} without blanks around the =")
-            overrides.append(_check_override(argument, verb))
+            overrides.append(_check_override(argument, verb, arguments))
             continue
         begin, has_value, value = argument.partition("=")
         flag = full_flag(begin)
@@ -171,14 +178,14 @@ def full_flag(begin: str) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def _check_override(argument: str, verb: str) -> str:
+def _check_override(argument: str, verb: str, arguments: Sequence[str]) -> str:
     key, has_value, value = argument.partition("=")
     if not has_value and not argument.startswith("~"):
         hint = "write key=value"
         if verb == "train" and argument in REMEDIES:
             hint = f"write {REMEDIES[argument]}"
-        if Path(argument).exists() and "checkpoint=" in cli.VERBS[verb].example:
-            hint = f"did you mean checkpoint={argument}?"
+        elif meant := _key_before(argument, verb, {_key_of(one) for one in arguments if "=" in one}):
+            hint = f"did you mean {meant}?"
         raise ValueError(f"{argument!r} is no override: {hint}; `longseq {verb} --help` lists the keys")
     if not key or re.search(r"\s|\.\.|^\.|\.$", key):
         raise ValueError(f"{argument}: {key!r} is no key; write key=value without blanks around the =")
@@ -189,6 +196,20 @@ def _check_override(argument: str, verb: str) -> str:
     return argument
 
 
+def _key_before(value: str, verb: str, given: set[str]) -> str | None:
+    """The override whose value was given without its key: a path, or a file of a group; None for another word."""
+    if Path(value).exists():
+        keys = re.findall(r"(\w+)=(?:FILE|FOLDER)\b", cli.VERBS[verb].example)
+        key = next((key for key in keys if key not in {*given, "output"}), None)
+        if key is not None:
+            return f"{key}={value}"
+        return _as_data(value) if verb == "train" else f"checkpoint={value}" if verb == "describe" else None
+    if verb not in GROUPED or not re.fullmatch(r"\w+", value):
+        return None
+    group = next((group for group in GROUPS if group not in given and value in _files_of(f"{group}/")), None)
+    return f"{group}={value}" if group else None
+
+
 def _no_flag(argument: str, rest: Sequence[str], verb: str) -> str:
     flag, has_value, value = argument.partition("=")
     name = flag.lstrip("-").replace("-", "_").rpartition(".")[2]
@@ -196,11 +217,27 @@ def _no_flag(argument: str, rest: Sequence[str], verb: str) -> str:
         value = rest[0]
     node = _compose_without("", verb, [])
     place = None if node is None else _place_of(name, node)
-    remedy = REMEDIES.get(name) if verb == "train" else None
+    remedy = REMEDIES.get(name) if verb == "train" and _is_other(place) else None
+    if name == "data" and verb == "train" and (files := _as_data(value)):
+        remedy = files
     told = (
-        f"write {place}={value or 'VALUE'}" if place else f"write {remedy}" if remedy else "keys are written key=value"
+        f"write {remedy}" if remedy else f"write {place}={value or 'VALUE'}" if place else "keys are written key=value"
     )
     return f"{argument} is no flag: {told}; `longseq {verb} --help` lists the keys"
+
+
+def _is_other(place: str | None) -> bool:
+    """True where a name of another program is no key here, or that of a callback with another meaning."""
+    return place is None or place.startswith("callbacks.")
+
+
+def _as_data(path: str) -> str | None:
+    """The keys for data in a folder or file of the user's; None if nothing is there."""
+    if not path or not Path(path).exists():
+        return None
+    if Path(path).suffix in (".jsonl", ".csv", ".txt"):
+        return f"task=document data=documents data.root={path}"
+    return f"data=image_folder data.root={path}"
 
 
 def _place_of(name: str, node: Mapping[str, Any]) -> str | None:
@@ -389,6 +426,8 @@ def _unknown_option(path: str, options: Sequence[str]) -> str:
         if path.startswith(missing):
             return f"{path} needs a package of Hydra's: pip install '{extra}'"
     group, _, option = path.rpartition("/")
+    if path.startswith("data/") and (files := _as_data(path.removeprefix("data/"))):
+        return f"data={path.removeprefix('data/')} is no name of data: give {files}"
     if "/" in "".join(options):  # a group with folders
         group, _, option = path.partition("/")
     if group == "mixer" and "+" in option:
@@ -485,7 +524,7 @@ def _unknown_part(
     if nearest(name, known) and not (elsewhere or "").endswith(f".{name}"):
         elsewhere = None  # a misspelling of a key that stands here
     meant = f"{place}.{same}".lstrip(".") if same else elsewhere
-    if meant is None and not place and verb == "train" and name in REMEDIES:
+    if _is_other(meant) and not place and verb == "train" and name in REMEDIES:
         return f"{override}: {part} is unknown: write {REMEDIES[name]}"
     if meant is None or part != key.rpartition(".")[2]:
         return unknown_key(part, known, place)
