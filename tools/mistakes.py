@@ -232,12 +232,14 @@ def _is_other(place: str | None) -> bool:
 
 
 def _as_data(path: str) -> str | None:
-    """The keys for data in a folder or file of the user's; None if nothing is there."""
-    if not path or not Path(path).exists():
+    """The keys for data in a folder or file of the user's; None for other files, and if nothing is there."""
+    images, documents = f"data=image_folder data.root={path}", f"task=document data=documents data.root={path}"
+    if Path(path).is_dir() and path:
+        return images
+    if not Path(path).is_file():
         return None
-    if Path(path).suffix in (".jsonl", ".csv", ".txt"):
-        return f"task=document data=documents data.root={path}"
-    return f"data=image_folder data.root={path}"
+    table = f"{documents}, or for a table of images {images} data.source=csv"
+    return {".tar": images, ".jsonl": documents, ".csv": table}.get(Path(path).suffix)
 
 
 def _place_of(name: str, node: Mapping[str, Any]) -> str | None:
