@@ -70,7 +70,9 @@ def run(cfg: DictConfig) -> dict[str, float]:
     prepare_file(output, _EVALUATION, reads=[checkpoint])
     unit = loaded.config.get("task", {}).get("unit", "samples")
     facts = {"split": split, "weights": keys.weights, "the update of the checkpoint": loaded.global_step}
-    trainer = build_trainer(config, [Agreement(facts), StopTogether(), UnreadableSamples(unit=unit)])
+    callbacks = [Agreement(facts), StopTogether(), UnreadableSamples(unit=unit)]
+    # A profiler's report lies beside the metrics, and does not replace that of the training.
+    trainer = build_trainer({**config, "output": output.parent}, callbacks, profile=f"profile_{output.stem}")
     trained = task.data.info_class.from_dict(loaded.data)
     if options := task.model.load_options(trained, changes):
         loaded = checkpoints.load(checkpoint, weights=keys.weights, tasks=registry.names(), **options)
@@ -120,7 +122,12 @@ def _evaluate_documents(keys: EvaluateKeys, config: Mapping[str, Any], changes: 
     if trainer.world_size > 1:
         raise ValueError("input is read by one process: give trainer.devices=1")
     parts = find_parts(inputs, columns)
-    loaded = checkpoints.load(keys.checkpoint, weights=keys.weights, tasks=DOCUMENT_TASKS)
+    loaded = checkpoints.load(keys.checkpoint, weights=keys.weights, tasks=registry.names())
+    if loaded.task_name not in DOCUMENT_TASKS:
+        raise ValueError(
+            f"checkpoint={keys.checkpoint} belongs to task={loaded.task_name}, and input is text for a language model: "
+            "give other data by their keys, such as data.root=FOLDER or data.test=FILE"
+        )
     totals = score_documents(
         loaded.backbone.to(trainer.strategy.root_device),  # type: ignore[arg-type]
         TextInfo.from_dict(loaded.data).make_tokenizer(),

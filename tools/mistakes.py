@@ -49,6 +49,10 @@ HYDRA_PLUGINS = {
     **{f"hydra/sweeper/{name}": f"hydra-{name}-sweeper" for name in ("ax", "nevergrad")},
 }
 
+# Verbs with groups of files, and the groups in which a name without a group is searched for.
+GROUPED = ("train", "describe")
+GROUPS = ("task", "data", "mixer", "model", "scale", "recipe")
+
 # Names of other programs, and the last part of our keys for the same thing.
 SYNONYMS = {
     **dict.fromkeys(("lr", "base_lr", "max_lr"), "learning_rate"),
@@ -64,7 +68,7 @@ SYNONYMS = {
     **dict.fromkeys(("layers", "num_layers", "num_hidden_layers"), "depth"),
     **dict.fromkeys(("clip_grad", "grad_clip", "max_grad_norm", "gradient_clip_val"), "gradient_clip"),
     **dict.fromkeys(("ckpt", "ckpt_path", "model_path", "weights_path"), "checkpoint"),
-    **dict.fromkeys(("data_dir", "data_path", "folder", "path"), "root"),
+    **dict.fromkeys(("data_dir", "data_path", "dir", "folder", "path"), "root"),
     **dict.fromkeys(("output_dir", "out", "save_dir", "outdir"), "output"),
     **dict.fromkeys(("random_seed",), "seed"),
     **dict.fromkeys(("optimizer", "optim"), "opt"),
@@ -77,6 +81,9 @@ REMEDIES = {
     "pretrained": "model=timm model.name=NAME model.pretrained=true",
     **dict.fromkeys(("model_name_or_path", "initial_checkpoint", "pretrained_model"), "init=FILE"),
     **dict.fromkeys(("data_dir", "data_path", "train_dir", "root"), "data=image_folder data.root=FOLDER"),
+    **dict.fromkeys(
+        ("checkpoint", "ckpt", "ckpt_path"), "init=FILE to begin with its weights, or resume=FILE to continue its run"
+    ),
     **dict.fromkeys(("config", "config_file"), "--config-dir FOLDER --config-name NAME"),
     **dict.fromkeys(("fp16", "amp", "bf16"), "trainer=gpu, which computes in bf16-mixed"),
     **dict.fromkeys(("do_train", "do_eval", "fit"), "nothing: `longseq train` trains, validates and tests"),
@@ -108,7 +115,7 @@ def check_arguments(verb: str, arguments: Sequence[str]) -> tuple[list[str], lis
             if "=" not in argument and rest and rest[0].startswith("="):
                 value = rest[0][1:] or " ".join(rest[1:2])
                 raise ValueError(f"{argument} {rest[0]}: write {argument}={value} without blanks around the =")
-            overrides.append(_check_override(argument, verb))
+            overrides.append(_check_override(argument, verb, arguments))
             continue
         begin, has_value, value = argument.partition("=")
         flag = full_flag(begin)
@@ -126,6 +133,9 @@ def check_arguments(verb: str, arguments: Sequence[str]) -> tuple[list[str], lis
         if not value or (choices and value not in choices):
             needed = f"one of {', '.join(choices)}" if choices else "a value"
             raise ValueError(f"{flag} needs {needed}" + (f", and {value} is none" if value else ""))
+        if flag in ("-cd", "--config-dir") and Path(value).is_file():
+            place = Path(value)
+            raise ValueError(f"{flag} {value} is a file: give --config-dir {place.parent} --config-name {place.stem}")
         if flag == "--experimental-rerun" and not (value.endswith(".pickle") and Path(value).is_file()):
             raise ValueError(f"{flag} {value}: there is no such file of Hydra's; give the config.pickle of a job")
     _check_folders(verb, overrides)
@@ -168,14 +178,14 @@ def full_flag(begin: str) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def _check_override(argument: str, verb: str) -> str:
+def _check_override(argument: str, verb: str, arguments: Sequence[str]) -> str:
     key, has_value, value = argument.partition("=")
     if not has_value and not argument.startswith("~"):
         hint = "write key=value"
         if verb == "train" and argument in REMEDIES:
             hint = f"write {REMEDIES[argument]}"
-        if Path(argument).exists() and "checkpoint=" in cli.VERBS[verb].example:
-            hint = f"did you mean checkpoint={argument}?"
+        elif meant := _key_before(argument, verb, {_key_of(one) for one in arguments if "=" in one}):
+            hint = f"did you mean {meant}?"
         raise ValueError(f"{argument!r} is no override: {hint}; `longseq {verb} --help` lists the keys")
     if not key or re.search(r"\s|\.\.|^\.|\.$", key):
         raise ValueError(f"{argument}: {key!r} is no key; write key=value without blanks around the =")
@@ -186,6 +196,20 @@ def _check_override(argument: str, verb: str) -> str:
     return argument
 
 
+def _key_before(value: str, verb: str, given: set[str]) -> str | None:
+    """The override whose value was given without its key: a path, or a file of a group; None for another word."""
+    if Path(value).exists():
+        keys = re.findall(r"(\w+)=(?:FILE|FOLDER)\b", cli.VERBS[verb].example)
+        key = next((key for key in keys if key not in {*given, "output"}), None)
+        if key is not None:
+            return f"{key}={value}"
+        return _as_data(value) if verb == "train" else f"checkpoint={value}" if verb == "describe" else None
+    if verb not in GROUPED or not re.fullmatch(r"\w+", value):
+        return None
+    group = next((group for group in GROUPS if group not in given and value in _files_of(f"{group}/")), None)
+    return f"{group}={value}" if group else None
+
+
 def _no_flag(argument: str, rest: Sequence[str], verb: str) -> str:
     flag, has_value, value = argument.partition("=")
     name = flag.lstrip("-").replace("-", "_").rpartition(".")[2]
@@ -193,11 +217,29 @@ def _no_flag(argument: str, rest: Sequence[str], verb: str) -> str:
         value = rest[0]
     node = _compose_without("", verb, [])
     place = None if node is None else _place_of(name, node)
-    remedy = REMEDIES.get(name) if verb == "train" else None
+    remedy = REMEDIES.get(name) if verb == "train" and _is_other(place) else None
+    if name == "data" and verb == "train" and (files := _as_data(value)):
+        remedy = files
     told = (
-        f"write {place}={value or 'VALUE'}" if place else f"write {remedy}" if remedy else "keys are written key=value"
+        f"write {remedy}" if remedy else f"write {place}={value or 'VALUE'}" if place else "keys are written key=value"
     )
     return f"{argument} is no flag: {told}; `longseq {verb} --help` lists the keys"
+
+
+def _is_other(place: str | None) -> bool:
+    """True where a name of another program is no key here, or that of a callback with another meaning."""
+    return place is None or place.startswith("callbacks.")
+
+
+def _as_data(path: str) -> str | None:
+    """The keys for data in a folder or file of the user's; None for other files, and if nothing is there."""
+    images, documents = f"data=image_folder data.root={path}", f"task=document data=documents data.root={path}"
+    if Path(path).is_dir() and path:
+        return images
+    if not Path(path).is_file():
+        return None
+    table = f"{documents}, or for a table of images {images} data.source=csv"
+    return {".tar": images, ".jsonl": documents, ".csv": table}.get(Path(path).suffix)
 
 
 def _place_of(name: str, node: Mapping[str, Any]) -> str | None:
@@ -261,6 +303,10 @@ def _explain(error: BaseException, verb: str, arguments: Sequence[str]) -> str:
     if isinstance(error, InterpolationResolutionError):
         error = _raised_by_resolver(error) or error
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        name = _value_of(("-cn", "--config-name"), arguments)
+        if name is not None and error.missing_cfg_file.removesuffix(".yaml") == name.removesuffix(".yaml"):
+            folders = (_value_of(flags, arguments) for flags in (("-cd", "--config-dir"), ("-cp", "--config-path")))
+            return _unknown_configuration(name, next((one for one in folders if one and Path(one).is_dir()), None))
         return _unknown_option(error.missing_cfg_file, error.options or _files_of(error.missing_cfg_file))
     if isinstance(error, OSError) and not isinstance(error, HydraException):
         return _explain_system(error)
@@ -382,10 +428,10 @@ def _unknown_option(path: str, options: Sequence[str]) -> str:
         if path.startswith(missing):
             return f"{path} needs a package of Hydra's: pip install '{extra}'"
     group, _, option = path.rpartition("/")
+    if path.startswith("data/") and (files := _as_data(path.removeprefix("data/"))):
+        return f"data={path.removeprefix('data/')} is no name of data: give {files}"
     if "/" in "".join(options):  # a group with folders
         group, _, option = path.partition("/")
-    if not group:
-        return f"there is no configuration {option}: leave --config-name out"
     if group == "mixer" and "+" in option:
         return f"mixer={option} names several mixers: give mixer=hybrid mixer.name={option}"
     if group == "model" and (told := _named_by_timm(option)):
@@ -394,6 +440,32 @@ def _unknown_option(path: str, options: Sequence[str]) -> str:
     near = nearest(meant, options) or next((one for one in options if one.rpartition("/")[2] == option), None)
     hint = f"did you mean {group}={near}? " if near else ""
     return f"{group}={option} is unknown: {hint}the options of {group} are {', '.join(options)}"
+
+
+def _unknown_configuration(name: str, folder: str | None) -> str:
+    """That --config-name names no file, of a folder that --config-dir names or of this package."""
+    file = name if name.endswith(".yaml") else f"{name}.yaml"
+    if folder is None:
+        place = "." if Path(file).is_file() else "FOLDER"
+        return (
+            f"there is no configuration {name}: give --config-dir {place}, too, for a file {file} in it, or leave "
+            "--config-name out"
+        )
+    known = sorted(path.relative_to(folder).with_suffix("").as_posix() for path in Path(folder).rglob("*.yaml"))
+    if not known:
+        return f"there is no {Path(folder, file)}, and no other .yaml file in {folder}: name another folder"
+    near = nearest(name.removesuffix(".yaml"), known)
+    hint = f"did you mean --config-name {near}? " if near else ""
+    return f"there is no {Path(folder, file)}: {hint}the files of {folder} are {', '.join(known)}"
+
+
+def _value_of(flags: Sequence[str], arguments: Sequence[str]) -> str | None:
+    """The value of a flag, which may have two names, among the arguments; None where it is not given."""
+    for index, argument in enumerate(arguments):
+        begin, has_value, value = argument.partition("=")
+        if begin[:1] == "-" and full_flag(begin) in flags:
+            return value if has_value else next(iter(arguments[index + 1 :]), None)
+    return None
 
 
 def _named_by_timm(option: str) -> str | None:
@@ -454,7 +526,7 @@ def _unknown_part(
     if nearest(name, known) and not (elsewhere or "").endswith(f".{name}"):
         elsewhere = None  # a misspelling of a key that stands here
     meant = f"{place}.{same}".lstrip(".") if same else elsewhere
-    if meant is None and not place and verb == "train" and name in REMEDIES:
+    if _is_other(meant) and not place and verb == "train" and name in REMEDIES:
         return f"{override}: {part} is unknown: write {REMEDIES[name]}"
     if meant is None or part != key.rpartition(".")[2]:
         return unknown_key(part, known, place)

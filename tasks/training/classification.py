@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,14 @@ from torchmetrics.utilities.data import dim_zero_cat
 
 from longseq.tasks.training import targets
 from longseq.tasks.training.decisions import HALF
-from longseq.tasks.training.options import check_call, nearest, refuse_unknown, signature_options
+from longseq.tasks.training.options import (
+    check_call,
+    check_value,
+    choices_of,
+    nearest,
+    refuse_unknown,
+    signature_options,
+)
 from longseq.tasks.training.targets import METRICS
 
 Make = Callable[[int], Metric]
@@ -248,7 +255,7 @@ def check_metrics(
             raise ValueError(
                 f"{place}.{targets.TARGET}={form} is not for data with {kind} a sample: choose another one"
             )
-        _check_one_number(node, place)
+        _check_one_number(function, node, place)
         options = {key: value for key, value in node.items() if key not in (targets.TARGET, targets.PARTIAL)}
         if function.__module__.startswith("torchmetrics."):  # they take any keyword, and refuse it when they are built
             refuse_unknown(options, [one for one in signature_options(_constructor(function)) if one != "self"], place)
@@ -300,7 +307,7 @@ def _build(node: Mapping[str, Any], place: str, num_classes: int) -> Metric:
             f"{place}.{targets.TARGET}={function.__name__} is for two classes, and there are {num_classes}: choose "
             "another one"
         )
-    _check_one_number(node, place)
+    _check_one_number(function, node, place)
     told = {name: num_classes for name in _TOLD if name in signature_options(_constructor(function))}
     metric = targets.build({**node, **told}, METRICS, place)
     if not isinstance(metric, Metric):
@@ -309,10 +316,14 @@ def _build(node: Mapping[str, Any], place: str, num_classes: int) -> Metric:
     return metric
 
 
-def _check_one_number(node: Mapping[str, Any], place: str) -> None:
+def _check_one_number(function: Any, node: Mapping[str, Any], place: str) -> None:
     """ValueError for options of torchmetrics that give several numbers."""
-    if node.get("average", "macro") in (None, "none"):
+    average = node.get("average", "macro")
+    if average in (None, "none"):
         raise ValueError(f"{place}.average=none gives a number for each class: choose macro or weighted")
+    known = [choice for choice in choices_of(_constructor(function), "average") if choice not in (None, "none")]
+    if "average" in node and known:
+        check_value(Literal[tuple(known)], average, f"{place}.average")
     if node.get("multidim_average", "global") != "global":
         raise ValueError(
             f"{place}.multidim_average={node['multidim_average']} gives a number for each sample: choose global"

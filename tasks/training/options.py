@@ -190,6 +190,12 @@ def signature_options(function: Callable[..., Any]) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.kind in kinds}
 
 
+def choices_of(function: Callable[..., Any], name: str) -> list[Any]:
+    """The values that the annotation of a parameter lists; an empty list where it lists none."""
+    hint = _hints_of(function).get(name)
+    return [choice for one in (hint, *get_args(hint)) if get_origin(one) is Literal for choice in get_args(one)]
+
+
 def refuse_unknown(values: Iterable[Any], known: Iterable[str], place: str = "") -> None:
     """Raise ValueError for the first key that is not one of `known`; the message names the nearest one."""
     known = list(known)

@@ -27,7 +27,7 @@ def check_output(output: Any) -> None:
         raise ValueError("output is empty: give output=FOLDER, or leave it out")
     if not isinstance(output, str):
         return
-    if not Path(output).name:  # . and /, in which a run's files would lie among all others
+    if Path(output) == Path("/"):
         raise ValueError(f"output={output} is no folder of a run's own: give output=FOLDER, a new one")
     check_name(Path(output), "output")
     if os.path.exists(output) and not os.path.isdir(output):
@@ -40,12 +40,21 @@ def check_output(output: Any) -> None:
 def check_folder(config: Config, *, log: Path | None, tables: Sequence[str]) -> None:
     """Raise ValueError, in one line, where a run would replace or continue a file that no run of longseq wrote.
 
+    The folder of the command, `output=.`, must be empty, too, or a run's. Files in a hidden place do not count.
+
     A folder with a run's configuration or checkpoint is a run's, with all that is in it. Files that a run does not
     write may stand in its folder. `log` is the log of the command, `tables` are the files of the task's report.
     """
     folder = Path(config["output"])
     if _holds_run(folder):
         return
+    if folder == Path():  # where the files of the run would lie among all others
+        others = sorted(path.name for path in folder.iterdir() if _is_noticed(path) and path.name != (log and log.name))
+        if others:
+            raise ValueError(
+                f"output={config['output']} is the folder in which the command starts, and it holds other files, such "
+                f"as {others[0]}: give output=FOLDER, a new one, or start in an empty folder"
+            )
     taken = [
         path
         for place, pattern in _written(config, folder, tables)
@@ -101,6 +110,18 @@ def _holds_run(folder: Path) -> bool:
         return True
     last = runs.newest_checkpoint(folder)
     return last is not None and runs.saved_config(last) is not None
+
+
+def _is_noticed(path: Path) -> bool:
+    """True for a file with something in it, and for a folder with a file; False for those that are hidden.
+
+    Hydra makes the folder of a run before it is known that the run writes to another one.
+    """
+    if path.name.startswith("."):
+        return False
+    if path.is_dir():
+        return any(not inner.is_dir() for inner in path.rglob("*"))
+    return not path.is_file() or path.stat().st_size > 0
 
 
 def _is_taken(path: Path) -> bool:

@@ -138,8 +138,13 @@ def refuse_absent_devices(trainer: Mapping[str, Any]) -> None:
         )
 
 
-def build_trainer(config: DictConfig | Config, callbacks: list[Callback] | None = None) -> Trainer:
-    """The Trainer of `config.trainer` with the configured logger; it writes below `config.output`."""
+def build_trainer(
+    config: DictConfig | Config, callbacks: list[Callback] | None = None, *, profile: str = "profile"
+) -> Trainer:
+    """The Trainer of `config.trainer` with the configured logger; it writes below the folder `config.output`.
+
+    `profile` ends the name of a profiler's report if `trainer.profiler` has no `filename`.
+    """
     config = resolve(config)
     refuse_absent_devices(config["trainer"])
     loggers = build_loggers(config.get("logger"))
@@ -156,7 +161,7 @@ def build_trainer(config: DictConfig | Config, callbacks: list[Callback] | None 
     ]
     try:
         options["strategy"] = _build_strategy(config, options.get("strategy", "auto"))
-        options["profiler"] = _build_profiler(options.get("profiler"))
+        options["profiler"] = _build_profiler(options.get("profiler"), profile)
         return Trainer(
             **options,
             **fixed,
@@ -185,7 +190,7 @@ def _build_strategy(config: Config, strategy: Any) -> Any:
     return targets.build(options, targets.STRATEGIES, "trainer.strategy")
 
 
-def _build_profiler(profiler: Any) -> Any:
+def _build_profiler(profiler: Any, filename: str) -> Any:
     """Lightning's profiler of `trainer.profiler`: a name, or a class with its options."""
     if isinstance(profiler, str) and profiler in _PROFILERS:
         profiler = {targets.TARGET: _PROFILERS[profiler]}
@@ -193,5 +198,5 @@ def _build_profiler(profiler: Any) -> Any:
         return profiler
     built = targets.build(profiler, targets.PROFILERS, "trainer.profiler")
     if getattr(built, "filename", "") is None:  # then the report would go to Lightning's log, which a run does not show
-        built.filename = "profile"
+        built.filename = filename
     return built

@@ -48,7 +48,7 @@ def make_folder(folder: Path) -> Path:
     (folder / "llama" / "config.json").write_text('{"model_type": "llama"}')
     save_file({"embed_tokens.weight": torch.zeros(2, 2)}, folder / "llama" / "model.safetensors")
     (folder / "dangling").symlink_to("nowhere")
-    for name in ("empty", "taken", "taken.csv", "photos", "figures"):
+    for name in ("empty", "taken", "taken.csv", "photos", "figures", "settings"):
         (folder / name).mkdir()
     Image.new("RGB", (8, 8)).save(folder / "photos" / "a.png")
     texts = {
@@ -60,6 +60,7 @@ def make_folder(folder: Path) -> Path:
         "notes.md": "# Notes\n",
         "report.md": "# Report\n",
         "figures/table.md": "| a |\n",
+        "settings/mine.yaml": "defaults: [train, _self_]\nseed: 3\n",
         "nothing.txt": "",
         "text.txt": "some text\n\nmore\n",
         "rows.jsonl": '{"text": "a"}\n',

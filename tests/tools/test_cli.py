@@ -163,7 +163,7 @@ MISTAKES = [
     ("train mixer=longhorn+gsa", "names several mixers: give mixer=hybrid mixer.name=longhorn+gsa"),
     ("train mixer=longhron", "mixer=longhron is unknown: did you mean mixer=longhorn? the options of mixer are abc, "),
     ("train --epochs 5", "--epochs is no flag: write recipe.epochs=5"),
-    ("train digits", "'digits' is no override: write key=value"),
+    ("train digits", "'digits' is no override: did you mean data=digits?"),
     ("predict checkpoint=x.ckpt input=y top_k=0", "top_k=0 must be a whole number of at least 1"),
 ]
 

@@ -283,7 +283,9 @@ def test_two_loggers_hold_the_same_values_and_hyper_parameters_no_paths(longseq,
 
 @pytest.mark.slow
 def test_a_strategy_and_a_profiler_with_options(command, longseq, folder_words, tmp_path):
-    """They change no number, and the report of the profiler lies in the run folder, also without a name."""
+    """They change no number, and the report of the profiler lies in the run folder, also without a name. That of
+    `evaluate` lies beside the metrics.
+    """
     write_three(tmp_path / "images")
     longseq(*folder_words, "recipe.epochs=1", "+trainer.profiler=simple")
     assert "[Strategy]SingleDeviceStrategy.training_step" in (tmp_path / "run" / "fit-profile.txt").read_text()
@@ -305,4 +307,10 @@ def test_a_strategy_and_a_profiler_with_options(command, longseq, folder_words, 
     (count,) = re.findall(r"\[Strategy\]DDPStrategy\.training_step\s*\|[^|]*\|\s*(\d+)\s*\|", report)
     assert int(count) == figures["updates"] == 2
     assert (tmp_path / "other" / "test-mine.txt").is_file()
+    of_training = (tmp_path / "run" / "test-profile.txt").read_text()
+    longseq("evaluate", BEST, "trainer=cpu", "+trainer.profiler=simple", "output=told/figures.json")
+    assert "[Strategy]SingleDeviceStrategy.test_step" in (tmp_path / "told" / "test-profile_figures.txt").read_text()
+    longseq("evaluate", BEST, "trainer=cpu", "+trainer.profiler=simple")
+    assert (tmp_path / "run" / "test-profile_evaluation_test.txt").is_file()
+    assert (tmp_path / "run" / "test-profile.txt").read_text() == of_training
     assert not list(tmp_path.glob("*.txt"))

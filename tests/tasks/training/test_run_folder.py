@@ -99,6 +99,17 @@ def test_a_name_that_breaks_lines_is_refused(name, tmp_path):
 
 
 @pytest.mark.slow
+def test_the_folder_of_the_command_takes_a_run_if_it_is_empty(command_here, tiny_overrides, tmp_path):
+    (tmp_path / ".hidden").write_text("hidden")
+    (tmp_path / "nohup.out").touch()
+    words = ("train", *tiny_overrides, "trainer.fast_dev_run=true", "data.num_workers=0", "output=.")
+    for _ in range(2):  # then it holds a run, and may take another one
+        done = command_here(tmp_path, *words)
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "config.yaml").is_file()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a b=c[1]{2}'", "12", "slash/", "linked"])
 def test_a_run_writes_to_a_folder_of_any_name(name, command_here, tiny_overrides, tmp_path):
     (tmp_path / "place").mkdir()
