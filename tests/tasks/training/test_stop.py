@@ -55,6 +55,18 @@ def ended_within(seconds: float, process: subprocess.Popen[str]) -> bool:
     return not family(process)
 
 
+@pytest.fixture(autouse=True)
+def heeded_signals():
+    """Ctrl-C and a closed terminal reach the runs also where the tests run in the background, which ignores both."""
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    ignored = [number for number in defaults if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, defaults[number])
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+
+
 @pytest.fixture
 def leave_nothing():
     """Ends the processes that a failed test has left."""
@@ -194,7 +206,9 @@ def test_the_loss_of_a_process_is_one_line(kind, options, code, line, tmp_path, 
     end_by(kind, process)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code, errors
-    saved, told = [one for one in errors.splitlines() if not one.startswith("epoch ")]
+    lines = [one for one in errors.splitlines() if not one.startswith("epoch ")]
+    assert len(lines) == 2, errors
+    saved, told = lines
     assert re.search(rf"^longseq: error: {line}", told), errors
     assert saved.startswith("stopped; saved as of update ")
     assert saved.endswith("the same command with resume=true continues there")
