@@ -1,6 +1,7 @@
 """The checkpoint from which a run continues, and the best one."""
 
 import logging
+import signal
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from longseq.tasks.training.callbacks.nonfinite import NonFiniteError
 from longseq.tasks.training.callbacks.updates import updated, validation_follows
 from longseq.tasks.training.options import Range
 from longseq.tasks.training.runs import is_readable
+from longseq.tasks.training.signals import answered
 
 _log = logging.getLogger(__name__)
 
@@ -132,15 +134,22 @@ class LastCheckpoint(Checkpoint):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # With several processes, none can save alone. On SIGTERM they stop together, and all take part in saving.
         alone = trainer.world_size == 1 or isinstance(exception, SIGTERMException)
+        told: list[int] = []
         if self._resume_point is not None and alone and not isinstance(exception, NonFiniteError):
             self._interrupted = True
-            self._save(trainer)
+            # A data worker's death is told to the main process twice: a read from it fails, which ends the run, and by
+            # a signal, which torch answers with an error wherever the program is then. That error, which says what has
+            # happened, must not end the save: it comes after it.
+            with answered([signal.SIGCHLD], lambda number, frame: told.append(number)):
+                self._save(trainer)
         if not self.path.exists() and isinstance(exception, SIGTERMException) and trainer.is_global_zero:
             print("stopped before the first update; nothing is saved", file=sys.stderr)
         remedy = f"init={self.path} starts a new run from these weights"
         line = self.describe_end(remedy) if isinstance(exception, NonFiniteError) else self.describe_end()
         if line is not None and trainer.is_global_zero:
             print(line, file=sys.stderr)
+        if told:
+            signal.raise_signal(signal.SIGCHLD)
 
     def describe_end(self, remedy: str = "the same command with resume=true continues there") -> str | None:
         """Where an interrupted run is saved, and what to do; None if it is not."""
