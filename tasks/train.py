@@ -29,6 +29,7 @@ from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import automatic, processes, runs
 from longseq.tasks.training import checkpoint as checkpoints
 from longseq.tasks.training.callbacks.agreement import Agreement
+from longseq.tasks.training.callbacks.checkpoint import LastCheckpoint
 from longseq.tasks.training.callbacks.clock import RunClock
 from longseq.tasks.training.callbacks.run_log import logged
 from longseq.tasks.training.callbacks.stop import stoppable
@@ -310,7 +311,14 @@ def _fit(
     if _trains_on_gpu(trainer):
         torch.cuda.reset_peak_memory_stats()  # a sweep trains several models in this process
     with _memory_explained(trainer, module, datamodule, config):
-        trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
+        try:
+            trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
+        except RuntimeError as error:
+            # That of a lost data worker comes wherever the program is, also before callbacks are told of another error.
+            for callback in trainer.checkpoint_callbacks:
+                if isinstance(callback, LastCheckpoint) and not callback.has_ended:
+                    callback.on_exception(trainer, module, error)
+            raise
 
 
 def _trains_on_gpu(trainer: Trainer) -> bool:

@@ -105,6 +105,7 @@ class LastCheckpoint(Checkpoint):
         self._saved_step = -1
         self._resume_point: dict[str, Any] | None = None  # the state of the loops after the latest update
         self._interrupted = False
+        self.has_ended = False  # whether it was told of the error that ended the run, and has saved what it can
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._saved_at = time.monotonic()
@@ -142,6 +143,7 @@ class LastCheckpoint(Checkpoint):
             # happened, must not end the save: it comes after it.
             with answered([signal.SIGCHLD], lambda number, frame: told.append(number)):
                 self._save(trainer)
+        self.has_ended = True
         if not self.path.exists() and isinstance(exception, SIGTERMException) and trainer.is_global_zero:
             print("stopped before the first update; nothing is saved", file=sys.stderr)
         remedy = f"init={self.path} starts a new run from these weights"
