@@ -6,6 +6,8 @@ stays in the GPU's cache. Then it takes the pieces from the last to the first: i
 keeps in registers what their gradients need, and runs the adjoint recurrence. All loads of a piece come first, all its
 stores last. The gradients of keys and queries are sums over all channels: each program writes its part, and `gather`
 adds the parts in a fixed order, so that the result is the same in every run.
+
+A gradient whose tensor is None is neither computed nor stored.
 """
 
 import triton
@@ -94,13 +96,21 @@ def _step_back(
 
 
 @triton.jit
+def _round(value, gradients):
+    """A gradient of a token in the type of the tensor that holds such gradients, if there is one."""
+    if gradients is not None:
+        value = value.to(gradients.dtype.element_ty)
+    return value
+
+
+@triton.jit
 def _walk_back(
-    h, g, d_rates, values, entries, d_outputs, d_x, d_rate, d_prepared, output_step, rates, wide, e, D, STEP,
+    h, g, d_rates, values, entries, d_outputs, d_x, d_rate, d_prepared, first, output_step, rates, wide, e, D, STEP,
     LONGHORN: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """From g, the gradient of the state after TOKENS tokens, to that of the state h before them.
 
-    The pointers point to the gradients of the first of these tokens.
+    `first` is the first of these tokens, counted from the one to whose gradients the pointers point.
     """
     STATE: tl.constexpr = e.shape[0] * e.shape[1]
     kept = ()
@@ -116,7 +126,8 @@ def _walk_back(
         else:
             kept = kept + (h,)
             h = advance(h, x_t, rate_t, key, norm_t, rates, LONGHORN)
-        d_queries = d_queries + (_within_threads(d_outputs[i].to(tl.float32)[:, None, :] * h, VECTOR),)
+        if d_prepared is not None:
+            d_queries = d_queries + (_within_threads(d_outputs[i].to(tl.float32)[:, None, :] * h, VECTOR),)
     d_values = ()
     d_entries = ()
     for i in tl.static_range(TOKENS - 1, -1, -1):
@@ -124,14 +135,23 @@ def _walk_back(
             g, d_rates, kept[i], factors[i], d_outputs[i].to(tl.float32), values[i][0].to(tl.float32),
             values[i][1].to(tl.float32), entries[i][0], entries[i][1], rates, LONGHORN, VECTOR,
         )  # fmt: skip
-        d_values = ((d_x_t.to(d_x.dtype.element_ty), d_rate_t.to(d_rate.dtype.element_ty)),) + d_values
-        d_entries = (tl.join(d_key, d_queries[i]),) + d_entries
-    place = e[:, :, None, None] + STATE * tl.arange(0, 2)[None, None, :, None]
-    place += (2 * STATE * STEP) * tl.arange(0, TOKENS)[None, None, None, :]
-    tl.store(d_prepared + place, tl.sum(_stack(d_entries, TOKENS), 2))
+        d_values = ((_round(d_x_t, d_x), _round(d_rate_t, d_rate)),) + d_values
+        if d_prepared is not None:
+            d_entries = (tl.join(d_key, d_queries[i]),) + d_entries
+    if d_prepared is not None:
+        d_prepared += first * (2 * STATE * STEP)
+        place = e[:, :, None, None] + STATE * tl.arange(0, 2)[None, None, :, None]
+        place += (2 * STATE * STEP) * tl.arange(0, TOKENS)[None, None, None, :]
+        tl.store(d_prepared + place, tl.sum(_stack(d_entries, TOKENS), 2))
+    if d_x is not None:
+        d_x += first * output_step
+    if d_rate is not None:
+        d_rate += first * output_step
     for i in tl.static_range(TOKENS):
-        store_channels(d_x + i * output_step, wide, D, d_values[i][0], EVEN)
-        store_channels(d_rate + i * output_step, wide, D, d_values[i][1], EVEN)
+        if d_x is not None:
+            store_channels(d_x + i * output_step, wide, D, d_values[i][0], EVEN)
+        if d_rate is not None:
+            store_channels(d_rate + i * output_step, wide, D, d_values[i][1], EVEN)
     return g, d_rates
 
 
@@ -168,21 +188,23 @@ def backward(
     rates = g
     if not LONGHORN:
         rates = load_rates(A, A_half, e, d, D, REVERSE, EVEN, VECTOR)
-    d_rates = g * 0.0
+    d_rates = g * 0.0  # of A; not used, and so not computed, where no gradient of A is stored
     x += row * x_row + token * x_token
     rate += row * rate_row + token * rate_token
     prepared += (row * T + token) * row_of(STATE, LONGHORN)
     d_output += (row % output_rows * T + token) * D
-    d_x += (row * T + token) * D
-    d_rate += (row * T + token) * D
-    d_prepared += (block * tokens + row * T + token) * (2 * STATE)  # partial sums: [blocks, tokens, 2, P Q]
+    if d_x is not None:
+        d_x += (row * T + token) * D
+    if d_rate is not None:
+        d_rate += (row * T + token) * D
+    if d_prepared is not None:
+        d_prepared += (block * tokens + row * T + token) * (2 * STATE)  # partial sums: [blocks, tokens, 2, P Q]
     checkpoints += (first_checkpoint(n, T, cu_seqlens, PACKED, CHECKPOINT) + done // CHECKPOINT) * STATE * D
     scratch += tl.program_id(0).to(tl.int64) * (CHECKPOINT // TOKENS * STATE * BLOCK_D)
     own = tl.arange(0, BLOCK_D)
     x_step = (zero + x_token) * STEP
     rate_step = (zero + rate_token) * STEP
     output_step = (zero + D) * STEP
-    entries_step = 2 * STATE * STEP
 
     for behind in range(0, tl.cdiv(live, CHECKPOINT)):
         number = tl.cdiv(live, CHECKPOINT) - 1 - behind
@@ -222,8 +244,7 @@ def backward(
                 before, g, d_rates, load_values(x, rate, x_step, rate_step, t, wide, D, EVEN, 1),
                 load_entries(prepared, t, e, STEP, LONGHORN, 1),
                 _load_gradients(d_output, output_step, t, wide, D, EVEN, 1),
-                d_x + t * output_step, d_rate + t * output_step, d_prepared + t * entries_step,
-                output_step, rates, wide, e, D, STEP, LONGHORN, EVEN, VECTOR, 1,
+                d_x, d_rate, d_prepared, t, output_step, rates, wide, e, D, STEP, LONGHORN, EVEN, VECTOR, 1,
             )  # fmt: skip
         for left in range(0, pieces):
             piece = pieces - 1 - left
@@ -238,11 +259,10 @@ def backward(
             d_ahead = _load_gradients(d_output, output_step, coming, wide, D, EVEN, TOKENS)
             g, d_rates = _walk_back(
                 h, g, d_rates, values, entries, d_now,
-                d_x + t * output_step, d_rate + t * output_step, d_prepared + t * entries_step,
-                output_step, rates, wide, e, D, STEP, LONGHORN, EVEN, VECTOR, TOKENS,
+                d_x, d_rate, d_prepared, t, output_step, rates, wide, e, D, STEP, LONGHORN, EVEN, VECTOR, TOKENS,
             )  # fmt: skip
     store_state(d_initial + n * STATE * D, e, d, D, tl.where(done == 0, D, 0), g, False, VECTOR)
-    if not LONGHORN:
+    if d_A is not None:
         LN2: tl.constexpr = 0.6931471805599453
         store_state(d_A + slot * STATE * D, e, d, D, D, LN2 * d_rates, EVEN, VECTOR)
 

@@ -236,23 +236,43 @@ def diagonal_scan_backward(
     d_output: Tensor,
     d_final: Tensor | None,
     reverse: int,
+    wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, rate, key, query, A (empty without A) and the initial state (in float32)."""
-    d_key, d_query = key.new_empty(key.shape), query.new_empty(query.shape)
-    d_x, d_rate, d_A, d_initial = differentiate_scan(
-        x, rate, key, query, A, cu_seqlens, checkpoints, d_output, d_final, reverse, d_key, d_query
-    )
+    """The gradients of x, rate, key, query, A and the initial state (in float32), empty for those not wanted.
+
+    `wanted` is about the first five. A key or query alone is not cheaper than both: both are computed.
+    """
+    d_x, d_rate, d_key, d_query = _allocate_gradients(x, rate, key, query, wanted)
+    d_A, d_initial = differentiate_scan(
+        x, rate, key, query, A, cu_seqlens, checkpoints, d_output, d_final, reverse,
+        d_x if wanted[0] else None, d_rate if wanted[1] else None, (d_key, d_query) if any(wanted[2:4]) else None,
+        wanted[4],
+    )  # fmt: skip
     return d_x, d_rate, d_key, d_query, d_A, d_initial
+
+
+def _allocate_gradients(
+    x: Tensor, rate: Tensor, key: Tensor, query: Tensor, wanted: list[bool]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Buffers for the gradients of tokens, empty for those that are not computed."""
+
+    def like(tensor: Tensor, needed: bool) -> Tensor:
+        return tensor.new_empty(tensor.shape if needed else (0,))
+
+    either = any(wanted[2:4])
+    return like(x, wanted[0]), like(rate, wanted[1]), like(key, either), like(query, either)
 
 
 def differentiate_scan(
     x: Tensor, rate: Tensor, key: Tensor, query: Tensor, A: Tensor | None, cu_seqlens: Tensor | None,
-    checkpoints: Tensor, d_output: Tensor, d_final: Tensor | None, reverse: int, d_key: Tensor, d_query: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Writes the gradients of keys and queries; returns those of x, rate, A and the initial state.
+    checkpoints: Tensor, d_output: Tensor, d_final: Tensor | None, reverse: int,
+    d_x: Tensor | None, d_rate: Tensor | None, d_key_and_query: tuple[Tensor, Tensor] | None,
+    wants_A: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Writes the gradients of tokens that have a tensor; returns those of A (empty if not wanted) and the state.
 
-    Rows of d_key and of d_query have the same stride. A `d_output` with half as many rows as x is the gradient of both
-    halves.
+    Rows of the gradients of key and query have the same stride. A `d_output` with half as many rows as x is the
+    gradient of both halves.
     """
     x, rate, key, query = (channels_adjacent(tensor) for tensor in (x, rate, key, query))
     batch, tokens, channels = x.shape
@@ -261,9 +281,9 @@ def differentiate_scan(
     A = None if A is None else A.contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     plan = _plan(x, key, A, cu_seqlens, reverse)
-    d_x, d_rate = x.new_empty(x.shape), rate.new_empty(rate.shape)
+    wants_A = wants_A and A is not None
     d_initial = _allocate_states(x, key, plan.sequences)
-    d_A = x.new_empty((0 if A is None else plan.slots, plan.width, channels), dtype=torch.float32)
+    d_A = x.new_empty((plan.slots if wants_A else 0, plan.width, channels), dtype=torch.float32)
     if d_initial.numel():
         prepared = _prepare(plan, key, query)
         if plan.constants["SPAN"] and d_output.shape[0] < batch:
@@ -272,7 +292,9 @@ def differentiate_scan(
         walk = plan.walk("backward", channels)
         constants = plan.launch(walk, channels)
         blocks = cdiv(channels, constants["BLOCK_D"])
-        d_prepared = x.new_empty((blocks, batch, tokens, 2, plan.width), dtype=torch.float32)
+        d_prepared = None
+        if d_key_and_query is not None:
+            d_prepared = x.new_empty((blocks, batch, tokens, 2, plan.width), dtype=torch.float32)
         pieces = (plan.slots * blocks, CHECKPOINT // walk.tokens, plan.width, constants["BLOCK_D"])
         scratch = x.new_empty(pieces, dtype=torch.float32)
         launch = find_launch(
@@ -283,30 +305,30 @@ def differentiate_scan(
         launch(
             x, rate, prepared, A, cu_seqlens, plan.sequence_of, products, ends, checkpoints, scratch,
             d_output, checkpoints if d_final is None else d_final.contiguous(),
-            d_x, d_rate, d_prepared, d_A, d_initial,
+            d_x, d_rate, d_prepared, d_A if wants_A else None, d_initial,
         )  # fmt: skip
-        if d_key.numel():
+        if d_key_and_query is not None and d_key_and_query[0].numel():
+            d_key, d_query = d_key_and_query
             launch = find_launch(
                 gather, x.device, cdiv(batch * tokens, GATHERED), (blocks, batch * tokens, d_key.stride(1)),
                 N=entries, WIDTH=plan.width, TOKENS=GATHERED, **launch_options(2),
             )  # fmt: skip
             launch(d_prepared, d_key, d_query)
-    if A is not None:
+    if A is not None and wants_A:
         d_A = d_A.sum(0) if A.dim() == 2 else d_A.unflatten(0, (2, -1)).sum(1)
-    return d_x, d_rate, d_A, d_initial
+    return d_A, d_initial
 
 
 @diagonal_scan_backward.register_fake
-def _(x, rate, key, query, A, cu_seqlens, checkpoints, d_output, d_final, reverse):
+def _(x, rate, key, query, A, cu_seqlens, checkpoints, d_output, d_final, reverse, wanted):
     state = _allocate_states(x, key, count_sequences(x.shape[0], cu_seqlens))
-    d_A = x.new_empty((0, *state.shape[1:]) if A is None else A.shape, dtype=torch.float32)
-    return (*(tensor.new_empty(tensor.shape) for tensor in (x, rate, key, query)), d_A, state)
+    d_A = x.new_empty((0, *state.shape[1:]) if A is None or not wanted[4] else A.shape, dtype=torch.float32)
+    return *_allocate_gradients(x, rate, key, query, wanted), d_A, state
 
 
 def _setup_context(ctx, inputs, output):
-    x, rate, key, query, A, initial_state, cu_seqlens, ctx.reverse, ctx.saved = inputs
+    x, rate, key, query, A, _, cu_seqlens, ctx.reverse, ctx.saved = inputs
     ctx.save_for_backward(x, rate, key, query, A, cu_seqlens, output[2])
-    ctx.has_initial = initial_state is not None
     ctx.set_materialize_grads(False)
 
 
@@ -315,11 +337,11 @@ def _differentiate(ctx, d_output, d_final, d_checkpoints):
     assert ctx.saved, "the forward pass ran without saving checkpoints"
     if d_output is None:
         d_output = torch.zeros_like(x)
-    d_x, d_rate, d_key, d_query, d_A, d_initial = diagonal_scan_backward(
-        x, rate, key, query, A, cu_seqlens, checkpoints, d_output, d_final, ctx.reverse
+    needed = ctx.needs_input_grad[:6]
+    gradients = diagonal_scan_backward(
+        x, rate, key, query, A, cu_seqlens, checkpoints, d_output, d_final, ctx.reverse, list(needed[:5])
     )
-    d_A = None if A is None else d_A
-    return d_x, d_rate, d_key, d_query, d_A, d_initial if ctx.has_initial else None, None, None, None
+    return *(gradient if need else None for gradient, need in zip(gradients, needed, strict=True)), None, None, None
 
 
 diagonal_scan.register_autograd(_differentiate, setup_context=_setup_context)

@@ -146,21 +146,23 @@ def differentiate_features(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, EPS: tl.constexpr, KIND: tl.constexpr, L1: tl.constexpr,
     READINGS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of x and of the logits, for one head and a block of rows."""
+    """The gradients of x and of the logits, for one head and a block of rows. That of x is left out if dx is None."""
     head, row, there = place_rows(rows, H, BLOCK_R)
-    width: tl.constexpr = 2 * H * K + H * V
-    query = load_rows(x, row, x_row, head * K, there, K, BLOCK_K)
-    d_query = load_rows(dq, row, H * K, head * K, there, K, BLOCK_K)
-    d_query = unit_gradient(query, d_query, EPS, K, BLOCK_K, KIND, L1)
-    store_rows(dx, row, width, head * K, there, d_query, K, BLOCK_K)
-    key = load_rows(x, row, x_row, (H + head) * K, there, K, BLOCK_K)
-    d_key = load_rows(dk, row, H * K, head * K, there, K, BLOCK_K)
-    d_key = unit_gradient(key, d_key, EPS, K, BLOCK_K, KIND, L1)
-    store_rows(dx, row, width, (H + head) * K, there, d_key, K, BLOCK_K)
-    value = load_rows(x, row, x_row, 2 * H * K + head * V, there, V, BLOCK_V)
-    d_value = load_rows(dv, row, H * V, head * V, there, V, BLOCK_V)
-    gate = tl.sigmoid(value)
-    store_rows(dx, row, width, 2 * H * K + head * V, there, d_value * gate * (1.0 + value * (1.0 - gate)), V, BLOCK_V)
+    if dx is not None:
+        width: tl.constexpr = 2 * H * K + H * V
+        query = load_rows(x, row, x_row, head * K, there, K, BLOCK_K)
+        d_query = load_rows(dq, row, H * K, head * K, there, K, BLOCK_K)
+        d_query = unit_gradient(query, d_query, EPS, K, BLOCK_K, KIND, L1)
+        store_rows(dx, row, width, head * K, there, d_query, K, BLOCK_K)
+        key = load_rows(x, row, x_row, (H + head) * K, there, K, BLOCK_K)
+        d_key = load_rows(dk, row, H * K, head * K, there, K, BLOCK_K)
+        d_key = unit_gradient(key, d_key, EPS, K, BLOCK_K, KIND, L1)
+        store_rows(dx, row, width, (H + head) * K, there, d_key, K, BLOCK_K)
+        value = load_rows(x, row, x_row, 2 * H * K + head * V, there, V, BLOCK_V)
+        d_value = load_rows(dv, row, H * V, head * V, there, V, BLOCK_V)
+        gate = tl.sigmoid(value)
+        d_value *= gate * (1.0 + value * (1.0 - gate))
+        store_rows(dx, row, width, 2 * H * K + head * V, there, d_value, V, BLOCK_V)
     if READINGS > 0:
         own = rows // READINGS
         there = row < own
@@ -190,7 +192,7 @@ def _prepare(
 
 def _launch(
     backward: bool, x: Tensor, logits: Tensor | None, heads: int, key_dim: int, feature_map: str, l1: bool,
-    *tensors: Tensor,
+    *tensors: Tensor | None,
 ) -> None:  # fmt: skip
     channels = x.shape[-1]
     count, (rows, row) = x.numel() // channels, rows_of(x)
@@ -227,25 +229,29 @@ def _allocate(x: Tensor, logits: Tensor | None, heads: int, key_dim: int) -> tup
 
 @custom_op("head_features_backward")
 def head_features_backward(
-    x: Tensor, logits: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, d_beta: Tensor, feature_map: str, l1: bool
-) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of the logits (empty without logits)."""
-    dx, d_logits = _allocate_gradients(x, logits)
+    x: Tensor, logits: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, d_beta: Tensor, feature_map: str, l1: bool,
+    wants_x: bool, wants_logits: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients of x and of the logits, empty if not wanted; that of the logits also without logits."""
+    logits = logits if wants_logits else None
+    dx, d_logits = _allocate_gradients(x, logits, wants_x)
     heads, key_dim = dq.shape[-2:]
     _launch(
         True, x, logits, heads, key_dim, feature_map, l1,
-        dq.contiguous(), dk.contiguous(), dv.contiguous(), d_beta.contiguous(), dx, d_logits,
+        dq.contiguous(), dk.contiguous(), dv.contiguous(), d_beta.contiguous(), dx if wants_x else None, d_logits,
     )  # fmt: skip
     return dx, d_logits
 
 
 @head_features_backward.register_fake
-def _(x, logits, dq, dk, dv, d_beta, feature_map, l1):
-    return _allocate_gradients(x, logits)
+def _(x, logits, dq, dk, dv, d_beta, feature_map, l1, wants_x, wants_logits):
+    return _allocate_gradients(x, logits if wants_logits else None, wants_x)
 
 
-def _allocate_gradients(x: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty((0,)) if logits is None else logits.new_empty(logits.shape)
+def _allocate_gradients(x: Tensor, logits: Tensor | None, wants_x: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape if wants_x else (0,)), x.new_empty((0,)) if logits is None else logits.new_empty(
+        logits.shape
+    )
 
 
 def _setup_context(ctx, inputs, output):
@@ -255,8 +261,9 @@ def _setup_context(ctx, inputs, output):
 
 def _differentiate(ctx, dq, dk, dv, d_beta):
     x, logits = ctx.saved_tensors
-    dx, d_logits = head_features_backward(x, logits, dq, dk, dv, d_beta, ctx.feature_map, ctx.l1)
-    return dx, None if logits is None else d_logits, None, None, None, None
+    needs_x, needs_logits = ctx.needs_input_grad[:2]
+    dx, d_logits = head_features_backward(x, logits, dq, dk, dv, d_beta, ctx.feature_map, ctx.l1, needs_x, needs_logits)
+    return dx if needs_x else None, d_logits if needs_logits else None, None, None, None, None
 
 
 head_features.register_autograd(_differentiate, setup_context=_setup_context)

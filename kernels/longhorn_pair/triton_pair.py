@@ -111,9 +111,11 @@ def _find_rates(selected: Tensor, rate: Tensor, rate_offset: Tensor) -> Tensor:
 
 
 def _differentiate_rates(
-    selected: Tensor, rate: Tensor, rates: Tensor, d_rates: Tensor, d_selected: Tensor, chosen: int
+    selected: Tensor, rate: Tensor, rates: Tensor, d_rates: Tensor, d_selected: Tensor, chosen: int, weighs: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of rate and rate_offset; writes the gradient of r to the first columns of d_selected.
+
+    The two that are returned are empty without `weighs`.
 
     The columns of d_selected from `chosen` on, which are padding, are filled with zeros.
     """
@@ -126,17 +128,22 @@ def _differentiate_rates(
     blocks, slabs = cdiv(rows, table.block), cdiv(inner, channels)
     programs = max(1, min(blocks, PROGRAMS // (2 * slabs)))
     d_ranks = selected.new_empty((slabs, ranks, 2 * rows), dtype=torch.float32)
-    d_weights = selected.new_empty((programs, *rate.shape), dtype=torch.float32)
-    d_biases = selected.new_empty((programs, 2, inner), dtype=torch.float32)
+    d_weights = selected.new_empty((programs, *rate.shape) if weighs else (0,), dtype=torch.float32)
+    d_biases = selected.new_empty((programs, 2, inner) if weighs else (0,), dtype=torch.float32)
     find_launch(
         differentiate_rates, rates.device, 2 * programs * slabs, (rows, blocks, programs, inner, width),
         R=ranks, BLOCK_R=columns, BLOCK_T=table.block, BLOCK_D=channels, **table.options,
-    )(selected, rate.contiguous(), rates, d_rates, d_ranks, d_weights, d_biases)  # fmt: skip
+    )(
+        selected, rate.contiguous(), rates, d_rates, d_ranks, d_weights if weighs else None,
+        d_biases if weighs else None,
+    )  # fmt: skip
     find_launch(
         add_ranks, rates.device, cdiv(2 * rows, ADDED), (2 * rows, slabs, width),
         R=ranks, CHOSEN=chosen, BLOCK_S=next_power_of_2(width), BLOCK_T=ADDED, **launch_options(4),
     )(d_ranks, d_selected)  # fmt: skip
-    return d_weights.sum(0).to(rate.dtype), d_biases.sum(0)
+    if weighs:
+        d_weights, d_biases = d_weights.sum(0), d_biases.sum(0)
+    return d_weights.to(rate.dtype), d_biases
 
 
 @custom_op("longhorn_pair_backward")
@@ -155,36 +162,55 @@ def longhorn_pair_backward(
     scanned: Tensor,
     checkpoints: Tensor,
     dy: Tensor,
+    wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of `projected` and of the six parameters."""
+    """The gradients of `projected` and of the six parameters, empty for parameters whose gradients are not computed.
+
+    `wanted` has the order of the result.
+    """
+    _, convolves, _, selects, weighs, _, skips = _find_computed(wanted)
     values, gate = projected.chunk(2, dim=-1)
     chosen = selection.shape[1]
     d_projected = torch.empty_like(projected, memory_format=torch.contiguous_format)
     d_values, d_gate = d_projected.chunk(2, dim=-1)
     d_scanned = dy.new_empty(dy.shape)
-    d_skip = differentiate(scanned, gate, x, skip, dy, d_scanned, d_gate, None)
+    d_skip = differentiate(scanned, gate, x, skip, dy, d_scanned, d_gate, None, skips)
     d_selected = torch.empty_like(selected)
     key, query = _keys_and_queries(selected, selection, rate)
     d_key, d_query = _keys_and_queries(d_selected, selection, rate)
-    dx, d_rates, _, _ = differentiate_scan(
-        x, rates, key, query, None, None, checkpoints, d_scanned, None, BOTH_WAYS, d_key, d_query
+    dx, d_rates = x.new_empty(x.shape), rates.new_empty(rates.shape)
+    differentiate_scan(
+        x, rates, key, query, None, None, checkpoints, d_scanned, None, BOTH_WAYS, dx, d_rates, (d_key, d_query), False
     )
-    d_rate, d_rate_offset = _differentiate_rates(selected, rate, rates, d_rates, d_selected, chosen)
+    d_rate, d_rate_offset = _differentiate_rates(selected, rate, rates, d_rates, d_selected, chosen, weighs)
     rows, d_rows = x.view(2, -1, x.shape[-1]), d_selected.view(2, -1, selected.shape[-1])
     with without_autocast(projected):
-        d_selection = torch.bmm(d_rows.mT, rows)[:, :chosen].to(selection.dtype).contiguous()
+        d_selection = selection.new_empty((0,))
+        if selects:
+            d_selection = torch.bmm(d_rows.mT, rows)[:, :chosen].to(selection.dtype).contiguous()
         dx.view(rows.shape).baddbmm_(d_rows, wide)
     d_taps, d_offset, _ = differentiate_convolution(
-        values, taps, offset, None, None, dx, True, BOTH_WAYS, d_values, d_scanned, skip.contiguous()
-    )
+        values, taps, offset, None, None, dx, True, BOTH_WAYS, d_values, d_scanned, skip.contiguous(),
+        weighs=convolves,
+    )  # fmt: skip
     d_rate_offset = d_rate_offset.to(rate_offset.dtype)
     return d_projected, d_taps, d_offset, d_selection, d_rate, d_rate_offset, d_skip
 
 
 @longhorn_pair_backward.register_fake
-def _(projected, taps, offset, selection, rate, rate_offset, skip, x, wide, selected, rates, scanned, checkpoints, dy):
-    parameters = (projected, taps, offset, selection, rate, rate_offset, skip)
-    return tuple(tensor.new_empty(tensor.shape) for tensor in parameters)
+def _(
+    projected, taps, offset, selection, rate, rate_offset, skip, x, wide, selected, rates, scanned, checkpoints, dy,
+    wanted,
+):  # fmt: skip
+    tensors = (projected, taps, offset, selection, rate, rate_offset, skip)
+    computed = zip(tensors, _find_computed(wanted), strict=True)
+    return tuple(tensor.new_empty(tensor.shape if is_computed else (0,)) for tensor, is_computed in computed)
+
+
+def _find_computed(wanted: list[bool]) -> list[bool]:
+    """Which gradients are computed: two that one kernel finds are computed together, and that of `projected` always."""
+    _, taps, offset, selection, rate, rate_offset, skip = wanted
+    return [True, *[taps or offset] * 2, selection, *[rate or rate_offset] * 2, skip]
 
 
 def _setup_context(ctx, inputs, output):
@@ -193,7 +219,9 @@ def _setup_context(ctx, inputs, output):
 
 
 def _differentiate(ctx, dy, *_):
-    return *longhorn_pair_backward(*ctx.saved_tensors, dy), None
+    needed = ctx.needs_input_grad[:7]
+    gradients = longhorn_pair_backward(*ctx.saved_tensors, dy, list(needed))
+    return *(gradient if need else None for gradient, need in zip(gradients, needed, strict=True)), None
 
 
 longhorn_pair.register_autograd(_differentiate, setup_context=_setup_context)

@@ -58,7 +58,7 @@ def differentiate_rates(
 
     The parts of r are one for each block of channels, [blocks of channels, R, 2 rows]. Those of weight and bias are one
     for each of the `programs` programs of a half, [programs, 2, D, R] and [programs, 2, D]. Each program takes every
-    `programs`th block of rows.
+    `programs`th block of rows. Where `d_weights` and `d_biases` are None, only the parts of r are computed.
     """
     over_d = tl.cdiv(D, BLOCK_D)
     slab = (tl.program_id(0) % over_d).to(tl.int64)
@@ -88,12 +88,14 @@ def differentiate_rates(
         own = (r < R)[:, None] & (i < live)[None, :]
         d_ranks_t = _multiply(tl.trans(factors), tl.trans(d_logits))
         tl.store(into + r.to(tl.int64)[:, None] * 2 * rows + i[None, :], d_ranks_t, mask=own)
-        d_weight_t += _multiply(tl.trans(ranks), d_logits)
-    channel = (first * 2 + half) * D + d
-    into = d_weights + channel * R
-    tl.store(into + e[None, :] * R + r[:, None], d_weight_t, mask=(e < D - d)[None, :] & (r < R)[:, None])
-    into = d_biases + channel
-    tl.store(into + e[None, :] + r[:, None] * 0, d_weight_t, mask=(e < D - d)[None, :] & (r == R)[:, None])
+        if d_weights is not None:
+            d_weight_t += _multiply(tl.trans(ranks), d_logits)
+    if d_weights is not None:
+        channel = (first * 2 + half) * D + d
+        into = d_weights + channel * R
+        tl.store(into + e[None, :] * R + r[:, None], d_weight_t, mask=(e < D - d)[None, :] & (r < R)[:, None])
+        into = d_biases + channel
+        tl.store(into + e[None, :] + r[:, None] * 0, d_weight_t, mask=(e < D - d)[None, :] & (r == R)[:, None])
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -291,8 +291,12 @@ def orthogonal_recurrence_backward(
     scale: float,
     chunk_size: int,
     reverse: int,
+    wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v, gamma, g, threshold (empty if absent) and of the initial state."""
+    """The gradients of q, k, v, gamma, g, threshold and the initial state, empty for those not wanted.
+
+    `wanted` has the same order; absent inputs are not wanted.
+    """
     q, k, v, d_output = (channels_adjacent(x) for x in (q, k, v, d_output))
     initial_state = initial_state.contiguous()
     d_final = None if d_final is None else d_final.contiguous()
@@ -300,7 +304,8 @@ def orthogonal_recurrence_backward(
     tokens, heads, width = v.shape[1:]
     columns = k.shape[3]
     form = _form(q, k, v, g, threshold, cu_seqlens, objective, unit, chunk_size, reverse)
-    grads = _gradients_like(q, k, v, gamma, g, threshold, initial_state)
+    grads = _gradients_like(q, k, v, gamma, g, threshold, initial_state, wanted)
+    where_wanted = [grad if want else None for grad, want in zip(grads, wanted, strict=True)]
     if form.is_exact:
         numbers = CHECKPOINT * (width * columns + width + 2 * columns)
         programs = min(form.sequences * heads, max(SCRATCH // numbers, 1))
@@ -311,20 +316,24 @@ def orthogonal_recurrence_backward(
             **form.arguments("retreat_tokens", HAS_FINAL=d_final is not None),
         )(
             q, k, v, gamma, g, threshold, initial_state, cu_seqlens, *kept, d_output, d_final,
-            _scratch(q, programs, numbers), *grads,
+            _scratch(q, programs, numbers), *where_wanted,
         )  # fmt: skip
     else:
-        _differentiate_chunks(form, q, k, v, gamma, g, initial_state, cu_seqlens, scale, kept, d_output, d_final, grads)
+        _differentiate_chunks(
+            form, q, k, v, gamma, g, initial_state, cu_seqlens, scale, kept, d_output, d_final, where_wanted
+        )
     return grads
 
 
 def _differentiate_chunks(
     form: _Form, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, initial_state: Tensor,
     cu_seqlens: Tensor | None, scale: float, kept: list[Tensor], d_output: Tensor, d_final: Tensor | None,
-    grads: tuple[Tensor, ...],
+    grads: list[Tensor | None],
 ) -> None:  # fmt: skip
     states, found, _, _ = kept
     d_q, d_k, d_v, d_gamma, d_g, _, d_initial = grads
+    of_inputs = [d_k, d_v, d_gamma, d_g]
+    retreats = any(x is not None for x in (*of_inputs, d_initial))
     tokens, heads, width = v.shape[1:]
     columns, rows, gated = k.shape[3], form.slots * heads, g is not None
 
@@ -336,7 +345,9 @@ def _differentiate_chunks(
     apart, removes = form.chunk > SHORT, form.constants["OBJECTIVE"] != "ttt"
     d_gone = _scratch(q, rows * (apart and removes), columns * form.chunk)
     d_squared = _scratch(q, rows * (apart and form.constants["UNIT"]), columns * form.chunk)
-    launches = ((True, False), (False, True)) if apart and removes else ((True, removes),)
+    launches = [(True, False), (False, True)] if apart and removes else [(True, removes)]
+    if not retreats:
+        launches = launches[:1]  # which finds the gradient of q
     for reads, writes in launches:
         find_launch(
             differentiate_outputs, q.device, rows,
@@ -349,6 +360,8 @@ def _differentiate_chunks(
             q, k, v, gamma, g, cu_seqlens, form.sequence_of, states, found, d_output, d_q, d_coefficients, d_directions,
             d_states, d_gone, d_squared, from_gates,
         )  # fmt: skip
+    if not retreats:
+        return
     blocks, block = _slot_blocks(form, "retreat_chunks")
     stages: int | None = form.launch("retreat_chunks").stages
     is_wide = block * form.constants["BLOCK_D"] > WIDTH * WIDTH
@@ -364,33 +377,36 @@ def _differentiate_chunks(
         k, v, gamma, g, initial_state, cu_seqlens, *kept, d_final, d_directions, d_states, d_after, d_found, d_values,
         d_initial,
     )  # fmt: skip
+    if all(x is None for x in of_inputs):
+        return
     find_launch(
         differentiate_inputs, k.device, rows, (tokens, heads, *strides(k), *strides(v), *strides(gamma), *strides(g)),
         **form.arguments("differentiate_inputs", BLOCK=form.block("differentiate_inputs")),
     )(
         k, v, gamma, g, cu_seqlens, form.sequence_of, states, found, d_coefficients, d_directions, d_after, d_found,
-        d_values, from_gates, d_k, d_v, d_gamma, d_g,
+        d_values, from_gates, *of_inputs,
     )  # fmt: skip
 
 
 @orthogonal_recurrence_backward.register_fake
 def _(
     q, k, v, gamma, g, threshold, initial_state, cu_seqlens, kept, d_output, d_final, objective, unit, scale,
-    chunk_size, reverse,
+    chunk_size, reverse, wanted,
 ):  # fmt: skip
-    return _gradients_like(q, k, v, gamma, g, threshold, initial_state)
+    return _gradients_like(q, k, v, gamma, g, threshold, initial_state, wanted)
 
 
 def _gradients_like(
-    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, threshold: Tensor | None, initial_state: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Empty gradients: contiguous; that of the state in float32, those of absent inputs empty."""
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, threshold: Tensor | None, initial_state: Tensor,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Buffers for the gradients: contiguous; that of the state in float32, those not wanted empty."""
 
-    def like(x: Tensor | None) -> Tensor:
-        return q.new_empty((0,)) if x is None else x.new_empty(x.shape)
+    def like(x: Tensor | None, number: int) -> Tensor:
+        return x.new_empty(x.shape) if x is not None and wanted[number] else q.new_empty((0,))
 
-    d_initial = initial_state.new_empty(initial_state.shape, dtype=torch.float32)
-    return like(q), like(k), like(v), like(gamma), like(g), like(threshold), d_initial
+    d_initial = initial_state.new_empty(initial_state.shape if wanted[6] else (0,), dtype=torch.float32)
+    return like(q, 0), like(k, 1), like(v, 2), like(gamma, 3), like(g, 4), like(threshold, 5), d_initial
 
 
 def _setup_context(ctx, inputs, output):
@@ -402,23 +418,16 @@ def _setup_context(ctx, inputs, output):
 def _differentiate(ctx, d_output, d_final, *_):
     saved = ctx.saved_tensors  # read once: under activation checkpointing, saved tensors can be read only once
     tensors, kept = saved[:8], saved[8:]
-    _, _, v, _, g, threshold, initial_state, _ = tensors
+    _, _, v, *_, initial_state, _ = tensors
     assert ctx.saved, "the forward pass ran without keeping what the backward pass needs"
     if d_output is None:
         d_output = v.new_zeros(v.shape)
-    d_q, d_k, d_v, d_gamma, d_g, d_threshold, d_initial = orthogonal_recurrence_backward(
-        *tensors, list(kept), d_output, d_final, *ctx.options
+    needed = ctx.needs_input_grad[:7]
+    *grads, d_initial = orthogonal_recurrence_backward(
+        *tensors, list(kept), d_output, d_final, *ctx.options, list(needed)
     )
-    return (
-        d_q,
-        d_k,
-        d_v,
-        d_gamma,
-        None if g is None else d_g,
-        None if threshold is None else d_threshold,
-        d_initial.to(initial_state.dtype),
-        *(None,) * 7,
-    )
+    grads = [*grads, d_initial.to(initial_state.dtype)]
+    return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), *(None,) * 7
 
 
 orthogonal_recurrence.register_autograd(_differentiate, setup_context=_setup_context)

@@ -228,8 +228,14 @@ def recursive_least_squares_backward(
     d_final: Tensor | None,
     reverse: int,
     precision: str,
+    wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x (in the wider of its and the output's types), of u and of the first A (in float32)."""
+    """The gradients of x (in the wider of its and the output's types), of u and of the first A (in float32).
+
+    `wanted` has the same order. Those not wanted are empty.
+    """
+    wants_x, wants_u, wants_A = wanted
+    walks = wants_u or wants_A
     x, u, d_output = channels_adjacent(x), channels_adjacent(u), channels_adjacent(d_output)
     added = None if added is None else added.contiguous()
     d_final = None if d_final is None else d_final.contiguous()
@@ -238,20 +244,26 @@ def recursive_least_squares_backward(
     tokens, heads, width = u.shape[1:]
     segments, span = _cut(plan, u, cu_seqlens)
     sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
-    transitions = states.new_empty((2, *states.shape), dtype=torch.float16)
-    d_states = torch.empty_like(states)
-    weights, d_weights = torch.empty_like(inverse), torch.empty_like(inverse)
-    read, d_read, solved = torch.empty_like(written), torch.empty_like(written), torch.empty_like(written)
-    d_initial = states.new_empty((plan.sequences, heads, width, width))
-    d_x, d_u = _gradient(x, d_output), u.new_empty(u.shape)
+    d_x, d_u, d_initial = _allocate_gradients(x, u, plan.sequences, d_output, wanted)
+    kept: list[Tensor | None] = [None] * 6
+    if walks:
+        transitions = states.new_empty((2, *states.shape), dtype=torch.float16)
+        read, d_read, solved = torch.empty_like(written), torch.empty_like(written), torch.empty_like(written)
+        weights, d_weights = torch.empty_like(inverse), torch.empty_like(inverse)
+        kept = [transitions, read, d_read, weights, d_weights, solved]
     find_launch(
-        linearize, x.device, 2 * plan.slots * heads, (tokens, heads, *strides(x), *strides(u), *strides(d_output)),
+        linearize, x.device, (2 if walks else 1) * plan.slots * heads,
+        (tokens, heads, *strides(x), *strides(u), *strides(d_output)),
         REVERSE=reverse, REFRESHED=added is not None, PRECISION=precision, **plan.constants,
         **plan.options("linearize"),
     )(
-        x, u, added, cu_seqlens, sequence_of, states, inverse, written, d_output, transitions, read, d_read,
-        weights, d_weights, solved, d_x,
+        x, u, added, cu_seqlens, sequence_of, states, inverse, written, d_output, *kept, d_x if wants_x else None,
     )  # fmt: skip
+    if not walks:
+        return d_x, d_u, d_initial
+    d_states = torch.empty_like(states)
+    if not wants_A:
+        d_initial = states.new_empty((plan.sequences, heads, width, width))
     segment_transitions, segment_gains = None, None
     if segments > 1:
         squares = (plan.sequences, heads, segments, width, width)
@@ -269,13 +281,16 @@ def recursive_least_squares_backward(
     )(
         cu_seqlens, transitions, read, d_read, segment_transitions, segment_gains, d_final, d_states, d_initial,
     )  # fmt: skip
-    find_launch(
-        differentiate_directions, u.device, plan.slots * heads, (tokens, heads, *strides(u)),
-        REVERSE=reverse, REFRESHED=added is not None, PRECISION=precision, **plan.constants,
-        **plan.options("differentiate_directions"),
-    )(
-        u, added, cu_seqlens, sequence_of, states, d_states, read, d_read, weights, d_weights, solved, d_u,
-    )  # fmt: skip
+    if wants_u:
+        find_launch(
+            differentiate_directions, u.device, plan.slots * heads, (tokens, heads, *strides(u)),
+            REVERSE=reverse, REFRESHED=added is not None, PRECISION=precision, **plan.constants,
+            **plan.options("differentiate_directions"),
+        )(
+            u, added, cu_seqlens, sequence_of, states, d_states, read, d_read, weights, d_weights, solved, d_u,
+        )  # fmt: skip
+    if not wants_A:
+        return d_x, d_u, states.new_empty((0,))
     if cu_seqlens is None:
         return d_x, d_u, symmetric(d_initial)
     # The final state of an empty sequence is its first one, not symmetrised.
@@ -284,14 +299,21 @@ def recursive_least_squares_backward(
 
 
 @recursive_least_squares_backward.register_fake
-def _(x, u, added, cu_seqlens, states, inverse, written, d_output, d_final, reverse, precision):
-    sequences = count_sequences(u.shape[0], cu_seqlens)
-    return _gradient(x, d_output), u.new_empty(u.shape), states.new_empty((sequences, *states.shape[1:]))
+def _(x, u, added, cu_seqlens, states, inverse, written, d_output, d_final, reverse, precision, wanted):
+    return _allocate_gradients(x, u, count_sequences(u.shape[0], cu_seqlens), d_output, wanted)
 
 
-def _gradient(x: Tensor, d_output: Tensor) -> Tensor:
-    """An empty tensor for the gradient of x, in the wider of the types of x and of the output."""
-    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, d_output.dtype))
+def _allocate_gradients(
+    x: Tensor, u: Tensor, sequences: int, d_output: Tensor, wanted: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Buffers for the gradients of x, u and the first A, empty for those not wanted."""
+    wants_x, wants_u, wants_A = wanted
+    heads, width = u.shape[2:]
+    return (
+        x.new_empty(x.shape if wants_x else (0,), dtype=torch.promote_types(x.dtype, d_output.dtype)),
+        u.new_empty(u.shape if wants_u else (0,)),
+        u.new_empty((sequences, heads, width, width) if wants_A else (0,), dtype=torch.float32),
+    )
 
 
 def _setup_context(ctx, inputs, output):
@@ -305,11 +327,12 @@ def _setup_context(ctx, inputs, output):
 def _differentiate(ctx, d_output, d_final, *_):
     x, u, added, cu_seqlens, *kept = ctx.saved_tensors
     d_output = x.new_zeros(x.shape, dtype=ctx.dtype) if d_output is None else d_output
+    wants_x, wants_u, _, wants_A = ctx.needs_input_grad[:4]
     d_x, d_u, d_initial = recursive_least_squares_backward(
-        x, u, added, cu_seqlens, *kept, d_output, d_final, ctx.reverse, ctx.precision
+        x, u, added, cu_seqlens, *kept, d_output, d_final, ctx.reverse, ctx.precision, [wants_x, wants_u, wants_A]
     )
-    d_initial = None if ctx.initial_dtype is None else d_initial.to(ctx.initial_dtype)
-    return d_x, d_u, None, d_initial, *(None,) * 5
+    d_initial = d_initial.to(ctx.initial_dtype) if wants_A else None
+    return d_x if wants_x else None, d_u if wants_u else None, None, d_initial, *(None,) * 5
 
 
 recursive_least_squares.register_autograd(_differentiate, setup_context=_setup_context)

@@ -147,7 +147,7 @@ def differentiate_keys(
     """The gradients of q and k for one chunk of one head; a sequence's first chunk also stores that of the first z.
 
     The other gradients of q and k are added. If UNIT, `d_read` is the gradient of k / ‖k‖, and so is `d_solved` (from
-    α) unless OF_KEY, which makes it a gradient of k.
+    α) unless OF_KEY, which makes it a gradient of k. Where `d_q` or `d_k` is None, that gradient is left out.
     """
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
@@ -162,25 +162,28 @@ def differentiate_keys(
     weight = load_numbers(d_products + token, H * NEXT, live, CHUNK)
     key = load_tokens(k + row * k_row + start * k_token + head * k_head, k_token * NEXT, live, 0, K, CHUNK, BLOCK)
     key = key.to(tl.float32)
-    dq = load_tokens(d_query + token * K, H * K * NEXT, live, 0, K, CHUNK, BLOCK)
-    dq += (before[None, :] + tl.cumsum(key, 0)) * weight[:, None]
-    store_tokens(d_q + token * K, H * K * NEXT, live, 0, dq, K, CHUNK, BLOCK)
+    if d_q is not None:
+        dq = load_tokens(d_query + token * K, H * K * NEXT, live, 0, K, CHUNK, BLOCK)
+        dq += (before[None, :] + tl.cumsum(key, 0)) * weight[:, None]
+        store_tokens(d_q + token * K, H * K * NEXT, live, 0, dq, K, CHUNK, BLOCK)
 
-    dk = load_tokens(d_read + token * K, H * K * NEXT, live, 0, K, CHUNK, BLOCK)
-    by_alpha = load_tokens(d_solved + token * K, H * K * NEXT, live, 0, K, CHUNK, BLOCK)
-    if not OF_KEY:
-        dk += by_alpha
-    if UNIT:
-        dk = differentiate_unit(key, dk)
-    if OF_KEY:
-        dk += by_alpha
+    if d_k is not None:
+        dk = load_tokens(d_read + token * K, H * K * NEXT, live, 0, K, CHUNK, BLOCK)
+        by_alpha = load_tokens(d_solved + token * K, H * K * NEXT, live, 0, K, CHUNK, BLOCK)
+        if not OF_KEY:
+            dk += by_alpha
+        if UNIT:
+            dk = differentiate_unit(key, dk)
+        if OF_KEY:
+            dk += by_alpha
     after = _add_up(d_sums + head * K, slot + 1, slot + tl.cdiv(live, CHUNK), H, K, STEP, BLOCK)
     if HAS_FINAL:
         after += tl.load(d_final + state + e, mask=e < K, other=0.0).to(tl.float32)
     query = load_tokens(q + row * q_row + start * q_token + head * q_head, q_token * NEXT, live, 0, K, CHUNK, BLOCK)
     query = query.to(tl.float32) * weight[:, None]
-    dk += after[None, :] + tl.cumsum(query, 0, reverse=True)
-    store_tokens(d_k + token * K, H * K * NEXT, live, 0, dk, K, CHUNK, BLOCK)
+    if d_k is not None:
+        dk += after[None, :] + tl.cumsum(query, 0, reverse=True)
+        store_tokens(d_k + token * K, H * K * NEXT, live, 0, dk, K, CHUNK, BLOCK)
     if slot == first:
         tl.store(d_initial + state + e, after + tl.sum(query, 0), mask=e < K)
 
@@ -274,17 +277,23 @@ def add_gradients_of_keys(
     d_solved: Tensor,
     normalize_key: bool,
     normalize_alpha: bool,
+    wants_q: bool,
+    wants_k: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The complete gradients of q, k and the first z (in float32): from n, the query, and both uses of the keys."""
+    """The complete gradients of q, k and the first z (in float32): from n, the query, and both uses of the keys.
+
+    Those of q and k are empty if not wanted.
+    """
     tokens, heads = k.shape[1:3]
     sequence_of = sequence_of_slots(sums.shape[0], CHUNK, tokens, cu_seqlens)
-    d_q, d_k, d_initial = q.new_empty(q.shape), k.new_empty(k.shape), _state(sums, k, cu_seqlens)
+    d_q, d_k = q.new_empty(q.shape if wants_q else (0,)), k.new_empty(k.shape if wants_k else (0,))
+    d_initial = _state(sums, k, cu_seqlens)
     find_launch(
         differentiate_keys, q.device, sums.shape[0] * heads, (tokens, heads, *strides(q), *strides(k)),
         HAS_INITIAL=initial_state is not None, HAS_FINAL=d_final is not None, UNIT=normalize_key,
         OF_KEY=normalize_alpha, STEP=STEP, **_constants(k, cu_seqlens, reverse) | launch_options(8),
     )(
-        q, k, initial_state, cu_seqlens, sequence_of, sums, d_products, d_sums, d_final, d_query, d_read, d_solved, d_q,
-        d_k, d_initial,
+        q, k, initial_state, cu_seqlens, sequence_of, sums, d_products, d_sums, d_final, d_query, d_read, d_solved,
+        d_q if wants_q else None, d_k if wants_k else None, d_initial,
     )  # fmt: skip
     return d_q, d_k, d_initial

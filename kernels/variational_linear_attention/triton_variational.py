@@ -132,8 +132,15 @@ def variational_linear_attention_backward(
     normalize_key: bool,
     normalize_alpha: bool,
     normalizer: bool,
+    wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v, u (empty if u is None) and of the first S, A and z (these three in float32)."""
+    """The gradients of q, k, v, u and of the first S, A and z (these three in float32), empty for those not wanted.
+
+    `wanted` has the same order. An absent u is not wanted.
+    """
+    wants_q, wants_k, wants_v, wants_u, wants_S, wants_A, wants_z = wanted
+    rest = wants_k or wants_u or wants_A  # what k̂ and α depend on
+    d_q, d_k, no_d_v, d_u, no_d_S, d_A, d_z = _allocate_gradients(q, k, u, d_output, 0, [False] * 7)
     q, k, d_output = channels_adjacent(q), channels_adjacent(k), channels_adjacent(d_output)
     z, d_last = (None if x is None else x.contiguous() for x in (z, d_last))
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
@@ -152,27 +159,48 @@ def variational_linear_attention_backward(
             d_values, d_products, d_sums = d_output.float(), torch.zeros_like(products), torch.zeros_like(key_sums)
         strength = torch.ones_like(k[..., 0])
         d_query, d_read, d_v, _, d_write, _, d_S = delta_rule_backward(
-            q, read, strength, write, None, cu_seqlens, kept, d_values, d_memory, 1.0, reverse, half, True, True
+            q, read, strength, write, None, cu_seqlens, kept, d_values, d_memory, 1.0, reverse, half, wants_q, rest
         )
-        d_alpha = unit_backward(alpha, d_write) if normalize_alpha else d_write
-        d_solved, d_u, d_A = recursive_least_squares_backward(
-            k if normalize_alpha else read, _directions(k, u), added, cu_seqlens, *found, d_alpha, d_inverse,
-            reverse, _precision(d_output),
-        )  # fmt: skip
-        d_q, d_k, d_z = add_gradients_of_keys(
-            q, k, z, cu_seqlens, reverse, key_sums, d_products, d_sums, d_last, d_query, d_read, d_solved,
-            normalize_key, normalize_alpha,
-        )  # fmt: skip
-    return d_q, d_k, d_v.to(d_output.dtype, copy=True), d_u if u is not None else k.new_empty(0), d_S, d_A, d_z
+        d_solved = d_read
+        if rest:
+            d_alpha = unit_backward(alpha, d_write) if normalize_alpha else d_write
+            d_solved, d_u, d_A = recursive_least_squares_backward(
+                k if normalize_alpha else read, _directions(k, u), added, cu_seqlens, *found, d_alpha, d_inverse,
+                reverse, _precision(d_output), [wants_k, wants_u, wants_A],
+            )  # fmt: skip
+        if wants_q or wants_k or wants_z:
+            d_q, d_k, d_sum = add_gradients_of_keys(
+                q, k, z, cu_seqlens, reverse, key_sums, d_products, d_sums, d_last, d_query, d_read, d_solved,
+                normalize_key, normalize_alpha, wants_q, wants_k,
+            )  # fmt: skip
+            d_z = d_sum if wants_z else d_z
+    d_v = d_v.to(d_output.dtype, copy=True) if wants_v else no_d_v
+    return d_q, d_k, d_v, d_u, d_S if wants_S else no_d_S, d_A, d_z
 
 
 @variational_linear_attention_backward.register_fake
 def _(q, k, u, added, z, cu_seqlens, kept, d_output, d_memory, d_inverse, d_last, *options):
-    key_dim, value_dim = k.shape[3], d_output.shape[3]
-    sums = _sums(k, cu_seqlens)
-    d_S, d_A = (sums.new_empty((*sums.shape, width)) for width in (value_dim, key_dim))
-    d_u = k.new_empty((0,)) if u is None else u.new_empty(u.shape)
-    return q.new_empty(q.shape), k.new_empty(k.shape), d_output.new_empty(d_output.shape), d_u, d_S, d_A, sums
+    return _allocate_gradients(q, k, u, d_output, count_sequences(k.shape[0], cu_seqlens), options[-1])
+
+
+def _allocate_gradients(
+    q: Tensor, k: Tensor, u: Tensor | None, d_output: Tensor, sequences: int, wanted: list[bool]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Empty tensors for the gradients of q, k, v, u and the first S, A and z; without numbers for those not wanted."""
+
+    def allocate(number: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        return q.new_empty(shape if wanted[number] else (0,), dtype=dtype)
+
+    state = (sequences, *k.shape[2:])
+    return (
+        allocate(0, q.shape, q.dtype),
+        allocate(1, k.shape, k.dtype),
+        allocate(2, d_output.shape, d_output.dtype),
+        allocate(3, k.shape, k.dtype if u is None else u.dtype),
+        allocate(4, (*state, d_output.shape[3])),
+        allocate(5, (*state, k.shape[3])),
+        allocate(6, state),
+    )
 
 
 def _sums(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -193,11 +221,13 @@ def _differentiate(ctx, d_output, d_memory, d_inverse, d_last, *_):
     if d_output is None:
         shape, dtype = ctx.output_like
         d_output = q.new_zeros(shape, dtype=dtype)
-    d_q, d_k, d_v, d_u, *d_states = variational_linear_attention_backward(
-        q, k, u, added, z, cu_seqlens, kept, d_output, d_memory, d_inverse, d_last, *ctx.options
+    wanted = [*ctx.needs_input_grad[:4], *ctx.needs_input_grad[5:8]]  # without `added`
+    gradients = variational_linear_attention_backward(
+        q, k, u, added, z, cu_seqlens, kept, d_output, d_memory, d_inverse, d_last, *ctx.options, wanted
     )
-    d_states = [None if dtype is None else d.to(dtype) for d, dtype in zip(d_states, ctx.dtypes, strict=True)]
-    return d_q, d_k, d_v, None if u is None else d_u, None, *d_states, *(None,) * 8
+    d_q, d_k, d_v, d_u, *d_states = (d if want else None for d, want in zip(gradients, wanted, strict=True))
+    d_states = [None if d is None else d.to(dtype) for d, dtype in zip(d_states, ctx.dtypes, strict=True)]
+    return d_q, d_k, d_v, d_u, None, *d_states, *(None,) * 8
 
 
 variational_linear_attention.register_autograd(_differentiate, setup_context=_setup_context)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longseq.kernels import short_convolution
-from longseq.kernels.testing import make_inputs, results
+from longseq.kernels.testing import Inputs, make_inputs, results
 
 CASES = [
     ("linear_attention", "plain", "q"),
@@ -37,13 +37,56 @@ CASES = [
     ("add_norm", "pair", "weight"),
     ("silu_product", "skip", "skip_weight"),
     ("silu_product", "pair", "skip_weight"),
+    ("head_features", "logits", "x"),
+    ("head_features", "logits_pair", "x"),
+    ("head_features", "logits", "logits"),
+    ("longhorn_pair", "plain", "taps offset"),
+    ("longhorn_pair", "plain", "selection"),
+    ("longhorn_pair", "plain", "rate rate_offset"),
+    ("longhorn_pair", "plain", "skip rate_offset"),
+    ("longhorn_scan", "plain", "x"),
+    ("longhorn_scan", "plain", "q k"),
+    ("longhorn_scan", "plain", "beta initial_state"),
+    ("longhorn_scan", "plain", "k"),
+    ("selective_scan", "plain", "A"),
+    ("selective_scan", "plain", "x delta A"),
+    ("selective_scan", "plain", "B C delta initial_state"),
+    ("orthogonal_recurrence", "plain", "q"),
+    ("orthogonal_recurrence", "gated", "k v gamma g initial_state"),
+    ("orthogonal_recurrence", "gated", "k v gamma g"),
+    ("orthogonal_recurrence", "gated", "q k gamma initial_state"),
+    ("orthogonal_recurrence", "encode", "v gamma"),
+    ("orthogonal_recurrence", "similarity", "k v gamma initial_state"),
+    ("orthogonal_recurrence", "ttt", "k v gamma initial_state"),
+    ("orthogonal_recurrence", "ttt", "q v"),
+    ("orthogonal_recurrence", "l1", "q k gamma"),
+    ("orthogonal_recurrence", "l1", "v threshold initial_state"),
+    ("recursive_least_squares", "plain", "x"),
+    ("recursive_least_squares", "plain", "u"),
+    ("recursive_least_squares", "plain", "u initial_state[0]"),
+    ("recursive_least_squares", "no_refresh", "x initial_state[0]"),
+    ("variational_linear_attention", "plain", "q"),
+    ("variational_linear_attention", "plain", "k"),
+    ("variational_linear_attention", "plain", "u initial_state[1]"),
+    ("variational_linear_attention", "plain", "k u initial_state[1] initial_state[2]"),
+    ("variational_linear_attention", "plain", "q k u initial_state[0] initial_state[1] initial_state[2]"),
+    ("variational_linear_attention", "plain", "q v initial_state[0]"),
+    ("variational_linear_attention", "fixed", "initial_state[1]"),
+    ("variational_linear_attention", "unnormalized_key", "q k"),
+    ("variational_linear_attention", "no_normalizer", "q k initial_state[2]"),
 ]
 
 
-def differentiate(op: str, variant: str, frozen: tuple[str, ...]) -> dict[str, Tensor]:
+def run(inputs: Inputs) -> Any:
+    return inputs.run(backend="triton")
+
+
+def differentiate(
+    op: str, variant: str, frozen: tuple[str, ...], run: Callable[[Inputs], Any] = run
+) -> dict[str, Tensor]:
     inputs = make_inputs(op, variant, tokens=11, dtype=torch.float32)
     inputs = inputs.replace({name: x.detach().requires_grad_(name not in frozen) for name, x in inputs.tensors.items()})
-    returned = results(*inputs.run(backend="triton"))
+    returned = results(*run(inputs))
     torch.manual_seed(0)
     loss = torch.stack([(x * torch.randn_like(x)).sum() for x in returned.values() if x.requires_grad]).sum()
     loss.backward()
@@ -61,6 +104,26 @@ def test_a_frozen_input_changes_no_other_gradient(interpreted, op, variant, name
     whole, rest = differentiate_all(op, variant), differentiate(op, variant, frozen)
     assert rest.keys() == whole.keys() - set(frozen)
     assert all(torch.equal(rest[name], whole[name]) for name in rest)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("op", "variant", "names"),
+    [
+        ("head_features", "logits", "x"),
+        ("longhorn_pair", "plain", "selection rate rate_offset"),
+        ("selective_scan", "plain", "B C A"),
+        ("orthogonal_recurrence", "gated", "k v gamma g initial_state"),
+        ("recursive_least_squares", "plain", "u initial_state[0]"),
+        ("variational_linear_attention", "plain", "k u initial_state[1]"),
+    ],
+)
+def test_a_frozen_input_of_a_compiled_graph(interpreted, op, variant, names) -> None:
+    torch._dynamo.reset()
+    frozen = tuple(names.split())
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    expected, actual = (differentiate(op, variant, frozen, run=form) for form in (run, compiled))
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.fixture
@@ -100,6 +163,19 @@ def allocated(monkeypatch) -> Callable[[], int]:
         ("linear_attention", "plain", "q k"),
         ("linear_attention", "plain", "v"),
         ("linear_attention", "value_gated", "q k"),
+        ("head_features", "logits", "x"),
+        ("longhorn_pair", "plain", "taps offset"),
+        ("longhorn_pair", "plain", "rate rate_offset"),
+        ("longhorn_scan", "plain", "x beta"),
+        ("longhorn_scan", "plain", "q k"),
+        ("selective_scan", "plain", "A delta"),
+        ("orthogonal_recurrence", "gated", "q"),
+        ("orthogonal_recurrence", "gated", "k v gamma g initial_state"),
+        ("orthogonal_recurrence", "l1", "v threshold"),
+        ("recursive_least_squares", "plain", "x"),
+        ("recursive_least_squares", "plain", "u initial_state[0]"),
+        ("variational_linear_attention", "plain", "q k"),
+        ("variational_linear_attention", "plain", "u initial_state[1]"),
     ],
 )
 def test_a_frozen_input_takes_no_memory(interpreted, allocated, op, variant, names) -> None:

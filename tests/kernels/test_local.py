@@ -141,7 +141,8 @@ def test_compiles_to_one_graph_with_the_kernel(interpreted, op, variant):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_compiler_is_told_the_layout_of_the_gradients_of_a_pair_of_longhorn_layers(interpreted, dtype):
+@cases("wanted", ["projected taps offset selection rate rate_offset skip", "projected offset skip", "selection rate"])
+def test_a_compiler_is_told_the_layout_of_the_gradients_of_a_pair_of_longhorn_layers(interpreted, dtype, wanted):
     from longseq.kernels.longhorn_pair.triton_pair import longhorn_pair, longhorn_pair_backward
 
     # Of one type, as without autocast; what is selected is no multiple of 16 numbers wide.
@@ -149,9 +150,10 @@ def test_a_compiler_is_told_the_layout_of_the_gradients_of_a_pair_of_longhorn_la
     tensors = [*inputs.sequences.values(), *inputs.parameters.values()]
     output, *saved = longhorn_pair(*tensors, True)
     given = (*tensors, *saved, torch.ones_like(output))
-    found = longhorn_pair_backward(*given)
+    is_wanted = [name in wanted.split() for name in (*inputs.sequences, *inputs.parameters)]
+    found = longhorn_pair_backward(*given, is_wanted)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        told = torch.ops.longseq.longhorn_pair_backward(*(mode.from_tensor(x) for x in given))
+        told = torch.ops.longseq.longhorn_pair_backward(*(mode.from_tensor(x) for x in given), is_wanted)
     assert [(x.shape, x.stride(), x.dtype) for x in found] == [(x.shape, x.stride(), x.dtype) for x in told]
 
 
