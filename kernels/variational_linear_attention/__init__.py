@@ -75,6 +75,10 @@ def variational_linear_attention(
     positive definite. Its spectral norm is 1 only for c = 1: σ² = (3 - 2c + sqrt((3 - 2c)² - 4 (1 - c)²)) / 2, so that
     σ = 1.09 at c = 0.9 and 1.618 at c = 0. The paper's Proposition 2 claims 1 for all unit vectors, and does not hold.
 
+    The divisions by ‖k‖ and ‖A k̂‖ are the paper's, without an epsilon, as A k̂ becomes short in long sequences: a vector
+    shorter than 1e-12 stays as it is. Shorter keys have larger gradients. Keys that are ELU + 1 of normal numbers are
+    never that short; L2-normalise others by `map_features` or `head_features`, whose norm has an epsilon.
+
     Shapes: q, k, u [B, T, H, K]; v, o [B, T, H, V]; mask [B, T], True at real tokens; states (S [B, H, K, V], A [B, H,
     K, K], z [B, H, K], steps [B] int64), at first zero but for A = I / lambda0.
 
