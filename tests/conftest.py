@@ -94,7 +94,13 @@ ABOUT_EACH = (
 
 
 # Tests of half a minute: they come first, so that at the end no process of several waits for one of them.
-LONG = ("tests/test_style.py", "tests/plugins/", "tests/kernels/test_front_end.py", "tests/test_docs.py")
+LONG = (
+    "tests/test_style.py",
+    "tests/plugins/",
+    "tests/kernels/test_compilations.py",
+    "tests/kernels/test_front_end.py",
+    "tests/test_docs.py",
+)
 
 
 def relative_path(item: pytest.Item) -> str:
