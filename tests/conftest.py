@@ -129,6 +129,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.set_threshold(50_000, 20, 50)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def leave_alone_what_stays() -> Iterator[None]:
+    """The garbage collector also leaves alone what the imports and the caches of earlier files have made.
+
+    Some libraries collect all garbage again and again, which takes a third of a second among all that was made.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 def mark_fast(items: list[pytest.Item]) -> set[tuple[str, ...]]:
     """Mark as fast one case of each test, unless the test is slow; of ABOUT_EACH, one for each operation or mixer."""
     from longseq import mixers
