@@ -51,6 +51,7 @@ def prepare() -> None:
     tracing.register_onnx_functions_once()
     tracing.find_operators_once()
     tracing.find_no_gpu_once()
+    tracing.read_programs_faster()
     configurations.share_work()
 
 
@@ -93,7 +94,13 @@ ABOUT_EACH = (
 
 
 # Tests of half a minute: they come first, so that at the end no process of several waits for one of them.
-LONG = ("tests/test_style.py", "tests/plugins/", "tests/kernels/test_front_end.py", "tests/test_docs.py")
+LONG = (
+    "tests/test_style.py",
+    "tests/plugins/",
+    "tests/kernels/test_compilations.py",
+    "tests/kernels/test_front_end.py",
+    "tests/test_docs.py",
+)
 
 
 def relative_path(item: pytest.Item) -> str:
@@ -120,6 +127,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     atexit.register(gc.unfreeze)
     gc.enable()
     gc.set_threshold(50_000, 20, 50)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leave_alone_what_stays() -> Iterator[None]:
+    """The garbage collector also leaves alone what the imports and the caches of earlier files have made.
+
+    Some libraries collect all garbage again and again, which takes a third of a second among all that was made.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 def mark_fast(items: list[pytest.Item]) -> set[tuple[str, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import importlib
 import os
 import sys
@@ -18,6 +19,8 @@ def share_work() -> None:
     choose_files_faster()
     share_places()
     find_entry_points_once()
+    parse_values_once()
+    copy_notes_directly()
 
 
 def find_modes_once() -> None:
@@ -103,6 +106,27 @@ def find_entry_points_once() -> None:
         return found[key]
 
     metadata.entry_points = read_once
+
+
+def parse_values_once() -> None:
+    """Parse the text of a value once: those who read the tree change nothing in it."""
+    parse = functools.lru_cache(10_000)(importlib.import_module("omegaconf.grammar_parser").parse)
+    for name in ("omegaconf.base", "omegaconf._utils"):
+        importlib.import_module(name).parse = parse  # type: ignore[attr-defined]
+
+
+def copy_notes_directly() -> None:
+    """Copy what stands beside each value of a configuration without a search in it: types, a key and a few flags."""
+    metadata = importlib.import_module("omegaconf.base").Metadata
+
+    def copy_notes(self: Any, memo: Any) -> Any:
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin.flags = None if self.flags is None else dict(self.flags)
+        twin.resolver_cache = copy.deepcopy(self.resolver_cache, memo)
+        return twin
+
+    metadata.__deepcopy__ = copy_notes
 
 
 def mtime(path: str) -> int | None:

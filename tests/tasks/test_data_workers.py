@@ -12,12 +12,14 @@ import pytest
 from documents import make_rows, write_jsonl
 from PIL import Image
 
-# Runs commands, one in each line of the input, in a process whose own processes begin anew.
+# Runs commands, one in each line of the input, in a process whose own processes begin anew. The other packages are
+# imported once for all of them, which takes seconds; what is ours each of them imports.
 PROGRAM = """
 import multiprocessing, shlex, sys
 from longseq.tools import cli
 
 multiprocessing.set_start_method("forkserver")
+multiprocessing.set_forkserver_preload(["lightning.pytorch", "sklearn", "timm", "tokenizers", "torchmetrics"])
 for line in sys.stdin.read().splitlines():
     sys.argv = ["longseq", *shlex.split(line)]
     try:

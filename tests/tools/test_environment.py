@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import subprocess
@@ -10,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from wrong_folder import make_folder
 
 import longseq
 from longseq.tools import environment
 
-LONGSEQ = Path(sys.executable).with_name("longseq")
 ROOT = Path(longseq.__file__).resolve().parents[1]
 
 
@@ -77,20 +78,51 @@ def test_all_variables_that_the_package_reads_are_known():
     assert named == {name for name in (*environment.FORMS, *environment.OTHERS) if name.startswith("LONGSEQ_")}
 
 
+# Runs commands, one in each line of the input, and tells their exit codes.
+PROGRAM = """
+import shlex, sys
+from longseq.tools import cli
+
+codes = []
+for line in sys.stdin.read().splitlines():
+    sys.argv = ["longseq", *shlex.split(line)]
+    try:
+        codes.append(cli.main())
+    except SystemExit as left:
+        codes.append(left.code)
+    print("next command", file=sys.stderr)
+print(codes)
+"""
+
+
 @pytest.mark.slow
-def test_classes_with_umlauts_are_told_where_the_locale_cannot_name_them(tmp_path):
+def test_files_are_utf8_whatever_the_locale_and_names_that_it_cannot_hold_are_told(tmp_path):
+    """Both in one new program of Python's plainest locale, whose imports take most of the time."""
+    make_folder(tmp_path)
+    (tmp_path / "photos" / "Zürich.png").write_bytes((tmp_path / "photos" / "a.png").read_bytes())
     for name in ("Brot", "Käse"):
-        (tmp_path / "train" / name).mkdir(parents=True)
+        (tmp_path / "food" / "train" / name).mkdir(parents=True)
         for number in range(12):
-            Image.new("RGB", (8, 8), (number, 0, 9)).save(tmp_path / "train" / name / f"ä{number}.png")
-    words = ("data=image_folder", "data.root=.", "data.img_size=8", "data.num_workers=0", "model.depth=1")
+            Image.new("RGB", (8, 8), (number, 0, 9)).save(tmp_path / "food" / "train" / name / f"ä{number}.png")
+    words = ("data=image_folder", "data.root=food", "data.img_size=8", "data.num_workers=0", "model.depth=1")
     words += ("recipe=cifar10", "recipe.epochs=1", "recipe.batch_size=4", "+trainer.limit_train_batches=1")
     words += ("recipe.schedule.warmup_epochs=0", "trainer=cpu", "logger=none", "output=run")
-    locale = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    command = [LONGSEQ, "train", *words]
+    commands = ("predict checkpoint=run.ckpt input=photos output=told.csv", f"train {' '.join(words)}")
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | locale, capture_output=True, text=True, check=False, encoding="utf-8"
+        [sys.executable, "-c", PROGRAM],
+        input="\n".join(commands),
+        cwd=tmp_path,
+        env={**{name: value for name, value in os.environ.items() if name != "PYTHONIOENCODING"}, **plain},
+        capture_output=True,
+        text=True,
+        check=False,
+        encoding="utf-8",
     )
+    assert done.returncode == 0, done.stderr
+    predicted, trained, _ = done.stderr.split("next command\n")
+    assert done.stdout.splitlines()[-1] == "[0, 2]", (predicted, trained)
+    with (tmp_path / "told.csv").open(encoding="utf-8", newline="") as file:
+        assert {Path(row["path"]).name for row in csv.DictReader(file)} == {"a.png", "Zürich.png"}
     told = "a name of a file has letters that this locale does not have: set PYTHONUTF8=1 in the environment"
-    assert done.stderr.splitlines()[-1] == f"longseq: error: {told}"
-    assert done.returncode == 2
+    assert trained.splitlines()[-1] == f"longseq: error: {told}"

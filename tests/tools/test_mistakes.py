@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import shlex
 import subprocess
@@ -133,18 +132,6 @@ def test_a_bad_value_of_a_sweep_is_one_line_and_leaves_nothing(folder):
 def test_a_file_whose_name_is_bytes_is_named_as_any_other():
     gone = FileNotFoundError(2, "No such file or directory", b"run/events")  # TensorBoard's, in a folder that is gone
     assert explain(gone, "train", []) == "no such file or folder: run/events"
-
-
-def test_files_are_utf8_whatever_the_locale(tmp_path):
-    make_folder(tmp_path)
-    (tmp_path / "photos" / "Zürich.png").write_bytes((tmp_path / "photos" / "a.png").read_bytes())
-    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "OMP_NUM_THREADS": "1"}
-    environment = {**{name: value for name, value in os.environ.items() if name != "PYTHONIOENCODING"}, **plain}
-    command = [LONGSEQ, "predict", "checkpoint=run.ckpt", "input=photos", "output=told.csv"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    with (tmp_path / "told.csv").open(encoding="utf-8", newline="") as file:
-        assert {Path(row["path"]).name for row in csv.DictReader(file)} == {"a.png", "Zürich.png"}
 
 
 def test_what_a_command_reads_is_not_overwritten_by_what_it_writes(folder, command_here):
