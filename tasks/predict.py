@@ -2,6 +2,7 @@
 
 import csv
 import json
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from longseq.tasks.report import quiet_libraries
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.command import read_command
 from longseq.tasks.training.files import prepare_file, prepare_folder
+
+_log = logging.getLogger(__name__)
 
 _BETWEEN = ";"  # what stands between several labels in a cell
 
@@ -39,6 +42,8 @@ def run(cfg: DictConfig) -> dict[str, int]:
     data = registry.get(loaded.task_name).data
     assert data.inputs is not None
     inputs = data.inputs.open(keys.input, data.info_class.from_dict(loaded.data), keys)
+    if output.suffix == ".csv" and loaded.data.get("multi_label"):
+        _warn_of_names(loaded.data["class_names"])
     found = inputs.predict(loaded.backbone.to(device).eval(), keys)
     write = _write_csv if output.suffix == ".csv" else _write_json
     with (
@@ -62,6 +67,17 @@ def run(cfg: DictConfig) -> dict[str, int]:
         f"written to {output}"
     )
     return {"classified": classified, "unreadable": unreadable, "passed_over": len(passed_over)}
+
+
+def _warn_of_names(names: Sequence[str]) -> None:
+    """Say that a cell of several labels cannot be divided where a label has in it what stands between them."""
+    if found := next((name for name in names if _BETWEEN in name), None):
+        _log.warning(
+            "the label %r holds the %r that stands between labels in the column decision: output=FILE.json keeps "
+            "them apart",
+            found,
+            _BETWEEN,
+        )
 
 
 def _write_csv(path: Path, found: Iterator[Prediction | Unreadable], inputs: Inputs) -> tuple[int, list[Unreadable]]:

@@ -107,6 +107,8 @@ VERBS = {
 NAME_A_MIXER = ("convert",)
 # The verb that trains a run for each value of its own keys, and so takes no sweep.
 SWEEPS_ITSELF = "compare"
+# Verbs whose output is what they print: a reader of it, as `head`, may have enough.
+PRINTED = ("generate", "describe")
 # Keys of each verb whose value is text as it stands.
 TEXTS = {"generate": ("prompt",)}
 # Keys of any verb whose value is a path: as it stands, too, where Hydra's grammar has no other meaning for it.
@@ -271,7 +273,13 @@ def _run_verb(name: str, overrides: list[str]) -> None:
             return run(cfg)
         except BrokenPipeError:
             # Who reads the output has enough of it, as `head` has. What is left of it goes nowhere.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 1)
+            try:
+                if name not in PRINTED:
+                    _fail(f"longseq {name} ended early, because nobody reads its output any more: a pipe is closed")
+            except BrokenPipeError:
+                os.dup2(nowhere, 2)
             raise SystemExit(1) from None
         except Exception as error:
             users = is_users(error) and not wants_traceback()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import multiprocessing
 import os
 import re
@@ -57,6 +58,8 @@ _OWN = re.compile(
 
 # The second remedy of a message of training, which names splits by keys that are not of this command.
 _SPLIT_KEYS = re.compile(r", or (give|leave it out by) (data\.root=\S+ )?data\.\w+_split=.*")
+
+_log = logging.getLogger(__name__)
 
 _NAMES = {"train": "train", "validation": "validation", "test": "test"}
 
@@ -110,14 +113,29 @@ def open_input(keys: PrepareImagesKeys) -> dict[str, Source]:
         raise ValueError(f"{wrong} is of a table of images, and input={keys.input} is none: leave it out")
     try:
         if is_table:
+            if (folder := _class_folders(root)) is not None:
+                _log.warning(
+                    "%s holds train.csv, which is read, and class folders in %s, which are not: for these give an "
+                    "input without train.csv",
+                    keys.input,
+                    folder,
+                )
             read = ImageDataKeys(name="images", source="csv", img_size=1, root=root, **given)
             train, held_out = open_tables(read, root, _NAMES)
             return {"train": train, **held_out}
-        folder, others = open_folders(root, _NAMES, None)
-        return {"train": folder, **others}
+        images, others = open_folders(root, _NAMES, None)
+        return {"train": images, **others}
     except ValueError as error:  # of a training, which has other names for these keys
         told = _SPLIT_KEYS.sub("", str(error))
         raise ValueError(told.replace("data.root=", "input=").replace("data.", "")) from error
+
+
+def _class_folders(root: str) -> str | None:
+    """The training folder beside a train.csv, if it has folders, as a data set of class folders has; or None."""
+    folder = find_split(root, "train") if os.path.isdir(root) else None
+    if folder is None or not os.path.isdir(folder):
+        return None
+    return folder if any(entry.is_dir() for entry in os.scandir(folder)) else None
 
 
 def describe(manifest: Mapping[str, Any]) -> str:

@@ -46,7 +46,8 @@ class ClassReport(Report):
         values = module.thresholds.tolist()
         if not info.multi_label:
             return [("threshold", f"{info.class_names[1]} from a probability of {values[0]:.4f} on")]
-        return [("thresholds", f"labels from a probability of {min(values):.4f} to {max(values):.4f} on")]
+        least, most = f"{min(values):.4f}", f"{max(values):.4f}"
+        return [("thresholds", f"labels from a probability of {least}{f' to {most}' * (least != most)} on")]
 
 
 def _decided(info: Any) -> list[str]:

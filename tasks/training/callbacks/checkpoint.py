@@ -4,6 +4,7 @@ import logging
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -149,7 +150,11 @@ class LastCheckpoint(Checkpoint):
         remedy = f"init={self.path} starts a new run from these weights"
         line = self.describe_end(remedy) if isinstance(exception, NonFiniteError) else self.describe_end()
         if line is not None and trainer.is_global_zero:
-            print(line, file=sys.stderr)
+            if isinstance(exception, BrokenPipeError):
+                line = f"nobody reads the output any more, whose pipe is closed: {line}"
+            _log.info(line)  # before it is printed, which a closed pipe refuses
+            with suppress(BrokenPipeError):
+                print(line, file=sys.stderr)
         if told:
             signal.raise_signal(signal.SIGCHLD)
 

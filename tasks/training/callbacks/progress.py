@@ -26,6 +26,13 @@ _NARROWEST_BAR = 6  # columns
 _UNBROKEN = "\N{NO-BREAK SPACE}"
 
 
+class _Lines(Console):
+    """A console whose closed pipe is an error as any other: rich's exits, and a run would end without its reason."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # rich calls this where it has caught the error
+
+
 class TrainingProgress(ProgressBar):
     """Shows the whole run as one bar in a terminal; elsewhere prints a line at least every `line_seconds`.
 
@@ -46,7 +53,7 @@ class TrainingProgress(ProgressBar):
         self.line_seconds = line_seconds
         self.metric = metric
         self.unit = unit
-        self.console = Console(stderr=True)
+        self.console = _Lines(stderr=True)
         self._enabled = True
         self._progress: Progress | None = None
         self._task: Any = None
@@ -55,6 +62,7 @@ class TrainingProgress(ProgressBar):
         self._started = 0.0  # of the epoch
         self._units = 0
         self._epoch_rate: float | None = None
+        self._unread: BrokenPipeError | None = None  # of a line that nobody reads
 
     def enable(self) -> None:
         self._enabled = True
@@ -92,6 +100,10 @@ class TrainingProgress(ProgressBar):
         self._started = time.monotonic()
         self._units = 0
         self._describe(_epoch(trainer))
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self._unread is not None:  # between updates, where a run that ends is saved without a loss
+            raise self._unread
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -187,7 +199,10 @@ class TrainingProgress(ProgressBar):
         line = "  ".join(fact.replace(" ", _UNBROKEN) for fact in facts if fact)
         if self.console.is_terminal:
             line = textwrap.fill(line, self.console.width - 1, subsequent_indent="  ")
-        self.console.print(line.replace(_UNBROKEN, " "), highlight=False, soft_wrap=True)
+        try:
+            self.console.print(line.replace(_UNBROKEN, " "), highlight=False, soft_wrap=True)
+        except BrokenPipeError as error:
+            self._unread = error
 
     def _rate(self) -> float | None:
         seconds = time.monotonic() - self._started

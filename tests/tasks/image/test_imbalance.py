@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from longseq.tasks.data.sampler import BalancedSampler
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.mixing import BatchMixing
 from longseq.tasks.image.module import ImageClassifier
+from longseq.tasks.training.class_report import ClassReport
 from longseq.tasks.training.classification import make_metrics, update_metrics
 from longseq.tasks.training.decisions import Scores, choose_threshold, decide
 
@@ -396,13 +398,13 @@ def test_commands_lead_from_an_imbalanced_folder_to_a_file_with_the_same_figures
 
 
 @pytest.mark.slow
-def test_several_labels_from_a_table_train_and_export(tiny, compose_config, tmp_path):
+def test_several_labels_from_a_table_train_and_export(tiny, compose_config, tmp_path, caplog):
     """The exported file, with nothing but its metadata, gives the run's figures on the test images."""
     onnxruntime = pytest.importorskip("onnxruntime")
     from longseq.tools import export
 
     target, root = load_digits().target, tmp_path / "digits"
-    labels = {"even": target % 2 == 0, "small": target < 5, "seven": target == 7}
+    labels = {"even": target % 2 == 0, "small": target < 5, "seven; 7": target == 7}
     for split, numbers in (("train", range(200)), ("test", range(200, 300))):
         paths = write_digits(root / "images", split, numbers)
         lines = [
@@ -438,6 +440,20 @@ def test_several_labels_from_a_table_train_and_export(tiny, compose_config, tmp_
     for i, row in zip(range(200, 300), decided, strict=True):
         assert told[f"test{i}.png"]["decision"] == [name for name, there in zip(names, row, strict=True) if there]
         assert len(told[f"test{i}.png"]["classes"]) == 3
+    remark = "the label 'seven; 7' holds the ';' that stands between labels in the column decision: output=FILE.json"
+    assert remark not in caplog.text
+    table = tmp_path / "told.csv"
+    predict.run(compose_config("predict", f"checkpoint={run / 'model'}", f"input={root}", f"output={table}"))
+    assert remark in caplog.text
+    written = {Path(row["path"]).name: row["decision"] for row in read_rows(table) if not row["error"]}
+    assert written == {name: ";".join(one["decision"]) for name, one in told.items()}
+
+
+def test_thresholds_that_are_one_number_are_told_as_one():
+    info = SimpleNamespace(multi_label=True, class_names=["a", "b"])
+    for given, told in ((0.4, 0.4), "0.4000"), ((0.3, 0.5), "0.3000 to 0.5000"):
+        ((_, line),) = ClassReport().rows(SimpleNamespace(thresholds=torch.tensor(given)), info)
+        assert line == f"labels from a probability of {told} on"
 
 
 TABLES = {

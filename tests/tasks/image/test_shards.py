@@ -150,6 +150,27 @@ def test_labels_of_a_table_stay(tmp_path: Path) -> None:
         open_shards(str(tmp_path / "shards"), multi_label=False)
 
 
+def test_a_table_beside_class_folders_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Training reads the folders of such a data set, unless data.source says csv."""
+    rows = ["file_name,label"]
+    for number in range(6):
+        file = tmp_path / "train" / "ab"[number % 2] / f"{number}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        draw(file, number)
+        rows.append(f"train/{file.parent.name}/{file.name},{'xyz'[number % 3]}")
+    assert open_input(keys_of(tmp_path))["train"].class_names == ["a", "b"]
+    assert not caplog.messages
+    (tmp_path / "train.csv").write_text("\n".join(rows) + "\n")
+    assert open_input(keys_of(tmp_path))["train"].class_names == ["x", "y", "z"]
+    assert caplog.messages == [
+        f"{tmp_path} holds train.csv, which is read, and class folders in {tmp_path / 'train'}, which are not: for "
+        "these give an input without train.csv"
+    ]
+    caplog.clear()
+    open_input(keys_of(tmp_path / "train.csv"))
+    assert not caplog.messages
+
+
 def test_what_is_not_whole_is_not_read(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources, shards = open_input(keys_of(images)), tmp_path / "shards"
     with monkeypatch.context() as patch:

@@ -249,3 +249,44 @@ def test_a_run_whose_terminal_is_closed_saves(tmp_path, tiny_overrides, leave_no
     process.send_signal(signal.SIGHUP)
     assert process.wait(timeout=60) == 129
     assert torch.load(last, weights_only=True)["global_step"] > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("together", [False, True], ids=["the output", "the output and the errors"])
+def test_a_run_whose_reader_is_gone_saves_and_tells_why(together, tmp_path, tiny_overrides, leave_nothing):
+    errors = subprocess.STDOUT if together else subprocess.PIPE
+    process = start_fork(
+        ["train", *tiny_overrides, *(LONG if together else ())],
+        tmp_path,
+        stderr=errors,
+        start_new_session=True,
+        restore_signals=False,
+    )
+    leave_nothing.append(process)
+    if together:  # as with `2>&1 | head`: the line of an epoch finds nobody
+        wait_for_checkpoint(tmp_path, process)
+    process.stdout.close()
+    process.stdout = None
+    assert process.wait(timeout=100) == 1
+    if not together:
+        assert process.stderr.read().splitlines()[-1:] == [
+            "longseq: error: longseq train ended early, because nobody reads its output any more: a pipe is closed"
+        ]
+        return
+    (last,) = tmp_path.glob("outputs/image/*/checkpoints/last.ckpt")
+    saved = torch.load(last, weights_only=True)["global_step"]
+    *_, validated, told = (last.parent.parent / "train.log").read_text().splitlines()
+    assert f"update {saved}: " in validated  # the epoch whose line found nobody is not lost
+    assert f"nobody reads the output any more, whose pipe is closed: stopped; saved as of update {saved}:" in told
+
+
+@pytest.mark.slow
+def test_the_log_of_a_run_tells_how_it_was_stopped(tmp_path, tiny_overrides, leave_nothing):
+    process = launch(tmp_path, *tiny_overrides, *LONG)
+    leave_nothing.append(process)
+    last = wait_for_checkpoint(tmp_path, process)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    line = errors.splitlines()[-1]
+    assert "stopped; saved as of update" in line
+    assert (last.parent.parent / "train.log").read_text().splitlines()[-1].endswith(line)
