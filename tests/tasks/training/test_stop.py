@@ -227,13 +227,14 @@ def test_ctrl_c_and_a_closed_terminal_save_a_run_of_two_processes(
     leave_nothing.append(process)
     last = wait_for_checkpoint(tmp_path, process)  # that of the first epoch
     time.sleep(0.3)
+    written = last.stat().st_mtime_ns
     os.killpg(process.pid, number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code, errors
     told = [line for line in errors.splitlines() if not line.startswith("epoch ")]
     assert len(told) == 1, errors
+    assert last.stat().st_mtime_ns > written
     saved = torch.load(last, weights_only=True)["global_step"]
-    assert saved % (1295 // 64), "within an epoch"
     assert f"saved as of update {saved}:" in told[0]
     assert ended_within(10, process)
 
