@@ -199,7 +199,9 @@ def main() -> int:
     from longseq.tools.mistakes import check_arguments, explain, find_repeats, is_users
     from longseq.tools.plugin_options import load_plugins
     from longseq.tools.recorded import settings_of_record
+    from longseq.tools.terminal import outlive_terminals
 
+    outlive_terminals()
     try:
         check_environment(name)
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import textwrap
 import time
@@ -24,6 +25,8 @@ from longseq.tasks.training.options import Range
 
 _NARROWEST_BAR = 6  # columns
 _UNBROKEN = "\N{NO-BREAK SPACE}"
+
+_log = logging.getLogger(__name__)
 
 
 class _Lines(Console):
@@ -63,6 +66,7 @@ class TrainingProgress(ProgressBar):
         self._units = 0
         self._epoch_rate: float | None = None
         self._unread: BrokenPipeError | None = None  # of a line that nobody reads
+        self._has_terminal = False
 
     def enable(self) -> None:
         self._enabled = True
@@ -82,7 +86,8 @@ class TrainingProgress(ProgressBar):
         total = batches * epochs if end is None else end * trainer.accumulate_grad_batches
         done = 0 if unlimited else int(trainer.current_epoch * batches) + trainer.fit_loop.batch_idx + 1
         self._pace = _Pace(done, None if unlimited else int(total))
-        if not self.console.is_terminal:
+        self._has_terminal = self.console.is_terminal
+        if not self._has_terminal:
             return
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -203,6 +208,9 @@ class TrainingProgress(ProgressBar):
             self.console.print(line.replace(_UNBROKEN, " "), highlight=False, soft_wrap=True)
         except BrokenPipeError as error:
             self._unread = error
+        if self._has_terminal and not self.console.is_terminal:
+            self._has_terminal = False
+            _log.info("the terminal is gone: the run goes on without it")
 
     def _rate(self) -> float | None:
         seconds = time.monotonic() - self._started

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -250,6 +251,22 @@ def test_a_run_whose_terminal_is_closed_saves(tmp_path, tiny_overrides, leave_no
     process.send_signal(signal.SIGHUP)
     assert process.wait(timeout=60) == 129
     assert torch.load(last, weights_only=True)["global_step"] > 5
+
+
+@pytest.mark.slow
+def test_a_run_outlives_its_terminal(tmp_path, tiny_overrides, leave_nothing):
+    """As after `disown`: the terminal is closed, no signal comes, and what is printed is an error of the system."""
+    ours, its = pty.openpty()
+    process = start_fork(
+        ["train", *tiny_overrides, "recipe.epochs=4"], tmp_path, start_new_session=True, stdout=its, stderr=its
+    )
+    leave_nothing.append(process)
+    os.close(its)
+    run = wait_for_checkpoint(tmp_path, process).parents[1]
+    os.close(ours)
+    assert process.wait(timeout=60) == 0
+    assert "test/top1" in json.loads((run / "metrics.json").read_text())
+    assert "the terminal is gone: the run goes on without it" in (run / "train.log").read_text()
 
 
 @pytest.mark.slow
