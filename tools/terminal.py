@@ -24,6 +24,15 @@ class _Terminal(io.FileIO):
             return memoryview(data).nbytes
 
 
+def _find_terminal(stream: io.TextIOWrapper) -> int | None:
+    """The number of the stream's file if that is a terminal. A stream that Python code holds may have no number."""
+    try:
+        number = stream.fileno()
+    except io.UnsupportedOperation:
+        return None
+    return number if os.isatty(number) else None
+
+
 def outlive_terminals() -> None:
     """Let the command go on if its terminal is closed and no signal ends it, as after `longseq train & disown`.
 
@@ -33,10 +42,10 @@ def outlive_terminals() -> None:
         return
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if not isinstance(stream, io.TextIOWrapper) or not stream.isatty():
+        if not isinstance(stream, io.TextIOWrapper) or (number := _find_terminal(stream)) is None:
             continue
         stream.flush()
-        binary = io.BufferedWriter(_Terminal(stream.fileno(), "w", closefd=False))
+        binary = io.BufferedWriter(_Terminal(number, "w", closefd=False))
         lasting = io.TextIOWrapper(
             binary, stream.encoding, stream.errors, None, stream.line_buffering, stream.write_through
         )
