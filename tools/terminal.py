@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import stat
 import sys
 from typing import Any
 
@@ -25,12 +26,15 @@ class _Terminal(io.FileIO):
 
 
 def _find_terminal(stream: io.TextIOWrapper) -> int | None:
-    """The number of the stream's file if that is a terminal. A stream that Python code holds may have no number."""
+    """The number of the stream's file if that is a device, as a terminal is, also one that is gone already.
+
+    A stream that is closed, or made of memory, has no number.
+    """
     try:
         number = stream.fileno()
-    except io.UnsupportedOperation:
+    except ValueError:  # io.UnsupportedOperation is one
         return None
-    return number if os.isatty(number) else None
+    return number if stat.S_ISCHR(os.fstat(number).st_mode) else None
 
 
 def outlive_terminals() -> None:
@@ -45,7 +49,9 @@ def outlive_terminals() -> None:
         if not isinstance(stream, io.TextIOWrapper) or (number := _find_terminal(stream)) is None:
             continue
         stream.flush()
-        binary = io.BufferedWriter(_Terminal(number, "w", closefd=False))
+        binary: Any = _Terminal(number, "w", closefd=False)
+        if not stream.write_through:  # with `python -u` each text goes to the terminal at once
+            binary = io.BufferedWriter(binary)
         lasting = io.TextIOWrapper(
             binary, stream.encoding, stream.errors, None, stream.line_buffering, stream.write_through
         )
