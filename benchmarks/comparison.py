@@ -5,6 +5,10 @@ python benchmarks/comparison.py RESULTS.json NAME TITLE [NOTE ...]
 Writes NAME.json. For a comparison with several columns, each row has a name and the value of each seed in each column,
 and NAME.png is the plot. For a comparison with one column, rows also have sizes, seconds and speeds. RESULTS.json may
 be several files of one commit, separated by commas: the columns of one table.
+
+python benchmarks/comparison.py NAME
+
+Draws NAME.png again from the rows of NAME.json, where these came from several commands.
 """
 
 from __future__ import annotations
@@ -80,7 +84,31 @@ def read(files: str) -> dict[str, Any]:
     return first
 
 
+def results_of(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """The rows of a file, which have the value of each seed in each column, as the results of one command."""
+    runs = [
+        {
+            "name": row["mixer"],
+            "setting": dict([heading.split("=", 1)]),
+            "seed": int(seed),
+            "learning_rate": None,
+            "status": "finished",
+            "metrics": {kept["report"]: value},
+        }
+        for row in kept["rows"]
+        for heading, values in row.items()
+        if "=" in heading
+        for seed, value in values.items()
+    ]
+    summary = comparison.summarize(runs, kept["report"], kept["report"])
+    return {"rows": runs, "summary": summary, "report": kept["report"]}
+
+
 def main() -> None:
+    if len(sys.argv) == 2:
+        kept = json.loads((HERE / f"{sys.argv[1]}.json").read_text(encoding="utf-8"))
+        comparison.plot(results_of(kept), HERE / f"{sys.argv[1]}.png")
+        return
     if len(sys.argv) < 4:
         sys.exit(__doc__)
     source, name, title, *notes = sys.argv[1:]
@@ -93,6 +121,7 @@ def main() -> None:
         "what": title,
         "command": results["command"],
         "kind": "accuracy",
+        "report": results["report"],
         "rows": [(row if several else trained_row)(results, one) for one in names],
         "notes": [
             f"{results['report']} of the checkpoint with the best {results['selected_by']}; seeds "

@@ -241,6 +241,29 @@ def test_a_single_run_joins_a_comparison_once_and_is_no_line_of_its_plot(script,
     assert (tmp_path / "reviews.png").stat().st_size > 0
 
 
+def test_the_plot_of_a_file_has_the_mean_of_each_cell(script, tmp_path, monkeypatch):
+    axes = pytest.importorskip("matplotlib.axes").Axes
+    comparison = script("comparison")
+    rows = [
+        {"mixer": "vla", "pairs=4": {"0": 0.75, "1": 0.25}, "pairs=8": {"0": 0.5, "1": 0.5}, "seconds_a_run": 3},
+        {"mixer": "gla", "pairs=4": {"0": 0.125, "1": 0.125}, "pairs=8": {"0": 0.25, "1": 0.0}, "seconds_a_run": 3},
+    ]
+    (tmp_path / "recall.json").write_text(json.dumps({"report": "test/accuracy", "rows": rows}))
+    monkeypatch.setattr(comparison, "HERE", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["comparison.py", "recall"])
+    drawn: dict[str, tuple[list[float], list[float]]] = {}
+    errorbar = axes.errorbar
+
+    def note(plot: Any, places: Any, means: list[float], *, yerr: list[float], label: str, **options: Any) -> Any:
+        drawn[label] = means, [round(error, 4) for error in yerr]
+        return errorbar(plot, places, means, yerr=yerr, label=label, **options)
+
+    monkeypatch.setattr(axes, "errorbar", note)
+    comparison.main()
+    assert drawn == {"vla": ([0.5, 0.5], [0.3536, 0.0]), "gla": ([0.125, 0.125], [0.0, 0.1768])}
+    assert (tmp_path / "recall.png").stat().st_size > 0
+
+
 @pytest.mark.slow
 def test_tables_are_those_of_the_rows(script):
     pages = script("table").list_pages()

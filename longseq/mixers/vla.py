@@ -66,7 +66,7 @@ class VLA(Mixer[VLAState]):
         normalize_key, normalize_alpha: the divisions by ‖φ(k)‖ and ‖A k̂‖ (ablations). Without them, the memory is not
             stable; the paper reports this of its second version, which had no α̂.
         normalizer: the division by zᵀ φ(q), by which the output shrinks as 1 / t (an ablation). In the paper's recall
-            task, VLA fails with it above 8 pairs: for 16 pairs the accuracy is 0.09, and 0.88 without the division
+            task, VLA fails with it above 8 pairs: for 16 pairs the accuracy is 0.10, and 0.90 without the division
             (benchmarks/README.md).
 
     Source: Variational Linear Attention (Pandey and Singh, 2026), Algorithm 1.
