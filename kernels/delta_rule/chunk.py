@@ -309,6 +309,7 @@ def _backward(
         # gradient of the state before each chunk, without the part through the state after the chunk
         d_before = torch.baddbmm(query_since.mT @ d_out, erased.mT, d_written, alpha=-1)
         d_state, d_after = _state_pass_backward(d_final.flatten(0, 1), d_before, erased, write_until, whole)
+    if any(wanted[1:-1]):
         d_value = inverse.mT @ d_written.baddbmm_(write_until, d_after)
 
     if wanted.q or wanted.g:
