@@ -8,6 +8,7 @@ cancels, and every exponent is <= 0 whatever the size of g.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,11 +52,11 @@ def join_chunks(x: Tensor, batch: int, heads: int, tokens: int) -> Tensor:
     return x.reshape(batch, chunks * chunk_size, heads, width)[:, :tokens]
 
 
-def join_like(x: Tensor, like: Tensor) -> Tensor:
-    """[n * B * H, C, D] -> the shape and dtype of `like`, [B, T, H, D] or [B, T, H]: a gradient in its input's form."""
+def join_like(x: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """[n * B * H, C, D] -> the shape of `like`, [B, T, H, D] or [B, T, H], and its dtype, if no other is given."""
     batch, tokens, heads = like.shape[:3]
     x = join_chunks(x.unflatten(0, (-1, batch * heads)), batch, heads, tokens)
-    return x.reshape(like.shape).to(like.dtype)
+    return x.reshape(like.shape).to(dtype or like.dtype)
 
 
 def times(x: Tensor, decay: Tensor | None) -> Tensor:
@@ -110,21 +111,34 @@ def decayed_products(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
     return products.reshape(rows, size, size)
 
 
-def decayed_products_backward(q: Tensor, k: Tensor, g: Tensor, d_products: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and g from that of `decayed_products`; what it holds above the diagonal is not read."""
+def decayed_products_backward(
+    q: Any, k: Any, g: Tensor, d_products: Tensor, wants_q: bool, wants_k: bool, wants_g: bool
+) -> tuple[Any, Any, Any]:
+    """Gradients of q, k and g from that of `decayed_products`; what it holds above the diagonal is not read.
+
+    Those that are not wanted are None. The gradient of q does not depend on q, and that of k not on k.
+    """
     d_diagonal = d_products.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-    d_q, d_k = d_diagonal * k, d_diagonal * q
+    d_q = d_diagonal * k if wants_q else None
+    d_k = d_diagonal * q if wants_k else None
+    d_since, d_until = (torch.zeros_like(g) if wants_g else None for _ in range(2))
     spaced, size = _space_evenly(d_products), d_products.shape[-1]
-    d_since, d_until = torch.zeros_like(g), torch.zeros_like(g)
     for half, since, until in reversed(_decay_levels(g)):
-        _merge_decays_backward(d_since, d_until, half)
-        query, key = _halves(q, half)[1] * since, _halves(k, half)[0] * until
         d_cross = _below(spaced, size, half)
-        d_query, d_key = torch.bmm(d_cross, key), torch.bmm(d_cross.transpose(-1, -2), query)
-        _halves(d_since, half)[1].addcmul_(d_query, query)
-        _halves(d_until, half)[0].addcmul_(d_key, key)
-        _halves(d_q, half)[1].addcmul_(d_query, since)
-        _halves(d_k, half)[0].addcmul_(d_key, until)
+        if wants_q or wants_g:
+            key = _halves(k, half)[0] * until
+            d_query = torch.bmm(d_cross, key)
+        if wants_k or wants_g:
+            query = _halves(q, half)[1] * since
+            d_key = torch.bmm(d_cross.transpose(-1, -2), query)
+        if d_q is not None:
+            _halves(d_q, half)[1].addcmul_(d_query, since)
+        if d_k is not None:
+            _halves(d_k, half)[0].addcmul_(d_key, until)
+        if d_since is not None and d_until is not None:
+            _merge_decays_backward(d_since, d_until, half)
+            _halves(d_since, half)[1].addcmul_(d_query, query)
+            _halves(d_until, half)[0].addcmul_(d_key, key)
     return d_q, d_k, d_since
 
 
@@ -152,20 +166,26 @@ def decayed_sums(weights: Tensor, v: Tensor, g: Tensor) -> Tensor:
     return sums.view(v.shape)
 
 
-def decayed_sums_backward(weights: Tensor, v: Tensor, g: Tensor, d_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of weights (zero above the diagonal), v and g from that of `decayed_sums`."""
+def decayed_sums_backward(
+    weights: Tensor, v: Any, g: Tensor, d_sums: Tensor, wants_g: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of v and, if wanted, g from that of `decayed_sums`; that of v does not depend on v.
+
+    The gradient of the weights is `decayed_products(d_sums, v, g)`.
+    """
     d_v = weights.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * d_sums
+    d_since, d_until = (torch.zeros_like(g) if wants_g else None for _ in range(2))
     spaced, size = _space_evenly(weights), weights.shape[-1]
-    d_since, d_until = torch.zeros_like(g), torch.zeros_like(g)
     for half, since, until in reversed(_decay_levels(g)):
-        _merge_decays_backward(d_since, d_until, half)
-        value, d_across = _halves(v, half)[0] * until, _halves(d_sums, half)[1] * since
-        cross = _below(spaced, size, half)
+        d_across, cross = _halves(d_sums, half)[1] * since, _below(spaced, size, half)
         d_value = torch.bmm(cross.transpose(-1, -2), d_across)
-        _halves(d_since, half)[1].addcmul_(d_across, torch.bmm(cross, value))
-        _halves(d_until, half)[0].addcmul_(d_value, value)
         _halves(d_v, half)[0].addcmul_(d_value, until)
-    return decayed_products(d_sums, v, g), d_v, d_since
+        if d_since is not None and d_until is not None:
+            value = _halves(v, half)[0] * until
+            _merge_decays_backward(d_since, d_until, half)
+            _halves(d_since, half)[1].addcmul_(d_across, torch.bmm(cross, value))
+            _halves(d_until, half)[0].addcmul_(d_value, value)
+    return d_v, d_since
 
 
 def _first_decays(g: Tensor) -> tuple[Tensor, Tensor]:

@@ -83,12 +83,15 @@ class _CumulativeSoftmax(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_g, d_final):
         x, state = ctx.saved_tensors
+        wants_x, wants_state = ctx.needs_input_grad
         with without_autocast(state):
-            return _backward(x, state, d_g, d_final)
+            return _backward(wants_x, wants_state, x, state, d_g, d_final)
 
 
-def _backward(x: Tensor, state: Tensor, d_g: Tensor, d_final: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the initial state, from the gradients R_t of z_t through all later tokens:
+def _backward(
+    wants_x: bool, wants_state: bool, x: Tensor, state: Tensor, d_g: Tensor, d_final: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of x and of the initial state, where wanted, from those R_t of z_t through all later tokens:
 
     R_t = w_{t+1} dg_{t+1} + e^{g_{t+1}} R_{t+1};   dx_t = w_t (R_t - dg_t)
     """
@@ -96,7 +99,7 @@ def _backward(x: Tensor, state: Tensor, d_g: Tensor, d_final: Tensor) -> tuple[T
     share, kept = torch.sigmoid(x - before), torch.sigmoid(before - x)
     direct = share * d_g
     total = _later_total(torch.cat((direct, d_final.unsqueeze(1)), 1), kept)
-    return share * total[:, 1:] - direct, total[:, 0]
+    return share * total[:, 1:] - direct if wants_x else None, total[:, 0] if wants_state else None
 
 
 def _later_total(x: Tensor, kept: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ With the tokens of one chunk as rows and e^b the decay from the start of the chu
 Only the last line runs over chunks one after the other; everything else is batched over all of them.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ def delta_rule_chunk(
 ) -> tuple[Tensor, Tensor | None]:
     """`delta_rule` in chunks; saves its inputs, the inverses X and the states between chunks for the backward.
 
-    `recompute` is ignored.
+    What no wanted gradient needs is neither saved nor computed. `recompute` is ignored.
     """
 
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,22 +126,47 @@ def _scripted(
     return output, final
 
 
+class _Wanted(NamedTuple):
+    """Whether each input needs its gradient."""
+
+    q: bool
+    k: bool
+    v: bool
+    beta: bool
+    write_key: bool
+    g: bool
+    state: bool
+
+    @property
+    def through_updates(self) -> bool:
+        """Any gradient that passes through the updates of the state: any but q's."""
+        return any(self[1:])
+
+    @property
+    def of_updates(self) -> bool:
+        """Any gradient that depends on the updates: any but those of v and the state, in which results are linear."""
+        return self.q or self.k or self.beta or self.write_key or self.g
+
+
 class _DeltaRule(torch.autograd.Function):
     """The eager form. Saves its inputs, X and the states before each chunk; recomputes the rest."""
 
     @staticmethod
     def forward(ctx, q, k, v, beta, write_key, g, state, scale, chunk_size):
         output, final, inverse, states = _forward(q, k, v, beta, write_key, g, state, scale, chunk_size)
-        ctx.save_for_backward(q, k, v, beta, write_key, g, inverse, states)
-        ctx.scale = scale
+        wanted = _Wanted(*ctx.needs_input_grad[:7])
+        ctx.scale, ctx.dtypes = scale, (q.dtype, v.dtype)
+        read = q if wanted.through_updates else None
+        offered, starts = (v, states) if wanted.of_updates else (None, None)
+        ctx.save_for_backward(read, k, offered, beta, write_key, g, inverse, starts)
         return output, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_output, d_final):
-        q, k, v, beta, write_key, g, inverse, states = ctx.saved_tensors
-        with without_autocast(states):
-            return (*_backward(q, k, v, beta, write_key, g, inverse, states, ctx.scale, d_output, d_final), None, None)
+        wanted = _Wanted(*ctx.needs_input_grad[:7])
+        with without_autocast(d_final):
+            return (*_backward(wanted, ctx.saved_tensors, ctx.scale, ctx.dtypes, d_output, d_final), None, None)
 
 
 def _forward(
@@ -249,67 +274,82 @@ def _decayed_chunk_step(state: Tensor, offered: Tensor, erased: Tensor, write: T
 
 
 def _backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    write_key: Tensor | None,
-    g: Tensor | None,
-    inverse: Tensor,
-    states: Tensor,
+    wanted: _Wanted,
+    saved: tuple[Any, ...],
     scale: float,
+    dtypes: tuple[torch.dtype, torch.dtype],
     d_output: Tensor,
     d_final: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, beta, write_key, g and the initial state."""
+    """Gradients of q, k, v, beta, write_key, g and the initial state; None for those that are not wanted.
+
+    What was not saved is None. `dtypes` are those of q and v.
+    """
+    q, k, v, beta, write_key, g, inverse, states = saved
     chunks, _, chunk_size, _ = inverse.shape
-    dtype = states.dtype
-    *split, gate = _split(q, k, v, beta, write_key, g, scale, dtype, chunks, chunk_size)
-    query, read, value, key, strength = (x.flatten(0, 1) for x in split)
-    gate = None if gate is None else gate.flatten(0, 1)
-    d_output = split_chunks(d_output, dtype, chunks, chunk_size).flatten(0, 1)
-    inverse, states = inverse.flatten(0, 1), states.flatten(0, 1)
-    between, since, until, whole = _decays(gate)
-    write = key * strength
-    query_since, read_since, write_until = times(query, since), times(read, since), times(write, until)
-    erased = inverse @ read_since
-    written = inverse @ torch.baddbmm(value, read_since, states, alpha=-1)
-    attention = times(query @ write.mT, between).tril_()
 
-    d_written = attention.mT @ d_output
-    # gradient of the state before each chunk, without the part through the state after the chunk
-    d_before = torch.baddbmm(query_since.mT @ d_output, erased.mT, d_written, alpha=-1)
-    d_state, d_after = _state_pass_backward(d_final.flatten(0, 1), d_before, erased, write_until, whole)
-    d_written.baddbmm_(write_until, d_after)
-    d_value = inverse.mT @ d_written
-    d_attention, d_lower = (d_output @ written.mT).tril_(), (d_value @ written.mT).tril_(-1).neg_()
-    d_query, d_read, d_write = d_output @ states.mT, (d_value @ states.mT).neg_(), written @ d_after.mT
+    def split(x: Tensor) -> Tensor:
+        return split_chunks(x, d_final.dtype, chunks, chunk_size).flatten(0, 1)
 
-    d_gate = None
-    if gate is not None and whole is not None:
+    read, strength, d_out = split(k), split(beta.unsqueeze(-1)), split(d_output)
+    key = read if write_key is None else split(write_key)
+    between, since, until, whole = _decays(None if g is None else split(g.unsqueeze(-1)))
+    inverse, write, read_since = inverse.flatten(0, 1), key * strength, times(read, since)
+    wants_write = wanted.beta or wanted.write_key or (wanted.k and write_key is None)
+
+    if wanted.of_updates:
+        states = states.flatten(0, 1)
+        written = inverse @ torch.baddbmm(split(v), read_since, states, alpha=-1)
+    if wanted.through_updates:
+        query = split(q) if scale == 1.0 else split(q) * scale
+        query_since, write_until = times(query, since), times(write, until)
+        erased = inverse @ read_since
+        attention = times(query @ write.mT, between).tril_()
+        d_written = attention.mT @ d_out
+        # gradient of the state before each chunk, without the part through the state after the chunk
+        d_before = torch.baddbmm(query_since.mT @ d_out, erased.mT, d_written, alpha=-1)
+        d_state, d_after = _state_pass_backward(d_final.flatten(0, 1), d_before, erased, write_until, whole)
+    if any(wanted[1:-1]):
+        d_value = inverse.mT @ d_written.baddbmm_(write_until, d_after)
+
+    if wanted.q or wanted.g:
+        d_query = d_out @ states.mT
+    if wanted.k or wanted.g:
+        d_read = (d_value @ states.mT).neg_()
+    if wants_write or wanted.g:
+        d_write = written @ d_after.mT
+    if wanted.q or wants_write or wanted.g:
+        d_attention = (d_out @ written.mT).tril_()
+    if wanted.k or wants_write or wanted.g:
+        d_lower = (d_value @ written.mT).tril_(-1).neg_()
+    if wanted.g:
         lower = times(read @ write.mT, between).tril_(-1)
         d_gate = decay_matrix_backward(d_attention * attention + d_lower * lower)
         d_gate += reverse_cumsum((d_query * query_since + d_read * read_since).sum(-1, keepdim=True))
         d_gate += earlier_sum((d_write * write_until).sum(-1, keepdim=True))
         d_gate += (states * d_after).sum((-2, -1), keepdim=True) * whole
-    d_query, d_read, d_write = times(d_query, since), times(d_read, since), times(d_write, until)
-    d_attention, d_lower = times(d_attention, between), times(d_lower, between)
-    d_query.baddbmm_(d_attention, write)
-    d_read.baddbmm_(d_lower, write)
-    d_write.baddbmm_(d_attention.mT, query).baddbmm_(d_lower.mT, read)
-    d_strength = (d_write * key).sum(-1, keepdim=True)
-    d_key = d_write * strength
-    if write_key is None:
-        d_read += d_key
+    if wanted.q or wants_write:
+        d_attention = times(d_attention, between)
+    if wanted.k or wants_write:
+        d_lower = times(d_lower, between)
+    if wanted.q:
+        d_query = times(d_query, since).baddbmm_(d_attention, write).mul_(scale)
+    if wanted.k:
+        d_read = times(d_read, since).baddbmm_(d_lower, write)
+    if wants_write:
+        d_write = times(d_write, until).baddbmm_(d_attention.mT, query).baddbmm_(d_lower.mT, read)
+        d_key = d_write * strength
+        if wanted.k and write_key is None:
+            d_read += d_key
 
     return (
-        join_like(d_query.mul_(scale), q),
-        join_like(d_read, k),
-        join_like(d_value, v),
-        join_like(d_strength, beta),
-        None if write_key is None else join_like(d_key, write_key),
-        None if g is None or d_gate is None else join_like(d_gate, g),
-        d_state.unflatten(0, (q.shape[0], -1)),
+        join_like(d_query, k, dtypes[0]) if wanted.q else None,
+        join_like(d_read, k) if wanted.k else None,
+        join_like(d_value, d_output, dtypes[1]) if wanted.v else None,
+        join_like((d_write * key).sum(-1, keepdim=True), beta) if wanted.beta else None,
+        join_like(d_key, write_key) if wanted.write_key else None,
+        join_like(d_gate, g) if wanted.g else None,
+        d_state.unflatten(0, (k.shape[0], -1)) if wanted.state else None,
     )
 
 

@@ -9,6 +9,7 @@ A state is kept as [lanes, N, D] with the channels last, which makes a step fast
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,10 @@ def longhorn_scan_chunk(
     chunk_size: int | None,
     reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
-    """`longhorn_scan` in two levels; saves its inputs and the states at the chunks' starts for the backward."""
+    """`longhorn_scan` in two levels; saves its inputs and the states at the chunks' starts for the backward.
+
+    What no wanted gradient needs is neither saved nor computed.
+    """
 
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         if not is_exporting():
@@ -79,7 +83,10 @@ def selective_scan_chunk(
     chunk_size: int | None,
     reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
-    """`selective_scan` in two levels; saves its inputs and the states at the chunks' starts for the backward."""
+    """`selective_scan` in two levels; saves its inputs and the states at the chunks' starts for the backward.
+
+    What no wanted gradient needs is neither saved nor computed.
+    """
     if A.dim() == 3:
         return scan_each_way(
             selective_scan_chunk, x, delta, A, B, C, initial_state,
@@ -160,23 +167,50 @@ def _token(
     return state, torch.bmm(query.unsqueeze(-2), state).squeeze(-2)
 
 
+class _LonghornWanted(NamedTuple):
+    """Whether each input of Longhorn needs its gradient."""
+
+    x: bool
+    q: bool
+    k: bool
+    beta: bool
+    state: bool
+
+
 class _LonghornScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, q, k, beta, state, chunk_size):
         layout = _Layout.choose(x, state, chunk_size)
         key, value, query, fill, _ = _longhorn_lanes(layout, x, q, k, beta, state.dtype)
         output, starts, final = _forward(layout, fill, key, value, query, state)
-        ctx.save_for_backward(x, q, k, beta, starts)
-        ctx.layout = layout
+        wanted = _LonghornWanted(*ctx.needs_input_grad[:5])
+        needs_states = wanted.q or wanted.k or wanted.beta
+        needs_query = wanted.x or wanted.k or wanted.beta or wanted.state
+        ctx.save_for_backward(
+            x if needs_states else None, q if needs_query else None, k, beta, starts if needs_states else None
+        )
+        ctx.layout, ctx.dtypes = layout, (x.dtype, q.dtype)
         # No view: torch.compile of torch 2.11 loses the gradient of a first output that is one.
-        return layout.join(output, output).clone(), final
+        return layout.join(output, output.dtype).clone(), final
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_output, d_final):
-        x, q, k, beta, starts = ctx.saved_tensors
-        with without_autocast(starts):
-            return *_longhorn_backward(ctx.layout, x, q, k, beta, starts, d_output, d_final), None
+        wanted = _LonghornWanted(*ctx.needs_input_grad[:5])
+        with without_autocast(d_final):
+            grads = _longhorn_backward(wanted, ctx.layout, ctx.saved_tensors, ctx.dtypes, d_output, d_final)
+        return *grads, None
+
+
+class _SelectiveWanted(NamedTuple):
+    """Whether each input of Mamba's scan needs its gradient."""
+
+    x: bool
+    delta: bool
+    A: bool
+    B: bool
+    C: bool
+    state: bool
 
 
 class _SelectiveScan(torch.autograd.Function):
@@ -185,17 +219,27 @@ class _SelectiveScan(torch.autograd.Function):
         layout = _Layout.choose(x, state, chunk_size)
         key, value, query, fill, _ = _selective_lanes(layout, x, delta, A, B, C, state.dtype)
         output, starts, final = _forward(layout, fill, key, value, query, state)
-        ctx.save_for_backward(x, delta, A, B, C, starts)
-        ctx.layout = layout
+        wanted = _SelectiveWanted(*ctx.needs_input_grad[:6])
+        needs_states = wanted.delta or wanted.A or wanted.C
+        ctx.save_for_backward(
+            x if needs_states or wanted.B else None,
+            delta,
+            A,
+            B if needs_states or wanted.x else None,
+            C if any(wanted[:4]) or wanted.state else None,
+            starts if needs_states else None,
+        )
+        ctx.layout, ctx.dtypes = layout, (x.dtype, B.dtype, C.dtype)
         # No view: torch.compile of torch 2.11 loses the gradient of a first output that is one.
-        return layout.join(output, output).clone(), final
+        return layout.join(output, output.dtype).clone(), final
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_output, d_final):
-        x, delta, A, B, C, starts = ctx.saved_tensors
-        with without_autocast(starts):
-            return *_selective_backward(ctx.layout, x, delta, A, B, C, starts, d_output, d_final), None
+        wanted = _SelectiveWanted(*ctx.needs_input_grad[:6])
+        with without_autocast(d_final):
+            grads = _selective_backward(wanted, ctx.layout, ctx.saved_tensors, ctx.dtypes, d_output, d_final)
+        return *grads, None
 
 
 @dataclass(frozen=True)
@@ -224,38 +268,40 @@ class _Layout:
         x = x.reshape(self.batch, self.blocks, self.lanes, self.length, -1).permute(1, 3, 2, 0, 4)
         return x.reshape(self.blocks, self.length, self.lanes * self.batch, -1)
 
-    def join(self, x: Tensor, like: Tensor) -> Tensor:
-        """The inverse of `split`, in the shape and dtype of `like`, without gaps.
+    def join(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The inverse of `split`, without gaps.
 
         With one lane, or chunks of one token, the reshape is a view with the tokens outside of the batch. Operations of
         torch that read such a gradient have other strides in torch.compile's trace than when they run.
         """
         x = x.reshape(self.blocks, self.length, self.lanes, self.batch, -1).permute(3, 0, 2, 1, 4)
         x = x.reshape(self.batch, self.blocks * self.lanes * self.length, -1)[:, : self.tokens]
-        return x.to(like.dtype).contiguous()
+        return x.to(dtype).contiguous()
 
 
-def _longhorn_lanes(layout: _Layout, x: Tensor, q: Tensor, k: Tensor, beta: Tensor, dtype: torch.dtype):
-    """Key, value, query and decays of Longhorn, and epsilon, in lanes."""
+def _longhorn_lanes(layout: _Layout, x: Any, q: Any, k: Tensor, beta: Tensor, dtype: torch.dtype):
+    """Key, value, query and decays of Longhorn, and epsilon, in lanes; None for the value and query of no x and q."""
     key = layout.split(k, dtype)
     epsilon = _epsilon(key, layout.split(beta, dtype))
     left, right = key.square().neg_().unsqueeze(-1), epsilon.unsqueeze(-2)
+    value = None if x is None else layout.split(x, dtype) * epsilon
 
     def fill(block: int, positions: int | slice, out: Tensor) -> Tensor:
         return torch.mul(left[block, positions], right[block, positions], out=out).add_(1)
 
-    return key, layout.split(x, dtype) * epsilon, layout.split(q, dtype), fill, epsilon
+    return key, value, None if q is None else layout.split(q, dtype), fill, epsilon
 
 
-def _selective_lanes(layout: _Layout, x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, dtype: torch.dtype):
-    """Key, value, query and decays of Mamba, and delta, in lanes."""
+def _selective_lanes(layout: _Layout, x: Any, delta: Tensor, A: Tensor, B: Any, C: Any, dtype: torch.dtype):
+    """Key, value, query and decays of Mamba, and delta, in lanes; None for the first three of no B, x and C."""
     delta = layout.split(delta, dtype)
     left, right = A.to(dtype).mT.contiguous(), delta.unsqueeze(-2)
+    key, query = (None if x is None else layout.split(x, dtype) for x in (B, C))
 
     def fill(block: int, positions: int | slice, out: Tensor) -> Tensor:
         return torch.mul(left, right[block, positions], out=out).exp_()
 
-    return layout.split(B, dtype), layout.split(x, dtype) * delta, layout.split(C, dtype), fill, delta
+    return key, None if x is None else layout.split(x, dtype) * delta, query, fill, delta
 
 
 def _forward(
@@ -302,39 +348,63 @@ def _chunk_starts(
         torch.addcmul(local[lane - 1], product[lane - 1], starts[lane - 1], out=starts[lane])
 
 
+class _Wanted(NamedTuple):
+    """Whether the gradients of these are needed, in lanes."""
+
+    key: bool
+    value: bool
+    query: bool
+    decays: bool
+    state: bool
+
+
 def _backward(
+    wanted: _Wanted,
     layout: _Layout,
     fill: FillDecay,
-    key: Tensor,
-    value: Tensor,
-    query: Tensor,
-    starts: Tensor,
+    key: Any,
+    value: Any,
+    query: Any,
+    starts: Any,
     d_output: Tensor,
     d_final: Tensor,
     collect: Callable[[int, Tensor, Tensor], None],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Any, ...]:
     """Run through the blocks backward; give `collect` each block's decays and their gradients [L, lanes * B, N, D].
 
-    Returns the gradients of key, value and query, in lanes, and of the initial state.
+    Returns the gradients of key, value and query, in lanes, and of the initial state; None for those that are not
+    wanted.
     """
-    d_output = layout.split(d_output, starts.dtype)
-    d_key, d_value, d_query = torch.empty_like(key), torch.empty_like(value), torch.empty_like(query)
+    d_output = layout.split(d_output, d_final.dtype)
+    rows = query if key is None else key
+    d_key, d_query = (torch.empty_like(rows) if wants else None for wants in (wanted.key, wanted.query))
+    d_value = torch.empty_like(d_output) if wanted.value else None
     d_state = d_final.mT
-    decays = starts.new_empty(layout.length, *starts.shape[1:])
-    d_states, states = torch.empty_like(decays), starts.new_empty(layout.length + 1, *starts.shape[1:])
+    decays = d_output.new_empty(layout.length, rows.shape[2], rows.shape[3], d_output.shape[3])
+    needs_states = wanted.query or wanted.decays
+    needs_d_states = wanted.key or wanted.value or wanted.decays or wanted.state
+    states: Any = decays.new_empty(layout.length + 1, *decays.shape[1:]) if needs_states else None
+    d_states = torch.empty_like(decays) if needs_d_states else None
     for block in reversed(range(layout.blocks)):
         fill(block, slice(None), decays)
-        _states(key[block], value[block], decays, starts[block], states)
+        if states is not None:
+            _states(key[block], value[block], decays, starts[block], states)
+        if d_query is not None:
+            d_query[block] = _over_channels(states[1:], d_output[block])
+        if d_states is None:
+            continue
         torch.mul(query[block].unsqueeze(-1), d_output[block].unsqueeze(-2), out=d_states)
         d_states[-1] += _chunk_ends(layout, decays, d_states, d_state)
         for i in reversed(range(1, layout.length)):
             d_states[i - 1].addcmul_(decays[i], d_states[i])
         d_state = decays[0, : layout.batch] * d_states[0, : layout.batch]
-        d_query[block] = _over_channels(states[1:], d_output[block])
-        d_key[block] = _over_channels(d_states, value[block])
-        d_value[block] = _over_keys(d_states, key[block])
-        collect(block, decays, d_states.mul_(states[:-1]))
-    return d_key, d_value, d_query, d_state.mT.contiguous()
+        if d_key is not None:
+            d_key[block] = _over_channels(d_states, value[block])
+        if d_value is not None:
+            d_value[block] = _over_keys(d_states, key[block])
+        if wanted.decays:
+            collect(block, decays, d_states.mul_(states[:-1]))
+    return d_key, d_value, d_query, d_state.mT.contiguous() if wanted.state else None
 
 
 def _states(key: Tensor, value: Tensor, decays: Tensor, start: Tensor, out: Tensor) -> None:
@@ -372,60 +442,87 @@ def _over_keys(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _longhorn_backward(
-    layout: _Layout, x: Tensor, q: Tensor, k: Tensor, beta: Tensor, starts: Tensor, d_output: Tensor, d_final: Tensor
-) -> tuple[Tensor, ...]:
-    """Gradients of x, q, k, beta and the initial state."""
-    dtype = starts.dtype
+    wanted: _LonghornWanted,
+    layout: _Layout,
+    saved: tuple[Any, ...],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    d_output: Tensor,
+    d_final: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, q, k, beta and the initial state; None for those that are not wanted.
+
+    What was not saved is None. `dtypes` are those of x and q.
+    """
+    x, q, k, beta, starts = saved
+    dtype = d_final.dtype
     key, value, query, fill, epsilon = _longhorn_lanes(layout, x, q, k, beta, dtype)
-    square, d_square, d_epsilon = key.square(), torch.empty_like(key), torch.empty_like(epsilon)
+    square, wants_epsilon = key.square(), wanted.k or wanted.beta
+    d_square = torch.empty_like(key) if wanted.k else None
+    d_epsilon: Any = torch.empty_like(epsilon) if wants_epsilon else None
 
     def collect(block: int, decays: Tensor, d_decays: Tensor) -> None:
-        d_square[block] = _over_channels(d_decays, epsilon[block]).neg_()
+        if d_square is not None:
+            d_square[block] = _over_channels(d_decays, epsilon[block]).neg_()
         d_epsilon[block] = _over_keys(d_decays, square[block]).neg_()
 
-    d_key, d_value, d_query, d_state = _backward(layout, fill, key, value, query, starts, d_output, d_final, collect)
-    d_epsilon.addcmul_(d_value, layout.split(x, dtype))
-    # epsilon = beta / (1 + beta s) with s = kᵀk: its derivative by s is -epsilon², by beta 1 / (1 + beta s)²
-    d_square -= (d_epsilon * epsilon.square()).sum(-1, keepdim=True)
-    d_key.addcmul_(key, d_square, value=2)
-    d_beta = d_epsilon / layout.split(beta, dtype).mul(square.sum(-1, keepdim=True)).add_(1).square_()
+    d_key, d_value, d_query, d_state = _backward(
+        _Wanted(wanted.k, wanted.x or wants_epsilon, wanted.q, wants_epsilon, wanted.state),
+        *(layout, fill, key, value, query, starts, d_output, d_final, collect),
+    )
+    if d_epsilon is not None:
+        d_epsilon.addcmul_(d_value, layout.split(x, dtype))
+    if d_square is not None:
+        # epsilon = beta / (1 + beta s) with s = kᵀk: its derivative by s is -epsilon², by beta 1 / (1 + beta s)²
+        d_square -= (d_epsilon * epsilon.square()).sum(-1, keepdim=True)
+        d_key.addcmul_(key, d_square, value=2)
+    if wanted.beta:
+        d_beta = d_epsilon / layout.split(beta, dtype).mul(square.sum(-1, keepdim=True)).add_(1).square_()
     return (
-        layout.join(d_value * epsilon, x),
-        layout.join(d_query, q),
-        layout.join(d_key, k),
-        layout.join(d_beta, beta),
+        layout.join(d_value * epsilon, dtypes[0]) if wanted.x else None,
+        layout.join(d_query, dtypes[1]) if wanted.q else None,
+        layout.join(d_key, k.dtype) if wanted.k else None,
+        layout.join(d_beta, beta.dtype) if wanted.beta else None,
         d_state,
     )
 
 
 def _selective_backward(
+    wanted: _SelectiveWanted,
     layout: _Layout,
-    x: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    starts: Tensor,
+    saved: tuple[Any, ...],
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     d_output: Tensor,
     d_final: Tensor,
-) -> tuple[Tensor, ...]:
-    """Gradients of x, delta, A, B, C and the initial state."""
-    key, value, query, fill, step = _selective_lanes(layout, x, delta, A, B, C, starts.dtype)
-    rate = A.to(starts.dtype).mT.contiguous()
-    d_step, d_rate = torch.empty_like(step, memory_format=torch.contiguous_format), torch.zeros_like(rate)
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, delta, A, B, C and the initial state; None for those that are not wanted.
+
+    What was not saved is None. `dtypes` are those of x, B and C.
+    """
+    x, delta, A, B, C, starts = saved
+    dtype = d_final.dtype
+    key, value, query, fill, step = _selective_lanes(layout, x, delta, A, B, C, dtype)
+    rate = A.to(dtype).mT.contiguous()
+    d_step = torch.empty_like(step, memory_format=torch.contiguous_format) if wanted.delta else None
+    d_rate = torch.zeros_like(rate) if wanted.A else None
 
     def collect(block: int, decays: Tensor, d_decays: Tensor) -> None:
         d_exponents = d_decays.mul_(decays)
-        torch.sum(torch.mul(d_exponents, rate, out=decays), dim=-2, out=d_step[block])
-        d_rate.add_(d_exponents.mul_(step[block].unsqueeze(-2)).sum((0, 1)))
+        if d_step is not None:
+            torch.sum(torch.mul(d_exponents, rate, out=decays), dim=-2, out=d_step[block])
+        if d_rate is not None:
+            d_rate.add_(d_exponents.mul_(step[block].unsqueeze(-2)).sum((0, 1)))
 
-    d_key, d_value, d_query, d_state = _backward(layout, fill, key, value, query, starts, d_output, d_final, collect)
-    d_step.addcmul_(d_value, layout.split(x, starts.dtype))
+    d_key, d_value, d_query, d_state = _backward(
+        _Wanted(wanted.B, wanted.x or wanted.delta, wanted.C, wanted.delta or wanted.A, wanted.state),
+        *(layout, fill, key, value, query, starts, d_output, d_final, collect),
+    )
+    if d_step is not None:
+        d_step.addcmul_(d_value, layout.split(x, dtype))
     return (
-        layout.join(d_value * step, x),
-        layout.join(d_step, delta),
-        d_rate.mT.to(A.dtype),
-        layout.join(d_key, B),
-        layout.join(d_query, C),
+        layout.join(d_value * step, dtypes[0]) if wanted.x else None,
+        None if d_step is None else layout.join(d_step, delta.dtype),
+        None if d_rate is None else d_rate.mT.to(A.dtype),
+        layout.join(d_key, dtypes[1]) if wanted.B else None,
+        layout.join(d_query, dtypes[2]) if wanted.C else None,
         d_state,
     )

@@ -13,7 +13,7 @@ With a gate for each value channel the decays move from the keys to the values:
 Only the state runs over chunks one after the other, elementwise; everything else is batched over all of them.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,7 +58,10 @@ def linear_attention_chunk(
     chunk_size: int,
     reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
-    """`linear_attention` in chunks; saves its inputs and the states between chunks for the backward."""
+    """`linear_attention` in chunks; saves its inputs and the states between chunks for the backward.
+
+    What no wanted gradient needs is neither saved nor computed.
+    """
 
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         arguments: tuple[Any, ...] = (*sequences, state, scale, chunk_size)
@@ -134,22 +137,45 @@ def _scripted(
     return output, final
 
 
+class _Wanted(NamedTuple):
+    """Whether each input needs its gradient."""
+
+    q: bool
+    k: bool
+    v: bool
+    g: bool
+    g_value: bool
+    state: bool
+
+
 class _LinearAttention(torch.autograd.Function):
     """The eager form. Saves its inputs and the states before each chunk; recomputes the rest."""
 
     @staticmethod
     def forward(ctx, q, k, v, g, g_value, state, scale, chunk_size):
         output, final, states = _forward(q, k, v, g, g_value, state, scale, chunk_size)
-        ctx.save_for_backward(q, k, v, g, g_value, states)
         ctx.scale, ctx.chunk_size = scale, fit_chunk_size(chunk_size, q.shape[1])
+        ctx.dtypes = q.dtype, k.dtype, v.dtype
+        # Results are linear in each of q, k, v and the state, so that its gradient does not depend on itself.
+        wanted = _Wanted(*ctx.needs_input_grad[:6])
+        gated = wanted.g or wanted.g_value
+        ctx.save_for_backward(
+            q if any(wanted[1:]) else None,
+            k if gated or wanted.q or wanted.v else None,
+            v if gated or wanted.q or wanted.k else None,
+            g,
+            g_value,
+            states if gated or wanted.q else None,
+        )
         return output, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_output, d_final):
-        arguments: tuple[Any, ...] = (*ctx.saved_tensors, ctx.scale, ctx.chunk_size, d_output, d_final)
+        wanted = _Wanted(*ctx.needs_input_grad[:6])
+        arguments: tuple[Any, ...] = (ctx.scale, ctx.chunk_size, ctx.dtypes, d_output, d_final)
         with without_autocast(d_output):
-            return (*_backward(*arguments), None, None)
+            return (*_backward(wanted, ctx.saved_tensors, *arguments), None, None)
 
 
 def _forward(
@@ -259,70 +285,103 @@ def _chunk_step(state: Tensor, update: Tensor, whole: Tensor) -> list[Tensor]:
 
 
 def _backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    g_value: Tensor | None,
-    states: Tensor,
+    wanted: _Wanted,
+    saved: tuple[Any, ...],
     scale: float,
     chunk_size: int,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     d_output: Tensor,
     d_final: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, g, g_value and the initial state."""
-    dtype, chunks = states.dtype, states.shape[0]
-    split = _split(q, k, v, g, g_value, scale, dtype, chunks, chunk_size)
-    query, key, value = (x.flatten(0, 1) for x in split[:3])
-    gate, value_gate = (None if x is None else x.flatten(0, 1) for x in split[3:])
-    d_output, states = split_chunks(d_output, dtype, chunks, chunk_size).flatten(0, 1), states.flatten(0, 1)
+    """Gradients of q, k, v, g, g_value and the initial state; None for those that are not wanted.
+
+    What was not saved is None. `dtypes` are those of q, k and v.
+    """
+    q, k, v, g, g_value, states = saved
+    chunks = -(-d_output.shape[1] // chunk_size)
+
+    def split(x: Tensor | None) -> Any:
+        if x is None:
+            return None
+        x = x.unsqueeze(-1) if x.dim() == 3 else x
+        return split_chunks(x, d_final.dtype, chunks, chunk_size).flatten(0, 1)
+
+    query, key, value, gate, value_gate, d_out = (split(x) for x in (q, k, v, g, g_value, d_output))
     since, until, whole = _decays(gate)
     value_since, value_until, value_whole = _decays(value_gate)
-    query_since, key_until, value_until_end = times(query, since), times(key, until), times(value, value_until)
-    d_read = times(d_output, value_since)
+    d_read = times(d_out, value_since)
+    if states is not None:
+        states = states.flatten(0, 1)
+    if query is not None:
+        query = query if scale == 1.0 else query * scale
+        query_since = times(query, since)
+        state_decay = value_whole if whole is None else whole.mT
+        d_state, d_after = _state_pass_backward(d_final.flatten(0, 1), query_since.mT @ d_read, state_decay)
 
-    state_decay = value_whole if whole is None else whole.mT
-    d_state, d_after = _state_pass_backward(d_final.flatten(0, 1), query_since.mT @ d_read, state_decay)
-    d_query, d_key, d_value = d_read @ states.mT, value_until_end @ d_after.mT, key_until @ d_after
-    d_gate = d_value_gate = None
-    if gate is not None and whole is not None:
+    if wanted.q or wanted.g:
+        d_query = d_read @ states.mT
+    if wanted.k or wanted.g or wanted.g_value:
+        value_until_end = times(value, value_until)
+    if wanted.k or wanted.g:
+        d_key = value_until_end @ d_after.mT
+    if wanted.v or wanted.g or wanted.g_value:
+        key_until = times(key, until)
+    if wanted.v or wanted.g_value:
+        d_value = key_until @ d_after
+    if wanted.g and whole is not None:
         d_gate = _sum_to(reverse_cumsum(d_query * query_since).add_(earlier_sum(d_key * key_until)), gate)
         d_gate += _sum_to((states * d_after).sum(-1).unsqueeze(-2), gate) * whole
-    if value_whole is not None:
-        d_value_gate = reverse_cumsum(d_read * (query @ states)).add_(earlier_sum(d_value * value_until_end))
-        d_value_gate += (states * d_after).sum(-2, keepdim=True) * value_whole
-    d_query, d_key, d_value = times(d_query, since), times(d_key, until), times(d_value, value_until)
-    into_query, into_key, into_value, into_gate = _inner_backward(query, key, value, gate, value_gate, d_output)
+    if wanted.g_value:
+        d_gate = reverse_cumsum(d_read * (query @ states)).add_(earlier_sum(d_value * value_until_end))
+        d_gate += (states * d_after).sum(-2, keepdim=True) * value_whole
+    into_query, into_key, into_value, into_gate = _inner_backward(wanted, query, key, value, gate, value_gate, d_out)
 
     return (
-        join_like(d_query.add_(into_query).mul_(scale), q),
-        join_like(d_key.add_(into_key), k),
-        join_like(d_value.add_(into_value), v),
-        None if g is None or d_gate is None else join_like(d_gate.add_(into_gate), g),
-        None if g_value is None or d_value_gate is None else join_like(d_value_gate.add_(into_gate), g_value),
-        d_state.unflatten(0, (q.shape[0], -1)),
+        join_like(times(d_query, since).add_(into_query).mul_(scale), k, dtypes[0]) if wanted.q else None,
+        join_like(times(d_key, until).add_(into_key), q, dtypes[1]) if wanted.k else None,
+        join_like(times(d_value, value_until).add_(into_value), d_output, dtypes[2]) if wanted.v else None,
+        join_like(d_gate.add_(into_gate), g) if wanted.g else None,
+        join_like(d_gate.add_(into_gate), g_value) if wanted.g_value else None,
+        d_state.unflatten(0, (d_output.shape[0], -1)) if wanted.state else None,
     )
 
 
 def _inner_backward(
-    query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None, value_gate: Tensor | None, d_output: Tensor
-) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value and gate that pass through `_inner`; without a gate the last is a zero."""
+    wanted: _Wanted, query: Any, key: Any, value: Any, gate: Tensor | None, value_gate: Tensor | None, d_output: Tensor
+) -> tuple[Any, ...]:
+    """Gradients of query, key, value and gate that pass through `_inner`; None for those that are not wanted."""
+    d_products: Any = None
+    d_query = d_key = d_value = d_gate = None
     if value_gate is not None:
-        d_weights, d_value, d_gate = decayed_sums_backward(query @ key.mT, value, value_gate, d_output)
-        return d_weights @ key, d_weights.mT @ query, d_value, d_gate
-    d_products = (d_output @ value.mT).tril_()
+        if wanted.q or wanted.k:
+            d_products = decayed_products(d_output, value, value_gate)
+        if wanted.v or wanted.g_value:
+            d_value, d_gate = decayed_sums_backward(query @ key.mT, value, value_gate, d_output, wanted.g_value)
+        return *_products_backward(wanted, query, key, d_products), d_value, d_gate
+    if wanted.q or wanted.k or wanted.g:
+        d_products = (d_output @ value.mT).tril_()
     if gate is not None and gate.shape[-1] > 1:
-        products = decayed_products(query, key, gate)
-        d_query, d_key, d_gate = decayed_products_backward(query, key, gate, d_products)
-        return d_query, d_key, products.mT @ d_output, d_gate
-    products, d_gate = (query @ key.mT).tril_(), d_products.new_zeros(())
-    if gate is not None:
-        decay = decay_matrix(gate)
-        products *= decay
+        if wanted.v:
+            d_value = decayed_products(query, key, gate).mT @ d_output
+        if d_products is not None:
+            wants = wanted.q, wanted.k, wanted.g
+            d_query, d_key, d_gate = decayed_products_backward(query, key, gate, d_products, *wants)
+        return d_query, d_key, d_value, d_gate
+    decay = None if gate is None else decay_matrix(gate)
+    if wanted.v or wanted.g:
+        products = times((query @ key.mT).tril_(), decay)
+    if wanted.v:
+        d_value = products.mT @ d_output
+    if wanted.g:
         d_gate = decay_matrix_backward(d_products * products)
-        d_products = d_products * decay
-    return d_products @ key, d_products.mT @ query, products.mT @ d_output, d_gate
+    if wanted.q or wanted.k:
+        d_products = times(d_products, decay)
+    return *_products_backward(wanted, query, key, d_products), d_value, d_gate
+
+
+def _products_backward(wanted: _Wanted, query: Any, key: Any, d_products: Any) -> tuple[Any, Any]:
+    """Gradients of query and key from that of their products."""
+    return d_products @ key if wanted.q else None, d_products.mT @ query if wanted.k else None
 
 
 def _sum_to(x: Tensor, gate: Tensor) -> Tensor:

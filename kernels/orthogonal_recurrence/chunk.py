@@ -20,6 +20,7 @@ The exact form does not use the formula: an error in the length of a slot would 
 
 import operator
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,7 +66,10 @@ def orthogonal_recurrence_chunk(
     chunk_size: int,
     reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
-    """`orthogonal_recurrence`; saves its inputs and the states before every √n of the n chunks for the backward."""
+    """`orthogonal_recurrence`; saves its inputs and the states before every √n of the n chunks for the backward.
+
+    Gradients that are not wanted are not computed.
+    """
     unit = has_unit_columns(objective, normalize)
 
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,6 +158,23 @@ def _scripted(
     return join_chunks(torch.stack(outputs), batch, heads, tokens), running.reshape(state.shape)
 
 
+class _Wanted(NamedTuple):
+    """Whether each input needs its gradient."""
+
+    q: bool
+    k: bool
+    v: bool
+    gamma: bool
+    g: bool
+    threshold: bool
+    state: bool
+
+    @property
+    def through_states(self) -> bool:
+        """Any gradient that passes through the states: any but q's."""
+        return any(self[1:])
+
+
 class _OrthogonalRecurrence(torch.autograd.Function):
     """The eager form. Saves its inputs and every √n-th state; recomputes the states between them."""
 
@@ -177,18 +198,25 @@ class _OrthogonalRecurrence(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_output, d_final):
-        q, k, v, gamma, g, threshold, kept = ctx.saved_tensors
-        objective, unit, scale, chunk_size = ctx.options
-        with without_autocast(kept):
-            grads = _backward(q, k, v, gamma, g, threshold, kept, objective, unit, scale, chunk_size, d_output, d_final)
+        wanted = _Wanted(*ctx.needs_input_grad[:7])
+        arguments: tuple[Any, ...] = (ctx.saved_tensors, *ctx.options, d_output, d_final)
+        with without_autocast(d_final):
+            grads = _backward(wanted, *arguments)
         return (*grads, None, None, None, None)
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, threshold: Tensor | None, kept: Tensor,
-    objective: str, unit: bool, scale: float, chunk_size: int, d_output: Tensor, d_final: Tensor,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of q, k, v, gamma, g, threshold and the initial state."""
+    wanted: _Wanted,
+    saved: tuple[Any, ...],
+    objective: str,
+    unit: bool,
+    scale: float,
+    chunk_size: int,
+    d_output: Tensor,
+    d_final: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, gamma, g, threshold and the initial state; None for those that are not wanted."""
+    q, k, v, gamma, g, threshold, kept = saved
     chunks = -(-q.shape[1] // chunk_size)
     xs = _split(q, k, v, gamma, g, threshold, scale, kept.dtype, chunks, chunk_size)
     d_chunks = split_chunks(d_output, kept.dtype, chunks, chunk_size)
@@ -201,27 +229,26 @@ def _backward(
             steps.append((state, after, parts))
             state = after
         for i in reversed(segment):
-            d_state, *own = step_backward(*steps.pop(), objective, unit, d_chunks[i], d_state, *_at(xs, i))
+            d_state, *own = step_backward(wanted, *steps.pop(), objective, unit, d_chunks[i], d_state, *_at(xs, i))
             grads.append(own)
-    d_q, d_k, d_v, d_gamma, d_gate, *d_shrink = (torch.stack(x[::-1]) for x in zip(*grads, strict=True))
-    if chunk_size == 1:
+    stacked: Any = (None if x[0] is None else torch.stack(x[::-1]) for x in zip(*grads, strict=True))
+    d_q, d_k, d_v, d_gamma, d_gate, d_shrink = stacked
+    if wanted.g and chunk_size == 1:
         d_gate = d_gate * xs[4]
-    d_threshold = None
-    if threshold is not None:
-        d_gamma = d_gamma + d_shrink[0] * split_chunks(threshold.unsqueeze(-1), kept.dtype, chunks, 1)
-        d_threshold = join_like((d_shrink[0] * xs[3]).flatten(0, 1), threshold)
+    if wanted.gamma and threshold is not None:
+        d_gamma = d_gamma + d_shrink * split_chunks(threshold.unsqueeze(-1), kept.dtype, chunks, 1)
     return (
-        join_like(d_q.mul_(scale).flatten(0, 1), q),
-        join_like(d_k.flatten(0, 1), k),
-        join_like(d_v.flatten(0, 1), v),
-        join_like(d_gamma.flatten(0, 1), gamma),
-        None if g is None else join_like(d_gate.flatten(0, 1), g),
-        d_threshold,
-        d_state.unflatten(0, (q.shape[0], -1)),
+        join_like(d_q.mul_(scale).flatten(0, 1), q) if wanted.q else None,
+        join_like(d_k.flatten(0, 1), k) if wanted.k else None,
+        join_like(d_v.flatten(0, 1), v) if wanted.v else None,
+        join_like(d_gamma.flatten(0, 1), gamma) if wanted.gamma else None,
+        join_like(d_gate.flatten(0, 1), g) if wanted.g else None,
+        join_like((d_shrink * xs[3]).flatten(0, 1), threshold) if wanted.threshold else None,
+        d_state.unflatten(0, (q.shape[0], -1)) if wanted.state else None,
     )
 
 
-def _forms(chunk_size: int) -> tuple[Callable[..., tuple[Tensor, Tensor, list[Tensor]]], Callable[..., list[Tensor]]]:
+def _forms(chunk_size: int) -> tuple[Callable[..., tuple[Tensor, Tensor, list[Tensor]]], Callable[..., list[Any]]]:
     return (_token, _token_backward) if chunk_size == 1 else (_chunk, _chunk_backward)
 
 
@@ -294,21 +321,31 @@ def _decoded(state: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _writes_backward(
-    objective: str, slots: Tensor, k: Tensor, v: Tensor, gamma: Tensor, h: Tensor, a: Tensor,
-    d_h: Tensor, d_c: Tensor, d_a: Tensor, d_slots: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of k, v and gamma from those of what `_writes` returned; that of the slots is added to `d_slots`."""
+    wanted: _Wanted, objective: str, slots: Tensor, k: Tensor, v: Tensor, gamma: Tensor, h: Tensor, a: Tensor,
+    d_h: Any, d_c: Tensor, d_a: Tensor, d_slots: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of k, v and gamma from those of what `_writes` returned; that of the slots is added to `d_slots`.
+
+    None for those that are not wanted.
+    """
     if objective == "ttt":
-        return _ttt_backward(slots, k, v, gamma, h, d_h, d_c, d_slots)
+        return _ttt_backward(wanted, slots, k, v, gamma, h, d_h, d_c, d_slots)
     d_k, written = gamma * d_c, k
     if objective == "encode":
         d_a, written = d_a - d_k, k - a
-    d_v = torch.baddbmm(d_h, d_a, slots.mT)
+    d_v: Any = torch.baddbmm(d_h, d_a, slots.mT) if _needs_directions(wanted, objective) else None
     _add_products(d_slots, h, d_a)
     if objective == "decode":
         _add_products(d_slots, d_v, k, sign=-1)
-        d_k.baddbmm_(d_v, slots, alpha=-1)
-    return d_k, d_v, (written * d_c).sum(-1, keepdim=True)
+        if wanted.k:
+            d_k.baddbmm_(d_v, slots, alpha=-1)
+    d_gamma = (written * d_c).sum(-1, keepdim=True) if wanted.gamma else None
+    return d_k if wanted.k else None, d_v if wanted.v else None, d_gamma
+
+
+def _needs_directions(wanted: _Wanted, objective: str) -> bool:
+    """Whether the gradients of h are needed: h depends on v, and in two objectives on the slots and k."""
+    return wanted.v or objective in ("decode", "ttt")
 
 
 def _add_products(total: Tensor, left: Tensor, right: Tensor, *, sign: int = 1) -> None:
@@ -320,18 +357,21 @@ def _add_products(total: Tensor, left: Tensor, right: Tensor, *, sign: int = 1) 
 
 
 def _ttt_backward(
-    state: Tensor, k: Tensor, v: Tensor, gamma: Tensor, h: Tensor, d_h: Tensor, d_c: Tensor, d_state: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    wanted: _Wanted, state: Tensor, k: Tensor, v: Tensor, gamma: Tensor, h: Tensor, d_h: Tensor, d_c: Tensor,
+    d_state: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     direction, length = _decoded(state, k)
     d_v = d_h / length
     d_along = -(d_v * direction).sum(-1, keepdim=True)
     d_direction = d_along * v - (direction * v).sum(-1, keepdim=True) * d_v
-    d_v = torch.addcmul(d_v, d_along, direction)
     d_length = -((d_h * h).sum(-1, keepdim=True) + (d_direction * direction).sum(-1, keepdim=True)) / length
     d_z = torch.addcmul(d_direction / length, direction, d_length)
-    d_k = torch.bmm(d_z, state).addcmul_(gamma, d_c)
     _add_products(d_state, d_z, k)
-    return d_k, d_v, (k * d_c).sum(-1, keepdim=True)
+    return (
+        torch.bmm(d_z, state).addcmul_(gamma, d_c) if wanted.k else None,
+        torch.addcmul(d_v, d_along, direction) if wanted.v else None,
+        (k * d_c).sum(-1, keepdim=True) if wanted.gamma else None,
+    )
 
 
 def _token(
@@ -358,34 +398,41 @@ def _token(
 
 
 def _token_backward(
-    before: Tensor, after: Tensor, parts: list[Tensor], objective: str, unit: bool, d_output: Tensor, d_state: Tensor,
+    wanted: _Wanted, before: Tensor, after: Tensor, parts: list[Tensor], objective: str, unit: bool, d_output: Tensor,
+    d_state: Tensor,
     q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, decay: Tensor, shrink: Tensor | None = None,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of the state before a token, of q, k, v, gamma, the decay and, if there is one, of the shrinkage."""
+) -> list[Tensor | None]:  # fmt: skip
+    """Gradients of the state before a token, of q, k, v, gamma, the decay and, if there is one, of the shrinkage.
+
+    None for those that are not wanted but for that of the state.
+    """
+    d_q = torch.bmm(d_output, after) if wanted.q else None
+    if not wanted.through_states:
+        return [d_state, d_q, None, None, None, None, None]
     h, c, a, *norms = parts
     slots, lengths = _slots(before, objective, unit)
     written, present = (c, a) if lengths is None else (c / lengths, a / lengths)
-    d_q = torch.bmm(d_output, after)
     d_state = torch.addcmul(d_state, d_output.mT, q)
     if unit:
         _normalise_backward_(d_state, after, norms[0])
-    d_shrink = []
+    d_shrink = None
     if shrink is not None:
         sign = after.sign()
-        d_shrink.append(-(sign * d_state).sum((-2, -1), keepdim=True))
+        if wanted.gamma or wanted.threshold:
+            d_shrink = -(sign * d_state).sum((-2, -1), keepdim=True)
         d_state.mul_(sign.abs_())
     d_keep = (before * d_state).sum(-2, keepdim=True)
     d_c = torch.bmm(h, d_state).addcmul_(d_keep, present, value=-1)
     d_a = -d_keep * written
     if lengths is not None:
         d_c, d_a = d_c / lengths, d_a / lengths
-    d_h = torch.bmm(written, d_state.mT)
+    d_h = torch.bmm(written, d_state.mT) if _needs_directions(wanted, objective) else None
     d_before = d_state.mul_(torch.addcmul(decay, written, present, value=-1))
     d_slots = d_before if lengths is None else torch.zeros_like(d_before)
-    d_inputs = _writes_backward(objective, slots, k, v, gamma, h, a, d_h, d_c, d_a, d_slots)
+    d_inputs = _writes_backward(wanted, objective, slots, k, v, gamma, h, a, d_h, d_c, d_a, d_slots)
     if lengths is not None:
         d_before += _slots_backward(slots, lengths, d_slots, -(d_c * written + d_a * present))
-    return [d_before, d_q, *d_inputs, d_keep.sum(-1, keepdim=True), *d_shrink]
+    return [d_before, d_q, *d_inputs, d_keep.sum(-1, keepdim=True) if wanted.g else None, d_shrink]
 
 
 def _normalise_backward_(d_normalised: Tensor, normalised: Tensor, norms: Tensor) -> Tensor:
@@ -436,81 +483,108 @@ def _empty(slots: Tensor) -> Tensor:
 
 
 def _chunk_backward(
-    before: Tensor, after: Tensor, parts: list[Tensor], objective: str, unit: bool, d_output: Tensor, d_after: Tensor,
+    wanted: _Wanted, before: Tensor, after: Tensor, parts: list[Tensor], objective: str, unit: bool, d_output: Tensor,
+    d_after: Tensor,
     q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of the state before a chunk and of q, k, v, gamma and g in it."""
+) -> list[Tensor | None]:  # fmt: skip
+    """Gradients of the state before a chunk and of q, k, v, gamma and g in it, and None: there is no shrinkage.
+
+    None for those that are not wanted but for that of the state.
+    """
     h, c, a, decay, since, removed, gone, *norms = parts
     slots, lengths = _slots(before, objective, unit)
-    read = q
+    into_slots, d_weights = torch.bmm(d_output, slots), torch.bmm(d_output, h.mT)
+    into_state = into_slots if before is slots else torch.bmm(d_output, before)
+    d_products, read = d_weights * decay, q
+    d_q: Any = None
+    if wanted.q or unit:
+        d_q = torch.bmm(d_products, c) + since * into_state - gone * into_slots
     if unit:
-        d_after = _normalise_backward_(d_after.clone(), after, norms[-1])
-        read = q * mend_squares(norms[0]).rsqrt()
-    d_read, d_h, d_c, d_gone, d_decay, d_since, d_state, d_slots = _products_backward(
-        before, slots, h, c, decay, since, gone, read, d_output, d_after
-    )
-    d_q, d_a, d_removed = d_read, torch.zeros_like(a), torch.zeros_like(a)
-    if unit:
-        squared, onto, added, _ = norms
+        squared, onto, added, lengths_after = norms
         mended = mend_squares(squared)
-        d_q = d_read * mended.rsqrt()
+        d_q = d_q * mended.rsqrt()
+    if not wanted.through_states:
+        return [d_after, d_q, None, None, None, None, None]
+    if unit:
+        d_after = _normalise_backward_(d_after.clone(), after, lengths_after)
+        read = q * mended.rsqrt()
+    needs_h = _needs_directions(wanted, objective)
+    d_h, d_c, d_gone, d_decay, d_since, d_state, d_slots = _products_backward(
+        needs_h, wanted.g, before, slots, h, c, decay, since, gone, read, d_output, d_after,
+        into_state, into_slots, d_weights, d_products,
+    )  # fmt: skip
+    d_a, d_removed = torch.zeros_like(a), torch.zeros_like(a)
+    if unit:
         d_squared = torch.where(mended == squared, -0.5 * d_q * q / mended, 0.0)
-        d_norms = _squared_norms_backward(slots, h, c, a, removed, gone, decay, since, onto, added, d_squared)
+        d_norms = _squared_norms_backward(
+            needs_h, wanted.g, slots, h, c, a, removed, gone, decay, since, onto, added, d_squared
+        )
         for total, part in zip((d_h, d_c, d_a, d_removed, d_gone, d_decay, d_since), d_norms, strict=True):
-            total += part
-    d_decay += torch.bmm(d_gone, removed.mT)
+            if total is not None:
+                total += part
     d_removed += torch.bmm(decay.mT, d_gone)
     d_c.addcmul_(d_removed, a)
     d_a.addcmul_(d_removed, c)
     if lengths is not None:
         d_c = d_c / lengths
-    d_inputs = _writes_backward(objective, slots, k, v, gamma, h, a, d_h, d_c, d_a, d_slots)
+    d_inputs = _writes_backward(wanted, objective, slots, k, v, gamma, h, a, d_h, d_c, d_a, d_slots)
     if lengths is not None:
         d_slots = _slots_backward(slots, lengths, d_slots, -(d_c * c).sum(-2, keepdim=True))
-    d_g = decay_matrix_backward(d_decay * decay) + reverse_cumsum(d_since * since)
-    return [d_state + d_slots, d_q, *d_inputs, d_g]
+    d_g = None
+    if wanted.g:
+        d_decay += torch.bmm(d_gone, removed.mT)
+        d_g = decay_matrix_backward(d_decay * decay) + reverse_cumsum(d_since * since)
+    return [d_state + d_slots, d_q if wanted.q else None, *d_inputs, d_g, None]
 
 
 def _products_backward(
+    wants_h: bool, wants_decays: bool,
     state: Tensor, slots: Tensor, h: Tensor, c: Tensor, decay: Tensor, since: Tensor, gone: Tensor, read: Tensor,
-    d_output: Tensor, d_after: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of read, h, c, W x, W, b, state and slots from those of the output and of the state before N."""
+    d_output: Tensor, d_after: Tensor, into_state: Tensor, into_slots: Tensor, d_weights: Tensor, d_products: Tensor,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Gradients of h, c, W x, W, b, state and slots from those of the output and of the state before N.
+
+    None for those of h and of the decays W and b, where they are not wanted.
+    """
     last = decay[:, -1:].mT
-    written, into_slots = torch.bmm(h, d_after), torch.bmm(d_output, slots)
-    into_state = into_slots if state is slots else torch.bmm(d_output, state)
-    products, d_weights = torch.bmm(read, c.mT), torch.bmm(d_output, h.mT)
-    d_products = d_weights * decay
-    d_read = torch.bmm(d_products, c) + since * into_state - gone * into_slots
-    d_h = torch.baddbmm(last * torch.bmm(c, d_after.mT), (decay * products).mT, d_output)
+    written, products = torch.bmm(h, d_after), torch.bmm(read, c.mT)
+    d_h = d_decay = d_since = None
+    if wants_h:
+        d_h = torch.baddbmm(last * torch.bmm(c, d_after.mT), (decay * products).mT, d_output)
     d_c = torch.baddbmm(last * written, d_products.mT, read)
     d_state = torch.baddbmm(d_after * since[:, -1:], (since * d_output).mT, read)
     d_slots = torch.baddbmm(-d_after * gone[:, -1:], d_output.mT, read * gone, alpha=-1)
     d_gone = -into_slots * read
     d_gone[:, -1:] -= (d_after * slots).sum(-2, keepdim=True)
-    d_decay = d_weights * products
-    d_decay[:, -1] += (written * c).sum(-1)
-    d_since = (into_state * read).sum(-1, keepdim=True)
-    d_since[:, -1:] += (d_after * state).sum((-2, -1), keepdim=True)
-    return d_read, d_h, d_c, d_gone, d_decay, d_since, d_state, d_slots
+    if wants_decays:
+        d_decay = d_weights * products
+        d_decay[:, -1] += (written * c).sum(-1)
+        d_since = (into_state * read).sum(-1, keepdim=True)
+        d_since[:, -1:] += (d_after * state).sum((-2, -1), keepdim=True)
+    return d_h, d_c, d_gone, d_decay, d_since, d_state, d_slots
 
 
 def _squared_norms_backward(
+    wants_h: bool, wants_decays: bool,
     slots: Tensor, h: Tensor, c: Tensor, a: Tensor, removed: Tensor, gone: Tensor, decay: Tensor, since: Tensor,
     onto: Tensor, added: Tensor, d_squared: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of h, c, a, x, W x, W and b from that of N."""
+) -> tuple[Any, ...]:  # fmt: skip
+    """Gradients of h, c, a, x, W x, W and b from that of N; None for those of h, W and b where they are not wanted."""
     gram = torch.bmm(h, h.mT)
     d_added = torch.bmm((decay * decay).mT, d_squared)
     d_onto = 2 * d_added * c
-    d_pairs = torch.bmm(d_onto, c.mT)
-    d_gram = d_pairs * decay
     d_removed = d_added * c
-    d_h = torch.bmm(d_gram + d_gram.mT, h) - 2 * h * (d_removed * c).sum(-1, keepdim=True)
+    d_h = d_decay = d_since = None
+    if wants_h or wants_decays:
+        d_pairs = torch.bmm(d_onto, c.mT)
+    if wants_h:
+        d_gram = d_pairs * decay
+        d_h = torch.bmm(d_gram + d_gram.mT, h) - 2 * h * (d_removed * c).sum(-1, keepdim=True)
     d_c = d_added * (2 * onto - 2 * (h * h).sum(-1, keepdim=True) * c + a * removed)
     d_c = torch.baddbmm(d_c, (decay * gram).mT, d_onto)
-    d_decay = d_pairs * gram + 2 * decay * torch.bmm(d_squared, added.mT)
     empty = _empty(slots)
-    d_since = 2 * (d_squared * torch.where(empty, gone, since)).sum(-1, keepdim=True)
+    if wants_decays:
+        d_decay = d_pairs * gram + 2 * decay * torch.bmm(d_squared, added.mT)
+        d_since = 2 * (d_squared * torch.where(empty, gone, since)).sum(-1, keepdim=True)
     d_gone = torch.where(empty, 2 * since * d_squared, 0.0) - d_onto * a
     return d_h, d_c, d_removed * removed - d_onto * gone, d_removed * a, d_gone, d_decay, d_since

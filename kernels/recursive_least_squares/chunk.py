@@ -20,6 +20,7 @@ where triu(U yᵀ) = L^{-T} triu(Y Xᵀ) and U A_C = L^{-T} Y, which stay exact 
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +57,10 @@ def recursive_least_squares_chunk(
     chunk_size: int,
     reverse: Reverse,
 ) -> tuple[Tensor, InverseState | None]:
-    """`recursive_least_squares` in chunks; saves its inputs, L and the states between chunks for the backward."""
+    """`recursive_least_squares` in chunks; saves its inputs, L and the states between chunks for the backward.
+
+    What no wanted gradient needs is neither saved nor computed.
+    """
 
     def core(sequences: Sequences, state: State) -> tuple[Tensor, State]:
         x, u, count = sequences
@@ -166,23 +170,36 @@ class _Layout:
         return (slots + first[:, None]).flatten()
 
 
+class _Wanted(NamedTuple):
+    """Whether each input needs its gradient."""
+
+    x: bool
+    u: bool
+    A: bool
+
+
 class _RecursiveLeastSquares(torch.autograd.Function):
     """The eager form. Saves its inputs, L and the states before each chunk; recomputes the rest."""
 
     @staticmethod
     def forward(ctx, x, u, added, slots, A, layout):
         y, final, factors, starts = _forward(x, u, added, slots, A, layout)
-        ctx.save_for_backward(x, u, added, slots, factors, starts)
-        ctx.layout = layout
+        wanted = _wanted(ctx)
+        ctx.save_for_backward(x if wanted.u or wanted.A else None, u, added, slots, factors, starts)
+        ctx.layout, ctx.dtype = layout, x.dtype
         return y, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_y, d_final):
-        x, u, added, slots, factors, starts = ctx.saved_tensors
-        with without_autocast(starts):
-            d_x, d_u, d_A = _backward(x, u, added, slots, factors, starts, ctx.layout, d_y, d_final)
+        with without_autocast(d_final):
+            d_x, d_u, d_A = _backward(_wanted(ctx), ctx.saved_tensors, ctx.layout, ctx.dtype, d_y, d_final)
         return d_x, d_u, None, None, d_A, None
+
+
+def _wanted(ctx: Any) -> _Wanted:
+    x, u, _, _, A, _ = ctx.needs_input_grad
+    return _Wanted(x, u, A)
 
 
 def _forward(
@@ -213,32 +230,38 @@ def _state_pass(A: Tensor, rows: Tensor, refresh: Tensor) -> tuple[Tensor, Tenso
 
 
 def _backward(
-    x: Tensor,
-    u: Tensor,
-    added: Tensor,
-    slots: Tensor,
-    factors: Tensor,
-    starts: Tensor,
-    layout: _Layout,
-    d_y: Tensor,
-    d_final: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, u and the initial A."""
+    wanted: _Wanted, saved: tuple[Any, ...], layout: _Layout, dtype: torch.dtype, d_y: Tensor, d_final: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, u and the initial A; None for those that are not wanted.
+
+    x is None where its gradient alone is wanted, which does not depend on it; `dtype` is that of x.
+    """
+    x, u, added, slots, factors, starts = saved
     weights = torch.linalg.solve_triangular(factors, layout.split(u, slots, starts.dtype), upper=False)
     written = weights @ starts
-    read, d_read = layout.split(x, slots, starts.dtype), layout.split(d_y, slots, starts.dtype)
-    seen, d_seen = (read @ written.mT).tril_(), (d_read @ written.mT).tril_()
-    read, d_read = read - seen @ weights, d_read - d_seen @ weights  # ỹ and β̃
-    local = symmetric(d_read.mT @ read)
-    d_start, d_ends = _state_pass_backward(symmetric(d_final).flatten(0, 1), local, weights, written)
-
-    read, d_read, ends = read @ starts, d_read @ starts, starts - written.mT @ written
-    d_rows = seen.mT @ d_read + d_seen.mT @ read + 2 * written @ d_ends @ ends
-    d_rows = torch.linalg.solve_triangular(factors.mT, d_rows, upper=True)
-    # The solution of a single chunk has other strides than torch.compile expects, and views are taken of it.
-    d_rows = d_rows.clone(memory_format=torch.contiguous_format).neg_()
-    d_x = layout.join(d_read, slots, u.shape[2]) + added[..., None, None] * d_y
-    return d_x.to(x.dtype), layout.join(d_rows, slots, u.shape[2]).to(u.dtype), d_start.unflatten(0, (x.shape[0], -1))
+    d_read = layout.split(d_y, slots, starts.dtype)
+    d_seen = (d_read @ written.mT).tril_()
+    d_read = d_read - d_seen @ weights  # β̃
+    d_x = d_u = d_A = None
+    if x is not None:
+        read = layout.split(x, slots, starts.dtype)
+        seen = (read @ written.mT).tril_()
+        read = read - seen @ weights  # ỹ
+        local = symmetric(d_read.mT @ read)
+        d_start, d_ends = _state_pass_backward(symmetric(d_final).flatten(0, 1), local, weights, written)
+        d_A = d_start.unflatten(0, (d_y.shape[0], -1))
+    if wanted.x or wanted.u:
+        d_read = d_read @ starts
+    if wanted.u:
+        ends = starts - written.mT @ written
+        d_rows = seen.mT @ d_read + d_seen.mT @ (read @ starts) + 2 * written @ d_ends @ ends
+        d_rows = torch.linalg.solve_triangular(factors.mT, d_rows, upper=True)
+        # The solution of a single chunk has other strides than torch.compile expects, and views are taken of it.
+        d_rows = d_rows.clone(memory_format=torch.contiguous_format).neg_()
+        d_u = layout.join(d_rows, slots, u.shape[2]).to(u.dtype)
+    if wanted.x:
+        d_x = (layout.join(d_read, slots, u.shape[2]) + added[..., None, None] * d_y).to(dtype)
+    return d_x, d_u, d_A if wanted.A else None
 
 
 def _state_pass_backward(D: Tensor, local: Tensor, weights: Tensor, written: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import pytest
 import torch
+from cases import cases
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
-from longseq.kernels import short_convolution
-from longseq.kernels.testing import Inputs, make_inputs, results
+from longseq.kernels import list_ops, short_convolution
+from longseq.kernels.testing import Inputs, list_variants, make_inputs, results, takes_chunk_size
 
 CASES = [
     ("linear_attention", "plain", "q"),
@@ -87,9 +90,9 @@ def differentiate(
     inputs = make_inputs(op, variant, **{"tokens": 11, "dtype": torch.float32, **of_inputs})
     inputs = inputs.replace({name: x.detach().requires_grad_(name not in frozen) for name, x in inputs.tensors.items()})
     returned = results(*run(inputs))
-    torch.manual_seed(0)
-    loss = torch.stack([(x * torch.randn_like(x)).sum() for x in returned.values() if x.requires_grad]).sum()
-    loss.backward()
+    torch.manual_seed(0)  # each result has the same weights, whichever results have a gradient
+    terms = [(x * torch.randn_like(x)).sum() for x in returned.values() if x.is_floating_point()]
+    torch.stack([x for x in terms if x.requires_grad]).sum().backward()
     assert all(inputs.tensors[name].grad is None for name in frozen)
     return {name: x.grad for name, x in inputs.tensors.items() if name not in frozen}
 
@@ -233,3 +236,133 @@ def test_a_frozen_convolution_keeps_no_inputs(interpreted) -> None:
         ):
             short_convolution(x, weight.requires_grad_(not frozen), backend="triton")
         assert any(tensor.numel() == x.numel() for tensor in kept) is not frozen
+
+
+def run_torch(inputs: Inputs, **options: Any) -> Any:
+    return inputs.run(backend="torch", **options)
+
+
+def find_structures(op: str) -> list[str]:
+    """The variants of an operation that differ in more than the values of their tensors."""
+    found: dict[Any, str] = {}
+    for variant in list_variants(op):
+        inputs = make_inputs(op, variant)
+        shapes = tuple((name, x.shape) for name, x in inputs.tensors.items())
+        found.setdefault((shapes, str(inputs.options)), variant)
+    return list(found.values())
+
+
+def list_readings(op: str, variant: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Arguments of `make_inputs`, and options of a call: several chunks, and of the first variant other readings."""
+    chunks = {"chunk_size": 4} if takes_chunk_size(op) and variant != "l1" else {}
+    readings: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, chunks)]
+    if op == "orthogonal_recurrence" and chunks:
+        readings.append(({}, {"chunk_size": 1}))  # a loop over tokens, which is code of its own
+    if variant == list_variants(op)[0]:
+        readings.append(({"segments": 4}, {"cu_seqlens": torch.tensor([0, 3, 3, 4, 11])}))
+        readings.append(({}, {**chunks, "reverse": "second_half"}))
+    return readings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", list_ops())
+def test_a_frozen_input_changes_no_other_gradient_of_the_torch_form(op) -> None:
+    """Each input is frozen alone, and trained alone."""
+    for variant in find_structures(op):
+        for of_inputs, options in list_readings(op, variant):
+            call = functools.partial(
+                differentiate,
+                op,
+                variant,
+                run=functools.partial(run_torch, **options),
+                dtype=torch.float64,
+                **of_inputs,
+            )
+            whole = call(())
+            for name in whole:
+                for frozen in ((name,), tuple(whole.keys() - {name})):
+                    rest = call(frozen)
+                    assert rest.keys() == whole.keys() - set(frozen)
+                    for other, gradient in rest.items():
+                        assert torch.equal(gradient, whole[other]), (variant, options, frozen, other)
+
+
+@pytest.mark.slow
+def test_a_frozen_input_of_a_compiled_torch_form() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(run_torch, fullgraph=True, backend="aot_eager")
+    frozen = ("q", "k", "beta", "g", "initial_state")
+    expected, actual = (differentiate("delta_rule", "gated", frozen, run=form) for form in (run_torch, compiled))
+    torch.testing.assert_close(actual, expected)
+
+
+class Numbers(TorchDispatchMode):
+    """Counts the numbers that operations compute."""
+
+    total = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = function(*args, **(kwargs or {}))
+        if not function.is_view and isinstance(returned, Tensor):
+            self.total += returned.numel()
+        return returned
+
+
+def measure(op: str, variant: str, trained: Set[str]) -> tuple[int, int]:
+    """The work of a backward pass of the torch form, and the numbers kept for it.
+
+    The work is the floating point operations of matrix products, and the numbers that all operations compute.
+    """
+    inputs = make_inputs(op, variant, tokens=64, dtype=torch.float32, sizes={"K": 16, "V": 16, "D": 16, "N": 16})
+    inputs = inputs.replace({name: x.requires_grad_(name in trained) for name, x in inputs.tensors.items()})
+    kept: dict[int, Tensor] = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
+        output, _ = inputs.run(backend="torch")
+    loss = output.sum()
+    with FlopCounterMode(display=False) as products, Numbers() as numbers:
+        loss.backward()
+    return products.get_total_flops() + numbers.total, sum(x.numel() for x in kept.values())
+
+
+@pytest.mark.slow
+@cases(
+    ("op", "variant", "trained", "work", "kept"),
+    [
+        ("delta_rule", "plain", "q", 0.30, 0.87),
+        ("delta_rule", "plain", "v", 0.56, 0.84),
+        ("delta_rule", "gated", "all but g", 0.89, 1.0),
+        ("delta_rule", "gated_write_key", "k", 0.74, 1.0),
+        ("delta_rule", "gated_write_key", "initial_state", 0.41, 0.86),
+        ("linear_attention", "plain", "q", 0.40, 0.70),
+        ("linear_attention", "plain", "initial_state", 0.06, 0.32),
+        ("linear_attention", "head_gated", "k", 0.44, 0.63),
+        ("linear_attention", "head_gated", "all but g", 0.97, 1.0),
+        ("linear_attention", "channel_gated", "q", 0.40, 0.77),
+        ("linear_attention", "channel_gated", "v", 0.46, 0.71),
+        ("linear_attention", "value_gated", "v", 0.37, 0.71),
+        ("linear_attention", "value_gated", "all but g_value", 0.87, 1.0),
+        ("longhorn_scan", "plain", "x", 0.44, 0.51),
+        ("longhorn_scan", "plain", "q", 0.39, 0.84),
+        ("longhorn_scan", "plain", "all but k", 0.82, 1.0),
+        ("selective_scan", "plain", "B", 0.47, 0.52),
+        ("selective_scan", "plain", "C", 0.41, 0.84),
+        ("selective_scan", "plain", "all but A", 0.96, 1.0),
+        ("orthogonal_recurrence", "gated", "q", 0.50, 1.0),
+        ("orthogonal_recurrence", "encode", "all but v", 0.82, 1.0),
+        ("orthogonal_recurrence", "ttt", "all but k", 0.94, 1.0),
+        ("recursive_least_squares", "plain", "x", 0.25, 0.81),
+        ("recursive_least_squares", "plain", "all but u", 0.64, 1.0),
+        ("cumulative_softmax", "plain", "initial_state", 0.95, 1.0),
+        ("slot_attention", "plain", "v", 0.22, 0.22),
+        ("slot_attention", "plain", "all but g", 0.76, 0.94),
+        ("variational_linear_attention", "plain", "q", 0.21, 0.58),
+        ("variational_linear_attention", "plain", "all but u", 0.90, 1.0),
+    ],
+)
+def test_a_frozen_input_takes_no_work_and_no_memory_of_the_torch_form(op, variant, trained, work, kept) -> None:
+    """Shares of what it takes with all inputs trained, not much above the measured ones."""
+    names = make_inputs(op, variant).tensors.keys()
+    _, all_but, name = trained.rpartition("all but ")
+    some, whole = (measure(op, variant, part) for part in (names - {name} if all_but else {name}, names))
+    assert some[0] <= work * whole[0]
+    assert some[1] <= kept * whole[1]
