@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import tarfile
@@ -182,9 +183,9 @@ class ReaderSource:
         return len(self.reader)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        stream, target = self.reader[index]
-        with stream:
-            return decode(stream), int(target)
+        data, target = self.read_file(index)
+        # A file in an archive claims to have a descriptor, and Pillow fails to find it where libtiff decodes.
+        return decode(io.BytesIO(data)), target
 
     def read_file(self, index: int) -> tuple[bytes, int]:
         """The bytes of the image's file, and its class."""

@@ -575,6 +575,17 @@ def test_classes_have_one_order_in_every_process(tmp_path):
     assert [source.class_names[target] for target in source.targets()] == 2 * sorted(wanted)
 
 
+def test_compressed_tiff_files_are_read_in_archives(tmp_path):
+    for name in ("dark", "light"):
+        for index in range(2):
+            path = tmp_path / "images" / name / f"{index}.tiff"
+            write(path, Image.fromarray(GREY + index), compression="tiff_lzw")
+    with tarfile.open(tmp_path / "all.tar", "w") as archive:
+        archive.add(tmp_path / "images", arcname=".")
+    source = open_folder(tmp_path / "all.tar", val_fraction=0.5).splits.train.source
+    assert [np.asarray(source.read(index)[0])[0, 0] for index in range(4)] == [0, 1, 0, 1]
+
+
 def test_links_and_older_copies_in_archives_are_told(tmp_path, caplog):
     root = write_mixed(tmp_path / "images") / "train"
     (root / "dark" / "link.png").symlink_to("0.png")
