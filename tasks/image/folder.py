@@ -229,6 +229,9 @@ def _folder_in_archives(image: tarfile.TarInfo, archive: str | None, inner: tarf
 
 
 def _is_below_hidden(path: str) -> bool:
+    # Archives have millions of names, of which few have a part that begins with a dot.
+    if "/." not in f"/{path.removeprefix('./')}":
+        return False
     return any(is_hidden(part) for part in PurePosixPath(path).parts if part != "..")
 
 
