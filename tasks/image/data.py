@@ -53,9 +53,11 @@ from longseq.tasks.image.sources import (
     held_out_split,
     holds_jpegs,
     is_stream,
+    names_by_number,
     open_stream,
     require_readable,
     shard_splits,
+    tell_joined,
     timm_splits,
 )
 from longseq.tasks.image.table import held_out_table, table_splits
@@ -484,7 +486,8 @@ class ImageDataModule(TaskData):
             names[kind]: reader.num_samples if reader.num_samples > 0 else None for kind, reader in readers.items()
         }
         classes: Mapping[Any, int] = readers["train"].class_to_idx
-        return sizes, [str(name) for name in sorted(classes, key=classes.__getitem__)]
+        tell_joined(classes, self.keys.source)
+        return sizes, names_by_number(classes)
 
     def _stream_loader(self, kind: str, transform: Any, training: bool) -> StreamLoader:
         rank, world_size, _ = find_place(self.trainer)

@@ -194,7 +194,7 @@ class StreamBatches(IterableDataset[Batch]):
         failures: list[Failure] = []
         worker = get_worker_info()
         key = (self.seed, self._epoch.value, self.rank, worker.id if worker else 0)
-        for count, (image, target) in enumerate(self.dataset):
+        for count, (image, target) in enumerate(self._read()):
             if not self.training and count % self.world_size != self.rank:
                 continue
             try:
@@ -211,6 +211,17 @@ class StreamBatches(IterableDataset[Batch]):
                 images, targets, failures = [], [], []
         if images and not self.training:
             yield Batch(torch.stack(images), torch.tensor(targets), failures)
+
+    def _read(self) -> Iterator[tuple[Image.Image, Any]]:
+        try:
+            yield from self.dataset
+        except KeyError as error:
+            if not getattr(self.dataset.reader, "remap_class", False):
+                raise
+            raise ValueError(
+                f"data.class_map gives no number to {error.args[0]!r}, as this stream calls a class: give it one, or "
+                "read the data by index (data.source=hfds/NAME)"
+            ) from error
 
 
 class StreamLoader(BatchLoader):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import tarfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from timm.data.readers.img_extensions import get_img_extensions, set_img_extensions
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
-from timm.utils.misc import natural_key
 
 from longseq.tasks.data.folders import leads_above
 from longseq.tasks.data.inputs import PassedOver, describe_passed_over
@@ -36,6 +36,16 @@ class Found(NamedTuple):
     images: list[str]
     passed_over: list[PassedOver]
     empty: list[PassedOver]
+
+
+def natural_order(name: str) -> tuple[list[str | int], str]:
+    """A key that sorts names as people do: numbers by their value, letters of any case beside each other.
+
+    Names that differ only in capitals, or in zeros before a number, have an order, too: a set of them does not, and
+    their classes would have other numbers in every process.
+    """
+    parts = re.split(r"(\d+)", name.lower())
+    return [int(part) if index % 2 else part for index, part in enumerate(parts)], name
 
 
 def find_images(root: str) -> Found:
@@ -87,7 +97,7 @@ class ClassFolders:
         refuse_pooled(root, [os.path.relpath(folder, root) for folder in kept])
         if class_to_idx is None:
             self._check(set(folders))
-            names = sorted({os.path.basename(folder) for folder in folders}, key=natural_key)
+            names = sorted({os.path.basename(folder) for folder in folders}, key=natural_order)
             class_to_idx = {name: index for index, name in enumerate(names)}
         self.class_to_idx = dict(class_to_idx)
         samples = []
@@ -97,7 +107,7 @@ class ClassFolders:
                 samples += [(path, self.class_to_idx[name]) for path in paths]
             else:
                 self.passed_over += [PassedOver(path, "of no class") for path in paths]
-        samples.sort(key=lambda sample: natural_key(sample[0]))
+        samples.sort(key=lambda sample: natural_order(sample[0]))
         self.paths = [path for path, _ in samples]
         self.targets = np.array([target for _, target in samples], dtype=np.int64)
 
@@ -130,19 +140,25 @@ class ClassFolders:
 class TarImages(ReaderImageInTar):
     """timm's reader of a .tar of class folders, or of a folder of .tar files, with all endings and no hidden files.
 
-    `passed_over` lists the other files, except those of tar files inside tar files, and those of archives above 10 GiB.
-    ValueError if images are of several splits.
+    Classes and images are in the order of `natural_order`, images of one path in that of the archives' names: timm
+    takes them as the disk lists the archives. Of a file that an archive holds twice the last one counts, as for tar.
+
+    `passed_over` lists the other files and all links, except those of tar files inside tar files, and those of archives
+    above 10 GiB. ValueError if images are of several splits.
     """
 
-    def __init__(self, root: str, class_map: Mapping[str, int] | str | None = None) -> None:
+    def __init__(self, root: str, class_map: Mapping[str, int] | None = None) -> None:
         with _all_endings():
-            super().__init__(root, class_map=class_map or "")
-            shown = np.array([not _is_below_hidden(sample[0].path) for sample in self.samples])
-            if class_map is None and len(names := np.unique(self.targets[shown])) < len(self.class_name_to_idx):
-                kept = [self.class_idx_to_name[int(index)] for index in names]
-                super().__init__(root, class_map={name: index for index, name in enumerate(kept)})
-                shown = np.array([not _is_below_hidden(sample[0].path) for sample in self.samples])
-        self.samples, self.targets = self.samples[shown], self.targets[shown]
+            super().__init__(root)
+        kept = self._kept()
+        names = [_class_in_archives(*self.samples[index]) for index in kept]
+        if class_map is None:
+            class_map = {name: index for index, name in enumerate(sorted(set(names), key=natural_order))}
+        self.class_name_to_idx = dict(class_map)
+        self.class_idx_to_name = {index: name for name, index in class_map.items()}
+        known = [(index, class_map[name]) for index, name in zip(kept, names, strict=True) if name in class_map]
+        self.samples = self.samples[[index for index, _ in known]]
+        self.targets = np.array([target for _, target in known], dtype=np.int64)
         some = self.samples[:: max(1, len(self.samples) // _COMPARED)]
         refuse_pooled(root, {_folder_in_archives(*sample) for sample in some})
         self.passed_over = self._others()
@@ -158,30 +174,64 @@ class TarImages(ReaderImageInTar):
             self._opened_by = os.getpid()
         return super().__getitem__(index)
 
+    def _kept(self) -> list[int]:
+        """The indices of the images that are not hidden and the last ones of their names, in their order."""
+        places = [
+            (image.path, archive or "", "" if inner is None else inner.path) for image, archive, inner in self.samples
+        ]
+        last = {place: index for index, place in enumerate(places) if not _is_below_hidden(place[0])}
+        return [index for _, index in sorted(last.items(), key=lambda one: (natural_order(one[0][0]), one[0][1:]))]
+
     def _others(self) -> list[PassedOver]:
         archives = [Path(self.root)] if Path(self.root).is_file() else sorted(Path(self.root).glob("*.tar"))
         if sum(archive.stat().st_size for archive in archives) > _LARGE_TAR:
             return []
         others = []
         for archive in archives:
+            outer = None if archive == Path(self.root) else archive.name
+            seen = set()
             with tarfile.open(archive) as content:
                 for member in content:
                     name = PurePosixPath(member.path).name
-                    if not member.isfile() or name.endswith(".tar"):
+                    linked = member.issym() or member.islnk()
+                    if not (linked or member.isfile()) or name.lower().endswith(".tar"):
                         continue
-                    if _is_below_hidden(member.path) or not is_image(name):
-                        reason = "hidden" if _is_below_hidden(member.path) else _why_no_image(name)
+                    if reason := self._why_not(member, outer, linked=linked, repeated=member.path in seen):
                         others.append(PassedOver(str(archive / PurePosixPath(member.path)), reason))
+                    seen.add(member.path)
         return others
+
+    def _why_not(self, member: tarfile.TarInfo, archive: str | None, *, linked: bool, repeated: bool) -> str | None:
+        """Why a file in an archive is no image that counts; None if it is one."""
+        name = PurePosixPath(member.path).name
+        if _is_below_hidden(member.path):
+            return "hidden"
+        if linked:
+            return "link in an archive"
+        if not is_image(name):
+            return _why_no_image(name)
+        if _class_in_archives(member, archive, None) not in self.class_name_to_idx:
+            return "of no class"
+        return "replaced by a later file of its name" if repeated else None
+
+
+def _class_in_archives(image: tarfile.TarInfo, archive: str | None, inner: tarfile.TarInfo | None) -> str:
+    """The class of an image: its folder, or the archive that it is in without one. (timm calls that of ./0.png ".")"""
+    name = os.path.basename(os.path.normpath(os.path.dirname(image.path)))
+    above = inner.path if inner is not None else archive or ""
+    return os.path.splitext(os.path.basename(above))[0] if name == "." else name
 
 
 def _folder_in_archives(image: tarfile.TarInfo, archive: str | None, inner: tarfile.TarInfo | None) -> str:
     """The folder of an image, with archives as folders: `archive` in a folder of several, `inner` inside of one."""
-    archives = [one.removesuffix(".tar") for one in (archive, inner and inner.path) if one]
+    archives = [os.path.splitext(one)[0] for one in (archive, inner and inner.path) if one]
     return str(PurePosixPath(*archives, image.path).parent)
 
 
 def _is_below_hidden(path: str) -> bool:
+    # Archives have millions of names, of which few have a part that begins with a dot.
+    if "/." not in f"/{path.removeprefix('./')}":
+        return False
     return any(is_hidden(part) for part in PurePosixPath(path).parts if part != "..")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import tarfile
@@ -145,7 +146,7 @@ class FolderSource:
 
     def __init__(self, folders: ClassFolders) -> None:
         self.folders, self.label, self.class_to_idx = folders, folders.root, folders.class_to_idx
-        self.class_names = _names(self.class_to_idx)
+        self.class_names = names_by_number(self.class_to_idx)
 
     def __len__(self) -> int:
         return len(self.folders)
@@ -176,15 +177,15 @@ class ReaderSource:
         self.reader, self.label = reader, label
         mapping = getattr(reader, "class_to_idx", None)
         self.class_to_idx: dict[str, int] = reader.class_name_to_idx if mapping is None else mapping
-        self.class_names = _names(self.class_to_idx)
+        self.class_names = names_by_number(self.class_to_idx)
 
     def __len__(self) -> int:
         return len(self.reader)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        stream, target = self.reader[index]
-        with stream:
-            return decode(stream), int(target)
+        data, target = self.read_file(index)
+        # A file in an archive claims to have a descriptor, and Pillow fails to find it where libtiff decodes.
+        return decode(io.BytesIO(data)), target
 
     def read_file(self, index: int) -> tuple[bytes, int]:
         """The bytes of the image's file, and its class."""
@@ -458,6 +459,7 @@ def timm_splits(
             for kind, name in names.items()
             if kind != "train" and name is not None
         }
+    tell_joined(getattr(train_source, "class_to_idx", {}), root or source)
     return finish_splits(train_source, held_out, val_fraction, split_seed, root or source)
 
 
@@ -552,7 +554,7 @@ def open_stream(
     if not training and source.lower().startswith("hfids/"):
         num_samples = -1  # timm requires a length, but evaluates on all images of the stream
     try:
-        return create_dataset(
+        dataset: Any = create_dataset(
             source,
             root=root,
             split=name,
@@ -567,6 +569,8 @@ def open_stream(
         raise ValueError(
             f"{_unopened(source, name, error)}, and data.train_samples=N for a stream that does not tell its length"
         ) from error
+    _check_mapped(dataset.reader, source, class_map)
+    return dataset
 
 
 def _stream_options(source: str) -> dict[str, Any]:
@@ -729,9 +733,11 @@ def _open(
     try:
         if source.startswith("torch/"):
             return TorchvisionSource(_torchvision(source, root, name, download), source)
-        return ReaderSource(create_reader(source, root=root, split=name, class_map=_as_dict(class_map)), source)
+        reader = create_reader(source, root=root, split=name, class_map=_as_dict(class_map))
     except Exception as error:
         raise ValueError(_unopened(source, name, error)) from error
+    _check_mapped(reader, source, class_map)
+    return ReaderSource(reader, source)
 
 
 def _torchvision(source: str, root: str | None, name: str, download: bool) -> Any:
@@ -749,12 +755,48 @@ def _torchvision(source: str, root: str | None, name: str, download: bool) -> An
     return dataset
 
 
-def _names(class_to_idx: Mapping[Any, int]) -> list[str]:
+def names_by_number(class_to_idx: Mapping[Any, int]) -> list[str]:
     """Class names by index; an index without a name gets its number."""
     names = [str(index) for index in range(max(class_to_idx.values(), default=-1) + 1)]
     for name, index in class_to_idx.items():
         names[index] = str(name)
     return names
+
+
+def tell_joined(class_to_idx: Mapping[Any, int], label: str) -> None:
+    """Warn, in one line, of classes that `data.class_map` gives one number: one name stands for all of them."""
+    members: dict[int, list[str]] = {}
+    for name, number in class_to_idx.items():
+        members.setdefault(number, []).append(str(name))
+    joined = [f"{names[-1]} ({name_some(names)})" for names in members.values() if len(names) > 1]
+    if joined:
+        _log.warning(
+            "%s: data.class_map gives several classes one number, and they are called as the last of them: %s",
+            label,
+            name_some(joined),
+        )
+
+
+def _check_mapped(reader: Any, source: str, class_map: ClassMap) -> None:
+    """Raise ValueError, in one line, for classes of a Hugging Face data set to which `data.class_map` gives no number.
+
+    Of a stream those count that the data set declares.
+    """
+    if class_map is None or not source.startswith(("hfds/", "hfids/")):
+        return
+    dataset = getattr(reader, "dataset", None)
+    features = (reader.builder.info.features if dataset is None else dataset.features) or {}
+    if "label" not in features:
+        return
+    names = getattr(features["label"], "names", None) or []
+    labels = range(len(names)) if dataset is None else dataset.unique("label")
+    spelled = {one: names[one] if isinstance(one, int) and 0 <= one < len(names) else one for one in labels}
+    lacking = [name for one, name in spelled.items() if not {one, name} & reader.class_to_idx.keys()]
+    if lacking:
+        raise ValueError(
+            f"data.class_map gives no number to {name_some([str(name) for name in lacking])} of data.source={source}: "
+            "give each of its classes one, or leave its rows out; only of folders and archives are classes picked"
+        )
 
 
 def _as_dict(class_map: ClassMap) -> Any:

@@ -212,6 +212,42 @@ def test_hugging_face_data_sets(folder, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["folder", "hfds", "hfids"])
+def test_a_class_map_names_the_classes_by_their_numbers(kind, folder, tmp_path, caplog):
+    if kind == "folder":
+        source, options = "folder", {"root": folder}
+    else:
+        datasets = pytest.importorskip("datasets", reason="Hugging Face sources need longseq[datasets]")
+        for split, rows in datasets.load_dataset(str(folder), cache_dir=tmp_path / "cache").items():
+            rows.to_parquet(tmp_path / "parquet" / f"{split}.parquet")
+        source, options = f"{kind}/{tmp_path / 'parquet'}", {"root": tmp_path / "cache"}
+        options |= {"train_samples": 36} if kind == "hfids" else {}
+    first, second, third = CLASSES
+    if kind == "hfids":  # a stream knows the names of classes once the data set was prepared
+        unknown = open_data(source, **options, class_map={first: 0, second: 0, third: 1})
+        with pytest.raises(ValueError, match=r"data\.class_map gives no number to 0, as this stream calls a class"):
+            gather(unknown.val_dataloader())
+        datasets.load_dataset(str(tmp_path / "parquet"), cache_dir=tmp_path / "cache")
+        caplog.clear()
+    assert open_data(source, **options, class_map={first: 3, second: 0, third: 1}).info.class_names == [
+        second,
+        third,
+        "2",
+        first,
+    ]
+    assert "one number" not in caplog.text
+    joined = open_data(source, **options, class_map={first: 0, second: 0, third: 1})
+    assert joined.info.class_names == [second, third]
+    assert f"they are called as the last of them: {second} ({first}, {second})" in caplog.text
+    assert gather(joined.val_dataloader())[1].bincount().tolist() == [10, 5]
+    if kind != "folder":  # of which classes are picked
+        with pytest.raises(
+            ValueError, match=rf"gives no number to {third} of data\.source={kind}/.*: give each of its"
+        ):
+            open_data(source, **options, class_map={first: 0, second: 1})
+
+
+@pytest.mark.slow
 def test_hugging_face_streams(folder, tmp_path):
     pytest.importorskip("datasets", reason="Hugging Face sources need longseq[datasets]")
     with pytest.raises(ValueError, match=r"data\.train_samples=N"):

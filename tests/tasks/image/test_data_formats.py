@@ -547,3 +547,72 @@ def test_shards_of_twelve_bits_are_told_when_they_are_made(tmp_path, command_her
     assert (
         "7 of 8 training images of 16 bits that were compared have no value above 12.5 % of their range" in done.stderr
     )
+
+
+def test_classes_have_one_order_in_every_process(tmp_path):
+    """Handwritten letters have classes A and a, and a set of names another order in each process."""
+    names = ["1", "01", "001", "2", "A", "a", "Ab", "aB", "AB", "5\u00b2"]
+    wanted = ["001", "01", "1", "2", "5\u00b2", "A", "a", "AB", "Ab", "aB"]
+    for split in ("train", "val"):
+        for name in names:
+            for index in range(2):
+                write(tmp_path / split / name / f"{index}.png", Image.fromarray(GREY + index))
+    shutil.rmtree(tmp_path / "val" / "5\u00b2")  # timm's reader of archives takes no such name
+    with tarfile.open(tmp_path / "val.tar", "w") as archive:
+        archive.add(tmp_path / "val", arcname=".")
+    tars = tmp_path / "tars"
+    tars.mkdir()
+    for folder in sorted((tmp_path / "val").iterdir(), reverse=True):
+        with tarfile.open(tars / f"{folder.name}.tar", "w") as archive:
+            archive.add(folder, arcname=".")
+    shutil.rmtree(tmp_path / "val")
+    assert open_folder(tmp_path / "train", val_fraction=0.5).info.class_names == wanted
+    wanted.remove("5\u00b2")
+    assert open_folder(tmp_path / "val.tar", val_fraction=0.5).info.class_names == wanted
+    source = open_folder(tars, val_fraction=0.5).splits.train.source
+    assert source.class_names == wanted
+    assert [archive for _, archive, _ in source.reader.samples] == 2 * sorted(f"{one}.tar" for one in wanted)
+    assert [source.class_names[target] for target in source.targets()] == 2 * sorted(wanted)
+
+
+def test_compressed_tiff_files_are_read_in_archives(tmp_path):
+    for name in ("dark", "light"):
+        for index in range(2):
+            path = tmp_path / "images" / name / f"{index}.tiff"
+            write(path, Image.fromarray(GREY + index), compression="tiff_lzw")
+    with tarfile.open(tmp_path / "all.tar", "w") as archive:
+        archive.add(tmp_path / "images", arcname=".")
+    source = open_folder(tmp_path / "all.tar", val_fraction=0.5).splits.train.source
+    assert [np.asarray(source.read(index)[0])[0, 0] for index in range(4)] == [0, 1, 0, 1]
+
+
+def test_links_and_older_copies_in_archives_are_told(tmp_path, caplog):
+    root = write_mixed(tmp_path / "images") / "train"
+    (root / "dark" / "link.png").symlink_to("0.png")
+    (root / "dark" / "hard.png").hardlink_to(root / "light" / "0.png")
+    (root / "grey").symlink_to("light")
+    path = tmp_path / "all.tar"
+    with tarfile.open(path, "w") as archive:
+        archive.add(root, arcname=".")
+    images = len(open_folder(path, val_fraction=0.34).splits.train.source)
+    assert "3 link in an archive" in caplog.text
+    caplog.clear()
+    write(tmp_path / "new.png", Image.fromarray(GREY + 3))
+    with tarfile.open(path, "a") as archive:
+        archive.add(tmp_path / "new.png", arcname="./dark/0.png")
+    source = open_folder(path, val_fraction=0.34).splits.train.source
+    assert len(source) == images
+    assert "1 replaced by a later file of its name" in caplog.text
+    (place,) = [index for index in range(images) if source.path(index).endswith("dark/0.png")]
+    assert np.array_equal(np.asarray(source.read(place)[0]), GREY + 3)
+
+
+def test_images_of_an_archive_without_a_class_are_told(tmp_path, caplog):
+    for name in ("dark", "grey", "light"):
+        for index in range(3):
+            write(tmp_path / "images" / name / f"{index}.png", Image.fromarray(GREY + index))
+    with tarfile.open(tmp_path / "all.tar", "w") as archive:
+        archive.add(tmp_path / "images", arcname=".")
+    module = open_folder(tmp_path / "all.tar", val_fraction=0.34, class_map={"light": 0, "dark": 1})
+    assert module.info.sizes["train"] == 4
+    assert "3 passed over (3 of no class: grey/0.png, grey/1.png, grey/2.png)" in caplog.text
