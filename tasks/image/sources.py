@@ -281,6 +281,25 @@ def size_of(path: str) -> int | None:
     return None
 
 
+class RealPaths:
+    """Finds of two spellings of a file the one path: without links and detours such as `..` in its folders.
+
+    The folders are asked of the disk, each of them once. A link of the file itself is followed with `links`, for which
+    each file is asked.
+    """
+
+    def __init__(self, *, links: bool) -> None:
+        self._links = links
+        self._folders: dict[str, str] = {}
+
+    def find(self, path: str) -> str:
+        folder, name = os.path.split(path)
+        if (real := self._folders.get(folder)) is None:
+            real = self._folders[folder] = os.path.realpath(folder)
+        found = os.path.join(real, name)
+        return os.path.realpath(found) if self._links and os.path.islink(found) else found
+
+
 def is_stream(source: str) -> bool:
     """True if timm reads this source only in the source's own order."""
     prefix, slash, _ = source.partition("/")
