@@ -98,6 +98,7 @@ def test_a_program_without_a_file_is_refused_before_it_would_be_started_again(ti
     config = tiny("trainer.devices=2", "+trainer.strategy=ddp")
     monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
     monkeypatch.setattr(sys, "argv", ["-c", "train"])
+    monkeypatch.setattr(train, "_open", None)  # what follows would end this process
     with pytest.raises(
         ValueError, match=r"^trainer\.devices=2 .* no file to start \('-c' is none\): put it into a FILE"
     ):
