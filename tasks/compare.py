@@ -27,10 +27,11 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from longseq.files import Kind, check_replaced, json_keys
-from longseq.tasks import comparison
+from longseq.tasks import comparison, registry
 from longseq.tasks.circumstances import find_circumstances
 from longseq.tasks.experiment import check_experiment
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
+from longseq.tasks.train import check_init
 from longseq.tasks.training import processes, runs
 from longseq.tasks.training.configuration import resolve, spell_value
 from longseq.tasks.training.files import write_text
@@ -124,15 +125,24 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     folder = Path(own.output)
     _check_folder(folder)
     trials = plan(own, [override for override in words if _key(override).split(".")[0] not in OWN_KEYS])
-    composed = [_compose(trial) for trial in trials if trial.seed == own.seeds[0]]
+    firsts = [trial for trial in trials if trial.seed == own.seeds[0]]
+    composed = [_compose(trial) for trial in firsts]
     trained = composed[0]
     metric, report = trained["task"]["metric"], own.report or trained["task"]["metric"].replace("val/", "test/")
     places = _places(trained)
-    for config in composed:
+    waiting = [trial for trial in trials if runs.finished(trial.folder) is None]
+    read_again = {trial._replace(seed=own.seeds[0]).describe() for trial in waiting}
+    for trial, config in zip(firsts, composed, strict=True):
         check_experiment(config)  # a mistake is told before any run begins
+        if trial.describe() in read_again:  # the files of finished runs may be gone
+            registry.of(config).data.require_files(config)
+            if not trial.folder.exists():  # a run that has begun goes on from its own checkpoint
+                check_init(config)
     jobs = own.jobs or max(1, len(places))
-    done = sum(runs.finished(trial.folder) is not None for trial in trials)
-    print(f"{len(trials)} runs, {done} of them finished before; writing to {shorten(folder)}", flush=True)
+    print(
+        f"{len(trials)} runs, {len(trials) - len(waiting)} of them finished before; writing to {shorten(folder)}",
+        flush=True,
+    )
     results: dict[str, Any] = {
         "command": shlex.join(["longseq", "compare", *words]),
         "report": report,

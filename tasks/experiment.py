@@ -254,9 +254,9 @@ def _check_schedule(node: Mapping[str, Any]) -> None:
     function, place = targets.find(node, targets.SCHEDULES, "recipe.schedule"), "recipe.schedule"
     options, given = _without_target(node), ("optimizer", "num_epochs", "updates_per_epoch")
     if function is create_scheduler_v2:
-        read_beside(ScheduleKeys, function, options, place, given=given)
-        if options.get("step_on_epochs", True):
+        if options.get("step_on_epochs", True) is not False:  # before its type, of which true is a value, too
             raise ValueError(f"{place}.step_on_epochs must be false: the learning rate is set after each update")
+        read_beside(ScheduleKeys, function, options, place, given=given)
         for key, schedules in _SCHEDULES_WITH.items():
             if key in options and options["sched"] not in schedules:
                 raise ValueError(

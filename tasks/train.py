@@ -137,7 +137,7 @@ def _train(config: dict[str, Any], folder: Path, names_mixer: bool) -> float | N
         if _is_first_process():
             runs.bring_best(checkpoint, folder)
     else:
-        _check_init(config)
+        check_init(config)
     config, datamodule, reason = _open(config)
     config = with_absolute_root(config)  # the run remembers where its data are, whoever evaluates it from elsewhere
     if reason is not None:
@@ -174,7 +174,7 @@ def _train(config: dict[str, Any], folder: Path, names_mixer: bool) -> float | N
     return metrics.get(config["optimized_metric"])
 
 
-def _check_init(config: Config) -> None:
+def check_init(config: Config) -> None:
     """ValueError, before the data are read, if `init` names no file or folder, or a checkpoint of another task."""
     init, task = config["init"], registry.of(config)
     if init is None or task.model.is_weights(init):

@@ -356,6 +356,11 @@ def test_figures_in_sentences_are_those_of_the_rows():
     said = "Expected: {mamba2:.3f} with mamba2, {gated_deltanet:.3f} with gated_deltanet (three seeds each), {gla:.3f}"
     assert said.format(**accuracy) in words_of("conf/experiment/document/imdb.yaml")
 
+    held = {f"{row[f'gib_after_{count}']:.2f}" for row in rows_of("generation_memory") for count in (1000, 100000)}
+    assert f"GSA of 340M parameters held {' or '.join(held)} GiB after 1,000 tokens and after 100,000" in words_of(
+        "docs/pages/language.md"
+    )
+
     memory = [row["trainer_gib"] / row["loop_gib"] - 1 for row in rows_of("trainer_speed")]
     assert f"up to {100 * max(memory):.0f} % more memory than the loop" in words_of("docs/pages/results.md")
 

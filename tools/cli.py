@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longseq.tools.environment import TRACEBACK, check_environment, wants_traceback
+from longseq.tools.terminal import is_unread, lead_nowhere, outlive_readers, require_reader
 from longseq.version import installed_version
 
 
@@ -107,8 +108,10 @@ VERBS = {
 NAME_A_MIXER = ("convert",)
 # The verb that trains a run for each value of its own keys, and so takes no sweep.
 SWEEPS_ITSELF = "compare"
-# Verbs whose output is what they print: a reader of it, as `head`, may have enough.
-PRINTED = ("generate", "describe")
+# The verb that prints as long as it works: without a file to write, it ends where a reader, as `head`, has enough.
+STREAMED = "generate"
+# The exit code where nobody has read all that was printed: that of programs which SIGPIPE ends.
+UNREAD = 128 + 13
 # Keys of each verb whose value is text as it stands.
 TEXTS = {"generate": ("prompt",)}
 # Keys of any verb whose value is a path: as it stands, too, where Hydra's grammar has no other meaning for it.
@@ -172,6 +175,20 @@ def main() -> int:
     """Run `longseq VERB overrides...`; returns the exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # characters that the terminal does not have are escaped
         sys.stdout.reconfigure(errors="backslashreplace")
+    outlive_readers()
+    code = 0
+    try:
+        code = _run()
+    except SystemExit as leaving:  # of --help, too
+        if leaving.code:
+            raise
+    # Another process than the first has no output of its own, and ends the run where its code is not 0.
+    unread = is_unread() and os.environ.get("LOCAL_RANK", "0") == "0"
+    return UNREAD if code == 0 and unread else code
+
+
+def _run() -> int:
+    """The command; returns the exit code."""
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(overview())
@@ -199,9 +216,7 @@ def main() -> int:
     from longseq.tools.mistakes import check_arguments, explain, find_repeats, is_users
     from longseq.tools.plugin_options import load_plugins
     from longseq.tools.recorded import settings_of_record
-    from longseq.tools.terminal import outlive_terminals
 
-    outlive_terminals()
     try:
         check_environment(name)
     except ValueError as error:
@@ -271,18 +286,19 @@ def _run_verb(name: str, overrides: list[str]) -> None:
                 plugins.load(declared)
             plugins.check_loaded(cfg.plugins, "the configuration")  # a plug-in that only a file names is not imported
             check_choices(cfg, running.runtime)
+            if name == STREAMED and cfg.output is None and cfg.save_state is None:
+                require_reader()
             run: Callable[..., Any] = importlib.import_module(VERBS[name].module).run
             return run(cfg)
         except BrokenPipeError:
             # Who reads the output has enough of it, as `head` has. What is left of it goes nowhere.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, 1)
+            lead_nowhere(1)
             try:
-                if name not in PRINTED:
+                if name != STREAMED:
                     _fail(f"longseq {name} ended early, because nobody reads its output any more: a pipe is closed")
             except BrokenPipeError:
-                os.dup2(nowhere, 2)
-            raise SystemExit(1) from None
+                lead_nowhere(2)
+            raise SystemExit(UNREAD) from None
         except Exception as error:
             users = is_users(error) and not wants_traceback()
             told = explain(error, name, overrides) if users else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Output into a terminal that may be closed while a command runs."""
+"""Output into a terminal or a pipe that may be closed while a command runs."""
 
 from __future__ import annotations
 
@@ -10,23 +10,66 @@ import sys
 from typing import Any
 
 
-class _Terminal(io.FileIO):
-    """The file of a terminal. Once the terminal is gone, what is written goes nowhere."""
+class _File(io.FileIO):
+    """The file of a terminal or a pipe. Once that is closed, what is written goes nowhere.
+
+    `unread` says that a pipe was closed before all was written. With `needs_reader` that is an error, as it is without
+    this class.
+    """
+
+    unread = False
+    needs_reader = False
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno != errno.EIO:
+            if error.errno not in (errno.EIO, errno.EPIPE):
                 raise
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())  # also for what does not write through Python
-            os.close(nowhere)
+            self.unread = self.unread or error.errno == errno.EPIPE
+            lead_nowhere(self.fileno())
+            if self.unread and self.needs_reader:
+                raise
             return memoryview(data).nbytes
 
 
-def _find_terminal(stream: io.TextIOWrapper) -> int | None:
-    """The number of the stream's file if that is a device, as a terminal is, also one that is gone already.
+class _Output(io.TextIOWrapper):
+    """The text that goes to such a file."""
+
+    def __init__(self, file: _File, stream: io.TextIOWrapper) -> None:
+        # With `python -u` each text goes to the terminal at once.
+        binary: Any = file if stream.write_through else io.BufferedWriter(file)
+        super().__init__(binary, stream.encoding, stream.errors, None, stream.line_buffering, stream.write_through)
+        self._file = file
+
+    @property
+    def unread(self) -> bool:
+        """Whether nobody has read the end of what was written."""
+        return self._file.unread
+
+    def require_reader(self) -> None:
+        """Let a line that nobody reads be an error from now on."""
+        self._file.needs_reader = True
+
+
+def outlive_readers() -> None:
+    """Let the command go on if nobody reads its output any more.
+
+    A terminal may be closed and no signal end the command, as after `longseq train & disown`. The reader of a pipe may
+    have enough, as `head` has. Without this, the next line that is printed is an error, which ends the command.
+    """
+    if os.name != "posix":
+        return
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, io.TextIOWrapper) or (number := _find_number(stream)) is None:
+            continue
+        stream.flush()
+        setattr(sys, name, _Output(_File(number, "w", closefd=False), stream))
+
+
+def _find_number(stream: io.TextIOWrapper) -> int | None:
+    """The number of the stream's file if that is a pipe, or a device, as a terminal is, also one that is gone already.
 
     A stream that is closed, or made of memory, has no number.
     """
@@ -34,25 +77,26 @@ def _find_terminal(stream: io.TextIOWrapper) -> int | None:
         number = stream.fileno()
     except ValueError:  # io.UnsupportedOperation is one
         return None
-    return number if stat.S_ISCHR(os.fstat(number).st_mode) else None
+    mode = os.fstat(number).st_mode
+    return number if stat.S_ISCHR(mode) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) else None
 
 
-def outlive_terminals() -> None:
-    """Let the command go on if its terminal is closed and no signal ends it, as after `longseq train & disown`.
+def lead_nowhere(number: int) -> None:
+    """Let a file lead nowhere, also for what does not write through Python."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, number)
+    os.close(nowhere)
 
-    Without this, the first line that is printed then is an error, which ends the command.
-    """
-    if os.name != "posix":
-        return
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if not isinstance(stream, io.TextIOWrapper) or (number := _find_terminal(stream)) is None:
-            continue
-        stream.flush()
-        binary: Any = _Terminal(number, "w", closefd=False)
-        if not stream.write_through:  # with `python -u` each text goes to the terminal at once
-            binary = io.BufferedWriter(binary)
-        lasting = io.TextIOWrapper(
-            binary, stream.encoding, stream.errors, None, stream.line_buffering, stream.write_through
-        )
-        setattr(sys, name, lasting)
+
+def is_unread() -> bool:
+    """Whether nobody has read the end of the command's output, or of its messages, because a pipe was closed."""
+    outputs = [one for one in (sys.stdout, sys.stderr) if isinstance(one, _Output)]
+    for one in outputs:
+        one.flush()  # the last lines may find nobody, too
+    return any(one.unread for one in outputs)
+
+
+def require_reader() -> None:
+    """Let output that nobody reads any more be an error: BrokenPipeError, as in other programs."""
+    if isinstance(sys.stdout, _Output):
+        sys.stdout.require_reader()

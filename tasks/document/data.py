@@ -120,6 +120,12 @@ class DocumentData(TaskData):
         self._info: DocumentInfo | None = None
 
     @classmethod
+    def require_files(cls, config: Mapping[str, Any]) -> None:
+        keys = read(DocumentDataKeys, config["data"], "data")
+        if (require := sources.find(keys).require) is not None:
+            require(keys)
+
+    @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> DocumentData:
         """The data of a configuration; `batch_size` counts tokens."""
         keys = read(DocumentDataKeys, config["data"], "data")

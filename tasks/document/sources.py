@@ -70,12 +70,13 @@ class Source:
 
     `reads` may name root, train, text_column, label_column, label_delimiter, tokenizer, separator, options; and
     validation and test, where these can be fractions of train. `prepare` is what the source does to the text of a file
-    beforehand: `longseq predict` does it, too.
+    beforehand: `longseq predict` does it, too. `require` raises ValueError for files that are not there.
     """
 
     open: Callable[[DocumentDataKeys], Opened]
     reads: tuple[str, ...] = ()
     prepare: Callable[[str], str] | None = None
+    require: Callable[[DocumentDataKeys], None] | None = None
 
 
 _TEXT = ("tokenizer", "separator", "validation", "test")
@@ -114,12 +115,24 @@ def find(keys: DocumentDataKeys) -> Source:
 def _open_files(keys: DocumentDataKeys) -> Opened:
     """Files and folders: `root` alone, or `train`, `validation` and `test` below it."""
     if keys.root is None and keys.train is None and not isinstance(keys.test, str):
-        raise ValueError(f"data={keys.name} reads a file or a folder: give data.root=PATH, the documents")
+        raise ValueError(_no_root(keys))
     splits: dict[str, Callable[[], Reader]] = {"train": partial(_find_train, keys)}
     for name in ("validation", "test"):
         if isinstance(given := getattr(keys, name), str):
             splits[name] = partial(_find_files, keys, name, given)
     return Opened(splits)
+
+
+def _no_root(keys: DocumentDataKeys) -> str:
+    return f"data={keys.name} reads a file or a folder: give data.root=PATH, the documents"
+
+
+def _require_files(keys: DocumentDataKeys) -> None:
+    """ValueError, in one line, for a split whose file or folder is not there."""
+    for split in ("train", "validation", "test"):
+        given = getattr(keys, split)
+        if split == "train" or isinstance(given, str):
+            _path_of(keys, split, given)
 
 
 # The usual names of splits.
@@ -138,16 +151,25 @@ def _find_train(keys: DocumentDataKeys) -> Reader:
     return _find_files(keys, "train", keys.train)
 
 
-def _find_files(keys: DocumentDataKeys, split: str, given: str | None) -> Reader:
+def _path_of(keys: DocumentDataKeys, split: str, given: str | None) -> str:
+    """The path of a split's documents, or the name of their stream. ValueError, in one line, where there are none."""
     path, named = keys.root or "", f"data.root={keys.root}"
     if given is not None:
         below = "" if os.path.isfile(path) else path  # a file has no others below it
         path = f"{path}@{given}" if path.startswith(STREAM) else os.path.join(below, given)
         named = f"data.{split}={given}" + (f", below data.root={below}," if below else "")
+    if not path:
+        raise ValueError(_no_root(keys))
+    if path.startswith(STREAM):
+        return path
+    if not os.path.exists(path):
+        raise ValueError(f"{named} does not exist")
+    return os.path.realpath(path)
+
+
+def _find_files(keys: DocumentDataKeys, split: str, given: str | None) -> Reader:
+    path = _path_of(keys, split, given)
     if not path.startswith(STREAM):
-        if not os.path.exists(path):
-            raise ValueError(f"{named} does not exist")
-        path = os.path.realpath(path)
         refuse_inside(cache_folder() if keys.cache is None else keys.cache, [path], "data.cache")
     label = keys.label_column or "label"
     labels = (label,) if isinstance(label, str) else tuple(label)
@@ -179,4 +201,4 @@ def _labelled(one: Document | Malformed, keys: DocumentDataKeys, columns: Column
     return Sample(one.text, labels, one.place)
 
 
-register("files", Source(_open_files, reads=_SOME[:5] + _TEXT))
+register("files", Source(_open_files, reads=_SOME[:5] + _TEXT, require=_require_files))

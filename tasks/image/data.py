@@ -43,6 +43,7 @@ from longseq.tasks.image.own_datamodule import OwnDataModule
 from longseq.tasks.image.own_dataset import DatasetSource, own_held_out, own_splits
 from longseq.tasks.image.ranges import warn_of_narrow_ranges
 from longseq.tasks.image.repeats import warn_of_repeats
+from longseq.tasks.image.shards import read_manifest
 from longseq.tasks.image.sources import (
     SOURCES,
     Split,
@@ -55,12 +56,14 @@ from longseq.tasks.image.sources import (
     is_stream,
     names_by_number,
     open_stream,
+    require_arrays,
+    require_folder,
     require_readable,
     shard_splits,
     tell_joined,
     timm_splits,
 )
-from longseq.tasks.image.table import held_out_table, table_splits
+from longseq.tasks.image.table import find_table, held_out_table, table_splits
 from longseq.tasks.image.transforms import evaluation_transform, normalize, training_transform
 from longseq.tasks.training.options import read
 from longseq.tasks.training.processes import usable_cores
@@ -128,6 +131,19 @@ class ImageDataModule(TaskData):
     def prepare_process(cls, config: Mapping[str, Any]) -> None:
         if config["data"].get("decode", "cpu") != "cpu":
             separate_queues()
+
+    @classmethod
+    def require_files(cls, config: Mapping[str, Any]) -> None:
+        keys = read(ImageDataKeys, config["data"], "data")
+        root = None if keys.root is None else os.path.expanduser(keys.root)
+        if keys.source == "folder":
+            require_folder(root)
+        elif keys.source == "csv":
+            find_table(root, "train", keys.train_split)
+        elif keys.source == "shards":
+            read_manifest(root)
+        else:
+            require_arrays(keys.source, root, download=keys.download)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> Any:

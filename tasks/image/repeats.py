@@ -1,17 +1,18 @@
 """Equal images: of the held-out splits some that are also trained on, which flatter the model, and of the training
-images some that have other labels, about which no model can be right.
+images some that have other labels, about which no model can be right. Of many files the paths are compared alone.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 
 from longseq.tasks.image.decoding import open_regular
-from longseq.tasks.image.sources import MOST_FILES, Split, Splits, size_of
+from longseq.tasks.image.sources import MOST_FILES, RealPaths, Split, Splits, size_of
 
 _log = logging.getLogger(__name__)
 
@@ -22,23 +23,36 @@ COMPARED = 1 << 16
 def warn_of_repeats(splits: Splits) -> None:
     """Warn of validation and test images whose file has the bytes of a training image's, and of training images whose
     file has the bytes of one with another label.
+
+    Of more than MOST_FILES files none is read: validation and test images are told that are the file of a training
+    image.
     """
     held = {"validation": splits.validation} | ({} if splits.test is splits.validation else {"test": splits.test})
     every = (splits.train, *held.values())
-    if sum(map(len, every)) > MOST_FILES or not all(getattr(one.source, "has_files", False) for one in every):
+    if not all(getattr(one.source, "has_files", False) for one in every):
+        return
+    if sum(map(len, every)) > MOST_FILES:
+        for name, split in held.items():
+            _tell(_find_shared(split, splits.train), "are the file of", name, split)
         return
     trained, read = _by_size(splits.train), cache(_content)
     _tell_contradictions(splits.train, trained, read)
     for name, split in held.items():
-        if repeats := _find_repeats(split, trained, read):
-            _log.warning(
-                "%d of the %d %s images have the bytes of a training image, such as %s and %s: figures of images that "
-                "were trained on flatter; leave them out of one of the two",
-                len(repeats),
-                len(split),
-                name,
-                *repeats[0],
-            )
+        _tell(_find_repeats(split, trained, read), "have the bytes of", name, split)
+
+
+def _tell(repeats: Sequence[tuple[str, str]], relation: str, name: str, split: Split) -> None:
+    """Warn, in one line, of images of a held-out split, each beside the training image that it repeats."""
+    if repeats:
+        _log.warning(
+            "%d of the %d %s images %s a training image, such as %s and %s: figures of images that were trained on "
+            "flatter; leave them out of one of the two",
+            len(repeats),
+            len(split),
+            name,
+            relation,
+            *repeats[0],
+        )
 
 
 def _tell_contradictions(
@@ -87,6 +101,22 @@ def _find_repeats(
         known = {content: path for path in trained[size] if (content := read(path, size)) is not None}
         found += [(path, known[content]) for path in held[size] if (content := read(path, size)) in known]
     return sorted(found)
+
+
+def _find_shared(split: Split, train: Split) -> list[tuple[str, str]]:
+    """The files of `split` that are training files, too, beside the path of each there.
+
+    Names are compared first: a file in two splits has one name, though maybe its folders in two spellings.
+    """
+    real, held = RealPaths(links=False), dict[str, list[str]]()
+    for path in (split.source.path(int(index)) for index in split.indices):
+        held.setdefault(os.path.basename(path), []).append(path)
+    trained: dict[str, str] = {}
+    for path in (train.source.path(int(index)) for index in train.indices):
+        if os.path.basename(path) in held:
+            trained.setdefault(real.find(path), path)
+    found = [(path, real.find(path)) for paths in held.values() for path in paths]
+    return sorted((path, trained[there]) for path, there in found if there in trained)
 
 
 def _by_size(split: Split) -> dict[int, list[str]]:

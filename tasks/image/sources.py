@@ -282,6 +282,25 @@ def size_of(path: str) -> int | None:
     return None
 
 
+class RealPaths:
+    """Finds of two spellings of a file the one path: without links and detours such as `..` in its folders.
+
+    The folders are asked of the disk, each of them once. A link of the file itself is followed with `links`, for which
+    each file is asked.
+    """
+
+    def __init__(self, *, links: bool) -> None:
+        self._links = links
+        self._folders: dict[str, str] = {}
+
+    def find(self, path: str) -> str:
+        folder, name = os.path.split(path)
+        if (real := self._folders.get(folder)) is None:
+            real = self._folders[folder] = os.path.realpath(folder)
+        found = os.path.join(real, name)
+        return os.path.realpath(found) if self._links and os.path.islink(found) else found
+
+
 def is_stream(source: str) -> bool:
     """True if timm reads this source only in the source's own order."""
     prefix, slash, _ = source.partition("/")
@@ -519,7 +538,7 @@ def held_out_split(
         if name is None:
             return None
         return Split.whole(_open(source, root, name, class_map, download))
-    folder = _existing(root)
+    folder = require_folder(root)
     refuse_compressed(folder, {kind: names[kind]})
     path = find_split(folder, kind, names[kind]) if names[kind] is not None else None
     missed = path is None and names[kind] not in (None, kind)
@@ -589,17 +608,26 @@ def _torchvision_array(name: str, root: str, train: bool, download: bool) -> Arr
     try:
         data = getattr(torchvision_datasets, name)(root, train=train, download=download)
     except RuntimeError as error:
-        raise ValueError(
-            f"data.root={root} does not hold {name}: give the folder that does, or data.download=true to fetch it"
-        ) from error
+        raise ValueError(_not_held(name, root)) from error
     return ArraySource(np.asarray(data.data), np.asarray(data.targets), data.classes, label)
+
+
+def _not_held(name: str, root: str) -> str:
+    return f"data.root={root} does not hold {name}: give the folder that does, or data.download=true to fetch it"
+
+
+def require_arrays(source: str, root: str | None, *, download: bool) -> None:
+    """Raise ValueError, in one line, if `root` is not there for one of the data sets that torchvision reads."""
+    name = {"fashion_mnist": "FashionMNIST", "cifar10": "CIFAR10"}.get(source)
+    if name is not None and not download and not Path(_require_root(root, source)).exists():
+        raise ValueError(_not_held(name, str(root)))
 
 
 def open_folders(
     root: str | None, names: Mapping[str, str | None], class_map: ClassMap
 ) -> tuple[FolderSource | ReaderSource, dict[str, Source]]:
     """The training images of a folder, and those of `validation` and `test` that it sets apart."""
-    root = _existing(root)
+    root = require_folder(root)
     refuse_compressed(root, names)
     paths = {kind: find_split(root, kind, name) for kind, name in names.items() if name is not None}
     require_named(root, names, paths)
@@ -638,7 +666,8 @@ def _report_beside(root: str, splits: Sequence[str]) -> None:
         )
 
 
-def _existing(root: str | None) -> str:
+def require_folder(root: str | None) -> str:
+    """`data.root` of class folders. ValueError, in one line, where it is none."""
     if not root:
         raise ValueError("this data set needs a folder: give data.root=FOLDER with train/ and val/ in it")
     if not Path(root).exists():

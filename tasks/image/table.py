@@ -14,7 +14,7 @@ from PIL import Image
 from longseq.tasks.data.labels import LABEL_COLUMN, Labels, read_labels, remarks, sort_names, targets_of
 from longseq.tasks.data.tables import check_header
 from longseq.tasks.image.decoding import decode
-from longseq.tasks.image.sources import Source, Split, Splits, finish_splits, size_of
+from longseq.tasks.image.sources import MOST_FILES, RealPaths, Source, Split, Splits, finish_splits, size_of
 from longseq.tasks.image.split_folders import SPLIT_NAMES, is_compressed, refuse_compressed_tables, require_named
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def open_tables(
         require_named(str(root), names, tables)
     if tables["train"] is None:
         raise ValueError(f"{root} holds no {names['train']}.csv: add it, or give data.root=FILE.csv")
-    rows = list(_read(tables["train"], keys))
+    rows = _read_rows(tables["train"], keys)
     if not rows:
         raise ValueError(f"{tables['train']} lists no images: give each image a line below the header")
     flagged = isinstance(keys.label_column, list | tuple)
@@ -143,7 +143,28 @@ def find_table(root: str | None, kind: str, name: str | None, *, single: bool = 
 
 
 def _open(path: Path, keys: ImageDataKeys, class_names: Sequence[str]) -> TableSource:
-    return TableSource(path, list(_read(path, keys)), class_names, multi_label=keys.multi_label)
+    return TableSource(path, _read_rows(path, keys), class_names, multi_label=keys.multi_label)
+
+
+def _read_rows(path: Path, keys: ImageDataKeys) -> list[Listed]:
+    """The lines of a table. Those that list the file of an earlier line in another spelling are told in one warning."""
+    rows = list(_read(path, keys))
+    real, first = RealPaths(links=len(rows) <= MOST_FILES), dict[str, Listed]()
+    again = [(row, other) for row in rows if (other := first.setdefault(real.find(row.path), row)) is not row]
+    if again:
+        row, other = again[0]
+        _log.warning(
+            "%s: %d of the %d lines list the file of an earlier one in another spelling, such as line %d (%s) that of "
+            "line %d (%s): it counts more than once; give each image one line",
+            path,
+            len(again),
+            len(rows),
+            row.line,
+            row.path,
+            other.line,
+            other.path,
+        )
+    return rows
 
 
 def _read(path: Path, keys: ImageDataKeys) -> Iterator[Listed]:

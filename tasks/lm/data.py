@@ -12,7 +12,7 @@ from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import Place, find_place, follow
 from longseq.tasks.data.sampler import UpdateSampler
-from longseq.tasks.text.corpora import open_corpora
+from longseq.tasks.text.corpora import open_corpora, require_roots
 from longseq.tasks.text.info import TextInfo
 from longseq.tasks.text.keys import READ_BY, TextDataKeys
 from longseq.tasks.text.sampler import EveryStream, EveryWindow, MixedSampler, StreamSampler, WindowBatches
@@ -59,6 +59,10 @@ class LanguageModelData(TaskData):
         self._windows: dict[str, list[Windows]] = {}
         self._info: TextInfo | None = None
         self._told: set[str] = set()  # the stages of which a warning has told that they have few windows
+
+    @classmethod
+    def require_files(cls, config: Mapping[str, Any]) -> None:
+        require_roots(read(TextDataKeys, config["data"], "data"))
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> LanguageModelData:

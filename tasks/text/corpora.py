@@ -15,7 +15,7 @@ from longseq.tasks.text.keys import TextDataKeys
 from longseq.tasks.text.prepare import count_left_out, plan_of, prepare
 from longseq.tasks.text.python_sources import installed_files, standard_library_files
 from longseq.tasks.text.sources import STREAM, TEXT, Columns, Part, find_parts, group_files, read_part
-from longseq.tasks.text.store import MANIFEST, SPLITS, TokenStore, open_store
+from longseq.tasks.text.store import MANIFEST, SPLITS, TokenStore, open_store, read_manifest
 from longseq.tasks.text.tokenizer import ByteTokenizer
 
 _log = logging.getLogger(__name__)
@@ -35,8 +35,7 @@ def open_corpora(keys: TextDataKeys) -> list[TokenStore]:
         return [
             _prepared("python_sources", list(group_files(installed_files(), format="python")), TEXT, fractions, keys)
         ]
-    assert keys.root is not None
-    roots = [keys.root] if isinstance(keys.root, str) else keys.root
+    roots = require_roots(keys)
     if keys.source == "tokens":
         return [_open_tokens(root, check=keys.check) for root in roots]
     refuse_inside(cache_folder() if keys.cache is None else keys.cache, roots, "data.cache")
@@ -45,6 +44,17 @@ def open_corpora(keys: TextDataKeys) -> list[TokenStore]:
         _prepared(Path(root).resolve().stem, find_parts([_absolute(root)], columns), columns, fractions, keys)
         for root in roots
     ]
+
+
+def require_roots(keys: TextDataKeys) -> list[str]:
+    """The entries of `data.root`. ValueError, in one line, for one that is not there, or is not prepared."""
+    roots = [keys.root] if isinstance(keys.root, str) else keys.root or []
+    for root in roots:
+        if keys.source == "tokens":
+            read_manifest(Path(root))
+        elif not root.startswith(STREAM) and not os.path.exists(root):
+            raise ValueError(f"data.root={root} does not exist")
+    return roots
 
 
 def _open_tokens(root: str, *, check: bool) -> TokenStore:

@@ -108,7 +108,7 @@ def open_store(root: str | Path, *, check: bool = True) -> TokenStore:
         ValueError: in one line, what is missing, unfinished, truncated or changed.
     """
     root = Path(root)
-    manifest = _read_manifest(root)
+    manifest = read_manifest(root)
     tokenizer = dict(manifest["tokenizer"])
     if tokenizer["kind"] == "file":
         path = root / TOKENIZER
@@ -143,7 +143,8 @@ def open_store(root: str | Path, *, check: bool = True) -> TokenStore:
     )
 
 
-def _read_manifest(root: Path) -> dict[str, Any]:
+def read_manifest(root: Path) -> dict[str, Any]:
+    """The manifest of a folder of prepared tokens. ValueError, in one line, for another or an unfinished one."""
     path = root / MANIFEST
     if not root.is_dir():
         raise ValueError(f"{root} is no folder: give one that `longseq prepare` has written")

@@ -255,10 +255,10 @@ def check_metrics(
             raise ValueError(
                 f"{place}.{targets.TARGET}={form} is not for data with {kind} a sample: choose another one"
             )
-        _check_one_number(function, node, place)
         options = {key: value for key, value in node.items() if key not in (targets.TARGET, targets.PARTIAL)}
         if function.__module__.startswith("torchmetrics."):  # they take any keyword, and refuse it when they are built
             refuse_unknown(options, [one for one in signature_options(_constructor(function)) if one != "self"], place)
+        _check_one_number(function, node, place)  # of options that the metric has: a remedy is one of its own
         check_call(function, options, place, given=_TOLD)
     stage, _, name = metric.rpartition("/")
     wanted = known_metrics({key: node for key, node in chosen.items() if node is not None}, tables[multi_label])

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -58,8 +59,7 @@ def locked(folder: Path, key: str = "output") -> Iterator[None]:
             continue
         if not holder.is_dead():
             raise ValueError(
-                f"{folder} is being written by {holder.describe()}: wait for it, or choose another {key}; "
-                f"if it has ended, remove {path}"
+                f"{folder} is being written by {holder.describe()}{_since(path)}{_remedy(holder, path, key)}"
             )
         _remove(path, holder)
     _held[path] = own
@@ -122,16 +122,37 @@ def _remove(path: Path, dead: Holder) -> None:
             path.unlink()
 
 
+def _since(path: Path) -> str:
+    """When a lock was taken, in the time of this host; nothing for one that has just been released."""
+    with suppress(OSError):
+        return f" since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(path.stat().st_mtime))}"
+    return ""
+
+
+def _remedy(holder: Holder, path: Path, key: str) -> str:
+    """What a person can do about a lock whose process may be alive."""
+    if holder.host != socket.gethostname():
+        return f": wait for it, or choose another {key}; if it has ended, remove {path}"
+    if _state_of(holder.pid)[:1] in (["T"], ["t"]):
+        return f"; it is stopped, and `kill -CONT {holder.pid}` lets it go on: or end it, or choose another {key}"
+    return f": wait for it, end it, or choose another {key}"
+
+
 def _job() -> str:
     return f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}".strip(":")
 
 
+def _state_of(pid: int) -> list[str]:
+    """What the kernel writes of a process, from its state on; nothing if there is no such process, or no /proc."""
+    with suppress(OSError):
+        # The name of the program may contain blanks; it ends at the last parenthesis.
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return []
+
+
 def _start_of(pid: int) -> str:
     """The start time of a process as the kernel writes it; empty if there is no such process."""
-    try:
-        # The name of the program may contain blanks; it ends at the last parenthesis.
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:
+    if not (fields := _state_of(pid)):
         return "" if Path("/proc/self/stat").exists() else _alive(pid)
     return "" if fields[0] in "ZX" else fields[19]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Annotated, Any
@@ -10,6 +12,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 from torch.nn.parallel import DistributedDataParallel
@@ -162,7 +165,7 @@ def build_trainer(
     try:
         options["strategy"] = _build_strategy(config, options.get("strategy", "auto"))
         options["profiler"] = _build_profiler(options.get("profiler"), profile)
-        return Trainer(
+        trainer = Trainer(
             **options,
             **fixed,
             callbacks=callbacks or [],
@@ -173,6 +176,21 @@ def build_trainer(
     except (TypeError, ValueError, ImportError, MisconfigurationException) as error:
         told = str(error).rstrip(".")
         raise ValueError(f"the trainer cannot be built: {told}; see trainer=..., or trainer=cpu") from error
+    _refuse_nameless_program(trainer)
+    return trainer
+
+
+def _refuse_nameless_program(trainer: Trainer) -> None:
+    """ValueError, in one line, where Lightning could not start the other processes of a run: it starts them by the name
+    of the program's file or module, which a text in the command line or from a pipe does not have.
+    """
+    if trainer.num_devices < 2 or not isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher):
+        return
+    if sys.modules["__main__"].__spec__ is None and not os.path.isfile(sys.argv[0]):
+        raise ValueError(
+            f"trainer.devices={trainer.num_devices} starts this program again for each device, and it has no file to "
+            f"start ({sys.argv[0]!r} is none): put it into a FILE.py and run python FILE.py, or use the command longseq"
+        )
 
 
 def _build_strategy(config: Config, strategy: Any) -> Any:

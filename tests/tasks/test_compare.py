@@ -261,6 +261,41 @@ def test_a_comparison_that_cannot_be_is_refused(overrides, message, monkeypatch,
     assert message in capsys.readouterr().err
 
 
+ABSENT = {
+    "data=image_folder data.root=nowhere": "data.root=nowhere does not exist: give the folder",
+    "data=image_folder data.source=csv data.root=nowhere": "data.root=nowhere does not exist: give a csv file",
+    "data=image_shards data.root=nowhere": "data.root=nowhere does not exist: give the folder that `longseq prepare",
+    "data=cifar10 data.root=nowhere": "data.root=nowhere does not hold CIFAR10",
+    "task=lm data=text data.root=nowhere": "data.root=nowhere does not exist",
+    "task=lm data=tokens data.root=nowhere": "nowhere is no folder: give one that `longseq prepare` has written",
+    "task=document data=documents data.root=. data.test=nowhere": "data.test=nowhere, below data.root=., does not",
+    "task=document data=documents data.test=nowhere": "data=documents reads a file or a folder: give data.root=PATH",
+    "init=nowhere": "init=nowhere: no such file or folder",
+}
+
+
+@pytest.mark.parametrize("words", ABSENT)
+def test_data_that_are_not_there_are_told_before_a_run_begins(words, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["nothing_is_started", "compare", "output=compared", *words.split()])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"longseq: error: {ABSENT[words]}")
+    assert captured.err.count("\n") == 1
+    assert not captured.out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_comparison_that_has_finished_does_not_need_its_data(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(compare.runs, "finished", lambda folder: {"test/top1": 1.0, "seconds": 2.0})
+    monkeypatch.chdir(tmp_path)
+    words = "compare output=compared plot=false data=image_folder data.root=nowhere init=nowhere"
+    monkeypatch.setattr("sys.argv", ["nothing_is_started", *words.split()])
+    assert cli.main() == 0
+    assert "2 runs, 2 of them finished before" in capsys.readouterr().out
+
+
 def row(mixer: str, depth: int, rate: float, seed: int, **metrics: float) -> dict[str, Any]:
     told = {"higher_is_better": {"val/accuracy": True, "test/accuracy": True, "val/loss": False}}
     found = {"metrics": {name.replace("__", "/"): value for name, value in metrics.items()} | told} if metrics else {}

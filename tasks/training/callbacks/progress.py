@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
+import os
 import textwrap
 import time
 from datetime import timedelta
@@ -208,6 +210,8 @@ class TrainingProgress(ProgressBar):
             self.console.print(line.replace(_UNBROKEN, " "), highlight=False, soft_wrap=True)
         except BrokenPipeError as error:
             self._unread = error
+        if getattr(self.console.file, "unread", False):  # of a command, whose streams outlive their readers
+            self._unread = BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
         if self._has_terminal and not self.console.is_terminal:
             self._has_terminal = False
             _log.info("the terminal is gone: the run goes on without it")

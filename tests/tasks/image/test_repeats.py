@@ -76,6 +76,31 @@ def test_a_line_of_two_tables_is_a_repeat(images, caplog):
     assert message.startswith("3 of the 3 test images have the bytes of a training image")
 
 
+def test_spellings_of_a_file_in_a_table_are_told(images, caplog, monkeypatch):
+    monkeypatch.chdir(images.parent)
+    images = images.relative_to(images.parent)
+    (images / "link.png").symlink_to("train/class0")
+    files = [path.relative_to(images) for path in sorted((images / "train").rglob("*.*"))]
+    lines = [f"{path},{path.parent.name}" for path in files]
+    (images / "linked.jpg").symlink_to(files[1])
+    again = [f"link.png/../class0/{files[0].name}", str((images / files[0]).absolute()), "linked.jpg"]
+    (images / "train.csv").write_text("\n".join(["file_name,label", *lines[:-3], *(f"{one},class0" for one in again)]))
+    (images / "test.csv").write_text(
+        "\n".join(["file_name,label", *lines[-3:], f"{(images / files[-1]).absolute()},class2"])
+    )
+    caplog.clear()
+    keys = {"root": str(images), "img_size": 16, "val_split": None}
+    ImageDataModule(ImageDataKeys(name="own", source="csv", **keys), batch_size=4).setup()
+    train, test = [message for message in caplog.messages if "another spelling" in message]
+    number = len(lines) - 1
+    assert train == (
+        f"{images}/train.csv: 3 of the {len(lines)} lines list the file of an earlier one in another spelling, such as "
+        f"line {number} ({images}/{again[0]}) that of line 2 ({images / files[0]}): it counts more than once; give "
+        "each image one line"
+    )
+    assert test.startswith(f"{images}/test.csv: 1 of the 4 lines list the file of an earlier one")
+
+
 def test_equal_training_images_of_two_classes_are_told_once(images, caplog):
     folders = [images / "train" / f"class{number}" for number in range(3)]
     first, second, third = sorted(folders[0].iterdir())[:3]
@@ -101,7 +126,21 @@ def test_equal_images_with_other_labels_of_a_table_are_told(images, caplog):
     assert f"{images}/copy.jpg (class1, class2) and {first} (class0)" in message
 
 
-def test_of_many_files_none_is_read(images, caplog, monkeypatch):
-    shutil.copy(next((images / "train" / "class1").iterdir()), images / "val" / "class1" / "other.png")
+def test_of_many_files_paths_alone_are_compared(images, caplog, monkeypatch):
+    trained = sorted((images / "train" / "class1").iterdir())
+    shutil.copy(trained[0], images / "val" / "class1" / "other.png")
     monkeypatch.setattr(repeats, "MOST_FILES", 30)
+    monkeypatch.setattr(repeats, "_content", None)
     assert told(images, caplog) == []
+    assert not [message for message in caplog.messages if "a training image" in message]
+    listed = {name: [str(path) for path in sorted((images / name).rglob("*.*"))] for name in ("train", "val")}
+    listed["test"] = [f"train/../train/class1/{path.name}" for path in trained[:2]]
+    for name, paths in listed.items():
+        lines = [f"{path},{path.split('/')[-2]}" for path in paths]
+        (images / f"{name}.csv").write_text("\n".join(["file_name,label", *lines]))
+    assert told(images, caplog, "csv") == []
+    (message,) = [message for message in caplog.messages if "a training image" in message]
+    assert message.startswith(
+        f"2 of the 2 test images are the file of a training image, such as {images}/train/../train/class1/"
+        f"{trained[0].name} and {trained[0]}: figures of images that were trained on flatter"
+    )

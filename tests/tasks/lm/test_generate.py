@@ -232,7 +232,7 @@ def test_a_command_ends_without_a_traceback_where_its_reader_or_user_has_enough(
 ):
     words = ("generate", f"checkpoint={trained.checkpoint}", "prompt=abc", "device=cpu")
     closed = []
-    for stop, code in ((BrokenPipeError(32, "Broken pipe"), 1), (KeyboardInterrupt(), 130)):
+    for stop, code in ((BrokenPipeError(32, "Broken pipe"), 141), (KeyboardInterrupt(), 130)):
 
         def write(*_, stop=stop, **__):
             raise stop

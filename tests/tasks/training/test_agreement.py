@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
+import types
 
 import pytest
 import torch
@@ -89,3 +91,16 @@ def test_the_error_of_another_process_is_one_line_that_names_it(tmp_path, two):
     assert len(told) == 1, result.stderr
     assert re.match(r"longseq: error: process 1 of this run: .*there/train/class\d/\d\.jpg", told[0])
     assert result.returncode == 2
+
+
+def test_a_program_without_a_file_is_refused_before_it_would_be_started_again(tiny, monkeypatch, tmp_path):
+    """As `python -c "..."`: Lightning starts other processes by the name of the program."""
+    config = tiny("trainer.devices=2", "+trainer.strategy=ddp")
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    monkeypatch.setattr(sys, "argv", ["-c", "train"])
+    monkeypatch.setattr(train, "_open", None)  # what follows would end this process
+    with pytest.raises(
+        ValueError, match=r"^trainer\.devices=2 .* no file to start \('-c' is none\): put it into a FILE"
+    ):
+        train.run(config)
+    assert not list(tmp_path.iterdir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -61,6 +62,26 @@ def test_a_lock_of_another_host_or_of_no_one_is_refused_with_the_remedy(content,
     with pytest.raises(ValueError, match=rf"if it has ended, remove {path}"), locked(tmp_path):
         pass
     assert path.read_text() == content
+
+
+def test_who_holds_a_lock_is_told_with_the_time_and_what_to_do(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    path = write_lock(tmp_path, pid=process.pid, started=lock._start_of(process.pid))
+    os.utime(path, (1_700_000_000, 1_700_000_000))
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1_700_000_000))
+    told = f"{tmp_path} is being written by process {process.pid} on {socket.gethostname()} since {since}"
+    stopped = f"; it is stopped, and `kill -CONT {process.pid}` lets it go on: or end it, or choose another output"
+    try:
+        for number, remedy in ((None, ": wait for it, end it, or choose another output"), (signal.SIGSTOP, stopped)):
+            if number is not None:
+                process.send_signal(number)
+                os.waitpid(process.pid, os.WUNTRACED)  # until it has stopped
+            with pytest.raises(ValueError, match="is being written") as caught, locked(tmp_path):
+                pass
+            assert str(caught.value) == told + remedy
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.slow
