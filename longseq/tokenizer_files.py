@@ -30,6 +30,7 @@ _BYTE_SEPARATOR = (SEPARATORS[0], 256)
 def read_tokenizer(path: Path, separator: str | None = None) -> dict[str, Any]:
     """The tokenizer of a file tokenizer.json; the eos_token of the settings beside it is the default of `separator`.
 
+    Dropout of merges is left out, so that a text has the same tokens in every command and program.
     ValueError, in one line, for a file that is not JSON text.
     """
     try:
@@ -47,6 +48,8 @@ def read_tokenizer(path: Path, separator: str | None = None) -> dict[str, Any]:
     except (AttributeError, KeyError, IndexError, TypeError) as error:
         raise ValueError(f"{path} is no tokenizer file of the library tokenizers") from error
     usual = next((name for name in SEPARATORS if name in numbers), None)
+    if (content.get("model") or {}).get("dropout"):  # with it a text would have other tokens each time it is read
+        text = json.dumps({**content, "model": {**content["model"], "dropout": None}}, ensure_ascii=False)
     return {"kind": "file", "separator": separator or _end_token(path.parent) or usual, "json": text}
 
 
@@ -126,7 +129,8 @@ def same_tokenizer(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def _coded(content: Mapping[str, Any]) -> dict[str, Any]:
     """The parts of a tokenizer file that decide how text becomes tokens; the rest is added around a text."""
-    return {key: value for key, value in content.items() if key not in ("padding", "truncation", "post_processor")}
+    coded = {key: value for key, value in content.items() if key not in ("padding", "truncation", "post_processor")}
+    return {**coded, "model": {**(content.get("model") or {}), "dropout": None}}
 
 
 def _numbers(content: Mapping[str, Any]) -> dict[str, int]:

@@ -87,8 +87,9 @@ class Adapter(TemplateLM):
 
 def _without_token(context: str, continuation: str) -> ValueError:
     return ValueError(
-        f"a task asks for the probability of {continuation!r} behind {context[-40:]!r}, where the tokenizer has no token "
-        "of its own for it: leave out this sample or choice, or give the task another target_delimiter, such as a blank"
+        f"a task asks for the probability of {continuation!r} behind {context[-40:]!r}, where the tokenizer has no "
+        "token of its own for it: leave out this sample or choice, or give the task another target_delimiter, such as "
+        "a blank"
     )
 
 
