@@ -118,7 +118,7 @@ def _name(value: Any, column: str) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int):
-        return str(value)
+        return str(int(value))
     if isinstance(value, float) and value == value:
         return str(int(value)) if value.is_integer() else str(value)
     if value is None or value != value or (isinstance(value, str) and not value.strip()):
