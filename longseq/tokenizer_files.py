@@ -30,6 +30,7 @@ _BYTE_SEPARATOR = (SEPARATORS[0], 256)
 def read_tokenizer(path: Path, separator: str | None = None) -> dict[str, Any]:
     """The tokenizer of a file tokenizer.json; the eos_token of the settings beside it is the default of `separator`.
 
+    Dropout of merges is left out, so that a text has the same tokens in every command and program.
     ValueError, in one line, for a file that is not JSON text.
     """
     try:
@@ -47,6 +48,8 @@ def read_tokenizer(path: Path, separator: str | None = None) -> dict[str, Any]:
     except (AttributeError, KeyError, IndexError, TypeError) as error:
         raise ValueError(f"{path} is no tokenizer file of the library tokenizers") from error
     usual = next((name for name in SEPARATORS if name in numbers), None)
+    if (content.get("model") or {}).get("dropout"):  # with it a text would have other tokens each time it is read
+        text = json.dumps({**content, "model": {**content["model"], "dropout": None}}, ensure_ascii=False)
     return {"kind": "file", "separator": separator or _end_token(path.parent) or usual, "json": text}
 
 
@@ -82,7 +85,7 @@ def tokenizer_files(tokenizer: Mapping[str, Any], documents: Mapping[str, Any] |
         start = (tokenizer.get("start") if documents is None else None) or name
         first = number if start == name else _numbers(content)[start]
         settings |= {"bos_token": start, "eos_token": name, "pad_token": name}
-        if _first_token(content) != start:
+        if _first_token(content) != start or _ends_texts(content):
             content = {**content, "post_processor": _beginning_with(start, first)}
         generation = {"bos_token_id": first, "eos_token_id": number, "pad_token_id": number}
         if documents is None:
@@ -126,7 +129,8 @@ def same_tokenizer(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def _coded(content: Mapping[str, Any]) -> dict[str, Any]:
     """The parts of a tokenizer file that decide how text becomes tokens; the rest is added around a text."""
-    return {key: value for key, value in content.items() if key not in ("padding", "truncation", "post_processor")}
+    coded = {key: value for key, value in content.items() if key not in ("padding", "truncation", "post_processor")}
+    return {**coded, "model": {**(content.get("model") or {}), "dropout": None}}
 
 
 def _numbers(content: Mapping[str, Any]) -> dict[str, int]:
@@ -161,11 +165,22 @@ def _is_of_bytes(content: Mapping[str, Any]) -> bool:
 
 def _first_token(content: Mapping[str, Any]) -> str | None:
     """The token that a tokenizer file puts in front of a text."""
-    outer = content.get("post_processor") or {}
-    for part in (outer, *(outer.get("processors") or ())):
-        if part.get("type") == "TemplateProcessing" and part["single"] and "SpecialToken" in part["single"][0]:
+    for part in _templates(content):
+        if "SpecialToken" in part["single"][0]:
             return part["special_tokens"][part["single"][0]["SpecialToken"]["id"]]["tokens"][0]
     return None
+
+
+def _ends_texts(content: Mapping[str, Any]) -> bool:
+    """True if a tokenizer file puts a token behind a text, which then is over for the model."""
+    return any("SpecialToken" in part["single"][-1] for part in _templates(content))
+
+
+def _templates(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The parts of a tokenizer file that put tokens around a text."""
+    outer = content.get("post_processor") or {}
+    parts = (outer, *(outer.get("processors") or ()))
+    return [part for part in parts if part.get("type") == "TemplateProcessing" and part["single"]]
 
 
 def _beginning_with(name: str, number: int) -> dict[str, Any]:

@@ -411,8 +411,8 @@ def test_speeds_in_sentences_are_those_of_the_rows():
             share = find_row("files", model=f"longseq_vit_{size}_patch16_224", **run)["of_step"]
             shares.append(f"{100 * share:.0f} %")
     said = (
-        "`longseq_vit_small` with DeltaNet trains from files at {} of the speed of its bare step with three repeats and "
-        "at {} with one, "
+        "`longseq_vit_small` with DeltaNet trains from files at {} of the speed of its bare step with three repeats "
+        "and at {} with one, "
     )
     said += "`longseq_vit_tiny` at {} and {}."
     assert said.format(*shares) in words_of("docs/pages/data.md")

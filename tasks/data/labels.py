@@ -117,8 +117,10 @@ def _name(value: Any, column: str) -> str:
     """A label as text: numbers without a fraction are whole numbers, whatever the file makes of them."""
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, int | float) and value == value:
-        return str(int(value)) if float(value).is_integer() else str(value)
+    if isinstance(value, int):
+        return str(int(value))
+    if isinstance(value, float) and value == value:
+        return str(int(value)) if value.is_integer() else str(value)
     if value is None or value != value or (isinstance(value, str) and not value.strip()):
         raise ValueError(f"no label in column {column!r}")
     if not isinstance(value, str):
@@ -194,7 +196,7 @@ def _composed(names: Sequence[str], multi_label: bool) -> str | None:
 def _fractional(names: Sequence[str]) -> str | None:
     """A remark, in one line, where all labels are numbers and some have a fraction; None for other labels."""
     numbers = [name for name in names if _is_number(name)]
-    found = [name for name in numbers if not float(name).is_integer()]
+    found = [name for name in numbers if Decimal(name) != Decimal(name).to_integral_value()]
     if not found or len(numbers) < len(names):
         return None
     return (

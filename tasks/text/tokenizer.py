@@ -93,6 +93,8 @@ class FileTokenizer(Tokenizer):
         except Exception as error:  # the library raises Exception itself
             raise ValueError(f"{name} is no tokenizer file of the library tokenizers: {error}") from error
         self._text = text
+        if getattr(self._tokenizer.model, "dropout", None):  # of a checkpoint from before it was left out
+            self._tokenizer.model.dropout = None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         added = self._tokenizer.get_added_tokens_decoder().values()

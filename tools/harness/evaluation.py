@@ -47,11 +47,18 @@ class Adapter(TemplateLM):
         return start + self.tokenizer.encode(string).tolist()
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        for context, continuation in (request.args for request in requests):
+            # Of these the library asks for the first token, which is not there.
+            if not context and not self.tok_encode(continuation, add_special_tokens=False):
+                raise _without_token(context, continuation)
         return super().loglikelihood(requests, disable_tqdm=True)  # the bar is ours
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
+        for texts, _, continuation in requests:
+            if not continuation:  # without a word, the sum over no token would be a probability of 1
+                raise _without_token(*texts)
         rows = [Row([*context, *continuation], len(context)) for _, context, continuation in requests]
         return [tuple(one) for one in self.workers.score(rows)]  # type: ignore[misc]
 
@@ -76,6 +83,14 @@ class Adapter(TemplateLM):
             prompts = [requests[index].args[0] for index in indices]
             found |= dict(zip(indices, self.workers.write(prompts, _writing(json.loads(told))), strict=True))
         return [found[index] for index in range(len(requests))]
+
+
+def _without_token(context: str, continuation: str) -> ValueError:
+    return ValueError(
+        f"a task asks for the probability of {continuation!r} behind {context[-40:]!r}, where the tokenizer has no "
+        "token of its own for it: leave out this sample or choice, or give the task another target_delimiter, such as "
+        "a blank"
+    )
 
 
 def _writing(kwargs: dict[str, Any]) -> dict[str, Any]:

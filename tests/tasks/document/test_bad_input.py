@@ -181,6 +181,7 @@ def test_classes_that_only_look_alike_are_told(tmp_path: Path, caplog: Any) -> N
     ("labels", "keys", "expected"),
     [
         (["1", "2"], {}, None),
+        ([1, 10**400], {}, None),  # more than a float holds
         (["1.5", "n", "a/b"], {}, None),
         ([0.5, 1, 2.25], {}, "labels are numbers with a fraction, such as 0.5: each of the 3 is a class of its own"),
         (

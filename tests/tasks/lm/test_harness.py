@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import datasets
 import lm_eval.tasks
+import numpy as np
 import pytest
 import torch
 from lm_eval.tasks import TaskManager
@@ -104,6 +105,23 @@ def test_likelihoods_are_those_of_the_continuation_whatever_the_batch(trained):
         texts = [context + text for context, text in PAIRS]
         rolling = adapter.loglikelihood_rolling([request(text) for text in texts])
         assert rolling == pytest.approx([directly(workers.first.model, "", text) for text in texts], rel=1e-9)
+
+
+def test_a_continuation_without_a_token_of_its_own_is_refused(trained):
+    adapter = Adapter(make_workers(trained))
+
+    class Words(ByteTokenizer):
+        """A token a word, which may grow by what follows, as in WordPiece; blanks are none."""
+
+        def encode_all(self, texts):
+            return [np.array([len(word) for word in text.split()], dtype=np.int64) for text in texts]
+
+    adapter.tokenizer = Words()
+    (found,) = adapter.loglikelihood([request("open the", " box")])
+    assert found[0] < 0
+    for pair in (("open the bo", "x"), ("open the box", ""), ("", " ")):
+        with pytest.raises(ValueError, match=r"the probability of '.*' behind '.*', where the tokenizer has no token"):
+            adapter.loglikelihood([request("open the", " box"), request(*pair)])
 
 
 def test_continuations_are_greedy_and_end_at_a_stop_string(trained):

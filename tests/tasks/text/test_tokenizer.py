@@ -51,6 +51,31 @@ def test_trained_tokens_come_back_also_from_a_file(tmp_path: Path) -> None:
         trained.encode("\ud800")
 
 
+def test_a_token_that_a_file_puts_behind_texts_is_not_in_the_folder_of_a_model(tmp_path: Path) -> None:
+    library = Library.from_str(train_tokenizer(TEXTS * 20, 300).to_dict()["json"])
+    name, number = "<|endoftext|>", library.token_to_id("<|endoftext|>")
+    library.post_processor = TemplateProcessing(single=f"{name} $A {name}", special_tokens=[(name, number)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    written = tokenizer_files(read_tokenizer(str(tmp_path / "tokenizer.json")).to_dict())["tokenizer.json"]
+    plain = library.encode(TEXTS[0], add_special_tokens=False).ids
+    assert Library.from_str(written).encode(TEXTS[0]).ids == [number, *plain]
+
+
+def test_dropout_of_a_tokenizer_file_leaves_a_text_its_tokens(tmp_path: Path) -> None:
+    trained = train_tokenizer(TEXTS * 20, 300)
+    content = json.loads(trained.to_dict()["json"])
+    content["model"]["dropout"] = 0.9
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    found = read_tokenizer(str(path))
+    before = FileTokenizer(path.read_text(encoding="utf-8"))  # as a checkpoint may hold it
+    for text in TEXTS * 5:
+        assert found.encode(text).tolist() == before.encode(text).tolist() == trained.encode(text).tolist()
+    written = tokenizer_files(found.to_dict())["tokenizer.json"]
+    assert json.loads(written)["model"]["dropout"] is None, "other programs that read it get these tokens, too"
+    assert same_tokenizer(found.to_dict(), before.to_dict())
+
+
 @pytest.mark.parametrize("kind", ["bytes", "trained"])
 def test_the_files_of_a_tokenizer_are_those_of_its_library(kind: str, tmp_path: Path) -> None:
     tokenizer = ByteTokenizer() if kind == "bytes" else train_tokenizer(TEXTS * 20, 300)
