@@ -24,7 +24,7 @@ from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.files import prepare_file, write_text
 from longseq.tasks.training.options import read, read_part, spell
 from longseq.tasks.training.peers import watched
-from longseq.tasks.training.trainer import build_trainer
+from longseq.tasks.training.trainer import build_trainer, refuse_nameless_program
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +73,7 @@ def run(cfg: DictConfig) -> dict[str, float]:
     callbacks = [Agreement(facts), StopTogether(), UnreadableSamples(unit=unit)]
     # A profiler's report lies beside the metrics, and does not replace that of the training.
     trainer = build_trainer({**config, "output": output.parent}, callbacks, profile=f"profile_{output.stem}")
+    refuse_nameless_program(trainer)
     trained = task.data.info_class.from_dict(loaded.data)
     if options := task.model.load_options(trained, changes):
         loaded = checkpoints.load(checkpoint, weights=keys.weights, tasks=registry.names(), **options)

@@ -48,7 +48,12 @@ from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.peers import watched
 from longseq.tasks.training.recipe import Training, device_batch_size, device_count, effective_learning_rate
 from longseq.tasks.training.run_folder import check_folder, check_output
-from longseq.tasks.training.trainer import build_callbacks, build_trainer, refuse_absent_devices
+from longseq.tasks.training.trainer import (
+    build_callbacks,
+    build_trainer,
+    refuse_absent_devices,
+    refuse_nameless_program,
+)
 from longseq.timm_models import model_name
 
 _log = logging.getLogger(__name__)
@@ -87,7 +92,8 @@ def run(cfg: DictConfig) -> float | None:
         )
     folder = Path(config["output"])
     _refuse_long_warmup(config, None)
-    build_trainer({**config, "logger": None})  # refuses devices that are not there before the data is opened
+    # What cannot run is refused before the data is opened: devices that are not there, too.
+    refuse_nameless_program(build_trainer({**config, "logger": None}))
     _refuse_distributed_sweep(config)
     log, names_mixer = _find_log(folder), _names_mixer(cfg)
     if _is_first_process():  # the others may find what it has just written

@@ -165,7 +165,7 @@ def build_trainer(
     try:
         options["strategy"] = _build_strategy(config, options.get("strategy", "auto"))
         options["profiler"] = _build_profiler(options.get("profiler"), profile)
-        trainer = Trainer(
+        return Trainer(
             **options,
             **fixed,
             callbacks=callbacks or [],
@@ -176,11 +176,9 @@ def build_trainer(
     except (TypeError, ValueError, ImportError, MisconfigurationException) as error:
         told = str(error).rstrip(".")
         raise ValueError(f"the trainer cannot be built: {told}; see trainer=..., or trainer=cpu") from error
-    _refuse_nameless_program(trainer)
-    return trainer
 
 
-def _refuse_nameless_program(trainer: Trainer) -> None:
+def refuse_nameless_program(trainer: Trainer) -> None:
     """ValueError, in one line, where Lightning could not start the other processes of a run: it starts them by the name
     of the program's file or module, which a text in the command line or from a pipe does not have.
     """
