@@ -79,22 +79,16 @@ from longseq.kernels.triton_units import (
 
 
 @triton.jit
-def _store_scores(
-    d_attention, d_lower, d_units, d_reading, d_erasing, gate, scale, place, live,
-    GATED: tl.constexpr, SCALED: tl.constexpr, CUT: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Gradients of scale tril(Q Wᵀ ⊙ D) and of L, as those of Q Wᵀ and R Wᵀ."""
+def _finish_scores(d_reading, d_erasing, gate, scale, GATED: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr):
+    """Gradients of scale tril(Q Wᵀ ⊙ D) and of L, as those of Q Wᵀ and R Wᵀ: each as a tile with its unit."""
     i = tl.arange(0, CHUNK)
     if GATED:
         between = decay_between(gate, CHUNK)
         d_reading *= between
         d_erasing *= between
-    d_reading, unit = in_units(tl.where(i[:, None] >= i[None, :], d_reading * scale, 0.0), SCALED)
-    store_by_rows(d_attention + place * CHUNK * CHUNK, live, 0, d_reading, CHUNK, CUT, CHUNK, CHUNK)
-    store_unit(d_units, D_ATTENTION, unit, SCALED)
-    d_erasing, unit = in_units(tl.where(i[:, None] > i[None, :], -d_erasing, 0.0), SCALED)
-    store_by_rows(d_lower + place * CHUNK * CHUNK, live, 0, d_erasing, CHUNK, CUT, CHUNK, CHUNK)
-    store_unit(d_units, D_LOWER, unit, SCALED)
+    d_reading, reading_unit = in_units(tl.where(i[:, None] >= i[None, :], d_reading * scale, 0.0), SCALED)
+    d_erasing, erasing_unit = in_units(tl.where(i[:, None] > i[None, :], -d_erasing, 0.0), SCALED)
+    return d_reading, reading_unit, d_erasing, erasing_unit
 
 
 @triton.jit
@@ -370,28 +364,35 @@ def differentiate_scores(
     gate = tl.zeros((CHUNK,), tl.float32)
     if GATED:
         gate = load_numbers(g + row * g_row + start * g_token + head * g_head, g_token * NEXT, live, CHUNK)
-    _store_scores(
-        *(d_attention, d_lower, d_units, d_reading, d_erasing, gate, scale, place, live),
-        *(GATED, SCALED, CUT, CHUNK),
+    d_reading, reading_unit, d_erasing, erasing_unit = _finish_scores(
+        d_reading, d_erasing, gate, scale, GATED, SCALED, CHUNK
     )
+    store_by_rows(d_attention + place * CHUNK * CHUNK, live, 0, d_reading, CHUNK, CUT, CHUNK, CHUNK)
+    store_unit(d_units, D_ATTENTION, reading_unit, SCALED)
+    store_by_rows(d_lower + place * CHUNK * CHUNK, live, 0, d_erasing, CHUNK, CUT, CHUNK, CHUNK)
+    store_unit(d_units, D_LOWER, erasing_unit, SCALED)
 
 
 @triton.jit(do_not_specialize=SIZES_AND_STRIDES)
 def differentiate_inputs(
-    q, k, beta, write_key, g, units, d_units, cu_seqlens, sequence_of, written, states,
-    d_output, d_written, d_states, d_attention, d_lower, d_q, d_k, d_beta, d_write_key, d_g,
+    q, k, beta, write_key, g, units, d_units, cu_seqlens, sequence_of, squares, written, states,
+    d_output, d_written, d_states, d_attention, d_lower, d_q, d_k, d_v, d_beta, d_write_key, d_g,
     scale, T, H, tokens,
     q_row, q_token, q_head, k_row, k_token, k_head, beta_row, beta_token, beta_head,
     write_row, write_token, write_head, g_row, g_token, g_head, do_row, do_token, do_head,
     K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, D_UNITS: tl.constexpr, GATED: tl.constexpr,
     PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
-    READS: tl.constexpr, REST: tl.constexpr, CUT: tl.constexpr,
+    READS: tl.constexpr, REST: tl.constexpr, SCORES: tl.constexpr, CUT: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK key columns of one chunk of one head: gradients of q, k, write_key; the block's part of beta's and g's.
 
-    READS: the gradient of q is stored. REST: the other gradients are stored.
+    READS: the gradient of q is stored. REST: the other gradients are stored. SCORES, without a gate: the program also
+    does the work of `differentiate_scores`, which then is not launched, so `d_written` still holds gradients of U. Each
+    of a chunk's programs does all of it, and one stores the gradient of v: products that are computed twice cost less
+    than results that are written and read again.
     """
+    tl.static_assert(not (SCORES and GATED), "registers do not suffice for scores with gates")
     blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK
     tiles: tl.constexpr = (V + TILE - 1) // TILE
     block = tl.program_id(0) % blocks
@@ -423,42 +424,96 @@ def differentiate_inputs(
     u_units = units + WRITTEN
     state_units = u_units + tiles
     do_units = d_units + D_OUTPUT
-    dv_units = do_units + tiles
+    dv_units = do_units + tiles  # with SCORES those of the gradients of U
     after_units = dv_units + tiles
     u_unit, state_unit, do_unit, dv_unit, after_unit = 1.0, 1.0, 1.0, 1.0, 1.0
     if SCALED:
         u_unit = load_largest_unit(u_units, tiles)
         state_unit = load_largest_unit(state_units, tiles)
         do_unit = load_largest_unit(do_units, tiles)
-        dv_unit = load_largest_unit(dv_units, tiles)
+        if not SCORES:
+            dv_unit = load_largest_unit(dv_units, tiles)
         after_unit = load_largest_unit(after_units, tiles)
     dq = tl.zeros((CHUNK, BLOCK), tl.float32)
     dr = tl.zeros((CHUNK, BLOCK), tl.float32)
-    dw = tl.zeros((CHUNK, BLOCK), tl.float32)
+    # With SCORES transposed, so that no result of a product is transposed as an operand of the next one (see above).
+    dw = tl.zeros((BLOCK, CHUNK) if SCORES else (CHUNK, BLOCK), tl.float32)
     d_whole = tl.zeros((BLOCK,), tl.float32)
-    for e in range(0, V, STEP):
-        state = load_block(states + place * K * V, e, column, V, K, STEP, BLOCK)
-        after = load_block(d_states + place * K * V, e, column, V, K, STEP, BLOCK)
-        u = load_by_columns(written + place * CHUNK * V, live, e, V, CUT, STEP, CHUNK)
-        do = load_tokens(d_output, do_token, live, e, V, CHUNK, STEP).to(tl.float32)
-        dv = load_by_columns(d_written + place * CHUNK * V, live, e, V, CUT, STEP, CHUNK)
-        kept = state.to(tl.float32) * after.to(tl.float32)
-        if SCALED:
-            do *= inverse_of(do_unit)
-            if tiles > 1:
-                state_share = load_share(state_units, e // TILE, state_unit)
-                after_share = load_share(after_units, e // TILE, after_unit)
-                do *= state_share
-                dv = dv * (load_share(dv_units, e // TILE, dv_unit) * state_share).to(dv.dtype)
-                u = u * (load_share(u_units, e // TILE, u_unit) * after_share).to(u.dtype)
-                kept *= state_share * after_share
-        if READS or GATED:
-            dq = tl.dot(as_tile(do, SCALED), state, dq, input_precision=PRECISION)
-        if REST:
-            dr = tl.dot(tl.trans(dv), state, dr, input_precision=PRECISION)
-            dw = tl.dot(tl.trans(u), after, dw, input_precision=PRECISION)
-        if GATED:
-            d_whole += tl.sum(kept, 0)
+    if SCORES:
+        x = load_by_rows(squares + place * 2 * CHUNK * CHUNK, live, 0, CHUNK, CUT, CHUNK, CHUNK)
+        x_unit = load_unit(units, INVERSE, SCALED)
+        d_reading = tl.zeros((CHUNK, CHUNK), tl.float32)
+        d_erasing = tl.zeros((CHUNK, CHUNK), tl.float32)
+        gradients, gradient_units = (), ()  # of v
+        for e in tl.static_range(0, V, STEP):
+            du = load_by_columns(d_written + place * CHUNK * V, live, e, V, CUT, STEP, CHUNK)
+            u = load_by_columns(written + place * CHUNK * V, live, e, V, CUT, STEP, CHUNK)
+            do = load_tokens(d_output, do_token, live, e, V, CHUNK, STEP).to(tl.float32)
+            dv = tl.dot(tl.trans(x), tl.trans(du), input_precision=PRECISION)
+            dv *= x_unit * load_unit(dv_units, e // TILE, SCALED)
+            store_tokens(d_v + token * V, H * V * NEXT, tl.where(block == 0, live, 0), e, dv, V, CHUNK, STEP)
+            dv, unit = in_units(dv, SCALED)
+            gradients, gradient_units = gradients + (dv,), gradient_units + (unit,)
+            if SCALED:
+                do *= inverse_of(do_unit)
+                if e > 0:
+                    larger = tl.maximum(unit, dv_unit)
+                    d_erasing *= dv_unit * inverse_of(larger)
+                    dv = dv * (unit * inverse_of(larger)).to(dv.dtype)
+                    dv_unit = larger
+                else:
+                    dv_unit = unit
+                if tiles > 1:
+                    u = u * load_share(u_units, e // TILE, u_unit).to(u.dtype)
+            d_reading = tl.dot(as_tile(do, SCALED), u, d_reading, input_precision=PRECISION)
+            d_erasing = tl.dot(dv, u, d_erasing, input_precision=PRECISION)
+        d_reading, reading_unit, d_erasing, erasing_unit = _finish_scores(
+            d_reading * do_unit * u_unit, d_erasing * dv_unit * u_unit, 0.0, scale, False, SCALED, CHUNK
+        )
+        # Loaded again, as registers do not suffice for the sums of both loops at once.
+        for e in tl.static_range(0, V, STEP):
+            u = load_by_columns(written + place * CHUNK * V, live, e, V, CUT, STEP, CHUNK)
+            do = load_tokens(d_output, do_token, live, e, V, CHUNK, STEP).to(tl.float32)
+            state = load_block(states + place * K * V, e, column, V, K, STEP, BLOCK)
+            after = load_block(d_states + place * K * V, e, column, V, K, STEP, BLOCK)
+            dv = gradients[e // STEP]
+            if SCALED:
+                do *= inverse_of(do_unit)
+                if tiles > 1:
+                    state_share = load_share(state_units, e // TILE, state_unit)
+                    after_share = load_share(after_units, e // TILE, after_unit)
+                    do *= state_share
+                    dv = dv * (gradient_units[e // STEP] * inverse_of(dv_unit) * state_share).to(dv.dtype)
+                    u = u * (load_share(u_units, e // TILE, u_unit) * after_share).to(u.dtype)
+            if READS:
+                dq = tl.dot(as_tile(do, SCALED), state, dq, input_precision=PRECISION)
+            if REST:
+                dr = tl.dot(dv, state, dr, input_precision=PRECISION)
+                dw = tl.dot(tl.trans(after), u, dw, input_precision=PRECISION)
+    else:
+        for e in range(0, V, STEP):
+            state = load_block(states + place * K * V, e, column, V, K, STEP, BLOCK)
+            after = load_block(d_states + place * K * V, e, column, V, K, STEP, BLOCK)
+            u = load_by_columns(written + place * CHUNK * V, live, e, V, CUT, STEP, CHUNK)
+            do = load_tokens(d_output, do_token, live, e, V, CHUNK, STEP).to(tl.float32)
+            dv = load_by_columns(d_written + place * CHUNK * V, live, e, V, CUT, STEP, CHUNK)
+            kept = state.to(tl.float32) * after.to(tl.float32)
+            if SCALED:
+                do *= inverse_of(do_unit)
+                if tiles > 1:
+                    state_share = load_share(state_units, e // TILE, state_unit)
+                    after_share = load_share(after_units, e // TILE, after_unit)
+                    do *= state_share
+                    dv = dv * (load_share(dv_units, e // TILE, dv_unit) * state_share).to(dv.dtype)
+                    u = u * (load_share(u_units, e // TILE, u_unit) * after_share).to(u.dtype)
+                    kept *= state_share * after_share
+            if READS or GATED:
+                dq = tl.dot(as_tile(do, SCALED), state, dq, input_precision=PRECISION)
+            if REST:
+                dr = tl.dot(tl.trans(dv), state, dr, input_precision=PRECISION)
+                dw = tl.dot(tl.trans(u), after, dw, input_precision=PRECISION)
+            if GATED:
+                d_whole += tl.sum(kept, 0)
     dq *= scale
     dr = -dr
     beta += row * beta_row + start * beta_token + head * beta_head
@@ -468,10 +523,11 @@ def differentiate_inputs(
     write = read
     if OWN_WRITE_KEY:
         write = load_tokens(write_key, write_token, live, column, K, CHUNK, BLOCK)
-    d_reading = load_by_rows(d_attention + place * CHUNK * CHUNK, live, 0, CHUNK, CUT, CHUNK, CHUNK)
-    d_erasing = load_by_rows(d_lower + place * CHUNK * CHUNK, live, 0, CHUNK, CUT, CHUNK, CHUNK)
-    reading_unit = load_unit(d_units, D_ATTENTION, SCALED)
-    erasing_unit = load_unit(d_units, D_LOWER, SCALED)
+    if not SCORES:
+        d_reading = load_by_rows(d_attention + place * CHUNK * CHUNK, live, 0, CHUNK, CUT, CHUNK, CHUNK)
+        d_erasing = load_by_rows(d_lower + place * CHUNK * CHUNK, live, 0, CHUNK, CUT, CHUNK, CHUNK)
+        reading_unit = load_unit(d_units, D_ATTENTION, SCALED)
+        erasing_unit = load_unit(d_units, D_LOWER, SCALED)
     query_unit = load_unit(units, QUERY, SCALED)
     read_unit = load_unit(units, KEY, SCALED)
     write_unit = load_unit(units, WRITE_KEY, SCALED)
@@ -526,10 +582,15 @@ def differentiate_inputs(
     if GATED:
         later = tl.sum(dq * query.to(tl.float32), 1)
     if REST:
-        dw = tl.dot(tl.trans(d_reading), query_tile, dw, input_precision=PRECISION)
+        if SCORES:
+            dw = tl.dot(tl.trans(query_tile), d_reading, dw, input_precision=PRECISION)
+            dw = tl.trans(tl.dot(tl.trans(read_tile), d_erasing, dw, input_precision=PRECISION))
+        else:
+            dw = tl.dot(tl.trans(d_reading), query_tile, dw, input_precision=PRECISION)
+            dw = tl.dot(tl.trans(d_erasing), read_tile, dw, input_precision=PRECISION)
         weighed = as_tile(d_erasing.to(tl.float32) * (part_of_strength * other_write_weight)[None, :], SCALED)
         dr = end_walk(tl.dot(weighed, write_tile, dr, input_precision=PRECISION), r_exponent, SCALED)
-        dw = end_walk(tl.dot(tl.trans(d_erasing), read_tile, dw, input_precision=PRECISION), w_exponent, SCALED)
+        dw = end_walk(dw, w_exponent, SCALED)
         d_strength = tl.sum(dw * write.to(tl.float32), 1)
         part = block.to(tl.int64) * tokens * H + token
         tl.store(d_beta + part + i * H * NEXT, d_strength, mask=i < live)

@@ -67,8 +67,8 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "retreat": Launch(64, 0, 4, 3),
         "retreat_gated": Launch(64, 0, 4, 2),
         "differentiate_scores": Launch(0, 64, 4, 1),
-        "differentiate_inputs": Launch(64, 64, 4, 1, 232),
         "differentiate_gated": Launch(64, 64, 4, 1),
+        "differentiate_all": Launch(64, 64, 4, 1),
     },
     (2, 128): {
         "prepare": Launch(64, 0, 4, 1, 168),
@@ -82,8 +82,8 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "retreat": Launch(64, 0, 4, 3),
         "retreat_wide": Launch(128, 64, 8, 3),
         "differentiate_scores": Launch(0, 64, 4, 1, 168),
-        "differentiate_inputs": Launch(64, 64, 4, 1),
         "differentiate_gated": Launch(64, 64, 4, 1),
+        "differentiate_all": Launch(64, 64, 4, 1),
     },
     (2, 256): {
         "prepare": Launch(128, 0, 4, 1),
@@ -204,7 +204,8 @@ class _Plan(NamedTuple):
 
     def backward_entries(self, gated: bool) -> tuple[Launch, ...]:
         """`forward_entries` of a backward pass."""
-        names = [self.retreat(gated), "differentiate_scores", self.differentiate(gated)]
+        names = [self.retreat(gated), self.differentiate(gated)]
+        names += [] if self.fuses(gated) else ["differentiate_scores"]
         names += [self.walk("retreat_summary"), "connect"] if self.span else []
         return tuple([self.launches[name] for name in names])
 
@@ -217,8 +218,12 @@ class _Plan(NamedTuple):
         return gated or (self.scaled and self.key[1] == 256)
 
     def weighs(self, q: Tensor, write_key: Tensor, gated: bool) -> bool:
-        """Whether the walks make e^b Q and e^{b_C - b} W from q and write keys."""
-        return self.scaled and not self.keeps_rows(gated) and q.element_size() == write_key.element_size() == 2
+        """Whether the walks make e^b Q and e^{b_C - b} W from q and write keys.
+
+        In the shortest segments they take longer for it than a launch of its own.
+        """
+        halves = q.element_size() == write_key.element_size() == 2
+        return self.scaled and halves and not self.keeps_rows(gated) and self.span != SHORTEST_SEGMENT
 
     @property
     def advance(self) -> str:
@@ -228,9 +233,16 @@ class _Plan(NamedTuple):
         """The table's name for the kernel `retreat`, which may have a launch of its own for gates."""
         return "retreat_gated" if gated and "retreat_gated" in self.launches else self.walk("retreat")
 
+    def fuses(self, gated: bool) -> bool:
+        """Whether `differentiate_inputs` does the work of `differentiate_scores`, too.
+
+        With a gate the program would spill registers, and each block of 256 columns would do that work four times.
+        """
+        return not gated and "differentiate_all" in self.launches
+
     def differentiate(self, gated: bool) -> str:
         """The table's name for the kernel `differentiate_inputs`: with a gate the same kernel has other registers."""
-        return "differentiate_gated" if gated else "differentiate_inputs"
+        return "differentiate_gated" if gated else "differentiate_all" if self.fuses(gated) else "differentiate_inputs"
 
     @property
     def precision(self) -> str:
@@ -606,7 +618,9 @@ def delta_rule_backward(
         (plan.slots * heads * count_gradient_units(value_dim) if plan.scaled else 0,), dtype=torch.float32
     )
 
-    lengths = [len(ours.states), len(ours.written), len(ours.squares) // 2, len(ours.squares) // 2]
+    fused = plan.fuses(g is not None)
+    scores = 0 if fused else len(ours.squares) // 2
+    lengths = [len(ours.states), len(ours.written), scores, scores]
     d_states, d_written, d_attention, d_lower = ours.states.new_empty((sum(lengths),)).split(lengths)
     d_initial = q.new_empty((plan.sequences, heads, key_dim, value_dim), dtype=torch.float32)
     d_q, d_k, d_write_key = _allocate_gradients(q, k, write_key, d_output, reads, rest)
@@ -635,14 +649,15 @@ def delta_rule_backward(
         summarize_segments(*walked)
         connect_segments(cu_seqlens, d_offsets, ours.transitions, ours.transition_units)
     launches.retreat(*walked)
-    launches.scores(
-        g, ours.units, d_units, cu_seqlens, sequence_of, ours.squares, ours.written, d_output, d_written, d_v,
-        d_attention, d_lower,
-    )  # fmt: skip
-    if reads or rest:
+    if launches.scores is not None:
+        launches.scores(
+            g, ours.units, d_units, cu_seqlens, sequence_of, ours.squares, ours.written, d_output, d_written, d_v,
+            d_attention, d_lower,
+        )  # fmt: skip
+    if reads or rest or fused:
         launches.inputs(
-            q, k, beta, write, g, ours.units, d_units, cu_seqlens, sequence_of, ours.written, ours.states,
-            d_output, d_written, d_states, d_attention, d_lower, d_q, d_k, d_beta, d_write_key, d_g,
+            q, k, beta, write, g, ours.units, d_units, cu_seqlens, sequence_of, ours.squares, ours.written, ours.states,
+            d_output, d_written, d_states, d_attention, d_lower, d_q, d_k, d_v, d_beta, d_write_key, d_g,
         )  # fmt: skip
     d_beta, d_g = (_add_up(x, like if rest else None) for x, like in ((d_beta, beta), (d_g, g)))
     return d_q, d_k, d_v, d_beta, d_write_key, d_g, d_initial
@@ -654,7 +669,7 @@ class _Backward(NamedTuple):
     weigh_rows: Prepared
     borders: tuple[Prepared, Prepared] | None  # of segments of time: the summary of `retreat`, then `connect`
     retreat: Prepared
-    scores: Prepared
+    scores: Prepared | None  # None where `inputs` does its work
     inputs: Prepared
 
 
@@ -691,18 +706,20 @@ def _prepare_backward(
     if plan.span:
         connecting = _prepare_connect(plan, device, tokens, heads, key_dim, value_dim, packed, back=True)
         borders = walk(plan.walk("retreat_summary")), connecting
-    scores = Prepared(
-        differentiate_scores, device, places, (scale, tokens, heads, *g_strides, *d_output_strides),
-        GATED=gated, REVERSE=reverse, D_UNITS=d_units, STEP=plan.tile("differentiate_scores", value_dim),
-        **{name: value for name, value in constants.items() if name != "K"}, **plan.options("differentiate_scores"),
-    )  # fmt: skip
+    scores, fused = None, plan.fuses(gated)
+    if not fused:
+        scores = Prepared(
+            differentiate_scores, device, places, (scale, tokens, heads, *g_strides, *d_output_strides),
+            GATED=gated, REVERSE=reverse, D_UNITS=d_units, STEP=plan.tile("differentiate_scores", value_dim),
+            **{name: value for name, value in constants.items() if name != "K"}, **plan.options("differentiate_scores"),
+        )  # fmt: skip
     name = plan.differentiate(gated)
     block = plan.block(name, key_dim)
     inputs = Prepared(
         differentiate_inputs, device, places * cdiv(key_dim, block),
         (scale, tokens, heads, batch * tokens, *q_strides, *k_strides, *beta_strides, *write_strides, *g_strides,
          *d_output_strides),
-        GATED=gated, REVERSE=reverse, OWN_WRITE_KEY=own_write_key, READS=reads, REST=rest,
+        GATED=gated, REVERSE=reverse, OWN_WRITE_KEY=own_write_key, READS=reads, REST=rest, SCORES=fused,
         D_UNITS=d_units, BLOCK=block, STEP=plan.tile(name, value_dim), **constants, **plan.options(name),
     )  # fmt: skip
     return _Backward(weighing, borders, walk(plan.retreat(gated)), scores, inputs)
@@ -747,7 +764,11 @@ def _allocate_parts(parts: int, beta: Tensor, like: Tensor | None) -> Tensor:
 
 
 def _add_up(parts: Tensor, like: Tensor | None) -> Tensor:
-    return parts if like is None or parts.dim() == like.dim() else parts.sum(0).to(like.dtype)
+    if like is None or parts.dim() == like.dim():
+        return parts
+    if len(parts) == 2:  # one launch, which rounds the sum itself
+        return torch.add(*parts, out=like.new_empty(like.shape))
+    return parts.sum(0).to(like.dtype)
 
 
 def _setup_context(ctx, inputs, output):

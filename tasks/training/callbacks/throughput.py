@@ -21,6 +21,8 @@ _KEY = "throughput"
 class Throughput(Callback):
     """Logs `throughput/UNIT_per_second` (all devices) and `throughput/data_wait_ms` (per batch).
 
+    `data_wait_ms` is how long the device had nothing to do because the next batch was not there. The processor launches
+    work ahead of a GPU and then waits at the loader for a batch, while the GPU is still busy: this does not count.
     Of documents it also logs `throughput/tokens_per_second`. It logs a window of `log_every_n_steps` updates at a time;
     `unit` is that of `longseq.tasks.data.units`. The clock runs while a batch is loaded and trained on, not during
     validation and checkpoints. Each window waits for the device once. `rate` (units per second), `token_rate` and
@@ -40,7 +42,6 @@ class Throughput(Callback):
         self._window = _Window()
         self._run = _Window()
         self._evaluated = _Window()
-        self._batch_started = 0.0
         self._first_window_is_over = False
         self.evaluation_rate: float | None = None
 
@@ -70,23 +71,22 @@ class Throughput(Callback):
         if trainer.state.fn == TrainerFn.FITTING:
             vars(self._run).update(checkpoint.get(_KEY, {}))
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._clock is not None
-        self._batch_started = self._clock.fetch_started
+        self._clock.device = pl_module.device
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self._clock is not None
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        due = updated(trainer, batch_idx) and trainer.global_step % every == 0
-        if due and pl_module.device.type == "cuda":
-            torch.cuda.synchronize(pl_module.device)
-        self._window.add(
-            count_units(batch), count_tokens(batch) or 0, time.perf_counter() - self._batch_started, self._clock.take()
-        )
-        if not due:
+        self._clock.end_batch()
+        self._window.add(count_units(batch), count_tokens(batch) or 0)
+        if not updated(trainer, batch_idx) or trainer.global_step % every:
             return
+        if pl_module.device.type == "cuda":
+            torch.cuda.synchronize(pl_module.device)
+        self._window.seconds, self._window.waited = self._clock.take()
         if trainer.world_size > 1:
             # as whole numbers: float32 would round many tokens
             sizes = torch.tensor([self._window.units, self._window.tokens], device=pl_module.device)
@@ -117,7 +117,8 @@ class Throughput(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
         assert self._clock is not None
-        self._evaluated.add(count_units(batch), 0, time.perf_counter() - self._clock.fetch_started, 0.0)
+        self._evaluated.add(count_units(batch), 0)
+        self._evaluated.seconds += time.perf_counter() - self._clock.fetch_started
 
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
@@ -183,12 +184,10 @@ class _Window:
         self.seconds = 0.0
         self.waited = 0.0
 
-    def add(self, units: int, tokens: int, seconds: float, waited: float) -> None:
+    def add(self, units: int, tokens: int) -> None:
         self.batches += 1
         self.units += units
         self.tokens += tokens
-        self.seconds += seconds
-        self.waited += waited
 
     def merge(self, other: "_Window") -> None:
         self.batches += other.batches
@@ -212,31 +211,48 @@ class _Window:
 
 
 class _FetchClock(Profiler):
-    """Times the loading of batches, and forwards every call to the profiler that the user chose.
+    """Times batches, from the start of their loading, and forwards every call to the profiler that the user chose.
 
-    `take` counts the time of training batches only.
+    Lightning tells when the loading of a batch starts and stops, and `end_batch` that its step is launched. On a CUDA
+    `device` the times are those of events in its stream: the work of a batch, which the device does later, counts for
+    this batch, also where another callback waits for it.
     """
 
     def __init__(self, inner: Profiler) -> None:
         super().__init__()
         self.inner = inner
+        self.device = torch.device("cpu")
         self.fetch_started = time.perf_counter()
-        self._waited = 0.0
+        self._batches: list[tuple[_Mark, _Mark, _Mark]] = []  # loading, loaded, trained
+        self._loading: _Mark | None = None
+        self._loaded: _Mark | None = None
 
     def start(self, action_name: str) -> None:
         self.inner.start(action_name)
         if action_name.endswith(("train_dataloader_next", ".val_next", ".test_next")):
             self.fetch_started = time.perf_counter()
+        if action_name.endswith("train_dataloader_next"):
+            self._loading, self._loaded = _Mark(self.device), None
 
     def stop(self, action_name: str) -> None:
         if action_name.endswith("train_dataloader_next"):
-            self._waited += time.perf_counter() - self.fetch_started
+            self._loaded = _Mark(self.device)
         self.inner.stop(action_name)
 
-    def take(self) -> float:
-        """The seconds of waiting since the last call."""
-        waited, self._waited = self._waited, 0.0
-        return waited
+    def end_batch(self) -> None:
+        """The step of the batch that was loaded last is launched."""
+        if self._loading is not None and self._loaded is not None:
+            self._batches.append((self._loading, self._loaded, _Mark(self.device)))
+
+    def take(self) -> tuple[float, float]:
+        """The seconds of loading and training since the last call, and those of loading alone.
+
+        The device must be done with its work.
+        """
+        seconds = sum(loading.until(trained) for loading, _, trained in self._batches)
+        waited = sum(loading.until(loaded) for loading, loaded, _ in self._batches)
+        self._batches.clear()
+        return seconds, waited
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         self.inner.setup(stage, local_rank, log_dir)
@@ -249,3 +265,20 @@ class _FetchClock(Profiler):
 
     def describe(self) -> None:
         self.inner.describe()
+
+
+class _Mark:
+    """A moment: of this process, or on a CUDA device when its stream comes to it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._time = time.perf_counter()
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+
+    def until(self, other: "_Mark") -> float:
+        """Seconds."""
+        if self._event is None or other._event is None:
+            return other._time - self._time
+        return self._event.elapsed_time(other._event) / 1000

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.profilers import PassThroughProfiler
 
 from longseq.tasks import train
 from longseq.tasks.image.datasets import TrainingBatches
@@ -19,7 +20,7 @@ from longseq.tasks.training.callbacks.confusion import draw_confusion_matrix
 from longseq.tasks.training.callbacks.ema import ExponentialMovingAverage
 from longseq.tasks.training.callbacks.nonfinite import NonFiniteError, NonFiniteStop
 from longseq.tasks.training.callbacks.telemetry import Telemetry
-from longseq.tasks.training.callbacks.throughput import Throughput
+from longseq.tasks.training.callbacks.throughput import Throughput, _FetchClock
 from longseq.tasks.training.files import WholeCheckpoints
 from longseq.tasks.training.trainer import build_trainer
 
@@ -151,6 +152,56 @@ def test_waiting_for_data_is_measured_apart(tiny, monkeypatch):
     fit(tiny("trainer.log_every_n_steps=5", "recipe.epochs=1"), throughput)
     assert throughput.data_wait_ms > 20
     assert 0 < throughput.rate < 64 / 0.02
+
+
+class Gpu:
+    """The clocks of a process and of a GPU that does what is launched, one work after the other, later."""
+
+    def __init__(self, monkeypatch):
+        self.now = self.done = 0.0
+        monkeypatch.setattr(torch.cuda, "Event", lambda **_: Moment(self))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+
+    def launch(self, seconds: float) -> None:
+        self.done = max(self.now, self.done) + seconds
+
+    def synchronize(self) -> None:
+        self.now = max(self.now, self.done)
+
+
+class Moment:
+    def __init__(self, gpu):
+        self.gpu = gpu
+
+    def record(self, stream) -> None:
+        self.at = max(self.gpu.now, self.gpu.done)
+
+    def elapsed_time(self, other) -> float:
+        return 1000 * (other.at - self.at)
+
+
+@pytest.mark.parametrize("late", [0.0, 0.08, 0.3])
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_gpu_is_timed_by_its_own_clock(monkeypatch, late, waits):
+    """Batches of 0.1 s are launched in 0.02 s and loaded in `late`; another callback may wait for the GPU."""
+    gpu, clock = Gpu(monkeypatch), _FetchClock(PassThroughProfiler())
+    clock.device = torch.device("cuda")
+    for _ in range(5):
+        clock.start("[_TrainingEpochLoop].train_dataloader_next")
+        gpu.now += late
+        clock.stop("[_TrainingEpochLoop].train_dataloader_next")
+        gpu.launch(0.1)
+        gpu.now += 0.02
+        clock.end_batch()
+        if waits:
+            gpu.synchronize()
+    gpu.synchronize()
+    seconds, waited = clock.take()
+    # While the GPU works on a batch, the process may load the next one: only the first one is waited for in full.
+    idle = 5 * late if waits else late + 4 * max(late + 0.02 - 0.1, 0)
+    assert waited == pytest.approx(idle)
+    assert seconds == pytest.approx(0.5 + idle)
+    assert clock.take() == (0, 0)
 
 
 @pytest.mark.slow

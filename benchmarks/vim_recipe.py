@@ -1,0 +1,115 @@
+"""Train an ImageNet folder with Vim's recipe on one GPU and on more, and write vim_recipe.json.
+
+python benchmarks/vim_recipe.py [OUTPUT.json [DEVICES ...]]
+
+The folder has the layout and the file size of ImageNet's; its pictures are made. Each row is a run of `longseq train`,
+by default on 1 GPU and on all. The bare step of one GPU is measured before them (`longseq benchmark files`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_module
+
+from longseq.tasks.training.command import read_command
+from longseq.tasks.training.runs import METRICS_FILE
+from longseq.tools.benchmark.files import Bench, FilesKeys, make_pictures
+from longseq.tools.benchmark.report import add_circumstances
+
+HERE = Path(__file__).parent
+MODEL = {"model": "longseq_small_patch16_224", "mixer": "longhorn"}
+PICTURES, LINKS = 3000, 36  # files, and the names of each: an epoch has more batches than a run
+BATCH, UPDATES, WINDOW = 256, 200, 25
+COMPILE = "compile=reduce-overhead"
+RECIPE = (
+    "data=imagenet",
+    "data.decode=gpu",
+    "scale=small",
+    f"mixer={MODEL['mixer']}",
+    "recipe=vim",
+    "recipe.epochs=null",
+    f"recipe.updates={UPDATES}",
+    "recipe.schedule.warmup_epochs=null",
+    f"recipe.schedule.warmup_updates={UPDATES // 4}",
+    f"recipe.validate_every_updates={UPDATES}",
+    f"trainer.log_every_n_steps={WINDOW}",
+    "logger=csv",
+    COMPILE,
+)
+
+
+def make_folder(root: Path) -> None:
+    make_pictures(root, PICTURES, (375, 500))
+    for picture in list((root / "train").rglob("*.jpg")):
+        for number in range(1, LINKS):
+            os.link(picture, picture.with_name(f"{picture.stem}_{number}.jpg"))
+
+
+def time_step(root: Path) -> int:
+    """Images a second of the bare step on one GPU."""
+    with initialize_config_module("longseq.conf", version_base="1.3"):
+        keys = read_command(FilesKeys, compose("benchmark_files", [COMPILE, f"root={root}", f"batch={BATCH}"]))
+    return Bench(keys, str(root), torch.device("cuda")).step(MODEL)["images_per_s"]
+
+
+def train(root: Path, devices: int) -> dict[str, Any]:
+    """The figures of a run, from its metrics.json."""
+    folder = root.with_name(f"run_{devices}")
+    trainer = ["trainer=gpu"] if devices == 1 else ["trainer=ddp", f"trainer.devices={devices}"]
+    words = [f"data.root={root}", f"output={folder}", f"recipe.batch_size={BATCH * devices}", *RECIPE, *trainer]
+    subprocess.run([sys.executable, "-m", "longseq", "train", *words], cwd=root.parent, check=True)
+    metrics = json.loads((folder / METRICS_FILE).read_text(encoding="utf-8"))
+    return {name: metrics[name] for name in ("images_per_second", "data_wait_ms", "gpu_memory_gib", "seconds")}
+
+
+def main() -> None:
+    if "--help" in sys.argv:
+        print(__doc__)
+        return
+    if not torch.cuda.is_available():
+        sys.exit("vim_recipe.py trains on GPUs, and torch sees none")
+    output = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "vim_recipe.json"
+    counts = [int(word) for word in sys.argv[2:]] or sorted({1, torch.cuda.device_count()})
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made:
+        root = Path(made, "imagenet")
+        make_folder(root)
+        bare = time_step(root)
+        for devices in counts:
+            found = train(root, devices)
+            share = round(found["images_per_second"] / (bare * devices), 3)
+            rows.append(
+                {**MODEL, "gpus": devices, "batch": BATCH * devices, **found, "step_per_s": bare, "of_step": share}
+            )
+            write(output, rows)
+
+
+def write(output: Path, rows: list[dict[str, Any]]) -> None:
+    result = {
+        "what": "Vim's recipe on an ImageNet folder",
+        "command": "python benchmarks/vim_recipe.py",
+        "kind": "speed",
+        "rows": add_circumstances(rows, torch.device("cuda")),
+        "notes": [
+            f"{UPDATES} updates of `longseq train {' '.join(RECIPE)}`, {BATCH} images for each GPU at 224 pixels, each "
+            f"drawn three times, from JPEG files of 500 x 375 pixels ({PICTURES * LINKS} names of {PICTURES} pictures: "
+            f"the disk is not measured). Images a second of all GPUs, after the first {WINDOW} updates, which compile. "
+            "`data wait ms` is how long the GPU had nothing to do because a batch was not there.",
+            "`step per s`: images a second of the step of `longseq benchmark files` on one GPU, on pixels that lie "
+            "there, without the average of the weights and drop path; `of step`: the share that the run reaches, of as "
+            "many steps as there are GPUs.",
+        ],
+    }
+    output.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
