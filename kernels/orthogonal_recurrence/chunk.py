@@ -68,7 +68,7 @@ def orthogonal_recurrence_chunk(
 ) -> tuple[Tensor, Tensor | None]:
     """`orthogonal_recurrence`; saves its inputs and the states before every √n of the n chunks for the backward.
 
-    Gradients that are not wanted are not computed.
+    Gradients that are not wanted are not computed. All but q enter the states, on which every gradient depends.
     """
     unit = has_unit_columns(objective, normalize)
 
@@ -191,8 +191,9 @@ class _OrthogonalRecurrence(torch.autograd.Function):
                 kept.append(running)
             output, running, _ = step(running, objective, unit, *_at(xs, i))
             outputs.append(output)
-        ctx.save_for_backward(q, k, v, gamma, g, threshold, torch.stack(kept))
-        ctx.options = objective, unit, scale, chunk_size
+        needs_query = _Wanted(*ctx.needs_input_grad[:7]).through_states
+        ctx.save_for_backward(q if needs_query else None, k, v, gamma, g, threshold, torch.stack(kept))
+        ctx.options = q.dtype, objective, unit, scale, chunk_size
         return join_chunks(torch.stack(outputs), batch, heads, tokens), running.reshape(state.shape)
 
     @staticmethod
@@ -208,6 +209,7 @@ class _OrthogonalRecurrence(torch.autograd.Function):
 def _backward(
     wanted: _Wanted,
     saved: tuple[Any, ...],
+    query_dtype: torch.dtype,
     objective: str,
     unit: bool,
     scale: float,
@@ -215,8 +217,12 @@ def _backward(
     d_output: Tensor,
     d_final: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, gamma, g, threshold and the initial state; None for those that are not wanted."""
+    """Gradients of q, k, v, gamma, g, threshold and the initial state; None for those that are not wanted.
+
+    q is None where its own gradient alone is wanted: no state depends on it.
+    """
     q, k, v, gamma, g, threshold, kept = saved
+    q = k if q is None else q  # any tensor of its shape: what it gives is not read
     chunks = -(-q.shape[1] // chunk_size)
     xs = _split(q, k, v, gamma, g, threshold, scale, kept.dtype, chunks, chunk_size)
     d_chunks = split_chunks(d_output, kept.dtype, chunks, chunk_size)
@@ -238,7 +244,7 @@ def _backward(
     if wanted.gamma and threshold is not None:
         d_gamma = d_gamma + d_shrink * split_chunks(threshold.unsqueeze(-1), kept.dtype, chunks, 1)
     return (
-        join_like(d_q.mul_(scale).flatten(0, 1), q) if wanted.q else None,
+        join_like(d_q.mul_(scale).flatten(0, 1), q, query_dtype) if wanted.q else None,
         join_like(d_k.flatten(0, 1), k) if wanted.k else None,
         join_like(d_v.flatten(0, 1), v) if wanted.v else None,
         join_like(d_gamma.flatten(0, 1), gamma) if wanted.gamma else None,
