@@ -459,9 +459,9 @@ def _chunk(
     gone = torch.bmm(decay, removed)
     parts = [h, c, a, decay, since, removed, gone]
     if unit:
-        squared, onto, added = _squared_norms(slots, h, c, a, removed, gone, decay, since)
-        q = q * mend_squares(squared).rsqrt()
-        parts += [squared, onto, added]
+        squared, mended, onto, added = _squared_norms(slots, h, c, a, removed, gone, decay, since)
+        q = q * mended.rsqrt()
+        parts += [squared, mended, onto, added]
     output = torch.bmm(decay * torch.bmm(q, c.transpose(-1, -2)), h)
     output = output + since * torch.bmm(q, state.transpose(-1, -2)) - torch.bmm(q * gone, slots.transpose(-1, -2))
     last = decay[:, -1:].transpose(-1, -2)
@@ -475,12 +475,22 @@ def _chunk(
 
 def _squared_norms(
     slots: Tensor, h: Tensor, c: Tensor, a: Tensor, removed: Tensor, gone: Tensor, decay: Tensor, since: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """N [R, C, M] after each token, F, and what each token adds to N."""
-    onto = torch.bmm(decay * torch.bmm(h, h.transpose(-1, -2)), c) - a * gone
-    added = c * (2 * onto - (h * h).sum(-1, keepdim=True) * c + a * removed)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """N [R, C, M] after each token, what is divided by in its place, F, and what each token adds to N.
+
+    Where the terms of N cancel, it is nothing but their rounding, of either sign. It is then replaced by the size of
+    that rounding: a division by N gave outputs of any size.
+    """
+    pairs, squares = decay * torch.bmm(h, h.transpose(-1, -2)), (h * h).sum(-1, keepdim=True)
+    onto = torch.bmm(pairs, c) - a * gone
+    added = c * (2 * onto - squares * c + a * removed)
     own = since * torch.where(_empty(slots), 2 * gone, since)
-    return torch.bmm(decay * decay, added) + own, onto, added
+    kept = decay * decay
+    squared = torch.bmm(kept, added) + own
+    size = c.abs()
+    terms = size * (2 * (torch.bmm(pairs.abs(), size) + (a * gone).abs()) + squares * size + (a * removed).abs())
+    epsilon = 2.0**-23 if h.dtype == torch.float32 else 2.0**-52
+    return squared, mend_squares(torch.maximum(squared, epsilon * torch.bmm(kept, terms))), onto, added
 
 
 def _empty(slots: Tensor) -> Tensor:
@@ -506,8 +516,7 @@ def _chunk_backward(
     if wanted.q or unit:
         d_q = torch.bmm(d_products, c) + since * into_state - gone * into_slots
     if unit:
-        squared, onto, added, lengths_after = norms
-        mended = mend_squares(squared)
+        squared, mended, onto, added, lengths_after = norms
         d_q = d_q * mended.rsqrt()
     if not wanted.through_states:
         return [d_after, d_q, None, None, None, None, None]
