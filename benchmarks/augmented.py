@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command import run_script
 from entry import augment, file_of, read_cifar10_from
 from hydra import compose, initialize_config_module
 
@@ -64,4 +65,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, __doc__)

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
+from command import run_script
 from matplotlib.figure import Figure
 from table import read
 
@@ -41,4 +42,4 @@ def draw() -> Figure:
 
 
 if __name__ == "__main__":
-    draw().savefig(HERE / "imdb.png", dpi=100)
+    run_script(lambda: draw().savefig(HERE / "imdb.png", dpi=100), __doc__, most=0)

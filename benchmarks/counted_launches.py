@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from command import run_script
 from torch import Tensor
 
 from longseq.kernels.testing import Inputs, make_inputs
@@ -141,4 +142,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, __doc__, most=0, gpu="measures launches on a GPU")

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from command import HELP
 from torch import nn
 
 from longseq.tasks.data.batch import Batch
@@ -120,6 +121,9 @@ def main() -> Any:
         os.environ[VARIABLE] = json.dumps(sys.argv[1:end])
         del sys.argv[1 : end + 1]
     if VARIABLE not in os.environ:
+        if sys.argv[1:2] and sys.argv[1] in HELP:
+            print(__doc__.strip())
+            return None
         sys.exit(__doc__)
     for word in json.loads(os.environ[VARIABLE]):
         key, _, value = word.partition("=")

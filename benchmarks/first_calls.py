@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from command import run_script
 from hydra import compose, initialize_config_module
 
 from longseq.kernels.self_test import CACHE_VARIABLE
@@ -74,8 +75,6 @@ def in_a_new_process(call: str) -> float:
 
 
 def main() -> None:
-    if not torch.cuda.is_available():
-        sys.exit("first_calls.py times what a CUDA device's kernels take to compile, and torch sees none")
     if sys.argv[1:2] == ["call"]:
         print(time_call(CALLS[sys.argv[2]], torch.device("cuda")))
         return
@@ -98,4 +97,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, __doc__, most=2, gpu="times what kernels take to compile for a GPU")

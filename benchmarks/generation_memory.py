@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command import run_script
 
 from longseq.backbones.continuation import Continuation
 from longseq.backbones.sampling import Sampling, TokenSampler
@@ -63,8 +64,6 @@ def measure(mixer: str) -> dict[str, Any]:
 def main() -> None:
     if len(sys.argv) < 3:
         sys.exit(__doc__)
-    if not torch.cuda.is_available():
-        sys.exit("generation_memory.py measures the memory of a CUDA device, and torch sees none")
     rows = []
     for mixer in sys.argv[2:]:
         rows.append(measure(mixer))
@@ -87,4 +86,4 @@ def write(rows: list[dict[str, Any]], file: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, __doc__, gpu="measures the memory of a GPU")

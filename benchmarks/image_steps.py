@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command import run_script
 from hydra import compose, initialize_config_module
 from torch import nn
 from torch.autograd import DeviceType
@@ -82,8 +83,6 @@ def measure(overrides: list[str], device: torch.device) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    if not torch.cuda.is_available():
-        sys.exit("image_steps.py takes the GPU's time apart from the processor's, and torch sees no GPU")
     output = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "image_steps.json"
     device = torch.device("cuda")
     result = {
@@ -101,4 +100,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, __doc__, most=1, gpu="takes the time of a GPU apart from the processor's")

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from command import read_json, run_script
+
 HERE = Path(__file__).parent
 ABOUT = ("task", "model", "mixer", "pixels", "tokens", "document_tokens", "batch", "recompute")
 ABOUT = (*ABOUT, "op", "variant", "shape", "dtype", "implementation", "call")
@@ -41,11 +43,11 @@ def main() -> None:
     if len(sys.argv) < 3:
         sys.exit(__doc__)
     source, name, *words = sys.argv[1:]
-    file, result = HERE / f"{name}.json", json.loads(Path(source).read_text(encoding="utf-8"))
+    file, result = HERE / f"{name}.json", read_json(Path(source), ("rows", "command"))
     kept = json.loads(file.read_text()) if file.is_file() else {**result, "rows": []}
     merged = merge(kept, result, dict(word.split("=", 1) for word in words))
     file.write_text(json.dumps(merged, indent=2, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, __doc__)

@@ -14,9 +14,11 @@ import sys
 from typing import Any
 
 import torch
+from command import run_script
 
 from longseq.backbones.tokens import TokenBackbone
 from longseq.blocks.recompute import RECOMPUTE
+from longseq.mixers import get
 
 MIXERS = ("deltanet", "gsa", "longhorn", "vla", "attention")
 WIDTH = 1024
@@ -63,13 +65,15 @@ def count(mixer: str, recompute: str, width: int = WIDTH) -> float:
 
 
 def main() -> None:
-    pretend_to_launch()
     kinds = [word for word in sys.argv[1:] if word in RECOMPUTE] or RECOMPUTE
     mixers = [word for word in sys.argv[1:] if word not in RECOMPUTE] or MIXERS
+    for mixer in mixers:
+        get(mixer)  # an unknown one is a ValueError
+    pretend_to_launch()
     lines = [["recompute", *mixers], ["---"] * (len(mixers) + 1)]
     lines += [[f"`{kind}`", *(f"{count(mixer, kind):.0f}" for mixer in mixers)] for kind in kinds]
     print("\n".join(f"| {' | '.join(line)} |" for line in lines))
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, __doc__)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from command import read_json, run_script
 
 matplotlib.use("Agg")
 
@@ -97,7 +98,7 @@ def main() -> None:
     if len(sys.argv) < 5:
         sys.exit(__doc__)
     folder, long, name, title, *notes = sys.argv[1:]
-    results = json.loads((Path(folder) / "results.json").read_text())
+    results = read_json(Path(folder) / "results.json", ("rows", "command"))
     finished = [one for one in results["rows"] if one["status"] == "finished"]
     names = dict.fromkeys(one["name"] for one in finished)
     rows = [row([one for one in finished if one["name"] == mixer], mixer, Path(folder), long) for mixer in names]
@@ -119,4 +120,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, __doc__)

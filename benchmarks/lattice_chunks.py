@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from command import run_script
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -141,4 +142,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, __doc__, most=0)

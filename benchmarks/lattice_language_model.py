@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from byte_text import bits_per_byte, read_text, train
+from command import run_script
 from torch import Tensor
 
 from longseq.backbones.tokens import TokenBackbone
@@ -78,4 +79,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, __doc__)

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from byte_text import read_text, train
+from command import run_script
 from matplotlib import pyplot
 from torch import Tensor
 
@@ -132,8 +133,6 @@ def draw(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
 def main() -> None:
     if len(sys.argv) < 2:
         sys.exit(__doc__)
-    if not torch.cuda.is_available():
-        sys.exit("loss_curves.py compares kernels on a CUDA device, and torch sees none")
     updates = int(sys.argv[2]) if len(sys.argv) > 2 else UPDATES
     jobs = int(sys.argv[3]) if len(sys.argv) > 3 else torch.cuda.device_count()
     output = Path(sys.argv[4]) if len(sys.argv) > 4 else HERE / "loss_curves.json"
@@ -194,4 +193,4 @@ def write(rows: Sequence[Mapping[str, Any]], updates: int, jobs: int, files: int
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, __doc__, most=4, gpu="compares kernels on a GPU")

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from command import run_script
 from table import Row, find_later_changes, read
 
 HERE = Path(__file__).parent
@@ -94,4 +95,4 @@ def _spread(places: Mapping[str, float]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    FILE.write_text(draw())
+    run_script(lambda: FILE.write_text(draw()), __doc__, most=0)

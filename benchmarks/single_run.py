@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from command import read_json, run_script
 from omegaconf import OmegaConf
 
 HERE = Path(__file__).parent
@@ -34,7 +35,7 @@ def main() -> None:
         sys.exit(__doc__)
     folder, circumstances, name, label, command = sys.argv[1:]
     file, run = HERE / f"{name}.json", Path(folder)
-    kept = json.loads(file.read_text(encoding="utf-8"))
+    kept = read_json(file)
     metrics, measured = (
         json.loads(Path(one).read_text(encoding="utf-8")) for one in (run / "metrics.json", circumstances)
     )
@@ -44,4 +45,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, __doc__)

@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from command import run_script
+
 from longseq.mixers import list_mixers
 from longseq.tools.benchmark.report import format_mean, to_markdown
 
@@ -400,6 +402,10 @@ def list_pages() -> dict[Path, Callable[[], str]]:
     return {HERE / "README.md": results_page} | {page: partial(with_tables, page) for page in pages}
 
 
-if __name__ == "__main__":
+def main() -> None:
     for page, make in list_pages().items():
         page.write_text(make())
+
+
+if __name__ == "__main__":
+    run_script(main, __doc__, most=0)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command import run_script
 from torch import Tensor
 from torch.nn import functional
 
@@ -147,4 +148,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, __doc__, most=0)

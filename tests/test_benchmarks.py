@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shlex
 import subprocess
 import sys
@@ -57,6 +58,82 @@ def training_batches(script, root: Path) -> TrainingBatches:
     words = ("experiment=image/cifar10", f"data.root={root}", "data.val_fraction=0.34", "recipe.batch_size=2")
     config = script("augmented").find_overrides(words, ["data.num_workers=0", "seed=3"], root)
     return ImageDataModule.from_config(config, batch_size=2).train_dataloader().dataset
+
+
+# Modules that the scripts share.
+SHARED = ("byte_text", "command")
+SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in SHARED)
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, tmp_path):
+    """Runs a script with arguments as a command does, and returns what it says; an error that it raises is raised."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+
+    def run(name: str, *words: str) -> str:
+        path = ROOT / "benchmarks" / f"{name}.py"
+        monkeypatch.setattr(sys, "argv", [str(path), *words])
+        left = ""
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as end:
+            left = end.code if isinstance(end.code, str) else ""
+        return capsys.readouterr().out + left
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_prints_its_usage(call, name):
+    pytest.importorskip("matplotlib")
+    assert f"python benchmarks/{name}.py" in call(name, "--help")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        *((f"{name}{words}", "torch sees n") for name, words in {
+            "counted_launches": "", "first_calls": "", "generation_memory": " out.json deltanet", "image_steps": "",
+            "loss_curves": " folder", "trainer_speed": " out.json name 3 task=lm",
+        }.items()),
+        ("augmented data=no.npz folder=made", "No such file"),
+        ("cifar10_data pack no made", "no"),
+        ("cifar10_data unpack no made.npz", "no: cifar10.json is not there"),
+        ("comparison no", "no.json: No such file"),
+        ("comparison no.json name title", "no.json: No such file"),
+        ("conversion no made.json", "no: No such file"),
+        ("keep no.json name", "no.json: No such file"),
+        ("kept_bytes no", "'no'"),
+        ("language_mixers no no name title", "results.json: No such file"),
+        ("lattice_language_model no", "no holds 0 .txt files"),
+        ("lengths no", "no.json: No such file"),
+        ("lengths mad", "mad.json: its rows have no values of each seed by length"),
+        ("comparison cifar10", "cifar10.json: it has no report"),
+        ("single_run no no.json imdb label command", "metrics.json: No such file"),
+        ("entry no=1 -- train", "python benchmarks/entry.py"),
+        *((f"{name} more", f"python benchmarks/{name}.py") for name in (
+            "by_length", "lattice_chunks", "picture", "table", "vla_state_norm",
+        )),
+    ],
+)  # fmt: skip
+def test_what_a_script_lacks_is_told_in_one_line(call, monkeypatch, words, told):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("LONGSEQ_BENCHMARK_CHANGES", "")  # so that what entry.py sets is undone
+    monkeypatch.delenv("LONGSEQ_BENCHMARK_CHANGES")
+    name, *rest = words.split()
+    said = call(name, *rest)
+    assert told in said
+    assert "python benchmarks" in said or "\n" not in said.strip()
+
+
+def test_rows_without_a_value_of_each_seed_are_told(script, monkeypatch):
+    rows = [{"mixer": "gla", "d_model=8": {"0": 0.5}}, {"mixer": "vla", "d_model=8": "diverged"}]
+    with pytest.raises(ValueError, match="the row vla has no value of each seed in d_model=8, but 'diverged'"):
+        script("comparison").results_of({"report": "test/accuracy", "rows": rows})
 
 
 @pytest.mark.slow

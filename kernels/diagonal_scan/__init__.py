@@ -106,7 +106,8 @@ def selective_scan(
 
         S_t = exp(delta_t ⊗ 1 ⊙ A) ⊙ S_{t-1} + (delta_t ⊙ x_t) ⊗ B_t;   o_t = S_t C_t
 
-    Tokens with delta = 0 leave the state as it is. The skip connection D x and the gate are left to the caller.
+    Tokens with delta = 0 leave the state as it is, also where A is -inf (which gives NaN there in the Triton kernels).
+    The skip connection D x and the gate are left to the caller.
 
     Shapes: x, delta, o [B, T, D] with delta >= 0; A [D, N] with A <= 0; B, C [B, T, N], shared by the channels; states
     [B, D, N].

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longseq.kernels.chunks import balanced_chunk_size, scan
 from longseq.kernels.custom_op import refuse_transforms
-from longseq.kernels.diagonal_scan.reference import scan_each_way
+from longseq.kernels.diagonal_scan.reference import finite_rates, scan_each_way
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
@@ -98,9 +98,9 @@ def selective_scan_chunk(
         if not is_exporting():
             refuse_transforms()
             return _SelectiveScan.apply(x, delta, A, B, C, state, chunk_size)
-        x, delta, rate, B, C = (tensor.to(state.dtype) for tensor in (x, delta, A, B, C))
+        x, delta, B, C = (tensor.to(state.dtype) for tensor in sequences)
         loop = _scripted if torch.jit.is_tracing() else _exported
-        return loop(B, delta * x, C, delta, rate.mT, state)
+        return loop(B, delta * x, C, delta, finite_rates(A, state.dtype).mT, state)
 
     return run_recurrence(
         core,
@@ -295,7 +295,7 @@ def _longhorn_lanes(layout: _Layout, x: Any, q: Any, k: Tensor, beta: Tensor, dt
 def _selective_lanes(layout: _Layout, x: Any, delta: Tensor, A: Tensor, B: Any, C: Any, dtype: torch.dtype):
     """Key, value, query and decays of Mamba, and delta, in lanes; None for the first three of no B, x and C."""
     delta = layout.split(delta, dtype)
-    left, right = A.to(dtype).mT.contiguous(), delta.unsqueeze(-2)
+    left, right = finite_rates(A, dtype).mT.contiguous(), delta.unsqueeze(-2)
     key, query = (None if x is None else layout.split(x, dtype) for x in (B, C))
 
     def fill(block: int, positions: int | slice, out: Tensor) -> Tensor:
@@ -501,7 +501,7 @@ def _selective_backward(
     x, delta, A, B, C, starts = saved
     dtype = d_final.dtype
     key, value, query, fill, step = _selective_lanes(layout, x, delta, A, B, C, dtype)
-    rate = A.to(dtype).mT.contiguous()
+    rate = finite_rates(A, dtype).mT.contiguous()
     d_step = torch.empty_like(step, memory_format=torch.contiguous_format) if wanted.delta else None
     d_rate = torch.zeros_like(rate) if wanted.A else None
 

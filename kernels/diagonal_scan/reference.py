@@ -25,9 +25,14 @@ def selective_scan_step_torch(
 ) -> tuple[Tensor, Tensor]:
     """`selective_scan_step` in torch: differentiable, in the state's precision."""
     dtype = state.dtype
-    value, delta, A, B, C = x.to(dtype), delta.to(dtype), A.to(dtype), B.to(dtype), C.to(dtype)
-    state = (delta[..., None] * A).exp() * state + (delta * value)[..., None] * B[:, None]
+    value, delta, B, C = x.to(dtype), delta.to(dtype), B.to(dtype), C.to(dtype)
+    state = (delta[..., None] * finite_rates(A, dtype)).exp() * state + (delta * value)[..., None] * B[:, None]
     return (state * C[:, None]).sum(-1).to(x.dtype), state
+
+
+def finite_rates(A: Tensor, dtype: torch.dtype) -> Tensor:
+    """A in `dtype`, with its least number in place of -inf: -inf times a delta of 0 would be NaN."""
+    return A.to(dtype).clamp_min(torch.finfo(dtype).min)
 
 
 def longhorn_scan_reference(

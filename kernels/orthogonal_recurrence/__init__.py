@@ -134,6 +134,13 @@ def orthogonal_recurrence(
 
     "encode" and "similarity" stayed below 2e-6 for D of 4 to 64, with gamma up to 1 and ‖k‖² of 1 and of about M.
 
+    In chunks of several tokens, the length of a slot follows from sums over the chunk. Where values are equal, gates
+    forget and keys change their sign, it comes near to zero, and what it divides is ill-conditioned. With g = -1/2, 256
+    equal values, D = 16 or 64 and chunks of 64, relative errors of o were up to 0.08 in float32 (0.02 in the loop over
+    tokens), and gradients meant nothing in either; in float64, gradients were up to 2e-7 off. The torch form divides by
+    no less than the rounding of these sums, which bounds the outputs; the Triton kernels divide by the sums. Without
+    gates, or with other values, errors are as small as above.
+
     Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are

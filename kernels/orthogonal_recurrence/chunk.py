@@ -68,7 +68,7 @@ def orthogonal_recurrence_chunk(
 ) -> tuple[Tensor, Tensor | None]:
     """`orthogonal_recurrence`; saves its inputs and the states before every √n of the n chunks for the backward.
 
-    Gradients that are not wanted are not computed.
+    Gradients that are not wanted are not computed. All but q enter the states, on which every gradient depends.
     """
     unit = has_unit_columns(objective, normalize)
 
@@ -191,8 +191,9 @@ class _OrthogonalRecurrence(torch.autograd.Function):
                 kept.append(running)
             output, running, _ = step(running, objective, unit, *_at(xs, i))
             outputs.append(output)
-        ctx.save_for_backward(q, k, v, gamma, g, threshold, torch.stack(kept))
-        ctx.options = objective, unit, scale, chunk_size
+        needs_query = _Wanted(*ctx.needs_input_grad[:7]).through_states
+        ctx.save_for_backward(q if needs_query else None, k, v, gamma, g, threshold, torch.stack(kept))
+        ctx.options = q.dtype, objective, unit, scale, chunk_size
         return join_chunks(torch.stack(outputs), batch, heads, tokens), running.reshape(state.shape)
 
     @staticmethod
@@ -208,6 +209,7 @@ class _OrthogonalRecurrence(torch.autograd.Function):
 def _backward(
     wanted: _Wanted,
     saved: tuple[Any, ...],
+    query_dtype: torch.dtype,
     objective: str,
     unit: bool,
     scale: float,
@@ -215,8 +217,12 @@ def _backward(
     d_output: Tensor,
     d_final: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, gamma, g, threshold and the initial state; None for those that are not wanted."""
+    """Gradients of q, k, v, gamma, g, threshold and the initial state; None for those that are not wanted.
+
+    q is None where its own gradient alone is wanted: no state depends on it.
+    """
     q, k, v, gamma, g, threshold, kept = saved
+    q = k if q is None else q  # any tensor of its shape: what it gives is not read
     chunks = -(-q.shape[1] // chunk_size)
     xs = _split(q, k, v, gamma, g, threshold, scale, kept.dtype, chunks, chunk_size)
     d_chunks = split_chunks(d_output, kept.dtype, chunks, chunk_size)
@@ -238,7 +244,7 @@ def _backward(
     if wanted.gamma and threshold is not None:
         d_gamma = d_gamma + d_shrink * split_chunks(threshold.unsqueeze(-1), kept.dtype, chunks, 1)
     return (
-        join_like(d_q.mul_(scale).flatten(0, 1), q) if wanted.q else None,
+        join_like(d_q.mul_(scale).flatten(0, 1), q, query_dtype) if wanted.q else None,
         join_like(d_k.flatten(0, 1), k) if wanted.k else None,
         join_like(d_v.flatten(0, 1), v) if wanted.v else None,
         join_like(d_gamma.flatten(0, 1), gamma) if wanted.gamma else None,
@@ -453,9 +459,9 @@ def _chunk(
     gone = torch.bmm(decay, removed)
     parts = [h, c, a, decay, since, removed, gone]
     if unit:
-        squared, onto, added = _squared_norms(slots, h, c, a, removed, gone, decay, since)
-        q = q * mend_squares(squared).rsqrt()
-        parts += [squared, onto, added]
+        squared, mended, onto, added = _squared_norms(slots, h, c, a, removed, gone, decay, since)
+        q = q * mended.rsqrt()
+        parts += [squared, mended, onto, added]
     output = torch.bmm(decay * torch.bmm(q, c.transpose(-1, -2)), h)
     output = output + since * torch.bmm(q, state.transpose(-1, -2)) - torch.bmm(q * gone, slots.transpose(-1, -2))
     last = decay[:, -1:].transpose(-1, -2)
@@ -469,12 +475,22 @@ def _chunk(
 
 def _squared_norms(
     slots: Tensor, h: Tensor, c: Tensor, a: Tensor, removed: Tensor, gone: Tensor, decay: Tensor, since: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """N [R, C, M] after each token, F, and what each token adds to N."""
-    onto = torch.bmm(decay * torch.bmm(h, h.transpose(-1, -2)), c) - a * gone
-    added = c * (2 * onto - (h * h).sum(-1, keepdim=True) * c + a * removed)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """N [R, C, M] after each token, what is divided by in its place, F, and what each token adds to N.
+
+    Where the terms of N cancel, it is nothing but their rounding, of either sign. It is then replaced by the size of
+    that rounding: a division by N gave outputs of any size.
+    """
+    pairs, squares = decay * torch.bmm(h, h.transpose(-1, -2)), (h * h).sum(-1, keepdim=True)
+    onto = torch.bmm(pairs, c) - a * gone
+    added = c * (2 * onto - squares * c + a * removed)
     own = since * torch.where(_empty(slots), 2 * gone, since)
-    return torch.bmm(decay * decay, added) + own, onto, added
+    kept = decay * decay
+    squared = torch.bmm(kept, added) + own
+    size = c.abs()
+    terms = size * (2 * (torch.bmm(pairs.abs(), size) + (a * gone).abs()) + squares * size + (a * removed).abs())
+    epsilon = 2.0**-23 if h.dtype == torch.float32 else 2.0**-52
+    return squared, mend_squares(torch.maximum(squared, epsilon * torch.bmm(kept, terms))), onto, added
 
 
 def _empty(slots: Tensor) -> Tensor:
@@ -500,8 +516,7 @@ def _chunk_backward(
     if wanted.q or unit:
         d_q = torch.bmm(d_products, c) + since * into_state - gone * into_slots
     if unit:
-        squared, onto, added, lengths_after = norms
-        mended = mend_squares(squared)
+        squared, mended, onto, added, lengths_after = norms
         d_q = d_q * mended.rsqrt()
     if not wanted.through_states:
         return [d_after, d_q, None, None, None, None, None]

@@ -5,7 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from longseq.kernels.custom_op import is_exactly_tensor
+from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse, turn
 from longseq.kernels.recurrence import Core, Sequences, run_recurrence
@@ -24,8 +27,7 @@ def short_convolution_chunk(
     mask: Tensor | None,
     reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
-    """`short_convolution` by torch's convolution."""
-
+    """`short_convolution` by torch's convolution, which keeps its inputs for the gradient of a weight that has one."""
     if weight.dim() == 3:
         return convolve_each_way(
             short_convolution_chunk, x, weight, bias, initial_state,
@@ -34,9 +36,11 @@ def short_convolution_chunk(
 
     def convolve(window: Tensor) -> Tensor:
         dtype = window.dtype
-        y = F.conv1d(
-            window, weight.to(dtype).unsqueeze(1), None if bias is None else bias.to(dtype), groups=len(weight)
-        )
+        taps, offset = weight.to(dtype).unsqueeze(1), None if bias is None else bias.to(dtype)
+        if _keeps_no_inputs(window, taps, offset):
+            y = _FrozenTaps.apply(window, taps, offset)
+        else:
+            y = F.conv1d(window, taps, offset, groups=len(taps))
         return F.silu(y) if activation == "silu" else y
 
     return convolve_windows(
@@ -49,6 +53,39 @@ def short_convolution_chunk(
         mask=mask,
         reverse=reverse,
     )
+
+
+def _keeps_no_inputs(window: Tensor, taps: Tensor, bias: Tensor | None) -> bool:
+    """Whether eager code differentiates by anything but the taps. Transforms and graphs take torch's own form."""
+    if torch.compiler.is_compiling() or is_exporting() or not (is_exactly_tensor(window) and is_exactly_tensor(taps)):
+        return False
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
+    wanted = window.requires_grad or (bias is not None and bias.requires_grad)
+    return wanted and not taps.requires_grad and torch.is_grad_enabled()
+
+
+class _FrozenTaps(torch.autograd.Function):
+    """A depthwise convolution whose taps get no gradient, so that nothing depends on its inputs.
+
+    torch's own form keeps the inputs nevertheless. The arithmetic is the same, and has second derivatives.
+    """
+
+    @staticmethod
+    def forward(ctx, window, taps, bias):
+        ctx.save_for_backward(taps)
+        ctx.layout = window.shape, window.stride()
+        return F.conv1d(window, taps, bias, groups=len(taps))
+
+    @staticmethod
+    def backward(ctx, d_y):
+        (taps,) = ctx.saved_tensors
+        channels, wanted = len(taps), ctx.needs_input_grad
+        window = d_y.new_empty_strided(*ctx.layout)  # of which only the layout is read
+        d_window, _, d_bias = torch.ops.aten.convolution_backward(
+            d_y, window, taps, [channels], [1], [0], [1], False, [0], channels, [wanted[0], False, wanted[2]]
+        )
+        return d_window, None, d_bias
 
 
 def convolve_windows(

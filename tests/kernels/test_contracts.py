@@ -279,6 +279,21 @@ def test_a_state_of_other_parts_is_refused_in_one_line(op):
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_a_rate_of_minus_infinity_forgets_in_all_tokens_with_a_step(backend):
+    """Also where a chunk, or a packed sequence beside longer ones, is filled up with tokens without a step."""
+    plain = make_inputs("selective_scan", tokens=11, segments=4)
+    delta = plain.sequences["delta"].index_fill(1, torch.tensor([10]), 0)
+    inputs = plain.replace({"A": torch.full_like(plain.parameters["A"], -torch.inf), "delta": delta})
+    options = {"cu_seqlens": torch.tensor([0, 3, 3, 7, 11]), "chunk_size": 4, "backend": backend}
+    writes = ((delta * inputs.sequences["x"]).unsqueeze(-1) * inputs.sequences["B"].unsqueeze(-2))[0]
+    found = gradients(inputs, **options)
+    expected = torch.stack((writes[2], plain.initial_state[1], writes[6], writes[9]))
+    assert_equal_up_to_rounding(found["final_state"], expected, "final_state")
+    found["gradient of delta"] = found["gradient of delta"][:, :10]  # the last one is infinite: 0 is where it forgets
+    assert all(value.isfinite().all() for value in found.values())
+
+
 @pytest.mark.parametrize("op", list_ops())
 def test_strides_do_not_matter(op):
     def strided(x):

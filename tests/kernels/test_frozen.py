@@ -296,6 +296,21 @@ def test_a_frozen_input_of_a_compiled_torch_form() -> None:
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("names", ["x", "bias", "x bias initial_state"])
+def test_a_convolution_with_frozen_taps_has_the_second_derivatives_of_torch(names) -> None:
+    """Bit for bit, also of taps that are trained beside it."""
+    inputs = make_inputs("short_convolution", "silu", tokens=11, dtype=torch.float64)
+    trained, found = names.split(), []
+    for others in ([], ["weight"]):
+        leaves = {name: x.detach().requires_grad_(name in trained + others) for name, x in inputs.tensors.items()}
+        output, state = inputs.replace(leaves).run(backend="torch")
+        wanted = [leaves[name] for name in trained]
+        first = torch.autograd.grad(output.square().sum() + state.square().sum(), wanted, create_graph=True)
+        second = torch.autograd.grad(sum(x.square().sum() for x in first), wanted)
+        found.append((*first, *second))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
 class Numbers(TorchDispatchMode):
     """Counts the numbers that operations compute."""
 
@@ -347,7 +362,10 @@ def measure(op: str, variant: str, trained: Set[str]) -> tuple[int, int]:
         ("selective_scan", "plain", "B", 0.47, 0.52),
         ("selective_scan", "plain", "C", 0.41, 0.84),
         ("selective_scan", "plain", "all but A", 0.96, 1.0),
-        ("orthogonal_recurrence", "gated", "q", 0.50, 1.0),
+        ("short_convolution", "plain", "x", 0.08, 0.03),
+        ("short_convolution", "silu", "initial_state", 0.08, 0.50),
+        ("convolved_features", "plain", "x", 0.03, 0.63),
+        ("orthogonal_recurrence", "gated", "q", 0.50, 0.88),
         ("orthogonal_recurrence", "encode", "all but v", 0.82, 1.0),
         ("orthogonal_recurrence", "ttt", "all but k", 0.94, 1.0),
         ("recursive_least_squares", "plain", "x", 0.25, 0.81),

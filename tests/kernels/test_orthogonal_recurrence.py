@@ -276,3 +276,22 @@ def test_what_does_not_fit_is_refused():
         make_inputs(OP, "l1", tokens=4).run(chunk_size=8)
     with pytest.raises(ValueError, match="initial_state is None, but must hold the first slots"):
         inputs.run(initial_state=None)
+
+
+@pytest.mark.parametrize(("objective", "width"), [("similarity", 64), ("encode", 16)])
+def test_a_slot_that_nearly_vanishes_in_a_chunk_gives_no_huge_numbers(objective, width):
+    """Equal values under a gate: what tokens have added to a slot cancels where keys change their sign."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 256, 2, 64).unbind()
+    v = torch.randn(1, 256, 2, width)[:, :1].expand(-1, 256, -1, -1)
+    k, v = (torch.nn.functional.normalize(x, dim=-1) for x in (k, v))
+    gamma, state = torch.full((1, 256, 2), 0.5), torch.randn(1, 2, width, 64)
+    outputs, gradients = [], []
+    for dtype, backend in ((torch.float64, "reference"), (torch.float32, "torch")):
+        tensors = [x.to(dtype).requires_grad_() for x in (q, k, v, gamma)]
+        options = {"g": -gamma.to(dtype), "initial_state": state.to(dtype), "chunk_size": 64, "objective": objective}
+        output, _ = orthogonal_recurrence(*tensors, **options, backend=backend)
+        outputs.append(output.detach().double())
+        gradients.append([x.double().norm() for x in torch.autograd.grad(output.square().sum(), tensors)])
+    assert (outputs[1] - outputs[0]).norm() < 0.15 * outputs[0].norm()
+    assert all(found < 1e3 * exact for exact, found in zip(*gradients, strict=True)), gradients

@@ -88,6 +88,17 @@ def test_every_mixer_reads_token_by_token(mixer: str, tmp_path: Path, captured_o
 
 
 @pytest.mark.slow
+def test_a_batch_may_be_empty(tmp_path: Path) -> None:
+    """RWKV-6 has a norm of groups, of which ONNX's runtime cannot find a size where there are no rows."""
+    model = build("rwkv6")
+    call = check_file(model, tmp_path / "model.onnx", "onnx")
+    starts = [state.starts(0) for state in state_spec(model, 1)]
+    logits, states = call(torch.zeros(0, dtype=torch.long), starts)
+    assert logits.shape == (0, 11)
+    assert [state.shape for state in states] == [start.shape for start in starts]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mixer", PATTERNS)
 def test_the_length_can_be_open(mixer: str, tmp_path: Path, captured_once: None) -> None:
     model = build(mixer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -55,7 +56,10 @@ def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpe
         input_names=list(spec.inputs),
         output_names=list(spec.outputs),
         opset_version=spec.opset,
-        custom_translation_table={torch.ops.aten.scalar_tensor.default: _number},
+        custom_translation_table={
+            torch.ops.aten.scalar_tensor.default: _number,
+            torch.ops.aten.group_norm.default: _group_norm,
+        },
         optimize=False,
         verbose=False,
     )
@@ -87,6 +91,26 @@ def _number(s: float, dtype: int = 1) -> Any:
     if isinstance(s, bool | int | float):
         return opset18.Constant(value=onnx_ir.tensor(s, dtype=onnx_ir.DataType(dtype)))
     return opset18.Cast(s, to=dtype)  # an open size
+
+
+def _group_norm(
+    input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True
+) -> Any:
+    """A norm of groups of channels, with their size as a number where nothing but the rows is open.
+
+    The exporter's own form leaves that size to the runtime, which cannot find it where there are no rows.
+    """
+    from onnxscript import opset18 as op
+
+    channels, *others = input.shape[1:]
+    is_known = all(isinstance(size, int) for size in others)
+    size = math.prod((channels, *others)) // num_groups if is_known else -1
+    groups = op.Reshape(input, op.Constant(value_ints=[0, num_groups, size]))
+    one, zero = (op.CastLike(op.Constant(value_floats=[number] * num_groups), input) for number in (1.0, 0.0))
+    y = op.Reshape(op.InstanceNormalization(groups, one, zero, epsilon=eps), op.Shape(input))
+    shape = op.Constant(value_ints=[channels, *(1 for _ in others)])
+    y = y if weight is None else op.Mul(y, op.Reshape(weight, shape))
+    return y if bias is None else op.Add(y, op.Reshape(bias, shape))
 
 
 def is_own(path: Path) -> bool:
