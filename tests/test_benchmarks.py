@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from types import ModuleType
 from typing import Any
 
@@ -453,6 +453,35 @@ def test_figures_in_sentences_are_those_of_the_rows():
 def find_row(name: str, **wanted: Any) -> dict[str, Any]:
     (row,) = (row for row in rows_of(name) if all(row.get(key) == value for key, value in wanted.items()))
     return row
+
+
+def test_comparisons_in_sentences_are_those_of_the_rows():
+    page = words_of("docs/pages/results.md")
+    top1 = {row["model"]: 100 * mean(row["test_top1"].values()) for row in rows_of("cifar10")}
+    ahead = [
+        top1[f"{name} without convolution"] - top1["attention"] for name in ("longhorn", "longhorn_exact", "mamba")
+    ]
+    said = "Longhorn, its exact form and Mamba are {:.1f} to {:.1f} points above attention then"
+    assert said.format(min(ahead), max(ahead)) in page
+
+    _, of_seeds, rounded = (row["test_top1"] for row in rows_of("digits_deltanet"))
+    said = "rounding alone moves a run from {:.3f} to {:.3f}, and the standard deviation over seeds is {:.3f}"
+    assert said.format(of_seeds["0"], max(rounded.values()), stdev(of_seeds.values())) in page
+
+    recall = {row["mixer"]: row for row in rows_of("mqar_vla")}
+    ours, other = recall["vla normalizer=false convolution_width=4"], recall["deltanet"]
+    behind = {n: mean(other[f"pairs={n}"].values()) - mean(ours[f"pairs={n}"].values()) for n in (4, 8, 16, 24, 32, 48)}
+    said = "as well it is within 0.03 of DeltaNet with its own up to 32 pairs. DeltaNet is ahead at 16 pairs and more."
+    assert said in page
+    assert max(behind[n] for n in (4, 8, 16, 24, 32)) <= 0.03 < behind[48]
+    assert min(behind[n] for n in (16, 24, 32, 48)) > 0
+
+    for mixer in ("deltanet", "gsa", "longhorn", "vla"):
+        trained = find_row("trainer_speed", run=f"340M, {mixer}, 2,048 tokens")
+        step = find_row("language_models", task="text", mixer=mixer, tokens=2048)
+        assert trained["measured"]["commit"] == step["measured"]["commit"], mixer
+        share = trained["trainer_tokens_per_second"] / step["training_tokens_per_s"]
+        assert f"{100 * share:.1f} % with `{mixer}`" in page, mixer
 
 
 def test_speeds_in_sentences_are_those_of_the_rows():

@@ -38,15 +38,14 @@ def short_convolution_chunk(
         dtype = window.dtype
         taps, offset = weight.to(dtype).unsqueeze(1), None if bias is None else bias.to(dtype)
         if _keeps_no_inputs(window, taps, offset):
-            y = _FrozenTaps.apply(window, taps, offset)
-        else:
-            y = F.conv1d(window, taps, offset, groups=len(taps))
-        return F.silu(y) if activation == "silu" else y
+            return _FrozenTaps.apply(window, taps, offset)
+        return F.conv1d(window, taps, offset, groups=len(taps))
 
     return convolve_windows(
         convolve,
         x,
         weight.shape,
+        activation=activation,
         initial_state=initial_state,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
@@ -93,6 +92,7 @@ def convolve_windows(
     x: Tensor,
     weight_shape: Sequence[int],
     *,
+    activation: str | None = None,
     initial_state: Tensor | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
@@ -101,13 +101,19 @@ def convolve_windows(
 ) -> tuple[Tensor, Tensor | None]:
     """Convolve with the state in front of the real tokens, which are moved next to each other.
 
-    `convolve` maps a window [B, D, W-1 + L] of inputs to L outputs [B, D, L], each of which sees W inputs.
+    `convolve` maps a window [B, D, W-1 + L] of inputs to L outputs [B, D, L], each of which sees W inputs. The
+    activation follows where outputs of no token are left out: they see two sequences, and the slope of an activation
+    that is not a number would reach both, although their own gradient is zero.
     """
+
+    def activate(y: Tensor) -> Tensor:
+        return F.silu(y) if activation == "silu" else y
+
     mask = None if mask is None else turn(mask, reverse)
 
     def dense(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         window = torch.cat((state, sequences[0].to(state.dtype).mT), dim=-1)  # [B, D, W-1 + T]
-        return convolve(window).mT, window[..., x.shape[1] :].contiguous()
+        return activate(convolve(window)).mT, window[..., x.shape[1] :].contiguous()
 
     def padded(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         assert mask is not None
@@ -117,7 +123,7 @@ def convolve_windows(
         window = torch.cat((state, torch.zeros_like(real).scatter(1, place, real).mT), dim=-1)
         # Places of the W-1 inputs before the padding.
         last = count[:, -1:] + torch.arange(state.shape[2], device=x.device)
-        output = convolve(window).mT.gather(1, place).masked_fill(~mask.unsqueeze(-1), 0)
+        output = activate(convolve(window).mT.gather(1, place)).masked_fill(~mask.unsqueeze(-1), 0)
         return output, window.gather(2, last.unsqueeze(1).expand(state.shape))
 
     def packed(core: Core, sequences: Sequences, state: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
@@ -127,7 +133,7 @@ def convolve_windows(
         rows = state.new_zeros(tokens + taps * packing.count, x.shape[2])
         rows = rows.index_copy(0, token_place, sequences[0][0].to(state.dtype))
         rows = rows.index_copy(0, state_place, state.mT.flatten(0, 1))
-        output = convolve(rows.mT.unsqueeze(0))[..., token_place - taps]
+        output = activate(convolve(rows.mT.unsqueeze(0))[..., token_place - taps])
         return output.mT, rows[last_place].mT
 
     return run_recurrence(

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 import pytest
 import torch
 
 from longseq.kernels import list_ops
 from longseq.kernels.dispatch import backends, list_local_ops
-from longseq.kernels.testing import gradients, make_inputs, takes, takes_chunk_size
+from longseq.kernels.testing import gradients, list_variants, make_inputs, results, takes, takes_chunk_size
 
 LOCAL = list_local_ops()
 FORMS = [(op, backend.name) for op in (*list_ops(), *LOCAL) for backend in backends(op)]
-# Parts 1 to 4 are multiplied by these, or filled with them; part 0 must not change.
-SIZES = (1e-8, 1e8, math.inf, math.nan)
-PARTS = 1 + len(SIZES)
+# Each part is multiplied by its factor, or filled with it. The one between infinity and NaN must not change.
+FACTORS = (1e-8, math.inf, 1, math.nan, 1e8)
+PARTS = len(FACTORS)
+KEPT = FACTORS.index(1)
 # Operations along channels, which share keys, queries and weights; features are those of all heads of a token.
 WITHOUT_HEADS = ("longhorn_scan", "selective_scan", "short_convolution", "convolved_features")
 HEADED = [form for form in FORMS if form[0] not in (*LOCAL, *WITHOUT_HEADS)]
 PACKED = [form for form in FORMS if takes(form[0], "cu_seqlens")]
+TURNED = [form for form in FORMS if takes(form[0], "reverse")]
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -29,32 +31,49 @@ def in_each_dtype(forms):
     return [(*form, dtype) for form in forms for dtype in DTYPES if form[1] != "triton" or dtype == torch.bfloat16]
 
 
+def variants(op, backend, dtype=torch.float32):
+    """Every kind of input of the fast form, the plainest of others. Pairs have twice as many rows in some tensors."""
+    found = [variant for variant in list_variants(op) if "pair" not in variant]
+    return found if backend == "torch" and dtype == torch.float32 else found[:1]
+
+
 def spoil(x, dim, parts):
-    """x with each part but the first multiplied, or replaced by infinity or NaN."""
+    """x with each part but one of every five multiplied, or replaced by infinity or NaN."""
     x = x.clone()
-    for part, size in zip(parts[1:], SIZES, strict=True):
+    for part, factor in zip(parts, cycle(FACTORS), strict=False):
         piece = x.narrow(dim, part.start, part.stop - part.start)
-        piece.copy_(piece * size if math.isfinite(size) else torch.full_like(piece, size))
+        piece.copy_(piece * factor if math.isfinite(factor) else torch.full_like(piece, factor))
     return x
 
 
-def assert_first_part_is_same(inputs, dims, parts, **options):
-    """Compare part 0 of all results of a call with those of the call whose other parts are spoiled.
+def assert_kept_part_is_same(inputs, dims, parts, **options):
+    """Compare the kept part of all results of a call with those of calls whose other parts are spoiled: in the inputs,
+    and in the gradients of the results.
 
     `dims` and `parts` give the dimensions and the parts: those of sequences, and those of states.
     """
     of_sequence, of_state = zip(dims, parts, strict=True)
     place = {name: of_state if name.startswith("initial_state") else of_sequence for name in inputs.tensors}
     place = {name: where for name, where in place.items() if name not in inputs.parameters}
+    of_final = of_sequence if inputs.initial_state == () else of_state
+
+    def run_with_spoiled_gradients(inputs, **options):
+        returned = inputs.run(**options)
+        for name, x in results(*returned).items():
+            dim, slices = of_sequence if name == "output" else of_final
+            if x.requires_grad and x.dim() > dim:
+                x.register_hook(lambda gradient, where=(dim, slices): spoil(gradient, *where))
+        return returned
+
     spoiled = inputs.replace({name: spoil(inputs.tensors[name], *where) for name, where in place.items()})
     place = {f"gradient of {name}": where for name, where in place.items()}
-    expected, actual = gradients(inputs, **options), gradients(spoiled, **options)
-    for name, x in expected.items():
-        if not name.startswith("gradient of ") or name in place:
-            is_state = name.startswith("final_state") and inputs.initial_state != ()
-            dim, slices = place.get(name, of_state if is_state else of_sequence)
-            if x.dim() > dim:  # counters have no heads
-                assert torch.equal(actual[name].movedim(dim, 0)[slices[0]], x.movedim(dim, 0)[slices[0]]), name
+    expected = gradients(inputs, **options)
+    for actual in (gradients(spoiled, **options), gradients(inputs, run_with_spoiled_gradients, **options)):
+        for name, x in expected.items():
+            if not name.startswith("gradient of ") or name in place:
+                dim, slices = place.get(name, of_final if name.startswith("final_state") else of_sequence)
+                for part in slices[KEPT::PARTS] if x.dim() > dim else []:  # counters have no heads
+                    assert torch.equal(actual[name].movedim(dim, 0)[part], x.movedim(dim, 0)[part]), name
 
 
 def one_each(count):
@@ -65,18 +84,30 @@ def one_each(count):
 @pytest.mark.parametrize(("op", "backend", "dtype"), in_each_dtype(FORMS))
 def test_rows_are_apart(interpreted, op, backend, dtype):
     tokens = 2 if backend == "triton" else 20
-    inputs = make_inputs(op, batch=PARTS, tokens=tokens, dtype=dtype, sizes={"H": 1})
     rows = one_each(PARTS)
-    assert_first_part_is_same(inputs, (0, 0), (rows, rows), backend=backend)
+    for variant in variants(op, backend, dtype):
+        inputs = make_inputs(op, variant, batch=PARTS, tokens=tokens, dtype=dtype, sizes={"H": 1})
+        assert_kept_part_is_same(inputs, (0, 0), (rows, rows), backend=backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "backend"), TURNED)
+def test_rows_read_in_two_directions_are_apart(interpreted, op, backend):
+    tokens, dtype = (2, torch.bfloat16) if backend == "triton" else (20, torch.float32)
+    rows = one_each(2 * PARTS)
+    for variant in variants(op, backend):
+        inputs = make_inputs(op, variant, batch=len(rows), tokens=tokens, dtype=dtype, sizes={"H": 1})
+        assert_kept_part_is_same(inputs, (0, 0), (rows, rows), backend=backend, reverse="second_half")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("op", "backend", "dtype"), in_each_dtype(HEADED))
 def test_heads_are_apart(interpreted, op, backend, dtype):
     tokens = 2 if backend == "triton" else 20
-    inputs = make_inputs(op, batch=1, tokens=tokens, dtype=dtype, sizes={"H": PARTS})
     heads = one_each(PARTS)
-    assert_first_part_is_same(inputs, (2, 1), (heads, heads), backend=backend)
+    for variant in variants(op, backend, dtype):
+        inputs = make_inputs(op, variant, batch=1, tokens=tokens, dtype=dtype, sizes={"H": PARTS})
+        assert_kept_part_is_same(inputs, (2, 1), (heads, heads), backend=backend)
 
 
 @pytest.mark.slow
@@ -84,11 +115,13 @@ def test_heads_are_apart(interpreted, op, backend, dtype):
 def test_packed_sequences_are_apart(interpreted, op, backend, dtype):
     length = 2 if backend == "triton" else 6
     bounds = [length * n for n in range(PARTS + 1)]
-    inputs = make_inputs(op, tokens=bounds[-1], segments=PARTS, dtype=dtype, sizes={"H": 1})
     tokens = [slice(*pair) for pair in pairwise(bounds)]
-    assert_first_part_is_same(
-        inputs, (1, 0), (tokens, one_each(PARTS)), backend=backend, cu_seqlens=torch.tensor(bounds)
-    )
+    for variant in variants(op, backend, dtype):
+        inputs = make_inputs(op, variant, tokens=bounds[-1], segments=PARTS, dtype=dtype, sizes={"H": 1})
+        options = {"backend": backend, "cu_seqlens": torch.tensor(bounds)}
+        assert_kept_part_is_same(inputs, (1, 0), (tokens, one_each(PARTS)), **options)
+        if backend == "torch":
+            assert_kept_part_is_same(inputs, (1, 0), (tokens, one_each(PARTS)), **options, reverse=True)
 
 
 @pytest.mark.slow
@@ -99,15 +132,15 @@ def test_rows_of_short_delta_rules_without_gradients_are_apart(interpreted, vari
     spoiled = inputs.map(lambda x: spoil(x, 0, one_each(PARTS)))
     with torch.no_grad():
         for expected, actual in zip(inputs.run(backend="triton"), spoiled.run(backend="triton"), strict=True):
-            assert torch.equal(actual[0], expected[0])
-            assert not torch.equal(actual[1], expected[1])
+            assert torch.equal(actual[KEPT], expected[KEPT])
+            assert not torch.equal(actual[0], expected[0])
 
 
 @pytest.mark.parametrize("op", [op for op in list_ops() if takes_chunk_size(op)])
 def test_no_token_reaches_an_earlier_chunk(op):
     inputs, chunk, token = make_inputs(op, batch=1, tokens=64, dtype=torch.float32), 16, 40
     expected, _ = inputs.run(backend="torch", chunk_size=chunk)
-    for size in SIZES:
+    for size in (1e-8, 1e8, math.inf, math.nan):
         spoiled = {name: spoil_token(x, token, size) for name, x in inputs.sequences.items()}
         output, _ = inputs.replace(spoiled).run(backend="torch", chunk_size=chunk)
         before = token if math.isfinite(size) else token // chunk * chunk
@@ -130,14 +163,19 @@ def test_parts_are_apart_on_a_gpu(op, dtype, tokens):
         sizes["D"] = 64
     options = {"dtype": dtype, "device": "cuda", "tokens": tokens}
     rows = one_each(PARTS)
-    assert_first_part_is_same(
+    assert_kept_part_is_same(
         make_inputs(op, batch=PARTS, sizes=sizes, **options), (0, 0), (rows, rows), backend="triton"
     )
+    turned = make_inputs(op, batch=2 * PARTS, sizes=sizes, **options)
+    both = one_each(2 * PARTS)
+    assert_kept_part_is_same(turned, (0, 0), (both, both), backend="triton", reverse="second_half")
     if (op, "triton") in HEADED:
         heads = make_inputs(op, batch=1, sizes={**sizes, "H": PARTS}, **options)
-        assert_first_part_is_same(heads, (2, 1), (rows, rows), backend="triton")
+        assert_kept_part_is_same(heads, (2, 1), (rows, rows), backend="triton")
     bounds = [tokens * n // PARTS for n in range(PARTS + 1)]
     packed = make_inputs(op, segments=PARTS, sizes=sizes, **options)
     pieces = [slice(*pair) for pair in pairwise(bounds)]
     cu_seqlens = torch.tensor(bounds, device="cuda")
-    assert_first_part_is_same(packed, (1, 0), (pieces, rows), backend="triton", cu_seqlens=cu_seqlens)
+    for reverse in (False, True):
+        options = {"backend": "triton", "cu_seqlens": cu_seqlens, "reverse": reverse}
+        assert_kept_part_is_same(packed, (1, 0), (pieces, rows), **options)
