@@ -373,7 +373,10 @@ def _explain_hydra(text: str, verb: str, arguments: Sequence[str]) -> str | None
     if match := _OTHER_TYPE.match(text):
         if match["override"].startswith("~"):
             return f"{match['override']}: the key must stay: leave {match['override']} out"
-        return f"{match['override']} has another type than the key takes: `longseq {verb} --help` explains it"
+        return (
+            f"{match['override']} has another type than the key takes: `longseq {verb} --cfg job` shows its value, and "
+            "those of the keys below it"
+        )
     if match := _SEVERAL_VALUES.match(text):
         return _several_values(match["override"], verb, arguments)
     return None

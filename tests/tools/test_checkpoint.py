@@ -48,6 +48,7 @@ def test_knows_what_the_run_knew(checkpoint: Path) -> None:
     assert loaded.task_name == "image"
     assert loaded.config["mixer"]["name"] == "attention"
     assert loaded.data["class_names"] == [str(digit) for digit in range(10)]
+    assert loaded.epoch == 1, "counted from 1, as the run prints them"
     assert loaded.global_step == 2
     assert not loaded.backbone.training
     assert loaded.backbone(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
