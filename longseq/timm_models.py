@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import timm
@@ -158,11 +158,16 @@ def stated_data(model: nn.Module) -> dict[str, Any]:
         **getattr(model, DECISION, {}),
         "img_size": height if height == width else [height, width],
         "in_chans": channels,
-        "mean": list(stated["mean"]),
-        "std": list(stated["std"]),
+        "mean": _of_channels(stated["mean"], channels),
+        "std": _of_channels(stated["std"], channels),
         "interpolation": stated.get("interpolation", "bicubic"),
         "crop_pct": stated.get("crop_pct", 1.0),
     }
+
+
+def _of_channels(values: Sequence[float], channels: int) -> list[float]:
+    """A value for each channel: timm states those of RGB, also for a model that reads grey, which gets their mean."""
+    return list(values) if len(values) == channels else [sum(values) / len(values)] * channels
 
 
 def takes_any_resolution(model: nn.Module) -> bool:

@@ -43,7 +43,7 @@ from longseq.tasks.training.learning_rate_finder import TABLE, find_learning_rat
 from longseq.tasks.training.length import Epoch, RunLength, count_epoch
 from longseq.tasks.training.lock import locked
 from longseq.tasks.training.logger import RunLogger, close_loggers, continue_loggers, log_parameters, writes_events
-from longseq.tasks.training.model import check_trainable, reads_mixer, values_in_force
+from longseq.tasks.training.model import check_trainable, reads_mixer, refuse_mixer, values_in_force
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.peers import watched
 from longseq.tasks.training.recipe import Training, device_batch_size, device_count, effective_learning_rate
@@ -54,7 +54,6 @@ from longseq.tasks.training.trainer import (
     refuse_absent_devices,
     refuse_nameless_program,
 )
-from longseq.timm_models import model_name
 
 _log = logging.getLogger(__name__)
 
@@ -126,13 +125,6 @@ def _names_mixer(cfg: DictConfig) -> bool:
     return not isinstance(cfg, DictConfig) or "mixer" in OmegaConf.to_yaml(cfg.model)
 
 
-def _refuse_mixer(module: TrainedModule) -> None:
-    """ValueError if a person gave a mixer for one run whose model has none. A sweep may try models of all kinds."""
-    if reads_mixer(module.backbone) or (HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN):
-        return
-    refuse_given(lambda key: key.split(".")[0] == "mixer", f"{model_name(module.backbone)} has no mixers")
-
-
 def _train(config: dict[str, Any], folder: Path, names_mixer: bool) -> float | None:
     checkpoint = runs.checkpoint_to_resume(config)
     if torch.cuda.is_available():
@@ -154,7 +146,7 @@ def _train(config: dict[str, Any], folder: Path, names_mixer: bool) -> float | N
         runs.check_data(checkpoint, datamodule.info, datamodule.files)
     module = _build_module(config, datamodule, initialized=checkpoint is None)
     if not names_mixer:
-        _refuse_mixer(module)
+        refuse_mixer(module.backbone)
     module.higher_is_better(config["task"]["metric"], "task.metric")
     _check_optimized_metric(config, module)
     _check_direction(config["optimized_metric"], module)

@@ -36,9 +36,11 @@ from longseq.tasks import registry
 from longseq.tasks.command_keys import TrainKeys
 from longseq.tasks.experiment import check_experiment, choose, with_any_choice
 from longseq.tasks.image.info import DataInfo
+from longseq.tasks.report import quiet_libraries
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.command import read_command, refuse_given
 from longseq.tasks.training.configuration import resolve
+from longseq.tasks.training.model import refuse_mixer
 from longseq.tasks.training.options import OneOf
 from longseq.tasks.training.recipe import device_batch_size
 from longseq.timm_models import model_name
@@ -79,6 +81,7 @@ class DescribeKeys(TrainKeys):
     format: Literal["text", "json"]
 
 
+@quiet_libraries()
 def run(cfg: DictConfig) -> Any:
     """Print and return what `describe.yaml` selects: facts about a model, or a list."""
     keys = read_command(DescribeKeys, cfg)
@@ -141,7 +144,9 @@ def _model_and_data(cfg: DictConfig) -> tuple[nn.Module, dict[str, Any], str | N
     chosen, reason = choose(config, info) if info.sizes else (ready, None)
     model = registry.of(config).model
     model.outline(chosen, info)  # refuses sizes that no memory holds
-    return model.build(chosen, info), info.to_dict(), reason
+    built = model.build(chosen, info)
+    refuse_mixer(built)
+    return built, info.to_dict(), reason
 
 
 def _describe(model: nn.Module, data: Mapping[str, Any], device: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -383,7 +388,8 @@ def _find_packed_calls(model: nn.Module, dtype: torch.dtype) -> list[tuple[str, 
 
 def find_devices() -> list[str]:
     """The devices that torch can use here, in words."""
-    devices = [f"cpu: {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"]
+    threads = torch.get_num_threads()
+    devices = [f"cpu: {platform.processor() or platform.machine()}, {threads} thread{'s' * (threads != 1)}"]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         devices.append(f"cuda:{index}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB")

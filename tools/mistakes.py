@@ -373,7 +373,10 @@ def _explain_hydra(text: str, verb: str, arguments: Sequence[str]) -> str | None
     if match := _OTHER_TYPE.match(text):
         if match["override"].startswith("~"):
             return f"{match['override']}: the key must stay: leave {match['override']} out"
-        return f"{match['override']} has another type than the key takes: `longseq {verb} --help` explains it"
+        return (
+            f"{match['override']} has another type than the key takes: `longseq {verb} --cfg job` shows its value, and "
+            "those of the keys below it"
+        )
     if match := _SEVERAL_VALUES.match(text):
         return _several_values(match["override"], verb, arguments)
     return None
@@ -409,6 +412,9 @@ def _unreadable(override: str) -> str:
         return f"{told}: a bracket is not closed; a value with brackets of its own stands in quotes, \"{key}='...'\""
     if value.count("'") % 2 or value.count('"') % 2:
         return f"{told}: a quote is not closed, or needs a \\ before it"
+    if re.fullmatch(r"\[[^][{}()'\"]+\]", value):  # the entries of a list are text, and the list is none
+        entries = ", ".join(f"'{one.strip()}'" for one in value[1:-1].split(",") if one.strip())
+        return f'{told}: put its entries in quotes, "{key}=[{entries}]"'
     quoted = f"'{value}'" if "'" not in value else value.replace("'", "\\'").join("''")
     return f'{told}: put the value in quotes, "{key}={quoted}"'
 

@@ -23,6 +23,9 @@ ONE_LABEL_SOURCES = ("digits", "fashion_mnist", "cifar10", "folder")
 
 # The source of classes of the user's own, and the keys that name them.
 OWN, DATAMODULE = "own", "datamodule"
+# How a source names the labels of its images: of folders, and of tables.
+LABEL_KEYS = ("class_map", "file_column", "label_column", "label_delimiter")
+
 OWN_KEYS = ("train_set", "val_set", "test_set", DATAMODULE)
 
 # The recipe that has no sense for weights that nobody has trained.
@@ -165,6 +168,12 @@ class MixingKeys:
 class ImageAugmentKeys(Augmentation):
     """The keys of `recipe.augment`: a sample's transforms, its repeats in an epoch, and the mixing of a batch."""
 
+    # As of `LongseqModelOptions`.
+    inert_with: ClassVar[Mapping[str, tuple[str, tuple[Any, ...]]]] = {
+        **dict.fromkeys(("scale", "ratio"), ("crop", ("padded", "center"))),
+        **dict.fromkeys(("padding", "padding_mode"), ("crop", ("random_resized", "center"))),
+    }
+
     repeats: Annotated[int, Range(1)] = 1
     mixing: MixingKeys = field(default_factory=MixingKeys)
 
@@ -245,12 +254,25 @@ def _check_model(config: Mapping[str, Any]) -> None:
             of_ours = {entry.name for entry in fields(LongseqModelOptions)}.difference(known, model_options(name))
             if place == "recipe.model" and (key := next((key for key in chosen if key in of_ours), None)):
                 raise ValueError(f"the recipe sets {key}, which {name} does not have: add {place}.{key}=null")
+            if key := next((key for key in chosen if key in of_ours), None):
+                raise ValueError(
+                    f"{place}.{key} is no option of {name}, a model of timm: give model=timm model.name={name}, and "
+                    "options that it has"
+                )
             read(TimmModelOptions, {key: value for key, value in chosen.items() if key in known}, place)
             refuse_unknown(chosen, dict.fromkeys([*known, *model_options(name)]), place)
     if name.startswith("longseq_"):
         _check_pool_heads(config)
         chosen = {key: value for key, value in given.items() if value is not None}
         refuse_inert("model", (config["recipe"].get("model") or {}) | chosen, LongseqModelOptions.inert_with)
+
+
+def _check_augmentation(chosen: Mapping[str, Any]) -> None:
+    """ValueError, in one line, if a person gave an option of the augmentation that has no effect beside the others."""
+    policy = chosen.get("auto_augment")
+    replaced = ("color_jitter", ("auto_augment", (policy,)))  # timm's policies change colours in its place, but for 3a
+    jitters = chosen.get("color_jitter") and policy is not None and "3a" not in policy
+    refuse_inert("recipe.augment", chosen, {**ImageAugmentKeys.inert_with, **dict([replaced] if jitters else [])})
 
 
 def _check_pool_heads(config: Mapping[str, Any]) -> None:
@@ -279,6 +301,7 @@ class ImageKeys(TaskKeys):
         from longseq.tasks.training.classification import check_metrics
 
         _check_model(config)
+        _check_augmentation(config["recipe"].get("augment") or {})
         group, several = config["task"], bool(config["data"].get("multi_label"))
         if isinstance(group.get("metrics") or {}, Mapping):
             check_metrics(group["metric"], group.get("metrics") or {}, multi_label=several)

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from longseq.tasks.data.batch import Batch
-from longseq.tasks.data.labels import count_classes, find_weights, rarest_labels
+from longseq.tasks.data.labels import count_classes, find_weights, name_some, rarest_labels
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
 from longseq.tasks.data.prefetch import Prefetch, separate_queues
 from longseq.tasks.data.sampler import BalancedSampler, EvaluationSampler, TrainingSampler
 from longseq.tasks.image.augmentation import Augmentation
-from longseq.tasks.image.config import OWN, OWN_KEYS, ImageDataKeys, ImageKeys, per_channel
+from longseq.tasks.image.config import LABEL_KEYS, OWN, OWN_KEYS, ImageDataKeys, ImageKeys, per_channel
 from longseq.tasks.image.datasets import (
     EvaluationBatches,
     ImageFiles,
@@ -186,6 +186,8 @@ class ImageDataModule(TaskData):
             own["decode"] = "auto"
         if changes.get("source", own.get("source")) != OWN:
             own = {key: value for key, value in own.items() if key not in OWN_KEYS}
+        if changes.get("source", own.get("source")) != own.get("source"):  # how the run's source names labels
+            own = {key: value for key, value in own.items() if key not in LABEL_KEYS}
         keys = read(ImageDataKeys, {**own, **_EVALUATED, **changes}, "data")
         mapped = changes.get("class_map") is not None
         if is_named(keys.datamodule):
@@ -262,7 +264,7 @@ class ImageDataModule(TaskData):
             splits = self._splits = self._splits or self._open_splits()
             sizes = {"train": len(splits.train), "val": len(splits.validation), "test": len(splits.test)}
             class_names = list(splits.train.source.class_names)
-            self._require_two_classes(splits.train)
+            self._check_classes(splits.train)
             warn_of_repeats(splits)
             warn_of_narrow_ranges(splits.train)
             require_readable(splits.validation, "validation")
@@ -333,13 +335,19 @@ class ImageDataModule(TaskData):
         self.prepare_data()
         self.setup()
 
-    def _require_two_classes(self, train: Split) -> None:
+    def _check_classes(self, train: Split) -> None:
+        """ValueError for training images of one class; a warning names the classes that have none."""
         present = classes_at_hand(train)
-        if present is not None and len(present) < 2:
+        if present is None:
+            return
+        if len(present) < 2:
             raise ValueError(
                 f"the training images of {train.source.label} are of one class alone, "  # type: ignore[attr-defined]
                 f"{train.source.class_names[present[0]]}, and there is nothing to tell apart: add images of another"
             )
+        names = [] if self.keys.multi_label else train.source.class_names
+        if absent := [name for number, name in enumerate(names) if number not in present]:
+            _log.warning("no training image has the class %s, which is never learnt", name_some(absent))
 
     def _describe(self, class_names: list[str], sizes: dict[str, int | None]) -> DataInfo:
         class_names = class_names + [str(index) for index in range(len(class_names), self.keys.num_classes or 0)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import random
@@ -24,6 +23,7 @@ from longseq.tasks.data.batch import Batch, Failure
 from longseq.tasks.data.input_keys import InputKeys
 from longseq.tasks.data.inputs import InputFiles
 from longseq.tasks.data.inputs import Unreadable as NotRead
+from longseq.tasks.data.labels import name_some
 from longseq.tasks.data.loader import BatchLoader
 from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.data.seeds import derive_seed
@@ -35,6 +35,7 @@ from longseq.tasks.image.saliency import PICTURES, draw_saliency, saliency, writ
 from longseq.tasks.image.sources import Split
 from longseq.tasks.image.split_folders import is_compressed
 from longseq.tasks.image.transforms import denormalize, evaluation_transform, normalize
+from longseq.tasks.training.options import nearest
 
 _log = logging.getLogger(__name__)
 
@@ -279,10 +280,10 @@ class ImageFiles(InputFiles):
     @classmethod
     def open(cls, path: str, info: DataInfo, keys: InputKeys) -> Self:
         if keys.saliency_class is not None and str(keys.saliency_class) not in info.class_names:
-            near = difflib.get_close_matches(str(keys.saliency_class), info.class_names, 1) or info.class_names[:1]
+            near = nearest(str(keys.saliency_class), info.class_names)
             raise ValueError(
                 f"saliency_class={keys.saliency_class} is none of the model's {info.num_classes} classes: "
-                f"did you mean {near[0]}?"
+                + (f"did you mean {near}?" if near else f"choose one of {name_some(info.class_names)}")
             )
         images = super().open(path, info, keys)
         if keys.saliency is not None:

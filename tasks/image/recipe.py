@@ -136,7 +136,8 @@ def _explain(
     shown = {key: value_of(recipe, key, values[key]) for key in ("batch_size", "epochs", "learning_rate")}
     rate = "that is searched" if shown["learning_rate"] == FIND else shown["learning_rate"]
     updates = recipe.get("updates")
-    length = f"{updates:,} updates" if isinstance(updates, int) else f"{shown['epochs']} epochs"
+    count, unit = (updates, "update") if isinstance(updates, int) else (shown["epochs"], "epoch")
+    length = f"{count:,} {unit}{'s' * (count != 1)}"
     strong = values["augment.repeats"] > 1
     why = "trained weights, tuned gently" if trained else "as for ImageNet" if strong else "few images, seen often"
     data = f"{images:,} images" + ("" if info is None else f" of {info.num_classes} classes at {info.img_size} px")

@@ -7,7 +7,7 @@ import logging
 import os
 import tarfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -708,7 +708,9 @@ def _folder(path: str, class_map: ClassMap = None, *, reported: bool = True) -> 
     if reported:
         report_passed_over(passed_over, path)
     if not len(source):
-        raise ValueError(_no_images(path))
+        unknown = [Path(one.path).parent for one in passed_over if one.reason == "of no class"]
+        others = {folder.name for folder in unknown if folder != Path(path)}
+        raise ValueError(_no_class_of(path, numbers, others) if numbers and others else _no_images(path))
     if reported and (told := alike(map(str, source.class_to_idx))) is not None:
         _log.warning("%s: %s", path, told)
     if "" in source.class_to_idx:
@@ -718,6 +720,13 @@ def _folder(path: str, class_map: ClassMap = None, *, reported: bool = True) -> 
 
 def _no_images(path: str) -> str:
     return f"{path} holds no images in class folders: give a folder with one folder per class, or a .tar of it"
+
+
+def _no_class_of(path: str, numbers: Mapping[str, int], others: Iterable[str]) -> str:
+    return (
+        f"{path} has no folder of the classes {name_some(list(numbers))}, and has {name_some(sorted(others))}: give "
+        "other images, or the number of each folder by data.class_map"
+    )
 
 
 def _class_numbers(class_map: ClassMap, root: str) -> dict[str, int] | None:

@@ -98,7 +98,7 @@ def load(
         config=dict(config),
         data=known_data(saved, backbone),
         weights=saved.weights,
-        epoch=saved.run.get("epoch", 0),
+        epoch=saved.run["epoch"] + 1 if "epoch" in saved.run else 0,  # Lightning counts from 0, runs print from 1
         global_step=saved.run.get("global_step", 0),
     )
 

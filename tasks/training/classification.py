@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,12 +38,14 @@ from torchmetrics.utilities.data import dim_zero_cat
 from longseq.tasks.training import targets
 from longseq.tasks.training.decisions import HALF
 from longseq.tasks.training.options import (
+    Range,
     check_call,
     check_value,
     choices_of,
     nearest,
     refuse_unknown,
     signature_options,
+    spell,
 )
 from longseq.tasks.training.targets import METRICS
 
@@ -242,7 +244,11 @@ def check_metrics(
                 )
             continue
         if name in known:
-            raise ValueError(f"{place} is the name of another metric already: choose another name")
+            given = "" if isinstance(node, Mapping) else f"={spell(node)}"
+            raise ValueError(
+                f"{place}{given} is a metric that exists already: give {place}=true to measure it, or choose another "
+                "name for one of your own"
+            )
         if "/" in name:
             raise ValueError(f"{place} has a slash, which stands behind the split: choose another name")
         if "." in name or hasattr(nn.ModuleDict(), name):
@@ -256,8 +262,12 @@ def check_metrics(
                 f"{place}.{targets.TARGET}={form} is not for data with {kind} a sample: choose another one"
             )
         options = {key: value for key, value in node.items() if key not in (targets.TARGET, targets.PARTIAL)}
+        if counted := next((option for option in _TOLD if option in options), None):
+            raise ValueError(f"{place}.{counted}={spell(options[counted])} is told by the data: leave it out")
         if function.__module__.startswith("torchmetrics."):  # they take any keyword, and refuse it when they are built
             refuse_unknown(options, [one for one in signature_options(_constructor(function)) if one != "self"], place)
+        if options.get("top_k") is not None:  # torchmetrics takes any number
+            check_value(Annotated[int, Range(1)], options["top_k"], f"{place}.top_k")
         _check_one_number(function, node, place)  # of options that the metric has: a remedy is one of its own
         check_call(function, options, place, given=_TOLD)
     stage, _, name = metric.rpartition("/")
@@ -309,7 +319,10 @@ def _build(node: Mapping[str, Any], place: str, num_classes: int) -> Metric:
         )
     _check_one_number(function, node, place)
     told = {name: num_classes for name in _TOLD if name in signature_options(_constructor(function))}
-    metric = targets.build({**node, **told}, METRICS, place)
+    try:
+        metric = targets.build({**node, **told}, METRICS, place)
+    except (ValueError, RuntimeError) as error:  # torchmetrics names the option alone, torch not even that
+        raise ValueError(str(error) if str(error).startswith(place) else f"{place}: {error}") from error
     if not isinstance(metric, Metric):
         raise ValueError(f"{place}.{targets.TARGET}={node[targets.TARGET]} makes no metric of torchmetrics")
     metric.has_own_threshold = "threshold" in node  # type: ignore[assignment]

@@ -191,5 +191,8 @@ def _given_thresholds(threshold: Any, num_classes: int, multi_label: bool) -> Te
     places = num_classes if multi_label else 1
     values = [threshold] * places if isinstance(threshold, float | int) else list(threshold)
     if len(values) != places:
-        raise ValueError(f"task.threshold has {len(values)} numbers: give one, or one for each of the {places} labels")
+        remedy = (
+            f"give one, or one for each of the {places} labels" if multi_label else "two classes have one threshold"
+        )
+        raise ValueError(f"task.threshold has {len(values)} numbers: {remedy}")
     return torch.tensor([float(value) for value in values])

@@ -30,7 +30,7 @@ def freeze(model: nn.Module, part: int | str | None) -> None:
     blocks = layer_of[_HEAD] - 1
     last = {"embeddings": 0, "body": blocks}[part] if isinstance(part, str) else part
     if last > blocks:
-        raise ValueError(f"recipe.freeze={part}: the model has {blocks} blocks")
+        raise ValueError(f"recipe.freeze={part}: the model has {blocks} block{'s' * (blocks != 1)}")
     for name, parameter in model.named_parameters():
         if layer_of[name] <= last:
             parameter.requires_grad_(False)

@@ -439,7 +439,7 @@ class TrainedModule(LightningModule):
             name = type(self).__name__
             raise ValueError(
                 f"this {name} only measures: to train it, make it with {name}(..., "
-                "training=Training(learning_rate=1e-3))"
+                "training=longseq.tasks.Training(learning_rate=1e-3))"
             )
         if isinstance(self.trainer.strategy, FSDPStrategy):
             raise ValueError(

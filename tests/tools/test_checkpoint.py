@@ -48,6 +48,7 @@ def test_knows_what_the_run_knew(checkpoint: Path) -> None:
     assert loaded.task_name == "image"
     assert loaded.config["mixer"]["name"] == "attention"
     assert loaded.data["class_names"] == [str(digit) for digit in range(10)]
+    assert loaded.epoch == 1, "counted from 1, as the run prints them"
     assert loaded.global_step == 2
     assert not loaded.backbone.training
     assert loaded.backbone(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
@@ -262,6 +263,18 @@ def test_a_saved_folder_is_measured_on_data_that_are_given(tmp_path: Path) -> No
     for wrong in ("data.eval_batch_size=0", "data.crop_pct=-1", "data.on_error=ignore", "data.download=3"):
         with pytest.raises(ValueError, match=f"^{wrong} must be "):
             measure(*folder, wrong)
+
+
+@pytest.mark.slow
+def test_a_model_of_grey_images_that_states_the_pixels_of_rgb_classifies_them(tmp_path: Path) -> None:
+    Image.new("L", (20, 20), 99).save(tmp_path / "grey.png")
+    options = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_classes": 3, "in_chans": 1}
+    timm.create_model("longseq_tiny_patch16_224", **options).save_pretrained(tmp_path / "model")
+    data = load(tmp_path / "model").data
+    assert (data["mean"], data["std"]) == ([pytest.approx(0.449)], [pytest.approx(0.226)])
+    words = (f"checkpoint={tmp_path / 'model'}", f"input={tmp_path / 'grey.png'}", f"output={tmp_path / 'told.csv'}")
+    with initialize_config_module("longseq.conf", version_base="1.3"):
+        assert predict.run(compose("predict", [*words, "device=cpu"]))["classified"] == 1
 
 
 def test_a_saved_folder_serves_as_a_checkpoint(checkpoint: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import timm
 import torch
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
+from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
 import longseq  # noqa: F401  registers the models
@@ -20,7 +21,14 @@ from longseq import mixers
 from longseq.backbones.classifier import TextClassifier
 from longseq.blocks.positions import Layout
 from longseq.kernels import dispatch
-from longseq.tools.describe import describe_document_model, describe_image_model, list_mixers, list_models, run
+from longseq.tools.describe import (
+    describe_document_model,
+    describe_image_model,
+    find_devices,
+    list_mixers,
+    list_models,
+    run,
+)
 
 DATA = {"img_size": 224, "in_chans": 3}
 SMALL: dict[str, Any] = {"img_size": 16, "patch_size": 4, "in_chans": 1, "embed_dim": 32, "depth": 2, "num_classes": 5}
@@ -168,6 +176,25 @@ def test_command_describes_a_configuration(command_here, tmp_path: Path) -> None
     assert result.returncode == 0, result.stderr
     for shown in ("longseq_small_patch16_224", "mamba", "3 x 224 x 224", "selective_scan", "runs", "devices: cpu"):
         assert shown in result.stdout
+
+
+@pytest.mark.slow
+def test_warnings_of_a_description_are_those_of_other_commands(command_here, tmp_path: Path) -> None:
+    for label in ("cat", "dog"):
+        (tmp_path / "images" / label).mkdir(parents=True)
+        for index in range(3):
+            Image.new("RGB", (8, 8), (index, 0, len(label))).save(tmp_path / "images" / label / f"{index}.png")
+    words = ("data=image_folder", "data.root=images", "data.img_size=16", "recipe.epochs=1")
+    result = command_here(tmp_path, "describe", *words)
+    told = "longseq: warning: images has no test split: the validation images are also the test images"
+    assert result.stderr.splitlines()[0] == told
+    assert "2 classes at 16 px (few images, seen often): batch 4, 1 epoch, learning rate" in result.stdout
+
+
+def test_one_thread_is_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for count, told in ((1, ", 1 thread"), (2, ", 2 threads")):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+        assert find_devices()[0].endswith(told)
 
 
 def compose_describe(*overrides: str) -> DictConfig:

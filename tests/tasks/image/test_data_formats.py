@@ -20,6 +20,7 @@ from PIL import Image, UnidentifiedImageError
 
 from longseq.tasks import predict, train
 from longseq.tasks.image.augmentation import Augmentation
+from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.datasets import ImageFiles
 from longseq.tasks.image.decoding import decode, first_line, image_endings, in_eight_bits
 from longseq.tasks.image.info import DataInfo
@@ -302,6 +303,40 @@ def test_images_without_a_class_are_passed_over_by_name(tmp_path, caplog):
     open_folder(root, class_map={"dark": 0, "light": 1})
     assert "1 of no class" in caplog.text
     assert "grey/0.png" in caplog.text
+
+
+def test_a_class_without_training_images_is_told(tmp_path, caplog):
+    root = write_mixed(tmp_path)
+    open_folder(root, class_map={"dark": 0, "light": 1})
+    assert "never learnt" not in caplog.text
+    open_folder(root, class_map={"dark": 0, "light": 1, "grye": 2})
+    assert "no training image has the class grye, which is never learnt" in caplog.messages
+
+
+@pytest.mark.parametrize("numbers", [{"darq": 0, "lihgt": 1}, "classes.txt"])
+def test_class_folders_of_other_names_are_told_beside_those_of_the_map(numbers, tmp_path):
+    (tmp_path / "classes.txt").write_text("darq\nlihgt\n")
+    class_map = numbers if isinstance(numbers, dict) else str(tmp_path / numbers)
+    message = r"has no folder of the classes darq, lihgt, and has dark, light: give other images, or the number"
+    with pytest.raises(ValueError, match=message):
+        open_folder(write_mixed(tmp_path), class_map=class_map)
+
+
+@pytest.mark.parametrize("source", ["folder", "csv"])
+def test_an_evaluation_of_another_source_leaves_out_how_the_run_named_its_labels(source, tmp_path):
+    root, table = write_mixed(tmp_path), tmp_path / "images.csv"
+    paths = sorted((root / "train").glob("[dl]*/?.png"))
+    table.write_text("".join(f"{line}\n" for line in ("image,label", *(f"{one},{one.parent.name}" for one in paths))))
+    keys = {
+        "folder": {"root": str(root), "class_map": {"dark": 0, "light": 1}},
+        "csv": {"root": str(table), "file_column": "image"},
+    }
+    run = {"data": {"name": "mixed", "source": source, "img_size": 8, "num_workers": 0, **keys[source]}}
+    other = "csv" if source == "folder" else "folder"
+    changes = {"source": other, **keys[other], "class_map": None}
+    trained = open_folder(source=source, **keys[source]).info
+    again = ImageDataModule.for_evaluation(run, changes, split="test", trained=trained, batch_size=4)
+    assert again.info.class_names == ["dark", "light"]
 
 
 def test_images_beside_the_splits_are_named(tmp_path, caplog):

@@ -116,7 +116,7 @@ def test_a_run_repeats_what_it_chose_when_the_folder_has_grown(tmp_path, command
     first = command_here(tmp_path, *words)
     assert first.returncode == 0, first.stderr
     assert (
-        "recipe auto for 24 images of 3 classes at 16 px (few images, seen often): batch 24, 1 epochs" in first.stdout
+        "recipe auto for 24 images of 3 classes at 16 px (few images, seen often): batch 24, 1 epoch," in first.stdout
     )
     written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["recipe"]
     assert (written["batch_size"], written["learning_rate"]) == (24, 1e-3)
