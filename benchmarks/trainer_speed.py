@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command import run_script
 from hydra import compose, initialize_config_module
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
@@ -155,8 +156,6 @@ def measure(words: list[str], updates: int) -> dict[str, Any]:
 def main() -> None:
     if len(sys.argv) < 5:
         sys.exit(__doc__)
-    if not torch.cuda.is_available():
-        sys.exit("trainer_speed.py times training on a CUDA device, and torch sees none")
     file, name, updates, words = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4:]
     row = {"run": name, **measure(words, updates), "overrides": " ".join(words)}
     print(row, flush=True)
@@ -179,4 +178,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, __doc__, gpu="times training")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command import run_script
 from hydra import compose, initialize_config_module
 
 from longseq.tasks.training.command import read_command
@@ -71,11 +72,6 @@ def train(root: Path, devices: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    if "--help" in sys.argv:
-        print(__doc__)
-        return
-    if not torch.cuda.is_available():
-        sys.exit("vim_recipe.py trains on GPUs, and torch sees none")
     output = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "vim_recipe.json"
     counts = [int(word) for word in sys.argv[2:]] or sorted({1, torch.cuda.device_count()})
     rows: list[dict[str, Any]] = []
@@ -112,4 +108,4 @@ def write(output: Path, rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, __doc__, gpu="trains on GPUs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import shlex
 import subprocess
@@ -98,7 +99,7 @@ def test_every_script_prints_its_usage(call, name):
     [
         *((f"{name}{words}", "torch sees n") for name, words in {
             "counted_launches": "", "first_calls": "", "generation_memory": " out.json deltanet", "image_steps": "",
-            "loss_curves": " folder", "trainer_speed": " out.json name 3 task=lm",
+            "loss_curves": " folder", "trainer_speed": " out.json name 3 task=lm", "vim_recipe": "",
         }.items()),
         ("augmented data=no.npz folder=made", "No such file"),
         ("cifar10_data pack no made", "no"),
@@ -540,16 +541,16 @@ def test_the_bytes_that_a_layer_keeps_are_those_of_the_page(tmp_path):
 
 def test_pages_name_the_gpu_and_the_versions_on_which_kernels_ran():
     """A row of another GPU or of other versions changes the sentence."""
-    ran = set()
+    ran, gpus = set(), set()
     for path in (ROOT / "benchmarks").glob("*.json"):
         for row in json.loads(path.read_text()).get("rows", ()):
             measured = row.get("measured", {})
             if measured.get("gpu") and "triton" in measured["versions"]:
-                ran.add(
-                    (measured["gpu"], *(measured["versions"][name].rsplit(".", 1)[0] for name in ("torch", "triton")))
-                )
-    ((gpu, torch_version, triton),) = ran
-    said = f"ran, and were measured, on {gpu}s with torch {torch_version} and Triton {triton}."
+                gpus.add(re.match(r"NVIDIA (\w+)", measured["gpu"])[1])
+                ran.add(tuple(measured["versions"][name].rsplit(".", 1)[0] for name in ("torch", "triton")))
+    ((torch_version, triton),) = ran
+    named = " and ".join(f"{gpu}s" for gpu in sorted(gpus))
+    said = f"ran, and were measured, on NVIDIA {named} with torch {torch_version} and Triton {triton}."
     for page in ("README.md", "docs/pages/kernels.md"):
         assert said in words_of(page), page
 
