@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
@@ -133,11 +133,12 @@ def _name(value: Any, column: str) -> str:
     return value
 
 
-def sort_names(names: Iterable[str]) -> list[str]:
-    """The names of classes in their order: that of the alphabet, and of numbers where all are whole numbers."""
+def sort_names(names: Iterable[str], key: Callable[[str], Any] | None = None) -> list[str]:
+    """The names of classes in their order: by value where all are whole numbers, else by `key` or the alphabet."""
     found = list(set(names))
     numbers = all(name.removeprefix("-").isdecimal() for name in found)
-    return sorted(found, key=lambda name: (int(name), name)) if numbers else sorted(found)
+    # Python refuses to read more than 4300 digits as an int.
+    return sorted(found, key=lambda name: (Decimal(name), name)) if numbers else sorted(found, key=key)
 
 
 def name_some(names: Sequence[str]) -> str:

@@ -455,17 +455,18 @@ def timm_splits(
     class_map: ClassMap,
     val_fraction: float,
     split_seed: int,
+    order: Sequence[str] | None = None,
 ) -> Splits:
     """The splits of a source that timm reads by index: folder, hfds/NAME, torch/NAME (a tar counts as a folder).
 
     `names` has the split names of train, validation and test, None for a split that does not exist. Without a
     validation split, `val_fraction` of the training images becomes the validation split. Without a test split, the
-    validation images are also the test images, and one log line says so.
+    validation images are also the test images, and one log line says so. `order` of a folder is that of `sort_classes`.
     """
     train_source: Source
     held_out: dict[str, Source]
     if source == "folder":
-        train_source, held_out = open_folders(root, names, class_map)
+        train_source, held_out = open_folders(root, names, class_map, order)
     else:
         path = source.removeprefix("hfds/")
         if path != source and not download and not Path(path).exists():
@@ -497,19 +498,23 @@ def finish_splits(
     return Splits(train, validation, validation)
 
 
-def shard_splits(root: str | None, *, multi_label: bool, val_fraction: float, split_seed: int) -> Splits:
+def shard_splits(
+    root: str | None, *, multi_label: bool, val_fraction: float, split_seed: int, order: Sequence[str] | None = None
+) -> Splits:
     """The splits of a folder of shards; what it does not set apart is set apart as of a folder of images."""
-    found = open_shards(root, multi_label=multi_label)
+    found = open_shards(root, multi_label=multi_label, order=order)
     held_out: dict[str, Source] = {name: source for name, source in found.items() if name != "train"}
     return finish_splits(found["train"], held_out, val_fraction, split_seed, str(root))
 
 
-def held_out_shards(root: str | None, kind: str, *, multi_label: bool, whole: bool) -> Split | None:
+def held_out_shards(
+    root: str | None, kind: str, *, multi_label: bool, whole: bool, order: Sequence[str] | None = None
+) -> Split | None:
     """The split `kind` (validation or test) of a folder of shards; None if it is a part of the training images.
 
     Without a test split, the validation images are the test images. With `whole`, a folder of one split is the split.
     """
-    found = open_shards(root, multi_label=multi_label)
+    found = open_shards(root, multi_label=multi_label, order=order)
     for name in ("test", "validation") if kind == "test" else ("validation",):
         if name in found:
             return Split.whole(found[name])
@@ -624,7 +629,7 @@ def require_arrays(source: str, root: str | None, *, download: bool) -> None:
 
 
 def open_folders(
-    root: str | None, names: Mapping[str, str | None], class_map: ClassMap
+    root: str | None, names: Mapping[str, str | None], class_map: ClassMap, order: Sequence[str] | None = None
 ) -> tuple[FolderSource | ReaderSource, dict[str, Source]]:
     """The training images of a folder, and those of `validation` and `test` that it sets apart."""
     root = require_folder(root)
@@ -634,7 +639,7 @@ def open_folders(
     if any(paths.values()) and paths.get("train") is None:
         raise ValueError(f"{root} holds no training images: add {root}/train, or give data.train_split=NAME")
     _report_beside(root, [path for path in paths.values() if path is not None])
-    train = _folder(paths.get("train") or root, class_map)
+    train = _folder(paths.get("train") or root, class_map, order=order)
     held_out: dict[str, Source] = {
         kind: _held_out_folder(path, train, class_map)
         for kind, path in paths.items()
@@ -692,16 +697,18 @@ def _numbered_folder(path: str, class_names: Sequence[str], class_map: ClassMap)
     return _folder(path, {name: index for index, name in enumerate(class_names)})
 
 
-def _folder(path: str, class_map: ClassMap = None, *, reported: bool = True) -> FolderSource | ReaderSource:
+def _folder(
+    path: str, class_map: ClassMap = None, *, order: Sequence[str] | None = None, reported: bool = True
+) -> FolderSource | ReaderSource:
     """A folder of class folders, a .tar of them, or a folder of .tar files; files that are passed over are logged."""
     numbers = _class_numbers(class_map, path)
     try:
         source: FolderSource | ReaderSource
         if Path(path).is_file() or any(Path(path).glob("*.tar")):
-            source = ReaderSource(TarImages(path, numbers), path)
+            source = ReaderSource(TarImages(path, numbers, order), path)
             passed_over = source.reader.passed_over
         else:
-            source = FolderSource(ClassFolders(path, numbers))
+            source = FolderSource(ClassFolders(path, numbers, order))
             passed_over = source.folders.passed_over
     except (RuntimeError, AssertionError, OSError, tarfile.TarError) as error:
         raise ValueError(_no_images(path)) from error
