@@ -502,6 +502,8 @@ class ImageDataModule(TaskData):
             seed=self.seed,
             class_map=keys.class_map,
             num_samples=keys.train_samples if training else None,
+            # Of these, earlier versions called the classes by their numbers, and so do their runs.
+            named=keys.num_classes is None,
         )
 
     def _describe_stream(self) -> tuple[dict[str, int | None], list[str]]:
@@ -517,8 +519,12 @@ class ImageDataModule(TaskData):
 
     def _stream_loader(self, kind: str, transform: Any, training: bool) -> StreamLoader:
         rank, world_size, _ = find_place(self.trainer)
+        stream = self._stream(kind, training)
+        options = self._loader_options()
+        if training and (shards := getattr(stream.reader, "shards", None)) is not None:
+            options["num_workers"] = self._fit_workers(options["num_workers"], shards, world_size)
         batches = StreamBatches(
-            self._stream(kind, training),
+            stream,
             transform,
             batch_size=self.batch_size if training else self.eval_batch_size,
             training=training,
@@ -526,9 +532,17 @@ class ImageDataModule(TaskData):
             rank=rank,
             world_size=world_size,
         )
-        return StreamLoader(
-            batches, **self._loader_options(), epoch=lambda: self.trainer.current_epoch if self.trainer else 0
-        )
+        return StreamLoader(batches, **options, epoch=lambda: self.trainer.current_epoch if self.trainer else 0)
+
+    def _fit_workers(self, workers: int, shards: int, world_size: int) -> int:
+        """The data workers of a Hugging Face stream, of whose files each must read one at least."""
+        own = shards // world_size if shards % world_size == 0 else shards
+        if workers > own and self.keys.num_workers is not None:
+            raise ValueError(
+                f"data.num_workers={workers}: data.source={self.keys.source} has {shards} file(s), and each worker reads "
+                f"files of its own: give data.num_workers={own}, or read the data by index (data.source=hfds/NAME)"
+            )
+        return min(workers, own)
 
     def _loader_options(self) -> dict[str, Any]:
         workers = self.keys.num_workers

@@ -573,8 +573,13 @@ def open_stream(
     seed: int,
     class_map: ClassMap,
     num_samples: int | None,
+    named: bool = True,
 ) -> Any:
-    """timm's IterableImageDataset of one split; `num_samples` is an epoch's length if the stream does not know it."""
+    """timm's IterableImageDataset of one split; `num_samples` is an epoch's length if the stream does not know it.
+
+    The reader of a Hugging Face data set has `shards`, the files of the stream, and if `named` the names of classes that
+    the data set declares.
+    """
     if not training and source.lower().startswith("hfids/"):
         num_samples = -1  # timm requires a length, but evaluates on all images of the stream
     try:
@@ -589,12 +594,44 @@ def open_stream(
             class_map=_as_dict(class_map),
             **_stream_options(source),
         )
+        is_hub = source.lower().startswith("hfids/")
+        stream = dataset.reader.builder.as_streaming_dataset(split=name) if is_hub else None
     except Exception as error:
         raise ValueError(
             f"{_unopened(source, name, error)}, and data.train_samples=N for a stream that does not tell its length"
         ) from error
+    if stream is not None:
+        _take_columns(dataset.reader, source, stream, named=named)
     _check_mapped(dataset.reader, source, class_map)
     return dataset
+
+
+def _take_columns(reader: Any, source: str, stream: Any, *, named: bool) -> None:
+    """Tell timm's reader what an opened Hugging Face stream declares: timm knows it of prepared data sets alone.
+
+    ValueError, in one line, for columns that are no images and classes.
+    """
+    reader.shards = stream.num_shards
+    features = stream.features
+    if features is None:  # as of files of JSON, whose columns the first samples tell
+        return
+    for column in ("image", "label"):
+        if column not in features:
+            raise ValueError(
+                f"data.source={source} has no column {column}, but {name_some(list(features))}: give a data set with "
+                "the columns image and label"
+            )
+    kind = type(features["image"]).__name__
+    if kind != "Image":
+        told = "bytes or paths" if isinstance(features["image"], Mapping) or kind == "Value" else kind
+        raise ValueError(
+            f"the column image of data.source={source} has {told}, and declares no images: read the data by index "
+            f"(data.source=hfds/{source.partition('/')[2]})"
+        )
+    if names := getattr(features["label"], "names", None):
+        reader._source_names = dict(enumerate(names))
+        if named and not reader.remap_class:
+            reader.class_to_idx = {name: number for number, name in enumerate(names)}
 
 
 def _stream_options(source: str) -> dict[str, Any]:
@@ -825,6 +862,11 @@ def _check_mapped(reader: Any, source: str, class_map: ClassMap) -> None:
     if "label" not in features:
         return
     names = getattr(features["label"], "names", None) or []
+    if not names and dataset is None and "int" in str(getattr(features["label"], "dtype", "")):
+        raise ValueError(
+            f"data.source={source} has numbers of classes without names, to which data.class_map={spell(class_map)} "
+            "gives no number: leave it out and give data.num_classes=N, or read the data by index (data.source=hfds/NAME)"
+        )
     labels = range(len(names)) if dataset is None else dataset.unique("label")
     spelled = {one: names[one] if isinstance(one, int) and 0 <= one < len(names) else one for one in labels}
     lacking = [name for one, name in spelled.items() if not {one, name} & reader.class_to_idx.keys()]
