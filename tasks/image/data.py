@@ -539,8 +539,9 @@ class ImageDataModule(TaskData):
         own = shards // world_size if shards % world_size == 0 else shards
         if workers > own and self.keys.num_workers is not None:
             raise ValueError(
-                f"data.num_workers={workers}: data.source={self.keys.source} has {shards} file(s), and each worker reads "
-                f"files of its own: give data.num_workers={own}, or read the data by index (data.source=hfds/NAME)"
+                f"data.num_workers={workers}: data.source={self.keys.source} has {shards} file(s), and each worker "
+                f"reads files of its own: give data.num_workers={own}, or read the data by index "
+                "(data.source=hfds/NAME)"
             )
         return min(workers, own)
 

@@ -577,8 +577,8 @@ def open_stream(
 ) -> Any:
     """timm's IterableImageDataset of one split; `num_samples` is an epoch's length if the stream does not know it.
 
-    The reader of a Hugging Face data set has `shards`, the files of the stream, and if `named` the names of classes that
-    the data set declares.
+    The reader of a Hugging Face data set has `shards`, the files of the stream, and if `named` the names of classes
+    that the data set declares.
     """
     if not training and source.lower().startswith("hfids/"):
         num_samples = -1  # timm requires a length, but evaluates on all images of the stream
@@ -865,7 +865,8 @@ def _check_mapped(reader: Any, source: str, class_map: ClassMap) -> None:
     if not names and dataset is None and "int" in str(getattr(features["label"], "dtype", "")):
         raise ValueError(
             f"data.source={source} has numbers of classes without names, to which data.class_map={spell(class_map)} "
-            "gives no number: leave it out and give data.num_classes=N, or read the data by index (data.source=hfds/NAME)"
+            "gives no number: leave it out and give data.num_classes=N, or read the data by index "
+            "(data.source=hfds/NAME)"
         )
     labels = range(len(names)) if dataset is None else dataset.unique("label")
     spelled = {one: names[one] if isinstance(one, int) and 0 <= one < len(names) else one for one in labels}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from longseq.tasks.data.folders import named_file
 from longseq.tasks.data.labels import LABEL_COLUMN, Labels, read_labels, remarks, targets_of
 from longseq.tasks.data.tables import check_header
 from longseq.tasks.image.decoding import decode
@@ -200,7 +201,7 @@ def _read(path: Path, keys: ImageDataKeys) -> Iterator[Listed]:
                 name = row[named]
                 if not name:
                     raise ValueError(f"{path}, line {line}: no file in column {named!r}")
-                image = path.parent / name  # "./a.png" and "a.png" are one
+                image = path.parent / named_file(name)  # "./a.png" and "a.png" are one
                 if (first := seen.setdefault(str(image), line)) != line:
                     raise ValueError(
                         f"{path}, line {line}: {name} is in line {first} already: give each image one line"
