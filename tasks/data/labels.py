@@ -207,15 +207,17 @@ def _fractional(names: Sequence[str]) -> str | None:
 
 
 def _is_number(name: str) -> bool:
-    return re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", name.strip(), re.IGNORECASE) is not None
+    # Longer exponents are no numbers to Decimal, and may be those of a hexadecimal name.
+    return re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,9})?", name.strip(), re.IGNORECASE) is not None
 
 
 def _as_number(name: str) -> str:
-    """A name that is a number, in the shortest form; another name as it is."""
+    """A name that is a number, in the shortest form, with all of its digits; another name as it is."""
     if not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)", name):
         return name
-    found = Decimal(name)
-    return str(found.normalize() if found else Decimal(0))
+    whole, _, fraction = name.lstrip("+-").partition(".")
+    shortest = f"{whole.lstrip('0')}.{fraction.rstrip('0')}"
+    return f"-{shortest}" if name.startswith("-") and shortest != "." else shortest
 
 
 def targets_of(

@@ -182,6 +182,9 @@ def test_classes_that_only_look_alike_are_told(tmp_path: Path, caplog: Any) -> N
     [
         (["1", "2"], {}, None),
         ([1, 10**400], {}, None),  # more than a float holds
+        ([1, 10**4299, "9" * 5000], {}, None),  # more digits than Python reads as an int
+        (["1e400", "12e34567890123456789", "2"], {}, None),
+        (["1" * 40 + "1", "1" * 40 + "2"], {}, None),  # that differ beyond the digits of a Decimal
         (["1.5", "n", "a/b"], {}, None),
         ([0.5, 1, 2.25], {}, "labels are numbers with a fraction, such as 0.5: each of the 3 is a class of its own"),
         (

@@ -76,6 +76,19 @@ def test_every_source_gives_classes_the_same_numbers(names, tmp_path, command_he
         assert all(names[::-1][shade] == name for shade, name in found), kind
 
 
+def test_labels_of_more_digits_than_a_number_holds_are_classes_of_a_table(tmp_path, caplog):
+    names = ["2", "1" * 400, "1" * 4999 + "1", "1" * 4999 + "2"]
+    write(tmp_path, ["a", "b"])
+    files = [f"images/{one}/{index}.png" for one in "ab" for index in range(IMAGES)]
+    rows = [(path, names[::-1][number % 4]) for number, path in enumerate(files)]
+    with (tmp_path / "table.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([("file_name", "label"), *rows])
+    module = open_data("csv", tmp_path / "table.csv")
+    module.setup()
+    assert module.info.class_names == names
+    assert "alike" not in caplog.text
+
+
 def test_a_model_keeps_the_numbers_that_it_was_trained_with(tmp_path, command_here):
     """Also where the measured images are a part of the training images, which are numbered anew."""
     names, trained = ["-1", "0", "1"], ["0", "1", "-1"]
