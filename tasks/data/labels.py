@@ -27,6 +27,9 @@ LABEL_COLUMN = "label"
 
 _NAMED = 5  # of the classes that a message tells
 
+# What pandas and spreadsheets write for a value that is not there. ("none" is the name of classes, too.)
+_ABSENT = ("nan", "<na>", "n/a", "#n/a", "null")
+
 # Marks that often stand between the labels of a cell.
 _MARKS = ";|,/"
 
@@ -169,7 +172,7 @@ def alike(names: Iterable[str]) -> str | None:
 
 def remarks(names: Sequence[str], *, multi_label: bool) -> list[str]:
     """What the names of classes may not have been meant to be, a line each: see `alike`, and the two below it."""
-    found = (alike(names), _composed(names, multi_label), _fractional(names))
+    found = (alike(names), _composed(names, multi_label), _fractional(names), _missing(names))
     return [told for told in found if told is not None]
 
 
@@ -204,6 +207,14 @@ def _fractional(names: Sequence[str]) -> str | None:
         f"labels are numbers with a fraction, such as {found[0]}: each of the {len(names)} is a class of its own, and "
         "near ones are no more alike than others; round them to the classes that are meant"
     )
+
+
+def _missing(names: Sequence[str]) -> str | None:
+    """A remark, in one line, where a class has the name that programs write for a value that is not there; or None."""
+    found = [repr(name) for name in names if name.strip().lower() in _ABSENT]
+    if not found:
+        return None
+    return f"{' and '.join(found)} is a class of its own: leave out these samples if it means that the label is missing"
 
 
 def _is_number(name: str) -> bool:

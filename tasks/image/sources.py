@@ -7,7 +7,7 @@ import logging
 import os
 import tarfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -753,11 +753,21 @@ def _folder(
         report_passed_over(passed_over, path)
     if not len(source):
         raise ValueError(_no_images(path))
+    _refuse_unwritable(path, source.class_to_idx)
     if reported and (told := alike(map(str, source.class_to_idx))) is not None:
         _log.warning("%s: %s", path, told)
     if "" in source.class_to_idx:
         raise ValueError(f"{path} has images outside class folders: move each into the folder of its class")
     return source
+
+
+def _refuse_unwritable(path: str, names: Iterable[Any]) -> None:
+    """Raise ValueError for a class that no file of the run can name: its folder's name is no UTF-8."""
+    for name in map(str, names):
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{path}: the class folder {name!a} has a name that is no UTF-8: rename it") from None
 
 
 def _no_images(path: str) -> str:

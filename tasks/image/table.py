@@ -13,7 +13,7 @@ from PIL import Image
 
 from longseq.tasks.data.folders import named_file
 from longseq.tasks.data.labels import LABEL_COLUMN, Labels, read_labels, remarks, targets_of
-from longseq.tasks.data.tables import check_header
+from longseq.tasks.data.tables import check_header, find_split_column
 from longseq.tasks.image.decoding import decode
 from longseq.tasks.image.folder import sort_classes
 from longseq.tasks.image.sources import MOST_FILES, RealPaths, Source, Split, Splits, finish_splits, size_of
@@ -107,6 +107,9 @@ def open_tables(
         class_names = sort_classes((name for row in rows for name in row.labels), order)
     if len(class_names) < 2 and not (keys.multi_label and class_names):
         raise ValueError(f"{tables['train']} has one class alone ({''.join(class_names)}), and nothing to tell apart")
+    used = [keys.file_column or FILE_COLUMN, *([columns] if isinstance(columns, str) else columns or [LABEL_COLUMN])]
+    if told := find_split_column(tables["train"], used):
+        _log.warning("%s: write train.csv, val.csv and test.csv into a folder, and give data.root=FOLDER", told)
     for told in remarks(class_names, multi_label=keys.multi_label):
         _log.warning("%s: %s", tables["train"], told)
     train = TableSource(tables["train"], rows, class_names, multi_label=keys.multi_label)

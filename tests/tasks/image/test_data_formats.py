@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import struct
+import sys
 import tarfile
 import zlib
 from itertools import product
@@ -616,3 +617,37 @@ def test_images_of_an_archive_without_a_class_are_told(tmp_path, caplog):
     module = open_folder(tmp_path / "all.tar", val_fraction=0.34, class_map={"light": 0, "dark": 1})
     assert module.info.sizes["train"] == 4
     assert "3 passed over (3 of no class: grey/0.png, grey/1.png, grey/2.png)" in caplog.text
+
+
+def test_a_column_of_splits_that_is_not_read_is_told(tmp_path, caplog):
+    """All lines are training lines otherwise, also those that are called val and test."""
+    for column, used in (("split", None), ("set", "set")):
+        rows = [("file_name", "label", column)]
+        for index in range(12):
+            write(tmp_path / f"{index}.png", Image.fromarray(GREY + index))
+            rows.append(
+                (f"{index}.png", "ab"[index % 2], ("train", "train", "train", "val", "test", "train")[index // 2])
+            )
+        (tmp_path / "table.csv").write_text("\n".join(map(",".join, rows)), encoding="utf-8")
+        caplog.clear()
+        open_folder(tmp_path / "table.csv", source="csv", val_fraction=0.5, label_column=used)
+        told = (
+            "its column 'split' calls 2 lines val and 2 lines test, and all lines are read as training: write train.csv"
+        )
+        assert (told in caplog.text) == (used is None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems take names in Unicode alone")
+@pytest.mark.parametrize("kind", ["folder", "tar"])
+def test_a_class_whose_folder_has_no_unicode_name_is_refused(kind, tmp_path):
+    """No file of the run could name it: the run ended after its training."""
+    root = tmp_path / "images"
+    for name in ("plain", os.fsdecode(b"caf\xe9")):
+        for index in range(2):
+            write(root / name / f"{index}.png", Image.fromarray(GREY + index))
+    if kind == "tar":
+        with tarfile.open(tmp_path / "images.tar", "w") as archive:
+            archive.add(root, arcname=".")
+        root = tmp_path / "images.tar"
+    with pytest.raises(ValueError, match=r"the class folder 'caf\\udce9' has a name that is no UTF-8: rename it$"):
+        open_folder(root, val_fraction=0.5)
