@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longseq.tasks.data.folders import refuse_inside
-from longseq.tasks.data.labels import Labels, read_labels
+from longseq.tasks.data.labels import Labels, name_some, read_labels
 from longseq.tasks.data.tables import find_split_column
 from longseq.tasks.text.corpora import cache_folder
 from longseq.tasks.text.documents import Document, Place
@@ -180,6 +180,8 @@ def _find_files(keys: DocumentDataKeys, split: str, given: str | None) -> Reader
     columns = Columns(keys.text_column or "text", labels=labels, keys=("data.text_column", "", "data.label_column"))
     parts = find_parts([path], columns)
     paths = [file for part in parts for file in (part.files or [part.path])]
+    if split == "train":
+        _tell_empty(path, paths)
     for file in paths if split == "train" else []:
         if (mark := {".csv": ",", ".tsv": "\t"}.get(Path(file).suffix.lower())) is not None:
             used = [column for column in (columns.text, *columns.labels) if column is not None]
@@ -191,6 +193,18 @@ def _find_files(keys: DocumentDataKeys, split: str, given: str | None) -> Reader
         lambda: (_labelled(one, keys, columns, path) for part in parts for one in read_part(part, columns)),
         stamp=[[path, *stamp(path)] for path in dict.fromkeys(paths)],
     )
+
+
+def _tell_empty(path: str, files: Sequence[str]) -> None:
+    """Warn, in one line, of folders that would be classes and hold no file."""
+    if not os.path.isdir(path):
+        return
+    used = {os.path.relpath(file, path).split(os.sep)[0] for file in files}
+    if not any(os.path.isdir(os.path.join(path, name)) for name in used):
+        return
+    empty = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and entry.name not in used)
+    if shown := [name for name in empty if not name.startswith(".")]:
+        _log.warning("%s: no text in %s: no class is named so", path, name_some([f"{name}/" for name in shown]))
 
 
 def _labelled(one: Document | Malformed, keys: DocumentDataKeys, columns: Columns, root: str) -> Sample | Malformed:

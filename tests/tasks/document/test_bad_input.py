@@ -230,6 +230,20 @@ def test_a_column_of_splits_that_is_not_read_is_told(tmp_path: Path, caplog: Any
         assert len(told) == count, caplog.text
 
 
+def test_folders_without_a_text_are_told(tmp_path: Path, caplog: Any) -> None:
+    for index, row in enumerate(make_rows(60)):
+        file = tmp_path / "texts" / row["label"] / f"{index}.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(row["text"], encoding="utf-8")
+    (tmp_path / "texts/.git").mkdir()
+    open_data(tmp_path, root=str(tmp_path / "texts"))
+    assert not caplog.records
+    (tmp_path / "texts/whale/deep").mkdir(parents=True)
+    open_data(tmp_path, root=str(tmp_path / "texts"))
+    (told,) = (record.message for record in caplog.records)
+    assert told == f"{tmp_path / 'texts'}: no text in whale/: no class is named so"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems take names in Unicode alone")
 def test_a_class_whose_folder_has_no_unicode_name_is_told(tmp_path: Path) -> None:
     for index, row in enumerate(make_rows(60)):
