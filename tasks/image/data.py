@@ -535,13 +535,19 @@ class ImageDataModule(TaskData):
         return StreamLoader(batches, **options, epoch=lambda: self.trainer.current_epoch if self.trainer else 0)
 
     def _fit_workers(self, workers: int, shards: int, world_size: int) -> int:
-        """The data workers of a Hugging Face stream, of whose files each must read one at least."""
-        own = shards // world_size if shards % world_size == 0 else shards
+        """The data workers of a stream of `shards` files: one without a file gives none of the images of an epoch."""
+        source = self.keys.source
+        whole = source.lower().startswith("hfids/") and shards % world_size  # each device reads a part of every file
+        own = shards if whole else shards // world_size
+        if own == 0:
+            raise ValueError(
+                f"data.source={source} has {shards} file(s) for {world_size} devices, each of which reads files of its "
+                "own: give more files, or fewer devices"
+            )
         if workers > own and self.keys.num_workers is not None:
             raise ValueError(
-                f"data.num_workers={workers}: data.source={self.keys.source} has {shards} file(s), and each worker "
-                f"reads files of its own: give data.num_workers={own}, or read the data by index "
-                "(data.source=hfds/NAME)"
+                f"data.num_workers={workers}: data.source={source} has {shards} file(s), and each worker of a device "
+                f"reads files of its own: give data.num_workers={own}"
             )
         return min(workers, own)
 

@@ -577,8 +577,8 @@ def open_stream(
 ) -> Any:
     """timm's IterableImageDataset of one split; `num_samples` is an epoch's length if the stream does not know it.
 
-    The reader of a Hugging Face data set has `shards`, the files of the stream, and if `named` the names of classes
-    that the data set declares.
+    Its reader has `shards`, the files of the stream; that of a Hugging Face data set has, if `named`, the names of
+    classes that the data set declares.
     """
     if not training and source.lower().startswith("hfids/"):
         num_samples = -1  # timm requires a length, but evaluates on all images of the stream
@@ -600,6 +600,8 @@ def open_stream(
         raise ValueError(
             f"{_unopened(source, name, error)}, and data.train_samples=N for a stream that does not tell its length"
         ) from error
+    if source.lower().startswith("wds/"):
+        dataset.reader.shards = len(dataset.reader.split_info.filenames)
     if stream is not None:
         _take_columns(dataset.reader, source, stream, named=named)
     _check_mapped(dataset.reader, source, class_map)

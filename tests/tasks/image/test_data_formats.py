@@ -20,6 +20,7 @@ from image_data import image_data
 from PIL import Image, UnidentifiedImageError
 
 from longseq.tasks import predict, train
+from longseq.tasks.image import data
 from longseq.tasks.image.augmentation import Augmentation
 from longseq.tasks.image.datasets import ImageFiles
 from longseq.tasks.image.decoding import decode, first_line, image_endings, in_eight_bits
@@ -354,7 +355,7 @@ def test_a_pipe_is_no_image(tmp_path):
         decode(jpeg)
 
 
-def test_webdataset_keeps_sixteen_bits_and_takes_every_ending(tmp_path):
+def test_webdataset_keeps_sixteen_bits_and_takes_every_ending(tmp_path, monkeypatch):
     pytest.importorskip("webdataset", reason="wds/ sources need longseq[datasets]")
     for shard in range(2):
         with tarfile.open(tmp_path / f"data-{shard}.tar", "w") as archive:
@@ -369,6 +370,14 @@ def test_webdataset_keeps_sixteen_bits_and_takes_every_ending(tmp_path):
     module = open_folder(tmp_path, source="wds/data", **names)
     images, targets = next(iter(module.val_dataloader()))
     assert images[:, 0, 4, 4].tolist() == [40 + 160 * label for label in targets.tolist()]
+    # A worker without a shard would leave its part of an epoch out.
+    monkeypatch.setattr(data, "usable_cores", lambda: 3)
+    module = open_folder(tmp_path, source="wds/data", num_workers=None, batch_size=2, **names)
+    loader = module.train_dataloader()
+    assert loader.num_workers == 2
+    assert sum(len(targets) for _, targets in loader) == 8
+    with pytest.raises(ValueError, match=r"^data\.num_workers=3: .* 2 file\(s\), .*: give data\.num_workers=2$"):
+        open_folder(tmp_path, source="wds/data", num_workers=3, **names).train_dataloader()
 
 
 @pytest.mark.slow
