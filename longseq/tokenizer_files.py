@@ -48,9 +48,20 @@ def read_tokenizer(path: Path, separator: str | None = None) -> dict[str, Any]:
     except (AttributeError, KeyError, IndexError, TypeError) as error:
         raise ValueError(f"{path} is no tokenizer file of the library tokenizers") from error
     usual = next((name for name in SEPARATORS if name in numbers), None)
-    if (content.get("model") or {}).get("dropout"):  # with it a text would have other tokens each time it is read
-        text = json.dumps({**content, "model": {**content["model"], "dropout": None}}, ensure_ascii=False)
-    return {"kind": "file", "separator": separator or _end_token(path.parent) or usual, "json": text}
+    found = {"kind": "file", "separator": separator or _end_token(path.parent) or usual, "json": text}
+    return without_dropout(found)
+
+
+def without_dropout(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+    """A tokenizer without dropout of merges, with which a text would have other tokens each time it is read.
+
+    Checkpoints of earlier versions may hold one with it.
+    """
+    content = json.loads(tokenizer["json"]) if tokenizer["kind"] == "file" else {}
+    if not (content.get("model") or {}).get("dropout"):
+        return dict(tokenizer)
+    text = json.dumps({**content, "model": {**content["model"], "dropout": None}}, ensure_ascii=False)
+    return {**tokenizer, "json": text}
 
 
 def read_folder(folder: Path) -> dict[str, Any] | None:
@@ -73,7 +84,7 @@ def tokenizer_files(tokenizer: Mapping[str, Any], documents: Mapping[str, Any] |
     `max_length` say how longer ones are cut. With truncation=True transformers then cuts as `head` and `tail` do; it
     has no form of the others.
     """
-    content = _byte_tokenizer() if tokenizer["kind"] == "bytes" else json.loads(tokenizer["json"])
+    content = _byte_tokenizer() if tokenizer["kind"] == "bytes" else json.loads(without_dropout(tokenizer)["json"])
     files = {}
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

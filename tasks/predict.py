@@ -3,7 +3,6 @@
 import csv
 import json
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from omegaconf import DictConfig
 from longseq.files import Kind, json_keys, replacing
 from longseq.tasks import registry
 from longseq.tasks.command_keys import PredictKeys
+from longseq.tasks.data.folders import named_file, written_name
 from longseq.tasks.data.inputs import Inputs, Prediction, Unreadable, describe_passed_over
 from longseq.tasks.devices import choose_device, memory_explained
 from longseq.tasks.report import quiet_libraries
@@ -45,15 +45,16 @@ def run(cfg: DictConfig) -> dict[str, int]:
     if output.suffix == ".csv" and loaded.data.get("multi_label"):
         _warn_of_names(loaded.data["class_names"])
     found = inputs.predict(loaded.backbone.to(device).eval(), keys)
+    names = _Names()
     write = _write_csv if output.suffix == ".csv" else _write_json
     with (
         torch.inference_mode(),
         memory_explained("batch_size", keys.batch_size),
         replacing(output) as partial,
     ):
-        classified, failed = write(partial, found, inputs)
+        classified, failed = write(partial, found, inputs, names)
         unreadable = len(failed)
-        first = f"{_in_utf8(failed[0].path)}: {failed[0].reason}" if failed else ""
+        first = f"{written_name(failed[0].path)}: {failed[0].reason}" if failed else ""
         if not classified:
             raise ValueError(f"input={keys.input}: not one of its {unreadable} {inputs.unit} can be read: {first}")
     passed_over = inputs.passed_over
@@ -61,6 +62,11 @@ def run(cfg: DictConfig) -> dict[str, int]:
     unit = loaded.config.get("task", {}).get("unit", inputs.unit)
     for line in inputs.notes():
         print(line)
+    if names.addresses:
+        print(
+            f"{names.addresses} names are no UTF-8, and {output} has them as addresses, file:///...: "
+            "longseq.tasks.data.folders.named_file gives the path of one"
+        )
     print(
         f"{classified} {unit} classified, {unreadable} unreadable{f' (the first: {first})' if failed else ''}, "
         f"{len(passed_over)} passed over{more}; "
@@ -80,7 +86,21 @@ def _warn_of_names(names: Sequence[str]) -> None:
         )
 
 
-def _write_csv(path: Path, found: Iterator[Prediction | Unreadable], inputs: Inputs) -> tuple[int, list[Unreadable]]:
+class _Names:
+    """Paths as they are written, and the number of those that have to be written as addresses."""
+
+    def __init__(self) -> None:
+        self.addresses = 0
+
+    def write(self, path: str) -> str:
+        name = written_name(path)
+        self.addresses += named_file(name) != name
+        return name
+
+
+def _write_csv(
+    path: Path, found: Iterator[Prediction | Unreadable], inputs: Inputs, names: _Names
+) -> tuple[int, list[Unreadable]]:
     """Write predictions as they come, then the inputs that cannot be read, then what was passed over.
 
     Returns the number of predictions, and the inputs that cannot be read.
@@ -98,12 +118,14 @@ def _write_csv(path: Path, found: Iterator[Prediction | Unreadable], inputs: Inp
                 _write_header(writer, inputs.details, width)
             classified += 1
             cells = [cell for name, value in one.classes for cell in (name, f"{value:.6f}")]
-            writer.writerow([_in_utf8(one.path), *_cells(one, inputs.details), *cells, ""])
+            writer.writerow([names.write(one.path), *_cells(one, inputs.details), *cells, ""])
         if not classified:
             _write_header(writer, inputs.details, width)
         others = [Unreadable(path, f"passed over: {reason}") for path, reason in inputs.passed_over]
         for other in (*failed, *others):
-            writer.writerow([_in_utf8(other.path), *_cells(other, inputs.details), *[""] * (2 * width), other.reason])
+            writer.writerow(
+                [names.write(other.path), *_cells(other, inputs.details), *[""] * (2 * width), other.reason]
+            )
     return classified, failed
 
 
@@ -131,7 +153,9 @@ def _cells(one: Prediction | Unreadable, details: Sequence[str]) -> list[Any]:
     return [_BETWEEN.join(value) if isinstance(value, list) else value for value in values]
 
 
-def _write_json(path: Path, found: Iterator[Prediction | Unreadable], inputs: Inputs) -> tuple[int, list[Unreadable]]:
+def _write_json(
+    path: Path, found: Iterator[Prediction | Unreadable], inputs: Inputs, names: _Names
+) -> tuple[int, list[Unreadable]]:
     """Write one object: the predictions, the inputs that cannot be read, and what was passed over.
 
     Returns the number of predictions, and the inputs that cannot be read.
@@ -142,18 +166,13 @@ def _write_json(path: Path, found: Iterator[Prediction | Unreadable], inputs: In
     for one in found:
         if isinstance(one, Prediction):
             classes = [{"class": name, "probability": round(value, 6)} for name, value in one.classes]
-            predictions.append({"path": _in_utf8(one.path), **one.details, "classes": classes})
+            predictions.append({"path": names.write(one.path), **one.details, "classes": classes})
         else:
             # Without details the path alone is told; the command prints the first reason.
             failed.append(one)
-            facts = {"path": _in_utf8(one.path), **one.details, "reason": one.reason}
+            facts = {"path": names.write(one.path), **one.details, "reason": one.reason}
             told.append(facts if inputs.details else facts["path"])
-    passed_over = [one._asdict() | {"path": _in_utf8(one.path)} for one in inputs.passed_over]
+    passed_over = [one._asdict() | {"path": names.write(one.path)} for one in inputs.passed_over]
     written = {"predictions": predictions, "unreadable": told, "passed_over": passed_over}
     path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     return len(predictions), failed
-
-
-def _in_utf8(path: str) -> str:
-    """A path as its name in UTF-8: Python has decoded its bytes by the locale, which may be another."""
-    return os.fsencode(path).decode("utf-8", "replace")

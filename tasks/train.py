@@ -143,6 +143,8 @@ def _train(config: dict[str, Any], folder: Path, names_mixer: bool) -> float | N
     if automatic.searches(config):
         config = _search(config, datamodule, folder)
     if checkpoint is not None:
+        if (trained := runs.trained_on(checkpoint, datamodule.info)) is not None:
+            datamodule.keep_classes(trained)
         runs.check_data(checkpoint, datamodule.info, datamodule.files)
     module = _build_module(config, datamodule, initialized=checkpoint is None)
     if not names_mixer:

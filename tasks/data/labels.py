@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
@@ -26,6 +26,9 @@ Sampling = Literal["balanced"] | None
 LABEL_COLUMN = "label"
 
 _NAMED = 5  # of the classes that a message tells
+
+# What pandas and spreadsheets write for a value that is not there. ("none" is the name of classes, too.)
+_ABSENT = ("nan", "<na>", "n/a", "#n/a", "null")
 
 # Marks that often stand between the labels of a cell.
 _MARKS = ";|,/"
@@ -133,11 +136,12 @@ def _name(value: Any, column: str) -> str:
     return value
 
 
-def sort_names(names: Iterable[str]) -> list[str]:
-    """The names of classes in their order: that of the alphabet, and of numbers where all are whole numbers."""
+def sort_names(names: Iterable[str], key: Callable[[str], Any] | None = None) -> list[str]:
+    """The names of classes in their order: by value where all are whole numbers, else by `key` or the alphabet."""
     found = list(set(names))
     numbers = all(name.removeprefix("-").isdecimal() for name in found)
-    return sorted(found, key=lambda name: (int(name), name)) if numbers else sorted(found)
+    # Python refuses to read more than 4300 digits as an int.
+    return sorted(found, key=lambda name: (Decimal(name), name)) if numbers else sorted(found, key=key)
 
 
 def name_some(names: Sequence[str]) -> str:
@@ -168,7 +172,7 @@ def alike(names: Iterable[str]) -> str | None:
 
 def remarks(names: Sequence[str], *, multi_label: bool) -> list[str]:
     """What the names of classes may not have been meant to be, a line each: see `alike`, and the two below it."""
-    found = (alike(names), _composed(names, multi_label), _fractional(names))
+    found = (alike(names), _composed(names, multi_label), _fractional(names), _missing(names))
     return [told for told in found if told is not None]
 
 
@@ -205,16 +209,26 @@ def _fractional(names: Sequence[str]) -> str | None:
     )
 
 
+def _missing(names: Sequence[str]) -> str | None:
+    """A remark, in one line, where a class has the name that programs write for a value that is not there; or None."""
+    found = [repr(name) for name in names if name.strip().lower() in _ABSENT]
+    if not found:
+        return None
+    return f"{' and '.join(found)} is a class of its own: leave out these samples if it means that the label is missing"
+
+
 def _is_number(name: str) -> bool:
-    return re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", name.strip(), re.IGNORECASE) is not None
+    # Longer exponents are no numbers to Decimal, and may be those of a hexadecimal name.
+    return re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,9})?", name.strip(), re.IGNORECASE) is not None
 
 
 def _as_number(name: str) -> str:
-    """A name that is a number, in the shortest form; another name as it is."""
+    """A name that is a number, in the shortest form, with all of its digits; another name as it is."""
     if not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)", name):
         return name
-    found = Decimal(name)
-    return str(found.normalize() if found else Decimal(0))
+    whole, _, fraction = name.lstrip("+-").partition(".")
+    shortest = f"{whole.lstrip('0')}.{fraction.rstrip('0')}"
+    return f"-{shortest}" if name.startswith("-") and shortest != "." else shortest
 
 
 def targets_of(

@@ -69,6 +69,12 @@ class TaskData(LightningDataModule, ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has no part in the choice of a recipe")
 
+    def keep_classes(self, trained: Any) -> None:
+        """Number the classes as the data of `trained`, the info of a run that goes on, where they are the same ones.
+
+        A version before may have sorted them otherwise. Without a part in it, the resumed run is refused then.
+        """
+
     @property
     @abstractmethod
     def info(self) -> Any:

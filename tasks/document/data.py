@@ -45,6 +45,7 @@ from longseq.tasks.text.tokenizer import (
     Tokenizer,
     read_tokenizer,
     refuse_separator,
+    require_tokenizer,
     tokenizer_from_dict,
     trained_size,
 )
@@ -61,6 +62,11 @@ MOST = 0.95
 
 # Of a model that is saved without its run: the tokens of a batch in evaluation.
 _BUDGET = 65536
+
+_NO_INIT = (
+    "data.tokenizer=init is the tokenizer of the checkpoint with the initial weights: give init=FILE, a model that "
+    "reads text"
+)
 
 
 class DocumentData(TaskData):
@@ -124,6 +130,10 @@ class DocumentData(TaskData):
         keys = read(DocumentDataKeys, config["data"], "data")
         if (require := sources.find(keys).require) is not None:
             require(keys)
+        if keys.tokenizer != "init":
+            require_tokenizer(keys.tokenizer)
+        elif config.get("init") is None:
+            raise ValueError(_NO_INIT)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> DocumentData:
@@ -336,10 +346,7 @@ class DocumentData(TaskData):
             return tokenizer
         if choice == "init" or (choice is None and initial is not None):
             if initial is None:
-                raise ValueError(
-                    "data.tokenizer=init is the tokenizer of the checkpoint with the initial weights: give init=FILE, "
-                    "a model that reads text"
-                )
+                raise ValueError(_NO_INIT)
             return tokenizer_from_dict(initial, f"init={self._init}")
         size = None if choice is None else trained_size(choice)
         if size is not None:

@@ -14,8 +14,9 @@ register("numbers", Source(numbers))          # data.source=numbers
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from longseq.tasks.data.folders import refuse_inside
-from longseq.tasks.data.labels import Labels, read_labels
+from longseq.tasks.data.labels import Labels, name_some, read_labels
+from longseq.tasks.data.tables import find_split_column
 from longseq.tasks.text.corpora import cache_folder
 from longseq.tasks.text.documents import Document, Place
 from longseq.tasks.text.prepare import stamp
@@ -34,6 +36,8 @@ from longseq.tasks.training.options import spell
 
 if TYPE_CHECKING:
     from longseq.tasks.document.config import DocumentDataKeys
+
+_log = logging.getLogger(__name__)
 
 
 class Sample(NamedTuple):
@@ -176,10 +180,31 @@ def _find_files(keys: DocumentDataKeys, split: str, given: str | None) -> Reader
     columns = Columns(keys.text_column or "text", labels=labels, keys=("data.text_column", "", "data.label_column"))
     parts = find_parts([path], columns)
     paths = [file for part in parts for file in (part.files or [part.path])]
+    if split == "train":
+        _tell_empty(path, paths)
+    for file in paths if split == "train" else []:
+        if (mark := {".csv": ",", ".tsv": "\t"}.get(Path(file).suffix.lower())) is not None:
+            used = [column for column in (columns.text, *columns.labels) if column is not None]
+            if told := find_split_column(file, used, mark):
+                _log.warning(
+                    "%s: write a file for each split, and give data.train, data.validation and data.test", told
+                )
     return Reader(
         lambda: (_labelled(one, keys, columns, path) for part in parts for one in read_part(part, columns)),
         stamp=[[path, *stamp(path)] for path in dict.fromkeys(paths)],
     )
+
+
+def _tell_empty(path: str, files: Sequence[str]) -> None:
+    """Warn, in one line, of folders that would be classes and hold no file."""
+    if not os.path.isdir(path):
+        return
+    used = {os.path.relpath(file, path).split(os.sep)[0] for file in files}
+    if not any(os.path.isdir(os.path.join(path, name)) for name in used):
+        return
+    empty = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and entry.name not in used)
+    if shown := [name for name in empty if not name.startswith(".")]:
+        _log.warning("%s: no text in %s: no class is named so", path, name_some([f"{name}/" for name in shown]))
 
 
 def _labelled(one: Document | Malformed, keys: DocumentDataKeys, columns: Columns, root: str) -> Sample | Malformed:
@@ -196,6 +221,9 @@ def _labelled(one: Document | Malformed, keys: DocumentDataKeys, columns: Column
             if len(folders) < 2:
                 return Malformed(one.place, "a text without a label: put each class's files into a folder of its name")
             labels = (folders[0],)
+            folders[0].encode()  # a name of other bytes is in no file of the run
+    except UnicodeEncodeError:
+        return Malformed(one.place, "its folder, which names the class, has a name that is no UTF-8: rename it")
     except ValueError as error:
         return Malformed(one.place, str(error))
     return Sample(one.text, labels, one.place)

@@ -120,6 +120,7 @@ class ImageDataModule(TaskData):
         self._unreadable = Unreadable(keys.on_error)
         self._info: DataInfo | None = None
         self._splits: Splits | None = None
+        self._order: Sequence[str] | None = None  # of the classes of a trained model
         if keys.decode != "cpu":
             separate_queues()
         if keys.decode == "gpu":
@@ -164,6 +165,12 @@ class ImageDataModule(TaskData):
         datamodule.prepare_data()
         datamodule.setup()
         return datamodule
+
+    def keep_classes(self, trained: DataInfo) -> None:
+        own, its = self.info.class_names, trained.class_names
+        if self.keys.source in ("folder", "csv", "shards") and own != its and set(own) == set(its):
+            self._order, self._splits, self._info = its, None, None
+            self.setup()
 
     def take_recipe(self, config: Mapping[str, Any], batch_size: int) -> None:
         self.batch_size, self.eval_batch_size = batch_size, self.keys.eval_batch_size or batch_size
@@ -291,6 +298,7 @@ class ImageDataModule(TaskData):
         not trained on this data: of a folder with class folders only, all images are then evaluated, and nothing is
         split off.
         """
+        self._order = class_names
         if self.keys.source == "csv":
             kind = {"val": "validation", "test": "test"}[split]
             name = self.split_names[kind]
@@ -302,7 +310,8 @@ class ImageDataModule(TaskData):
                 return
         if self.keys.source == "shards":
             kind = {"val": "validation", "test": "test"}[split]
-            shards = held_out_shards(self.root, kind, multi_label=self.keys.multi_label, whole=foreign)
+            options: dict[str, Any] = {"multi_label": self.keys.multi_label, "order": class_names}
+            shards = held_out_shards(self.root, kind, whole=foreign, **options)
             if shards is not None:
                 self._splits = Splits(Split(shards.source, shards.indices[:0]), shards, shards)
                 self._info = self._describe(shards.source.class_names, {split: len(shards)})
@@ -433,10 +442,10 @@ class ImageDataModule(TaskData):
             "split_seed": keys.split_seed,
         }
         if keys.source == "shards":
-            options = {"val_fraction": keys.val_fraction, "split_seed": keys.split_seed}
+            options = {"val_fraction": keys.val_fraction, "split_seed": keys.split_seed, "order": self._order}
             return shard_splits(self.root, multi_label=keys.multi_label, **options)
         if keys.source == "csv":
-            return table_splits(keys, self.root, self.split_names)
+            return table_splits(keys, self.root, self.split_names, self._order)
         if keys.source == OWN:
             return own_splits(keys)
         if keys.source in SOURCES:
@@ -446,7 +455,8 @@ class ImageDataModule(TaskData):
                 f"data.source={keys.source} is unknown: choose {', '.join(SOURCES)}, folder, shards, csv, hfds/NAME, "
                 "hfids/NAME, wds/NAME or torch/NAME"
             )
-        return timm_splits(keys.source, self.root, names=self.split_names, class_map=keys.class_map, **options)
+        options |= {"names": self.split_names, "class_map": keys.class_map, "order": self._order}
+        return timm_splits(keys.source, self.root, **options)
 
     def _evaluation_loader(self, kind: str) -> BatchLoader:
         transform = evaluation_transform(self.info)
@@ -500,6 +510,8 @@ class ImageDataModule(TaskData):
             seed=self.seed,
             class_map=keys.class_map,
             num_samples=keys.train_samples if training else None,
+            # Of these, earlier versions called the classes by their numbers, and so do their runs.
+            named=keys.num_classes is None,
         )
 
     def _describe_stream(self) -> tuple[dict[str, int | None], list[str]]:
@@ -515,8 +527,12 @@ class ImageDataModule(TaskData):
 
     def _stream_loader(self, kind: str, transform: Any, training: bool) -> StreamLoader:
         rank, world_size, _ = find_place(self.trainer)
+        stream = self._stream(kind, training)
+        options = self._loader_options()
+        if training and (shards := getattr(stream.reader, "shards", None)) is not None:
+            options["num_workers"] = self._fit_workers(options["num_workers"], shards, world_size)
         batches = StreamBatches(
-            self._stream(kind, training),
+            stream,
             transform,
             batch_size=self.batch_size if training else self.eval_batch_size,
             training=training,
@@ -524,9 +540,24 @@ class ImageDataModule(TaskData):
             rank=rank,
             world_size=world_size,
         )
-        return StreamLoader(
-            batches, **self._loader_options(), epoch=lambda: self.trainer.current_epoch if self.trainer else 0
-        )
+        return StreamLoader(batches, **options, epoch=lambda: self.trainer.current_epoch if self.trainer else 0)
+
+    def _fit_workers(self, workers: int, shards: int, world_size: int) -> int:
+        """The data workers of a stream of `shards` files: one without a file gives none of the images of an epoch."""
+        source = self.keys.source
+        whole = source.lower().startswith("hfids/") and shards % world_size  # each device reads a part of every file
+        own = shards if whole else shards // world_size
+        if own == 0:
+            raise ValueError(
+                f"data.source={source} has {shards} file(s) for {world_size} devices, each of which reads files of its "
+                "own: give more files, or fewer devices"
+            )
+        if workers > own and self.keys.num_workers is not None:
+            raise ValueError(
+                f"data.num_workers={workers}: data.source={source} has {shards} file(s), and each worker of a device "
+                f"reads files of its own: give data.num_workers={own}"
+            )
+        return min(workers, own)
 
     def _loader_options(self) -> dict[str, Any]:
         workers = self.keys.num_workers

@@ -20,6 +20,7 @@ from typing_extensions import Self
 
 from longseq.files import check_replaced
 from longseq.tasks.data.batch import Batch, Failure
+from longseq.tasks.data.folders import written_name
 from longseq.tasks.data.input_keys import InputKeys
 from longseq.tasks.data.inputs import InputFiles
 from longseq.tasks.data.inputs import Unreadable as NotRead
@@ -62,7 +63,8 @@ class Unreadable:
 
     def record(self, failures: list[Failure]) -> None:
         """Record the failures of one batch."""
-        for path, reason, stops in failures:
+        for found, reason, stops in failures:
+            path = written_name(found)
             if stops:
                 raise ValueError(f"{path}: {reason}")
             if self.on_error == "raise":

@@ -7,8 +7,9 @@ import os
 import re
 import tarfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from decimal import Decimal
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 
 from longseq.tasks.data.folders import leads_above
 from longseq.tasks.data.inputs import PassedOver, describe_passed_over
+from longseq.tasks.data.labels import sort_names
 from longseq.tasks.image.decoding import image_endings, is_hidden, is_image
 from longseq.tasks.image.split_folders import refuse_pooled
 
@@ -38,14 +40,23 @@ class Found(NamedTuple):
     empty: list[PassedOver]
 
 
-def natural_order(name: str) -> tuple[list[str | int], str]:
+def natural_order(name: str) -> tuple[list[str | Decimal], str]:
     """A key that sorts names as people do: numbers by their value, letters of any case beside each other.
 
     Names that differ only in capitals, or in zeros before a number, have an order, too: a set of them does not, and
     their classes would have other numbers in every process.
     """
     parts = re.split(r"(\d+)", name.lower())
-    return [int(part) if index % 2 else part for index, part in enumerate(parts)], name
+    return [Decimal(part) if index % 2 else part for index, part in enumerate(parts)], name
+
+
+def sort_classes(names: Iterable[str], order: Sequence[str] | None = None) -> list[str]:
+    """The names of classes in their order, the same for every source: whole numbers by value, others in natural order.
+
+    `order`, that of a trained model, is kept for the same classes: it may be of a version that sorted otherwise.
+    """
+    found = set(names)
+    return list(order) if order is not None and set(order) == found else sort_names(found, natural_order)
 
 
 def find_images(root: str) -> Found:
@@ -82,11 +93,13 @@ def report_passed_over(passed_over: Sequence[PassedOver], root: str) -> None:
 class ClassFolders:
     """Images by class: the class of an image is the innermost folder that holds it.
 
-    Classes are numbered in natural order, or by `class_to_idx`; then images of other classes are passed over.
+    Classes are numbered as `sort_classes` has them, or by `class_to_idx`; then images of other classes are passed over.
     ValueError if images lie outside class folders, in a folder below that of a class, or in several splits.
     """
 
-    def __init__(self, root: str, class_to_idx: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, root: str, class_to_idx: Mapping[str, int] | None = None, order: Sequence[str] | None = None
+    ) -> None:
         self.root = root
         found = find_images(root)
         self.passed_over = [*found.passed_over, *found.empty]
@@ -97,7 +110,7 @@ class ClassFolders:
         refuse_pooled(root, [os.path.relpath(folder, root) for folder in kept])
         if class_to_idx is None:
             self._check(set(folders))
-            names = sorted({os.path.basename(folder) for folder in folders}, key=natural_order)
+            names = sort_classes((os.path.basename(folder) for folder in folders), order)
             class_to_idx = {name: index for index, name in enumerate(names)}
         self.class_to_idx = dict(class_to_idx)
         samples = []
@@ -140,20 +153,23 @@ class ClassFolders:
 class TarImages(ReaderImageInTar):
     """timm's reader of a .tar of class folders, or of a folder of .tar files, with all endings and no hidden files.
 
-    Classes and images are in the order of `natural_order`, images of one path in that of the archives' names: timm
-    takes them as the disk lists the archives. Of a file that an archive holds twice the last one counts, as for tar.
+    Classes are in the order of `sort_classes`, images in that of `natural_order`, those of one path in that of the
+    archives' names: timm takes them as the disk lists the archives. Of a file that an archive holds twice the last one
+    counts, as for tar.
 
     `passed_over` lists the other files and all links, except those of tar files inside tar files, and those of archives
     above 10 GiB. ValueError if images are of several splits.
     """
 
-    def __init__(self, root: str, class_map: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, root: str, class_map: Mapping[str, int] | None = None, order: Sequence[str] | None = None
+    ) -> None:
         with _all_endings():
             super().__init__(root)
         kept = self._kept()
         names = [_class_in_archives(*self.samples[index]) for index in kept]
         if class_map is None:
-            class_map = {name: index for index, name in enumerate(sorted(set(names), key=natural_order))}
+            class_map = {name: index for index, name in enumerate(sort_classes(names, order))}
         self.class_name_to_idx = dict(class_map)
         self.class_idx_to_name = {index: name for name, index in class_map.items()}
         known = [(index, class_map[name]) for index, name in zip(kept, names, strict=True) if name in class_map]

@@ -43,10 +43,11 @@ class ShardSource:
     """The images of one split of a folder of shards; `splits_of` opens them.
 
     Images are read by their offsets, so that any order costs the same, and compared with their checksums: a ValueError
-    says that one was changed. Processes open the files for themselves.
+    says that one was changed. Processes open the files for themselves. Classes have the numbers of the shards, or those
+    of `order`, the names of the same classes as a trained model has them.
     """
 
-    def __init__(self, root: str, split: str, manifest: Mapping[str, Any]) -> None:
+    def __init__(self, root: str, split: str, manifest: Mapping[str, Any], order: Sequence[str] | None = None) -> None:
         told = manifest["splits"][split]
         self.label, self.root = f"{root}/{split}", Path(root)
         self.class_names: list[str] = list(manifest["class_names"])
@@ -56,6 +57,12 @@ class ShardSource:
             _check_size(self.root / one["name"], one["size"])
         self._index = np.load(_checked(self.root, told["index"]))
         targets = np.load(_checked(self.root, told["targets"]))
+        if order is not None and set(order) == set(self.class_names):
+            written, self.class_names = self.class_names, list(order)
+            if self.multi_label:
+                targets = targets[:, [written.index(name) for name in order]]
+            else:
+                targets = np.array([self.class_names.index(name) for name in written], targets.dtype)[targets]
         self._targets = targets.astype(np.float32) if self.multi_label else targets
         self._names_path = _checked(self.root, told["names"])
         self._names: list[str] | None = None
@@ -123,13 +130,15 @@ def read_manifest(root: str | None) -> dict[str, Any]:
     return manifest
 
 
-def open_shards(root: str | None, names: Sequence[str] = SPLITS, *, multi_label: bool) -> dict[str, ShardSource]:
+def open_shards(
+    root: str | None, names: Sequence[str] = SPLITS, *, multi_label: bool, order: Sequence[str] | None = None
+) -> dict[str, ShardSource]:
     """The splits of a folder of shards, of those in `names` that it has. ValueError as of `read_manifest`."""
     manifest = read_manifest(root)
     if manifest["multi_label"] != multi_label:
         found = str(manifest["multi_label"]).lower()
         raise ValueError(f"data.root={root} was prepared with multi_label={found}: give data.multi_label={found}")
-    return {name: ShardSource(str(root), name, manifest) for name in names if name in manifest["splits"]}
+    return {name: ShardSource(str(root), name, manifest, order) for name in names if name in manifest["splits"]}
 
 
 def _load(path: Path) -> dict[str, Any]:

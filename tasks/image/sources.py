@@ -455,17 +455,18 @@ def timm_splits(
     class_map: ClassMap,
     val_fraction: float,
     split_seed: int,
+    order: Sequence[str] | None = None,
 ) -> Splits:
     """The splits of a source that timm reads by index: folder, hfds/NAME, torch/NAME (a tar counts as a folder).
 
     `names` has the split names of train, validation and test, None for a split that does not exist. Without a
     validation split, `val_fraction` of the training images becomes the validation split. Without a test split, the
-    validation images are also the test images, and one log line says so.
+    validation images are also the test images, and one log line says so. `order` of a folder is that of `sort_classes`.
     """
     train_source: Source
     held_out: dict[str, Source]
     if source == "folder":
-        train_source, held_out = open_folders(root, names, class_map)
+        train_source, held_out = open_folders(root, names, class_map, order)
     else:
         path = source.removeprefix("hfds/")
         if path != source and not download and not Path(path).exists():
@@ -497,19 +498,23 @@ def finish_splits(
     return Splits(train, validation, validation)
 
 
-def shard_splits(root: str | None, *, multi_label: bool, val_fraction: float, split_seed: int) -> Splits:
+def shard_splits(
+    root: str | None, *, multi_label: bool, val_fraction: float, split_seed: int, order: Sequence[str] | None = None
+) -> Splits:
     """The splits of a folder of shards; what it does not set apart is set apart as of a folder of images."""
-    found = open_shards(root, multi_label=multi_label)
+    found = open_shards(root, multi_label=multi_label, order=order)
     held_out: dict[str, Source] = {name: source for name, source in found.items() if name != "train"}
     return finish_splits(found["train"], held_out, val_fraction, split_seed, str(root))
 
 
-def held_out_shards(root: str | None, kind: str, *, multi_label: bool, whole: bool) -> Split | None:
+def held_out_shards(
+    root: str | None, kind: str, *, multi_label: bool, whole: bool, order: Sequence[str] | None = None
+) -> Split | None:
     """The split `kind` (validation or test) of a folder of shards; None if it is a part of the training images.
 
     Without a test split, the validation images are the test images. With `whole`, a folder of one split is the split.
     """
-    found = open_shards(root, multi_label=multi_label)
+    found = open_shards(root, multi_label=multi_label, order=order)
     for name in ("test", "validation") if kind == "test" else ("validation",):
         if name in found:
             return Split.whole(found[name])
@@ -568,8 +573,13 @@ def open_stream(
     seed: int,
     class_map: ClassMap,
     num_samples: int | None,
+    named: bool = True,
 ) -> Any:
-    """timm's IterableImageDataset of one split; `num_samples` is an epoch's length if the stream does not know it."""
+    """timm's IterableImageDataset of one split; `num_samples` is an epoch's length if the stream does not know it.
+
+    Its reader has `shards`, the files of the stream; that of a Hugging Face data set has, if `named`, the names of
+    classes that the data set declares.
+    """
     if not training and source.lower().startswith("hfids/"):
         num_samples = -1  # timm requires a length, but evaluates on all images of the stream
     try:
@@ -584,12 +594,46 @@ def open_stream(
             class_map=_as_dict(class_map),
             **_stream_options(source),
         )
+        is_hub = source.lower().startswith("hfids/")
+        stream = dataset.reader.builder.as_streaming_dataset(split=name) if is_hub else None
     except Exception as error:
         raise ValueError(
             f"{_unopened(source, name, error)}, and data.train_samples=N for a stream that does not tell its length"
         ) from error
+    if source.lower().startswith("wds/"):
+        dataset.reader.shards = len(dataset.reader.split_info.filenames)
+    if stream is not None:
+        _take_columns(dataset.reader, source, stream, named=named)
     _check_mapped(dataset.reader, source, class_map)
     return dataset
+
+
+def _take_columns(reader: Any, source: str, stream: Any, *, named: bool) -> None:
+    """Tell timm's reader what an opened Hugging Face stream declares: timm knows it of prepared data sets alone.
+
+    ValueError, in one line, for columns that are no images and classes.
+    """
+    reader.shards = stream.num_shards
+    features = stream.features
+    if features is None:  # as of files of JSON, whose columns the first samples tell
+        return
+    for column in ("image", "label"):
+        if column not in features:
+            raise ValueError(
+                f"data.source={source} has no column {column}, but {name_some(list(features))}: give a data set with "
+                "the columns image and label"
+            )
+    kind = type(features["image"]).__name__
+    if kind != "Image":
+        told = "bytes or paths" if isinstance(features["image"], Mapping) or kind == "Value" else kind
+        raise ValueError(
+            f"the column image of data.source={source} has {told}, and declares no images: read the data by index "
+            f"(data.source=hfds/{source.partition('/')[2]})"
+        )
+    if names := getattr(features["label"], "names", None):
+        reader._source_names = dict(enumerate(names))
+        if named and not reader.remap_class:
+            reader.class_to_idx = {name: number for number, name in enumerate(names)}
 
 
 def _stream_options(source: str) -> dict[str, Any]:
@@ -624,7 +668,7 @@ def require_arrays(source: str, root: str | None, *, download: bool) -> None:
 
 
 def open_folders(
-    root: str | None, names: Mapping[str, str | None], class_map: ClassMap
+    root: str | None, names: Mapping[str, str | None], class_map: ClassMap, order: Sequence[str] | None = None
 ) -> tuple[FolderSource | ReaderSource, dict[str, Source]]:
     """The training images of a folder, and those of `validation` and `test` that it sets apart."""
     root = require_folder(root)
@@ -634,7 +678,7 @@ def open_folders(
     if any(paths.values()) and paths.get("train") is None:
         raise ValueError(f"{root} holds no training images: add {root}/train, or give data.train_split=NAME")
     _report_beside(root, [path for path in paths.values() if path is not None])
-    train = _folder(paths.get("train") or root, class_map)
+    train = _folder(paths.get("train") or root, class_map, order=order)
     held_out: dict[str, Source] = {
         kind: _held_out_folder(path, train, class_map)
         for kind, path in paths.items()
@@ -692,16 +736,18 @@ def _numbered_folder(path: str, class_names: Sequence[str], class_map: ClassMap)
     return _folder(path, {name: index for index, name in enumerate(class_names)})
 
 
-def _folder(path: str, class_map: ClassMap = None, *, reported: bool = True) -> FolderSource | ReaderSource:
+def _folder(
+    path: str, class_map: ClassMap = None, *, order: Sequence[str] | None = None, reported: bool = True
+) -> FolderSource | ReaderSource:
     """A folder of class folders, a .tar of them, or a folder of .tar files; files that are passed over are logged."""
     numbers = _class_numbers(class_map, path)
     try:
         source: FolderSource | ReaderSource
         if Path(path).is_file() or any(Path(path).glob("*.tar")):
-            source = ReaderSource(TarImages(path, numbers), path)
+            source = ReaderSource(TarImages(path, numbers, order), path)
             passed_over = source.reader.passed_over
         else:
-            source = FolderSource(ClassFolders(path, numbers))
+            source = FolderSource(ClassFolders(path, numbers, order))
             passed_over = source.folders.passed_over
     except (RuntimeError, AssertionError, OSError, tarfile.TarError) as error:
         raise ValueError(_no_images(path)) from error
@@ -711,11 +757,21 @@ def _folder(path: str, class_map: ClassMap = None, *, reported: bool = True) -> 
         unknown = [Path(one.path).parent for one in passed_over if one.reason == "of no class"]
         others = {folder.name for folder in unknown if folder != Path(path)}
         raise ValueError(_no_class_of(path, numbers, others) if numbers and others else _no_images(path))
+    _refuse_unwritable(path, source.class_to_idx)
     if reported and (told := alike(map(str, source.class_to_idx))) is not None:
         _log.warning("%s: %s", path, told)
     if "" in source.class_to_idx:
         raise ValueError(f"{path} has images outside class folders: move each into the folder of its class")
     return source
+
+
+def _refuse_unwritable(path: str, names: Iterable[Any]) -> None:
+    """Raise ValueError for a class that no file of the run can name: its folder's name is no UTF-8."""
+    for name in map(str, names):
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{path}: the class folder {name!a} has a name that is no UTF-8: rename it") from None
 
 
 def _no_images(path: str) -> str:
@@ -827,6 +883,12 @@ def _check_mapped(reader: Any, source: str, class_map: ClassMap) -> None:
     if "label" not in features:
         return
     names = getattr(features["label"], "names", None) or []
+    if not names and dataset is None and "int" in str(getattr(features["label"], "dtype", "")):
+        raise ValueError(
+            f"data.source={source} has numbers of classes without names, to which data.class_map={spell(class_map)} "
+            "gives no number: leave it out and give data.num_classes=N, or read the data by index "
+            "(data.source=hfds/NAME)"
+        )
     labels = range(len(names)) if dataset is None else dataset.unique("label")
     spelled = {one: names[one] if isinstance(one, int) and 0 <= one < len(names) else one for one in labels}
     lacking = [name for one, name in spelled.items() if not {one, name} & reader.class_to_idx.keys()]

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from longseq.tasks.data.labels import LABEL_COLUMN, Labels, read_labels, remarks, sort_names, targets_of
-from longseq.tasks.data.tables import check_header
+from longseq.tasks.data.folders import named_file
+from longseq.tasks.data.labels import LABEL_COLUMN, Labels, read_labels, remarks, targets_of
+from longseq.tasks.data.tables import check_header, find_split_column
 from longseq.tasks.image.decoding import decode
+from longseq.tasks.image.folder import sort_classes
 from longseq.tasks.image.sources import MOST_FILES, RealPaths, Source, Split, Splits, finish_splits, size_of
 from longseq.tasks.image.split_folders import SPLIT_NAMES, is_compressed, refuse_compressed_tables, require_named
 
@@ -73,19 +75,21 @@ class TableSource:
         return self._targets
 
 
-def table_splits(keys: ImageDataKeys, root: str | None, names: Mapping[str, str | None]) -> Splits:
+def table_splits(
+    keys: ImageDataKeys, root: str | None, names: Mapping[str, str | None], order: Sequence[str] | None = None
+) -> Splits:
     """The splits of `data.source=csv`; what has no table is taken as of a folder of images."""
-    train, held_out = open_tables(keys, root, names)
+    train, held_out = open_tables(keys, root, names, order)
     return finish_splits(train, held_out, keys.val_fraction, keys.split_seed, str(root))
 
 
 def open_tables(
-    keys: ImageDataKeys, root: str | None, names: Mapping[str, str | None]
+    keys: ImageDataKeys, root: str | None, names: Mapping[str, str | None], order: Sequence[str] | None = None
 ) -> tuple[TableSource, dict[str, Source]]:
     """The training images, and those of `validation` and `test` that have a table.
 
-    `root` is a table, or a folder with train.csv and maybe val.csv and test.csv. ValueError, in one line, for a table
-    that cannot be read, and for labels that training does not have.
+    `root` is a table, or a folder with train.csv and maybe val.csv and test.csv; `order` is that of `sort_classes`.
+    ValueError, in one line, for a table that cannot be read, and for labels that training does not have.
     """
     refuse_compressed_tables(str(root), names)
     tables = {kind: find_table(root, kind, name) for kind, name in names.items()}
@@ -96,11 +100,16 @@ def open_tables(
     rows = _read_rows(tables["train"], keys)
     if not rows:
         raise ValueError(f"{tables['train']} lists no images: give each image a line below the header")
-    flagged = isinstance(keys.label_column, list | tuple)
-    found = keys.label_column if flagged else sort_names(name for row in rows for name in row.labels)
-    class_names = list(found or ())
+    columns = keys.label_column
+    if isinstance(columns, list | tuple):
+        class_names = list(order if order is not None and set(order) == set(columns) else columns)
+    else:
+        class_names = sort_classes((name for row in rows for name in row.labels), order)
     if len(class_names) < 2 and not (keys.multi_label and class_names):
         raise ValueError(f"{tables['train']} has one class alone ({''.join(class_names)}), and nothing to tell apart")
+    used = [keys.file_column or FILE_COLUMN, *([columns] if isinstance(columns, str) else columns or [LABEL_COLUMN])]
+    if told := find_split_column(tables["train"], used):
+        _log.warning("%s: write train.csv, val.csv and test.csv into a folder, and give data.root=FOLDER", told)
     for told in remarks(class_names, multi_label=keys.multi_label):
         _log.warning("%s: %s", tables["train"], told)
     train = TableSource(tables["train"], rows, class_names, multi_label=keys.multi_label)
@@ -195,7 +204,7 @@ def _read(path: Path, keys: ImageDataKeys) -> Iterator[Listed]:
                 name = row[named]
                 if not name:
                     raise ValueError(f"{path}, line {line}: no file in column {named!r}")
-                image = path.parent / name  # "./a.png" and "a.png" are one
+                image = path.parent / named_file(name)  # "./a.png" and "a.png" are one
                 if (first := seen.setdefault(str(image), line)) != line:
                     raise ValueError(
                         f"{path}, line {line}: {name} is in line {first} already: give each image one line"

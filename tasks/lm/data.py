@@ -17,6 +17,7 @@ from longseq.tasks.text.info import TextInfo
 from longseq.tasks.text.keys import READ_BY, TextDataKeys
 from longseq.tasks.text.sampler import EveryStream, EveryWindow, MixedSampler, StreamSampler, WindowBatches
 from longseq.tasks.text.store import Corpus, TokenStore
+from longseq.tasks.text.tokenizer import require_tokenizer
 from longseq.tasks.text.windows import Assembler, Concatenated, Documents, Windows, most_sequences
 from longseq.tasks.training.options import read
 from longseq.tokenizer_files import same_tokenizer
@@ -62,7 +63,9 @@ class LanguageModelData(TaskData):
 
     @classmethod
     def require_files(cls, config: Mapping[str, Any]) -> None:
-        require_roots(read(TextDataKeys, config["data"], "data"))
+        keys = read(TextDataKeys, config["data"], "data")
+        require_roots(keys)
+        require_tokenizer(keys.tokenizer)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> LanguageModelData:

@@ -145,14 +145,25 @@ def read_tokenizer(choice: str, separator: str | None = None) -> Tokenizer:
     if choice == "bytes":
         refuse_separator(choice, separator)
         return ByteTokenizer()
+    path = _find_file(choice, "tokenizer")
+    return tokenizer_from_dict(tokenizer_files.read_tokenizer(path, separator), str(path))
+
+
+def require_tokenizer(choice: str | None) -> None:
+    """Raise ValueError, in one line, if the file of `data.tokenizer` is not there; it is not read."""
+    if choice is not None and choice != "bytes" and trained_size(choice) is None:
+        _find_file(choice, "data.tokenizer")
+
+
+def _find_file(choice: str, key: str) -> Path:
     path = Path(choice)
     if path.is_dir():
         path = path / tokenizer_files.TOKENIZER_FILE
         if not path.is_file():
-            raise ValueError(f"{choice} holds no tokenizer.json")
+            raise ValueError(f"{key}={choice} holds no tokenizer.json")
     if not path.is_file():
-        raise ValueError(f"tokenizer={choice} is no file: give bytes, train:SIZE, or a tokenizer.json")
-    return tokenizer_from_dict(tokenizer_files.read_tokenizer(path, separator), str(path))
+        raise ValueError(f"{key}={choice} is no file: give bytes, train:SIZE, or a tokenizer.json")
+    return path
 
 
 def tokenizer_from_dict(values: Mapping[str, Any], name: str = "the tokenizer") -> Tokenizer:

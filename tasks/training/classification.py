@@ -168,6 +168,9 @@ class MeanLabelAUROC(_MeanOfRanks, MultilabelAUROC):
         return 0 < positives < samples
 
 
+_FIRST = 5  # classes, among which the accuracy top5 seeks the right one
+
+
 def _top(places: int) -> Make:
     return lambda classes: MulticlassAccuracy(classes, top_k=places, average="micro", **_OWN)
 
@@ -181,7 +184,7 @@ def _averaged(metric: Callable[..., Metric], average: str | None = None) -> Make
 # that the samples have; of f1 and precision also over those that are predicted alone, which count as 0.
 ONE_LABEL: Mapping[str, Make] = {
     "top1": _top(1),
-    "top5": _top(5),
+    "top5": _top(_FIRST),
     "f1": _averaged(MulticlassF1Score, "macro"),
     "balanced_accuracy": MeanRecall,
 }
@@ -280,6 +283,16 @@ def check_metrics(
         )
 
 
+def refuse_top5(num_classes: int, chosen: Mapping[str, Any] | None, metric: str | None) -> None:
+    """Raise ValueError, in one line, where accuracy among the first five is wanted of five classes or fewer."""
+    wanted = (chosen or {}).get("top5") is True or (metric or "").rpartition("/")[2] == "top5"
+    if num_classes <= _FIRST and wanted:
+        told = f"task.metric={metric}" if (metric or "").endswith("top5") else "task.metrics.top5=true"
+        raise ValueError(
+            f"{told} is measured of more than {_FIRST} classes, and there are {num_classes}: choose another metric"
+        )
+
+
 def make_metrics(
     num_classes: int,
     *,
@@ -294,7 +307,9 @@ def make_metrics(
     than five classes. ValueError for one of two classes where there are more, and for a name that no metric has.
     """
     always, more = tables[multi_label]
-    made = {name: make(num_classes) for name, make in always.items() if name != "top5" or num_classes > 5}
+    if num_classes <= _FIRST:
+        always, more = ({name: make for name, make in one.items() if name != "top5"} for one in (always, more))
+    made = {name: make(num_classes) for name, make in always.items()}
     chosen = {name: node for name, node in (chosen or {}).items() if node is not None}
     named = [name for name, node in chosen.items() if node is True]
     if metric is not None:

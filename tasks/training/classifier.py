@@ -13,7 +13,13 @@ from torchmetrics.classification import MulticlassConfusionMatrix, MultilabelCon
 
 from longseq.models import CHECKPOINT_RUN
 from longseq.tasks.data.labels import name_some
-from longseq.tasks.training.classification import dense_counts, reads_decisions, sparse_counts, update_metrics
+from longseq.tasks.training.classification import (
+    dense_counts,
+    reads_decisions,
+    refuse_top5,
+    sparse_counts,
+    update_metrics,
+)
 from longseq.tasks.training.decisions import Scores, decide
 from longseq.tasks.training.keys import Criterion
 from longseq.tasks.training.metrics import MeanLoss
@@ -57,6 +63,8 @@ class ClassifierModule(TrainedModule):
         thresholds: Sequence[float] | None = None,
     ) -> None:
         super().__init__(backbone, training)
+        if training is not None and not multi_label:
+            refuse_top5(num_classes, chosen_metrics, metric)
         self.num_classes, self.multi_label = num_classes, multi_label
         self.chosen_metrics, self.metric, self.threshold = _plain(chosen_metrics), metric, _plain(threshold)
         self.val_metrics, self.test_metrics = (nn.ModuleDict({"loss": MeanLoss(), **make_metrics()}) for _ in range(2))

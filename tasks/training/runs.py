@@ -359,17 +359,22 @@ def _config_of(content: Mapping[str, Any]) -> dict[str, Any] | None:
     return content.get("hyper_parameters", {}).get("config")
 
 
+def trained_on(checkpoint: Path, info: Info) -> Info | None:
+    """What the run of a checkpoint knew of its data, in the class of `info`; None of a run that knew less."""
+    try:
+        return type(info).from_dict(_read(checkpoint).get("hyper_parameters", {}).get("data") or {})
+    except ValueError:
+        return None
+
+
 def check_data(checkpoint: Path, info: Info, files: Mapping[str, Sequence[str]]) -> None:
     """Raise ValueError, in one line, if a run would go on with data of another meaning than those of its checkpoint.
 
     Other samples of the same meaning are told by a warning, as are `files` of a split that are newer than the
     checkpoint. In the middle of an epoch the loader refuses another number of training samples.
     """
-    saved = _read(checkpoint).get("hyper_parameters", {}).get("data") or {}
-    try:
-        trained = type(info).from_dict(saved)
-    except ValueError:
-        return  # of a run that knew less
+    if (trained := trained_on(checkpoint, info)) is None:
+        return
     if (change := info.find_other_meaning(trained)) is not None:
         raise ValueError(
             f"{checkpoint} was trained on other data: {change}; restore the data, or begin a new run with its weights "

@@ -98,7 +98,7 @@ def _forget_tests(command: list[str], environment: Mapping[str, str]) -> None:
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
     sys.stdout = sys.__stdout__ = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)))
     errors = io.BufferedWriter(io.FileIO(2, "w", closefd=False))
-    sys.stderr = sys.__stderr__ = io.TextIOWrapper(errors, line_buffering=True)
+    sys.stderr = sys.__stderr__ = io.TextIOWrapper(errors, errors="backslashreplace", line_buffering=True)
     logging.root.handlers.clear()
     for logger in list(logging.root.manager.loggerDict.values()):
         for handler in getattr(logger, "handlers", ()):

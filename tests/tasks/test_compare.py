@@ -270,6 +270,10 @@ ABSENT = {
     "task=lm data=tokens data.root=nowhere": "nowhere is no folder: give one that `longseq prepare` has written",
     "task=document data=documents data.root=. data.test=nowhere": "data.test=nowhere, below data.root=., does not",
     "task=document data=documents data.test=nowhere": "data=documents reads a file or a folder: give data.root=PATH",
+    "task=lm data=text data.root=. data.tokenizer=nowhere": "data.tokenizer=nowhere is no file: give bytes, train:SIZE",
+    "task=document data=documents data.root=. data.tokenizer=nowhere": "data.tokenizer=nowhere is no file: give bytes",
+    "task=document data=documents data.root=. data.tokenizer=.": "data.tokenizer=. holds no tokenizer.json",
+    "task=document data=documents data.root=. data.tokenizer=init": "data.tokenizer=init is the tokenizer of the",
     "init=nowhere": "init=nowhere: no such file or folder",
 }
 

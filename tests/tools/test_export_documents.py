@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ from longseq.tasks.text.tokenizer import tokenizer_from_dict, train_tokenizer
 from longseq.tools.export import FORMATS, export_document_classifier, onnx_file
 from longseq.tools.export.document_classifier import DocumentClassifierFile
 from longseq.tools.export.formats import SUFFIXES
-from longseq.tools.export.metadata import document_metadata, encode
+from longseq.tools.export.metadata import document_metadata, encode, language_metadata
 from longseq.tools.export.spec import FileSpec
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pages" / "export.md"
@@ -162,6 +163,20 @@ def test_learned_positions_limit_the_length_of_a_document(tmp_path: Path) -> Non
     assert report.metadata["positions"] == 12
     with pytest.raises(Exception, match=r"(?i)out of (bounds|range)"):
         FORMATS["torchscript"].open_file(path)(torch.zeros(1, 13, dtype=torch.long), torch.tensor([13]))
+
+
+def test_a_tokenizer_of_an_older_checkpoint_is_told_without_its_dropout() -> None:
+    """With it, a program without longseq would read other tokens each time."""
+    content = json.loads(train_tokenizer(["the cat sat on the mat"] * 20, 280).to_dict()["json"])
+    content["model"]["dropout"] = 0.5
+    data = {"tokenizer": {"kind": "file", "separator": "<|endoftext|>", "json": json.dumps(content)}, "window": 8}
+    model = build()
+    exported = (
+        document_metadata(model, data, extra={}),
+        language_metadata(model.body, data, [], limit=None, dynamic_length=False, extra={}),
+    )
+    for told in exported:
+        assert json.loads(told["tokenizer"]["json"]) == {**content, "model": {**content["model"], "dropout": None}}
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.image.decoding import DECODING, RESIZING
 from longseq.tasks.training.decisions import HALF
 from longseq.timm_models import model_name, stated_by
+from longseq.tokenizer_files import without_dropout
 from longseq.tools.export.states import StateSpec
 
 __all__ = [
@@ -86,7 +87,7 @@ def language_metadata(
     `limit` is the most tokens that the file reads, None: any. `vocab_size` is that of the model; its tokenizer may use
     fewer tokens.
     """
-    metadata: dict[str, Any] = {key: data[key] for key in TEXT if data.get(key) is not None}
+    metadata = _told_of_text(data, TEXT)
     metadata["vocab_size"] = model.vocab_size
     if limit is not None:
         metadata["max_length"] = limit
@@ -97,9 +98,15 @@ def language_metadata(
     return {**metadata, **_origin(model), **extra}
 
 
+def _told_of_text(data: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """What is known of `keys`; the tokenizer gives a text the same tokens each time."""
+    told: dict[str, Any] = {key: data[key] for key in keys if data.get(key) is not None}
+    return {**told, "tokenizer": without_dropout(told["tokenizer"])} if "tokenizer" in told else told
+
+
 def document_metadata(model: Any, data: Mapping[str, Any], *, extra: Mapping[str, Any]) -> dict[str, Any]:
     """Facts about a document classifier's file: classes, tokenizer, truncation, input and output, and its origin."""
-    metadata: dict[str, Any] = {key: data[key] for key in DOCUMENTS if data.get(key) is not None}
+    metadata = _told_of_text(data, DOCUMENTS)
     metadata |= _decision(data, "a document")
     metadata["vocab_size"] = model.body.vocab_size
     if model.body.max_length is not None:

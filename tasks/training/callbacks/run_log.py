@@ -21,7 +21,7 @@ class _RunLogFile(MemoryHandler):
     """Keeps what is logged until the run has begun, which its configuration tells: a wrong command leaves no file."""
 
     def __init__(self, file: Path) -> None:
-        target = logging.FileHandler(file, encoding="utf-8", delay=True)
+        target = logging.FileHandler(file, encoding="utf-8", errors="backslashreplace", delay=True)
         target.setFormatter(logging.Formatter(_FORMAT))
         super().__init__(capacity=0, target=target, flushOnClose=False)
         self._begun = file.with_name(CONFIG_FILE)

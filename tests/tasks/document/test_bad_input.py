@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -182,6 +185,11 @@ def test_classes_that_only_look_alike_are_told(tmp_path: Path, caplog: Any) -> N
     [
         (["1", "2"], {}, None),
         ([1, 10**400], {}, None),  # more than a float holds
+        ([1, 10**4299, "9" * 5000], {}, None),  # more digits than Python reads as an int
+        (["1e400", "12e34567890123456789", "2"], {}, None),
+        (["a", "b", "NaN"], {}, "'NaN' is a class of its own: leave out these samples if it means that the label is"),
+        (["a", "b", "none"], {}, None),
+        (["1" * 40 + "1", "1" * 40 + "2"], {}, None),  # that differ beyond the digits of a Decimal
         (["1.5", "n", "a/b"], {}, None),
         ([0.5, 1, 2.25], {}, "labels are numbers with a fraction, such as 0.5: each of the 3 is a class of its own"),
         (
@@ -201,6 +209,51 @@ def test_labels_that_may_mean_something_else_are_told(
     told = [record.message for record in caplog.records]
     assert len(told) == (0 if expected is None else 1), told
     assert expected is None or re.search(expected.replace("|", r"\|"), told[0])
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv"])
+def test_a_column_of_splits_that_is_not_read_is_told(tmp_path: Path, caplog: Any, kind: str) -> None:
+    """All lines are training lines otherwise, also those that are called test."""
+    for held_out, count in (("test", 1), ("train", 0)):
+        rows = [{**row, "Split": "Train" if index % 3 else held_out} for index, row in enumerate(make_rows(60))]
+        with (tmp_path / f"a.{kind}").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, rows[0], delimiter="," if kind == "csv" else "\t")
+            writer.writeheader()
+            writer.writerows(rows)
+        caplog.clear()
+        open_data(tmp_path, root=str(tmp_path / f"a.{kind}"))
+        told = [
+            record.message
+            for record in caplog.records
+            if "calls 20 lines test, and all lines are read as" in record.message
+        ]
+        assert len(told) == count, caplog.text
+
+
+def test_folders_without_a_text_are_told(tmp_path: Path, caplog: Any) -> None:
+    for index, row in enumerate(make_rows(60)):
+        file = tmp_path / "texts" / row["label"] / f"{index}.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(row["text"], encoding="utf-8")
+    (tmp_path / "texts/.git").mkdir()
+    open_data(tmp_path, root=str(tmp_path / "texts"))
+    assert not caplog.records
+    (tmp_path / "texts/whale/deep").mkdir(parents=True)
+    open_data(tmp_path, root=str(tmp_path / "texts"))
+    (told,) = (record.message for record in caplog.records)
+    assert told == f"{tmp_path / 'texts'}: no text in whale/: no class is named so"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems take names in Unicode alone")
+def test_a_class_whose_folder_has_no_unicode_name_is_told(tmp_path: Path) -> None:
+    for index, row in enumerate(make_rows(60)):
+        folder = os.fsencode(tmp_path / "texts") + (b"/caf\xe9" if row["label"] == "tree" else b"/other")
+        os.makedirs(folder, exist_ok=True)
+        Path(os.fsdecode(folder), f"{index}.txt").write_text(row["text"], encoding="utf-8")
+    with pytest.raises(ValueError, match="have the label 'other'"):
+        open_data(tmp_path, root=str(tmp_path / "texts"))
+    (listed,) = (tmp_path / "cache").glob("*/left_out.txt")
+    assert "its folder, which names the class, has a name that is no UTF-8: rename it" in listed.read_text()
 
 
 def test_bad_lines_are_counted_listed_and_left_out(tmp_path: Path, caplog: Any) -> None:

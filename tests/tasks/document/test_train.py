@@ -80,6 +80,14 @@ def test_a_run_is_measured_again(folder, command_here):
             assert row["decision"] == (name if second > threshold else "bird")
 
 
+@pytest.mark.parametrize("word", ["task.metric=val/top5", "+task.metrics.top5=true"])
+def test_top5_of_few_classes_is_refused_before_training(word, folder, command_here):
+    refused = command_here(folder, "train", *WORDS, word, "output=run")
+    told = f"{word.removeprefix('+')} is measured of more than 5 classes, and there are 3: choose another metric"
+    assert refused.stderr.splitlines()[-1] == f"longseq: error: {told}"
+    assert not list(folder.glob("run/checkpoints"))
+
+
 @pytest.mark.slow
 def test_two_processes_measure_as_one_and_the_linear_model_beside_them(folder, command, command_here):
     """21 test documents; only the first process fits the linear model."""

@@ -223,12 +223,6 @@ def test_a_class_map_names_the_classes_by_their_numbers(kind, folder, tmp_path, 
         source, options = f"{kind}/{tmp_path / 'parquet'}", {"root": tmp_path / "cache"}
         options |= {"train_samples": 36} if kind == "hfids" else {}
     first, second, third = CLASSES
-    if kind == "hfids":  # a stream knows the names of classes once the data set was prepared
-        unknown = open_data(source, **options, class_map={first: 0, second: 0, third: 1})
-        with pytest.raises(ValueError, match=r"data\.class_map gives no number to 0, as this stream calls a class"):
-            gather(unknown.val_dataloader())
-        datasets.load_dataset(str(tmp_path / "parquet"), cache_dir=tmp_path / "cache")
-        caplog.clear()
     assert open_data(source, **options, class_map={first: 3, second: 0, third: 1}).info.class_names == [
         second,
         third,
@@ -256,6 +250,44 @@ def test_hugging_face_streams(folder, tmp_path):
     assert module.info.sizes == {"train": 36, "val": None, "test": None}
     assert module.batches_per_epoch == 9
     check_classes(module)
+
+
+@pytest.mark.slow
+def test_what_a_stream_declares_is_known_before_its_first_batch(folder, tmp_path):
+    """Its classes, their names and its files; what only its samples tell is one line, too."""
+    datasets = pytest.importorskip("datasets", reason="Hugging Face sources need longseq[datasets]")
+    rows = datasets.load_dataset(str(folder), cache_dir=tmp_path / "cache")["train"]
+    numbers, names = (rows.cast_column("label", datasets.Value(kind)) for kind in ("int64", "string"))
+    kinds = {"numbers": numbers, "names": names.map(lambda row: {"label": CLASSES[int(row["label"])]})}
+    kinds |= {"declared": rows, "renamed": rows.rename_column("image", "picture")}
+    stored = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
+    kinds["bytes"] = rows.cast(datasets.Features({"image": stored, "label": rows.features["label"]}))
+    for name, found in kinds.items():
+        for split in ("train", "validation"):
+            found.to_parquet(tmp_path / name / f"{split}.parquet")
+
+    def stream(name, **options):
+        options = {"train_samples": 36, "test_split": None, "val_split": "validation"} | options
+        return open_data(f"hfids/{tmp_path / name}", tmp_path / "streams", **options)
+
+    assert stream("declared").info.class_names == list(CLASSES)
+    assert stream("declared", num_classes=3).info.class_names == ["0", "1", "2"]
+    mapped = {name: number for number, name in enumerate(CLASSES[::-1])}
+    with pytest.raises(ValueError, match=r"has numbers of classes without names, to which data\.class_map="):
+        stream("numbers", class_map=mapped)
+    with pytest.raises(ValueError, match="has no column image, but picture, label: give a data set with"):
+        stream("renamed")
+    with pytest.raises(ValueError, match=r"has bytes or paths, and declares no images: .*data\.source=hfds/"):
+        stream("bytes")
+    with pytest.raises(ValueError, match="does not open with the split 'test'"):
+        stream("declared", test_split="test")
+    check_classes(stream("names", class_map={name: number for number, name in enumerate(CLASSES)}))
+    short = stream("names", class_map={name: number for number, name in enumerate(CLASSES[:2])})
+    with pytest.raises(ValueError, match=rf"data\.class_map gives no number to '{CLASSES[2]}', as this stream calls"):
+        gather(short.val_dataloader())
+    assert stream("declared", num_workers=None).train_dataloader().num_workers == 1
+    with pytest.raises(ValueError, match=r"^data\.num_workers=2: .* has 1 file\(s\), .*: give data\.num_workers=1"):
+        stream("declared", num_workers=2).train_dataloader()
 
 
 def damage(folder, names=("cat/3.png", "dog/0.png"), split="train"):

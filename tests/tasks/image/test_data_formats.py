@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import struct
+import sys
 import tarfile
 import zlib
 from itertools import product
@@ -19,6 +20,7 @@ from image_data import image_data
 from PIL import Image, UnidentifiedImageError
 
 from longseq.tasks import predict, train
+from longseq.tasks.image import data
 from longseq.tasks.image.augmentation import Augmentation
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.datasets import ImageFiles
@@ -388,7 +390,7 @@ def test_a_pipe_is_no_image(tmp_path):
         decode(jpeg)
 
 
-def test_webdataset_keeps_sixteen_bits_and_takes_every_ending(tmp_path):
+def test_webdataset_keeps_sixteen_bits_and_takes_every_ending(tmp_path, monkeypatch):
     pytest.importorskip("webdataset", reason="wds/ sources need longseq[datasets]")
     for shard in range(2):
         with tarfile.open(tmp_path / f"data-{shard}.tar", "w") as archive:
@@ -403,6 +405,14 @@ def test_webdataset_keeps_sixteen_bits_and_takes_every_ending(tmp_path):
     module = open_folder(tmp_path, source="wds/data", **names)
     images, targets = next(iter(module.val_dataloader()))
     assert images[:, 0, 4, 4].tolist() == [40 + 160 * label for label in targets.tolist()]
+    # A worker without a shard would leave its part of an epoch out.
+    monkeypatch.setattr(data, "usable_cores", lambda: 3)
+    module = open_folder(tmp_path, source="wds/data", num_workers=None, batch_size=2, **names)
+    loader = module.train_dataloader()
+    assert loader.num_workers == 2
+    assert sum(len(targets) for _, targets in loader) == 8
+    with pytest.raises(ValueError, match=r"^data\.num_workers=3: .* 2 file\(s\), .*: give data\.num_workers=2$"):
+        open_folder(tmp_path, source="wds/data", num_workers=3, **names).train_dataloader()
 
 
 @pytest.mark.slow
@@ -651,3 +661,37 @@ def test_images_of_an_archive_without_a_class_are_told(tmp_path, caplog):
     module = open_folder(tmp_path / "all.tar", val_fraction=0.34, class_map={"light": 0, "dark": 1})
     assert module.info.sizes["train"] == 4
     assert "3 passed over (3 of no class: grey/0.png, grey/1.png, grey/2.png)" in caplog.text
+
+
+def test_a_column_of_splits_that_is_not_read_is_told(tmp_path, caplog):
+    """All lines are training lines otherwise, also those that are called val and test."""
+    for column, used in (("split", None), ("set", "set")):
+        rows = [("file_name", "label", column)]
+        for index in range(12):
+            write(tmp_path / f"{index}.png", Image.fromarray(GREY + index))
+            rows.append(
+                (f"{index}.png", "ab"[index % 2], ("train", "train", "train", "val", "test", "train")[index // 2])
+            )
+        (tmp_path / "table.csv").write_text("\n".join(map(",".join, rows)), encoding="utf-8")
+        caplog.clear()
+        open_folder(tmp_path / "table.csv", source="csv", val_fraction=0.5, label_column=used)
+        told = (
+            "its column 'split' calls 2 lines val and 2 lines test, and all lines are read as training: write train.csv"
+        )
+        assert (told in caplog.text) == (used is None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems take names in Unicode alone")
+@pytest.mark.parametrize("kind", ["folder", "tar"])
+def test_a_class_whose_folder_has_no_unicode_name_is_refused(kind, tmp_path):
+    """No file of the run could name it: the run ended after its training."""
+    root = tmp_path / "images"
+    for name in ("plain", os.fsdecode(b"caf\xe9")):
+        for index in range(2):
+            write(root / name / f"{index}.png", Image.fromarray(GREY + index))
+    if kind == "tar":
+        with tarfile.open(tmp_path / "images.tar", "w") as archive:
+            archive.add(root, arcname=".")
+        root = tmp_path / "images.tar"
+    with pytest.raises(ValueError, match=r"the class folder 'caf\\udce9' has a name that is no UTF-8: rename it$"):
+        open_folder(root, val_fraction=0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -126,6 +127,17 @@ def test_top5_needs_more_than_five_classes(tiny):
     few = type(info).from_dict(info.to_dict() | {"num_classes": 5, "class_names": list("abcde")})
     assert "top5" not in ImageClassifier.from_config(config, torch.nn.Identity(), few, None).val_metrics
     assert "top5" in ImageClassifier.from_config(config, torch.nn.Identity(), info, None).val_metrics
+    # A run of an earlier version may have named it, and is still evaluated.
+    named = {**config, "task": {**config["task"], "metrics": {"top5": True}}}
+    assert "top5" not in ImageClassifier.from_config(named, torch.nn.Identity(), few, None).val_metrics
+
+
+@pytest.mark.parametrize("word", ["task.metric=val/top5", "+task.metrics.top5=true"])
+def test_top5_of_few_classes_is_refused_before_training(word, tiny, image_folder):
+    words = ("data=image_folder", f"data.root={image_folder}", "data.img_size=8", "model.patch_size=4", "recipe=vim")
+    told = rf"^{re.escape(word.removeprefix('+'))} is measured of more than 5 classes, and there are 3: choose another"
+    with pytest.raises(ValueError, match=told):
+        train.build(tiny(*words, word))
 
 
 @pytest.mark.parametrize(

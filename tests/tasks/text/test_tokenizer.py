@@ -74,6 +74,8 @@ def test_dropout_of_a_tokenizer_file_leaves_a_text_its_tokens(tmp_path: Path) ->
     written = tokenizer_files(found.to_dict())["tokenizer.json"]
     assert json.loads(written)["model"]["dropout"] is None, "other programs that read it get these tokens, too"
     assert same_tokenizer(found.to_dict(), before.to_dict())
+    written = tokenizer_files(before.to_dict())["tokenizer.json"]
+    assert json.loads(written)["model"]["dropout"] is None, "so does the folder that an older checkpoint is saved to"
 
 
 @pytest.mark.parametrize("kind", ["bytes", "trained"])
