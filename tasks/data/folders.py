@@ -36,6 +36,15 @@ def written_name(path: str) -> str:
         return Path(path).absolute().as_uri()
 
 
+def is_unicode(name: str) -> bool:
+    """Whether the name of a file is UTF-8 on the disk, also where the locale has other letters."""
+    try:
+        os.fsencode(name).decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def named_file(name: str) -> str:
     """The path that a file holds: the inverse of `written_name`."""
     return os.fsdecode(unquote_to_bytes(name.removeprefix("file://"))) if name.startswith(_ADDRESS) else name

@@ -22,6 +22,7 @@ from timm.data.readers import create_reader
 from timm.data.readers.class_map import load_class_map
 from torchvision import datasets as torchvision_datasets
 
+from longseq.tasks.data.folders import is_unicode
 from longseq.tasks.data.labels import alike, name_some, rarest_labels
 from longseq.tasks.data.unreadable import UNREADABLE, LabelError
 from longseq.tasks.image.decoding import (
@@ -768,10 +769,8 @@ def _folder(
 def _refuse_unwritable(path: str, names: Iterable[Any]) -> None:
     """Raise ValueError for a class that no file of the run can name: its folder's name is no UTF-8."""
     for name in map(str, names):
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"{path}: the class folder {name!a} has a name that is no UTF-8: rename it") from None
+        if not is_unicode(name):
+            raise ValueError(f"{path}: the class folder {name!a} has a name that is no UTF-8: rename it")
 
 
 def _no_images(path: str) -> str:

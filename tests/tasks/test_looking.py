@@ -120,7 +120,7 @@ def test_the_worst_errors_are_listed_by_their_files(run):
         for row, place in enumerate(loader.sampler.batch(number)):
             if logits[row].argmax() != true[row]:
                 expected[split.source.path(split.indices[place])] = float(losses[row])
-    assert loaded.epoch == 0
+    assert loaded.epoch == 1
     for stage, epoch in (("val", "1"), ("val_last", "2"), ("test", None)):
         with (run.folder / f"worst_errors_{stage}.csv").open() as file:
             rows = list(csv.DictReader(file))
