@@ -223,35 +223,36 @@ class _FetchClock(Profiler):
         self.inner = inner
         self.device = torch.device("cpu")
         self.fetch_started = time.perf_counter()
-        self._batches: list[tuple[_Mark, _Mark, _Mark]] = []  # loading, loaded, trained
-        self._loading: _Mark | None = None
-        self._loaded: _Mark | None = None
+        self._loading: _Mark | None = None  # the start of the last loading
+        self._loads: list[tuple[_Mark, _Mark]] = []
+        self._batches: list[tuple[_Mark, _Mark]] = []
 
     def start(self, action_name: str) -> None:
         self.inner.start(action_name)
         if action_name.endswith(("train_dataloader_next", ".val_next", ".test_next")):
             self.fetch_started = time.perf_counter()
         if action_name.endswith("train_dataloader_next"):
-            self._loading, self._loaded = _Mark(self.device), None
+            self._loading = _Mark(self.device)
 
     def stop(self, action_name: str) -> None:
-        if action_name.endswith("train_dataloader_next"):
-            self._loaded = _Mark(self.device)
+        if action_name.endswith("train_dataloader_next") and self._loading is not None:
+            self._loads.append((self._loading, _Mark(self.device)))
         self.inner.stop(action_name)
 
     def end_batch(self) -> None:
         """The step of the batch that was loaded last is launched."""
-        if self._loading is not None and self._loaded is not None:
-            self._batches.append((self._loading, self._loaded, _Mark(self.device)))
+        if self._loading is not None:
+            self._batches.append((self._loading, _Mark(self.device)))
 
     def take(self) -> tuple[float, float]:
         """The seconds of loading and training since the last call, and those of loading alone.
 
         The device must be done with its work.
         """
-        seconds = sum(loading.until(trained) for loading, _, trained in self._batches)
-        waited = sum(loading.until(loaded) for loading, loaded, _ in self._batches)
+        seconds = sum(start.until(end) for start, end in self._batches)
+        waited = sum(start.until(end) for start, end in self._loads)
         self._batches.clear()
+        self._loads.clear()
         return seconds, waited
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:

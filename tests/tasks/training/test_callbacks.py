@@ -204,6 +204,20 @@ def test_a_gpu_is_timed_by_its_own_clock(monkeypatch, late, waits):
     assert clock.take() == (0, 0)
 
 
+def test_a_batch_that_is_loaded_ahead_is_waited_for(monkeypatch):
+    """Of a stream, Lightning loads two batches before the first step."""
+    gpu, clock = Gpu(monkeypatch), _FetchClock(PassThroughProfiler())
+    clock.device = torch.device("cuda")
+    for _ in range(2):
+        clock.start("[_TrainingEpochLoop].train_dataloader_next")
+        gpu.now += 0.3
+        clock.stop("[_TrainingEpochLoop].train_dataloader_next")
+    gpu.launch(0.1)
+    clock.end_batch()
+    gpu.synchronize()
+    assert clock.take() == pytest.approx((0.4, 0.6))
+
+
 @pytest.mark.slow
 def test_the_time_of_other_callbacks_is_no_training(tiny, monkeypatch):
     monkeypatch.setattr(Telemetry, "on_train_batch_end", lambda *_: time.sleep(0.2))
