@@ -74,19 +74,23 @@ class StopTogether(Callback):
     signal. The processes agree about it before each training batch, and before every tenth batch of an evaluation.
     Evaluations of streams are excluded, because the number of batches differs between processes. A run of one process
     stops as Lightning does it.
+
+    In training on GPUs they stop one batch late: an answer is read when the next question is asked. So the processor
+    launches a batch while the GPU works on the one before it, and no GPU waits for it.
     """
 
     def __init__(self) -> None:
         self._told = False
+        self._asked: _Answer | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.world_size == 1:
             return
-        self._told = False
+        self._asked = None
         connector: Any = trainer._signal_connector
         connector._sigterm_notifier_fn = connector._slurm_sigusr_handler_fn = self._note
         loop: Any = trainer.fit_loop.epoch_loop
-        loop._broadcast_sigterm_tensor = lambda: self._agree(trainer)
+        loop._broadcast_sigterm_tensor = lambda: self._agree_late(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -112,4 +116,38 @@ class StopTogether(Callback):
 
     def _agree(self, trainer: Trainer) -> None:
         if trainer.strategy.reduce_boolean_decision(self._told, all=False):
-            raise SIGTERMException
+            self._stop()
+
+    def _agree_late(self, trainer: Trainer) -> None:
+        before, self._asked = self._asked, _Answer(self._told, trainer.strategy.root_device)
+        if before is not None and before.read():
+            self._stop()
+
+    def _stop(self) -> None:
+        self._told = False  # not before: a signal in the last batch of a training ends the test that follows
+        raise SIGTERMException
+
+
+class _Answer:
+    """Whether any process was told to stop; asking does not wait for the device.
+
+    A CPU has the answer at once, but as of the same batch as on a GPU.
+    """
+
+    def __init__(self, told: bool, device: torch.device) -> None:
+        # filled on the device: a copy from the processor would wait for it
+        answer = torch.full((1,), int(told), dtype=torch.int32, device=device)
+        torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MAX)
+        self._answer = answer
+        self._ready: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._answer = torch.empty((1,), dtype=torch.int32, pin_memory=True)
+            self._answer.copy_(answer, non_blocking=True)
+            self._ready = torch.cuda.Event()
+            self._ready.record(torch.cuda.current_stream(device))
+
+    def read(self) -> bool:
+        """Waits until the device has done what it had to do when the question was asked."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return bool(self._answer.item())

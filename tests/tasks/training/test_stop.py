@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,6 +140,48 @@ def test_slurms_signal_before_the_end_of_a_job_stops_all_its_processes(tmp_path,
     saved = torch.load(last, weights_only=True)["global_step"]
     assert f"saved as of update {saved}: " in told[0]
     assert not list(tmp_path.glob("**/hpc_ckpt*"))
+
+
+def _signal_two_stages() -> None:
+    """Signals a training of one process as if it were two, then one in its last batch."""
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+    from torch import distributed
+
+    from longseq.tasks.training.callbacks.stop import StopTogether
+
+    distributed.init_process_group("gloo", init_method=f"file://{Path('store').absolute()}", rank=0, world_size=1)
+    batch, connector = SimpleNamespace(), SimpleNamespace()
+    trainer = SimpleNamespace(
+        world_size=2,
+        num_test_batches=[1],
+        _signal_connector=connector,
+        fit_loop=SimpleNamespace(epoch_loop=batch),
+        strategy=SimpleNamespace(root_device=torch.device("cpu"), reduce_boolean_decision=lambda told, all: told),
+    )
+    stop = StopTogether()
+    stop.setup(trainer, None, "fit")
+    batch._broadcast_sigterm_tensor()
+    connector._sigterm_notifier_fn(signal.SIGTERM, None)
+    batch._broadcast_sigterm_tensor()
+    with pytest.raises(SIGTERMException):
+        batch._broadcast_sigterm_tensor()
+
+    stop.setup(trainer, None, "fit")
+    batch._broadcast_sigterm_tensor()
+    batch._broadcast_sigterm_tensor()
+    connector._sigterm_notifier_fn(signal.SIGTERM, None)
+    stop.setup(trainer, None, "test")
+    with pytest.raises(SIGTERMException):
+        stop.on_test_batch_start(trainer, None, None, 0)
+    stop.on_test_batch_start(trainer, None, None, 0)
+    print("stopped twice")
+
+
+def test_a_signal_ends_the_training_a_batch_late_or_the_test_that_follows(tmp_path):
+    process = start_fork((), tmp_path, run=_signal_two_stages)  # its process group has threads
+    printed, errors = process.communicate(timeout=60)
+    assert printed == "stopped twice\n", errors
+    assert process.returncode == 0, errors
 
 
 def test_a_process_whose_parent_is_gone_does_not_begin():
