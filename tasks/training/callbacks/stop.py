@@ -75,8 +75,8 @@ class StopTogether(Callback):
     Evaluations of streams are excluded, because the number of batches differs between processes. A run of one process
     stops as Lightning does it.
 
-    In training on GPUs they stop one batch late: an answer is read when the next question is asked. So the processor
-    launches a batch while the GPU works on the one before it, and no GPU waits for it.
+    In training they stop one batch late, because the answer to a question is read only after the next one is asked.
+    So a processor can launch a batch while its GPU works on the one before it.
     """
 
     def __init__(self) -> None:
@@ -129,10 +129,7 @@ class StopTogether(Callback):
 
 
 class _Answer:
-    """Whether any process was told to stop; asking does not wait for the device.
-
-    A CPU has the answer at once, but as of the same batch as on a GPU.
-    """
+    """Whether any process was told to stop. All processes ask; on GPUs asking does not wait for their work."""
 
     def __init__(self, told: bool, device: torch.device) -> None:
         # filled on the device: a copy from the processor would wait for it
