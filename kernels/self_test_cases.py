@@ -85,9 +85,11 @@ def _delta_rule(variant: str, way: dict[str, Any]) -> tuple[Case, ...]:
     filled = read._replace(heads=FILLING_HEADS)
     # Just long enough to be cut; `filling` has so many heads that all of its segments fill a GPU.
     cut, filling = case._replace(tokens=2000), case._replace(tokens=2000, heads=10 // case.rows)
-    cases = [many, read, filled, long, cut, filling]
+    # So large that queries and write keys are weighed again in the backward pass. With gates they never are.
+    large = [] if kind else [case._replace(tokens=6600, heads=20 // case.rows)]
+    cases = [many, read, filled, long, cut, filling, *large]
     packed = [many, read._replace(heads=READ_HEADS // 4), filled._replace(heads=PACKED_HEADS)]
-    packed += [long._replace(has_state=True), cut, filling]
+    packed += [long._replace(has_state=True), cut, filling, *large]
     return tuple(cases if way == BOTH_WAYS else [*cases, *map(_pack, packed)])
 
 

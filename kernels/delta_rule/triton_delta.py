@@ -148,6 +148,9 @@ FEWEST_SEGMENTS = 3  # fewer do not make up for walking most of the sequence twi
 # Chunks of a sequence that is cut: for fewer, the launches of two more kernels take as long as the walk.
 FEWEST_CHUNKS = 32
 SHORTEST_SEGMENT = 4  # chunks
+MULTIPROCESSORS = 132
+# Bytes of a call's weighed queries and write keys, up to which the walks of segments get them from memory.
+KEPT_ROWS = 1 << 25
 ALIGNMENT = 64  # numbers
 # Chunks that one program of the second launch of `prepare` looks at: a program for each takes 2 to 4 % of a call.
 LOOKS = 8
@@ -166,6 +169,7 @@ class _Plan(NamedTuple):
     narrowest: int  # the smallest block of columns
     key: tuple[int, int]  # key of the table of launches
     wide: bool = False  # whether programs of the walks take more columns, if the table has such a launch
+    small: bool = False  # whether sequences are cut, and their weighed queries and write keys are at most KEPT_ROWS
 
     @property
     def launches(self) -> dict[str, Launch]:
@@ -212,18 +216,17 @@ class _Plan(NamedTuple):
     def keeps_rows(self, gated: bool) -> bool:
         """Whether the forward pass keeps e^b Q and e^{b_C - b} W for the backward pass.
 
-        Without gates they cost little to make again, except where a state of 256 columns leaves the walks no registers
-        for it: the walk back then takes twice the time.
+        Without gates they cost little to make again, except in two cases. A state of 256 columns leaves the walks no
+        registers for it: the walk back then takes twice the time. And walks of segments, which all run at the same
+        time, wait for it in each chunk: on an H100 one sequence of 4 heads takes 6 to 11 % more time, and one of 16
+        heads and 16,384 tokens, whose rows are 128 MiB, 1 %.
         """
-        return gated or (self.scaled and self.key[1] == 256)
+        return gated or (self.scaled and (self.key[1] == 256 or self.small))
 
     def weighs(self, q: Tensor, write_key: Tensor, gated: bool) -> bool:
-        """Whether the walks make e^b Q and e^{b_C - b} W from q and write keys.
-
-        In the shortest segments they take longer for it than a launch of its own.
-        """
+        """Whether the walks make e^b Q and e^{b_C - b} W from q and write keys."""
         halves = q.element_size() == write_key.element_size() == 2
-        return self.scaled and halves and not self.keeps_rows(gated) and self.span != SHORTEST_SEGMENT
+        return self.scaled and halves and not self.keeps_rows(gated)
 
     @property
     def advance(self) -> str:
@@ -301,25 +304,32 @@ def _plan(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, half: bool, different
     if walked:
         return plan
     lanes = heads * cdiv(v.shape[3], plan.block(plan._replace(wide=True).advance, v.shape[3]))
-    span = _find_span(PROGRAMS[key], lanes, batch, sequences, cdiv(tokens, chunk))
+    narrow = heads * cdiv(v.shape[3], plan.block("advance", v.shape[3]))
+    span = _find_span(PROGRAMS[key], lanes, narrow if half else 0, batch, sequences, cdiv(tokens, chunk))
     if span:
-        plan = plan._replace(span=span, walks=count_slots(batch, tokens, span * chunk, cu_seqlens))
+        small = 2 * slots * chunk * heads * key_dim * dtype.itemsize <= KEPT_ROWS
+        plan = plan._replace(span=span, walks=count_slots(batch, tokens, span * chunk, cu_seqlens), small=small)
     # A program with fewer columns finishes a chunk sooner, provided that all programs run at the same time.
-    narrow = cdiv(v.shape[3], plan.block("advance", v.shape[3]))
-    fit = narrow * heads == lanes or plan.walks * heads * narrow <= PROGRAMS[key]
+    fit = narrow == lanes or plan.walks * narrow <= PROGRAMS[key]
     return plan._replace(wide=not fit)
 
 
-def _find_span(programs: int, lanes: int, batch: int, sequences: int, chunks: int) -> int:
+def _find_span(programs: int, lanes: int, narrow: int, batch: int, sequences: int, chunks: int) -> int:
     """The number of chunks in a segment of time, for a row of `chunks` chunks; 0 if sequences are not cut.
 
-    `lanes` programs walk through a sequence side by side. Packed sequences are cut like the row that holds them, unless
-    there are enough of them.
+    `lanes` programs walk through a sequence side by side, or `narrow` programs of fewer columns; 0 if those do not
+    count. Packed sequences are cut like the row that holds them, unless there are enough of them.
     """
     if sequences * lanes > programs:
         return 0
+    # `connect` walks through segments as the other kernels walk through chunks. Its steps are faster, so that half as
+    # long segments take 4 to 10 % less time, but only where each program still has a multiprocessor for itself: with
+    # two on each they take 5 to 17 % more.
     shortest = SHORTEST_SEGMENT
-    while 2 * shortest * shortest < chunks:  # `connect` walks through segments as the other kernels walk through chunks
+    while 2 * shortest * shortest < chunks:
+        alone = 0 < narrow * batch * cdiv(chunks, shortest) <= MULTIPROCESSORS
+        if alone and 4 * shortest * shortest >= chunks:
+            break
         shortest *= 2
     return find_span(chunks, batch * lanes, programs, fewest=FEWEST_SEGMENTS, shortest=shortest, least=FEWEST_CHUNKS)
 

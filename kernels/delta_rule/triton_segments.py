@@ -327,6 +327,20 @@ def summarize(
                 store_block(transitions + place * K * K, row, e, turned[e // STEP], K, K, BLOCK, STEP)
 
 
+@triton.jit
+def _load_border(
+    offsets, transition_units, first, j, segments, head, column, H,
+    K: tl.constexpr, V: tl.constexpr, BACK: tl.constexpr, SCALED: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Offset and units of the rows of the transition of segment j, or of the last that has both, in reading order."""
+    j = tl.maximum(tl.minimum(j, segments - 2), 0)
+    place = (first - j if BACK else first + j) * H + head
+    offset = load_block(offsets + place * K * V, column, 0, V, K, BLOCK, BLOCK_K)
+    of_transition = transition_units + place * ((K + TILE - 1) // TILE)
+    return offset, load_column_units(of_transition, 0, 1, TILE, K, BLOCK_K, SCALED)
+
+
 @triton.jit(do_not_specialize=[*SIZES_AND_STRIDES, "span"])
 def connect(
     cu_seqlens, offsets, transitions, transition_units, span, T, H,
@@ -350,12 +364,17 @@ def connect(
     if BACK:
         first += tl.maximum(segments - 1, 0)
     state = load_block(offsets + (first * H + head) * K * V, column, 0, V, K, BLOCK, BLOCK_K)
+    # Loaded one iteration early, because the compiler prefetches only operands of products.
+    later, later_unit = _load_border(
+        offsets, transition_units, first, 1, segments, head, column, H, K, V, BACK, SCALED, BLOCK_K, BLOCK
+    )
     for j in range(1, segments - 1):
         place = (first - j if BACK else first + j) * H + head
+        offset, row_unit = later, later_unit
+        later, later_unit = _load_border(
+            offsets, transition_units, first, j + 1, segments, head, column, H, K, V, BACK, SCALED, BLOCK_K, BLOCK
+        )
         transition = load_block(transitions + place * K * K, 0, 0, K, K, BLOCK_K, BLOCK_K)
-        of_transition = transition_units + place * ((K + TILE - 1) // TILE)
-        row_unit = load_column_units(of_transition, 0, 1, TILE, K, BLOCK_K, SCALED)
-        offset = load_block(offsets + place * K * V, column, 0, V, K, BLOCK, BLOCK_K)
         if BACK:
             before, unit = in_units(state, SCALED)
             transition = tl.trans(transition)

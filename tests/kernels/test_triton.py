@@ -399,8 +399,14 @@ def test_delta_rule_without_gradients_leaves_chunks_before_a_steep_one_alone(int
         assert not actual["output"][:, 40:44].isfinite().all()
 
 
-def test_delta_rule_keeps_neither_queries_nor_keys_without_a_gate(interpreted):
-    x = torch.randn(1, 2048, 1, 64, dtype=torch.float16)
+@pytest.mark.parametrize(("tokens", "limit", "kept"), [(1024, 1 << 19, False), (2048, 1 << 19, True), (2048, 1, False)])
+def test_delta_rule_keeps_queries_and_keys_without_a_gate_only_of_few_segments(
+    interpreted, monkeypatch, tokens, limit, kept
+):
+    from longseq.kernels.delta_rule import triton_delta
+
+    monkeypatch.setattr(triton_delta, "KEPT_ROWS", limit)
+    x = torch.randn(1, tokens, 1, 64, dtype=torch.float16)
 
     def count_kept(**gates):
         saved = []
@@ -410,8 +416,9 @@ def test_delta_rule_keeps_neither_queries_nor_keys_without_a_gate(interpreted):
         inputs = {y.data_ptr() for y in (*arguments, *gates.values())}
         return sum(y.numel() * y.itemsize for y in saved if y.data_ptr() not in inputs)
 
-    gated, plain = count_kept(g=-torch.rand(1, 2048, 1)), count_kept()
-    assert gated - plain >= 2 * x.numel() * x.itemsize
+    gated, plain = count_kept(g=-torch.rand(1, tokens, 1)), count_kept()
+    assert (gated - plain < x.numel() * x.itemsize) == kept
+    assert kept or gated - plain >= 2 * x.numel() * x.itemsize
 
 
 @pytest.mark.slow
@@ -439,8 +446,14 @@ def lasting(inputs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variant", "reverse"), [("repeated_keys", False), ("gated_write_key", True)])
-def test_delta_rule_in_segments_of_time(interpreted, delta_segments, variant, reverse):
+@pytest.mark.parametrize(
+    ("variant", "reverse", "limit"),
+    [("repeated_keys", False, 1 << 20), ("repeated_keys", False, 1), ("gated_write_key", True, 1)],
+)
+def test_delta_rule_in_segments_of_time(interpreted, delta_segments, monkeypatch, variant, reverse, limit):
+    from longseq.kernels.delta_rule import triton_delta
+
+    monkeypatch.setattr(triton_delta, "KEPT_ROWS", limit)  # bytes of weighed queries and keys: more are weighed again
     bounds = torch.tensor([0, 3, 3, 390, 392, 560])  # sequences of one, no, four, one and two segments
     inputs = lasting(make_inputs("delta_rule", variant, tokens=560, segments=5, dtype=torch.float16, sizes={"H": 1}))
     if "g" in inputs.sequences:
@@ -535,7 +548,10 @@ def test_delta_rule_is_cut_where_a_gpu_would_be_idle():
 
     assert segments(1, 16384, 16, 128) == segments(1, 65536, 16, 128) == segments(1, 2048, 4, 128) == 8
     assert segments(1, 65536, 4, 128) == 32
-    assert segments(2, 4096, 2, 128) == 2 * segments(1, 4096, 2, 128) == 16
+    assert segments(2, 4096, 2, 128) == 2 * segments(1, 4096, 2, 128) == 32
+    # Shorter ones where each of their programs still has a multiprocessor for itself.
+    assert segments(1, 4096, 4, 128) == segments(1, 8192, 4, 128) == segments(1, 4096, 8, 64) == 16
+    assert segments(1, 4096, 8, 128) == segments(1, 4096, 16, 64) == segments(1, 4096, 2, 128, half=False) == 8
     assert segments(8, 2048, 16, 128) == segments(1, 16384, 64, 128) == segments(1, 1024, 4, 128) == 0
     assert segments(1, 16384, 16, 128, 0, 100, 16384) == 8 + 3
     assert segments(1, 16384, 16, 128, *range(0, 16385, 1024)) == 0
@@ -1011,6 +1027,8 @@ DELTA_SHAPES = [
     # In segments of time, those of half precision.
     (1, 16384, 16, 128, 128, False, False, None),
     (1, 65536, 4, 128, 128, True, True, None),
+    (1, 4096, 4, 128, 128, False, False, None),
+    (1, 4096, 8, 64, 64, True, False, None),
     (1, 16384, 8, 256, 256, False, True, (0, 100, 12100, 12228, 16384)),
 ]
 # (batch, tokens, heads, D, M, objective, normalize, with gates, with a threshold, chunk_size, segments)
@@ -1291,6 +1309,30 @@ def test_delta_rule_in_segments_of_time_on_the_gpu(monkeypatch, bounds, gated, w
     options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds, device="cuda")}
     for reverse in (False, True):
         assert_accurate_in_every_run(delta_rule, arguments, dtype, reverse=reverse, **options)
+    if not gated:  # queries and write keys that the backward pass weighs again
+        monkeypatch.setattr(triton_delta, "KEPT_ROWS", 0)
+        assert_accurate_in_every_run(delta_rule, arguments, dtype, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("bounds", [None, (0, 3, 3, 3000, 3001, 4200)], ids=["one_sequence", "packed"])
+def test_queries_and_keys_that_are_weighed_again_are_the_same_on_the_gpu(monkeypatch, bounds, width):
+    from longseq.kernels.delta_rule import triton_delta
+
+    def differentiate(limit):
+        monkeypatch.setattr(triton_delta, "KEPT_ROWS", limit)
+        torch.manual_seed(0)
+        arguments = delta_arguments(
+            lambda *sizes: torch.randn(sizes, device="cuda", dtype=torch.bfloat16), 1, 4200, 4, width, width
+        )
+        leaves = {name: x.requires_grad_() for name, x in arguments.items()}
+        options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds, device="cuda")}
+        o, _ = delta_rule(**leaves, backend="triton", **options)
+        return [o, *torch.autograd.grad(o.square().sum(), list(leaves.values()))]
+
+    for kept, weighed in zip(differentiate(1 << 25), differentiate(0), strict=True):
+        assert torch.equal(kept, weighed)
 
 
 @pytest.mark.gpu
