@@ -1,8 +1,8 @@
 """The delta rule backward in Triton. The formulas are those of chunk.py, `_backward`.
 
 Where the forward pass did not keep e^b Q and e^{b_C - b} W, `retreat` makes them again, or if queries or write keys are
-float32 or segments are short, `weigh_rows` does. `retreat` walks from the last chunk to the first, in the segments of
-time of the forward pass (see triton_segments.py), and stores the gradients of the states after each chunk.
+float32, `weigh_rows` does. `retreat` walks from the last chunk to the first, in the segments of time of the forward
+pass (see triton_segments.py), and stores the gradients of the states after each chunk.
 The other kernels run over chunks in parallel: `differentiate_scores` (gradients of V, of tril(Q Wᵀ ⊙ D) and of L) and
 `differentiate_inputs` (gradients of queries, keys, strengths and gates). Without a gate, up to 128 columns, the second
 one does the work of both.

@@ -7,9 +7,9 @@ it to bfloat16. Each tile has its own unit (see triton_units.py), so that the ra
 
 No sum depends on the order in which programs run: the result is the same in every run. The forward pass keeps X,
 tril(Q Wᵀ ⊙ D), -X e^b R, U and the states before each chunk for the backward pass: about 2 C + K + V + K V / C numbers
-for each token and head, with C = 64. With a gate or 256 columns these are 2 K more, for e^b Q and e^{b_C - b} W, which
-the walks else make from q and k. With `recompute` the forward pass keeps only its inputs, and the backward pass begins
-with a forward pass. For segments of time it also keeps transitions.
+for each token and head, with C = 64. With a gate, 256 columns or few segments of time these are 2 K more, for e^b Q and
+e^{b_C - b} W, which the walks else make from q and k. With `recompute` the forward pass keeps only its inputs, and the
+backward pass begins with a forward pass. For segments of time it also keeps transitions.
 """
 
 import math
@@ -148,8 +148,8 @@ FEWEST_SEGMENTS = 3  # fewer do not make up for walking most of the sequence twi
 # Chunks of a sequence that is cut: for fewer, the launches of two more kernels take as long as the walk.
 FEWEST_CHUNKS = 32
 SHORTEST_SEGMENT = 4  # chunks
-MULTIPROCESSORS = 132
-# Bytes of a call's weighed queries and write keys, up to which the walks of segments get them from memory.
+MULTIPROCESSORS = 132  # of the GPU where this was measured
+# Where sequences are cut, weighed queries and write keys of up to so many bytes are kept for the backward pass.
 KEPT_ROWS = 1 << 25
 ALIGNMENT = 64  # numbers
 # Chunks that one program of the second launch of `prepare` looks at: a program for each takes 2 to 4 % of a call.
@@ -218,8 +218,8 @@ class _Plan(NamedTuple):
 
         Without gates they cost little to make again, except in two cases. A state of 256 columns leaves the walks no
         registers for it: the walk back then takes twice the time. And walks of segments, which all run at the same
-        time, wait for it in each chunk: on an H100 one sequence of 4 heads takes 6 to 11 % more time, and one of 16
-        heads and 16,384 tokens, whose rows are 128 MiB, 1 %.
+        time, wait for it in each chunk: on an H100 one sequence of 4 or 8 heads takes 8 to 12 % more time. One of 16
+        heads takes 1 % more, and its rows may be many: 128 MiB for 16,384 tokens.
         """
         return gated or (self.scaled and (self.key[1] == 256 or self.small))
 

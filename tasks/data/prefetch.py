@@ -7,8 +7,8 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import cached_property, lru_cache
+from contextlib import nullcontext
+from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -29,34 +29,6 @@ def separate_queues() -> None:
     """
     if not torch.cuda.is_initialized():
         os.environ.setdefault(_QUEUES, "32")
-
-
-@lru_cache
-def _step_stream(index: int) -> torch.cuda.Stream:
-    # One for all trainings of a process, because the allocator keeps the memory of each stream apart.
-    return torch.cuda.Stream(torch.device("cuda", index))
-
-
-@contextmanager
-def beside_decoding(device: torch.device) -> Iterator[None]:
-    """Give the calling thread a CUDA stream of its own, in which steps run while another thread decodes images.
-
-    nvJPEG decodes in streams that wait for the default stream of CUDA, in which torch works unless it is told
-    otherwise, and for all that is queued there. On an H100, with steps of 60 ms of which four are queued, a call that
-    takes 15 ms beside another stream took 1.5 s beside that one. A thread that has left the default stream stays where
-    it is, and other devices have no streams.
-    """
-    if device.type != "cuda" or torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
-        yield
-        return
-    default = torch.cuda.default_stream(device)
-    own = _step_stream(default.device_index)
-    own.wait_stream(default)
-    try:
-        with torch.cuda.stream(own):
-            yield
-    finally:
-        default.wait_stream(own)
 
 
 class _ShortTurns:

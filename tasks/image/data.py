@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from longseq.tasks.data.labels import count_classes, find_weights, name_some, ra
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
-from longseq.tasks.data.prefetch import Prefetch, beside_decoding, separate_queues
+from longseq.tasks.data.prefetch import Prefetch, separate_queues
 from longseq.tasks.data.sampler import BalancedSampler, EvaluationSampler, TrainingSampler
 from longseq.tasks.image.augmentation import Augmentation
 from longseq.tasks.image.config import LABEL_KEYS, OWN, OWN_KEYS, ImageDataKeys, ImageKeys, per_channel
@@ -122,7 +121,6 @@ class ImageDataModule(TaskData):
         self._info: DataInfo | None = None
         self._splits: Splits | None = None
         self._order: Sequence[str] | None = None  # of the classes of a trained model
-        self._entered = ExitStack()  # what ends with a run of the Trainer
         if keys.decode != "cpu":
             separate_queues()
         if keys.decode == "gpu":
@@ -257,10 +255,7 @@ class ImageDataModule(TaskData):
             self._splits = self._splits or self._open_splits()
 
     def setup(self, stage: str | None = None) -> None:
-        """Open the data, unless that is done. A Trainer, which names a `stage`, gets a stream beside decoding."""
-        if stage is not None and self.trainer is not None and self.keys.decode != "cpu":
-            self._entered.close()
-            self._entered.enter_context(beside_decoding(self.trainer.strategy.root_device))
+        """Open the data; `stage` has no effect, and a second call does nothing."""
         if self._info is not None:
             return
         keys = self.keys
@@ -295,12 +290,6 @@ class ImageDataModule(TaskData):
         self._info = self._describe(class_names, sizes)
         if keys.sampling == "balanced":  # a source that cannot do it is told before a run begins
             self._training_targets(_BALANCED)
-
-    def teardown(self, stage: str) -> None:
-        self._entered.close()
-
-    def on_exception(self, exception: BaseException) -> None:
-        self._entered.close()
 
     def setup_evaluation(self, split: str, class_names: Sequence[str], *, foreign: bool) -> None:
         """Open only what an evaluation of `split` (val, test) needs, with the class numbers of a trained model.

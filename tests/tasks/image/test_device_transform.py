@@ -8,14 +8,12 @@ import math
 import os
 import threading
 import time
-from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
 import torch
 from cases import cases
 from image_data import image_data, image_info
-from lightning.pytorch import LightningModule, Trainer
 from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor
 
@@ -23,14 +21,14 @@ from longseq.kernels.image_transforms.arithmetic import to_grey
 from longseq.kernels.image_transforms.colour import image_steps_torch
 from longseq.kernels.image_transforms.resizing import image_resize_torch
 from longseq.tasks.data.batch import Batch, Failure
-from longseq.tasks.data.prefetch import THREAD, beside_decoding
+from longseq.tasks.data.prefetch import THREAD
 from longseq.tasks.image import data as image_data_module
 from longseq.tasks.image import encoded as encoded_module
 from longseq.tasks.image.augmentation import Augmentation
 from longseq.tasks.image.batched import erase, stack_draws
 from longseq.tasks.image.datasets import seed_everything
 from longseq.tasks.image.draws import EvaluationDraws, TrainingDraws
-from longseq.tasks.image.encoded import DeviceTransform, EncodedTrainingBatches, decode_on_gpu
+from longseq.tasks.image.encoded import DeviceTransform, EncodedTrainingBatches
 from longseq.tasks.image.transforms import evaluation_transform, training_transform
 
 DEIT = {"crop": "random_resized", "hflip": 0.5, "auto_augment": "rand-m9-mstd0.5-inc1"}
@@ -365,90 +363,6 @@ def test_streams_have_queues_of_their_own_where_a_gpu_decodes(monkeypatch, decod
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     image_data_module.ImageDataModule.prepare_process({"data": {"decode": decode}})
     assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == after
-
-
-class Steps(LightningModule):
-    """Trains nothing, and records where its steps run; `fails` ends it in the first one."""
-
-    def __init__(self, find, fails):
-        super().__init__()
-        self.find, self.fails, self.found = find, fails, []
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-
-    def training_step(self, batch, batch_idx):
-        self.found.append(self.find())
-        if self.fails:
-            raise ValueError("no step")
-        return self.weight * batch[0].float().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 1e-3)
-
-
-def fit(module, data, accelerator):
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = Trainer(max_epochs=1, accelerator=accelerator, devices=1, limit_val_batches=0, **quiet)
-    with pytest.raises(ValueError, match="no step") if module.fails else nullcontext():
-        trainer.fit(module, datamodule=data)
-    assert module.found
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@cases("fails", [False, True])
-@cases(("decode", "beside"), [("gpu", True), ("cpu", False)])
-def test_steps_run_beside_the_decoding_until_the_run_ends(monkeypatch, folder, on_host, decode, beside, fails):
-    inside = []
-
-    @contextmanager
-    def enter(device):
-        inside.append(device)
-        yield
-        inside.remove(device)
-
-    monkeypatch.setattr(image_data_module, "beside_decoding", enter)
-    data = open_data(folder, decode)
-    for _ in range(2):  # as many runs
-        module = Steps(lambda: list(inside), fails)
-        fit(module, data, "cpu")
-        assert all(found == [torch.device("cpu")] * beside for found in module.found)
-        assert inside == []
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@cases("fails", [False, True])
-def test_a_run_has_a_stream_of_its_own_while_the_gpu_decodes(folder, fails):
-    default = torch.cuda.default_stream()
-    for decode, own in (("gpu", True), ("cpu", False)):
-        module = Steps(torch.cuda.current_stream, fails)
-        fit(module, open_data(folder, decode), "gpu")
-        assert all((found != default) == own for found in module.found)
-        assert torch.cuda.current_stream() == default
-
-
-@pytest.mark.gpu
-def test_images_are_decoded_while_steps_are_queued():
-    device = torch.device("cuda", torch.cuda.current_device())
-    data = [torch.frombuffer(bytearray(encode(image)), dtype=torch.uint8) for image in PICTURES]
-    finished = []
-
-    def decode_beside(queued):
-        with torch.cuda.stream(torch.cuda.Stream(device)):
-            images = decode_on_gpu(data, device)
-        finished.append(not queued.query() and None not in images)
-
-    def decode_while_busy():
-        torch.cuda.synchronize()
-        torch.cuda._sleep(4_000_000_000)  # cycles: two seconds
-        thread = threading.Thread(target=decode_beside, args=(torch.cuda.current_stream().record_event(),))
-        thread.start()
-        thread.join()
-        return finished.pop()
-
-    decode_on_gpu(data, device)  # the first call prepares the decoder
-    with beside_decoding(device):
-        assert decode_while_busy()
-    assert not decode_while_busy(), "in the default stream nothing else would be needed"
 
 
 def test_a_gpu_is_needed_to_decode_on_it(folder):
