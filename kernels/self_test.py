@@ -356,8 +356,9 @@ def _list_checks(test: _Test) -> Iterator[_Check]:
     if not test.op.endswith("_step"):
         for case in trial.cases:
             read = case.options.get("reverse", False), bool(case.bounds), case.kind
-            if read == (test.reverse, test.packed, test.kind):
-                yield _check_of_case(test, case)
+            fitted = case.fit(test.widths, test.dtype) if read == (test.reverse, test.packed, test.kind) else None
+            if fitted is not None:
+                yield _check_of_case(test, fitted)
         return
     for variant in dict.fromkeys(case.variant for case in trial.cases):
         # The precision of a step's call is that of its state; the token may have another one.

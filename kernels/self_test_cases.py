@@ -28,6 +28,7 @@ class Case(NamedTuple):
     channels: int | None = None  # instead of the trial's
     bounds: tuple[int, ...] = ()  # of packed sequences, as cu_seqlens
     kind: str = ""  # of the calls that launch these kernels, as the operation names it; one-token forms have all kinds
+    key_bytes: int = 0  # if not 0, the tokens are as many as give keys of more bytes (see `fit`)
 
     @property
     def rows(self) -> int:
@@ -41,6 +42,19 @@ class Case(NamedTuple):
         named += ["packed"] if self.bounds else []
         named += [] if self.has_state else ["without a state"]
         return " ".join(named if self.has_gradient else [*named, "without a gradient"])
+
+    def fit(self, widths: Mapping[str, int], dtype: torch.dtype) -> "Case | None":
+        """The case for a call of these widths, K among them; None where such calls do not launch its kernels.
+
+        With `key_bytes` these are calls in half precision, of up to HALF_WIDTH columns.
+        """
+        if not self.key_bytes:
+            return self
+        if dtype.itemsize != 2 or max(widths.values()) > HALF_WIDTH:
+            return None
+        token = widths["K"] * (self.heads or 1) * self.rows * dtype.itemsize
+        sized = self._replace(tokens=self.key_bytes // token + 1)
+        return _pack(sized) if self.bounds else sized
 
 
 class Trial(NamedTuple):
@@ -60,6 +74,8 @@ WAYS = (REVERSED, BOTH_WAYS)
 # Heads that fill a GPU without segments of time, and as many tokens. Triton compiles kernels of their own for numbers
 # that 16 divides, as those of models are.
 MANY = 80
+# The widest states whose walks weigh queries and write keys, and the bytes of keys that are then not kept.
+HALF_WIDTH, KEY_BYTES = 128, 1 << 24
 # Rows of a scan of 128 channels with more warps than run at once with all registers.
 CROWD = 260
 # Without gradients: heads of a sequence with fewer programs than a GPU runs side by side; heads with more, and those of
@@ -86,7 +102,7 @@ def _delta_rule(variant: str, way: dict[str, Any]) -> tuple[Case, ...]:
     # Just long enough to be cut; `filling` has so many heads that all of its segments fill a GPU.
     cut, filling = case._replace(tokens=2000), case._replace(tokens=2000, heads=10 // case.rows)
     # So large that queries and write keys are weighed again in the backward pass. With gates they never are.
-    large = [] if kind else [case._replace(tokens=6600, heads=20 // case.rows)]
+    large = [] if kind else [case._replace(tokens=6600, heads=20 // case.rows, key_bytes=KEY_BYTES)]
     cases = [many, read, filled, long, cut, filling, *large]
     packed = [many, read._replace(heads=READ_HEADS // 4), filled._replace(heads=PACKED_HEADS)]
     packed += [long._replace(has_state=True), cut, filling, *large]

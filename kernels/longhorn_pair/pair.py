@@ -1,12 +1,15 @@
 """A Longhorn layer between its projections, read in both directions, as a composition of other operations."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from longseq.kernels.diagonal_scan import longhorn_scan
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.short_convolution import short_convolution
 from longseq.kernels.silu_product import silu_product
+
+_TILE = 32  # numbers of bfloat16 in a row of a tile of AMX
 
 
 def longhorn_pair_torch(
@@ -27,6 +30,14 @@ def longhorn_pair_torch(
 def _project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Each half of the rows of x times its own weight [2, O, I]."""
     halves = x.unflatten(0, (2, x.shape[0] // 2))
-    rows, weight = halves.flatten(1, 2), weight.to(x.dtype).mT
+    rows, weight = halves.flatten(1, 2), weight.to(x.dtype)
+    outputs, inputs = weight.shape[1:]
+    if x.dtype == torch.bfloat16 and x.device.type == "cpu":
+        # On processors with AMX, oneDNN 3.12 multiplies the end of a row of another length together with numbers of the
+        # next row, those by zero: a NaN there reaches this row. So does the gradient, whose rows have `outputs`.
+        more_inputs, more_outputs = -inputs % _TILE, -outputs % _TILE
+        rows, weight = F.pad(rows, (0, more_inputs)), F.pad(weight, (0, more_inputs, 0, more_outputs))
+        bias = None if bias is None else F.pad(bias, (0, more_outputs))
+    weight = weight.mT
     y = torch.bmm(rows, weight) if bias is None else torch.baddbmm(bias.to(x.dtype).unsqueeze(1), rows, weight)
-    return y.unflatten(1, halves.shape[1:3]).flatten(0, 1)
+    return y[..., :outputs].unflatten(1, halves.shape[1:3]).flatten(0, 1)

@@ -90,6 +90,14 @@ def test_rows_are_apart(interpreted, op, backend, dtype):
         assert_kept_part_is_same(inputs, (0, 0), (rows, rows), backend=backend)
 
 
+@pytest.mark.parametrize("sizes", [{"D": 33, "N": 15}, {"D": 50, "N": 21}], ids=["odd", "even"])
+def test_rows_of_a_longhorn_pair_are_apart_in_any_width(sizes):
+    # Processors with AMX read over the end of rows whose length 32 does not divide.
+    rows = one_each(PARTS)
+    inputs = make_inputs("longhorn_pair", "plain", batch=PARTS, tokens=20, dtype=torch.bfloat16, sizes=sizes)
+    assert_kept_part_is_same(inputs, (0, 0), (rows, rows), backend="torch")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("op", "backend"), TURNED)
 def test_rows_read_in_two_directions_are_apart(interpreted, op, backend):

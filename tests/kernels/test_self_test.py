@@ -678,7 +678,8 @@ def make_cases(op, dtype=torch.bfloat16, **widths):
         test = self_test._Test(
             op, dtype, torch.device("meta"), reverse, False, packed, case.kind, {**trial.widths, **widths}
         )
-        yield case, call, self_test._make(test, case, dtype), torch.tensor(case.bounds) if packed else None
+        if (fitted := case.fit(test.widths, dtype)) is not None:
+            yield fitted, call, self_test._make(test, fitted, dtype), torch.tensor(fitted.bounds) if packed else None
 
 
 def list_calls(*kinds):
@@ -716,6 +717,23 @@ def test_cases_reach_every_launch_of_the_delta_rule(plans, dtype, width):
         else:
             assert launches <= LAUNCHED[dtype, width]
             assert not walked or {"read_through", "advance"} <= launches
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (48, 32), (128, 128), (64, 128), (256, 256)])
+def test_cases_keep_weighed_queries_and_keys_and_weigh_them_again(plans, key_dim, value_dim):
+    from longseq.kernels.delta_rule.triton_delta import _plan
+
+    def find_launches():
+        for case, call, inputs, cu_seqlens in make_cases("delta_rule", torch.bfloat16, K=key_dim, V=value_dim):
+            if case.has_gradient and not case.kind:
+                q, k, v = (inputs.sequences[name] for name in "qkv")
+                plan = _plan(k, v, cu_seqlens, True, True)
+                yield call, (plan.span > 0, plan.weighs(q, k, False))
+
+    wide = {(False, False), (True, False)}
+    forms = wide if key_dim > 128 else {(False, True), (True, False), (True, True)}
+    assert collect(find_launches()) == dict.fromkeys(list_calls(""), forms)
 
 
 @pytest.mark.parametrize("op", ["longhorn_scan", "selective_scan", "longhorn_pair"])
