@@ -137,8 +137,8 @@ def test_a_trace_has_the_gradients(op, variant):
             loss.backward()
             found.append([x.grad for x in leaves if x.requires_grad])
         names = [name for name, x in inputs.arguments.items() if x.is_floating_point()]
-        for name, *values in zip(names, *found, strict=True):
-            assert_equal_up_to_rounding(*values, f"gradient of {name} at B={batch}, T={tokens}")
+        for name, actual, expected in zip(names, *found, strict=True):
+            assert_equal_up_to_rounding(actual, expected, f"gradient of {name} at B={batch}, T={tokens}")
 
 
 @pytest.mark.slow
