@@ -157,7 +157,7 @@ def decayed_sums(weights: Tensor, v: Tensor, g: Tensor) -> Tensor:
         value = _halves(v, half)[0] * _halves(until, half)[0]
         across = torch.bmm(_below(spaced, size, half), value)
         early, late = _halves(sums, half)
-        if _makes_graph():
+        if _keeps_parts(since):
             sums = torch.cat((early, torch.addcmul(late, across, _halves(since, half)[1])), 1)
         else:
             late.addcmul_(across, _halves(since, half)[1])
@@ -198,17 +198,21 @@ def _merge_decays(since: Tensor, until: Tensor, half: int) -> tuple[Tensor, Tens
     early, late = _halves(since, half)
     first, second = _halves(until, half)
     whole_early, whole_late = early.narrow(1, half - 1, 1), late.narrow(1, half - 1, 1)
-    if _makes_graph():
+    if _keeps_parts(since):
         return torch.cat((early, late * whole_early), 1), torch.cat((first * whole_late, second), 1)
     first.mul_(whole_late)
     late.mul_(whole_early)
     return since, until
 
 
-def _makes_graph() -> bool:
-    """Whether a graph is exported, in which writing to a part of a tensor takes many nodes and a scatter."""
+def _keeps_parts(decays: Tensor) -> bool:
+    """Whether results are joined from new parts, where else parts of a tensor are overwritten.
+
+    In an exported graph, writing to a part takes many nodes and a scatter. A trace finds gradients by torch's autograd,
+    which needs what would be overwritten; all other forms have a backward pass of their own.
+    """
     if torch.jit.is_scripting():
-        return False
+        return decays.requires_grad
     return is_exporting()
 
 

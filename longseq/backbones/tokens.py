@@ -296,6 +296,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         output_final_state = output_final_state and self.direction == "forward"
         if state is not None:
             self._check_forward("a state")
+            self._check_layers(state)
         layers, position = (None, None) if state is None else state
         packing, places = pack_like(cu_seqlens, tokens), None
         if self.positions is not None:
@@ -342,6 +343,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
             ValueError: the model does not read forward.
         """
         self._check_forward("step")
+        self._check_layers(state)
         position = state.position
         check_state_rows(position, token.shape[0])
         x = self.embed(token, position)
@@ -479,6 +481,13 @@ class TokenBackbone(PretrainedModel, nn.Module):
     def _check_forward(self, what: str) -> None:
         if self.direction != "forward":
             raise ValueError(f"direction={self.direction!r}: {what} needs a model with direction='forward'")
+
+    def _check_layers(self, state: TokenState) -> None:
+        """Refuse the state of a model with another number of blocks, whose first layers may fit."""
+        if len(state.layers) != len(self.blocks):
+            raise ValueError(
+                f"the state is one of a model with depth={len(state.layers)}, and this one has depth={len(self.blocks)}"
+            )
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in the backward pass instead of keeping its activations."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from timm import layers
 from torch import Tensor, nn
 from torch.nn import functional
@@ -149,6 +150,10 @@ class PatchEmbed(layers.PatchEmbed):
             expected = f"the model expects {self.img_size}; resize, or build it with dynamic_img_size=True"
             layers._assert(height == self.img_size[0], f"image height {height}: {expected}")
             layers._assert(width == self.img_size[1], f"image width {width}: {expected}")
+            if torch.jit.is_tracing():
+                # A trace leaves checks of Python out. It would take an image of another shape with as many patches, and
+                # give them the wrong positions. This operation is in the trace, and fails for another size.
+                x = x.unflatten(3, (self.img_size[1],)).unflatten(2, (self.img_size[0],))
         if self.dynamic_img_pad:
             x = self._pad(x)
         return self.norm(self.proj(x).permute(0, 2, 3, 1))  # [B, h, w, D]

@@ -11,6 +11,9 @@ from typing import NamedTuple
 import torch
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor
+from torch.nn import functional
+
+from longseq.blocks.precision import at_least_float32
 
 TOKEN_PLACES = ("middle", "first", "none")
 
@@ -68,4 +71,10 @@ def resize_positions(table: Tensor, grid: tuple[int, int], new_grid: tuple[int, 
 
     The first `prefix` rows are those of prefix tokens, and stay.
     """
+    if torch.jit.is_tracing():
+        # timm returns the table as it is for its own grid. A trace would do so for every grid, and an image of another
+        # shape with as many patches would get wrong positions. Interpolating to the same grid changes no number.
+        image = at_least_float32(table[:, prefix:]).unflatten(1, grid).permute(0, 3, 1, 2)
+        image = functional.interpolate(image, size=list(new_grid), mode="bicubic", antialias=True)
+        return torch.cat([table[:, :prefix], image.flatten(2).transpose(1, 2).to(table.dtype)], dim=1)
     return resample_abs_pos_embed(table, new_size=list(new_grid), old_size=list(grid), num_prefix_tokens=prefix)

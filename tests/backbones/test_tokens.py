@@ -135,6 +135,17 @@ def test_one_direction_has_the_same_keys_for_tokens_and_images() -> None:
     assert "blocks.0.mixer.in_proj.weight" in names
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+def test_the_state_of_another_depth_is_refused(depth: int) -> None:
+    model, tokens = make(depth=2), make_tokens(2)
+    _, state = make(depth=depth)(tokens)
+    for read in (lambda: model(tokens, state), lambda: model.step(tokens[:, 0], state)):
+        with pytest.raises(
+            ValueError, match=f"the state is one of a model with depth={depth}, and this one has depth=2"
+        ):
+            read()
+
+
 def test_a_state_of_constant_size_is_a_value() -> None:
     model = make("deltanet")
     _, short = model(make_tokens(2, 3))

@@ -124,6 +124,24 @@ def test_onnx_of_a_masked_convolution():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("op", "variant"), CASES)
+def test_a_trace_has_the_gradients(op, variant):
+    inputs, tensors = draw(op, variant, 2, 70)
+    traced = torch.jit.trace(Call(inputs), (tensors,), check_trace=False)
+    for batch, tokens in [(2, 70), (3, 129), (1, 5)]:  # TorchScript optimises from the second call on
+        inputs, tensors = draw(op, variant, batch, tokens)
+        found = []
+        for run in (traced, Call(inputs)):
+            leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in tensors]
+            loss = sum(result.square().sum() for result in tree_leaves(run(leaves)) if result.requires_grad)
+            loss.backward()
+            found.append([x.grad for x in leaves if x.requires_grad])
+        names = [name for name, x in inputs.arguments.items() if x.is_floating_point()]
+        for name, actual, expected in zip(names, *found, strict=True):
+            assert_equal_up_to_rounding(actual, expected, f"gradient of {name} at B={batch}, T={tokens}")
+
+
+@pytest.mark.slow
 def test_torchscript_loads_without_longseq_at_any_size(tmp_path):
     for number, (op, variant) in enumerate(CASES):
         inputs, tensors = draw(op, variant, 2, 70)
