@@ -291,7 +291,9 @@ def _refuse_long_warmup(config: Config, epoch: Epoch | None) -> None:
     """
     words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
     by_hand = any(word.lstrip("+").startswith("recipe.schedule.warmup_") for word in words)
-    if by_hand and not automatic.is_automatic(config):
+    # When the epoch is known, all values are chosen; what is_automatic still finds then is the recipe's name.
+    is_chosen = epoch is not None or not automatic.is_automatic(config)
+    if by_hand and is_chosen:
         RunLength.from_recipe(config["recipe"]).refuse_long_warmup(epoch)
 
 

@@ -583,6 +583,7 @@ def open_stream(
     """
     if not training and source.lower().startswith("hfids/"):
         num_samples = -1  # timm requires a length, but evaluates on all images of the stream
+    is_shards = source.lower().startswith("wds/")
     try:
         dataset: Any = create_dataset(
             source,
@@ -598,10 +599,11 @@ def open_stream(
         is_hub = source.lower().startswith("hfids/")
         stream = dataset.reader.builder.as_streaming_dataset(split=name) if is_hub else None
     except Exception as error:
-        raise ValueError(
-            f"{_unopened(source, name, error)}, and data.train_samples=N for a stream that does not tell its length"
-        ) from error
-    if source.lower().startswith("wds/"):
+        told = "data.train_samples=N for a stream that does not tell its length"
+        if is_shards:
+            told += """; a split is the name of shards and the number of their images: 'train-{000..009}.tar|9000'"""
+        raise ValueError(f"{_unopened(source, name, error)}, and {told}") from error
+    if is_shards:
         dataset.reader.shards = len(dataset.reader.split_info.filenames)
     if stream is not None:
         _take_columns(dataset.reader, source, stream, named=named)

@@ -39,7 +39,7 @@ OWN_KEYS = {
     "max_steps": "the recipe says it; give recipe.updates",
     "check_val_every_n_epoch": "the recipe says it; give recipe.validate_every_epochs",
     "val_check_interval": "the recipe says it; give recipe.validate_every_updates",
-    "callbacks": "callbacks are a group of their own; give callbacks.NAME._target_=CLASS",
+    "callbacks": "callbacks are a group of their own; give +callbacks.NAME._target_=CLASS",
     "logger": "loggers are a group of their own; give logger=tensorboard, csv, wandb, mlflow or none",
     "default_root_dir": "the run folder has its own key; give output=FOLDER",
     "overfit_batches": "give trainer.limit_train_batches and trainer.limit_val_batches, for which data need no sampler",

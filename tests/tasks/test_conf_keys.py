@@ -46,6 +46,12 @@ def names(cls: type) -> set[str]:
     return {entry.name for entry in fields(cls)}
 
 
+CLASSIFIERS = [
+    (task, path.stem)
+    for path in sorted((CONF / "recipe").glob("*.yaml"))
+    for task in yaml.safe_load(path.read_text()).get("tasks", [])
+    if task in ("document", "image")
+]
 GROUPS = {path.name for path in CONF.iterdir() if path.is_dir() and path.name not in ("__pycache__", *WHOLE)}
 
 
@@ -90,6 +96,12 @@ def test_the_keys_of_scales_mixers_and_tasks_are_those_of_their_files():
     for path in (CONF / "task").glob("*.yaml"):
         task = keys_of(path)
         assert set(task.get("task", task)) == names(registry.get(path.stem).config.group), path.stem
+
+
+@pytest.mark.parametrize(("task", "recipe"), CLASSIFIERS, ids=[name for _, name in CLASSIFIERS])
+def test_a_recipe_of_classifiers_has_the_key_that_the_pages_name_for_fine_tuning(task, recipe, compose_config):
+    words = (f"task={task}", f"recipe={recipe}", "recipe.optimizer.layer_decay=0.75")
+    assert compose_config("train", *words)["recipe"]["optimizer"]["layer_decay"] == 0.75
 
 
 def test_a_recipe_knows_no_name_of_a_scale():

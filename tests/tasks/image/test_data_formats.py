@@ -413,6 +413,8 @@ def test_webdataset_keeps_sixteen_bits_and_takes_every_ending(tmp_path, monkeypa
     assert sum(len(targets) for _, targets in loader) == 8
     with pytest.raises(ValueError, match=r"^data\.num_workers=3: .* 2 file\(s\), .*: give data\.num_workers=2$"):
         open_folder(tmp_path, source="wds/data", num_workers=3, **names).train_dataloader()
+    with pytest.raises(ValueError, match=r"'test' .* name of shards and the number of their images: .*\.tar\|9000'$"):
+        open_folder(tmp_path, source="wds/data", test_split="test", **names)
 
 
 @pytest.mark.slow

@@ -135,6 +135,23 @@ def test_a_run_repeats_what_it_chose_when_the_folder_has_grown(tmp_path, command
     assert saved["hyper_parameters"]["config"]["recipe"] == written
 
 
+@pytest.mark.parametrize("unit", ["epochs", "updates"])
+def test_a_long_warmup_that_a_command_gives_is_refused_beside_chosen_values(unit, tmp_path, command_here):
+    words = (
+        "train",
+        "data=image_folder",
+        f"data.root={write_links(tmp_path / 'images', 24)}",
+        "data.img_size=16",
+        *QUIET,
+    )
+    given = (f"recipe.{unit}=2", f"recipe.schedule.warmup_{unit}=5", "model.patch_size=8", "output=run")
+    refused = command_here(tmp_path, *words, *given)
+    told = f"recipe.schedule.warmup_{unit}=5 is no shorter than the run (recipe.{unit}=2): give a shorter warm-up"
+    assert refused.returncode == 2
+    assert told in refused.stderr
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 def test_a_learning_rate_is_found_and_recorded(tmp_path, command_here, tiny_overrides):
     search = ("recipe.learning_rate=find", "learning_rate_finder.num_training=20", "trainer.accumulate_grad_batches=2")
