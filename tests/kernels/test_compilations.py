@@ -114,9 +114,12 @@ def test_what_has_not_changed_is_not_compiled_again(process, tmp_path):
     first = json.loads((tmp_path / "rows.json").read_text())
     assert all(row["registers"] > 0 and row["spilled"] == 0 and row["error"] is None for row in first["rows"])
     first["rows"][0]["key"] = "of another source"
+    named, first["rows"][1]["call"] = first["rows"][1]["call"], "a call of an earlier self-test"
     (tmp_path / "rows.json").write_text(json.dumps(first))
     assert "4 launches, 1 to compile" in process(*command, "output=rows.json", "processes=1")
-    assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 4
+    rows = {row["key"]: row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+    assert len(rows) == 4
+    assert rows[first["rows"][1]["key"]]["call"] == named
 
 
 def test_words_about_a_source_are_no_change_of_it():
