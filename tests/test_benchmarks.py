@@ -470,14 +470,17 @@ def test_comparisons_in_sentences_are_those_of_the_rows():
     assert said.format(of_seeds["0"], max(rounded.values()), stdev(of_seeds.values())) in page
 
     recall = {row["mixer"]: row for row in rows_of("mqar_vla")}
-    ours, other = recall["vla normalizer=false convolution_width=4"], recall["deltanet"]
-    behind = {n: mean(other[f"pairs={n}"].values()) - mean(ours[f"pairs={n}"].values()) for n in (4, 8, 16, 24, 32, 48)}
+
+    def find_distance(ours, other):
+        cells = [(f"pairs={n}", n) for n in (4, 8, 16, 24, 32, 48)]
+        return {n: mean(recall[other][cell].values()) - mean(recall[ours][cell].values()) for cell, n in cells}
+
+    behind = find_distance("vla normalizer=false convolution_width=4", "deltanet")
     assert "as well it is within 0.03 of DeltaNet with its own up to 32 pairs." in page
     assert "With a convolution each, DeltaNet is ahead at 16 pairs and more; without one, VLA is from 24 on." in page
     assert max(behind[n] for n in (4, 8, 16, 24, 32)) <= 0.03 < behind[48]
     assert min(behind[n] for n in (16, 24, 32, 48)) > 0
-    ours, other = recall["vla normalizer=false"], recall["deltanet convolution_width=0"]
-    behind = {n: mean(other[f"pairs={n}"].values()) - mean(ours[f"pairs={n}"].values()) for n in (16, 24, 32, 48)}
+    behind = find_distance("vla normalizer=false", "deltanet convolution_width=0")
     assert max(behind[n] for n in (24, 32, 48)) < 0 < behind[16]
 
     for mixer in ("deltanet", "gsa", "longhorn", "vla"):

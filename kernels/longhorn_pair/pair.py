@@ -32,10 +32,11 @@ def _project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     halves = x.unflatten(0, (2, x.shape[0] // 2))
     rows, weight = halves.flatten(1, 2), weight.to(x.dtype)
     outputs, inputs = weight.shape[1:]
-    if x.dtype == torch.bfloat16 and x.device.type == "cpu":
-        # On processors with AMX, oneDNN 3.12 multiplies the end of a row of another length together with numbers of the
-        # next row, those by zero: a NaN there reaches this row. So does the gradient, whose rows have `outputs`.
-        more_inputs, more_outputs = -inputs % _TILE, -outputs % _TILE
+    more_inputs, more_outputs = -inputs % _TILE, -outputs % _TILE
+    if x.dtype == torch.bfloat16 and x.device.type == "cpu" and (more_inputs or more_outputs):
+        # On processors with AMX, oneDNN 3.12 reads rows in whole tiles: behind the end of a row it multiplies numbers
+        # of the next row by zero, and a NaN among them reaches this row. Rows of x have `inputs` numbers, and those of
+        # the gradient of y have `outputs`.
         rows, weight = F.pad(rows, (0, more_inputs)), F.pad(weight, (0, more_inputs, 0, more_outputs))
         bias = None if bias is None else F.pad(bias, (0, more_outputs))
     weight = weight.mT

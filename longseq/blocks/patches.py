@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from timm import layers
 from torch import Tensor, nn
 from torch.nn import functional
 
 from longseq.blocks.linear import needs_alignment
 from longseq.blocks.precision import product_dtype
-from longseq.blocks.traces import whole_in_traces
+from longseq.blocks.traces import makes_trace, whole_in_traces
 
 
 class PatchProjection(nn.Conv2d):
@@ -150,8 +149,8 @@ class PatchEmbed(layers.PatchEmbed):
             expected = f"the model expects {self.img_size}; resize, or build it with dynamic_img_size=True"
             layers._assert(height == self.img_size[0], f"image height {height}: {expected}")
             layers._assert(width == self.img_size[1], f"image width {width}: {expected}")
-            if torch.jit.is_tracing():
-                # A trace leaves checks of Python out. It would take an image of another shape with as many patches, and
+            if makes_trace():
+                # Without those checks the trace would take an image of another shape with as many patches, and
                 # give them the wrong positions. This operation is in the trace, and fails for another size.
                 x = x.unflatten(3, (self.img_size[1],)).unflatten(2, (self.img_size[0],))
         if self.dynamic_img_pad:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longseq.blocks.precision import at_least_float32
+from longseq.blocks.traces import makes_trace
 
 TOKEN_PLACES = ("middle", "first", "none")
 
@@ -71,7 +72,7 @@ def resize_positions(table: Tensor, grid: tuple[int, int], new_grid: tuple[int, 
 
     The first `prefix` rows are those of prefix tokens, and stay.
     """
-    if torch.jit.is_tracing() and not torch.onnx.is_in_onnx_export():  # torch's older exporter cannot interpolate so
+    if makes_trace():
         # timm returns the table as it is for its own grid. A trace would do so for every grid, and an image of another
         # shape with as many patches would get wrong positions. Interpolating to the same grid changes no number.
         image = at_least_float32(table[:, prefix:]).unflatten(1, grid).permute(0, 3, 1, 2)

@@ -1,4 +1,4 @@
-"""Modules that symbolic traces (torch.fx) keep as one call, and modules that TorchScript cannot compile."""
+"""Traces of torch.fx and TorchScript: modules that these keep whole or cannot compile, and whether one is made now."""
 
 from __future__ import annotations
 
@@ -39,3 +39,12 @@ class NotScriptable(nn.Module):
             f"torch.jit.script cannot compile {type(self).__name__}, which chooses its operations when it runs; trace "
             "the model with torch.jit.trace, or run `longseq export format=torchscript`"
         )
+
+
+def makes_trace() -> bool:
+    """True inside `torch.jit.trace`, which leaves Python's branches and checks out of what it records.
+
+    False in torch's older ONNX exporter, which traces, too: it takes no interpolation with antialiasing, and fixes the
+    batch where a dimension is unflattened.
+    """
+    return torch.jit.is_tracing() and not torch.onnx.is_in_onnx_export()

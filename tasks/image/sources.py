@@ -601,7 +601,7 @@ def open_stream(
     except Exception as error:
         told = "data.train_samples=N for a stream that does not tell its length"
         if is_shards:
-            told += """; a split is the name of shards and the number of their images: 'train-{000..009}.tar|9000'"""
+            told += "; a split is the name of shards and the number of their images: 'train-{000..009}.tar|9000'"
         raise ValueError(f"{_unopened(source, name, error)}, and {told}") from error
     if is_shards:
         dataset.reader.shards = len(dataset.reader.split_info.filenames)

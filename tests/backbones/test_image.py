@@ -1,4 +1,5 @@
 import copy
+import io
 
 import pytest
 import timm
@@ -504,6 +505,19 @@ def test_a_trace_of_one_resolution_refuses_others():
         for height, width in ((16, 48), (96, 8), (39, 31)):  # each has 12 patches, as the model's own size
             with pytest.raises(RuntimeError, match=r"Provided sizes \[(24|32)\] don't multiply up"):
                 traced(images(height, width))
+
+
+@pytest.mark.filterwarnings("ignore")  # the exporter says that it is deprecated, and of what a trace records
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_torchs_older_onnx_exporter_takes_any_batch(dynamic):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model, file = tiny("vit_", mixer="attention", dynamic_img_size=dynamic), io.BytesIO()
+    with torch.no_grad():
+        torch.onnx.export(model, (images(),), file, dynamo=False, input_names=["x"], dynamic_axes={"x": {0: "batch"}})
+        session = onnxruntime.InferenceSession(file.getvalue())
+        for batch in (1, 5):
+            (found,) = session.run(None, {"x": images(batch=batch).numpy()})
+            torch.testing.assert_close(torch.from_numpy(found), model(images(batch=batch)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("prefix", [{}, {"reg_tokens": 2, "no_embed_class": False}])

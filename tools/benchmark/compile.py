@@ -130,7 +130,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         done = {row["key"]: row for row in held["rows"]}
         for launch in launches:  # a kernel that has not changed may be that of another call now
             if launch.key in done:
-                done[launch.key] = {**done[launch.key], **launch.head}
+                done[launch.key] |= launch.head
         todo = [launch for launch in launches if launch.key not in done]
         print(f"{len(launches)} launches, {len(todo)} to compile", flush=True)
         wanted = {launch.key for launch in launches}
