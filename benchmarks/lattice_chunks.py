@@ -99,6 +99,7 @@ def measure(inputs: str, objective: str, calls: list[Call]) -> list[dict[str, An
     for chunk_size in CHUNK_SIZES:
         rows.append(
             {
+                "mixer": "lattice",
                 "inputs": inputs,
                 "objective": objective,
                 "chunk_size": chunk_size,

@@ -1,13 +1,14 @@
 """Train every mixer with its Triton kernels and with the torch form; write loss_curves.json and loss_curves.png.
 
-python benchmarks/loss_curves.py FOLDER [UPDATES] [JOBS] [OUTPUT.json]
+python benchmarks/loss_curves.py FOLDER [UPDATES] [JOBS] [OUTPUT.json] [mixers=NAME,...]
 
 Runs of the torch form show how much two runs of one form differ: in float32, and in bfloat16 from weights that were
 rounded to bfloat16 at random, as autocast rounds them in every product.
 
 FOLDER holds text files; every tenth one, by name, is left out. JOBS mixers train at a time, distributed over torch's
 CUDA devices, those with the slowest torch form first. The files are written after every mixer, and mixers that OUTPUT
-holds from this commit are not trained again.
+holds from this commit are not trained again. With mixers= only those are trained, and rows of other
+mixers stay in OUTPUT, whatever their commit.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ HERE = Path(__file__).parent
 TOKENS, BATCH, UPDATES = 256, 32, 200
 LOOPED = {"lattice": 64, "ttt": 64}  # tokens for mixers whose torch form is a loop over them
 LEARNING_RATE = 1e-3
+CHOICE = "mixers="
 SMOOTH = 10  # updates over which losses are averaged before two curves are compared
 ROUNDINGS = 2  # further runs of the torch form, each from differently rounded weights
 
@@ -131,18 +133,21 @@ def draw(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 
 def main() -> None:
-    if len(sys.argv) < 2:
+    words = [word for word in sys.argv[1:] if not word.startswith(CHOICE)]
+    if not 1 <= len(words) <= 4:
         sys.exit(__doc__)
-    updates = int(sys.argv[2]) if len(sys.argv) > 2 else UPDATES
-    jobs = int(sys.argv[3]) if len(sys.argv) > 3 else torch.cuda.device_count()
-    output = Path(sys.argv[4]) if len(sys.argv) > 4 else HERE / "loss_curves.json"
-    _, _, files = read_text(sys.argv[1])
-    rows = [row for row in kept_rows(output) if row["measured"].get("commit") == find_commit()]
+    updates = int(words[1]) if len(words) > 1 else UPDATES
+    jobs = int(words[2]) if len(words) > 2 else torch.cuda.device_count()
+    output = Path(words[3]) if len(words) > 3 else HERE / "loss_curves.json"
+    names = choose(next((word.removeprefix(CHOICE) for word in sys.argv[1:] if word.startswith(CHOICE)), None))
+    _, _, files = read_text(words[0])
+    rows = [
+        row for row in kept_rows(output) if row["mixer"] not in names or row["measured"].get("commit") == find_commit()
+    ]
     done = [row["mixer"] for row in rows]
-    names = sorted(filter(operations_with_kernels, mixers.mixer_names()), key=lambda name: name not in LOOPED)
     left = [name for name in names if name not in done]
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        running = {pool.submit(compare, name, sys.argv[1], updates, n): name for n, name in enumerate(left)}
+        running = {pool.submit(compare, name, words[0], updates, n): name for n, name in enumerate(left)}
         for ended in as_completed(running):
             try:
                 row = ended.result()
@@ -156,6 +161,15 @@ def main() -> None:
             write(rows, updates, jobs, files, output)
     if missing := sorted(set(names) - {row["mixer"] for row in rows}):
         sys.exit(f"failed: {', '.join(missing)}")
+
+
+def choose(given: str | None) -> list[str]:
+    """The mixers to train, those with the slowest torch form first. ValueError for one that has no kernels."""
+    names = sorted(filter(operations_with_kernels, mixers.mixer_names()), key=lambda name: name not in LOOPED)
+    chosen = names if given is None else given.split(",")
+    if unknown := sorted(set(chosen) - set(names)):
+        raise ValueError(f"{CHOICE}{unknown[0]}: the mixers with kernels are {', '.join(sorted(names))}")
+    return [name for name in names if name in chosen]
 
 
 def kept_rows(file: Path) -> list[dict[str, Any]]:
@@ -172,11 +186,16 @@ def below_noise(row: Mapping[str, Any]) -> bool:
     return row["largest_gap_triton_to_torch_bfloat16"] <= max(row[name] for name in noise)
 
 
+def name_above(row: Mapping[str, Any]) -> str:
+    """The mixer of a row above noise, with its gap."""
+    return "" if below_noise(row) else f"; above it is {row['mixer']} ({row['largest_gap_triton_to_torch_bfloat16']:g})"
+
+
 def write(rows: Sequence[Mapping[str, Any]], updates: int, jobs: int, files: int, output: Path) -> None:
     result = {
         "what": "Training by the Triton kernels and by the torch form",
         "command": f"python benchmarks/loss_curves.py FOLDER {updates} {jobs}",
-        "kind": "accuracy",
+        "kind": "accuracy and speed",  # a change of speed is one of the kernels, too
         "rows": rows,
         "notes": [
             f"Four layers of width 256; {updates} updates of {BATCH} windows of {TOKENS} bytes of {files} texts "
@@ -185,7 +204,9 @@ def write(rows: Sequence[Mapping[str, Any]], updates: int, jobs: int, files: int
             f"Gaps are between losses averaged over {SMOOTH} updates. Noise is what rounding alone does, all in the "
             "torch form: the gap between bfloat16 and float32, and the larger one between bfloat16 and two runs of it "
             "from weights that were rounded to bfloat16 at random.",
-            f"In {sum(map(below_noise, rows))} of {len(rows)} mixers the gap between Triton and torch is below noise.",
+            f"In {sum(map(below_noise, rows))} of {len(rows)} mixers the gap between Triton and torch is below noise"
+            f"{''.join(map(name_above, rows))}. Each change of a mixer's kernels makes its row older here, also one of "
+            "speed alone.",
             "The curves: loss_curves.png.",
         ],
     }
@@ -193,4 +214,4 @@ def write(rows: Sequence[Mapping[str, Any]], updates: int, jobs: int, files: int
 
 
 if __name__ == "__main__":
-    run_script(main, __doc__, most=4, gpu="compares kernels on a GPU")
+    run_script(main, __doc__, most=5, gpu="compares kernels on a GPU")

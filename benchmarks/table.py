@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 ABOVE = HERE.parent
 OURS = ("ours", "triton", "torch", None)  # implementations that a change of ours can affect
 NO_TABLES = ("changes", "compilations")  # files of changes, and of kernels compiled for GPUs that were absent
-SUBJECTS = ("mixer", "model", "op", "call")
+SUBJECTS = ("mixer", "model", "op", "call", "recurrence", "overrides")
 HEAD = """# Measured results
 
 Tables made by `python benchmarks/table.py` from the JSON rows beside this page. An empty cell was not measured. A cell
@@ -316,7 +316,7 @@ def trainer_speed() -> str:
     result = read("trainer_speed")
     lines = [
         [
-            row["run"],
+            name_of(row, result["kind"], row["run"], "trainer_speed"),
             millions(row["parameters"]),
             f"{row['trainer_tokens_per_second']:,.0f}",
             f"{row['loop_tokens_per_second']:,.0f}",

@@ -106,7 +106,7 @@ def measure(kind: str) -> list[dict[str, Any]]:
     for name, u, normalize in (
         ("VLA, u / √d (Algorithm 1)", unit / math.sqrt(HEAD_DIM), True),
         ("VLA, unit u (eq. 8)", unit, True),
-        ("VLAv2, α not normalised, u / √d", unit / math.sqrt(HEAD_DIM), False),
+        ("VLA, α not normalised (VLAv2), u / √d", unit / math.sqrt(HEAD_DIM), False),
     ):
         alpha, _ = recursive_least_squares(k, u)
         write = functional.normalize(alpha, dim=-1) if normalize else alpha

@@ -8,6 +8,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from types import ModuleType
@@ -20,6 +21,8 @@ from forked import start_others_as_forks
 from hydra import compose, initialize_config_module
 from PIL import Image
 
+from longseq import mixers
+from longseq.kernels import dispatch
 from longseq.tasks import compare
 from longseq.tasks.image import data, sources
 from longseq.tasks.image.data import ImageDataModule
@@ -99,7 +102,8 @@ def test_every_script_prints_its_usage(call, name):
     [
         *((f"{name}{words}", "torch sees n") for name, words in {
             "counted_launches": "", "first_calls": "", "generation_memory": " out.json deltanet", "image_steps": "",
-            "loss_curves": " folder", "trainer_speed": " out.json name 3 task=lm", "vim_recipe": "",
+            "kernel_versions": " made.json no", "loss_curves": " folder",
+            "trainer_speed": " out.json name 3 task=lm", "vim_recipe": "",
         }.items()),
         ("augmented data=no.npz folder=made", "No such file"),
         ("cifar10_data pack no made", "no"),
@@ -397,6 +401,25 @@ def test_a_row_is_older_than_a_later_change_of_its_mixer_alone(script, monkeypat
     assert later(op="deltanet", implementation="fla") == []
 
 
+def test_rows_of_our_mixers_can_be_told_as_older(script):
+    """A row that names no mixer, operation or model of ours would stay new whatever changes."""
+    table = script("table")
+    named = [card.name for card in mixers.list_mixers(d_model=256, tokens=1024)]
+    ours = {*named, *dispatch.list_ops(), *dispatch.list_local_ops()}
+    for name in table.list_tables():
+        result = table.read(name)
+        if result["kind"] == "history":
+            continue
+        for row in result["rows"]:
+            words = {
+                word for key in table.SUBJECTS for word in re.findall(r"[a-z_0-9]+", str(row.get(key, "")).lower())
+            }
+            not_ours = row.get("implementation") not in table.OURS or row.get("mixer") == "linear"
+            not_ours |= str(row.get("model")).startswith(("deit", "transformers"))
+            other = not_ours or row.get("part") in ("read", "decode", "augment", "loader")
+            assert other or words & ours, f"{name}: {row}"
+
+
 def test_parameters_say_when_they_are_not_those_of_attention(script):
     table = script("table")
     assert table.millions(3_582_922, 3_582_922) == "3.58M"
@@ -418,7 +441,7 @@ def words_of(path: str) -> str:
     return " ".join((ROOT / path).read_text().replace("\n#", "\n").split())
 
 
-def test_figures_in_sentences_are_those_of_the_rows():
+def test_figures_in_sentences_are_those_of_the_rows(script):
     top1 = {row["model"]: 100 * mean(row["test_top1"].values()) for row in rows_of("cifar10")}
     gains = [
         top1[name] - top1[f"{name} without convolution"] for name in ("deltanet", "longhorn", "longhorn_exact", "mamba")
@@ -445,10 +468,41 @@ def test_figures_in_sentences_are_those_of_the_rows():
     files = [row for row in rows_of("files") if row["part"] == "whole" and "compile" not in row]
     shares = {decode: [100 * row["of_step"] for row in files if row["decode"] == decode] for decode in ("gpu", "cpu")}
     spans = {decode: f"{min(values):.0f} to {max(values):.0f} %" for decode, values in shares.items()}
+    page = words_of("docs/pages/data.md")
     said = (
         f"eager models trained at {spans['gpu']} of the speed of their bare step with `gpu`, and at {spans['cpu']} with"
     )
-    assert said in words_of("docs/pages/data.md")
+    assert said in page
+    later = {
+        decode: find_later(script, "files", [row for row in files if row["decode"] == decode])
+        for decode in ("gpu", "cpu")
+    }
+    beside = ", ".join(map(str, sorted(later["cpu"] - later["gpu"])[:-1]))
+    beside += f" and {max(later['cpu'] - later['gpu'])}"
+    assert f"(../../benchmarks/README.md), {before(later['gpu'])}, and {beside} with `cpu`). There" in page
+    shares = [
+        f"{100 * find_row('vim_recipe', decode=decode, gpus=gpus, updates=updates)['of_step']:.0f} %"
+        for decode, gpus, updates in (("cpu", 1, 104), ("gpu", 1, 104), ("gpu", 1, 200), ("gpu", 2, 200))
+    ]
+    said = (
+        "reached {} of the bare step with `cpu` and {} with `gpu` on 16 cores and an H200; with `gpu` {} on an H100, "
+        "and {} of two of them on two ("
+    )
+    assert said.format(*shares) in page
+    assert not find_later(script, "vim_recipe", rows_of("vim_recipe"))
+
+
+def find_later(script: Any, name: str, rows: Sequence[dict[str, Any]]) -> set[int]:
+    table = script("table")
+    kind = table.read(name)["kind"]
+    return {number for row in rows for number in table.find_later_changes(row, kind, name)}
+
+
+def before(numbers: Iterable[int]) -> str:
+    """What a sentence says of figures that changes made older; nothing if there were none."""
+    if not (found := [str(number) for number in sorted(numbers)]):
+        return ""
+    return f"before change{'s' * (len(found) > 1)} {' and '.join(filter(None, (', '.join(found[:-1]), found[-1])))}"
 
 
 def find_row(name: str, **wanted: Any) -> dict[str, Any]:
@@ -456,7 +510,7 @@ def find_row(name: str, **wanted: Any) -> dict[str, Any]:
     return row
 
 
-def test_comparisons_in_sentences_are_those_of_the_rows():
+def test_comparisons_in_sentences_are_those_of_the_rows(script):
     page = words_of("docs/pages/results.md")
     top1 = {row["model"]: 100 * mean(row["test_top1"].values()) for row in rows_of("cifar10")}
     ahead = [
@@ -488,11 +542,15 @@ def test_comparisons_in_sentences_are_those_of_the_rows():
         step = find_row("language_models", task="text", mixer=mixer, tokens=2048)
         assert trained["measured"]["commit"] == step["measured"]["commit"], mixer
         share = trained["trainer_tokens_per_second"] / step["training_tokens_per_s"]
-        assert f"{100 * share:.1f} % with `{mixer}`" in page, mixer
+        of = "{trainer_tokens_per_second:,.0f} of ".format(**trained) + f"{step['training_tokens_per_s']:,.0f}"
+        told = [f"{of} tokens a second" if mixer == "deltanet" else of] if f"({of}" in page else []
+        later = find_later(script, "trainer_speed", [trained]) | find_later(script, "language_models", [step])
+        told = ", ".join([*told, *filter(None, [before(later)])])
+        assert f"{100 * share:.1f} % with `{mixer}`" + (f" ({told})" if told else "") in page, mixer
 
 
-def test_speeds_in_sentences_are_those_of_the_rows():
-    times = []
+def test_speeds_in_sentences_are_those_of_the_rows(script):
+    times, of_ours = [], []
     for op, variant, shape, digits in (
         ("delta_rule", "plain", "B=8 T=2048 H=16 K=128 V=128", 2),
         ("delta_rule", "plain", "B=1 T=65536 H=16 K=128 V=128", 1),
@@ -501,34 +559,42 @@ def test_speeds_in_sentences_are_those_of_the_rows():
         for implementation in ("triton", "fla"):
             row = find_row("kernels", op=op, variant=variant, shape=shape, implementation=implementation)
             times.append([f"{row[key]:.{digits}f}" for key in ("forward_graph_ms", "both_graph_ms")])
+            of_ours += [row] if implementation == "triton" else []
     (short, fla_short), (long, fla_long), (gated, fla_gated) = times[:2], times[2:4], times[4:]
     page = words_of("docs/pages/kernels.md")
     assert f"takes {short[0]} ms and with its gradient {short[1]} ms at 8 x 2,048 tokens, and {long[0]} and" in page
     assert f"and {long[0]} and {long[1]} ms at 1 x 65,536, where" in page
-    assert f"takes {fla_short[0]} and {fla_short[1]}, {fla_long[0]} and {fla_long[1]}; gated" in page
+    told = before(find_later(script, "kernels", of_ours[:2]))
+    told = f" (ours measured {told})" if told else ""
+    assert f"takes {fla_short[0]} and {fla_short[1]}, {fla_long[0]} and {fla_long[1]}{told}; gated" in page
+    assert not find_later(script, "kernels", of_ours[2:])
     assert f"takes {gated[0]} and {gated[1]}, and there {fla_gated[0]} and {fla_gated[1]} (CUDA graphs" in page
 
-    ratios = []
+    ratios, used = [], []
     for pixels in (224, 512, 1024):
         models = {"model": "longseq_vit_small_patch16_224", "pixels": pixels}
         ours, attention = (find_row("image_models", **models, mixer=mixer) for mixer in ("deltanet", "attention"))
         ratios.append(f"{ours['training_images_per_s'] / attention['training_images_per_s']:.2f}")
-    assert f"(small: {ratios[0]}, {ratios[1]} and {ratios[2]} times attention's speed, eager)" in words_of(
+        used += [ours, attention]
+    told = before(find_later(script, "image_models", used))
+    told = f", measured {told}" if told else ""
+    assert f"(small: {ratios[0]}, {ratios[1]} and {ratios[2]} times attention's speed, eager{told})" in words_of(
         "docs/pages/results.md"
     )
 
-    shares = []
+    shares, used = [], []
     for size in ("small", "tiny"):
         for repeats in (3, 1):
             run = {"part": "whole", "decode": "gpu", "compile": "reduce-overhead", "repeats": repeats}
-            share = find_row("files", model=f"longseq_vit_{size}_patch16_224", **run)["of_step"]
-            shares.append(f"{100 * share:.0f} %")
+            used.append(find_row("files", model=f"longseq_vit_{size}_patch16_224", **run))
+            shares.append(f"{100 * used[-1]['of_step']:.0f} %")
     said = (
         "`longseq_vit_small` with DeltaNet trains from files at {} of the speed of its bare step with three repeats "
         "and at {} with one, "
     )
-    said += "`longseq_vit_tiny` at {} and {}."
-    assert said.format(*shares) in words_of("docs/pages/data.md")
+    said += "`longseq_vit_tiny` at {} and {}"
+    told = before(find_later(script, "files", used))
+    assert said.format(*shares) + (f" ({told})." if told else ".") in words_of("docs/pages/data.md")
 
 
 @pytest.mark.slow
