@@ -161,12 +161,16 @@ def spoil_token(x, token, size):
     return x
 
 
+WIDTHS = [(op, 64) for op, backend in PACKED if backend == "triton"]
+WIDTHS += [("delta_rule", 128), ("delta_rule", 256)]  # whose segments of time have launches of their own
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [100, 2100])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("op", [op for op, backend in PACKED if backend == "triton"])
-def test_parts_are_apart_on_a_gpu(op, dtype, tokens):
-    sizes = {"H": 2, "K": 64, "V": 64, "M": 64, "N": 16}
+@pytest.mark.parametrize(("op", "width"), WIDTHS)
+def test_parts_are_apart_on_a_gpu(op, width, dtype, tokens):
+    sizes = {"H": 2, "K": width, "V": width, "M": 64, "N": 16}
     if op == "orthogonal_recurrence":
         sizes["D"] = 64
     options = {"dtype": dtype, "device": "cuda", "tokens": tokens}
