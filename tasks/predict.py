@@ -105,7 +105,9 @@ def _write_csv(
 ) -> tuple[int, list[Unreadable]]:
     """Write predictions as they come, then the inputs that cannot be read, then what was passed over.
 
-    `between` stands between several labels in a cell. Returns the number of predictions, and the inputs that cannot be read.
+    `between` stands between several labels in a cell.
+
+    Returns the number of predictions, and the inputs that cannot be read.
     """
     failed: list[Unreadable] = []
     classified, width = 0, 1
