@@ -41,7 +41,8 @@ class Totals:
     def metrics(self) -> dict[str, float]:
         """The loss of a token in nats, its exponential, and the bits of a byte, over all documents."""
         loss = -self.log_probability / self.tokens
-        return {"loss": loss, "perplexity": perplexity_of(loss), "bits_per_byte": _bits(self.log_probability, self.bytes)}
+        bits = _bits(self.log_probability, self.bytes)
+        return {"loss": loss, "perplexity": perplexity_of(loss), "bits_per_byte": bits}
 
 
 def score_documents(
