@@ -100,8 +100,9 @@ def test_prompts_that_fill_a_window_are_told(tmp_path: Path, caplog: pytest.LogC
     assert len(lengths) == len(prompts) == manifest["splits"]["train"]["documents"]
     assert len(caplog.messages) == 2
     for message, window in zip(caplog.messages, (41, 40), strict=True):
-        told = f"{(1 + prompts > window).sum()} of {len(prompts)} training documents have a prompt that fills data.window="
-        assert message.startswith(f"{told}{window}: ")
+        count = (1 + prompts > window).sum()
+        told = f"{count} of {len(prompts)} training documents have a prompt that fills data.window={window}: "
+        assert message.startswith(told)
     caplog.clear()
     make(**{**keys, "packing": "streams"}, window=16)
     assert not caplog.messages, "the state goes on from window to window"
