@@ -100,17 +100,17 @@ def run(cfg: DictConfig) -> list[dict[str, Any]]:
 
 def _write_and_show(writer: Writer, prompts: Sequence[str]) -> list[Written]:
     """A single text is shown as it is written, several ones when all are."""
-    if writer.keys.state is not None:
-        results = [writer.resume(Path(writer.keys.state), show=_show)]
-        print()
-    elif len(prompts) == 1:
-        _show(prompts[0])
-        results = writer.write(prompts, show=_show)
-        print()
-    else:
-        results = writer.write(prompts)
-        for prompt, written in zip(prompts, results, strict=True):
-            _show(f"{prompt}{written.text}\n\n")
+    if writer.keys.state is not None or len(prompts) == 1:
+        try:
+            if writer.keys.state is not None:
+                return [writer.resume(Path(writer.keys.state), show=_show)]
+            _show(prompts[0])
+            return writer.write(prompts, show=_show)
+        finally:
+            print()  # an error stands below the text, in a line of its own
+    results = writer.write(prompts)
+    for prompt, written in zip(prompts, results, strict=True):
+        _show(f"{prompt}{written.text}\n\n")
     return results
 
 

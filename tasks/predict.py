@@ -4,6 +4,7 @@ import csv
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from longseq.tasks.training.files import prepare_file, prepare_folder
 
 _log = logging.getLogger(__name__)
 
-_BETWEEN = ";"  # what stands between several labels in a cell
+_BETWEEN = ";"  # what stands between several labels in a cell, unless the labels of the training had another mark
 
 
 @quiet_libraries()
@@ -42,17 +43,18 @@ def run(cfg: DictConfig) -> dict[str, int]:
     data = registry.get(loaded.task_name).data
     assert data.inputs is not None
     inputs = data.inputs.open(keys.input, data.info_class.from_dict(loaded.data), keys)
+    between = (loaded.config.get("data") or {}).get("label_delimiter") or _BETWEEN
     if output.suffix == ".csv" and loaded.data.get("multi_label"):
-        _warn_of_names(loaded.data["class_names"])
+        _warn_of_names(loaded.data["class_names"], between)
     found = inputs.predict(loaded.backbone.to(device).eval(), keys)
     names = _Names()
-    write = _write_csv if output.suffix == ".csv" else _write_json
+    write = partial(_write_csv, between=between) if output.suffix == ".csv" else _write_json
     with (
         torch.inference_mode(),
         memory_explained("batch_size", keys.batch_size),
-        replacing(output) as partial,
+        replacing(output) as unfinished,
     ):
-        classified, failed = write(partial, found, inputs, names)
+        classified, failed = write(unfinished, found, inputs, names)
         unreadable = len(failed)
         first = f"{written_name(failed[0].path)}: {failed[0].reason}" if failed else ""
         if not classified:
@@ -75,14 +77,14 @@ def run(cfg: DictConfig) -> dict[str, int]:
     return {"classified": classified, "unreadable": unreadable, "passed_over": len(passed_over)}
 
 
-def _warn_of_names(names: Sequence[str]) -> None:
+def _warn_of_names(names: Sequence[str], between: str) -> None:
     """Say that a cell of several labels cannot be divided where a label has in it what stands between them."""
-    if found := next((name for name in names if _BETWEEN in name), None):
+    if found := next((name for name in names if between in name), None):
         _log.warning(
             "the label %r holds the %r that stands between labels in the column decision: output=FILE.json keeps "
             "them apart",
             found,
-            _BETWEEN,
+            between,
         )
 
 
@@ -99,9 +101,11 @@ class _Names:
 
 
 def _write_csv(
-    path: Path, found: Iterator[Prediction | Unreadable], inputs: Inputs, names: _Names
+    path: Path, found: Iterator[Prediction | Unreadable], inputs: Inputs, names: _Names, *, between: str
 ) -> tuple[int, list[Unreadable]]:
     """Write predictions as they come, then the inputs that cannot be read, then what was passed over.
+
+    `between` stands between several labels in a cell.
 
     Returns the number of predictions, and the inputs that cannot be read.
     """
@@ -118,13 +122,13 @@ def _write_csv(
                 _write_header(writer, inputs.details, width)
             classified += 1
             cells = [cell for name, value in one.classes for cell in (name, f"{value:.6f}")]
-            writer.writerow([names.write(one.path), *_cells(one, inputs.details), *cells, ""])
+            writer.writerow([names.write(one.path), *_cells(one, inputs.details, between), *cells, ""])
         if not classified:
             _write_header(writer, inputs.details, width)
         others = [Unreadable(path, f"passed over: {reason}") for path, reason in inputs.passed_over]
         for other in (*failed, *others):
             writer.writerow(
-                [names.write(other.path), *_cells(other, inputs.details), *[""] * (2 * width), other.reason]
+                [names.write(other.path), *_cells(other, inputs.details, between), *[""] * (2 * width), other.reason]
             )
     return classified, failed
 
@@ -148,9 +152,9 @@ def _write_header(writer: Any, details: Sequence[str], width: int) -> None:
     writer.writerow(["path", *details, *columns, "error"])
 
 
-def _cells(one: Prediction | Unreadable, details: Sequence[str]) -> list[Any]:
+def _cells(one: Prediction | Unreadable, details: Sequence[str], between: str) -> list[Any]:
     values = [one.details.get(name, "") for name in details]
-    return [_BETWEEN.join(value) if isinstance(value, list) else value for value in values]
+    return [between.join(value) if isinstance(value, list) else value for value in values]
 
 
 def _write_json(

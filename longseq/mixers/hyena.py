@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.linear import UpcastLinear
 from longseq.blocks.packing import pack_rows, rows_of, unpack_rows
 from longseq.blocks.precision import KeepsFloat32, at_least_float32, parameter_dtype
+from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.reading import Reverse
@@ -21,6 +23,10 @@ from longseq.mixers.long_convolution import Reading, convolution_flops
 from longseq.mixers.registry import register
 
 LOWEST_BAND = 1e-4  # the lowest frequency in the inputs of filters
+
+# 2π as two numbers that float32 holds: torch's ONNX exporter rounds numbers of the code to it, beside float64, too.
+_TURN: float = struct.unpack("f", struct.pack("f", 2 * math.pi))[0]
+_REST = 2 * math.pi - _TURN
 
 
 class HyenaState(NamedTuple):
@@ -247,8 +253,14 @@ class ImplicitFilter(KeepsFloat32):
             distance = torch.arange(length, device=self.skip.device, dtype=wide).unsqueeze(-1)
             time = distance / (max_length - 1)
             bands = torch.linspace(LOWEST_BAND, self.bands - 1, self.bands, device=time.device, dtype=wide)
-            angle = 2 * math.pi * (distance / max_length) * bands
-            cosine = torch.sin(angle + math.pi / 2)  # onnxruntime 1.20 to 1.23 has no cosine in float64
+            turns = distance / max_length
+            # The cosine is a sine, because onnxruntime 1.20 to 1.23 has no cosine in float64.
+            if is_exporting():
+                angle = (turns * _TURN + turns * _REST) * bands
+                cosine = torch.sin(angle + _TURN / 4 + _REST / 4)
+            else:
+                angle = 2 * math.pi * turns * bands
+                cosine = torch.sin(angle + math.pi / 2)
             h = torch.cat([time, cosine, -angle.sin()], dim=-1)
             *hidden, last = self.layers
             for layer in hidden:

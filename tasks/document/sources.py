@@ -177,7 +177,8 @@ def _find_files(keys: DocumentDataKeys, split: str, given: str | None) -> Reader
         refuse_inside(cache_folder() if keys.cache is None else keys.cache, [path], "data.cache")
     label = keys.label_column or "label"
     labels = (label,) if isinstance(label, str) else tuple(label)
-    columns = Columns(keys.text_column or "text", labels=labels, keys=("data.text_column", "", "data.label_column"))
+    named = ("data.text_column", "", "data.label_column", "data.root" if given is None else f"data.{split}")
+    columns = Columns(keys.text_column or "text", labels=labels, keys=named)
     parts = find_parts([path], columns)
     paths = [file for part in parts for file in (part.files or [part.path])]
     if split == "train":

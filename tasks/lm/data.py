@@ -156,6 +156,8 @@ class LanguageModelData(TaskData):
                 raise ValueError(f"the {split} split of the text is empty: {self._remedy(split)}")
         if "train" in self._stages and (empty := [s.name for s in self._stores if not len(s.splits["train"].tokens)]):
             raise ValueError(f"{empty[0]} holds no text to train on: {self._remedy('train')}")
+        if "train" in self._stages and self.keys.packing != "streams":
+            _warn_of_prompts([store.splits["train"] for store in self._stores], self.keys.window)
         ratios = [store.gzip_bits_per_byte for store in self._stores]
         self._info = TextInfo(
             vocab_size=first.vocab_size,
@@ -278,6 +280,20 @@ class LanguageModelData(TaskData):
         if self.keys.packing == "streams":
             return StreamSampler(cut[0], self.batch_size, seed=self.seed, **place)
         return MixedSampler(cut, self.batch_size, weights=self.keys.weights, seed=self.seed, **place)
+
+
+def _warn_of_prompts(corpora: Sequence[Corpus], window: int) -> None:
+    """Warn of answers that no window holds together with the beginning of their prompts."""
+    prompts = [corpus.prompts for corpus in corpora if corpus.prompts is not None]
+    cut = sum(int((lengths >= window).sum()) for lengths in prompts)
+    if cut:
+        _log.warning(
+            "%d of %d training documents have a prompt that fills data.window=%d: their answers are learnt behind its "
+            "end alone, and windows of a prompt teach nothing; give a longer window",
+            cut,
+            sum(len(corpus.byte_counts) for corpus in corpora),
+            window,
+        )
 
 
 def _warn_of_fractions(stores: Sequence[TokenStore]) -> None:

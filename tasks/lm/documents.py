@@ -14,6 +14,7 @@ from typing import Any
 from longseq.backbones.tokens import TokenBackbone
 from longseq.files import replacing
 from longseq.tasks.lm.likelihood import document_rows, score_rows
+from longseq.tasks.lm.metrics import perplexity_of
 from longseq.tasks.report import progress_bar
 from longseq.tasks.text.documents import Document, LineCounter
 from longseq.tasks.text.sources import Columns, Malformed, Part, read_part
@@ -40,7 +41,8 @@ class Totals:
     def metrics(self) -> dict[str, float]:
         """The loss of a token in nats, its exponential, and the bits of a byte, over all documents."""
         loss = -self.log_probability / self.tokens
-        return {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": _bits(self.log_probability, self.bytes)}
+        bits = _bits(self.log_probability, self.bytes)
+        return {"loss": loss, "perplexity": perplexity_of(loss), "bits_per_byte": bits}
 
 
 def score_documents(
@@ -131,7 +133,7 @@ def _score_block(
                 "tokens": tokens,
                 "bytes": size,
                 "bits_per_byte": _bits(log_probability, size),
-                "perplexity": math.exp(-log_probability / tokens),
+                "perplexity": perplexity_of(-log_probability / tokens),
             }
 
 

@@ -13,6 +13,14 @@ from torchmetrics import Metric
 _PARTS = 32
 
 
+def perplexity_of(loss: float) -> float:
+    """The exponential of the mean loss of a token, infinite where no number is as large."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
 class _SummedLoss(Metric):
     """A loss, summed over batches and processes, and its divisor; in float64, because there can be many tokens."""
 
@@ -82,5 +90,5 @@ class LossByPosition(_SummedLoss):
         for part, (loss, count) in enumerate(self.compute().T.tolist()):
             if count:
                 first, last = (2 ** (part - 1) if part else 0), 2**part - 1
-                rows.append({"from": first, "to": last, "perplexity": math.exp(loss), "tokens": int(count)})
+                rows.append({"from": first, "to": last, "perplexity": perplexity_of(loss), "tokens": int(count)})
         return rows

@@ -14,7 +14,7 @@ from longseq.tasks.text.documents import Document, Fractions, encode, store_of
 from longseq.tasks.text.keys import TextDataKeys
 from longseq.tasks.text.prepare import count_left_out, plan_of, prepare
 from longseq.tasks.text.python_sources import installed_files, standard_library_files
-from longseq.tasks.text.sources import STREAM, TEXT, Columns, Part, find_parts, group_files, read_part
+from longseq.tasks.text.sources import DATA_KEYS, STREAM, TEXT, Columns, Part, find_parts, group_files, read_part
 from longseq.tasks.text.store import MANIFEST, SPLITS, TokenStore, open_store, read_manifest
 from longseq.tasks.text.tokenizer import ByteTokenizer
 
@@ -39,7 +39,7 @@ def open_corpora(keys: TextDataKeys) -> list[TokenStore]:
     if keys.source == "tokens":
         return [_open_tokens(root, check=keys.check) for root in roots]
     refuse_inside(cache_folder() if keys.cache is None else keys.cache, roots, "data.cache")
-    columns = Columns(keys.column or TEXT.text, keys.prompt_column)
+    columns = Columns(keys.column or TEXT.text, keys.prompt_column, keys=DATA_KEYS)
     return [
         _prepared(Path(root).resolve().stem, find_parts([_absolute(root)], columns), columns, fractions, keys)
         for root in roots

@@ -42,7 +42,7 @@ from longseq.tasks.text.encoded_parts import (
 )
 from longseq.tasks.text.prepare_keys import PrepareKeys
 from longseq.tasks.text.round_trip import describe_loss
-from longseq.tasks.text.sources import PLAIN, READING, TEXT, Columns, Malformed, Part, find_parts, read_part
+from longseq.tasks.text.sources import READING, TEXT, Columns, Malformed, Part, find_parts, read_part, refuse_columns
 from longseq.tasks.text.store import (
     MANIFEST,
     PARTIAL,
@@ -72,17 +72,6 @@ TRAINING_TEXT = 1 << 28
 _LEFT_OUT = {"duplicates": "duplicates", "empty": "empty documents", "malformed": "malformed"}
 
 
-def _refuse_columns(columns: Columns, parts: Sequence[Part]) -> None:
-    """Raise ValueError, in one line, for a column that the user named where no input has columns."""
-    named = (("column", columns.text, TEXT.text), ("prompt_column", columns.prompt, TEXT.prompt))
-    for key, value, default in named:
-        if value != default and all(part.format in PLAIN for part in parts):
-            raise ValueError(
-                f"{key}={value} has no effect: the input is plain text, which has no columns; leave it out, or give a "
-                ".jsonl, .csv, .tsv or .parquet"
-            )
-
-
 @quiet_libraries()
 def run(cfg: DictConfig) -> None:
     """Prepare text as configured, and print a summary."""
@@ -93,7 +82,7 @@ def run(cfg: DictConfig) -> None:
     inputs = [keys.input] if isinstance(keys.input, str) else keys.input
     refuse_inside(keys.output, inputs)
     parts = find_parts(inputs, columns, whole_files=keys.whole_files)
-    _refuse_columns(columns, parts)
+    refuse_columns(columns, parts)
     manifest = prepare(
         parts,
         Path(keys.output),

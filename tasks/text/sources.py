@@ -42,13 +42,13 @@ _INSTALL = '{what} need the library {library}: pip install "longseq[text]"'
 class Columns(NamedTuple):
     """The columns of a document: its text, optionally the prompt before it, which is not trained on, and its labels.
 
-    `keys` are the names of the keys by which a user gives the columns, for messages.
+    `keys` are the names of the keys by which a user gives the columns and the input, for messages.
     """
 
     text: str = "text"
     prompt: str | None = None
     labels: tuple[str, ...] = ()
-    keys: tuple[str, str, str] = ("column", "prompt_column", "label_column")
+    keys: tuple[str, str, str, str] = ("column", "prompt_column", "label_column", "input")
 
     def texts(self) -> list[str]:
         return [self.text, *([] if self.prompt is None else [self.prompt])]
@@ -56,8 +56,15 @@ class Columns(NamedTuple):
     def names(self) -> list[str]:
         return [*self.texts(), *self.labels]
 
+    def spell(self, path: Path | str) -> str:
+        """An input as the user gives it: input=FILE."""
+        return f"{self.keys[3]}={path}"
+
 
 TEXT = Columns()
+
+# The keys of columns and input among those of `data`.
+DATA_KEYS = ("data.column", "data.prompt_column", "data.label_column", "data.root")
 
 
 class Part(NamedTuple):
@@ -94,7 +101,7 @@ def find_parts(
     are one.
     """
     if columns.prompt == columns.text:
-        text, prompt, _ = columns.keys
+        text, prompt, *_ = columns.keys
         raise ValueError(f"{prompt}={columns.prompt} is also {text}, the text to learn: name another column, or null")
     parts: list[Part] = []
     for given in inputs:
@@ -103,12 +110,22 @@ def find_parts(
             continue
         path = Path(given)
         if not path.exists():
-            raise ValueError(f"input={given} does not exist")
+            raise ValueError(f"{columns.spell(given)} does not exist")
         found = list(_parts_of_files(path, size) if whole_files else _parts_of(path, columns, size))
         if not found:
-            raise ValueError(f"input={given} is empty: it holds no file with text")
+            raise ValueError(f"{columns.spell(given)} is empty: it holds no file with text")
         parts += found
     return parts
+
+
+def refuse_columns(columns: Columns, parts: Sequence[Part]) -> None:
+    """Raise ValueError, in one line, for a column that the user named where no input has columns."""
+    for key, value, default in zip(columns.keys, columns[:2], TEXT[:2], strict=False):
+        if value != default and all(part.format in PLAIN for part in parts):
+            raise ValueError(
+                f"{key}={value} has no effect: the input is plain text, which has no columns; leave it out, or give a "
+                ".jsonl, .csv, .tsv or .parquet"
+            )
 
 
 def read_part(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
@@ -122,9 +139,10 @@ def _parts_of(path: Path, columns: Columns, size: int) -> Iterator[Part]:
     elif (path / "dataset_dict.json").is_file():
         splits = sorted(one.name for one in path.iterdir() if one.is_dir())
         raise ValueError(
-            f"input={path} holds the splits {', '.join(splits)}: name those to read, such as input={path / splits[0]}"
+            f"{columns.spell(path)} holds the splits {', '.join(splits)}: name those to read, such as "
+            f"{columns.spell(path / splits[0])}"
             if splits
-            else f"input={path} is a data set without splits"
+            else f"{columns.spell(path)} is a data set without splits"
         )
     elif (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
         yield from _parts_of_saved(path, columns, size)
@@ -200,7 +218,7 @@ def _format_of(path: Path) -> str:
 def _parts_of_file(path: Path, columns: Columns, size: int) -> Iterator[Part]:
     total, format = path.stat().st_size, _format_of(path)
     if total == 0:
-        raise ValueError(f"input={path} is empty")
+        raise ValueError(f"{columns.spell(path)} is empty")
     if format == "text":
         yield Part("text", str(path.parent), total, files=(str(path),))
     elif format == "parquet":
@@ -224,7 +242,7 @@ def _parts_of_file(path: Path, columns: Columns, size: int) -> Iterator[Part]:
             raise ValueError(f"{path}, line 1: {first.malformed}")
         header = first.cells
         if not header:
-            raise ValueError(f"input={path} is empty: its lines are blank")
+            raise ValueError(f"{columns.spell(path)} is empty: its lines are blank")
         if columns.text not in header:
             check_header(path, header, DELIMITERS[format])
         _check_columns(path, columns, header)
@@ -235,7 +253,7 @@ def _parts_of_parquet(path: Path, columns: Columns, size: int) -> Iterator[Part]
     try:
         file = _pyarrow().parquet.ParquetFile(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"input={path} is no parquet file, or a truncated one: {error}") from error
+        raise ValueError(f"{columns.spell(path)} is no parquet file, or a truncated one: {error}") from error
     _check_columns(path, columns, file.schema_arrow.names)
     for name in columns.texts():
         kind = file.schema_arrow.field(name).type
@@ -258,7 +276,7 @@ def _is_text(kind: Any) -> bool:
 
 
 def _parts_of_saved(path: Path, columns: Columns, size: int) -> Iterator[Part]:
-    saved = _load_saved(str(path))
+    saved = _load_saved(str(path), columns)
     _check_columns(path, columns, saved.column_names)
     total = saved.data.nbytes
     count = max(1, -(-total // size))
@@ -269,7 +287,7 @@ def _parts_of_saved(path: Path, columns: Columns, size: int) -> Iterator[Part]:
 
 
 def _parts_of_stream(given: str, columns: Columns) -> Iterator[Part]:
-    stream = _load_stream(given)
+    stream = _load_stream(given, columns)
     if stream.column_names is not None:
         _check_columns(given, columns, stream.column_names)
     for shard in range(stream.num_shards):
@@ -296,7 +314,7 @@ def _check_first_line(path: Path, columns: Columns) -> None:
 
 
 def _check_columns(path: Path | str, columns: Columns, found: Sequence[str]) -> None:
-    text, prompt, label = columns.keys
+    text, prompt, label, _ = columns.keys
     for key, name in ((text, columns.text), (prompt, columns.prompt), *((label, name) for name in columns.labels)):
         if name is not None and name not in found:
             names = textwrap.shorten(", ".join(map(str, found)), 200, placeholder=" ...")
@@ -410,7 +428,7 @@ def _read_parquet(part: Part, columns: Columns) -> Iterator[Document | Malformed
 
 
 def _read_saved(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
-    saved = _load_saved(part.path).select_columns(columns.names())
+    saved = _load_saved(part.path, columns).select_columns(columns.names())
     named = _class_names(saved.features, columns)
     for start in range(part.start, part.stop, 256):
         rows = saved[start : min(part.stop, start + 256)]
@@ -419,7 +437,7 @@ def _read_saved(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
 
 
 def _read_stream(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
-    stream = _load_stream(part.path)
+    stream = _load_stream(part.path, columns)
     if stream.num_shards > 1:
         stream = stream.shard(num_shards=stream.num_shards, index=part.start)
     named = _class_names(stream.features or {}, columns)
@@ -430,7 +448,7 @@ def _read_stream(part: Part, columns: Columns) -> Iterator[Document | Malformed]
         except StopIteration:
             return
         except Exception as error:  # the library raises many kinds, also for a network that fails
-            raise ValueError(f"input={part.path} broke off: {error}; the same command goes on") from error
+            raise ValueError(f"{columns.spell(part.path)} broke off: {error}; the same command goes on") from error
         number += 1
         yield from _rows(part.path, [row], columns, number, named)
 
@@ -620,7 +638,7 @@ def _datasets() -> Any:
     return datasets
 
 
-def _load_stream(given: str) -> Any:
+def _load_stream(given: str, columns: Columns) -> Any:
     """The stream of a set on the hub, which is fetched while it is read."""
     name, _, split = given.removeprefix(STREAM).partition("@")
     name, _, configuration = name.partition(":")
@@ -628,12 +646,12 @@ def _load_stream(given: str) -> Any:
     try:
         return load(name, configuration or None, split=split or "train", streaming=True)
     except Exception as error:  # the library raises many kinds, also for a missing network
-        raise ValueError(f"input={given} cannot be opened: {error}") from error
+        raise ValueError(f"{columns.spell(given)} cannot be opened: {error}") from error
 
 
-def _load_saved(path: str) -> Any:
+def _load_saved(path: str, columns: Columns) -> Any:
     datasets = _datasets()
     try:
         return datasets.load_from_disk(path)
     except Exception as error:  # the library and pyarrow raise many kinds
-        raise ValueError(f"input={path} cannot be read as a saved data set: {error}") from error
+        raise ValueError(f"{columns.spell(path)} cannot be read as a saved data set: {error}") from error

@@ -89,6 +89,23 @@ def test_top5_of_few_classes_is_refused_before_training(word, folder, command_he
 
 
 @pytest.mark.slow
+def test_predicted_labels_are_divided_as_those_of_the_training(tmp_path, command_here):
+    kinds = [("bird", "tree"), ("tree",), ("bird; small", "tree"), ("bird",), ("bird; small",)]
+    rows = [{"text": f"{' '.join(kinds[i % 5] * 3)} {i}", "label": "|".join(kinds[i % 5])} for i in range(100)]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    words = (*WORDS[:6], "data.multi_label=true", "data.label_delimiter='|'", "model=linear", "trainer=cpu")
+    trained = command_here(tmp_path, "train", *words, "hydra.run.dir=run")
+    assert trained.returncode == 0, trained.stderr
+    checkpoint = "checkpoint=run/checkpoints/best.ckpt"
+    predicted = command_here(tmp_path, "predict", checkpoint, "input=rows.jsonl", "output=p.csv")
+    assert predicted.returncode == 0, predicted.stderr
+    assert "stands between labels" not in predicted.stderr
+    found = [row["decision"] for row in csv.DictReader((tmp_path / "p.csv").open())]
+    wanted = ["|".join(sorted(row["label"].split("|"))) for row in rows]
+    assert sum(one == other for one, other in zip(found, wanted, strict=True)) > 90
+
+
+@pytest.mark.slow
 def test_two_processes_measure_as_one_and_the_linear_model_beside_them(folder, command, command_here):
     """21 test documents; only the first process fits the linear model."""
     words = [word for word in WORDS if word != "trainer=cpu"]

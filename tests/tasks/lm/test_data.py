@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer as Library
@@ -19,7 +20,7 @@ from longseq.tasks.text import corpora, python_sources
 from longseq.tasks.text.batch import IGNORED, TokenBatch
 from longseq.tasks.text.keys import TextDataKeys
 from longseq.tasks.text.prepare import prepare
-from longseq.tasks.text.sources import TEXT, find_parts
+from longseq.tasks.text.sources import TEXT, Columns, find_parts
 from longseq.tasks.text.tokenizer import train_tokenizer
 from longseq.tasks.training.options import read
 
@@ -81,6 +82,30 @@ def test_more_streams_than_windows_are_told(tokens: Path, caplog: pytest.LogCapt
     make(source="tokens", root=str(tokens), packing="streams", eval_batch_size=count).val_dataloader()
     make(source="tokens", root=str(tokens), eval_batch_size=200).val_dataloader()
     assert len(caplog.messages) == 1
+
+
+def test_prompts_that_fill_a_window_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, columns = tmp_path / "chat.jsonl", Columns("answer", "question")
+    rows = [{"question": "why? " * (1 + number % 10), "answer": f"for reason {number}"} for number in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"columns": columns, "fractions": {"validation": 0.1, "test": 0.1}, "processes": 1}
+    manifest = prepare(find_parts([str(path)], columns), tmp_path / "chat", **given)
+    keys = {"source": "tokens", "root": str(tmp_path / "chat"), "packing": "documents"}
+    make(**keys, window=51)
+    assert not caplog.messages, "50 bytes of a prompt and the separator before them fit"
+    make(**keys, window=41)
+    make(**keys, window=40)
+    lengths = np.diff(np.fromfile(tmp_path / "chat" / "train.offsets", np.int64))
+    prompts = np.fromfile(tmp_path / "chat" / "train.prompts", np.int64)
+    assert len(lengths) == len(prompts) == manifest["splits"]["train"]["documents"]
+    assert len(caplog.messages) == 2
+    for message, window in zip(caplog.messages, (41, 40), strict=True):
+        count = (1 + prompts > window).sum()
+        told = f"{count} of {len(prompts)} training documents have a prompt that fills data.window={window}: "
+        assert message.startswith(told)
+    caplog.clear()
+    make(**{**keys, "packing": "streams"}, window=16)
+    assert not caplog.messages, "the state goes on from window to window"
 
 
 def test_corpora_of_other_fractions_are_told(jsonl: Path, tokens: Path, caplog: pytest.LogCaptureFixture) -> None:

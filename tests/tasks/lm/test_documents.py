@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+import longseq
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks import evaluate
 from longseq.tasks.lm import documents
@@ -117,11 +118,31 @@ def test_the_documents_of_a_text_add_up_to_what_its_windows_measure(trained, com
         assert windows[f"test/{name}"] == pytest.approx(value, rel=1e-5)
 
 
+@pytest.mark.slow
+def test_a_model_that_has_diverged_is_measured(trained, compose_config, tmp_path):
+    """The exponential of a mean loss of more than 709 nats is no number of Python."""
+    model = longseq.from_pretrained(trained.folder / "model")
+    with torch.no_grad():
+        model.embedding.weight.mul_(1e5)
+    model.save_pretrained(tmp_path / "model")
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": f"text {number}"}) + "\n" for number in range(20)))
+    words = (f"checkpoint={tmp_path / 'model'}", "trainer=cpu")
+    found = evaluate.run(compose_config("evaluate", *words, f"input={path}", f"output={tmp_path / 'out.jsonl'}"))
+    assert found["loss"] > 710
+    assert found["perplexity"] == rows_of(tmp_path / "out.jsonl")[0]["perplexity"] == math.inf
+    data = ("data.source=files", f"data.root={path}", f"data.cache={tmp_path}", "data.test=0.5")
+    windows = evaluate.run(compose_config("evaluate", *words, *data, f"output={tmp_path / 'out.json'}"))
+    assert windows["test/perplexity"] == math.inf
+    by_position = json.loads((tmp_path / "out.json").read_text())["test/perplexity_by_position"]
+    assert by_position[0]["perplexity"] == math.inf
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("data.window=8",), r"data\.window is not read with input"),
-        (("data.column=body",), r"has no column 'body': give column=NAME, one of text"),
+        (("data.column=body",), r"has no column 'body': give data\.column=NAME, one of text"),
         (("trainer.devices=2",), r"input is read by one process: give trainer\.devices=1"),
         (("data.eval_batch_size=0",), r"data\.eval_batch_size=0 must be"),
         (("input=nowhere",), "input=nowhere does not exist"),

@@ -302,3 +302,14 @@ def test_a_prompt_that_the_model_cannot_read_is_one_line(tmp_path):
         Writer(model, ByteTokenizer(), GenerateKeys(**{**KEYS, "max_new_tokens": 3})).resume(tmp_path / "text.state")
     with pytest.raises(ValueError, match="give one of prompt=TEXT, input=FILE and state=FILE; there is none of them"):
         GenerateKeys(**{**KEYS, "prompt": None})
+
+
+@pytest.mark.slow
+def test_an_error_stands_below_the_text_and_not_behind_it(trained, compose_config, tmp_path, capsys):
+    words = (f"checkpoint={trained.checkpoint}", "prompt=Document", "temperature=0", "end=false", "device=cpu")
+    (row,) = generate.run(compose_config("generate", *words, "max_new_tokens=8"))
+    capsys.readouterr()
+    stop = f"stop=[{json.dumps(row['text'][0])}]"
+    with pytest.raises(ValueError, match="save_state: the text has ended by stop"):
+        generate.run(compose_config("generate", *words, stop, f"save_state={tmp_path / 'text.state'}"))
+    assert capsys.readouterr().out == "Document\n"
