@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import re
 import runpy
@@ -125,6 +126,7 @@ def test_what_a_script_lacks_is_told_in_one_line(call, monkeypatch, words, told)
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("LONGSEQ_BENCHMARK_CHANGES", "")  # so that what entry.py sets is undone
     monkeypatch.delenv("LONGSEQ_BENCHMARK_CHANGES")
+    monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", None)  # it is told before processes begin
     name, *rest = words.split()
     said = call(name, *rest)
     assert told in said
