@@ -117,7 +117,7 @@ def read(cls: type[T], values: Any, place: str = "") -> T:
 
 def read_part(cls: type, values: Mapping[str, Any], place: str = "") -> dict[str, Any]:
     """`values` of some keys of the dataclass `cls`, as `read` converts them. ValueError as of `read`."""
-    hints = _read_hints(cls)
+    hints = _read_hints(cls)  # type: ignore[arg-type]
     refuse_unknown(values, [field.name for field in fields(cls)], place)
     return {key: check_value(hints[key], value, _join(place, key)) for key, value in values.items()}
 
@@ -235,7 +235,7 @@ def spell(value: Any) -> str:
 def _read(cls: type[T], values: Any, place: str) -> T:
     if not isinstance(values, Mapping):
         raise _Unfit(place, values, "a dictionary of its keys: " + ", ".join(f.name for f in fields(cls)))  # type: ignore[arg-type]
-    hints = _read_hints(cls)
+    hints = _read_hints(cls)  # type: ignore[arg-type]
     own = [field for field in fields(cls) if field.init]  # type: ignore[arg-type]
     refuse_unknown(values, [field.name for field in own], place)
     read_values = {}

@@ -83,6 +83,8 @@ def operate_on_all_types():
         kept = slice(3) if len(first) < 12 else slice(1)
         first += make_values(dtype, tl.arange(0, 4) + 1, 2)[kept]
         later += make_values(dtype, 5.0 * tl.arange(0, 4) - 7.0, -3)[kept]
+    square = 4.0 * tl.arange(0, 4)[:, None] + tl.arange(0, 4)[None, :]
+    first, later = [*first, square], [*later, tl.trans(square)]  # in another order of memory
     values = list(zip(first, later, strict=True))
     numbers = [(number, number) for number in NUMBERS]
     pairs = [
@@ -101,7 +103,9 @@ def operate_on_all_types():
             continue
         for x in results:
             data = x.handle.data
-            found.append((str(x.type), str(x), str(x.handle.dtype), data.dtype, data.shape, data.tobytes()))
+            found.append(
+                (str(x.type), str(x), str(x.handle.dtype), data.dtype, data.shape, data.strides, data.tobytes())
+            )
     return found
 
 

@@ -83,8 +83,12 @@ class Rules:
                 if rule is False or (kind is int and not -(2**31) <= number < 2**31):
                     return slow(left, right)
                 operand = np.array([number], rule[1])
-            compute, _, entries, (type_, dtype, shape, numel), dtype_of_handle = rule
-            data = compute(left.handle.data, operand)
+            compute, _, widens, entries, (type_, dtype, shape, numel), dtype_of_handle = rule
+            first = left.handle.data
+            # The interpreter widens a number to a block, after which the memory order of the other counts no longer.
+            if widens and not (first.flags.c_contiguous and operand.flags.c_contiguous):
+                return slow(left, right)
+            data = compute(first, operand)
             if data.dtype is not entries:
                 return slow(left, right)
             result = value.__new__(value)
@@ -176,7 +180,8 @@ class Rules:
             described = (result.type, result.dtype, result.shape, result.numel)
             # A boolean's array is noted with the type of the numbers that were compared, which may be any.
             dtype_of_handle = None if left.dtype is self.core.int1 else result.handle.dtype
-            self.kept[name][key] = (compute, constant, data.dtype, described, dtype_of_handle)
+            widens = left.type.is_block() != (of_two and right.type.is_block())
+            self.kept[name][key] = (compute, constant, widens, data.dtype, described, dtype_of_handle)
         return result
 
     def find(self, name: str, left: Any, right: Any) -> tuple[Any, Any]:
