@@ -53,6 +53,7 @@ def main() -> None:
     if not {"data", "folder"} <= words.keys():
         sys.exit(__doc__)
     file, folder = str(Path(words["data"]).absolute()), Path(words["folder"])
+    Path(file).stat()  # one that is not there is told before processes begin
     epochs = find_overrides((EXPERIMENT, f"data.root={file}"), overrides, folder)["recipe"]["epochs"]
     folder.mkdir(parents=True, exist_ok=True)
     every = [(int(seed), epoch) for seed in words["seeds"].split(",") for epoch in range(epochs)]

@@ -51,6 +51,7 @@ def prepare() -> None:
     tracing.register_onnx_functions_once()
     tracing.find_operators_once()
     tracing.find_no_gpu_once()
+    tracing.differentiate_without_threads()
     tracing.read_programs_faster()
     configurations.share_work()
 

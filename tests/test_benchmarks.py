@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import re
 import runpy
@@ -129,6 +130,7 @@ def test_what_a_script_lacks_is_told_in_one_line(call, monkeypatch, words, told)
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("LONGSEQ_BENCHMARK_CHANGES", "")  # so that what entry.py sets is undone
     monkeypatch.delenv("LONGSEQ_BENCHMARK_CHANGES")
+    monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", None)  # it is told before processes begin
     name, *rest = words.split()
     said = call(name, *rest)
     assert told in said
@@ -192,6 +194,11 @@ def test_packed_images_are_those_of_the_folder_and_a_changed_pixel_is_found(scri
     indices = [script("entry").SampleIndex(position, 0, 1) for position in range(len(from_file))]
     for of_file, of_folder in zip(from_file[indices][:2], from_folder[indices][:2], strict=True):
         assert torch.equal(of_file, of_folder)
+    # What a process of augmented.py does, which has not heard of the file.
+    monkeypatch.setitem(sources._SOURCES, "cifar10", sources.cifar10)
+    words = ["data.val_fraction=0.34", "recipe.batch_size=2", "data.num_workers=0"]
+    script("augmented").augment_epoch((3, 1), str(tmp_path / "file.npz"), tmp_path, words)
+    assert np.array_equal(np.load(tmp_path / "seed3_epoch1.npy"), from_file[indices].inputs.numpy())
     picture = tmp_path / "pictures" / "cifar10_0.webp"
     changed = np.array(Image.open(picture))
     changed[0, 0, 0] ^= 1

@@ -19,6 +19,7 @@ refuses values that contradict each other in its `__post_init__`, by a ValueErro
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import math
 import types
@@ -116,7 +117,7 @@ def read(cls: type[T], values: Any, place: str = "") -> T:
 
 def read_part(cls: type, values: Mapping[str, Any], place: str = "") -> dict[str, Any]:
     """`values` of some keys of the dataclass `cls`, as `read` converts them. ValueError as of `read`."""
-    hints = get_type_hints(cls, include_extras=True)
+    hints = _read_hints(cls)  # type: ignore[arg-type]
     refuse_unknown(values, [field.name for field in fields(cls)], place)
     return {key: check_value(hints[key], value, _join(place, key)) for key, value in values.items()}
 
@@ -234,7 +235,7 @@ def spell(value: Any) -> str:
 def _read(cls: type[T], values: Any, place: str) -> T:
     if not isinstance(values, Mapping):
         raise _Unfit(place, values, "a dictionary of its keys: " + ", ".join(f.name for f in fields(cls)))  # type: ignore[arg-type]
-    hints = get_type_hints(cls, include_extras=True)
+    hints = _read_hints(cls)  # type: ignore[arg-type]
     own = [field for field in fields(cls) if field.init]  # type: ignore[arg-type]
     refuse_unknown(values, [field.name for field in own], place)
     read_values = {}
@@ -403,9 +404,15 @@ def _is_number(hint: Any) -> bool:
 def _hints_of(function: Callable[..., Any]) -> dict[str, Any]:
     call = function.__init__ if inspect.isclass(function) else function  # type: ignore[misc]
     try:
-        return get_type_hints(call, include_extras=True)
+        return _read_hints(call) if inspect.isfunction(call) else get_type_hints(call, include_extras=True)
     except (NameError, TypeError):
         return {}  # names that its module imports only for type checkers
+
+
+@functools.cache
+def _read_hints(owner: Any) -> dict[str, Any]:
+    """The types that a class or a function states; to evaluate them takes longer than the check of the values."""
+    return get_type_hints(owner, include_extras=True)
 
 
 def _missing(place: str) -> str:

@@ -1,14 +1,19 @@
 """The kernels of a process without a GPU are emulated, whichever test imports them first."""
 
 import importlib.util
+import itertools
+import operator
 import os
 import sys
 
 import emulation
 import pytest
 import torch
+import triton_operators
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here")
@@ -50,3 +55,71 @@ def test_types_that_are_built_once_are_those_of_triton(monkeypatch):
     for sizes, error in (([], TypeError), ([3], ValueError), ([16.0], TypeError), ([2**21], ValueError)):
         with pytest.raises(error):
             core.block_type(core.float32, sizes)
+
+
+WORK = []
+
+
+def run_work():
+    WORK[0]()
+
+
+OPERATORS = [
+    *(operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod),
+    *(operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne, operator.and_, operator.or_),
+]
+NUMBERS = (3, -2, 0, 0.5, -0.0, float("nan"), 2**31, True)
+
+
+def make_values(dtype, numbers, scalar):
+    block = numbers.to(dtype) if dtype != tl.int1 else numbers > scalar
+    return [block[None, :], block[:, None], tl.full([], scalar, tl.int32).to(dtype), block]
+
+
+def operate_on_all_types():
+    """What each operator gives when it meets two types, and what it gives for other values of them then."""
+    first, later, found = [], [], []
+    for dtype in (tl.float32, tl.int32, tl.int64, tl.int1, tl.float64, tl.float16, tl.bfloat16, tl.uint32):
+        kept = slice(3) if len(first) < 12 else slice(1)
+        first += make_values(dtype, tl.arange(0, 4) + 1, 2)[kept]
+        later += make_values(dtype, 5.0 * tl.arange(0, 4) - 7.0, -3)[kept]
+    square = 4.0 * tl.arange(0, 4)[:, None] + tl.arange(0, 4)[None, :]
+    first, later = [*first, square], [*later, tl.trans(square)]  # in another order of memory
+    values = list(zip(first, later, strict=True))
+    numbers = [(number, number) for number in NUMBERS]
+    pairs = [
+        *itertools.product(values, values),
+        *itertools.product(values, numbers),
+        *itertools.product(numbers, values),
+    ]
+    calls = [(function, left, right) for function in OPERATORS for left, right in pairs]
+    calls += [(lambda x, dtype: x.to(dtype), x, (y[0].dtype,) * 2) for x, y in itertools.product(values, values)]
+    calls += [(operator.getitem, x, (slices,) * 2) for x in values for slices in triton_operators.WIDENINGS]
+    for function, left, right in calls:
+        try:
+            results = [function(*operands) for operands in zip(left, right, strict=True)]
+        except Exception as error:  # as in the interpreter
+            found.append(type(error))
+            continue
+        for x in results:
+            data = x.handle.data
+            found.append(
+                (str(x.type), str(x), str(x.handle.dtype), data.dtype, data.shape, data.strides, data.tobytes())
+            )
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numbers that are divided by zero
+def test_operators_give_what_those_of_the_interpreter_give(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    kernel, found = triton.jit(run_work), []
+    monkeypatch.setattr(sys.modules[__name__], "WORK", [lambda: found.append(operate_on_all_types())])
+    kernel[(1,)]()
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_operators.Rules, "quicken", lambda self, name, slow: slow)
+        kernel[(1,)]()
+    quick, slow = found
+    assert len([found for found in quick if type(found) is tuple]) > 3000
+    assert quick == slow

@@ -11,6 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+# How the folders end that tell of an installed package.
+PACKAGES = (".dist-info", ".egg-info", ".egg")
+
 
 def share_work() -> None:
     """All that commands of one process can share whatever they do."""
@@ -20,7 +23,7 @@ def share_work() -> None:
     share_places()
     find_entry_points_once()
     parse_values_once()
-    copy_notes_directly()
+    copy_directly()
 
 
 def find_modes_once() -> None:
@@ -93,13 +96,26 @@ def share_places() -> None:
 
 
 def find_entry_points_once() -> None:
-    """Read what installed packages declare once, as long as the folders on Python's path stay as they are."""
+    """Read what installed packages declare once, as long as those on Python's path stay as they are."""
     metadata = importlib.import_module("importlib.metadata")
     read = metadata.entry_points
     found: dict[Any, Any] = {}
+    listed: dict[str, tuple[int | None, Any]] = {}
+
+    def packages_in(place: str) -> Any:
+        """The packages in a folder, and when each was changed: a command may write files beside them."""
+        changed = mtime(place)
+        if place not in listed or listed[place][0] != changed:
+            names = os.listdir(place) if os.path.isdir(place) else []
+            packages = [
+                os.path.join(place, name) for name in names if name.endswith((".dist-info", ".egg-info", ".egg"))
+            ]
+            kept = {} if os.path.isdir(place) else {place: changed}
+            listed[place] = (changed, tuple(sorted((kept | {path: mtime(path) for path in packages}).items())))
+        return listed[place][1]
 
     def read_once(**parameters: Any) -> Any:
-        places = tuple((place, mtime(place or ".")) for place in sys.path)
+        places = tuple((place, packages_in(os.path.abspath(place))) for place in sys.path)
         key = (places, tuple(map(id, sys.meta_path)), tuple(sorted(parameters.items())))
         if key not in found:
             found[key] = read(**parameters)
@@ -115,18 +131,51 @@ def parse_values_once() -> None:
         importlib.import_module(name).parse = parse  # type: ignore[attr-defined]
 
 
-def copy_notes_directly() -> None:
-    """Copy what stands beside each value of a configuration without a search in it: types, a key and a few flags."""
-    metadata = importlib.import_module("omegaconf.base").Metadata
+def copy_directly() -> None:
+    """Copy a configuration as its own methods do, without a search in each value and without a check of the copies."""
+    base = importlib.import_module("omegaconf.base")
+    nodes = importlib.import_module("omegaconf.nodes")
+    containers = {name: getattr(importlib.import_module("omegaconf"), name) for name in ("DictConfig", "ListConfig")}
 
     def copy_notes(self: Any, memo: Any) -> Any:
+        """What stands beside a value: types, a key and a few flags."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin.flags = None if self.flags is None else dict(self.flags)
-        twin.resolver_cache = copy.deepcopy(self.resolver_cache, memo)
+        cache = self.resolver_cache
+        twin.resolver_cache = copy.deepcopy(cache, memo) if cache else type(cache)(dict)
         return twin
 
-    metadata.__deepcopy__ = copy_notes
+    def copy_value(self: Any, memo: Any) -> Any:
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__, _metadata=copy_notes(self._metadata, memo), _flags_cache=None)
+        return twin
+
+    def copy_container(self: Any, memo: Any) -> Any:
+        parts, flags = self.__dict__["_content"], self.__dict__["_flags_cache"]
+        twin = object.__new__(type(self))
+        twin.__dict__.update(
+            self.__dict__,
+            _metadata=copy_notes(self.__dict__["_metadata"], memo),
+            _flags_cache=None if flags is None else dict(flags),
+        )
+
+        def copy_part(part: Any) -> Any:
+            copied = part.__deepcopy__(memo)
+            copied.__dict__["_parent"] = twin
+            return copied
+
+        if isinstance(parts, dict):
+            twin.__dict__["_content"] = {key: copy_part(part) for key, part in parts.items()}
+        elif isinstance(parts, list):
+            twin.__dict__["_content"] = [copy_part(part) for part in parts]
+        return twin
+
+    base.Metadata.__deepcopy__ = copy_notes
+    for name in ("AnyNode", "StringNode", "IntegerNode", "FloatNode", "BooleanNode"):
+        getattr(nodes, name).__deepcopy__ = copy_value
+    for container in containers.values():
+        container.__deepcopy__ = copy_container
 
 
 def mtime(path: str) -> int | None:

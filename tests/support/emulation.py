@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import triton_operators
 import triton_types
 
 
@@ -45,6 +46,7 @@ def list_kernel_modules() -> list[ModuleType]:
 def _call_functions_directly(interpreter: Any, language: Any) -> None:
     """Call a function of the language without the wrapper that asks whether its semantics were given."""
     wrapper = language.core.builtin(lambda: None).__code__
+    rules = triton_operators.Rules(interpreter, language.core)
 
     def patch(module: Any, name: str, member: Any, builder: Any, *scope: Any) -> None:
         function = member.__wrapped__ if getattr(member, "__code__", None) is wrapper else member
@@ -53,6 +55,8 @@ def _call_functions_directly(interpreter: Any, language: Any) -> None:
             named["_semantic"] = interpreter.interpreter_semantic
             return function(*arguments, **named)
 
+        if module is language.core.tensor and name in rules.kept:
+            call = rules.quicken(name, call)
         if scope:
             scope[0].set_attr(module, name, call)
         else:  # up to Triton 3.5
@@ -67,19 +71,21 @@ def _patch_language_once(interpreter: Any, language: Any) -> None:
     The interpreter puts its functions in the place of the language's when a kernel is launched, and again whenever the
     kernel calls a function, when all of them stand there already.
     """
-    patch_language = interpreter._patch_lang
-    restores_nothing = getattr(interpreter, "_LangPatchScope", lambda: None)  # Triton 3.4 has none
+    patch_language, is_builtin = interpreter._patch_lang, language.core.is_builtin
 
-    @functools.cache
-    def modules_seen_by(function: Any) -> list[Any]:
-        return [value for value in function.__globals__.values() if value is language or value is language.core]
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        if "found" not in self.__dict__:
+            seen = [value for value in self.fn.__globals__.values() if value is language or value is language.core]
+            self.found = (self.rewrite(), seen)
+        function, seen = self.found
+        if not seen or any([is_builtin(module.load) for module in seen]):
+            patch_language(self.fn)
+        try:
+            return function(*arguments, **named)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
 
-    def patch_language_once(function: Any) -> Any:
-        seen = modules_seen_by(function)
-        patched = seen and not any(language.core.is_builtin(module.load) for module in seen)
-        return restores_nothing() if patched else patch_language(function)
-
-    interpreter._patch_lang = patch_language_once
+    interpreter.InterpretedFunction.__call__ = call
 
 
 def _leave_out_overflow(interpreter: Any) -> None:

@@ -50,6 +50,15 @@ def find_no_gpu_once() -> None:
         torch.cuda._cached_device_count = 0
 
 
+def differentiate_without_threads() -> None:
+    """On a machine without a GPU, start torch's autograd before a test pretends that there is one.
+
+    It starts once, with a thread for each GPU that torch counts then; with such threads, no fork can differentiate.
+    """
+    if not torch.cuda.is_available():
+        torch.ones((), requires_grad=True).backward()
+
+
 def read_programs_faster() -> None:
     """Look up once what torch looks up for each part of each node of a file that it reads, a third of the time.
 

@@ -15,6 +15,7 @@ def build_types_once() -> None:
     """Call it before kernels are emulated or compiled."""
     core = importlib.import_module("triton.language.core")
     semantic = importlib.import_module("triton.language.semantic").TritonSemantic
+    _share_types_of_pointers(core)
     _share_shapes_of_blocks(core)
     _share_shapes_of_values(core)
     _compare_by_identity_first(core)
@@ -37,9 +38,10 @@ def _share_shapes_of_blocks(core: Any) -> None:
     kept: dict[tuple[int, tuple[int, ...]], Any] = {}
 
     def look_up(cls: Any, element_ty: Any = None, shape: Any = ()) -> Any:
-        """The type of before, except of blocks of pointers, whose types are built for each launch."""
-        sizes = tuple(shape)
-        if type(element_ty) is not core.dtype or any([type(size) is not int for size in sizes]):
+        """The type of before."""
+        sizes = tuple([size.value if isinstance(size, core.constexpr) else size for size in shape])
+        plain = type(element_ty) is core.dtype or type(element_ty) is core.pointer_type
+        if not plain or any([type(size) is not int for size in sizes]):
             return object.__new__(cls)
         key = (id(element_ty), sizes)  # a type that is kept keeps the identity of its elements' from being used again
         found = kept.get(key)
@@ -69,6 +71,21 @@ def _share_shapes_of_blocks(core: Any) -> None:
     core.block_type.__new__ = look_up
     core.block_type.__init__ = begin
     core.block_type.with_element_ty = with_element_ty
+
+
+def _share_types_of_pointers(core: Any) -> None:
+    kept: dict[tuple[Any, ...], Any] = {}
+
+    def look_up(cls: Any, element_ty: Any = None, *place: Any, **named: Any) -> Any:
+        if cls is not core.pointer_type or type(element_ty) is not core.dtype:
+            return object.__new__(cls)
+        key = (id(element_ty), *place, *sorted(named.items()))
+        found = kept.get(key)
+        if found is None:
+            found = kept[key] = object.__new__(cls)
+        return found
+
+    core.pointer_type.__new__ = look_up
 
 
 def _share_shapes_of_values(core: Any) -> None:
