@@ -23,6 +23,7 @@ from timm.data.readers.class_map import load_class_map
 from torchvision import datasets as torchvision_datasets
 
 from longseq.tasks.data.folders import is_unicode
+from longseq.tasks.data.inputs import PassedOver, describe_passed_over
 from longseq.tasks.data.labels import alike, name_some, rarest_labels
 from longseq.tasks.data.unreadable import UNREADABLE, LabelError
 from longseq.tasks.image.decoding import (
@@ -754,12 +755,12 @@ def _folder(
             passed_over = source.folders.passed_over
     except (RuntimeError, AssertionError, OSError, tarfile.TarError) as error:
         raise ValueError(_no_images(path)) from error
-    if reported:
-        report_passed_over(passed_over, path)
     if not len(source):
         unknown = [Path(one.path).parent for one in passed_over if one.reason == "of no class"]
         others = {folder.name for folder in unknown if folder != Path(path)}
-        raise ValueError(_no_class_of(path, numbers, others) if numbers and others else _no_images(path))
+        raise ValueError(_no_class_of(path, numbers, others) if numbers and others else _no_images(path, passed_over))
+    if reported:
+        report_passed_over(passed_over, path)
     _refuse_unwritable(path, source.class_to_idx)
     if reported and (told := alike(map(str, source.class_to_idx))) is not None:
         _log.warning("%s: %s", path, told)
@@ -775,8 +776,9 @@ def _refuse_unwritable(path: str, names: Iterable[Any]) -> None:
             raise ValueError(f"{path}: the class folder {name!a} has a name that is no UTF-8: rename it")
 
 
-def _no_images(path: str) -> str:
-    return f"{path} holds no images in class folders: give a folder with one folder per class, or a .tar of it"
+def _no_images(path: str, passed_over: Sequence[PassedOver] = ()) -> str:
+    others = f" ({len(passed_over)} passed over: {describe_passed_over(passed_over, path)})" if passed_over else ""
+    return f"{path} holds no images in class folders{others}: give a folder with one folder per class, or a .tar of it"
 
 
 def _no_class_of(path: str, numbers: Mapping[str, int], others: Iterable[str]) -> str:

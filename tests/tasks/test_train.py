@@ -139,6 +139,10 @@ def test_pixels_that_no_patch_reads_are_told_once(tmp_path, command_here, tiny_o
     padded = command_here(tmp_path, "train", *tiny_overrides, *words, "model.dynamic_img_pad=true")
     assert padded.returncode == 0, padded.stderr
     assert "warning" not in padded.stderr
+    apart = command_here(tmp_path, "train", *tiny_overrides, *words, "data.img_size=9", "model.stride=5")
+    assert apart.returncode == 0, apart.stderr
+    told = "model.stride=5 is larger than the patches of 4 px, and the pixels between these are not read"
+    assert f"longseq: warning: {told}" in apart.stderr
 
 
 @pytest.mark.slow
