@@ -470,8 +470,8 @@ def _data_line(config: dict[str, Any], info: Info) -> str:
 def _record(
     trainer: Trainer, config: dict[str, Any], module: TrainedModule, metrics: dict[str, Any], info: Info
 ) -> None:
-    """Write metrics.json, log hyper-parameters with the metrics of the test to TensorBoard, and print the closing
-    table.
+    """Log hyper-parameters with the metrics of the test to TensorBoard, write the tables, the model and metrics.json,
+    and print the closing table.
     """
     folder, report = Path(config["output"]), registry.of(config).report
     for logger in trainer.loggers:
@@ -481,7 +481,6 @@ def _record(
             logger.save()
     written = metrics | {"higher_is_better": module.directions()} | report.extras(module, info, "test")
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-        write_text(folder / runs.METRICS_FILE, json.dumps(written, indent=2) + "\n")
         for name, table in report.tables(module, info).items():
             write_text(folder / f"{name}.csv", to_csv(table))
     headline = [f"test/{name}" for name in (*report.headline, *_asked_for(config)) if name in module.test_metrics]
@@ -507,6 +506,9 @@ def _record(
         if config.get("plugins"):
             words += f" {shlex.quote('plugins=[' + ','.join(config['plugins']) + ']')}"
         rows += zip(chain(["next"], repeat("")), report.next_commands(words), strict=False)
+    if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        # The last file: a run that has it is finished, and resume=true writes nothing more.
+        write_text(folder / runs.METRICS_FILE, json.dumps(written, indent=2) + "\n")
     print_rows(rows)
     for row in rows:
         _log.info("  ".join(filter(None, row)))

@@ -128,6 +128,24 @@ def test_a_run_too_short_for_a_rate_names_none(tiny, capsys):
 
 
 @pytest.mark.slow
+def test_a_run_that_ends_before_its_model_is_written_is_finished_by_resume(tmp_path, command_here, tiny_overrides):
+    words = ("train", *tiny_overrides, "recipe.epochs=1", "output=run")
+    with pytest.MonkeyPatch.context() as patch:
+
+        def end(*_):  # as SIGTERM does it there
+            raise KeyboardInterrupt
+
+        patch.setattr(train, "_save_model", end)
+        assert command_here(tmp_path, *words).returncode != 0
+    resumed = command_here(tmp_path, *words, "resume=true")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "this run is finished" not in resumed.stdout
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+    assert (tmp_path / "run" / "classes_val.csv").is_file()
+    assert "this run is finished" in command_here(tmp_path, *words, "resume=true").stdout
+
+
+@pytest.mark.slow
 def test_pixels_that_no_patch_reads_are_told_once(tmp_path, command_here, tiny_overrides):
     words = ("model.depth=1", "model.patch_size=4", "trainer.fast_dev_run=true", "data.img_size=10")
     cut = command_here(tmp_path, "train", *tiny_overrides, *words)
