@@ -537,18 +537,23 @@ def held_out_split(
     """The split `kind` (validation or test), with classes numbered as in `class_names`; None if the source has no such
     one.
 
-    Without a test split, the validation images are the test images. With `whole`, a folder that has only class folders
-    is the split as a whole; ValueError if such a folder has training images only.
+    Without a test split, the validation images are the test images. With `whole`, the images are not those of the
+    training: without a name, the test split of a folder is the test split, and a folder that has only class folders is
+    the split as a whole; ValueError if such a folder has training images only.
     """
     if source != "folder":
         name = names[kind] or names["validation"]
         if name is None:
             return None
+        if whole and names[kind] is None:
+            _log.warning("data.test_split is not given, and the split %s is measured: name another one by it", name)
         return Split.whole(_open(source, root, name, class_map, download))
     folder = require_folder(root)
     refuse_compressed(folder, {kind: names[kind]})
     path = find_split(folder, kind, names[kind]) if names[kind] is not None else None
     missed = path is None and names[kind] not in (None, kind)
+    if path is None and kind == "test" and whole and names[kind] is None:
+        path = _unnamed_test(folder)
     for usual in ("validation", "test") if kind == "test" else ("validation",):
         path = path or find_split(folder, usual)
     if missed and path is not None:
@@ -563,6 +568,16 @@ def held_out_split(
             raise ValueError(f"{folder} holds no validation images, but {other}: give split=test")
         path = folder
     return None if path is None else Split.whole(_numbered_folder(path, class_names, class_map))
+
+
+def _unnamed_test(folder: str) -> str | None:
+    """The test split of a folder, of which nobody has said whether it has one; None for one without classes."""
+    path = find_split(folder, "test")
+    if path is None or not (os.path.isfile(path) or any(entry.is_dir() for entry in os.scandir(path))):
+        return None
+    if other := find_split(folder, "validation"):
+        _log.warning("%s is measured, and not %s: data.test_split=NAME names another split", path, other)
+    return path
 
 
 def open_stream(
