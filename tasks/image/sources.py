@@ -545,9 +545,10 @@ def held_out_split(
         name = names[kind] or names["validation"]
         if name is None:
             return None
+        opened = _open(source, root, name, class_map, download)
         if whole and names[kind] is None:
             _log.warning("data.test_split is not given, and the split %s is measured: name another one by it", name)
-        return Split.whole(_open(source, root, name, class_map, download))
+        return Split.whole(opened)
     folder = require_folder(root)
     refuse_compressed(folder, {kind: names[kind]})
     path = find_split(folder, kind, names[kind]) if names[kind] is not None else None

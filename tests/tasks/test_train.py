@@ -146,6 +146,14 @@ def test_a_run_that_ends_before_its_model_is_written_is_finished_by_resume(tmp_p
 
 
 @pytest.mark.slow
+def test_a_run_without_an_end_in_sight_is_ended_by_its_time(tmp_path, command_here, tiny_overrides):
+    words = ("recipe.epochs=100000000000000000000", "+trainer.max_time={seconds:3}", "output=run", "model.depth=1")
+    done = command_here(tmp_path, "train", *tiny_overrides, *words)
+    assert done.returncode == 0, done.stderr
+    assert "36500 days, 0:00:00 left" in done.stderr
+
+
+@pytest.mark.slow
 def test_pixels_that_no_patch_reads_are_told_once(tmp_path, command_here, tiny_overrides):
     words = ("model.depth=1", "model.patch_size=4", "trainer.fast_dev_run=true", "data.img_size=10")
     cut = command_here(tmp_path, "train", *tiny_overrides, *words)
