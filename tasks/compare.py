@@ -136,7 +136,8 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     for trial, config in zip(firsts, composed, strict=True):
         check_experiment(config)  # a mistake is told before any run begins
         if trial.describe() in read_again:  # the files of finished runs may be gone, and so may their devices
-            refuse_absent_devices(config["trainer"])
+            if not places:  # else these are the devices
+                refuse_absent_devices(config["trainer"])
             registry.of(config).data.require_files(config)
             if not trial.folder.exists():  # a run that has begun goes on from its own checkpoint
                 check_init(config)
