@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from longseq.tasks.data.input_keys import InputKeys
-from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys, compile_modes
+from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys, compile_modes, refuse_empty
 from longseq.tasks.training.options import Length, OneOf, Range, Required
 
 TASKS_NEEDED = Required("give tasks=[NAME,...], such as tasks=[hellaswag,piqa]: tasks of lm-evaluation-harness")
@@ -63,6 +63,9 @@ class EvaluateKeys(CommandKeys):
     data: Mapping[str, Any]
     trainer: Mapping[str, Any]
 
+    def __post_init__(self) -> None:
+        refuse_empty(self, "input", "output")
+
 
 @dataclass(frozen=True, kw_only=True)
 class PredictKeys(InputKeys, CommandKeys):
@@ -107,6 +110,9 @@ class HarnessKeys(CommandKeys):
     devices: Annotated[int, Range(1)]
     dtype: Literal["float32", "bfloat16", "float16"]
     output: str | None
+
+    def __post_init__(self) -> None:
+        refuse_empty(self, "include", "output")
 
 
 @dataclass(frozen=True, kw_only=True)

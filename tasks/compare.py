@@ -38,6 +38,7 @@ from longseq.tasks.training.files import write_text
 from longseq.tasks.training.options import Length, Range, read
 from longseq.tasks.training.recipe import device_count
 from longseq.tasks.training.signals import answered
+from longseq.tasks.training.trainer import refuse_absent_devices
 
 # Keys of `longseq train` that this command sets itself.
 TAKEN_KEYS = {
@@ -134,7 +135,9 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     read_again = {trial._replace(seed=own.seeds[0]).describe() for trial in waiting}
     for trial, config in zip(firsts, composed, strict=True):
         check_experiment(config)  # a mistake is told before any run begins
-        if trial.describe() in read_again:  # the files of finished runs may be gone
+        if trial.describe() in read_again:  # the files of finished runs may be gone, and so may their devices
+            if not places:  # else these are the devices
+                refuse_absent_devices(config["trainer"])
             registry.of(config).data.require_files(config)
             if not trial.folder.exists():  # a run that has begun goes on from its own checkpoint
                 check_init(config)

@@ -132,6 +132,7 @@ class TrainerKeys:
     limit_train_batches: Annotated[int | float | None, Range(above=0)] = None
     limit_val_batches: Annotated[int | float | None, Range(0)] = None
     limit_test_batches: Annotated[int | float | None, Range(above=0)] = None  # every run ends with a test
+    num_sanity_val_steps: Annotated[int | None, Range(-1)] = None
     min_epochs: Annotated[int | None, Range(0)] = None
     min_steps: Annotated[int | None, Range(0)] = None
     max_time: str | Mapping[str, Annotated[int, Range(0)]] | None = None

@@ -52,6 +52,7 @@ from longseq.tasks.training.trainer import (
     build_callbacks,
     build_trainer,
     refuse_absent_devices,
+    refuse_lonely_machine,
     refuse_nameless_program,
 )
 
@@ -92,7 +93,9 @@ def run(cfg: DictConfig) -> float | None:
     folder = Path(config["output"])
     _refuse_long_warmup(config, None)
     # What cannot run is refused before the data is opened: devices that are not there, too.
-    refuse_nameless_program(build_trainer({**config, "logger": None}))
+    trial = build_trainer({**config, "logger": None})
+    refuse_nameless_program(trial)
+    refuse_lonely_machine(trial)
     _refuse_distributed_sweep(config)
     log, names_mixer = _find_log(folder), _names_mixer(cfg)
     if _is_first_process():  # the others may find what it has just written
@@ -155,7 +158,10 @@ def _train(config: dict[str, Any], folder: Path, names_mixer: bool) -> float | N
     facts = {**runs.shared_keys(config), "the update to go on from": runs.updates_of(checkpoint) if checkpoint else 0}
     trainer = build_trainer(config, [Agreement(facts), *build_callbacks(config, module)])
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-        _refuse_long_warmup(config, count_epoch(trainer, datamodule))
+        epoch = count_epoch(trainer, datamodule)
+        if epoch is not None:
+            RunLength.from_recipe(config["recipe"]).check_units(epoch)
+        _refuse_long_warmup(config, epoch)
     if checkpoint is not None:
         continue_loggers(trainer.loggers, runs.updates_of(checkpoint))
     in_force = values_in_force(config, module.backbone)
@@ -464,8 +470,8 @@ def _data_line(config: dict[str, Any], info: Info) -> str:
 def _record(
     trainer: Trainer, config: dict[str, Any], module: TrainedModule, metrics: dict[str, Any], info: Info
 ) -> None:
-    """Write metrics.json, log hyper-parameters with the metrics of the test to TensorBoard, and print the closing
-    table.
+    """Log hyper-parameters with the metrics of the test to TensorBoard, write the tables, the model and metrics.json,
+    and print the closing table.
     """
     folder, report = Path(config["output"]), registry.of(config).report
     for logger in trainer.loggers:
@@ -475,7 +481,6 @@ def _record(
             logger.save()
     written = metrics | {"higher_is_better": module.directions()} | report.extras(module, info, "test")
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-        write_text(folder / runs.METRICS_FILE, json.dumps(written, indent=2) + "\n")
         for name, table in report.tables(module, info).items():
             write_text(folder / f"{name}.csv", to_csv(table))
     headline = [f"test/{name}" for name in (*report.headline, *_asked_for(config)) if name in module.test_metrics]
@@ -501,6 +506,9 @@ def _record(
         if config.get("plugins"):
             words += f" {shlex.quote('plugins=[' + ','.join(config['plugins']) + ']')}"
         rows += zip(chain(["next"], repeat("")), report.next_commands(words), strict=False)
+    if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        # The last file: a run that has it is finished, and resume=true writes nothing more.
+        write_text(folder / runs.METRICS_FILE, json.dumps(written, indent=2) + "\n")
     print_rows(rows)
     for row in rows:
         _log.info("  ".join(filter(None, row)))

@@ -202,6 +202,11 @@ def test_forms_of_image_batches_and_wrong_ones() -> None:
         ([images, torch.eye(2, 3)], "are [2, 3], and must be [B] or [B, 2]"),
         ([images, torch.tensor([[1.0, 1.0], [0.0, 1.0]])], "has the sum 2, and probabilities of one class"),
         ([images, torch.tensor([[1, 0], [0, 0]])], "has the sum 0, and probabilities of one class have the sum 1"),
+        ([images, torch.tensor([[1.5, -0.5], [0.0, 1.0]])], "has -0.5, and probabilities lie between 0 and 1"),
+        ([images, torch.tensor([0.0, 0.9])], "the label 0.9 is no number of a class"),
+        ([images, torch.tensor([-0.3, 1.0])], "the label -0.3 is no number of a class"),
+        ([images, torch.tensor([0.0, torch.nan])], "the label nan is no number of a class"),
+        ([images, torch.tensor([torch.inf, 0.0])], "the label inf is no number of a class"),
     ):
         with pytest.raises(ValueError, match=re.escape(told)):
             module.read_batch(batch)
@@ -215,6 +220,13 @@ def test_forms_of_image_batches_and_wrong_ones() -> None:
     assert several.read_batch((images, torch.ones(2, 2)))[1].sum() == 4
     with pytest.raises(ValueError, match=re.escape("are [2], and must be [B, 2] of 0 and 1")):
         several.read_batch((images, numbers))
+    for label in (-1.0, 2.0, torch.nan):
+        with pytest.raises(ValueError, match=f"a label of a batch is {label:g}: several labels a sample"):
+            several.read_batch((images, torch.full((2, 2), label)))
+    half = torch.full((2, 2), 0.5)
+    assert several.read_batch((images, half))[1] is half
+    with pytest.raises(ValueError, match=r"a label of a batch is 0\.5: several labels a sample"):
+        several.eval().read_batch((images, half))
 
 
 class OnDevice(torch.Tensor):
@@ -359,6 +371,9 @@ def test_padded_documents_of_any_loader_train_a_classifier(tmp_path: Path, comma
         loaded.read_batch({**padded, "attention_mask": padded["attention_mask"].flip(1)})
     with pytest.raises(ValueError, match=r"with labels \[N\], class numbers"):
         loaded.read_batch((padded["input_ids"], torch.zeros(1, 2)))
+    for label, told in ((0.9, r"label 0\.9 is no number of a class"), (-100, "label -100 is not among the classes")):
+        with pytest.raises(ValueError, match=told):
+            loaded.read_batch((padded["input_ids"], torch.tensor([label])))
     for wrong in (ImageClassifier, LanguageModelTask):
         with pytest.raises(ValueError, match=f"is no checkpoint of {wrong.__name__}"):
             wrong.load_from_checkpoint(tmp_path / "documents.ckpt")

@@ -56,6 +56,35 @@ def as_pair(batch: Any, what: str) -> tuple[Any, Any]:
     return batch[0], batch[1]
 
 
+def check_class_numbers(targets: Tensor, num_classes: int) -> None:
+    """ValueError, in one line, for labels `[B]` that are no numbers of classes; floats may be whole numbers."""
+    if targets.is_floating_point() and not bool((whole := targets.isfinite() & (targets == targets.round())).all()):
+        raise ValueError(
+            f"the label {float(targets[~whole][0]):g} is no number of a class: give whole numbers, or "
+            f"[B, {num_classes}] of probabilities to an image classifier"
+        )
+    if not targets.numel():
+        return
+    least, most = int(targets.min()), int(targets.max())
+    if least < 0 or most >= num_classes:
+        raise ValueError(
+            f"the label {least if least < 0 else most} is not among the classes 0 to {num_classes - 1}: "
+            "correct it, or give another num_classes"
+        )
+
+
+def check_several_labels(targets: Tensor, *, exact: bool) -> None:
+    """ValueError, in one line, for labels `[B, C]` that are not 0 and 1; unless `exact` they may lie between these."""
+    fits = (targets >= 0) & (targets <= 1)
+    if exact:
+        fits &= targets == targets.round()
+    if not bool(fits.all()):
+        raise ValueError(
+            f"a label of a batch is {float(targets[~fits][0]):g}: several labels a sample are 1 where the sample has "
+            "the label, and 0 where it has not"
+        )
+
+
 def read_mask(batch: Mapping[str, Any], tokens: Tensor) -> Tensor:
     """True at the real tokens of a padded batch `[N, T]`, from `attention_mask`; without it all are.
 

@@ -16,7 +16,14 @@ from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.backbones.segments import check_segments, read_in_segments
 from longseq.kernels.packing import Packing
 from longseq.models import CHECKPOINT_CONFIG, build
-from longseq.tasks.data.given import TARGETS, as_pair, find_entry, read_right_mask
+from longseq.tasks.data.given import (
+    TARGETS,
+    as_pair,
+    check_class_numbers,
+    check_several_labels,
+    find_entry,
+    read_right_mask,
+)
 from longseq.tasks.document.batch import DocumentBatch, DocumentInputs
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.linear import LinearModelKeys, fit_linear, read_documents, read_keys
@@ -133,6 +140,10 @@ class DocumentTask(ClassifierModule):
                 f"tokens of the shape {list(tokens.shape)} with labels of {list(targets.shape)}: a batch is rows of "
                 f"tokens [N, T], with labels {wanted}"
             )
+        if self.info.multi_label:
+            check_several_labels(targets, exact=not self.training)
+        else:
+            check_class_numbers(targets, self.num_classes)
         lengths = mask.sum(dim=1)
         count = len(tokens)
         inputs = DocumentInputs(

@@ -45,6 +45,10 @@ _OF_LARGER_DATA: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Each class has a name in the memory of every process, whether it has images or not.
+MOST_CLASSES = 10_000_000
+
+
 @dataclass(frozen=True, kw_only=True)
 class ImageDataKeys:
     """The keys of `data`; `ImageDataModule` documents them."""
@@ -55,8 +59,8 @@ class ImageDataKeys:
     root: str | None = None
     download: bool = False
     in_chans: Literal[1, 3] = 3
-    num_classes: Annotated[int | None, Range(1)] = None
-    class_map: str | Mapping[str, int] | None = None
+    num_classes: Annotated[int | None, Range(1, MOST_CLASSES)] = None
+    class_map: str | Mapping[str, Annotated[int, Range(0, MOST_CLASSES - 1)]] | None = None
     train_split: str = "train"
     val_split: str | None = "validation"
     test_split: str | None = None

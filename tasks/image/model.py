@@ -218,15 +218,23 @@ def _check_logits(model: nn.Module, info: DataInfo) -> None:
 
 
 def _find_unread(model: nn.Module) -> str | None:
-    """A line about pixels at the lower and the right border that fill no patch; None if patches cover the images.
+    """A line about pixels between patches, or at the lower and the right border, that fill none; None if patches cover
+    the images.
 
     As timm's own models, ours leave them out without a word.
     """
     embed: Any = getattr(model, "patch_embed", None)
-    if not isinstance(embed, PatchEmbed) or embed.img_size is None or embed.dynamic_img_pad:
+    if not isinstance(embed, PatchEmbed) or embed.img_size is None:
         return None
     size, patch = embed.img_size[0], embed.patch_size  # images of training are squares
     stride = getattr(embed, "stride", patch)
+    if any(step > length for length, step in zip(patch, stride, strict=True)):
+        return (
+            f"model.stride={_spell(stride)} is larger than the patches of {_spell(patch)} px, and the pixels between "
+            "these are not read; leave it out, or give a smaller one"
+        )
+    if embed.dynamic_img_pad:
+        return None
     sides = tuple(zip(patch, stride, strict=True))
     rows, columns = ((size - length) % step for length, step in sides)
     if rows == columns == 0:

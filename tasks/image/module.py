@@ -9,7 +9,7 @@ from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor, nn
 from torch.nn import functional
 
-from longseq.tasks.data.given import IMAGES, TARGETS, as_pair, find_entry
+from longseq.tasks.data.given import IMAGES, TARGETS, as_pair, check_class_numbers, check_several_labels, find_entry
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.mixing import BatchMixing
 from longseq.tasks.image.model import state_data, state_decision
@@ -177,13 +177,19 @@ class ImageClassifier(ClassifierModule):
             raise ValueError(f"the labels of a batch are {list(targets.shape)}, and must be {wanted}")
         if targets.device.type == "cpu":
             self._reads_on_host = True
-        seen = self.training in self._checked and (self.training or not targets.is_floating_point())
+        probable = targets.is_floating_point() and not self.multi_label
+        seen = self.training in self._checked and (self.training or not probable)
         if targets.device.type != "cpu" and (self._reads_on_host or seen):
             return
         self._checked.add(self.training)
-        if self.multi_label or not targets.numel():
+        if not targets.numel():
+            return
+        if self.multi_label:
+            check_several_labels(targets, exact=not self.training)
             return
         if targets.ndim == 2:
+            if (lowest := float(targets.min())) < 0:
+                raise ValueError(f"a row of labels has {lowest:g}, and probabilities lie between 0 and 1: correct it")
             sums = targets.float().sum(dim=1)
             furthest = float(sums[(sums - 1).abs().argmax()])
             if not abs(furthest - 1) <= _ROUNDING:
@@ -192,12 +198,7 @@ class ImageClassifier(ClassifierModule):
                     "multi_label=True (to a command data.multi_label=true) where an image has any number of classes"
                 )
             return
-        least, most = int(targets.min()), int(targets.max())
-        if least < 0 or most >= self.num_classes:
-            raise ValueError(
-                f"the label {least if least < 0 else most} is not among the classes 0 to {self.num_classes - 1}: "
-                "correct it, or give another num_classes"
-            )
+        check_class_numbers(targets, self.num_classes)
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Logits `[B, num_classes]` of the images of a batch, with labels or without."""

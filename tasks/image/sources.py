@@ -23,6 +23,7 @@ from timm.data.readers.class_map import load_class_map
 from torchvision import datasets as torchvision_datasets
 
 from longseq.tasks.data.folders import is_unicode
+from longseq.tasks.data.inputs import PassedOver, describe_passed_over
 from longseq.tasks.data.labels import alike, name_some, rarest_labels
 from longseq.tasks.data.unreadable import UNREADABLE, LabelError
 from longseq.tasks.image.decoding import (
@@ -536,18 +537,24 @@ def held_out_split(
     """The split `kind` (validation or test), with classes numbered as in `class_names`; None if the source has no such
     one.
 
-    Without a test split, the validation images are the test images. With `whole`, a folder that has only class folders
-    is the split as a whole; ValueError if such a folder has training images only.
+    Without a test split, the validation images are the test images. With `whole`, the images are not those of the
+    training: without a name, the test split of a folder is the test split, and a folder that has only class folders is
+    the split as a whole; ValueError if such a folder has training images only.
     """
     if source != "folder":
         name = names[kind] or names["validation"]
         if name is None:
             return None
-        return Split.whole(_open(source, root, name, class_map, download))
+        opened = _open(source, root, name, class_map, download)
+        if whole and names[kind] is None:
+            _log.warning("data.test_split is not given, and the split %s is measured: name another one by it", name)
+        return Split.whole(opened)
     folder = require_folder(root)
     refuse_compressed(folder, {kind: names[kind]})
     path = find_split(folder, kind, names[kind]) if names[kind] is not None else None
     missed = path is None and names[kind] not in (None, kind)
+    if path is None and kind == "test" and whole and names[kind] is None:
+        path = _unnamed_test(folder)
     for usual in ("validation", "test") if kind == "test" else ("validation",):
         path = path or find_split(folder, usual)
     if missed and path is not None:
@@ -562,6 +569,16 @@ def held_out_split(
             raise ValueError(f"{folder} holds no validation images, but {other}: give split=test")
         path = folder
     return None if path is None else Split.whole(_numbered_folder(path, class_names, class_map))
+
+
+def _unnamed_test(folder: str) -> str | None:
+    """The test split of a folder, of which nobody has said whether it has one; None for one without classes."""
+    path = find_split(folder, "test")
+    if path is None or not (os.path.isfile(path) or any(entry.is_dir() for entry in os.scandir(path))):
+        return None
+    if other := find_split(folder, "validation"):
+        _log.warning("%s is measured, and not %s: data.test_split=NAME names another split", path, other)
+    return path
 
 
 def open_stream(
@@ -754,12 +771,12 @@ def _folder(
             passed_over = source.folders.passed_over
     except (RuntimeError, AssertionError, OSError, tarfile.TarError) as error:
         raise ValueError(_no_images(path)) from error
-    if reported:
-        report_passed_over(passed_over, path)
     if not len(source):
         unknown = [Path(one.path).parent for one in passed_over if one.reason == "of no class"]
         others = {folder.name for folder in unknown if folder != Path(path)}
-        raise ValueError(_no_class_of(path, numbers, others) if numbers and others else _no_images(path))
+        raise ValueError(_no_class_of(path, numbers, others) if numbers and others else _no_images(path, passed_over))
+    if reported:
+        report_passed_over(passed_over, path)
     _refuse_unwritable(path, source.class_to_idx)
     if reported and (told := alike(map(str, source.class_to_idx))) is not None:
         _log.warning("%s: %s", path, told)
@@ -775,8 +792,9 @@ def _refuse_unwritable(path: str, names: Iterable[Any]) -> None:
             raise ValueError(f"{path}: the class folder {name!a} has a name that is no UTF-8: rename it")
 
 
-def _no_images(path: str) -> str:
-    return f"{path} holds no images in class folders: give a folder with one folder per class, or a .tar of it"
+def _no_images(path: str, passed_over: Sequence[PassedOver] = ()) -> str:
+    others = f" ({len(passed_over)} passed over: {describe_passed_over(passed_over, path)})" if passed_over else ""
+    return f"{path} holds no images in class folders{others}: give a folder with one folder per class, or a .tar of it"
 
 
 def _no_class_of(path: str, numbers: Mapping[str, int], others: Iterable[str]) -> str:

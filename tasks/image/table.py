@@ -124,12 +124,16 @@ def held_out_table(
 ) -> Split | None:
     """The table of a split, with classes numbered as in `class_names`; None if there is none.
 
-    Without a test table the validation images are the test images. With `whole`, a `root` that is a table is the split.
+    Without a test table the validation images are the test images. With `whole`, the images are not those of the
+    training: without a name, test.csv is the test table, and a `root` that is a table is the split.
     """
     refuse_compressed_tables(str(root), {kind: name})
-    path = None if name is None else find_table(root, kind, name, single=False)
-    if path is None and kind == "test":
-        path = find_table(root, "validation", None, single=False)
+    path = None if name is None and not whole else find_table(root, kind, name, single=False)
+    if kind == "test" and (path is None or name is None):
+        other = find_table(root, "validation", None, single=False)
+        if path is not None and other is not None:
+            _log.warning("%s is measured, and not %s: data.test_split=NAME names another table", path, other)
+        path = path or other
     if path is None and whole:
         path = find_table(root, "train", None) if Path(root or "").is_file() else None
     return None if path is None else Split.whole(_open(path, keys, class_names))

@@ -26,6 +26,13 @@ class CommandKeys:
 Keys = TypeVar("Keys", bound=CommandKeys)
 
 
+def refuse_empty(keys: CommandKeys, *names: str) -> None:
+    """Raise ValueError, in one line, for a path that is empty, as from a variable of a shell that is not set."""
+    for name in names:
+        if getattr(keys, name) == "":
+            raise ValueError(f"{name}= is empty: give a path, or leave it out")
+
+
 def read_command(keys: type[Keys], cfg: DictConfig) -> Keys:
     """The keys of a command, from its YAML file and the command line. ValueError, in one line, for a mistake."""
     return read(keys, resolve(cfg))

@@ -141,6 +141,12 @@ class RunLength:
             return int(span.count) if span else 1, None
         return epochs, f"{span.key}={span.count:g} is longer than the run: it is validated once, at its end"
 
+    def check_units(self, epoch: Epoch) -> None:
+        """Raise ValueError, in one line, for lengths in tokens if the data has none."""
+        for span in (self.run, self.warmup, self.validation):
+            if span is not None:
+                span.in_updates(epoch)
+
     def refuse_long_warmup(self, epoch: Epoch | None) -> None:
         """Raise ValueError, in one line, for a warm-up that is not shorter than the run.
 

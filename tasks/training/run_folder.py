@@ -40,7 +40,8 @@ def check_output(output: Any) -> None:
 def check_folder(config: Config, *, log: Path | None, tables: Sequence[str]) -> None:
     """Raise ValueError, in one line, where a run would replace or continue a file that no run of longseq wrote.
 
-    The folder of the command, `output=.`, must be empty, too, or a run's. Files in a hidden place do not count.
+    The folder of the command, `output=.` by any name, must be empty, too, or a run's. Files in a hidden place do not
+    count.
 
     A folder with a run's configuration or checkpoint is a run's, with all that is in it. Files that a run does not
     write may stand in its folder. `log` is the log of the command, `tables` are the files of the task's report.
@@ -48,7 +49,7 @@ def check_folder(config: Config, *, log: Path | None, tables: Sequence[str]) -> 
     folder = Path(config["output"])
     if _holds_run(folder):
         return
-    if folder == Path():  # where the files of the run would lie among all others
+    if folder.resolve() == Path.cwd().resolve():  # where the files of the run would lie among all others
         others = sorted(path.name for path in folder.iterdir() if _is_noticed(path) and path.name != (log and log.name))
         if others:
             raise ValueError(

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -188,6 +189,16 @@ def refuse_nameless_program(trainer: Trainer) -> None:
         raise ValueError(
             f"trainer.devices={trainer.num_devices} starts this program again for each device, and it has no file to "
             f"start ({sys.argv[0]!r} is none): put it into a FILE.py and run python FILE.py, or use the command longseq"
+        )
+
+
+def refuse_lonely_machine(trainer: Trainer) -> None:
+    """ValueError, in one line, for a run on several machines that nothing connects: it would wait for them for ever."""
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if trainer.num_nodes > 1 and isinstance(environment, LightningEnvironment) and "MASTER_PORT" not in os.environ:
+        raise ValueError(
+            f"trainer.num_nodes={trainer.num_nodes}: nothing connects this process with those of other machines: start "
+            "it by torchrun or srun, or set MASTER_ADDR, MASTER_PORT and NODE_RANK on each of them"
         )
 
 

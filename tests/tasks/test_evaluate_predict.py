@@ -154,6 +154,29 @@ def test_a_folder_is_measured_whole_or_by_the_split_that_was_asked_for(
     assert json.loads(output.read_text())["test/images"] == 16
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["folder", "csv"])
+def test_the_test_of_other_data_is_their_test_split(source, checkpoint, compose_config, tmp_path, caplog):
+    data, root = load_digits(), tmp_path / "other"
+    for split, count in (("train", 20), ("val", 12), ("test", 16)):
+        rows = ["file_name,label"]
+        for i in range(count):
+            name = f"{split}/{data.target[i]}/{i}.png"
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray((data.images[i] * 255 / 16).astype(np.uint8)).save(root / name)
+            rows.append(f"{name},{data.target[i]}")
+        (root / f"{split}.csv").write_text("\n".join(rows))
+    output = tmp_path / "metrics.json"
+    known = (f"checkpoint={checkpoint}", f"data.source={source}", "trainer=cpu", f"output={output}")
+    ending = ".csv" if source == "csv" else ""
+    for words, measured in (((), 16), (("data.test_split=val",), 12)):
+        evaluate.run(compose_config("evaluate", *known, f"data.root={root}", *words))
+        assert json.loads(output.read_text())["test/images"] == measured
+        told = f"{root}/test{ending} is measured, and not {root}/val{ending}: data.test_split=NAME names another"
+        assert (told in caplog.text) == (not words)
+        caplog.clear()
+
+
 def test_training_images_are_not_measured_in_place_of_others(checkpoint, compose_config, image_folder, tmp_path):
     shutil.copytree(image_folder / "train", tmp_path / "other" / "train")
     known = (f"checkpoint={checkpoint}", "data.source=folder", "trainer=cpu", f"data.root={tmp_path / 'other'}")

@@ -128,6 +128,32 @@ def test_a_run_too_short_for_a_rate_names_none(tiny, capsys):
 
 
 @pytest.mark.slow
+def test_a_run_that_ends_before_its_model_is_written_is_finished_by_resume(tmp_path, command_here, tiny_overrides):
+    words = ("train", *tiny_overrides, "recipe.epochs=1", "output=run")
+    with pytest.MonkeyPatch.context() as patch:
+
+        def end(*_):  # as SIGTERM does it there
+            raise KeyboardInterrupt
+
+        patch.setattr(train, "_save_model", end)
+        assert command_here(tmp_path, *words).returncode != 0
+    resumed = command_here(tmp_path, *words, "resume=true")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "this run is finished" not in resumed.stdout
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+    assert (tmp_path / "run" / "classes_val.csv").is_file()
+    assert "this run is finished" in command_here(tmp_path, *words, "resume=true").stdout
+
+
+@pytest.mark.slow
+def test_a_run_without_an_end_in_sight_is_ended_by_its_time(tmp_path, command_here, tiny_overrides):
+    words = ("recipe.epochs=100000000000000000000", "+trainer.max_time={seconds:3}", "output=run", "model.depth=1")
+    done = command_here(tmp_path, "train", *tiny_overrides, *words)
+    assert done.returncode == 0, done.stderr
+    assert "36500 days, 0:00:00 left" in done.stderr
+
+
+@pytest.mark.slow
 def test_pixels_that_no_patch_reads_are_told_once(tmp_path, command_here, tiny_overrides):
     words = ("model.depth=1", "model.patch_size=4", "trainer.fast_dev_run=true", "data.img_size=10")
     cut = command_here(tmp_path, "train", *tiny_overrides, *words)
@@ -139,6 +165,10 @@ def test_pixels_that_no_patch_reads_are_told_once(tmp_path, command_here, tiny_o
     padded = command_here(tmp_path, "train", *tiny_overrides, *words, "model.dynamic_img_pad=true")
     assert padded.returncode == 0, padded.stderr
     assert "warning" not in padded.stderr
+    apart = command_here(tmp_path, "train", *tiny_overrides, *words, "data.img_size=9", "model.stride=5")
+    assert apart.returncode == 0, apart.stderr
+    told = "model.stride=5 is larger than the patches of 4 px, and the pixels between these are not read"
+    assert f"longseq: warning: {told}" in apart.stderr
 
 
 @pytest.mark.slow

@@ -224,6 +224,9 @@ class TrainingProgress(ProgressBar):
         return "" if rate is None else f"{rate:.0f} {self.unit}/s"
 
 
+_LONGEST = timedelta(days=36_500).total_seconds()  # that is told: a run whose end is to be early stopping may have more
+
+
 class _Pace:
     """The batches of a run that are done, of how many, and since when; a resumed run begins with some."""
 
@@ -237,7 +240,7 @@ class _Pace:
         if self.total is None or not self.begun < self.done < self.total:
             return ""
         seconds = (time.monotonic() - self.started) / (self.done - self.begun) * (self.total - self.done)
-        return f"{timedelta(seconds=round(seconds))} left"
+        return f"{timedelta(seconds=round(min(seconds, _LONGEST)))} left"
 
 
 class _Facts(ProgressColumn):
