@@ -29,9 +29,9 @@ IMAGES = {
 RECIPE = (
     f"data.img_size={PIXELS}",
     "model=vit",
-    "model.patch_size=16",
+    "model.patch_size=28",
     "scale=nano",
-    "recipe.epochs=20",
+    "recipe.epochs=12",
     "trainer=cpu",
     "data.num_workers=0",
     "logger=none",
@@ -54,7 +54,7 @@ def measure(folder: Path, recipe: Sequence[str]) -> dict[str, Any]:
         (place / "files").symlink_to(folder.resolve(), target_is_directory=True)
         call(place, "prepare", "task=image", "input=files", "output=shards", f"size={SIZE}")
         rows = ", ".join(f'{name}: "mixer={MIXER} {words}"' for name, (_, words) in IMAGES.items())
-        options = ("seeds=[0,1,2]", "jobs=1", "plot=false", "output=compared")
+        options = ("seeds=[0,1,2]", "jobs=2", "plot=false", "output=compared")
         call(place, "compare", "mixers=[]", f"rows={{{rows}}}", *options, *recipe)
         return read_json(place / "compared" / "results.json", RESULTS)
 
