@@ -107,6 +107,7 @@ def test_every_script_prints_its_usage(call, name):
         ("comparison no", "no.json: No such file"),
         ("comparison no.json name title", "no.json: No such file"),
         ("conversion no made.json", "no: No such file"),
+        ("image_shards no out.json", "no: No such file"),
         ("keep no.json name", "no.json: No such file"),
         ("kept_bytes no", "'no'"),
         ("language_mixers no no name title", "results.json: No such file"),
@@ -171,6 +172,33 @@ def test_language_models_are_measured_beyond_their_training_length(script, tmp_p
         assert lengths == [f"perplexity_to_{length}" for length in (64, 128, 256, 512)]
         assert all(1 < row[key]["0"] < 400 for key in (*lengths, "test_perplexity"))
     assert (tmp_path / "kept.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_image_files_stand_beside_shards_of_them(script, tmp_path, monkeypatch, command_here):
+    for part, count in (("train", 10), ("test", 1)):
+        for value, name in ((0, "black"), (255, "white")):
+            (tmp_path / "images" / part / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = np.full((150, 140 + number, 3), value, np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "images" / part / name / f"{number}.jpg")
+    start_others_as_forks(monkeypatch, compare)
+    image_shards = script("image_shards")
+
+    def call(place: Path, *words: str) -> None:
+        done = command_here(place, *(word.replace("[0,1,2]", "[3]") for word in words))
+        assert done.returncode == 0, done.stderr + done.stdout
+
+    monkeypatch.setattr(image_shards, "call", call)
+    words = ["recipe.epochs=1", "model.depth=1", "model.embed_dim=16", "recipe.batch_size=4"]
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "images"), str(tmp_path / "kept.json"), *words])
+    image_shards.main()
+    files, shards = json.loads((tmp_path / "kept.json").read_text())["rows"]
+    assert (files["images"], shards["images"]) == ("files as they are", "shards of size=128")
+    for row in (files, shards):
+        assert 0 <= row["test_top1"]["3"] <= 1
+        assert (row["model"], row["epochs"]) == ("linear_attention", 1)
+        assert row["measured"]["processor"]
 
 
 @pytest.mark.slow
