@@ -25,6 +25,7 @@ from longseq.tasks.image import data, sources
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.datasets import TrainingBatches
 from longseq.tasks.text import prepare
+from longseq.tools.benchmark.report import format_mean
 from longseq.tools.benchmark.work import TINY
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -510,6 +511,15 @@ def test_comparisons_in_sentences_are_those_of_the_rows():
     assert min(behind[n] for n in (16, 24, 32, 48)) > 0
     behind = find_distance("vla normalizer=false", "deltanet convolution_width=0")
     assert max(behind[n] for n in (24, 32, 48)) < 0 < behind[16]
+
+    files, shards = (row["test_top1"] for row in rows_of("image_shards"))
+    data_page = words_of("docs/pages/data.md")
+    assert f"a test accuracy of {format_mean(files)} from the files, whose shorter side is" in data_page
+    assert f"and {format_mean(shards)} from shards of `size=128`" in data_page
+    assert "Scaled images train as well as the files, as far as three seeds tell" in data_page
+    assert len(files) == len(shards) == 3
+    spread = max(stdev(files.values()), stdev(shards.values()))
+    assert abs(mean(files.values()) - mean(shards.values())) < spread
 
     for mixer in ("deltanet", "gsa", "longhorn", "vla"):
         trained = find_row("trainer_speed", run=f"340M, {mixer}, 2,048 tokens")
