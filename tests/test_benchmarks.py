@@ -29,6 +29,7 @@ from longseq.tasks.image import data, sources
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.datasets import TrainingBatches
 from longseq.tasks.text import prepare
+from longseq.tools.benchmark.report import format_mean
 from longseq.tools.benchmark.work import TINY
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -112,6 +113,7 @@ def test_every_script_prints_its_usage(call, name):
         ("comparison no", "no.json: No such file"),
         ("comparison no.json name title", "no.json: No such file"),
         ("conversion no made.json", "no: No such file"),
+        ("image_shards no out.json", "no: No such file"),
         ("keep no.json name", "no.json: No such file"),
         ("kept_bytes no", "'no'"),
         ("language_mixers no no name title", "results.json: No such file"),
@@ -177,6 +179,33 @@ def test_language_models_are_measured_beyond_their_training_length(script, tmp_p
         assert lengths == [f"perplexity_to_{length}" for length in (64, 128, 256, 512)]
         assert all(1 < row[key]["0"] < 400 for key in (*lengths, "test_perplexity"))
     assert (tmp_path / "kept.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_image_files_stand_beside_shards_of_them(script, tmp_path, monkeypatch, command_here):
+    for part, count in (("train", 10), ("test", 1)):
+        for value, name in ((0, "black"), (255, "white")):
+            (tmp_path / "images" / part / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = np.full((150, 140 + number, 3), value, np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "images" / part / name / f"{number}.jpg")
+    start_others_as_forks(monkeypatch, compare)
+    image_shards = script("image_shards")
+
+    def call(place: Path, *words: str) -> None:
+        done = command_here(place, *(word.replace("[0,1,2]", "[3]") for word in words))
+        assert done.returncode == 0, done.stderr + done.stdout
+
+    monkeypatch.setattr(image_shards, "call", call)
+    words = ["recipe.epochs=1", "model.depth=1", "model.embed_dim=16", "recipe.batch_size=4"]
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "images"), str(tmp_path / "kept.json"), *words])
+    image_shards.main()
+    files, shards = json.loads((tmp_path / "kept.json").read_text())["rows"]
+    assert (files["images"], shards["images"]) == ("files as they are", "shards of size=128")
+    for row in (files, shards):
+        assert 0 <= row["test_top1"]["3"] <= 1
+        assert (row["model"], row["epochs"]) == ("linear_attention", 1)
+        assert row["measured"]["processor"]
 
 
 @pytest.mark.slow
@@ -543,6 +572,15 @@ def test_comparisons_in_sentences_are_those_of_the_rows(script):
     assert min(behind[n] for n in (16, 24, 32, 48)) > 0
     behind = find_distance("vla normalizer=false", "deltanet convolution_width=0")
     assert max(behind[n] for n in (24, 32, 48)) < 0 < behind[16]
+
+    files, shards = (row["test_top1"] for row in rows_of("image_shards"))
+    data_page = words_of("docs/pages/data.md")
+    assert f"a test accuracy of {format_mean(files)} from the files, whose shorter side is" in data_page
+    assert f"and {format_mean(shards)} from shards of `size=128`" in data_page
+    assert "Scaled images train as well as the files, as far as three seeds tell" in data_page
+    assert len(files) == len(shards) == 3
+    spread = max(stdev(files.values()), stdev(shards.values()))
+    assert abs(mean(files.values()) - mean(shards.values())) < spread
 
     for mixer in ("deltanet", "gsa", "longhorn", "vla"):
         trained = find_row("trainer_speed", run=f"340M, {mixer}, 2,048 tokens")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,22 +12,36 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from sources import ADDED, ROOT, TOP, needs_links
 
-ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("conf", "kernels", "tasks", "tools")  # that stand at the top and install below longseq
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])('.'))"
 
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """A copy of all that a package is built from."""
+    """A copy of the repository."""
     copy = tmp_path / "sources"
     copy.mkdir()
-    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy / name)
-    for name in ("longseq", *FOLDERS, "tests"):
-        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in TOP:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, copy / name)
     return copy
+
+
+def list_files(folder: Path) -> set[str]:
+    """The files in a folder and below it. A link to a folder is none."""
+    return {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+
+
+def unpack_sdist(sources: Path) -> Path:
+    """Build an sdist and unpack it beside the sources; the folder of its files."""
+    with tarfile.open(build(sources, "sdist")) as archive:
+        archive.extractall(sources.with_name("unpacked"), filter="data")
+    (unpacked,) = sources.with_name("unpacked").iterdir()
+    return unpacked
 
 
 def build(folder: Path, kind: str) -> Path:
@@ -34,6 +49,40 @@ def build(folder: Path, kind: str) -> Path:
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return folder / result.stdout.split()[-1]
+
+
+@pytest.mark.slow
+def test_an_sdist_holds_all_of_the_repository_and_its_tests_run_there(sources: Path) -> None:
+    expected = list_files(sources)
+    unpacked = unpack_sdist(sources)
+    found = {name for name in list_files(unpacked) if not name.startswith("longseq.egg-info/")}
+    assert found == expected | ADDED
+
+    # The whole suite is collected; the tests that run are of files beside the package, and of links, which are absent.
+    chosen = ("test_readme.py", "the_top_level", "public_forge", "editor_resolves", "in_the_root", "without_links")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    result = subprocess.run(
+        # The script, not `python -m pytest`: the unpacked folder longseq is no whole package.
+        [
+            Path(sys.executable).with_name("pytest"),
+            "-p",
+            "no:cacheprovider",
+            "--assert=plain",
+            "-k",
+            " or ".join(chosen),
+        ],
+        cwd=unpacked,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    told = re.search(r"^=+ (\d+) passed, 3 skipped, (\d+) deselected", result.stdout, re.MULTILINE)
+    assert told is not None, result.stdout
+    assert int(told[1]) >= 5
+    assert int(told[2]) > 5000
+    assert "an unpacked sdist has no links longseq/conf, kernels, tasks and tools" in result.stdout
 
 
 @pytest.mark.slow
@@ -46,16 +95,7 @@ def test_a_wheel_holds_every_file_once_and_only_ours(sources: Path) -> None:
         if file.suffix in (".py", ".yaml") or file.name == "py.typed"
     }
 
-    with tarfile.open(build(sources, "sdist")) as archive:
-        members = [member for member in archive.getmembers() if not member.isdir()]
-        archive.extractall(sources / "unpacked", filter="data")
-    stored = sorted(member.name.split("/", 1)[1] for member in members if member.name.count("/") > 1)
-    assert not [name for name in stored if name.startswith(tuple(f"longseq/{folder}/" for folder in FOLDERS))]
-
-    tests = {file.relative_to(sources).as_posix() for file in (sources / "tests").rglob("*") if file.is_file()}
-    assert tests <= set(stored), "who has the sources can test them"
-
-    (unpacked,) = (sources / "unpacked").iterdir()
+    unpacked = unpack_sdist(sources)
     for folder in (sources, unpacked):
         with zipfile.ZipFile(build(folder, "wheel")) as wheel:
             names = [name for name in wheel.namelist() if ".dist-info/" not in name]
@@ -69,6 +109,7 @@ def run_in(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
+@needs_links
 @pytest.mark.slow
 def test_python_in_the_root_finds_the_whole_package_there(sources: Path) -> None:
     result = run_in(
@@ -86,6 +127,7 @@ def test_python_in_the_root_finds_the_whole_package_there(sources: Path) -> None
     assert all(Path(file).is_relative_to(sources / "longseq") for file in files)
 
 
+@needs_links
 @pytest.mark.slow
 def test_a_root_without_links_is_one_line(sources: Path) -> None:
     for name in FOLDERS:

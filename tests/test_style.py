@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sources import ROOT, needs_links
 
-ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("benchmarks", "conf", "docs", "kernels", "longseq", "tasks", "tests", "tools")
 USERS = ("script", "training")  # tests/user_NAME.py
 
@@ -106,6 +106,7 @@ def find_other_modules() -> set[str]:
     return {name for name in found if name.split(".")[0] in installed}
 
 
+@needs_links
 @pytest.mark.slow
 def test_an_editor_resolves_every_import_of_the_package(tmp_path: Path) -> None:
     """pyright's messages for the package; pyproject.toml turns some of its rules off.

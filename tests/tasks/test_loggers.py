@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import struct
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -131,3 +134,87 @@ def test_a_search_returns_the_metric_of_its_best_trial(command_here, tmp_path: P
     assert done.returncode == 2
     assert "give hydra.sweeper.direction=maximize" in done.stderr
     assert not (tmp_path / "other").exists()
+
+
+# A training of two updates. Its last loss and its accuracy are in metrics.json, too.
+SHORT = ("recipe.epochs=1", "data.num_workers=0", "+trainer.limit_train_batches=2", "trainer.log_every_n_steps=1")
+
+
+def read_metrics(run: Path) -> dict[str, Any]:
+    return json.loads((run / "metrics.json").read_text())
+
+
+def read_records(file: Path) -> Iterator[bytes]:
+    """The records of a LevelDB log, as Weights & Biases keeps a run on the disk, behind a header of its own."""
+    data, place, parts = file.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        left = 32768 - place % 32768  # in this block; fewer bytes than a record's header are padding
+        if left < 7:
+            place += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, place)
+        parts += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield parts
+            parts = b""
+
+
+@pytest.mark.slow
+def test_weights_and_biases_gets_the_numbers_of_a_run(command_here, tmp_path: Path, tiny_overrides, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for name in ("CACHE", "CONFIG", "DATA"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "wandb"))
+    done = command_here(tmp_path, "train", *tiny_overrides, *SHORT, "logger=wandb", "output=run")
+    assert done.returncode == 0, done.stderr
+    assert wandb.run is None, "the next run of this process would continue this one"
+    wandb.teardown()  # its own process writes the end of the file
+
+    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    last, config = {}, {}
+    for record in map(Record.FromString, read_records(file)):
+        last |= {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        for update in (*record.run.config.update, *record.config.update):
+            config["/".join(update.nested_key) or update.key] = json.loads(update.value_json)
+    for name in ("val/top1", "test/top1", "test/loss"):
+        assert last[name] == pytest.approx(read_metrics(tmp_path / "run")[name]), name
+    assert 0 < last["train/loss"] < 10
+    assert last["trainer/global_step"] == 2
+    assert config["mixer.name"] == "attention"
+
+
+@pytest.mark.slow
+def test_mlflow_gets_the_numbers_of_a_run(command_here, tmp_path: Path, tiny_overrides, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)  # then a file in this folder
+    done = command_here(tmp_path, "train", *tiny_overrides, *SHORT, "logger=mlflow", "output=run")
+    assert done.returncode == 0, done.stderr
+
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("longseq")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.info.run_name == "digits_attention"
+    assert run.data.params["mixer.name"] == "attention"
+    for name in ("val/top1", "test/top1", "test/loss"):
+        assert run.data.metrics[name] == pytest.approx(read_metrics(tmp_path / "run")[name]), name
+    assert [entry.step for entry in client.get_metric_history(run.info.run_id, "train/loss")] == [0, 1]
+
+
+@pytest.mark.slow
+def test_submitit_trains_each_trial_in_a_process_of_its_own(command_here, tmp_path: Path, tiny_overrides):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    launcher = ("-m", "hydra/launcher=submitit_local", "hydra.sweep.dir=sweep", "seed=1")
+    done = command_here(tmp_path, "train", *tiny_overrides, *SHORT, "logger=csv", *launcher)
+    assert done.returncode == 0, done.stderr
+    (job,) = {path.name.split("_")[0] for path in (tmp_path / "sweep" / ".submitit").rglob("*_log.out")}
+    assert int(job) != os.getpid()
+    (metrics,) = (tmp_path / "sweep").glob("*/metrics.json")
+    header, *rows = (metrics.with_name("metrics.csv")).read_text().splitlines()
+    assert read_metrics(metrics.parent)["test/top1"] > 0
+    assert "train/loss" in header.split(",")
+    assert len(rows) >= 3
