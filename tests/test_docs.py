@@ -21,6 +21,7 @@ import yaml
 from documents import make_rows, write_jsonl
 from examples import Example, find_examples, write_files
 from hydra import compose, initialize_config_module
+from hydra.core.hydra_config import HydraConfig
 from PIL import Image
 from shared_composition import shared_composition
 from sources import ADDED, ROOT, TOP, UNPACKED
@@ -164,6 +165,7 @@ def test_examples_run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("MPLBACKEND", "agg")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # a test that comes later is not within a command
     # Examples are plug-ins with a mixer and a task of their own, which other tests must not find.
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     monkeypatch.setattr(tasks, "_registered", dict(tasks._registered))
