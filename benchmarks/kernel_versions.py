@@ -39,6 +39,8 @@ CHILD = "--time"
 CACHE = 256 << 20  # bytes that are written before each call: more than a second-level cache holds
 
 
+# A process that times has the kernels of one commit alone, of which an early one lacks what longseq's own clock
+# (`longseq.tools.benchmark.measure`) imports.
 def capture(work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     """The work as a CUDA graph, after three calls that compile its kernels."""
     side = torch.cuda.Stream()

@@ -29,7 +29,7 @@ from longseq.tools.benchmark.report import add_circumstances
 
 HERE = Path(__file__).parent
 MODEL = {"model": "longseq_small_patch16_224", "mixer": "longhorn"}
-NAMES = 108_000  # of files, of which each has many: an epoch has more batches than a run
+NAMES = 108_000  # at most, of files that have several each: an epoch has more batches than a run
 BATCH, WINDOW = 256, 25
 COMPILE = "compile=reduce-overhead"
 OPTIONS = {"updates": "200", "pictures": "3000", "decodes": "cpu,gpu"}
@@ -115,7 +115,8 @@ def write(output: Path, rows: list[dict[str, Any]], pictures: int, updates: int)
         "notes": [
             f"`longseq train {' '.join(recipe('DECODE', updates))}`, {BATCH} images "
             "for each GPU at 224 pixels, each drawn three times, from JPEG "
-            f"files of 500 x 375 pixels ({NAMES} names of {pictures} pictures: the disk is not measured). Images a "
+            f"files of 500 x 375 pixels ({NAMES // pictures * pictures} names of {pictures} pictures: the disk is not "
+            "measured). Images a "
             f"second of all GPUs, after the first {WINDOW} updates, which compile. `data wait ms` is how long the GPU "
             "had nothing to do because a batch was not there.",
             "`step per s`: images a second of the step of `longseq benchmark files` on one GPU, on pixels that lie "

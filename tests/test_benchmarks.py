@@ -513,8 +513,7 @@ def test_figures_in_sentences_are_those_of_the_rows(script):
         decode: find_later(script, "files", [row for row in files if row["decode"] == decode])
         for decode in ("gpu", "cpu")
     }
-    beside = ", ".join(map(str, sorted(later["cpu"] - later["gpu"])[:-1]))
-    beside += f" and {max(later['cpu'] - later['gpu'])}"
+    beside = listed(later["cpu"] - later["gpu"])
     assert f"(../../benchmarks/README.md), {before(later['gpu'])}, and {beside} with `cpu`). There" in page
     shares = [
         f"{100 * find_row('vim_recipe', decode=decode, gpus=gpus, updates=updates)['of_step']:.0f} %"
@@ -534,11 +533,15 @@ def find_later(script: Any, name: str, rows: Sequence[dict[str, Any]]) -> set[in
     return {number for row in rows for number in table.find_later_changes(row, kind, name)}
 
 
-def before(numbers: Iterable[int]) -> str:
+def listed(numbers: Iterable[int]) -> str:
+    """Numbers as in a sentence: 24, 25 and 26."""
+    *most, last = (str(number) for number in sorted(numbers))
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def before(numbers: set[int]) -> str:
     """What a sentence says of figures that changes made older; nothing if there were none."""
-    if not (found := [str(number) for number in sorted(numbers)]):
-        return ""
-    return f"before change{'s' * (len(found) > 1)} {' and '.join(filter(None, (', '.join(found[:-1]), found[-1])))}"
+    return f"before change{'s' * (len(numbers) > 1)} {listed(numbers)}" if numbers else ""
 
 
 def find_row(name: str, **wanted: Any) -> dict[str, Any]:
