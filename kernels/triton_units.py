@@ -230,5 +230,7 @@ def clamp_exponent(exponent):
 def to_tf32(x, SCALED: tl.constexpr):
     """If SCALED, x rounded to the 11 bits of TF32 (matrix products would truncate it); otherwise x itself."""
     if SCALED:
-        x = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+        rounded = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+        # The NaN of a GPU has all bits but the sign set, and becomes a zero by the addition.
+        x = rounded + x * 0.0
     return x

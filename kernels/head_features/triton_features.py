@@ -48,9 +48,9 @@ def map_channels(x, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr
     if KIND == 0:
         feature = x * logistic(x)
     elif KIND == 1:
-        feature = tl.maximum(x, 0.0)
+        feature = tl.maximum(x, 0.0, tl.PropagateNan.ALL)
     elif KIND == 2:
-        feature = tl.where(x > 0.0, x + 1.0, tl.exp(tl.minimum(x, 0.0)))
+        feature = tl.where(x > 0.0, x + 1.0, tl.exp(tl.minimum(x, 0.0, tl.PropagateNan.ALL)))
     else:
         feature = x
     return tl.where((tl.arange(0, BLOCK) < WIDTH)[None, :], feature, 0.0)
@@ -65,7 +65,7 @@ def differentiate_map(x, KIND: tl.constexpr):
     elif KIND == 1:
         slope = tl.where(x > 0.0, 1.0, 0.0)
     elif KIND == 2:
-        slope = tl.exp(tl.minimum(x, 0.0))
+        slope = tl.exp(tl.minimum(x, 0.0, tl.PropagateNan.ALL))
     else:
         slope = x * 0.0 + 1.0
     return slope

@@ -80,10 +80,7 @@ def linear_attention(
     behind the last token, and the final state the one at the first token. With reverse="second_half" the second half of
     the rows of the batch is read backward, and the first half forward.
 
-    Precision: arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype. In half precision the
-    triton backend finds the gradients of gates per channel as differences of sums over a chunk. Where k or v of a token
-    is 100 times larger than that of the tokens before it in its chunk, the gradients of their gates are off by one to
-    two percent; where it is 1e4 times larger, by as much as they are. The torch backend has no such difference.
+    Precision: arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype.
 
     `chunk_size`, a power of two, changes speed and memory but not the result.
 

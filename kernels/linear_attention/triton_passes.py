@@ -68,7 +68,8 @@ SIZES = ["T", "H", "tokens"]
 
 @triton.jit
 def _load_gates(g, stride, live, column, W: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    return tl.maximum(load_tokens(g, stride, live, column, W, CHUNK, BLOCK).to(tl.float32), STRONGEST)
+    gate = load_tokens(g, stride, live, column, W, CHUNK, BLOCK).to(tl.float32)
+    return tl.maximum(gate, STRONGEST, tl.PropagateNan.ALL)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -223,7 +224,7 @@ def score_by_level(
     for column in range(0, W, BLOCK):
         gate = _load_gates(g, g_token, live, column, W, CHUNK, BLOCK)
         gate_across = load_channels(g, g_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
-        gate_across = tl.maximum(gate_across, STRONGEST)
+        gate_across = tl.maximum(gate_across, STRONGEST, tl.PropagateNan.ALL)
         xs, x_unit = load_scaled(x, x_token, live, column, W, SCALED, CHUNK, BLOCK)
         ys, y_unit = in_units(load_channels(y, y_token, live, column, W, CHUNK, BLOCK).to(tl.float32), SCALED)
         unit = x_unit * y_unit
@@ -473,54 +474,82 @@ def _load_later(scores, SCALED: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _from_earlier(
-    scores, y, gate, since, middle, level, GATE: tl.constexpr, BY_LEVEL: tl.constexpr, DTYPE: tl.constexpr,
-    SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
+    scores, x, y, gate, since, middle, level, GATE: tl.constexpr, BY_LEVEL: tl.constexpr, DTYPE: tl.constexpr,
+    WEIGHED: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Σ_{j<i} p_ij y_jc e^{b_ic - b_jc} for scores p. Scores of a gate per head already contain the decays."""
+    """Σ_{j<i} p_ij y_jc e^{b_ic - b_jc} for scores p. Scores of a gate per head already contain the decays.
+
+    Also y; for a gate per channel with the error that TF32's rounding of its decayed form leaves. BY_LEVEL and WEIGHED,
+    also the sums times x_ic, for which each level rounds its own decayed form.
+    """
     among = _load_earlier(scores, SCALED, CHUNK)
+    rounded, weighed = y, 0.0
     y, unit = scale_down(y, SCALED)
     if GATE != "channel":
         read = tl.dot(among, as_tile(y, SCALED), input_precision=PRECISION)
     elif not BY_LEVEL:
-        y = to_tf32(y * tl.exp(middle - since), SCALED)
-        read = tl.dot(among.to(tl.float32), y, input_precision=PRECISION) * tl.exp(since - middle)
+        factor = to_tf32(y * tl.exp(middle - since), SCALED)
+        back = tl.exp(since - middle)
+        read = tl.dot(among.to(tl.float32), factor, input_precision=PRECISION) * back
+        rounded = factor * back * unit
     else:
         i = tl.arange(0, CHUNK)[:, None]
         j = tl.arange(0, CHUNK)[None, :]
         own = add_gates(block_ranges(i, j, level), gate, DTYPE)
         pairs = tl.where((i >> level) == (j >> level), among.to(tl.float32), 0.0)
-        read = tl.dot(pairs, to_tf32(y * tl.exp(-own), SCALED), input_precision=PRECISION) * tl.exp(own)
+        products = tl.dot(pairs, to_tf32(y * tl.exp(-own), SCALED), input_precision=PRECISION)
+        read = products * tl.exp(own)
+        if WEIGHED:
+            x, x_unit = scale_down(x, SCALED)
+            weighed = products * to_tf32(x * tl.exp(own), SCALED)
         for upper in range(level, LEVELS):
             part = tl.exp(add_gates(pair_ranges(i, j, upper), gate, DTYPE))
             pairs = tl.where(are_paired(i, j, upper), among.to(tl.float32), 0.0)
-            read += tl.dot(pairs, to_tf32(y * part, SCALED), input_precision=PRECISION) * part
-    return read * unit
+            products = tl.dot(pairs, to_tf32(y * part, SCALED), input_precision=PRECISION)
+            read += products * part
+            if WEIGHED:
+                weighed += products * to_tf32(x * part, SCALED)
+        if WEIGHED:
+            weighed *= x_unit * unit
+    return read * unit, rounded, weighed
 
 
 @triton.jit
 def _from_later(
-    scores, x, gate, since, middle, level, GATE: tl.constexpr, BY_LEVEL: tl.constexpr, DTYPE: tl.constexpr,
+    scores, x, y, gate, since, middle, level, GATE: tl.constexpr, BY_LEVEL: tl.constexpr, DTYPE: tl.constexpr,
     SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Σ_{j>i} p_ji x_jc e^{b_jc - b_ic} for scores p. Scores of a gate per head already contain the decays."""
+    """Σ_{j>i} p_ji x_jc e^{b_jc - b_ic} for scores p. Scores of a gate per head already contain the decays.
+
+    Also x, and BY_LEVEL the sums times y_ic, as in `_from_earlier`.
+    """
     among = _load_later(scores, SCALED, CHUNK)
+    rounded, weighed = x, 0.0
     x, unit = scale_down(x, SCALED)
     if GATE != "channel":
         written = tl.dot(among, as_tile(x, SCALED), input_precision=PRECISION)
     elif not BY_LEVEL:
-        x = to_tf32(x * tl.exp(since - middle), SCALED)
-        written = tl.dot(among.to(tl.float32), x, input_precision=PRECISION) * tl.exp(middle - since)
+        factor = to_tf32(x * tl.exp(since - middle), SCALED)
+        back = tl.exp(middle - since)
+        written = tl.dot(among.to(tl.float32), factor, input_precision=PRECISION) * back
+        rounded = factor * back * unit
     else:
         i = tl.arange(0, CHUNK)[:, None]
         j = tl.arange(0, CHUNK)[None, :]
         own = add_gates(block_ranges(i, j, level), gate, DTYPE)
         pairs = tl.where((i >> level) == (j >> level), among.to(tl.float32), 0.0)
-        written = tl.dot(pairs, to_tf32(x * tl.exp(own), SCALED), input_precision=PRECISION) * tl.exp(-own)
+        products = tl.dot(pairs, to_tf32(x * tl.exp(own), SCALED), input_precision=PRECISION)
+        written = products * tl.exp(-own)
+        y, y_unit = scale_down(y, SCALED)
+        weighed = products * to_tf32(y * tl.exp(-own), SCALED)
         for upper in range(level, LEVELS):
             part = tl.exp(add_gates(pair_ranges(i, j, upper), gate, DTYPE))
             pairs = tl.where(are_paired(j, i, upper), among.to(tl.float32), 0.0)
-            written += tl.dot(pairs, to_tf32(x * part, SCALED), input_precision=PRECISION) * part
-    return written * unit
+            products = tl.dot(pairs, to_tf32(x * part, SCALED), input_precision=PRECISION)
+            written += products * part
+            weighed += products * to_tf32(y * part, SCALED)
+        weighed *= unit * y_unit
+    return written * unit, rounded, weighed
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -631,22 +660,31 @@ def differentiate(
             else:
                 written *= tl.exp(total[None, :] - since)
     ys = load_tokens(y, y_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
-    read += unit * _from_earlier(
-        scores, ys, gate, since, middle, level, GATE, BY_LEVEL, DTYPE, SCALED, PRECISION, CHUNK, LEVELS
+    xs = ys
+    if WRITES and BY_LEVEL:
+        xs = load_tokens(x, x_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
+    earlier, ys, weighed = _from_earlier(
+        scores, xs, ys, gate, since, middle, level, GATE, BY_LEVEL, DTYPE, WRITES, SCALED, PRECISION, CHUNK, LEVELS
     )
+    if WRITES and BY_LEVEL:
+        weighed = xs * read + unit * weighed
+    read += unit * earlier
     if READS:
         store_tokens(d_x + token * W, H * W * NEXT, live, column, read + itself * ys, W, CHUNK, BLOCK)
     if WRITES:
-        xs = load_tokens(x, x_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
-        later = unit * _from_later(
-            scores, xs, gate, since, middle, level, GATE, BY_LEVEL, DTYPE, SCALED, PRECISION, CHUNK, LEVELS
+        if not BY_LEVEL:
+            xs = load_tokens(x, x_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
+        later, xs, weighed_later = _from_later(
+            scores, xs, ys, gate, since, middle, level, GATE, BY_LEVEL, DTYPE, SCALED, PRECISION, CHUNK, LEVELS
         )
+        later *= unit
         d_y += token * W
         store_tokens(d_y, H * W * NEXT, live, column, written + later + itself * xs, W, CHUNK, BLOCK)
         # Each gate acts on pairs of an earlier write and a later read. A pair of tokens on the same side of the gate is
         # in both sums below, with opposite signs; the diagonal is in neither. The sum over the tokens after the gate is
-        # the sum over the chunk minus that over the tokens before it.
-        later = xs * read - ys * later
+        # the sum over the chunk minus that over the tokens before it. A pair must be the same number in both sums, down
+        # to its rounding, or a pair that contains a large token leaves more of its error than the others add up to.
+        later = weighed - unit * weighed_later if BY_LEVEL else xs * read - ys * later
         change = ys * written - later
         if GATE == "channel":
             dg = (kept + tl.sum(later, 0))[None, :] + add_ranges(i[:, None] > i[None, :], change)

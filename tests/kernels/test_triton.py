@@ -380,37 +380,70 @@ def test_delta_rule_keeps_tokens_beside_a_large_one(interpreted, form, names):
         assert ours <= 3 * max(plain, CUT_OFF), name
 
 
-# Operations that read a chunk of tokens at once, and the input of which one token is large. The gradient of a gate per
-# channel is left out: beside such a token it is off by as much as it is, as `linear_attention` says.
+# Operations that read a chunk of tokens at once, and the input of which one token is large.
 LARGE_TOKENS = [
-    ("linear_attention", "plain", "v", ()),
-    ("linear_attention", "head_gated", "v", ()),
-    ("linear_attention", "channel_gated", "k", ("gradient of g",)),
-    ("linear_attention", "value_gated", "v", ("gradient of g_value",)),
-    ("slot_attention", "plain", "v", ()),
-    ("orthogonal_recurrence", "plain", "v", ()),
-    ("longhorn_scan", "plain", "x", ()),
-    ("selective_scan", "plain", "x", ()),
-    ("variational_linear_attention", "plain", "k", ()),
+    ("linear_attention", "plain", "v"),
+    ("linear_attention", "head_gated", "v"),
+    ("linear_attention", "channel_gated", "k"),
+    ("linear_attention", "extreme_channel_decay", "k"),
+    ("linear_attention", "value_gated", "v"),
+    ("linear_attention", "extreme_value_decay", "v"),
+    ("slot_attention", "plain", "v"),
+    ("orthogonal_recurrence", "plain", "v"),
+    ("longhorn_scan", "plain", "x"),
+    ("selective_scan", "plain", "x"),
+    ("variational_linear_attention", "plain", "k"),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("op", "variant", "name", "left_out"), LARGE_TOKENS)
-def test_tokens_before_a_large_one_of_their_chunk_stay_accurate(interpreted, op, variant, name, left_out):
+@pytest.mark.parametrize(("op", "variant", "name"), LARGE_TOKENS)
+def test_tokens_before_a_large_one_of_their_chunk_stay_accurate(interpreted, op, variant, name):
+    assert_accurate_before_a_large_token(op, variant, name, device="cpu", sizes={"H": 1})
+
+
+def assert_accurate_before_a_large_token(op, variant, name, **options):
     tokens, place = 40, 20
-    inputs = make_inputs(op, variant, batch=1, tokens=tokens, dtype=torch.float32, sizes={"H": 1})
+    inputs = make_inputs(op, variant, batch=1, tokens=tokens, dtype=torch.float32, **options)
     x = inputs.arguments[name].clone()
     x[:, place] *= 1e4
     inputs = inputs.replace({name: x}).map(torch.Tensor.bfloat16)
     exact = gradients(inputs.map(torch.Tensor.double), backend="torch")
     forms = [gradients(inputs, backend=backend) for backend in ("triton", "torch")]
     by_time = [key for key, value in exact.items() if value.ndim > 1 and value.shape[1] == tokens]
-    assert {"output", f"gradient of {name}", *left_out} <= set(by_time)
-    for key in set(by_time) - set(left_out):
+    assert {"output", *(f"gradient of {name}" for name in inputs.sequences)} <= set(by_time)
+    for key in by_time:
         of_part = exact[key][:, :place]
         ours, plain = (((form[key] - exact[key])[:, :place].norm() / of_part.norm()).item() for form in forms)
         assert ours <= 3 * max(plain, CUT_OFF), key
+
+
+# The plainest inputs of each operation, and those with steps of their own that a NaN could get lost in.
+NAN_CASES = [(op, list_variants(op)[0]) for op in TRITON_OPS]
+NAN_CASES += [("linear_attention", f"{kind}_gated") for kind in ("head", "channel", "value")]
+NAN_CASES += [("linear_attention", f"extreme_{kind}_decay") for kind in ("channel", "value")]
+NAN_CASES += [("convolved_features", feature) for feature in ("relu", "elu_plus_one")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "variant"), NAN_CASES)
+def test_nan_reaches_what_depends_on_it(interpreted, op, variant):
+    inputs = make_inputs(op, variant, batch=2, tokens=5, dtype=torch.bfloat16, sizes={"H": 1})
+    assert_nan_reaches_what_depends_on_it(inputs, place=2)
+
+
+def assert_nan_reaches_what_depends_on_it(inputs, place):
+    """Each number that is NaN in the recurrence, where one number of a token is, must be NaN in both other forms."""
+    for name, x in inputs.sequences.items():
+        spoiled = x.clone()
+        spoiled[0, place].view(-1)[0] = torch.nan
+        spoiled = inputs.replace({name: spoiled})
+        expected = gradients(spoiled.map(torch.Tensor.float), backend="reference")
+        assert expected["output"].isnan().any(), name
+        for backend in ("torch", "triton"):
+            actual = gradients(spoiled, backend=backend)
+            for key, value in expected.items():
+                assert actual[key][value.isnan()].isnan().all(), f"{backend}: {name} -> {key}"
 
 
 @pytest.mark.slow
@@ -1288,6 +1321,20 @@ def assert_accurate_in_every_run(function, arguments, dtype, *, error=error, **o
         assert error(runs[0][name], value) <= allowed, name
         for run in runs[1:]:
             assert torch.equal(run[name], runs[0][name]), f"{name} differs from run to run"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("op", "variant", "name"), LARGE_TOKENS)
+def test_tokens_before_a_large_one_of_their_chunk_stay_accurate_on_the_gpu(op, variant, name):
+    assert_accurate_before_a_large_token(op, variant, name, device="cuda", sizes={"H": 1})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("op", "variant"), CASES)
+def test_nan_reaches_what_depends_on_it_on_the_gpu(op, variant, dtype):
+    inputs = make_inputs(op, variant, batch=2, tokens=100, dtype=dtype, device="cuda", sizes={"H": 1})
+    assert_nan_reaches_what_depends_on_it(inputs, place=37)
 
 
 @pytest.mark.gpu
