@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 ABOVE = HERE.parent
 OURS = ("ours", "triton", "torch", None)  # implementations that a change of ours can affect
 NO_TABLES = ("changes", "compilations")  # files of changes, and of kernels compiled for GPUs that were absent
-SUBJECTS = ("mixer", "model", "op", "call", "recurrence", "overrides")
+SUBJECTS = ("mixer", "model", "op", "variant", "call", "recurrence", "overrides")
 HEAD = """# Measured results
 
 Tables made by `python benchmarks/table.py` from the JSON rows beside this page. An empty cell was not measured. A cell
@@ -57,7 +57,7 @@ def changes() -> list[dict[str, Any]]:
 def find_later_changes(row: Row, kind: str, table: str = "") -> list[int]:
     """The numbers of the changes, counted from 1, that came after the row's commit and affect its figures.
 
-    A change names mixers and operations, or whole tables.
+    A change names mixers, operations and kinds of their inputs, or whole tables.
     """
     measured = row.get("measured", {})
     commit = measured.get("commit") or measured.get("recorded")

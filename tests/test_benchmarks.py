@@ -433,6 +433,7 @@ def test_a_row_is_older_than_a_later_change_of_its_mixer_alone(script, monkeypat
     assert later(mixer="deltanet", kind="speed") == []
     assert later(mixer="deltanet", day="2026-01-03") == []
     assert later(mixer="gated_deltanet") == []
+    assert later(op="delta_rule", variant="deltanet") == [1]
     assert later(mixer="gated_deltanet", name="recall") == [2]
     assert later(op="deltanet", implementation="fla") == []
 

@@ -536,7 +536,7 @@ def differentiate_inputs(
     # scores. Strengths, and with them the write keys, are in the unit of the largest strength.
     strength_unit, part_of_strength = 1.0, strength
     query_weight, write_weight, other_write_weight, read_weight = 1.0, 1.0, 1.0, 1.0
-    q_exponent, r_exponent, w_exponent = 0, 0, 0
+    q_exponent, r_exponent, w_exponent, weighed_exponent = 0, 0, 0, 0
     if SCALED:
         strength_unit, strength_inverse = power_of_two(tl.max(tl.abs(strength), 0))
         part_of_strength *= strength_inverse / LIMIT
@@ -563,8 +563,11 @@ def differentiate_inputs(
     write_tile = write.to(tl.float32)
     if SCALED:
         write_tile *= inverse_of(write_unit)
+    d_end, weighed_write = 0.0, 0.0
+    if GATED:
+        # Write keys times strengths, rounded once for all sums below that a gate's gradient is the difference of.
+        weighed_write = as_tile(write_tile * part_of_strength[:, None], SCALED)
     write_tile = as_tile(write_tile, SCALED)
-    d_end = 0.0
     if GATED:
         gate = load_numbers(g, g_token, live, CHUNK)
         since = decay_since(gate)
@@ -572,12 +575,18 @@ def differentiate_inputs(
         dr *= since[:, None]
         dw *= decay_until(g, g_token, live, CHUNK)[:, None]
         d_end = tl.sum(d_whole, 0) * state_unit * after_unit * tl.exp(tl.sum(gate, 0))
-        d_end += end_walk(tl.sum(tl.sum(dw * write.to(tl.float32), 1) * strength, 0), w_exponent, SCALED)
+        own = tl.sum(tl.sum(dw * weighed_write.to(tl.float32), 1), 0)
+        d_end += end_walk(own, w_exponent + weighed_exponent, SCALED)
 
     later = strength
     if READS or GATED:
-        weighed = as_tile(d_reading.to(tl.float32) * (part_of_strength * write_weight)[None, :], SCALED)
-        dq = end_walk(tl.dot(weighed, write_tile, dq, input_precision=PRECISION), q_exponent, SCALED)
+        if GATED:
+            weighed = as_tile(weighed_write.to(tl.float32) * write_weight, SCALED)
+            dq = tl.dot(d_reading, weighed, dq, input_precision=PRECISION)
+        else:
+            weighed = as_tile(d_reading.to(tl.float32) * (part_of_strength * write_weight)[None, :], SCALED)
+            dq = tl.dot(weighed, write_tile, dq, input_precision=PRECISION)
+        dq = end_walk(dq, q_exponent, SCALED)
     if READS:
         store_tokens(d_q + token * K, H * K * NEXT, live, column, dq, K, CHUNK, BLOCK)
     if GATED:
@@ -589,16 +598,24 @@ def differentiate_inputs(
         else:
             dw = tl.dot(tl.trans(d_reading), query_tile, dw, input_precision=PRECISION)
             dw = tl.dot(tl.trans(d_erasing), read_tile, dw, input_precision=PRECISION)
-        weighed = as_tile(d_erasing.to(tl.float32) * (part_of_strength * other_write_weight)[None, :], SCALED)
-        dr = end_walk(tl.dot(weighed, write_tile, dr, input_precision=PRECISION), r_exponent, SCALED)
+        if GATED:
+            weighed = as_tile(weighed_write.to(tl.float32) * other_write_weight, SCALED)
+            dr = tl.dot(d_erasing, weighed, dr, input_precision=PRECISION)
+        else:
+            weighed = as_tile(d_erasing.to(tl.float32) * (part_of_strength * other_write_weight)[None, :], SCALED)
+            dr = tl.dot(weighed, write_tile, dr, input_precision=PRECISION)
+        dr = end_walk(dr, r_exponent, SCALED)
+        if GATED:
+            own = end_walk(tl.sum(dw * weighed_write.to(tl.float32), 1), w_exponent + weighed_exponent, SCALED)
         dw = end_walk(dw, w_exponent, SCALED)
         d_strength = tl.sum(dw * write.to(tl.float32), 1)
         part = block.to(tl.int64) * tokens * H + token
         tl.store(d_beta + part + i * H * NEXT, d_strength, mask=i < live)
         if GATED:
             # A gate acts on reads after it of writes before it. Pairs of tokens on one side of the gate are in both
-            # sums, with opposite signs.
-            later += tl.sum(dr * read.to(tl.float32), 1) - d_strength * strength
+            # sums, with opposite signs, and must be the same numbers there: what is left of the pairs of a large token
+            # would be more than the others.
+            later += tl.sum(dr * read.to(tl.float32), 1) - own
             dg = tl.cumsum(later, 0, reverse=True) + d_end
             tl.store(d_g + part + i * H * NEXT, dg, mask=i < live)
         dw *= strength[:, None]
