@@ -563,7 +563,7 @@ def differentiate_inputs(
     write_tile = write.to(tl.float32)
     if SCALED:
         write_tile *= inverse_of(write_unit)
-    d_end, weighed_write = 0.0, 0.0
+    d_end, weighed_write = 0.0, write_tile
     if GATED:
         # Write keys times strengths, rounded once for all sums below that a gate's gradient is the difference of.
         weighed_write = as_tile(write_tile * part_of_strength[:, None], SCALED)
