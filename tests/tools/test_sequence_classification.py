@@ -68,7 +68,9 @@ def test_names_of_special_tokens_are_text_where_the_pipeline_is_told_so(tmp_path
     text = f"a {classify.tokenizer.eos_token} b"
     (found,) = classify([text], top_k=None, split_special_tokens=True)
     wanted = model(encode(text))[0].softmax(-1)
-    assert {one["label"]: one["score"] for one in found} == pytest.approx(dict(zip(NAMES, wanted.tolist(), strict=True)))
+    assert {one["label"]: one["score"] for one in found} == pytest.approx(
+        dict(zip(NAMES, wanted.tolist(), strict=True))
+    )
 
 
 def test_one_folder_serves_both_libraries(tmp_path: Path) -> None:
