@@ -555,9 +555,12 @@ def _part_of_a_hybrid(part: str, override: str, whole: Mapping[str, Any]) -> str
 
 
 def _check_addition(key: str, verb: str, overrides: list[str]) -> str | None:
-    """What helps if training reads a key that the chosen files do not state; None if it does not read the key."""
+    """What helps if a command reads a key that the chosen files do not state; None if it does not read the key."""
     others = [one for one in overrides if _key_of(one) != key]
     given = next((one.lstrip("+") for one in overrides if _key_of(one) == key), "")
+    addition = f"no chosen file states {key}: add it with a +, +{given}"
+    if verb == "evaluate":  # which task the checkpoint is of, and so which keys, is not known before it is loaded
+        return addition if given and key in _keys_of_any_data() else None
     known = "." in key and given and not key.startswith("hydra.")
     node = _compose_without("", verb, [*others, f"++{given}", "output=FOLDER"]) if known else None
     if node is None or "task" not in node:
@@ -570,7 +573,14 @@ def _check_addition(key: str, verb: str, overrides: list[str]) -> str | None:
         check_experiment({name: value for name, value in resolve(OmegaConf.create(node)).items() if name in own})
     except (ValueError, OmegaConfBaseException) as error:  # of this key's value, or of what else is wrong
         return str(error) if str(error).startswith(f"{key}=") else None
-    return f"no chosen file states {key}: add it with a +, +{given}"
+    return addition
+
+
+def _keys_of_any_data() -> set[str]:
+    """The keys of `data` that a task of this package or of a plug-in reads."""
+    from longseq.tasks import registry
+
+    return {f"data.{key.name}" for name in registry.names() for key in fields(registry.keys(name).data)}
 
 
 def _compose_without(key: str, verb: str, overrides: Sequence[str]) -> Any:

@@ -175,7 +175,8 @@ class DocumentData(TaskData):
             "tokenizer": None,
             "separator": None,
             "sampling": None,
-        }  # that of the model, whose file may be elsewhere by now
+            "random_crops": False,
+        }  # of the tokenizer that of the model, whose file may be elsewhere by now; the others are of training alone
         if changes.get("truncation") == "none":
             own = {**own, "max_length": None}
         keys = read(DocumentDataKeys, {**own, **_found_here(changes, own.get("root"))}, "data")

@@ -81,6 +81,14 @@ _BALANCED = "data.sampling=balanced"
 _EVALUATED = {"class_weights": "none", "sampling": None}
 
 
+def _check_train_samples(keys: ImageDataKeys) -> None:
+    if keys.train_samples is not None and not is_stream(keys.source):
+        raise ValueError(
+            f"data.train_samples={keys.train_samples} has no effect: it is of streams, and "
+            f"data.source={keys.source} counts its images itself; leave it out"
+        )
+
+
 class ImageDataModule(TaskData):
     """Images of one source, augmented for training, with fixed sets for validation and test.
 
@@ -154,11 +162,7 @@ class ImageDataModule(TaskData):
         keys = read(ImageDataKeys, config["data"], "data")
         if is_named(keys.datamodule):
             return OwnDataModule.from_config(config, batch_size)
-        if keys.train_samples is not None and not is_stream(keys.source):
-            raise ValueError(
-                f"data.train_samples={keys.train_samples} has no effect: it is of streams, and "
-                f"data.source={keys.source} counts its images itself; leave it out"
-            )
+        _check_train_samples(keys)
         if keys.decode == "gpu" and (config.get("trainer") or {}).get("accelerator") == "cpu":
             gpu_of(torch.device("cpu"))
         datamodule = cls(keys, batch_size=batch_size, seed=config["seed"], augment=augment)
@@ -196,6 +200,8 @@ class ImageDataModule(TaskData):
         if changes.get("source", own.get("source")) != own.get("source"):  # how the run's source names labels
             own = {key: value for key, value in own.items() if key not in LABEL_KEYS}
         keys = read(ImageDataKeys, {**own, **_EVALUATED, **changes}, "data")
+        if "train_samples" in changes:  # that of the training may be of a stream in whose place others are measured
+            _check_train_samples(keys)
         mapped = changes.get("class_map") is not None
         if is_named(keys.datamodule):
             stage = {"val": "validate", "test": "test"}[split]

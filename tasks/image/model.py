@@ -160,6 +160,11 @@ class ImageModel(TaskModel):
         return {} if size in (None, trained.img_size) else {"any_resolution": True}
 
     def check_reads(self, model: nn.Module, trained: DataInfo, found: DataInfo) -> None:
+        if found.in_chans != trained.in_chans:
+            raise ValueError(
+                f"data.in_chans={found.in_chans}: the model was trained with images of {trained.in_chans} channel(s); "
+                "leave it out"
+            )
         size = found.img_size
         if size == trained.img_size:
             return

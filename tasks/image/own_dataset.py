@@ -130,8 +130,8 @@ def as_image(image: Any) -> Image.Image:
     if not whole or pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] not in (1, 3)):
         raise ValueError(
             f"the image is a {kind} {list(image.shape)} of {image.dtype}, and must be uint8 "
-            f"{'[C, H, W]' if kind == 'tensor' else '[H, W] or [H, W, 3]'}: longseq augments and normalises "
-            "it; finished batches are for a LightningDataModule (data.datamodule)"
+            f"{'[C, H, W] with 1 or 3 channels' if kind == 'tensor' else '[H, W] or [H, W, 3]'}: longseq augments and "
+            "normalises it; finished batches are for a LightningDataModule (data.datamodule)"
         )
     return Image.fromarray(np.ascontiguousarray(pixels.squeeze(2) if pixels.shape[2:] == (1,) else pixels))
 

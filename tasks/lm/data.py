@@ -117,9 +117,7 @@ class LanguageModelData(TaskData):
         datamodule._stages = (split,)
         datamodule.setup()
         if not same_tokenizer(datamodule.info.tokenizer, trained.tokenizer):
-            raise ValueError(
-                "the data was prepared with another tokenizer than the model was trained with: prepare it with that one"
-            )
+            raise ValueError(_another_tokenizer(keys, trained))
         datamodule._check_tokens(STAGES[split], trained.vocab_size)
         return datamodule
 
@@ -294,6 +292,16 @@ def _warn_of_prompts(corpora: Sequence[Corpus], window: int) -> None:
             sum(len(corpus.byte_counts) for corpus in corpora),
             window,
         )
+
+
+def _another_tokenizer(keys: TextDataKeys, trained: TextInfo) -> str:
+    """That the text is read with another tokenizer than that of the model, and which key gives the right one."""
+    if keys.source not in READ_BY["tokenizer"]:
+        return "the data was prepared with another tokenizer than the model was trained with: prepare it with that one"
+    told = f"data.tokenizer={keys.tokenizer or 'bytes'} is another tokenizer than the model was trained with"
+    if trained.tokenizer["kind"] == "bytes":
+        return f"{told}: give data.tokenizer=bytes"
+    return f"{told}: give data.tokenizer=FOLDER, one with its tokenizer.json, such as the folder model of its run"
 
 
 def _warn_of_fractions(stores: Sequence[TokenStore]) -> None:

@@ -52,6 +52,8 @@ class Squares(Dataset):
         draw = torch.Generator().manual_seed(self.first + index)
         label = index % 2
         pixels = torch.randint(128 * label, 128 * (label + 1), (3, 8, 8), generator=draw, dtype=torch.uint8)
+        if self.shape == "four":
+            pixels = torch.cat([pixels, pixels[:1]])
         if self.shape == "float":
             pixels = pixels / 255
         label = 7 if index == self.wrong else label

@@ -247,6 +247,7 @@ def test_wrong_names_and_samples_are_one_line(folder: Path, monkeypatch: pytest.
         ({"_target_": "own_shapes.Squares", "samples": {"_target_": "a.b"}}, "nothing is built from a name here"),
         ({"_target_": "own_shapes.Squares", "samples": 0}, "own_shapes.Squares holds no sample"),
         ({"_target_": "own_shapes.Squares", "samples": 9, "shape": "float"}, "torch.float32, and must be uint8 [C, H"),
+        ({"_target_": "own_shapes.Squares", "samples": 9, "shape": "four"}, "[C, H, W] with 1 or 3 channels: longseq"),
         ({"_target_": "own_shapes.Squares", "samples": 9, "shape": "three"}, "sample 0: a sample is a tuple of 3, and"),
         (
             {"_target_": "own_shapes.Squares", "samples": 9, "wrong": 0},

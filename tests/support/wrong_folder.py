@@ -68,6 +68,7 @@ def make_folder(folder: Path) -> Path:
         "nuls.csv": "\0",  # a csv.Error in Python 3.10
         "long.csv": "a" * 2**18,  # one in any Python: csv reads cells of 128 KiB at most
         "semicolons.csv": "file_name;label\nphotos/a.png;bird\n",
+        "columns.csv": "image,kind\nphotos/a.png,bird\n",
         "spaced.csv": "file_name, label\nphotos/a.png, bird\n",
         "broken.jsonl": '{"text": "a"}\n{"text": \n',
     }

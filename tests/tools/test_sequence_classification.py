@@ -61,6 +61,18 @@ def test_the_pipeline_scores_what_longseq_saved(multi_label: bool, tmp_path: Pat
     assert 'pipeline("text-classification"' in (tmp_path / "README.md").read_text()
 
 
+def test_names_of_special_tokens_are_text_where_the_pipeline_is_told_so(tmp_path: Path) -> None:
+    model = make()
+    model.save_pretrained(tmp_path)
+    classify = pipeline("text-classification", model=str(tmp_path), device="cpu")
+    text = f"a {classify.tokenizer.eos_token} b"
+    (found,) = classify([text], top_k=None, split_special_tokens=True)
+    wanted = model(encode(text))[0].softmax(-1)
+    assert {one["label"]: one["score"] for one in found} == pytest.approx(
+        dict(zip(NAMES, wanted.tolist(), strict=True))
+    )
+
+
 def test_one_folder_serves_both_libraries(tmp_path: Path) -> None:
     model = make("forward", max_length=20, truncation="tail")
     model.save_pretrained(tmp_path / "ours")

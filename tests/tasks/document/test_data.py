@@ -223,6 +223,11 @@ def test_training_reads_other_windows_of_a_document_in_each_epoch(tmp_path: Path
     assert all(split.read(number).tolist() == whole.read(number).tolist()[:40] for number in range(5))
     with pytest.raises(ValueError, match=r"data\.random_crops=true reads windows .* data\.max_length=NUMBER"):
         open_data(tmp_path, root=str(path), random_crops=True, batch_size=1024)
+    # Evaluation, which has no random windows, may read whole documents.
+    config = {"data": vars(data.keys), "seed": 0, "recipe": {"batch_size": 2048}}
+    whole = DocumentData.for_evaluation(config, {"truncation": "none"}, split="test", trained=data.info, batch_size=64)
+    assert whole.keys.max_length is None
+    assert whole.split("test").lengths.max() > data.split("test").lengths.max()
 
 
 def test_several_labels_in_lists_in_cells_and_in_columns(tmp_path: Path, caplog: Any) -> None:

@@ -277,8 +277,20 @@ def test_a_model_is_measured_on_other_text_and_in_other_windows(jsonl: Path, tok
     with pytest.raises(ValueError, match="the validation split of the text is empty"):
         LanguageModelData.for_evaluation(config, given, split="val", trained=trained, batch_size=4)
     changes = {**given, "tokenizer": "train:300"}
-    with pytest.raises(ValueError, match="prepared with another tokenizer than the model was trained with"):
+    with pytest.raises(ValueError, match=r"data\.tokenizer=train:300 is another .*: give data\.tokenizer=bytes"):
         LanguageModelData.for_evaluation(config, changes, split="test", trained=trained, batch_size=4)
+
+
+def test_text_is_measured_with_the_tokenizer_of_the_model(jsonl: Path, tmp_path: Path) -> None:
+    """Text that is not prepared is read as bytes unless `tokenizer` says otherwise, and the error says so."""
+    given = {"source": "files", "root": str(jsonl), "test": 0.5, "validation": 0.0, "cache": str(tmp_path / "cache")}
+    trained = make(**{**given, "validation": 0.2, "tokenizer": "train:300"}).info
+    options = {"split": "test", "trained": trained, "batch_size": 4}
+    with pytest.raises(ValueError, match=r"data\.tokenizer=bytes is another .*: give data\.tokenizer=FOLDER, one with"):
+        LanguageModelData.for_evaluation({}, given, **options)
+    (tmp_path / "tokenizer.json").write_text(trained.tokenizer["json"])
+    found = LanguageModelData.for_evaluation({}, {**given, "tokenizer": str(tmp_path)}, **options)
+    assert found.info.tokenizer == trained.tokenizer
 
 
 def test_tokens_that_a_model_does_not_know_are_refused(tokens: Path) -> None:
