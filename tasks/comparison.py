@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import inf
+from math import inf, isfinite, isnan, nan
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -34,10 +34,7 @@ def _best(group: Sequence[Row], report: str, selected_by: str) -> dict[str, Any]
     better = find_direction([one for listed in finished.values() for one in listed], selected_by)
     sign = -1 if better is False else 1
     merit = {
-        rate: (
-            len(listed),
-            sign * fmean(metrics.get(selected_by, -sign * inf) for metrics in listed) if listed else 0.0,
-        )
+        rate: (len(listed), _merit([sign * metrics.get(selected_by, nan) for metrics in listed]) if listed else 0.0)
         for rate, listed in finished.items()
     }
     rate = max(merit, key=lambda candidate: merit[candidate])
@@ -61,6 +58,12 @@ def _best(group: Sequence[Row], report: str, selected_by: str) -> dict[str, Any]
     }
 
 
+def _merit(values: Sequence[float]) -> float:
+    """The mean of values of which higher ones are better; the lowest number where one of them is NaN."""
+    # NaN is neither lower nor higher than a number, so that the first rate with one would stay the best.
+    return -inf if any(map(isnan, values)) else fmean(values)
+
+
 def is_number(value: Any) -> bool:
     """True for a metric; metrics.json also has lists, such as the perplexity by position."""
     return isinstance(value, int | float)
@@ -73,7 +76,8 @@ def find_direction(found: Sequence[Mapping[str, Any]], metric: str) -> bool | No
 
 
 def _spread(values: Sequence[float]) -> dict[str, Any]:
-    deviation = round(stdev(values), 6) if len(values) > 1 else None
+    # stdev fails for infinity, such as a perplexity beyond all numbers
+    deviation = (round(stdev(values), 6) if all(map(isfinite, values)) else nan) if len(values) > 1 else None
     return {"mean": round(fmean(values), 6), "std": deviation, "runs": len(values)}
 
 

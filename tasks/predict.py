@@ -58,7 +58,9 @@ def run(cfg: DictConfig) -> dict[str, int]:
         unreadable = len(failed)
         first = f"{written_name(failed[0].path)}: {failed[0].reason}" if failed else ""
         if not classified:
-            raise ValueError(f"input={keys.input}: not one of its {unreadable} {inputs.unit} can be read: {first}")
+            raise ValueError(
+                f"input={keys.input}: not one of its {unreadable} {inputs.unit} can be classified: {first}"
+            )
     passed_over = inputs.passed_over
     more = f" ({describe_passed_over(passed_over, keys.input)})" if passed_over else ""
     unit = loaded.config.get("task", {}).get("unit", inputs.unit)

@@ -32,7 +32,7 @@ from longseq.tasks.training.callbacks.agreement import Agreement
 from longseq.tasks.training.callbacks.checkpoint import LastCheckpoint
 from longseq.tasks.training.callbacks.clock import RunClock
 from longseq.tasks.training.callbacks.run_log import logged
-from longseq.tasks.training.callbacks.stop import stoppable
+from longseq.tasks.training.callbacks.stop import find_early_end, stoppable
 from longseq.tasks.training.callbacks.throughput import Throughput
 from longseq.tasks.training.class_figures import to_csv
 from longseq.tasks.training.command import refuse_given
@@ -171,6 +171,8 @@ def _train(config: dict[str, Any], folder: Path, names_mixer: bool) -> float | N
         with stoppable(trainer), watched(trainer):
             log_parameters(trainer.loggers, dict(runs.flatten(in_force)))
             _fit(trainer, module, datamodule, config, checkpoint)
+            if (reason := find_early_end(trainer)) is not None:
+                _print(reason)
             memory = _peak_memory(trainer)
             metrics = _test(trainer, module, datamodule, config)
         metrics |= _run_facts(trainer, module) | memory

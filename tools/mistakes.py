@@ -500,6 +500,8 @@ def _unknown_key(key: str, verb: str, arguments: Sequence[str]) -> str | None:
         node, place = node[part], f"{place}.{part}" if place else part
     if isinstance(node, Mapping):
         names = ", ".join(str(name) for name in node if name not in MARKS)
+        if not names:
+            return f"{place} has no options here: give +{place}.KEY=VALUE for each entry"
         return f"{place} has no options here: give {place}.KEY=VALUE, a KEY of {names}"
     return None
 

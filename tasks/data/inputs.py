@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -125,10 +125,24 @@ class InputFiles(Inputs, Dataset[Any]):
             if paths:
                 logits = self.score(model, self.prepare(batch.to(device)), paths, keys).float()
                 probabilities = logits.sigmoid() if several else logits.softmax(dim=1)
-                ranked = rank(probabilities, info.class_names, keys.top_k or most)
-                for path, classes, decision in zip(paths, ranked, tell_decisions(probabilities, info), strict=True):
-                    yield Prediction(path, classes, decision)
+                yield from tell_predictions(((path, _NONE) for path in paths), probabilities, info, keys.top_k or most)
             yield from failed
+
+
+def tell_predictions(
+    inputs: Iterable[tuple[str, Mapping[str, Any]]], probabilities: Tensor, info: Any, count: int
+) -> Iterator[Prediction | Unreadable]:
+    """The `count` most probable classes and the decision of each input, its path and details, by `[B, C]`.
+
+    NaN has no order: an input with it among its probabilities has no class, and is told with the reason.
+    """
+    finite = probabilities.isfinite().all(dim=1).tolist()
+    ranked, decisions = rank(probabilities, info.class_names, count), tell_decisions(probabilities, info)
+    for (path, details), is_finite, classes, decision in zip(inputs, finite, ranked, decisions, strict=True):
+        if is_finite:
+            yield Prediction(path, classes, {**details, **decision})
+        else:
+            yield Unreadable(path, "the model's scores are not finite (NaN or infinite)", details)
 
 
 def decided_details(info: Any) -> tuple[str, ...]:

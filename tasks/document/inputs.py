@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +21,7 @@ from longseq.tasks.data.inputs import (
     Prediction,
     Unreadable,
     decided_details,
-    rank,
-    tell_decisions,
+    tell_predictions,
 )
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.sources import preparation_of
@@ -114,21 +113,26 @@ class DocumentFiles(Inputs):
         group: list[_Document] = []
         for one in self._documents(truncation, _most_tokens(model)):
             if isinstance(one, Unreadable):
-                if len(self._left_out) < _NAMED:
-                    self._left_out.append(f"not classified: {one.path}: {one.reason}")
-                yield one
+                yield from self._noted([one])
                 continue
             tokens = sum(len(document.tokens) for document in (*group, one))
             if group and (len(group) == keys.batch_size or tokens > segment):
-                yield from self._classify(model, group, None if obstacle else segment, keys.top_k)
+                yield from self._noted(self._classify(model, group, None if obstacle else segment, keys.top_k))
                 group = []
             group.append(one)
         if group:
-            yield from self._classify(model, group, None if obstacle else segment, keys.top_k)
+            yield from self._noted(self._classify(model, group, None if obstacle else segment, keys.top_k))
         self._notes.append(_measure_memory(device))
 
     def notes(self) -> list[str]:
         return [*self._notes, *self._left_out]
+
+    def _noted(self, found: Iterable[Prediction | Unreadable]) -> Iterator[Prediction | Unreadable]:
+        """The predictions, with the first documents that have none kept for `notes`."""
+        for one in found:
+            if isinstance(one, Unreadable) and len(self._left_out) < _NAMED:
+                self._left_out.append(f"not classified: {one.path}: {one.reason}")
+            yield one
 
     def _documents(self, truncation: str, most: int | None) -> Iterator[_Document | Unreadable]:
         """The documents in their order, cut as `truncation` says; `most` is the length that the model can read."""
@@ -164,7 +168,7 @@ class DocumentFiles(Inputs):
 
     def _classify(
         self, model: Any, documents: list[_Document], segment: int | None, top_k: int | None
-    ) -> Iterator[Prediction]:
+    ) -> Iterator[Prediction | Unreadable]:
         tokens = torch.from_numpy(np.concatenate([document.tokens for document in documents]))[None]
         borders = torch.tensor([0, *accumulate(len(document.tokens) for document in documents)])
         if segment is not None:
@@ -172,13 +176,9 @@ class DocumentFiles(Inputs):
         else:
             device = _device_of(model)
             logits = model(tokens.to(device, torch.long), cu_seqlens=Packing(borders, device=device))
-        names = self.info.class_names
-        probabilities = self._probabilities(logits)
-        ranked = rank(probabilities, names, top_k or len(names))
-        for document, classes, decision in zip(
-            documents, ranked, tell_decisions(probabilities, self.info), strict=True
-        ):
-            yield Prediction(document.path, classes, {**document.details, **decision})
+        places = ((document.path, document.details) for document in documents)
+        count = top_k or len(self.info.class_names)
+        yield from tell_predictions(places, self._probabilities(logits), self.info, count)
 
     def _probabilities(self, logits: Tensor) -> Tensor:
         return logits.float().sigmoid() if self.info.multi_label else logits.float().softmax(dim=1)

@@ -55,6 +55,9 @@ class LanguageModelData(TaskData):
         self.keys = keys = read(TextDataKeys, vars(keys), "data")
         self.batch_size, self.eval_batch_size = batch_size, keys.eval_batch_size or batch_size
         self.seed = seed
+        # The streams of all devices in which a split is measured, unless a key gives those of each: a run is measured
+        # again in those of its training, for each stream begins without a state.
+        self._streams: int | None = None
         self._stages: tuple[str, ...] = tuple(STAGES)  # the stages that are run: their splits must not be empty
         self._stores: list[TokenStore] = []
         self._windows: dict[str, list[Windows]] = {}
@@ -115,6 +118,8 @@ class LanguageModelData(TaskData):
         rows = max(1, batch_size * trained.window // keys.window)
         datamodule = cls(keys, batch_size=rows, seed=config.get("seed", 0))
         datamodule._stages = (split,)
+        if keys.packing == "streams" and (own.get("packing"), own.get("window")) == (keys.packing, keys.window):
+            datamodule._streams = ((config.get("recipe") or {}).get("batch_size") or 0) // keys.window or None
         datamodule.setup()
         if not same_tokenizer(datamodule.info.tokenizer, trained.tokenizer):
             raise ValueError(_another_tokenizer(keys, trained))
@@ -227,7 +232,8 @@ class LanguageModelData(TaskData):
 
     def _count_streams(self, stage: str, count: int, place: Place) -> int:
         """The streams that a process reads of a split of `count` windows: no more than it has windows."""
-        asked = self.eval_batch_size * place.world_size
+        own = self._streams if self.keys.eval_batch_size is None else None
+        asked = own or self.eval_batch_size * place.world_size
         if asked > count and place.rank == 0 and stage not in self._told:
             self._told.add(stage)
             _log.warning(
@@ -240,7 +246,7 @@ class LanguageModelData(TaskData):
                 if self.keys.eval_batch_size is None
                 else f"data.eval_batch_size={self.eval_batch_size}",
             )
-        return min(self.eval_batch_size, -(-count // place.world_size))
+        return -(-min(asked, count) // place.world_size)
 
     def _batches(self, stage: str, rows: int) -> WindowBatches:
         cut = self._windows[stage]

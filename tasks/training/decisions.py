@@ -35,8 +35,10 @@ def choose_threshold(scores: Tensor, targets: Tensor, criterion: Criterion) -> f
     f1: the F1 score of the targets that are 1. balanced_accuracy: the mean of the shares of both targets that are
     recognised (Youden's index J is twice this mean less 1). The threshold is the middle between the lowest score that
     is accepted and the next one below, so that rounding changes no decision. Of equally good thresholds it is the
-    highest; 1/2 without both targets.
+    highest; 1/2 without both targets. A score that is NaN is accepted by no threshold, and does not count.
     """
+    known = ~scores.isnan()
+    scores, targets = scores[known], targets[known]
     positives = int(targets.sum())
     negatives = len(targets) - positives
     if not positives or not negatives:

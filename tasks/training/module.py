@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -411,6 +412,20 @@ class TrainedModule(LightningModule):
             trainer.check_val_every_n_epoch = None
             updates = max(1, round(validation.in_updates(epoch)))
             trainer.val_check_interval = updates * trainer.accumulate_grad_batches  # type: ignore[attr-defined]
+        self._check_after_validations()
+
+    def _check_after_validations(self) -> None:
+        """Let early stopping read a metric of validation after each validation, unless one ends each epoch.
+
+        Lightning sets up callbacks before the module: EarlyStopping still saw a validation in each epoch, and would
+        read at the end of each one a metric that is not there, or that of a validation that it has read before.
+        """
+        trainer = self.trainer
+        if trainer.check_val_every_n_epoch == 1 and trainer.val_check_interval == 1.0:  # type: ignore[attr-defined]
+            return
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, EarlyStopping) and callback.monitor.startswith("val/"):
+                callback._check_on_train_epoch_end = False
 
     def _check_loaders(self, stage: str) -> None:
         """Refuse a fit without training data, and several loaders to measure, before the work.

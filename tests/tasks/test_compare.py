@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import signal
@@ -325,6 +326,16 @@ def test_the_best_learning_rate_by_validation_is_reported():
     assert [entry["learning_rate"] for entry in comparison.summarize(losses, "test/accuracy", "val/loss")] == [0.1]
     results = {"summary": summary, "report": "test/accuracy"}
     assert comparison.table(results) == [["model", "depth=1", "depth=2"], ["a", "0.600 ± 0.141", "failed"]]
+
+
+@pytest.mark.parametrize("order", [(0.1, 0.2), (0.2, 0.1)])
+def test_a_learning_rate_with_nan_is_never_the_best_one_and_infinity_is_reported(order):
+    metrics = {0.1: {"val__loss": math.nan, "test__loss": 1.0}, 0.2: {"val__loss": 3.0, "test__loss": math.inf}}
+    rows = [row("a", 1, rate, seed, **metrics[rate]) for rate in order for seed in (0, 1)]
+    (entry,) = comparison.summarize(rows, "test/loss", "val/loss")
+    assert entry["learning_rate"] == 0.2
+    assert entry["metrics"]["test/loss"] == {"mean": math.inf, "std": pytest.approx(math.nan, nan_ok=True), "runs": 2}
+    assert comparison.table({"summary": [entry], "report": "test/loss"})[1] == ["a", "inf ± nan"]
 
 
 @pytest.mark.slow

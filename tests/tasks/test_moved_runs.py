@@ -310,16 +310,29 @@ def test_a_run_whose_best_checkpoint_is_gone_or_damaged_goes_on(left, tiny, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("patience", [0, 1])
-def test_a_run_that_early_stopping_ended_is_only_tested(patience, tiny, tmp_path):
-    options = f"_target_: EarlyStopping, monitor: val/loss, patience: {patience}, min_delta: 100"
-    stopping = f"+callbacks.stopping={{{options}}}"
-    words = ("recipe.epochs=5", "recipe.ema=null", stopping)
+@pytest.mark.parametrize(
+    ("options", "word", "epochs", "reason"),
+    [
+        ("patience: 0, min_delta: 100", "validate_every_epochs=1", 2, "did not improve in the last 1 records"),
+        ("patience: 1, min_delta: 100", "validate_every_epochs=1", 2, "did not improve in the last 1 records"),
+        ("patience: 1, min_delta: 100", "validate_every_epochs=2", 4, "did not improve in the last 1 records"),
+        ("patience: 1, min_delta: 100", "validate_every_updates=3", 3, "did not improve in the last 1 records"),
+        ("stopping_threshold: 100", "validate_every_epochs=1", 1, "Stopping threshold reached: val/loss = "),
+    ],
+)
+def test_a_run_that_early_stopping_ended_says_so_and_is_only_tested(
+    options, word, epochs, reason, tiny, tmp_path, capsys
+):
+    stopping = f"+callbacks.stopping={{_target_: EarlyStopping, monitor: val/loss, {options}}}"
+    words = ("recipe.epochs=5", "recipe.ema=null", "+trainer.limit_train_batches=2", f"recipe.{word}", stopping)
     train.run(tiny(*words))
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    assert metrics["epochs"] == 2
+    assert metrics["epochs"] == epochs
+    told = f"\nended after update {metrics['updates']} of {metrics['updates'] // epochs * 5}: "
+    assert reason in capsys.readouterr().out.partition(told)[2].partition("\n")[0]
     (tmp_path / "run" / "metrics.json").unlink()
     train.run(tiny(*words, "resume=true"))
+    assert told in capsys.readouterr().out
     again = json.loads((tmp_path / "run" / "metrics.json").read_text())
     for key in ("epochs", "updates", "test/loss", "test/top1"):
         assert again[key] == metrics[key], key

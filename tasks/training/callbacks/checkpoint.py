@@ -1,6 +1,7 @@
 """The checkpoint from which a run continues, and the best one."""
 
 import logging
+import math
 import signal
 import sys
 import time
@@ -26,6 +27,8 @@ _log = logging.getLogger(__name__)
 class BestCheckpoint(ModelCheckpoint):
     """Keeps `best.ckpt`, the checkpoint with the best `monitor`; of equally good ones the latest.
 
+    Each number is better than NaN. While there is none, the latest is kept, and a warning says so.
+
     `mode` is max if higher values are better, else min; a run takes it from the metric. `best_metrics` are the
     validation metrics when it was written. Other callbacks with the method `on_best_validation()` are told that the
     last validation was the best one so far.
@@ -43,13 +46,20 @@ class BestCheckpoint(ModelCheckpoint):
             enable_version_counter=False,
         )
         self.best_metrics: dict[str, float] = {}
+        self._told_nan = False
 
     def check_monitor_top_k(self, trainer: Trainer, current: torch.Tensor | None = None) -> bool:
         # Ties are common on small validation sets; the later checkpoint was trained for longer.
         best = self.best_model_score
         ties = current is not None and best is not None and bool(current == best)
+        is_nan = current is not None and bool(current.isnan())
+        # Lightning's score of NaN is infinity.
+        ties = ties or (is_nan and math.isnan(self.best_metrics.get(str(self.monitor), 0.0)))
         if not ties and not super().check_monitor_top_k(trainer, current):
             return False
+        if is_nan and not self._told_nan:
+            self._told_nan = True
+            _log.warning("%s is nan: until it is a number, %s is the latest checkpoint", self.monitor, self.FILES[0])
         self.best_metrics = {
             name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")
         }

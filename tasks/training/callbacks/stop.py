@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, Timer
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from longseq.tasks.training.processes import is_started_by_run
@@ -55,6 +56,26 @@ def stoppable(trainer: Trainer) -> Iterator[None]:
         raise SystemExit(128 + (received[0] if received else signal.SIGTERM)) from None
 
 
+def find_early_end(trainer: Trainer) -> str | None:
+    """Why a training has ended before its last update, in one line; Lightning's callbacks tell it to its log alone."""
+    last = getattr(trainer.lightning_module, "last_update", None)
+    if last is None or trainer.global_step >= last:
+        return None
+    ended = f"ended after update {trainer.global_step} of {last}"
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, EarlyStopping) and _has_stopped(callback, trainer):
+            return f"{ended}: {str(callback.stopping_reason_message).removesuffix(' Signaling Trainer to stop.')}"
+        if isinstance(callback, Timer) and (left := callback.time_remaining()) is not None and left <= 0:
+            return f"{ended}: the time of {type(callback).__name__} is over"
+    return None
+
+
+def _has_stopped(callback: EarlyStopping, trainer: Trainer) -> bool:
+    """True if early stopping has ended the training; where min_epochs forbade it, the training went on."""
+    told = callback.stopping_reason != EarlyStoppingReason.NOT_STOPPED
+    return told and trainer.current_epoch <= callback.stopped_epoch + 1
+
+
 def _leave_terminal() -> None:
     """Write to nowhere what would go to a terminal that is closed: the system refuses it."""
     for stream in (1, 2):
@@ -94,7 +115,7 @@ class StopTogether(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, EarlyStopping) and callback.wait_count >= max(1, callback.patience):
+            if isinstance(callback, EarlyStopping) and _has_stopped(callback, trainer):
                 trainer.should_stop = True  # it had ended the run, which was interrupted before the test
 
     def on_validation_batch_start(

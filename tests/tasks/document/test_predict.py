@@ -65,6 +65,19 @@ def check_probabilities(one: Prediction | Unreadable, expected: dict[str, float]
     assert values == sorted(values, reverse=True)
 
 
+@pytest.mark.parametrize("multi_label", [True, False])
+def test_a_document_whose_scores_are_not_finite_gets_no_class(multi_label: bool, tmp_path: Path) -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.body.embedding.weight[ord("z")] = torch.nan
+    write_jsonl(tmp_path / "rows.jsonl", [{"text": "a"}, {"text": "zoo"}, {"text": "b"}])
+    found, files = classify(tmp_path / "rows.jsonl", model, make_info(multi_label=multi_label))
+    assert [isinstance(one, Prediction) for one in found] == [True, False, True]
+    assert found[1].details == {"document": 1, "tokens": 4, "cut": 0}
+    told = f"{tmp_path / 'rows.jsonl'}: the model's scores are not finite (NaN or infinite)"
+    assert f"not classified: {told}" in files.notes()
+
+
 @pytest.mark.parametrize("label", [True, False])
 def test_rows_of_tables_are_classified_with_or_without_labels(label: bool, tmp_path: Path) -> None:
     texts = ["once upon a time", "dear reader", "so long lives this"]

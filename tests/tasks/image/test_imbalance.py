@@ -183,6 +183,9 @@ def test_thresholds_are_the_best_of_all():
             score = score or sk.balanced_accuracy_score
             assert score(targets, scores >= found) == pytest.approx(best)
     assert choose_threshold(torch.rand(4), torch.zeros(4), "f1") == 0.5
+    scores, targets = torch.tensor([torch.nan, 0.8, 0.2]), torch.tensor([1, 1, 0])
+    assert choose_threshold(scores, targets, "f1") == pytest.approx(0.5)
+    assert choose_threshold(scores[::2], targets[::2], "f1") == 0.5
 
 
 def test_metrics_are_those_of_scikit_learn():

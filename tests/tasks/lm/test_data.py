@@ -65,6 +65,15 @@ def test_every_byte_of_a_split_is_measured_once(tokens: Path, packing: str) -> N
         assert len({(inputs.tokens.shape, targets.shape) for inputs, targets in batches}) == 1
 
 
+@pytest.mark.parametrize("changes", [{}, {"eval_batch_size": 3}])
+def test_a_run_of_streams_is_measured_again_in_as_many(tokens: Path, changes: dict[str, int]) -> None:
+    keys = {"name": "made", "source": "tokens", "root": str(tokens), "window": 16, "packing": "streams"}
+    config = {"data": keys, "recipe": {"batch_size": 64}, "seed": 0}
+    trained = LanguageModelData.from_config({**config, "data": {**keys, **changes}}, 64)
+    again = LanguageModelData.for_evaluation(config, changes, split="test", trained=trained.info, batch_size=64)
+    assert as_lists(again.test_dataloader()) == as_lists(trained.test_dataloader())
+
+
 def test_more_streams_than_windows_are_told(tokens: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Each window is measured once, in a row of its own, and no row is empty."""
     data = make(source="tokens", root=str(tokens), packing="streams", eval_batch_size=200)

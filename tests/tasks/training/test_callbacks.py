@@ -22,6 +22,7 @@ from longseq.tasks.training.callbacks.nonfinite import NonFiniteError, NonFinite
 from longseq.tasks.training.callbacks.telemetry import Telemetry
 from longseq.tasks.training.callbacks.throughput import Throughput, _FetchClock
 from longseq.tasks.training.files import WholeCheckpoints
+from longseq.tasks.training.metrics import MeanLoss
 from longseq.tasks.training.trainer import build_trainer
 
 HEAD = "head.weight"
@@ -363,3 +364,16 @@ def test_of_equally_good_checkpoints_the_latest_is_kept(tiny, tmp_path):
     fit(config, best := BestCheckpoint(str(tmp_path), "val/top1", "max"))
     assert torch.load(best.best_model_path, weights_only=True)["epoch"] == 2
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["best.ckpt"]
+
+
+@pytest.mark.slow
+def test_the_latest_checkpoint_is_kept_where_the_metric_is_always_nan_which_is_told(
+    tiny, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(MeanLoss, "compute", lambda self: torch.tensor(torch.nan))
+    fit(tiny("recipe.epochs=3"), best := BestCheckpoint(str(tmp_path), "val/loss", "min"))
+    assert torch.load(best.best_model_path, weights_only=True)["epoch"] == 2
+    assert caplog.text.count("val/loss is nan: until it is a number, best.ckpt is the latest checkpoint") == 1
+    monkeypatch.undo()
+    fit(tiny("recipe.epochs=1"), best)
+    assert best.best_model_score.isfinite()
