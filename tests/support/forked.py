@@ -87,7 +87,7 @@ def _fork(command: list[str], environment: Mapping[str, str], run: Callable[[], 
 
 
 def _forget_tests(command: list[str], environment: Mapping[str, str]) -> None:
-    """Make the arguments, the environment, the streams and the warnings of this process those of a new one."""
+    """Make arguments, environment, streams, logs and warnings of this process those of a new one."""
     from hydra.core.global_hydra import GlobalHydra
     from lightning.pytorch.strategies.launchers import subprocess_script
 
@@ -101,8 +101,12 @@ def _forget_tests(command: list[str], environment: Mapping[str, str]) -> None:
     sys.stderr = sys.__stderr__ = io.TextIOWrapper(errors, errors="backslashreplace", line_buffering=True)
     logging.root.handlers.clear()
     for logger in list(logging.root.manager.loggerDict.values()):
-        for handler in getattr(logger, "handlers", ()):
-            if type(handler) is logging.StreamHandler:
+        for handler in list(getattr(logger, "handlers", ())):
+            # pytest also writes what loggers log that the root does not hear, into a file that is closed now: its
+            # number is another file's, such as a pipe of torch's.
+            if type(handler).__module__.startswith("_pytest."):
+                logger.handlers.remove(handler)
+            elif type(handler) is logging.StreamHandler:
                 handler.stream = sys.stderr  # setStream flushes the one before, which may be closed
     warnings._showwarnmsg_impl = _SHOW_WARNING  # type: ignore[attr-defined]
     warnings.filters[:] = _FILTERS
