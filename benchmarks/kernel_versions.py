@@ -1,10 +1,10 @@
 """Time the delta rule's kernels of two commits beside each other, and write their figures. Needs a GPU.
 
-python benchmarks/kernel_versions.py OUTPUT.json THEN [NOW]
+python benchmarks/kernel_versions.py OUTPUT.json THEN [NOW] [gates]
 
 THEN and NOW are folders with the `kernels` of a commit (`git archive COMMIT kernels | tar x -C THEN`); NOW is this
-checkout if it is left out. Each is timed in processes of its own, which take turns, twice. Nothing is compared with
-float64 here: `longseq benchmark kernels` does that.
+checkout if it is left out. With `gates` the delta rule has a gate in each token. Each commit is timed in processes of
+its own, which take turns, twice. Nothing is compared with float64 here: `longseq benchmark kernels` does that.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ SHAPES = (
 TURNS, WARM = 2, 20
 LARGE = 1 << 25  # numbers of an input
 CHILD = "--time"
+GATES = "gates"
 CACHE = 256 << 20  # bytes that are written before each call: more than a second-level cache holds
 
 
@@ -70,7 +71,7 @@ def time_graph(graph: torch.cuda.CUDAGraph, count: int) -> float:
     return statistics.median(start.elapsed_time(end) for start, end in events)
 
 
-def time_version() -> dict[str, dict[str, float]]:
+def time_version(gated: bool) -> dict[str, dict[str, float]]:
     """The times by shape of the delta rule that `longseq.kernels` of this process has."""
     from longseq.kernels import delta_rule
 
@@ -82,15 +83,21 @@ def time_version() -> dict[str, dict[str, float]]:
         q, k = functional.normalize(q, dim=-1), functional.normalize(k, dim=-1)
         inputs = [x.bfloat16().requires_grad_() for x in (q, k, v)]
         inputs.append(torch.rand(sizes[:3], device="cuda").requires_grad_())
+        names = ["q", "k", "v", "beta"]
+        if gated:
+            inputs.append(functional.logsigmoid(torch.randn(sizes[:3], device="cuda")).requires_grad_())
+            names.append("g")
         upstream = torch.randn(sizes, device="cuda").bfloat16()
 
-        def forward(inputs: list[torch.Tensor] = inputs) -> None:
-            with torch.no_grad():
-                delta_rule(*inputs, backend="triton")
+        named = dict(zip(names, inputs, strict=True))
 
-        def both(inputs: list[torch.Tensor] = inputs, upstream: torch.Tensor = upstream) -> None:
-            o, _ = delta_rule(*inputs, backend="triton")
-            torch.autograd.grad(o, inputs, upstream)
+        def forward(named: dict[str, torch.Tensor] = named) -> None:
+            with torch.no_grad():
+                delta_rule(**named, backend="triton")
+
+        def both(named: dict[str, torch.Tensor] = named, upstream: torch.Tensor = upstream) -> None:
+            o, _ = delta_rule(**named, backend="triton")
+            torch.autograd.grad(o, list(named.values()), upstream)
 
         count = 100 if torch.Size(sizes).numel() >= LARGE else 300
         shape = f"B={batch} T={tokens} H={heads} K={width} V={width}"
@@ -103,20 +110,21 @@ def time_version() -> dict[str, dict[str, float]]:
     return times
 
 
-def time_in_process(folder: Path) -> dict[str, dict[str, float]]:
+def time_in_process(folder: Path, gated: bool) -> dict[str, dict[str, float]]:
     """The times of the kernels below `folder`, which are imported in place of those that are installed."""
     with tempfile.TemporaryDirectory() as made:
         package = Path(made, "longseq")
         package.mkdir()
         (package / "__init__.py").touch()
         (package / "kernels").symlink_to((folder / "kernels").resolve(strict=True))
-        command = [sys.executable, __file__, CHILD, made]
+        command = [sys.executable, __file__, CHILD, made, *([GATES] if gated else [])]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
-    words = sys.argv[1:]
+    gated = GATES in sys.argv[1:]
+    words = [word for word in sys.argv[1:] if word != GATES]
     if len(words) not in (2, 3):
         sys.exit(__doc__)
     from longseq.tools.benchmark.report import add_circumstances
@@ -125,10 +133,11 @@ def main() -> None:
     found: dict[str, list[dict[str, dict[str, float]]]] = {"then": [], "now": []}
     for _ in range(TURNS):
         for name, folder in folders.items():
-            found[name].append(time_in_process(folder))
+            found[name].append(time_in_process(folder, gated))
     rows = []
     for shape in found["now"][0]:
-        row: dict[str, Any] = {"op": "delta_rule", "shape": shape, "dtype": "bfloat16"}
+        variant = "gated" if gated else "plain"
+        row: dict[str, Any] = {"op": "delta_rule", "variant": variant, "shape": shape, "dtype": "bfloat16"}
         for kind in ("forward", "both"):
             then, now = (statistics.mean(one[shape][kind] for one in found[name]) for name in ("then", "now"))
             row |= {
@@ -154,6 +163,6 @@ def main() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == [CHILD]:
         sys.path.insert(0, sys.argv[2])
-        print(json.dumps(time_version()))
+        print(json.dumps(time_version(GATES in sys.argv[3:])))
     else:
         run_script(main, __doc__, gpu="times kernels")
