@@ -518,11 +518,17 @@ def test_figures_in_sentences_are_those_of_the_rows(script):
     assert f"(../../benchmarks/README.md), {before(later['gpu'])}, and {beside} with `cpu`). There" in page
     shares = [
         f"{100 * find_row('vim_recipe', decode=decode, gpus=gpus, updates=updates)['of_step']:.0f} %"
-        for decode, gpus, updates in (("cpu", 1, 104), ("gpu", 1, 104), ("gpu", 1, 200), ("gpu", 2, 200))
+        for decode, gpus, updates in (
+            ("cpu", 1, 104),
+            ("gpu", 1, 104),
+            ("gpu", 1, 200),
+            ("gpu", 2, 200),
+            ("cpu", 2, 104),
+        )
     ]
     said = (
         "reached {} of the bare step with `cpu` and {} with `gpu` on 16 cores and an H200; with `gpu` {} on an H100, "
-        "and {} of two of them on two ("
+        "and {} of two of them on two; with `cpu` {} of two on two, which had 32 cores ("
     )
     assert said.format(*shares) in page
     assert not find_later(script, "vim_recipe", rows_of("vim_recipe"))
