@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +46,27 @@ def call(place: Path, *words: str) -> None:
         sys.exit(f"longseq {words[0]} ended with exit code {done.returncode}")
 
 
-def measure(folder: Path, recipe: Sequence[str]) -> dict[str, Any]:
-    """The results of the comparison. `folder` must be there."""
+def link(place: Path, folder: Path) -> None:
+    """Let the images lie in `place / "files"`. `folder` must be there."""
     folder.stat()
+    (place / "files").symlink_to(folder.resolve(), target_is_directory=True)
+
+
+def compare(place: Path, rows: Mapping[str, str], *options: str) -> dict[str, Any]:
+    """The results of `longseq compare`, called in `place`, of rows by name, as overrides."""
+    told = ", ".join(f'{name}: "{words}"' for name, words in rows.items())
+    call(place, "compare", "mixers=[]", f"rows={{{told}}}", "plot=false", "output=compared", *options)
+    return read_json(place / "compared" / "results.json", RESULTS)
+
+
+def measure(folder: Path, recipe: Sequence[str]) -> dict[str, Any]:
+    """The results of the comparison."""
     with tempfile.TemporaryDirectory() as made:
         place = Path(made)
-        (place / "files").symlink_to(folder.resolve(), target_is_directory=True)
+        link(place, folder)
         call(place, "prepare", "task=image", "input=files", "output=shards", f"size={SIZE}")
-        rows = ", ".join(f'{name}: "mixer={MIXER} {words}"' for name, (_, words) in IMAGES.items())
-        options = ("seeds=[0,1,2]", "jobs=2", "plot=false", "output=compared")
-        call(place, "compare", "mixers=[]", f"rows={{{rows}}}", *options, *recipe)
-        return read_json(place / "compared" / "results.json", RESULTS)
+        rows = {name: f"mixer={MIXER} {words}" for name, (_, words) in IMAGES.items()}
+        return compare(place, rows, "seeds=[0,1,2]", "jobs=2", *recipe)
 
 
 def main() -> None:

@@ -104,7 +104,7 @@ def test_every_script_prints_its_usage(call, name):
     [
         *((f"{name}{words}", "torch sees n") for name, words in {
             "counted_launches": "", "first_calls": "", "generation_memory": " out.json deltanet", "image_steps": "",
-            "kernel_versions": " made.json no", "loss_curves": " folder",
+            "image_decoding": " folder", "kernel_versions": " made.json no", "loss_curves": " folder",
             "trainer_speed": " out.json name 3 task=lm", "vim_recipe": "",
         }.items()),
         ("augmented data=no.npz folder=made", "No such file"),
