@@ -681,15 +681,19 @@ def differentiate(
         d_y += token * W
         store_tokens(d_y, H * W * NEXT, live, column, written + later + itself * xs, W, CHUNK, BLOCK)
         # Each gate acts on pairs of an earlier write and a later read. A pair of tokens on the same side of the gate is
-        # in both sums below, with opposite signs; the diagonal is in neither. The sum over the tokens after the gate is
-        # the sum over the chunk minus that over the tokens before it. A pair must be the same number in both sums, down
-        # to its rounding, or a pair that contains a large token leaves more of its error than the others add up to.
+        # in both terms of `later`, with opposite signs; the diagonal is in neither. A pair must be the same number in
+        # both, down to its rounding, or a pair that contains a large token leaves more of its error than the others add
+        # up to. The sum of `later` starts at the end of the chunk: as the sum over the chunk minus that over the tokens
+        # before the gate, it would hold what is left of the reads of a large query before the gate, whose numbers are
+        # 1e8 times the others in slot attention with squared weights. `own` is summed over the tokens before the gate;
+        # for a gate per channel it is in one matrix product with `later`.
         later = weighed - unit * weighed_later if BY_LEVEL else xs * read - ys * later
-        change = ys * written - later
+        own = ys * written
         if GATE == "channel":
-            dg = (kept + tl.sum(later, 0))[None, :] + add_ranges(i[:, None] > i[None, :], change)
+            later -= own
+            dg = (kept + tl.sum(own, 0))[None, :] + add_ranges(i[:, None] <= i[None, :], later)
             store_tokens(d_g + token * W, H * W * NEXT, live, column, dg, W, CHUNK, BLOCK)
         if GATE == "head":
-            change = tl.sum(change, 1)
-            dg = tl.sum(kept + tl.sum(later, 0), 0) + tl.cumsum(change, 0) - change
+            own = tl.sum(own, 1)
+            dg = tl.sum(kept, 0) + tl.cumsum(tl.sum(later, 1), 0, reverse=True) + tl.cumsum(own, 0) - own
             tl.store(d_g + block.to(tl.int64) * tokens * H + token + i * H * NEXT, dg, mask=i < live)

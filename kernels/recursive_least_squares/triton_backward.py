@@ -11,6 +11,7 @@ from longseq.kernels.recursive_least_squares.triton_forward import (
     WALK,
     finish,
     identity,
+    load_rows,
     load_transposed,
     multiply,
     refreshed_before,
@@ -84,7 +85,7 @@ def linearize(
     if program % 2 == 0:
         if transitions is not None:
             x += row * x_row + start * x_token + head * x_head
-            value = load_tokens(x, x_token * NEXT, live, 0, K, CHUNK, BLOCK).to(tl.float32)
+            value = load_rows(x, x_token * NEXT, live, K, PRECISION == "tf32", CHUNK, BLOCK)
             among, left = respond(value, u, u_token, inverse, written, place, live, K, PRECISION, CHUNK, BLOCK)
             store_block(weights + matrix, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
             store_block(read + tokens, 0, 0, left, CHUNK, K, CHUNK, BLOCK)
@@ -98,7 +99,7 @@ def linearize(
             _store_halves(transitions + 2 * place * K * K, transition, K, BLOCK)
     else:
         d_output += row * do_row + start * do_token + head * do_head
-        value = load_tokens(d_output, do_token * NEXT, live, 0, K, CHUNK, BLOCK).to(tl.float32)
+        value = load_rows(d_output, do_token * NEXT, live, K, PRECISION == "tf32", CHUNK, BLOCK)
         among, left = respond(value, u, u_token, inverse, written, place, live, K, PRECISION, CHUNK, BLOCK)
         if transitions is not None:
             store_block(d_weights + matrix, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)

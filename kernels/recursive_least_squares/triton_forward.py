@@ -55,7 +55,7 @@ def _rounded(x):
 
 @triton.jit
 def load_rows(u, u_token, live, K: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """U of a chunk in float32; EXACT rounds it to the bits of TF32, which changes float32 only."""
+    """Rows of a chunk in float32; EXACT rounds them to the bits of TF32, which changes float32 only."""
     rows = load_tokens(u, u_token, live, 0, K, CHUNK, BLOCK)
     if EXACT and rows.dtype == tl.float32:
         return _rounded(rows)
@@ -69,6 +69,14 @@ def multiply(a, b, acc=None, PRECISION: tl.constexpr = "tf32"):
         a = _rounded(a)
         b = _rounded(b)
     return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _multiply_fully(a, b, PRECISION: tl.constexpr, EXACT_A: tl.constexpr = False, EXACT_B: tl.constexpr = False):
+    """a b to about 23 bits, whatever the precision of the call. With "tf32", EXACT operands have no more than 11."""
+    if PRECISION == "tf32":
+        return product(a, b, EXACT_A, EXACT_B)
+    return tl.dot(a, b, input_precision=PRECISION)
 
 
 @triton.jit
@@ -249,14 +257,20 @@ def respond(
     x, u, u_token, inverse, written, place, live,
     K: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """a and x̃ of a chunk, for x [CHUNK, K] in float32."""
+    """a and x̃ of a chunk, for x [CHUNK, K] in float32.
+
+    With "tf32", x and U must have no more bits than TF32. Nothing else is rounded to them here. Where directions are
+    long or alike, x̃ is a small rest of x, and so is what the gradient of u keeps of a, x̃ and their counterparts: the
+    rounding of a, of L^{-1} or of Y would be a multiple of its own size there.
+    """
     i = tl.arange(0, CHUNK)
-    weights = multiply(x, load_transposed(written + place * CHUNK * K, CHUNK, K, CHUNK, BLOCK), PRECISION=PRECISION)
+    columns = load_transposed(written + place * CHUNK * K, CHUNK, K, CHUNK, BLOCK)
+    weights = _multiply_fully(x, columns, PRECISION, True)
     weights = tl.where(i[:, None] >= i[None, :], weights, 0.0)
     factor = load_block(inverse + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-    weights = multiply(weights, factor, PRECISION=PRECISION)
-    rows = load_tokens(u, u_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
-    return weights, x - multiply(weights, rows, PRECISION=PRECISION)
+    weights = _multiply_fully(weights, factor, PRECISION)
+    rows = load_rows(u, u_token, live, K, PRECISION == "tf32", CHUNK, BLOCK)
+    return weights, x - _multiply_fully(weights, rows, PRECISION, False, True)
 
 
 @triton.jit
@@ -296,7 +310,7 @@ def read_out(
     u_token *= NEXT
     if REFRESHED:
         added += row * T + token_after(start, 0, T, REVERSE)
-    read = load_tokens(x, x_token * NEXT, live, 0, K, CHUNK, BLOCK).to(tl.float32)
+    read = load_rows(x, x_token * NEXT, live, K, PRECISION == "tf32", CHUNK, BLOCK)
     weights, left = respond(read, u, u_token, inverse, written, place, live, K, PRECISION, CHUNK, BLOCK)
     y = finish(read, weights, left, u, u_token, states, added, place, live, REFRESHED, K, PRECISION, CHUNK, BLOCK)
     store_tokens(output + ((row * T + start) * H + head) * K, H * K * NEXT, live, 0, y, K, CHUNK, BLOCK)

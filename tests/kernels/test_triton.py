@@ -396,7 +396,10 @@ LARGE_TOKENS = [
     ("orthogonal_recurrence", "plain", "v"),
     ("longhorn_scan", "plain", "x"),
     ("selective_scan", "plain", "x"),
+    ("recursive_least_squares", "no_refresh", "x"),
+    ("recursive_least_squares", "extreme_directions", "x"),
     ("variational_linear_attention", "plain", "k"),
+    ("variational_linear_attention", "no_refresh", "v"),
 ]
 
 
@@ -408,18 +411,53 @@ def test_tokens_before_a_large_one_of_their_chunk_stay_accurate(interpreted, op,
 
 def assert_accurate_before_a_large_token(op, variant, name, **options):
     tokens, place = 40, 20
+    found = find_errors_beside_a_large_token(op, variant, name, tokens, place, slice(place), torch.bfloat16, **options)
+    for key, (ours, plain) in found.items():
+        assert ours <= 3 * max(plain, CUT_OFF), key
+
+
+def find_errors_beside_a_large_token(op, variant, name, tokens, place, part, dtype, **options):
+    """Relative errors of the output and of the gradients of inputs, in a part of time: ours and torch's."""
     inputs = make_inputs(op, variant, batch=1, tokens=tokens, dtype=torch.float32, **options)
     x = inputs.arguments[name].clone()
     x[:, place] *= 1e4
-    inputs = inputs.replace({name: x}).map(torch.Tensor.bfloat16)
+    inputs = inputs.replace({name: x}).map(lambda x: x.to(dtype))
     exact = gradients(inputs.map(torch.Tensor.double), backend="torch")
     forms = [gradients(inputs, backend=backend) for backend in ("triton", "torch")]
     by_time = [key for key, value in exact.items() if value.ndim > 1 and value.shape[1] == tokens]
     assert {"output", *(f"gradient of {name}" for name in inputs.sequences)} <= set(by_time)
-    for key in by_time:
-        of_part = exact[key][:, :place]
-        ours, plain = (((form[key] - exact[key])[:, :place].norm() / of_part.norm()).item() for form in forms)
-        assert ours <= 3 * max(plain, CUT_OFF), key
+    return {
+        key: [((form[key] - exact[key])[:, part].norm() / exact[key][:, part].norm()).item() for form in forms]
+        for key in by_time
+    }
+
+
+# Operations with gates, and types in which what is left of a large query would show in the gradients of gates after it.
+LARGE_QUERIES = [
+    ("slot_attention", "relu_squared", torch.bfloat16),
+    ("slot_attention", "relu_squared", torch.float32),
+    ("linear_attention", "head_gated", torch.float32),
+    ("linear_attention", "channel_gated", torch.float32),
+    ("linear_attention", "extreme_channel_decay", torch.float32),
+    ("linear_attention", "value_gated", torch.float32),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "variant", "dtype"), LARGE_QUERIES)
+def test_gates_after_a_large_query_of_their_chunk_stay_accurate(interpreted, op, variant, dtype):
+    assert_gates_accurate_after_a_large_query(op, variant, dtype, device="cpu", sizes={"H": 1})
+
+
+def assert_gates_accurate_after_a_large_query(op, variant, dtype, **options):
+    tokens, place = 40, 20
+    part = slice(place + 1, None)
+    found = find_errors_beside_a_large_token(op, variant, "q", tokens, place, part, dtype, seed=2, **options)
+    gates = [key for key in found if key.startswith("gradient of g")]
+    assert gates
+    for key in gates:
+        ours, plain = found[key]
+        assert ours <= 3 * max(plain, CUT_OFF if dtype == torch.bfloat16 else 1e-6), key
 
 
 # The plainest inputs of each operation, and those with steps of their own that a NaN could get lost in.
@@ -1331,6 +1369,12 @@ def assert_accurate_in_every_run(function, arguments, dtype, *, error=error, **o
 @pytest.mark.parametrize(("op", "variant", "name"), LARGE_TOKENS)
 def test_tokens_before_a_large_one_of_their_chunk_stay_accurate_on_the_gpu(op, variant, name):
     assert_accurate_before_a_large_token(op, variant, name, device="cuda", sizes={"H": 1})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("op", "variant", "dtype"), LARGE_QUERIES)
+def test_gates_after_a_large_query_of_their_chunk_stay_accurate_on_the_gpu(op, variant, dtype):
+    assert_gates_accurate_after_a_large_query(op, variant, dtype, device="cuda", sizes={"H": 1})
 
 
 @pytest.mark.gpu
