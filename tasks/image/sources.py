@@ -927,5 +927,5 @@ def _as_dict(class_map: ClassMap) -> Any:
 def _unopened(source: str, split: str, error: BaseException) -> str:
     return (
         f"data.source={source} does not open with the split {split!r} ({first_line(error)}): "
-        "check data.root and data.train_split, data.val_split, data.test_split (null = none)"
+        "check data.root and data.train_split, data.val_split, data.test_split (in training null = none)"
     )
