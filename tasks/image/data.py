@@ -197,7 +197,10 @@ class ImageDataModule(TaskData):
             own = {key: value for key, value in own.items() if key not in OWN_KEYS}
         if changes.get("source", own.get("source")) != own.get("source"):  # how the run's source names labels
             own = {key: value for key, value in own.items() if key not in LABEL_KEYS}
-        keys = read(ImageDataKeys, {**own, **_EVALUATED, **changes}, "data")
+        keys = read(ImageDataKeys, {**own, **changes, **_EVALUATED}, "data")
+        if inert := [key for key in _EVALUATED if key in changes]:
+            key = inert[0]
+            raise ValueError(f"data.{key}={spell(changes[key])} has no effect: it is of training alone; leave it out")
         if "train_samples" in changes:
             raise ValueError(
                 f"data.train_samples={keys.train_samples} has no effect: it counts the training images of a stream, of "
