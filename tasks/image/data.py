@@ -366,8 +366,8 @@ class ImageDataModule(TaskData):
                 require_readable(held_out, split)
                 return
         if is_stream(self.keys.source):
-            sizes, found = self._describe_stream([{"val": "validation", "test": "test"}[split]])
-            self._info = self._describe(found, sizes)
+            sizes, names = self._describe_stream([{"val": "validation", "test": "test"}[split]])
+            self._info = self._describe(names, sizes)
             return
         self.prepare_data()
         self.setup()
