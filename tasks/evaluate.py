@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 # The batch size if data.eval_batch_size is not given.
 EVALUATION_BATCH = 64
+# The keys of `data` that say how samples are read, and not which ones.
+READING_KEYS = ("img_size", "crop_pct", "eval_batch_size", "num_workers", "on_error", "check")
 # The tasks whose models `input` is for, and the keys of `data` that it reads.
 DOCUMENT_TASKS = ("lm",)
 DOCUMENT_KEYS = ("column", "prompt_column", "eval_batch_size")
@@ -81,7 +83,7 @@ def run(cfg: DictConfig) -> dict[str, float]:
         loaded.config, changes, split=split, trained=trained, batch_size=EVALUATION_BATCH
     )
     task.model.check_reads(loaded.backbone, trained, datamodule.info)
-    if not changes and (change := datamodule.info.find_change(trained, split)):
+    if changes.keys() <= {*READING_KEYS} and (change := datamodule.info.find_change(trained, split)):
         _log.warning("the data have changed: %s", change)
     module = task.module.from_config(loaded.config, loaded.backbone, datamodule.info, None)
     datamodule.trainer = trainer

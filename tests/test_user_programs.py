@@ -34,6 +34,7 @@ from longseq.tasks import (
     Training,
 )
 from longseq.tasks.text.tokenizer import ByteTokenizer
+from longseq.tasks.training.checkpoint import load
 
 HERE = Path(__file__).resolve().parent
 
@@ -97,6 +98,23 @@ def test_weights_in_half_precision_are_refused(tmp_path: Path, precision: str) -
             ValueError, match=f"{precision} keeps weights and metrics in half.*: give precision={mixed}"
         ):
             run(module, DataLoader(rows, 8))
+
+
+def test_a_checkpoint_that_does_not_tell_its_preprocessing_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("told", "untold"):
+        model, info, rows = make_images()
+        told = info if name == "told" else None
+        module = ImageClassifier(model, num_classes=2, info=told, training=Training(learning_rate=1e-2))
+        make_trainer(tmp_path, name).fit(module, DataLoader(rows, 8))
+    load(tmp_path / "told.ckpt")
+    load(model.save_pretrained(tmp_path / "saved"))  # states what is meant
+    assert "how the images of its training" not in caplog.text
+    load(tmp_path / "untold.ckpt")
+    assert re.search(
+        r"untold\.ckpt does not tell how .*: mean=\[0\.4\d*\], std=\[0\.2\d*\], crop_pct=0\.875", caplog.text
+    )
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from longseq.tasks.data.labels import (
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
+from longseq.tasks.data.shares import refuse_larger_shares, same_root
 from longseq.tasks.document import arena as _arena  # noqa: F401  registers its sources
 from longseq.tasks.document import libraries as _libraries  # noqa: F401  registers its source
 from longseq.tasks.document import linear, sources
@@ -49,7 +50,7 @@ from longseq.tasks.text.tokenizer import (
     tokenizer_from_dict,
     trained_size,
 )
-from longseq.tasks.training.options import read
+from longseq.tasks.training.options import read, spell
 from longseq.tokenizer_files import same_tokenizer
 
 _log = logging.getLogger(__name__)
@@ -187,6 +188,10 @@ class DocumentData(TaskData):
             )
         if keys.source != trained.source and sources.preparation_of(trained.source) is not None:
             _warn(f"the model was trained on data.source={trained.source}, which prepares its texts; these are not")
+        run = read(DocumentDataKeys, config["data"], "data") if config.get("data") else None
+        alike = run is not None and (run.source, run.train) == (keys.source, keys.train)
+        if run is not None and alike and same_root(run.root, keys.root):
+            _refuse_trained(keys, run, STAGES[split])
         budget = (config.get("recipe") or {}).get("batch_size") or _BUDGET
         # What validation leaves out depends on test.
         stages = ("val", "test") if split == "val" and keys.duplicates == "drop" else (split,)
@@ -525,6 +530,23 @@ def _tell_contradictions(found: Mapping[str, Labelled], numbers: Mapping[str, In
         count = count_contradictions(np.asarray(one.corpus.hashes)[own], np.asarray(one.corpus.labels)[own])
         if count:
             _warn(f"{count} {name} documents have a text that others have with other labels: correct or remove them")
+
+
+def _refuse_trained(keys: DocumentDataKeys, run: DocumentDataKeys, split: str) -> None:
+    """ValueError, in one line, where a split of the documents of a run would have some that it was trained on."""
+    if not isinstance(getattr(keys, split), float):
+        return
+    # Those for the test are chosen first, and those for validation from the others.
+    chosen = ("test", "validation") if split == "validation" else ("test",)
+    shares, own = ({key: getattr(one, key) for key in chosen} for one in (keys, run))
+    refuse_larger_shares(shares, own, f"give data.{split}=FILE")
+    for key, usual in {"text_column": "text", "label_column": "label", "label_delimiter": None}.items():
+        given, before = (getattr(one, key) or usual for one in (keys, run))
+        if given != before:
+            raise ValueError(
+                f"data.{key}={spell(given)} divides the documents in another way than the run's {spell(before)}: some "
+                f"for {split} would be ones that it was trained on; give data.{split}=FILE"
+            )
 
 
 def _found_here(changes: Mapping[str, Any], root: str | None) -> dict[str, Any]:

@@ -118,6 +118,21 @@ class ImageDataKeys:
             )
 
 
+def _no_class(given: str, key: str) -> str:
+    return (
+        f"{given} names no class: give plugins=[my_module] 'data.{key}={{_target_: my_module.MyDataset}}', or "
+        "'data.datamodule={_target_: my_module.MyDataModule}'"
+    )
+
+
+def require_train_set(data: Mapping[str, Any]) -> None:
+    """ValueError, in one line, for `data=own` with nothing to train on; a test needs no more than a set of its own."""
+    from longseq.tasks.training.targets import is_named
+
+    if data.get("source") == OWN and not any(is_named(data.get(key)) for key in ("train_set", DATAMODULE)):
+        raise ValueError(_no_class("data=own", "train_set"))
+
+
 def check_own_keys(keys: ImageDataKeys) -> None:
     """ValueError for classes of the user's own beside other data, and for `data.source=own` without any."""
     from longseq.tasks.training.targets import is_named  # it imports Lightning, which the keys do not need
@@ -127,11 +142,8 @@ def check_own_keys(keys: ImageDataKeys) -> None:
         if named:
             raise ValueError(f"data.{named[0]} is of data=own, and data.source={keys.source} reads none: leave it out")
         return
-    if not named or (DATAMODULE not in named and "train_set" not in named):
-        raise ValueError(
-            "data=own names no class: give plugins=[my_module] 'data.train_set={_target_: my_module.MyDataset}', or "
-            "'data.datamodule={_target_: my_module.MyDataModule}'"
-        )
+    if not named:
+        raise ValueError(_no_class("data.source=own", "test_set"))
     if DATAMODULE in named and len(named) > 1:
         raise ValueError(f"data.datamodule has all splits: leave data.{named[0]} out")
     if DATAMODULE in named and keys.sampling is not None:
@@ -304,6 +316,7 @@ class ImageKeys(TaskKeys):
     def check(self, config: Mapping[str, Any]) -> None:
         from longseq.tasks.training.classification import check_metrics
 
+        require_train_set(config["data"])
         _check_model(config)
         _check_augmentation(config["recipe"].get("augment") or {})
         group, several = config["task"], bool(config["data"].get("multi_label"))

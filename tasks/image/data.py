@@ -65,7 +65,7 @@ from longseq.tasks.image.sources import (
 )
 from longseq.tasks.image.table import find_table, held_out_table, table_splits
 from longseq.tasks.image.transforms import evaluation_transform, normalize, training_transform
-from longseq.tasks.training.options import read
+from longseq.tasks.training.options import read, spell
 from longseq.tasks.training.processes import usable_cores
 from longseq.tasks.training.targets import is_named
 
@@ -79,14 +79,8 @@ _BALANCED = "data.sampling=balanced"
 
 # Keys of training alone.
 _EVALUATED = {"class_weights": "none", "sampling": None}
-
-
-def _check_train_samples(keys: ImageDataKeys) -> None:
-    if keys.train_samples is not None and not is_stream(keys.source):
-        raise ValueError(
-            f"data.train_samples={keys.train_samples} has no effect: it is of streams, and "
-            f"data.source={keys.source} counts its images itself; leave it out"
-        )
+# Keys that decide which of the training images are set apart for validation.
+_DIVIDING = ("train_split", "val_fraction", "split_seed", "multi_label", *LABEL_KEYS)
 
 
 class ImageDataModule(TaskData):
@@ -162,7 +156,11 @@ class ImageDataModule(TaskData):
         keys = read(ImageDataKeys, config["data"], "data")
         if is_named(keys.datamodule):
             return OwnDataModule.from_config(config, batch_size)
-        _check_train_samples(keys)
+        if keys.train_samples is not None and not is_stream(keys.source):
+            raise ValueError(
+                f"data.train_samples={keys.train_samples} has no effect: it is of streams, and "
+                f"data.source={keys.source} counts its images itself; leave it out"
+            )
         if keys.decode == "gpu" and (config.get("trainer") or {}).get("accelerator") == "cpu":
             gpu_of(torch.device("cpu"))
         datamodule = cls(keys, batch_size=batch_size, seed=config["seed"], augment=augment)
@@ -199,9 +197,15 @@ class ImageDataModule(TaskData):
             own = {key: value for key, value in own.items() if key not in OWN_KEYS}
         if changes.get("source", own.get("source")) != own.get("source"):  # how the run's source names labels
             own = {key: value for key, value in own.items() if key not in LABEL_KEYS}
-        keys = read(ImageDataKeys, {**own, **_EVALUATED, **changes}, "data")
-        if "train_samples" in changes:  # that of the training may be of a stream in whose place others are measured
-            _check_train_samples(keys)
+        keys = read(ImageDataKeys, {**own, **changes, **_EVALUATED}, "data")
+        if inert := [key for key in _EVALUATED if key in changes]:
+            key = inert[0]
+            raise ValueError(f"data.{key}={spell(changes[key])} has no effect: it is of training alone; leave it out")
+        if "train_samples" in changes:
+            raise ValueError(
+                f"data.train_samples={keys.train_samples} has no effect: it counts the training images of a stream, of "
+                "which evaluation reads none; leave it out"
+            )
         mapped = changes.get("class_map") is not None
         if is_named(keys.datamodule):
             stage = {"val": "validate", "test": "test"}[split]
@@ -211,6 +215,20 @@ class ImageDataModule(TaskData):
         datamodule = cls(keys, batch_size=batch_size, seed=config.get("seed", 0))
         foreign = keys.source != own.get("source") or _absolute(datamodule.root) != _absolute(own.get("root"))
         datamodule.setup_evaluation(split, trained.class_names, foreign=foreign)
+        if keys.source == own.get("source") and datamodule.splits is not None:
+            run = cls(read(ImageDataKeys, {**own, **_EVALUATED, "root": keys.root}, "data"), batch_size=batch_size)
+            run._order = trained.class_names
+            if not foreign:
+                datamodule._refuse_trained_images(run, split)
+            elif datamodule._measures_all_of(run, trained, split):
+                _log.warning(
+                    "data.root=%s holds the images of the training in another place: those that were set apart are "
+                    "measured, and not all of them",
+                    keys.root,
+                )
+                datamodule = cls(keys, batch_size=batch_size, seed=config.get("seed", 0))
+                datamodule.setup_evaluation(split, trained.class_names, foreign=False)
+                datamodule._refuse_trained_images(run, split)
         source = datamodule.splits and datamodule.splits.test.source
         numbers = getattr(source, "class_to_idx", None) or _numbers(datamodule.info)
         datamodule._info = _adopt_classes(datamodule.info, trained, numbers if mapped else None)
@@ -272,7 +290,7 @@ class ImageDataModule(TaskData):
                 "exact; hfds/, a folder or a tar resume exactly",
                 keys.source,
             )
-            sizes, class_names = self._describe_stream()
+            sizes, class_names = self._describe_stream(["train", "validation", "test"])
         else:
             splits = self._splits = self._splits or self._open_splits()
             sizes = {"train": len(splits.train), "val": len(splits.validation), "test": len(splits.test)}
@@ -347,8 +365,40 @@ class ImageDataModule(TaskData):
                 self._info = self._describe(own, {split: len(held_out)})
                 require_readable(held_out, split)
                 return
+        if is_stream(self.keys.source):
+            sizes, names = self._describe_stream([{"val": "validation", "test": "test"}[split]])
+            self._info = self._describe(names, sizes)
+            return
         self.prepare_data()
         self.setup()
+
+    def _measured(self, split: str) -> Split:
+        assert self._splits is not None
+        return {"val": self._splits.validation, "test": self._splits.test}[split]
+
+    def _refuse_trained_images(self, run: ImageDataModule, split: str) -> None:
+        """ValueError, in one line, for images of `split` that were for training by the keys of the run."""
+        assert self._splits is not None
+        changed = [key for key in _DIVIDING if getattr(self.keys, key) != getattr(run.keys, key)]
+        if not changed or not len(self._splits.train):  # the split has images of its own
+            return
+        measured, trained = self._measured(split), run._open_splits().train
+        known = {trained.source.path(index) for index in trained.indices}
+        if count := sum(measured.source.path(index) in known for index in measured.indices):
+            key = changed[0]
+            raise ValueError(
+                f"data.{key}={spell(getattr(self.keys, key))} sets other images apart than the run did "
+                f"({spell(getattr(run.keys, key))}): {count} of the {len(measured)} of split={split} were trained on; "
+                "leave it out"
+            )
+
+    def _measures_all_of(self, run: ImageDataModule, trained: DataInfo, split: str) -> bool:
+        """True if the images of `split` are all that a run has had, those for training and those it set apart."""
+        sizes = [trained.sizes.get(stage) for stage in ("train", "val")]
+        known = trained.checksums.get("train")
+        if known is None or None in sizes or len(self._measured(split)) != sum(filter(None, sizes)):
+            return False
+        return known == [run._open_splits().train.checksum(sizes=True)]
 
     def _check_classes(self, train: Split) -> None:
         """ValueError for training images of one class; a warning names the classes that have none."""
@@ -520,14 +570,14 @@ class ImageDataModule(TaskData):
             named=keys.num_classes is None,
         )
 
-    def _describe_stream(self) -> tuple[dict[str, int | None], list[str]]:
-        """The sizes of the splits and the class names, as far as the reader knows them."""
-        readers = {kind: self._stream(kind, training=kind == "train").reader for kind in self.split_names}
+    def _describe_stream(self, kinds: Sequence[str]) -> tuple[dict[str, int | None], list[str]]:
+        """The sizes of splits and the class names, as far as the reader knows them; the classes are of the first."""
+        readers = {kind: self._stream(kind, training=kind == "train").reader for kind in kinds}
         names = {"train": "train", "validation": "val", "test": "test"}
         sizes = {
             names[kind]: reader.num_samples if reader.num_samples > 0 else None for kind, reader in readers.items()
         }
-        classes: Mapping[Any, int] = readers["train"].class_to_idx
+        classes: Mapping[Any, int] = readers[kinds[0]].class_to_idx
         tell_joined(classes, self.keys.source)
         return sizes, names_by_number(classes)
 

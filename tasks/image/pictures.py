@@ -92,7 +92,9 @@ class SamplePredictions(Callback):
 
 
 def is_due(trainer: Trainer, module: LightningModule, pictures: int) -> bool:
-    """True if this validation is one of about `pictures` of a run, evenly spaced."""
+    """True if this validation is one of about `pictures` of a run, evenly spaced; Lightning's sanity check is none."""
+    if trainer.sanity_checking:
+        return False
     number, total = _count_validations(trainer, module)
     return is_one_of(number, total, pictures)
 

@@ -616,10 +616,12 @@ def open_stream(
         is_hub = source.lower().startswith("hfids/")
         stream = dataset.reader.builder.as_streaming_dataset(split=name) if is_hub else None
     except Exception as error:
-        told = "data.train_samples=N for a stream that does not tell its length"
+        told = _unopened(source, name, error)
+        if training:
+            told += ", and data.train_samples=N for a stream that does not tell its length"
         if is_shards:
             told += "; a split is the name of shards and the number of their images: 'train-{000..009}.tar|9000'"
-        raise ValueError(f"{_unopened(source, name, error)}, and {told}") from error
+        raise ValueError(told) from error
     if is_shards:
         dataset.reader.shards = len(dataset.reader.split_info.filenames)
     if stream is not None:
@@ -925,5 +927,5 @@ def _as_dict(class_map: ClassMap) -> Any:
 def _unopened(source: str, split: str, error: BaseException) -> str:
     return (
         f"data.source={source} does not open with the split {split!r} ({first_line(error)}): "
-        "check data.root and data.train_split, data.val_split, data.test_split (null = none)"
+        "check data.root and data.train_split, data.val_split, data.test_split (in training null = none)"
     )

@@ -12,7 +12,8 @@ from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import Place, find_place, follow
 from longseq.tasks.data.sampler import UpdateSampler
-from longseq.tasks.text.corpora import open_corpora, require_roots
+from longseq.tasks.data.shares import refuse_larger_shares, same_root
+from longseq.tasks.text.corpora import fractions_of, open_corpora, require_roots
 from longseq.tasks.text.info import TextInfo
 from longseq.tasks.text.keys import READ_BY, TextDataKeys
 from longseq.tasks.text.sampler import EveryStream, EveryWindow, MixedSampler, StreamSampler, WindowBatches
@@ -114,6 +115,11 @@ class LanguageModelData(TaskData):
             own = {key: None if key in READ_BY else value for key, value in own.items()}
         # The weights mix the windows of training alone, and another root may have another number of entries.
         keys = read(TextDataKeys, {**own, "weights": None, **changes}, "data")
+        run = read(TextDataKeys, config["data"], "data") if config.get("data") else None
+        if run is not None and run.source == keys.source and same_root(run.root, keys.root):
+            name = STAGES[split]
+            share, own_share = ({name: fractions_of(one)[name]} for one in (keys, run))
+            refuse_larger_shares(share, own_share, "give other text by data.root")
         # By default as many tokens as the windows of the training held.
         rows = max(1, batch_size * trained.window // keys.window)
         datamodule = cls(keys, batch_size=rows, seed=config.get("seed", 0))

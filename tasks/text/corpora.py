@@ -25,10 +25,7 @@ _FRACTION = 0.05
 
 def open_corpora(keys: TextDataKeys) -> list[TokenStore]:
     """One corpus for each entry of `data.root`, or the only one. Raises ValueError for errors of the user."""
-    fractions = {
-        "validation": _FRACTION if keys.validation is None else keys.validation,
-        "test": _FRACTION if keys.test is None else keys.test,
-    }
+    fractions = fractions_of(keys)
     if keys.source == "standard_library":
         return [_standard_library(fractions)]
     if keys.source == "python_sources":
@@ -44,6 +41,12 @@ def open_corpora(keys: TextDataKeys) -> list[TokenStore]:
         _prepared(Path(root).resolve().stem, find_parts([_absolute(root)], columns), columns, fractions, keys)
         for root in roots
     ]
+
+
+def fractions_of(keys: TextDataKeys) -> dict[str, float]:
+    """The shares of the documents that are set apart for validation and test, of text that is not prepared."""
+    shares = {"validation": keys.validation, "test": keys.test}
+    return {split: _FRACTION if share is None else share for split, share in shares.items()}
 
 
 def require_roots(keys: TextDataKeys) -> list[str]:

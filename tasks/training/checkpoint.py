@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ from longseq.models import (
 from longseq.plugins import check_loaded
 from longseq.timm_models import model_name, stated_data, takes_any_resolution
 from longseq.tokenizer_files import SETTINGS_FILE, TOKENIZER_FILE, find_separator
+
+_log = logging.getLogger(__name__)
 
 # The tokens of a window in which a language model is measured if the length of its training windows is not known.
 WINDOW = 2048
@@ -90,6 +93,7 @@ def load(
         except ValueError as error:
             size = stated_data(backbone).get("img_size")
             raise ValueError(f"{label} holds a {model_name(backbone)}, which takes images of {size} px only") from error
+    _tell_assumed(saved, backbone)
     return Loaded(
         path=Path(path),
         file=file / weight_files(file, label)[0] if file.is_dir() else file,
@@ -107,6 +111,19 @@ def check_task(path: str | Path, key: str, tasks: Collection[str]) -> None:
     """ValueError as of `load`, without reading the weights, for a folder whose model is of none of `tasks`."""
     folder = _find(path, key)
     _find_task(read_description(folder, f"{key}={path}"), folder, tasks)
+
+
+def _tell_assumed(saved: SavedModel, model: nn.Module) -> None:
+    """Warn, in one line, of a training checkpoint of a program that has not said how its samples were prepared."""
+    stated = stated_data(model)
+    if saved.run and stated and not (saved.run.get("hyper_parameters") or {}).get("data"):
+        shown = ", ".join(f"{name}={stated[name]}" for name in ("mean", "std", "crop_pct") if name in stated)
+        _log.warning(
+            "%s does not tell how the images of its training were prepared: %s are taken, which its model states; a "
+            "program tells others by info=",
+            saved.label,
+            shown,
+        )
 
 
 def _find(path: str | Path, key: str) -> Path:

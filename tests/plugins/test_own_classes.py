@@ -19,7 +19,7 @@ from torchvision.utils import save_image
 import longseq
 from longseq import plugins
 from longseq.tasks import ImageDataKeys
-from longseq.tasks.image.own_dataset import own_held_out
+from longseq.tasks.image.own_dataset import own_held_out, own_splits
 from longseq.tasks.training import targets
 
 MODULE = "own_shapes"
@@ -231,6 +231,21 @@ def open_test_set(node: dict[str, Any]) -> None:
     targets.check({"data": {"test_set": {"_target_": node["_target_"]}}})
     train = {"_target_": "own_shapes.Squares", "samples": 9}
     own_held_out(ImageDataKeys(name="own", source="own", img_size=8, train_set=train, test_set=node), "test")
+
+
+def test_a_set_is_measured_without_one_to_train_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    plugins.load([MODULE])
+    keys = ImageDataKeys(
+        name="own", source="own", img_size=8, test_set={"_target_": "own_shapes.Squares", "samples": 9}
+    )
+    found = own_held_out(keys, "test")
+    assert found is not None
+    assert len(found) == 9
+    with pytest.raises(ValueError, match=r"^data\.test_set is no validation set: give split=test, or 'data\.val_set="):
+        own_held_out(keys, "validation")
+    with pytest.raises(ValueError, match=r"^data=own names no class: .*data\.train_set="):
+        own_splits(keys)
 
 
 def test_wrong_names_and_samples_are_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

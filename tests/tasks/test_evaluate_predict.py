@@ -92,6 +92,10 @@ def test_data_that_have_changed_since_the_training_are_told(image_folder, tiny, 
     shutil.copy(next((root / "val" / "class0").iterdir()), root / "val" / "class0" / "another.png")
     evaluate.run(command)
     assert "the data have changed: test has 13 samples now, and had 12 when the model was trained" in caplog.text
+    caplog.clear()
+    checkpoint = f"checkpoint={tmp_path / 'run/checkpoints/best.ckpt'}"
+    evaluate.run(compose_config("evaluate", checkpoint, "trainer=cpu", "data.eval_batch_size=3", "data.num_workers=0"))
+    assert "the data have changed: test has 13 samples now" in caplog.text, "these keys change no sample"
 
 
 def test_evaluate_measures_other_data_of_the_same_classes(checkpoint, compose_config, tmp_path):

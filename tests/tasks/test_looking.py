@@ -60,6 +60,23 @@ def test_without_a_terminal_lines_tell_the_progress(run):
 
 
 @SLOW
+def test_lines_have_the_values_of_a_validation_once(tiny, monkeypatch):
+    monkeypatch.setattr("sys.stderr", printed := io.StringIO())
+    often = (
+        "recipe.epochs=4",
+        "recipe.validate_every_updates=30",
+        "callbacks.samples=null",
+        "callbacks.telemetry=null",
+    )
+    train.run(tiny(*often, "recipe.validate_every_epochs=null", "+trainer.num_sanity_val_steps=1"))
+    lines = re.findall(r"^((?:epoch|update) \d+)/\d+  train/loss(.*)", printed.getvalue(), re.MULTILINE)
+    told = {place: ("val/loss" in facts, "val/top1" in facts, "  val " in facts) for place, facts in lines}
+    none, values = (False,) * 3, (True,) * 3
+    # An epoch has 20 updates: the second validation is that of the third epoch's end.
+    assert told == {"epoch 1": none, "update 30": values, "epoch 2": none, "epoch 3": values, "epoch 4": values}
+
+
+@SLOW
 def test_rates_and_memory_follow_each_validation(run):
     assert [event.step for event in run.board.Scalars("throughput/val_images_per_second")] == [19, 39]
     assert all(event.value > 10 for event in run.board.Scalars("throughput/test_images_per_second"))

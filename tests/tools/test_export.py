@@ -22,7 +22,7 @@ import timm
 import torch
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
-from PIL import Image
+from PIL import Image, ImageCms
 from torch import Tensor, nn
 
 import longseq  # noqa: F401  registers the models
@@ -260,6 +260,36 @@ def test_a_program_without_longseq_prepares_images(
         path = tmp_path / f"{number}.png"
         Image.fromarray(pixels).save(path)
         np.testing.assert_array_equal(program["read_image"](path, facts), transform(decode(path)).numpy())
+    for path in write_modes(tmp_path):
+        read = program["read_image"](path, facts)
+        np.testing.assert_array_equal(read, transform(decode(path)).numpy(), err_msg=path.name)
+
+
+def write_modes(folder: Path) -> Iterator[Path]:
+    """Pictures of the modes that Pillow reads from files, upright and turned by their EXIF orientation."""
+    random = np.random.default_rng(0)
+    colours = Image.fromarray(random.integers(0, 256, (40, 60, 4), np.uint8))
+    flat = colours.convert("RGB")
+    lab = ImageCms.profileToProfile(
+        flat, ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB"), outputMode="LAB"
+    )
+    wide = random.integers(0, 65536, (40, 60))
+    images = {mode: flat.convert(mode) for mode in ("1", "L", "P", "CMYK", "YCbCr", "RGB")}
+    images |= {"LA": colours.convert("LA"), "RGBA": colours, "LAB": lab}
+    images |= {"I;16": Image.fromarray(wide.astype(np.uint16)), "I;16B": Image.fromarray(wide.astype(">u2"))}
+    images |= {"F": Image.fromarray(random.random((40, 60)).astype(np.float32))}
+    for mode, image in images.items():
+        for orientation in (1, 3, 6):
+            path = folder / f"{mode}{orientation}.tif"
+            image.save(path, tiffinfo={274: orientation})
+            yield path
+    files = {"wide.png": images["I;16"], "wide.pgm": images["I;16"], "inks.jpg": images["CMYK"], "p.gif": images["P"]}
+    files |= {"a.webp": colours, "la.png": images["LA"]}
+    for name, image in files.items():
+        image.save(folder / name)
+        yield folder / name
+    images["P"].save(folder / "p.png", transparency=3)
+    yield folder / "p.png"
 
 
 def test_another_cut_that_a_model_of_timm_states_is_not_told_as_ours() -> None:

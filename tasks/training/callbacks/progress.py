@@ -42,8 +42,9 @@ class TrainingProgress(ProgressBar):
     """Shows the whole run as one bar in a terminal; elsewhere prints a line at least every `line_seconds`.
 
     Each epoch also has a line with its metrics, the rates of training and validation, the memory that was taken, and
-    the time left. Values (the losses and `metric`) are read from the device only when the bar is redrawn, at most once
-    in `refresh_seconds`, and when a line is printed. `unit` is the unit of `count_units`.
+    the time left. Lines have the values of a validation once, where it was. Values (the losses and `metric`) are read
+    from the device only when the bar is redrawn, at most once in `refresh_seconds`, and when a line is printed. `unit`
+    is the unit of `count_units`.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class TrainingProgress(ProgressBar):
         self._epoch_rate: float | None = None
         self._unread: BrokenPipeError | None = None  # of a line that nobody reads
         self._has_terminal = False
+        self._untold_validation = False  # since the last line
 
     def enable(self) -> None:
         self._enabled = True
@@ -152,7 +154,8 @@ class TrainingProgress(ProgressBar):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print a line for a validation within an epoch; the one at an epoch's end is in the epoch's line."""
         self._describe(_epoch(trainer))
-        if not self._enabled or trainer.state.fn != TrainerFn.FITTING or trainer.is_last_batch:
+        self._untold_validation = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        if not self._enabled or not self._untold_validation or trainer.is_last_batch:
             return
         self._print(_update(trainer, pl_module), *self._measured(trainer, pl_module, self._rate()))
 
@@ -191,12 +194,14 @@ class TrainingProgress(ProgressBar):
             self._print(f"{stage}: batch {batch_idx + 1}" + ("" if math.isinf(batches) else f" of {batches}"))
 
     def _measured(self, trainer: Trainer, module: LightningModule, rate: float | None) -> list[str]:
-        """The facts of a line after a validation."""
+        """The facts of the line of an epoch or a validation."""
         self._told = time.monotonic()
-        facts = [*_values(trainer, ("train/loss", "val/loss", self.metric)), self._per_second(rate)]
+        validated, self._untold_validation = self._untold_validation, False
+        names = ("train/loss", "val/loss", self.metric) if validated else ("train/loss",)
+        facts = [*_values(trainer, names), self._per_second(rate)]
         callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
         evaluated = next((one.evaluation_rate for one in callbacks if isinstance(one, Throughput)), None)
-        if evaluated is not None:
+        if validated and evaluated is not None:
             facts.append(f"val {self._per_second(evaluated)}")
         if (memory := peak_memory(module.device)) is not None:
             facts.append(f"{memory / 2**30:.2f} GiB")

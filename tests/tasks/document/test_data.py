@@ -400,6 +400,33 @@ def test_evaluation_on_another_file_opens_it_alone(tmp_path: Path, monkeypatch: 
         DocumentData.for_evaluation(config, {"test": str(other)}, split="test", trained=data.info, batch_size=64)
 
 
+def test_documents_of_the_training_are_not_measured_by_other_shares(tmp_path: Path) -> None:
+    rows = [{**row, "title": row["text"][::-1]} for row in make_rows(90)]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    data = open_data(tmp_path, root=str(path), validation=0.2, test=0.2)
+
+    def measure(split: str, **changes: Any) -> set[Any]:
+        config = {"data": vars(data.keys), "recipe": {"batch_size": 2048}}
+        found = DocumentData.for_evaluation(config, changes, split=split, trained=data.info, batch_size=64)
+        return contents(found, split)
+
+    trained, known = contents(data, "train"), {split: contents(data, split) for split in ("val", "test")}
+    for changes, split in (({"test": 0.3}, "test"), ({"test": 0.3}, "val"), ({"validation": 0.3}, "val")):
+        ((key, share),) = changes.items()
+        with pytest.raises(
+            ValueError, match=rf"^data\.{key}={share}: the run set 0\.2 .* data\.({key}|{split}\w*)=FILE$"
+        ):
+            measure(split, root=f"{tmp_path}/./a.jsonl", **changes)
+    assert measure("test", validation=0.4) == measure("test", text_column="text") == known["test"]
+    assert measure("test", test=0.1) < known["test"]
+    assert not measure("val", test=0.1) & trained
+    with pytest.raises(
+        ValueError, match=r"^data\.text_column=title divides .* than the run's text: some for test would"
+    ):
+        measure("test", text_column="title")
+    assert len(measure("test", text_column="title", test=str(path))) == 90
+
+
 def test_a_changed_file_is_prepared_again_and_a_changed_cache_is_told(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", make_rows())
     first = open_data(tmp_path, root=str(path))

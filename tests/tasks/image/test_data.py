@@ -190,6 +190,77 @@ def test_webdataset_stream_warns_once_and_covers_its_images_on_all_ranks(tmp_pat
         monkeypatch.setattr("longseq.tasks.image.data.find_place", lambda _, rank=rank: Place(rank, 2))
         counts.append(gather(module.val_dataloader())[1].bincount(minlength=3))
     assert torch.equal(counts[0] + counts[1], torch.tensor([3, 3, 3]))
+    # A model is measured where the shards of its training are not.
+    for shard in range(3):
+        (tmp_path / f"data-{shard}.tar").unlink()
+    caplog.clear()
+    monkeypatch.undo()
+    again = evaluated(module)
+    assert again.info.sizes == {"test": 9}
+    assert gather(again.test_dataloader())[1].bincount().tolist() == [3, 3, 3]
+    assert "is a stream" not in caplog.text, "nothing is resumed"
+
+
+def evaluated(module, split="test", **changes):
+    """The data for evaluating a model that was trained on those of a module, with changes of their keys."""
+    known = {"data": vars(module.keys)}
+    return ImageDataModule.for_evaluation(known, changes, split=split, trained=module.info, batch_size=4)
+
+
+def paths(split):
+    return {split.source.path(index) for index in split.indices}
+
+
+def write_listed(folder):
+    """A table of images, with a second column of labels."""
+    lines = [f"{path},{path.parent.name},{path.parent.name[::-1]}" for path in sorted(folder.glob("train/*/*"))]
+    (folder / "all.csv").write_text("\n".join(["file_name,label,backwards", *lines]) + "\n")
+    return folder / "all.csv"
+
+
+@pytest.mark.parametrize(
+    ("source", "changes", "count"),
+    [
+        ("folder", {"val_fraction": 0.5}, "9 of the 18"),
+        ("folder", {"split_seed": 1}, "[5-9] of the 9"),
+        ("folder", {"class_map": {"cat": 0, "emu": 2}}, "[1-6] of the 6"),
+        ("csv", {"val_fraction": 0.5}, "9 of the 18"),
+        ("csv", {"split_seed": 1}, "[5-9] of the 9"),
+    ],
+)
+def test_images_of_the_training_are_not_measured_by_other_shares(source, changes, count, folder):
+    root = folder / "train" if source == "folder" else write_listed(folder)
+    module = open_data(source, root, val_fraction=0.25)
+    (key,) = changes
+    for split in ("val", "test"):
+        with pytest.raises(ValueError, match=rf"data\.{key}=.*: {count} of split={split} were trained on; leave"):
+            evaluated(module, split, **changes)
+    fewer = evaluated(module, val_fraction=0.1)
+    assert paths(fewer.splits.test) < paths(module.splits.test)
+    with pytest.raises(ValueError, match=r"data\.val_fraction=0\.5 .* 9 of the 18"):
+        evaluated(module, root=f"{root.parent}/../{folder.name}/{root.name}", val_fraction=0.5)
+
+
+def test_shares_have_no_part_in_images_of_their_own(folder):
+    module = open_data("folder", folder)
+    assert evaluated(module, val_fraction=0.5).info.sizes == {"test": 15}
+    assert evaluated(open_data("folder", folder / "train"), root=str(folder), split_seed=1).info.sizes == {"test": 15}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_data_of_a_run_in_another_place_are_divided_as_before(packed, folder, tmp_path, caplog):
+    root = write_tar(tmp_path / "train.tar", folder / "train") if packed else folder / "train"
+    module = open_data("folder", root, val_fraction=0.25)
+    known = {Path(path).relative_to(root) for path in paths(module.splits.test)}
+    moved = root.rename(tmp_path / f"moved{root.suffix}")
+    again = evaluated(module, root=str(moved))
+    assert {Path(path).relative_to(moved) for path in paths(again.splits.test)} == known
+    assert "holds the images of the training in another place: those that were set apart are measured" in caplog.text
+    with pytest.raises(ValueError, match=r"data\.val_fraction=0\.5 .* 9 of the 18"):
+        evaluated(module, root=str(moved), val_fraction=0.5)
+    # Others are measured as a whole.
+    other = open_data("folder", folder / "val", val_fraction=0.25)
+    assert evaluated(other, root=str(moved)).info.sizes == {"test": 36}
 
 
 @pytest.mark.slow

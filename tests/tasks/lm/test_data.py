@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as Library
 from longseq.tasks.lm.data import LanguageModelData
 from longseq.tasks.text import corpora, python_sources
 from longseq.tasks.text.batch import IGNORED, TokenBatch
+from longseq.tasks.text.info import TextInfo
 from longseq.tasks.text.keys import TextDataKeys
 from longseq.tasks.text.prepare import prepare
 from longseq.tasks.text.sources import TEXT, Columns, find_parts
@@ -288,6 +289,26 @@ def test_a_model_is_measured_on_other_text_and_in_other_windows(jsonl: Path, tok
     changes = {**given, "tokenizer": "train:300"}
     with pytest.raises(ValueError, match=r"data\.tokenizer=train:300 is another .*: give data\.tokenizer=bytes"):
         LanguageModelData.for_evaluation(config, changes, split="test", trained=trained, batch_size=4)
+
+
+def test_text_of_the_training_is_not_measured_by_other_shares(jsonl: Path, tmp_path: Path) -> None:
+    keys = {"name": "made", "source": "files", "root": str(jsonl), "cache": str(tmp_path / "cache"), "window": 16}
+    run = {**keys, "validation": 0.2, "test": 0.3}
+    config, trained = {"seed": 0, "data": run}, make(**run).info
+
+    def measure(split: str, **changes: Any) -> TextInfo:
+        options: dict[str, Any] = {"split": split, "trained": trained, "batch_size": 4}
+        return LanguageModelData.for_evaluation(config, changes, **options).info
+
+    for split, key, share in (("test", "test", 0.5), ("val", "validation", 0.4)):
+        with pytest.raises(
+            ValueError, match=rf"^data\.{key}={share}: the run set 0\.\d of .* other text by data\.root$"
+        ):
+            measure(split, **{key: share})
+        with pytest.raises(ValueError, match=rf"^data\.{key}={share}: "):
+            measure(split, root=[str(jsonl)], **{key: share})
+    assert measure("test", validation=0.4).checksums["test"] == trained.checksums["test"]
+    assert measure("test", test=0.2).sizes["test"] < trained.sizes["test"]
 
 
 def test_text_is_measured_with_the_tokenizer_of_the_model(jsonl: Path, tmp_path: Path) -> None:
