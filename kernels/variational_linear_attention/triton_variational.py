@@ -2,9 +2,9 @@
 
 Values between the parts (α, and o before its division) and the gradients that several parts add are float32, rounded
 once at the end. The precision of the matrix products follows from v's type. For bfloat16, the delta rule multiplies
-float16 numbers if its keys k̂ and α̂ both have length 1, and least squares uses TF32, where rounding does not
-accumulate over chunks. For float16 this would lose more than the rounding of the result. If normalize_alpha, α = A k,
-with the key before its normalisation: α̂ is the same for both.
+float16 numbers if its keys k̂ and α̂ both have length 1, and least squares uses TF32 where 11 bits are enough. For
+float16 this would lose more than the rounding of the result. If normalize_alpha, α = A k, with the key before its
+normalisation: α̂ is the same for both.
 """
 
 import torch
