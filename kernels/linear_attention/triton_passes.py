@@ -672,8 +672,6 @@ def differentiate(
     if READS:
         store_tokens(d_x + token * W, H * W * NEXT, live, column, read + itself * ys, W, CHUNK, BLOCK)
     if WRITES:
-        if GATE == "channel":
-            kept += tl.sum(ys * written, 0)  # before the sums over later tokens, which need more registers
         if not BY_LEVEL:
             xs = load_tokens(x, x_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
         later, xs, weighed_later = _from_later(
@@ -687,13 +685,13 @@ def differentiate(
         # both, down to its rounding, or a pair that contains a large token leaves more of its error than the others add
         # up to. The sum of `later` starts at the end of the chunk: as the sum over the chunk minus that over the tokens
         # before the gate, it would hold what is left of the reads of a large query before the gate, whose numbers are
-        # 1e8 times the others in slot attention with squared weights. `own` is summed over the tokens before the gate:
-        # for a gate per channel as its sum over the chunk, in `kept`, minus that from the gate on, so that one matrix
-        # product sums it and `later`.
+        # 1e8 times the others in slot attention with squared weights. `own` is summed over the tokens before the gate;
+        # for a gate per channel it is in one matrix product with `later`.
         later = weighed - unit * weighed_later if BY_LEVEL else xs * read - ys * later
         own = ys * written
         if GATE == "channel":
-            dg = kept[None, :] + add_ranges(i[:, None] <= i[None, :], later - own)
+            later -= own
+            dg = (kept + tl.sum(own, 0))[None, :] + add_ranges(i[:, None] <= i[None, :], later)
             store_tokens(d_g + token * W, H * W * NEXT, live, column, dg, W, CHUNK, BLOCK)
         if GATE == "head":
             own = tl.sum(own, 1)
