@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from lightning.pytorch import LightningDataModule
 
 from longseq.tasks.data.info import Info
 from longseq.tasks.data.inputs import Inputs
+from longseq.tasks.training.options import spell
 
 Self = TypeVar("Self", bound="TaskData")
 
@@ -106,3 +107,10 @@ class TaskData(LightningDataModule, ABC):
     def unreadable(self) -> list[str]:
         """Names of the samples that this process could not read so far."""
         return []
+
+
+def refuse_training_keys(changes: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raise ValueError, in one line, if `changes` to the data of an evaluation have a key that training alone reads."""
+    for key in names:
+        if key in changes:
+            raise ValueError(f"data.{key}={spell(changes[key])} has no effect: it is of training alone; leave it out")

@@ -26,7 +26,7 @@ from longseq.tasks.data.labels import (
     unknown_label,
 )
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader
-from longseq.tasks.data.module import TaskData
+from longseq.tasks.data.module import TaskData, refuse_training_keys
 from longseq.tasks.data.place import find_place, follow
 from longseq.tasks.data.shares import refuse_larger_shares, same_root
 from longseq.tasks.document import arena as _arena  # noqa: F401  registers its sources
@@ -60,6 +60,9 @@ STAGES = {"train": "train", "val": "validation", "test": "test"}
 
 # A run says so if an epoch reads a smaller share of the training documents.
 MOST = 0.95
+
+# Keys of training alone.
+_EVALUATED = {"sampling": None, "random_crops": False}
 
 # Of a model that is saved without its run: the tokens of a batch in evaluation.
 _BUDGET = 65536
@@ -171,13 +174,9 @@ class DocumentData(TaskData):
         }
         if not config.get("data") and not {"root", "test", "validation"} & changes.keys():
             raise ValueError("a saved model does not tell what to measure it on: give data.test=FILE")
-        own = {
-            **own,
-            "tokenizer": None,
-            "separator": None,
-            "sampling": None,
-            "random_crops": False,
-        }  # of the tokenizer that of the model, whose file may be elsewhere by now; the others are of training alone
+        # The tokenizer is that of the model: the file of the training may be elsewhere by now.
+        own = {**own, "tokenizer": None, "separator": None, **_EVALUATED}
+        refuse_training_keys(changes, (*_EVALUATED, "class_weights"))
         if changes.get("truncation") == "none":
             own = {**own, "max_length": None}
         keys = read(DocumentDataKeys, {**own, **_found_here(changes, own.get("root"))}, "data")

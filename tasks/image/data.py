@@ -16,7 +16,7 @@ from torch import Tensor
 from longseq.tasks.data.batch import Batch
 from longseq.tasks.data.labels import count_classes, find_weights, name_some, rarest_labels
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader
-from longseq.tasks.data.module import TaskData
+from longseq.tasks.data.module import TaskData, refuse_training_keys
 from longseq.tasks.data.place import find_place, follow
 from longseq.tasks.data.prefetch import Prefetch, separate_queues
 from longseq.tasks.data.sampler import BalancedSampler, EvaluationSampler, TrainingSampler
@@ -198,9 +198,7 @@ class ImageDataModule(TaskData):
         if changes.get("source", own.get("source")) != own.get("source"):  # how the run's source names labels
             own = {key: value for key, value in own.items() if key not in LABEL_KEYS}
         keys = read(ImageDataKeys, {**own, **changes, **_EVALUATED}, "data")
-        if inert := [key for key in _EVALUATED if key in changes]:
-            key = inert[0]
-            raise ValueError(f"data.{key}={spell(changes[key])} has no effect: it is of training alone; leave it out")
+        refuse_training_keys(changes, _EVALUATED)
         if "train_samples" in changes:
             raise ValueError(
                 f"data.train_samples={keys.train_samples} has no effect: it counts the training images of a stream, of "
