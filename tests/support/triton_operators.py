@@ -80,7 +80,8 @@ class Rules:
                 rule = rules.get((id(left.type), kind))
                 if rule is None:
                     return self.learn(name, slow, left, right)
-                if rule is False or (kind is int and not -(2**31) <= number < 2**31):
+                # -0.0 loses its sign up to Triton 3.8.
+                if rule is False or (number == 0 if kind is float else kind is int and not -(2**31) <= number < 2**31):
                     return slow(left, right)
                 operand = np.array([number], rule[1])
             compute, _, widens, entries, (type_, dtype, shape, numel), dtype_of_handle = rule
