@@ -528,7 +528,7 @@ def test_figures_in_sentences_are_those_of_the_rows(script):
     ]
     said = (
         "reached {} of the bare step with `cpu` and {} with `gpu` on 16 cores and an H200; with `gpu` {} on an H100, "
-        "and {} of two of them on two; with `cpu` {} of two on two, which had 32 cores ("
+        "and {} of two of them on two. On two H100s and 32 cores `cpu` reached {} of two bare steps ("
     )
     assert said.format(*shares) in page
     assert not find_later(script, "vim_recipe", rows_of("vim_recipe"))
