@@ -280,11 +280,16 @@ def state_data(model: nn.Module, info: DataInfo) -> None:
 
 
 def state_decision(model: nn.Module, *, multi_label: bool, thresholds: list[float] | None) -> None:
-    """Write how probabilities become decisions to a model, which is saved with it; by default nothing is written."""
+    """Write how probabilities become decisions to a model, which is saved with it.
+
+    By default nothing is written, and what an earlier training wrote is removed.
+    """
     stated = {"multi_label": multi_label, "thresholds": thresholds}
+    described: Any = model
     if multi_label or thresholds is not None:
-        described: Any = model
         setattr(described, DECISION, stated)
+    elif isinstance(getattr(described, DECISION, None), Mapping):  # a model may have a layer of this name
+        delattr(described, DECISION)
 
 
 def _count_classes(name: str, state: Mapping[str, Any]) -> int:
