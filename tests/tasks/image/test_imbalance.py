@@ -307,6 +307,10 @@ def test_nothing_outside_the_list_of_metrics_is_called():
         ValueError, match=r"task\.metrics\.x\._target_=BinaryF1Score is for two classes, and there are 3"
     ):
         make_metrics(3, chosen={"x": {"_target_": "BinaryF1Score"}})
+    for name, several in (("MulticlassF1Score", True), ("BinaryF1Score", True), ("MultilabelF1Score", False)):
+        kind = "several labels" if several else "one class"
+        with pytest.raises(ValueError, match=rf"_target_={name} is not for data with {kind} a sample"):
+            make_metrics(2, multi_label=several, chosen={"x": {"_target_": name}})
     found = make_metrics(2, chosen={"recall_of_second": {"_target_": "BinaryRecall"}})
     probabilities = torch.tensor([[0.6, 0.4], [0.3, 0.7]])
     update_metrics(found, probabilities, decide(probabilities, torch.tensor([0.3]), multi_label=False), torch.ones(2))
