@@ -10,7 +10,7 @@ from torch import nn
 from longseq.arguments import copy_containers
 from longseq.blocks.sharding import unsharded_class
 from longseq.plugins import find_class
-from longseq.timm_models import DECISION, WEIGHT_SOURCES, read_stated, stated_by
+from longseq.timm_models import DECISION, WEIGHT_SOURCES, read_stated, stated_by, stated_decision
 
 # The argument that names the class, beside those of its constructor.
 TARGET = "_target_"
@@ -46,7 +46,7 @@ def describe_plugin_model(model: nn.Module) -> dict[str, Any]:
         **({"num_classes": classes} if classes is not None else {}),
         **({"label_names": names} if names else {}),
         **({"pretrained_cfg": stated} if stated else {}),
-        **({DECISION: dict(decision)} if (decision := getattr(model, DECISION, None)) else {}),
+        **({DECISION: decision} if (decision := stated_decision(model)) else {}),
     }
 
 

@@ -137,8 +137,19 @@ def timm_layout(model: nn.Module, stated: Mapping[str, Any]) -> dict[str, Any]:
         **({"label_names": names} if fits else {}),
         **({"label_descriptions": labels} if fits and labels else {}),
         "pretrained_cfg": {key: value for key, value in cfg.items() if key not in WEIGHT_SOURCES},
-        **({DECISION: dict(decision)} if (decision := getattr(model, DECISION, None)) else {}),
+        **({DECISION: decision} if (decision := stated_decision(model)) else {}),
     }
+
+
+def stated_decision(model: nn.Module) -> dict[str, Any]:
+    """What the model states at `DECISION`; a head of another size than the thresholds are for has none."""
+    decision: dict[str, Any] = dict(getattr(model, DECISION, None) or {})
+    thresholds, classes = decision.get("thresholds"), getattr(model, "num_classes", None)
+    if thresholds is None or classes is None:
+        return decision
+    if decision["multi_label"]:
+        return decision if len(thresholds) == classes else {**decision, "thresholds": None}
+    return decision if classes == 2 else {}
 
 
 def model_name(model: nn.Module) -> str:
@@ -155,7 +166,7 @@ def stated_data(model: nn.Module) -> dict[str, Any]:
     names = stated.get("label_names") or ()
     return {
         **({"class_names": list(names), "num_classes": len(names)} if len(names) == stated.get("num_classes") else {}),
-        **getattr(model, DECISION, {}),
+        **stated_decision(model),
         "img_size": height if height == width else [height, width],
         "in_chans": channels,
         "mean": _of_channels(stated["mean"], channels),

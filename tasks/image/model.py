@@ -143,8 +143,9 @@ class ImageModel(TaskModel):
             )
         try:
             # With a head as in the file, timm refuses weights of another model; with another head it takes what fits.
-            count = _count_classes(name, load_state_dict(path))
-            source = {"file": path, "num_classes": count}
+            state = load_state_dict(path)
+            count = _count_classes(name, state)
+            source = {"file": path, "num_classes": count} | _state_channels(model, name, info.in_chans, state)
             as_saved = replace(info, num_classes=count)
             theirs = self._create(config, as_saved, pretrained=True, pretrained_cfg_overlay=source)
             copy_weights(model, theirs.state_dict())
@@ -280,11 +281,16 @@ def state_data(model: nn.Module, info: DataInfo) -> None:
 
 
 def state_decision(model: nn.Module, *, multi_label: bool, thresholds: list[float] | None) -> None:
-    """Write how probabilities become decisions to a model, which is saved with it; by default nothing is written."""
+    """Write how probabilities become decisions to a model, which is saved with it.
+
+    By default nothing is written, and what an earlier training wrote is removed.
+    """
     stated = {"multi_label": multi_label, "thresholds": thresholds}
+    described: Any = model
     if multi_label or thresholds is not None:
-        described: Any = model
         setattr(described, DECISION, stated)
+    elif isinstance(getattr(described, DECISION, None), Mapping):  # a model may have a layer of this name
+        delattr(described, DECISION)
 
 
 def _count_classes(name: str, state: Mapping[str, Any]) -> int:
@@ -294,6 +300,20 @@ def _count_classes(name: str, state: Mapping[str, Any]) -> int:
     head = heads[0] if isinstance(heads, list | tuple) else heads
     weight = state.get(f"{head}.weight")
     return 0 if weight is None else len(weight)
+
+
+def _state_channels(model: nn.Module, name: str, in_chans: int, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The key that tells timm for how many channels a file of weights is, which it takes to be three.
+
+    Empty where the first convolution does not tell: some models fold pixels into its channels.
+    """
+    cfg: Any = timm.get_pretrained_cfg(name)
+    first = cfg.first_conv if cfg is not None else None
+    weight = state.get(f"{first}.weight")
+    layer = dict(model.named_modules()).get(first) if isinstance(first, str) else None
+    if weight is None or weight.ndim != 4 or not isinstance(layer, nn.Conv2d) or layer.in_channels != in_chans:
+        return {}
+    return {"input_size": (weight.shape[1] * layer.groups, *cfg.input_size[1:])}
 
 
 def _why_unfit(error: Exception) -> str:

@@ -257,13 +257,7 @@ def check_metrics(
         if "." in name or hasattr(nn.ModuleDict(), name):
             raise ValueError(f"{place}: a module of torch can have no metric of this name: choose another name")
         function = targets.find(node, METRICS, place)
-        form = node[targets.TARGET].rpartition(".")[2]
-        unfit = ("Multiclass",) if multi_label else ("Multilabel",)
-        if form.startswith((*unfit, *(("Binary",) if multi_label else ()))):
-            kind = "several labels" if multi_label else "one class"
-            raise ValueError(
-                f"{place}.{targets.TARGET}={form} is not for data with {kind} a sample: choose another one"
-            )
+        _refuse_unfit(node, place, multi_label=multi_label)
         options = {key: value for key, value in node.items() if key not in (targets.TARGET, targets.PARTIAL)}
         if counted := next((option for option in _TOLD if option in options), None):
             raise ValueError(f"{place}.{counted}={spell(options[counted])} is told by the data: leave it out")
@@ -304,7 +298,8 @@ def make_metrics(
     """The metrics of a run: those of every run, those of `task.metrics`, and the one that `task.metric` names.
 
     `tables` are those of the task, for one label and for several. Accuracy among the first five is measured of more
-    than five classes. ValueError for one of two classes where there are more, and for a name that no metric has.
+    than five classes. ValueError for one of two classes where there are more, for one of the other form of targets,
+    and for a name that no metric has.
     """
     always, more = tables[multi_label]
     if num_classes <= _FIRST:
@@ -317,7 +312,7 @@ def make_metrics(
     made |= {name: more[name](num_classes) for name in named if name in more}
     for name, node in chosen.items():
         if node is not True:
-            made[name] = _build(node, f"task.metrics.{name}", num_classes)
+            made[name] = _build(node, f"task.metrics.{name}", num_classes, multi_label=multi_label)
     known = known_metrics({name: node for name, node in chosen.items() if node is not True}, tables[multi_label])
     if unknown := next((name for name in named if name not in known), None):
         told = f"chosen_metrics.{unknown}=True" if unknown in chosen else f"metric={metric}"
@@ -325,8 +320,20 @@ def make_metrics(
     return made
 
 
-def _build(node: Mapping[str, Any], place: str, num_classes: int) -> Metric:
+def _refuse_unfit(node: Mapping[str, Any], place: str, *, multi_label: bool) -> None:
+    """ValueError, in one line, for a metric of torchmetrics that is for the other form of targets.
+
+    Those for one class a sample would read the labels of all samples as classes 0 and 1.
+    """
+    form = node[targets.TARGET].rpartition(".")[2]
+    if form.startswith(("Multiclass", "Binary") if multi_label else "Multilabel"):
+        kind = "several labels" if multi_label else "one class"
+        raise ValueError(f"{place}.{targets.TARGET}={form} is not for data with {kind} a sample: choose another one")
+
+
+def _build(node: Mapping[str, Any], place: str, num_classes: int, *, multi_label: bool) -> Metric:
     function = targets.find(node, METRICS, place)
+    _refuse_unfit(node, place, multi_label=multi_label)
     if _is_binary(function) and num_classes != 2:
         raise ValueError(
             f"{place}.{targets.TARGET}={function.__name__} is for two classes, and there are {num_classes}: choose "

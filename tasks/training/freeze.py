@@ -8,6 +8,7 @@ from timm.models._manipulate import group_with_matcher
 from torch import nn
 
 _HEAD = "?"  # no parameter has this name: it stands for those that the model counts to no layer
+_AVERAGE = "running_mean"  # what a batch norm has, and other norms have not
 
 
 def freeze(model: nn.Module, part: int | str | None) -> None:
@@ -15,7 +16,8 @@ def freeze(model: nn.Module, part: int | str | None) -> None:
 
     A number N means the embeddings and the first N blocks, `embeddings` the embeddings alone, `body` everything but the
     head and the pooling before it. The layers are those of the model's `group_matcher`, by which timm's layer-wise
-    learning rates go, too.
+    learning rates go, too. Frozen batch norms are in evaluation mode: they normalise by the statistics that they have,
+    and these remain.
 
     Raises:
         ValueError: the model has fewer blocks, nothing would be left to train, or the model does not tell its layers.
@@ -25,7 +27,8 @@ def freeze(model: nn.Module, part: int | str | None) -> None:
     described: Any = model
     if not hasattr(model, "group_matcher"):
         raise ValueError(f"recipe.freeze={part}: a {type(model).__name__} does not tell its layers; leave it out")
-    names = [*dict(model.named_parameters()), _HEAD]
+    averages = [name for name, _ in model.named_buffers() if name.endswith(f".{_AVERAGE}")]
+    names = [*dict(model.named_parameters()), *averages, _HEAD]
     layer_of = group_with_matcher(((name, None) for name in names), described.group_matcher(coarse=False), reverse=True)
     blocks = layer_of[_HEAD] - 1
     last = {"embeddings": 0, "body": blocks}[part] if isinstance(part, str) else part
@@ -34,5 +37,8 @@ def freeze(model: nn.Module, part: int | str | None) -> None:
     for name, parameter in model.named_parameters():
         if layer_of[name] <= last:
             parameter.requires_grad_(False)
+    for name in averages:
+        if layer_of[name] <= last:
+            model.get_submodule(name.removesuffix(f".{_AVERAGE}")).eval()
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f"recipe.freeze={part} leaves nothing to train: the model has no head of its own")

@@ -77,7 +77,8 @@ def _draw_upwards(canvas: Image.Image, text: str, centre: float, bottom: float) 
 
 
 def fit_text(draw: ImageDraw.ImageDraw, text: str, width: float) -> str:
-    """The text, cut to `width` pixels."""
+    """The text in one line, cut to `width` pixels."""
+    text = text.replace("\n", " ")  # Pillow measures no text of several lines
     while len(text) > 1 and draw.textlength(text) > width:
         text = text[:-2] + "…"
     return text

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from forked import start_fork
 from image_data import image_data, read_rows, write_digits
@@ -26,15 +27,19 @@ from sklearn.utils.class_weight import compute_class_weight
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
+import longseq
+from longseq.models import describe
 from longseq.tasks import evaluate, predict, train
 from longseq.tasks.data.labels import count_classes, find_weights, rarest_labels, remarks
 from longseq.tasks.data.sampler import BalancedSampler
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.mixing import BatchMixing
+from longseq.tasks.image.model import state_decision
 from longseq.tasks.image.module import ImageClassifier
 from longseq.tasks.training.class_report import ClassReport
 from longseq.tasks.training.classification import make_metrics, update_metrics
 from longseq.tasks.training.decisions import Scores, choose_threshold, decide
+from longseq.timm_models import stated_data
 
 CLASSES = np.repeat([0, 1, 2], [70, 20, 6])
 DATA = (
@@ -302,6 +307,10 @@ def test_nothing_outside_the_list_of_metrics_is_called():
         ValueError, match=r"task\.metrics\.x\._target_=BinaryF1Score is for two classes, and there are 3"
     ):
         make_metrics(3, chosen={"x": {"_target_": "BinaryF1Score"}})
+    for name, several in (("MulticlassF1Score", True), ("BinaryF1Score", True), ("MultilabelF1Score", False)):
+        kind = "several labels" if several else "one class"
+        with pytest.raises(ValueError, match=rf"_target_={name} is not for data with {kind} a sample"):
+            make_metrics(2, multi_label=several, chosen={"x": {"_target_": name}})
     found = make_metrics(2, chosen={"recall_of_second": {"_target_": "BinaryRecall"}})
     probabilities = torch.tensor([[0.6, 0.4], [0.3, 0.7]])
     update_metrics(found, probabilities, decide(probabilities, torch.tensor([0.3]), multi_label=False), torch.ones(2))
@@ -450,6 +459,27 @@ def test_several_labels_from_a_table_train_and_export(tiny, compose_config, tmp_
     assert remark in caplog.text
     written = {Path(row["path"]).name: row["decision"] for row in read_rows(table) if not row["error"]}
     assert written == {name: ";".join(one["decision"]) for name, one in told.items()}
+
+
+def test_a_model_with_another_head_states_no_former_decision(tmp_path):
+    """Neither a head of another size has the thresholds, nor a model that was trained for one class an image later."""
+    sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1}
+    model = timm.create_model("longseq_tiny_patch16_224", mixer="attention", **sizes)
+    for former, classes, left in (
+        ({"multi_label": True, "thresholds": [0.2, 0.3, 0.4]}, 5, {"multi_label": True}),
+        ({"multi_label": False, "thresholds": [0.3]}, 3, {}),
+        ({"multi_label": True, "thresholds": [0.2, 0.3]}, 2, {"multi_label": True, "thresholds": [0.2, 0.3]}),
+    ):
+        state_decision(model, **former)
+        model.reset_classifier(classes)
+        model.save_pretrained(tmp_path)
+        for one in (model, longseq.from_pretrained(tmp_path)):
+            stated = {key: value for key, value in stated_data(one).items() if key in former and value}
+            assert stated == left
+    assert stated_data(model)["multi_label"]
+    ImageClassifier(model, num_classes=2).on_save_checkpoint({})
+    assert "multi_label" not in stated_data(model)
+    assert "decision" not in describe(model)
 
 
 def test_thresholds_that_are_one_number_are_told_as_one():

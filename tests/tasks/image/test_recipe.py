@@ -206,6 +206,24 @@ def test_timms_weights_are_tuned_with_a_new_head_for_other_classes(count, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "first"), [("test_resnet", "conv1.0"), ("test_vit", "patch_embed.proj")])
+def test_timms_weights_of_other_channels_are_fitted(name, first, tmp_path, compose_config, image_folder):
+    data = ("data=image_folder", f"data.root={image_folder}", "data.num_workers=0", "data.img_size=160")
+    for theirs, ours in ((1, 3), (4, 3), (3, 1), (1, 1)):
+        saved = timm.create_model(name, num_classes=5, in_chans=theirs).state_dict()
+        save_file(saved, tmp_path / "weights.safetensors")
+        keys = ("model=timm", f"model.name={name}", f"data.in_chans={ours}", "recipe=finetune", "trainer=cpu")
+        config = (f"init={tmp_path / 'weights.safetensors'}", f"output={tmp_path}")
+        backbone = train.build(compose_config("train", *data, *keys, *config)).module.backbone
+        weights = {key: value for key, value in backbone.state_dict().items() if not key.startswith(("fc.", "head."))}
+        weight = weights.pop(f"{first}.weight")
+        given = saved[f"{first}.weight"]
+        fitted = given.sum(1, keepdim=True) if ours == 1 else given.repeat(1, 3, 1, 1)[:, :ours] * theirs / ours
+        torch.testing.assert_close(weight, fitted)
+        assert all(torch.equal(value, saved[key]) for key, value in weights.items())
+
+
+@pytest.mark.slow
 def test_a_checkpoint_of_timms_train_is_tuned(tmp_path, compose_config, image_folder):
     """timm's saver writes `.pth.tar` files, with averaged weights beside the others; timm's loader takes them."""
     options = {"mixer": "attention", "patch_size": 4, "embed_dim": 16, "depth": 1, "img_size": 16, "num_classes": 3}

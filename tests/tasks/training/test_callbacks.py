@@ -245,6 +245,10 @@ def test_pictures_show_what_they_should():
     assert int(perfect[0, cell[0], cell[1]]) < int(off[0, cell[0], cell[1]]) < 255
     assert draw_confusion_matrix(torch.eye(100, dtype=torch.long), [str(i) for i in range(100)]).shape[1] < 1200
 
+    names = ["a\nb", "c", "d"]  # of folders and files, which may have line breaks
+    assert draw_confusion_matrix(torch.eye(3, dtype=torch.long), names).shape == perfect.shape
+    assert draw_predictions(pixels, names, ["c", "c", "c"], notes=names).shape[2] == picture.shape[2]
+
 
 @pytest.mark.slow
 def test_pictures_of_a_run_are_bounded_in_size_and_number():

@@ -8,15 +8,19 @@ import pytest
 import timm
 import torch
 from cases import cases
+from lightning.pytorch import Trainer
 from timm.optim import create_optimizer_v2
 from torch import nn
+from torch.utils.data import DataLoader
 
 from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.experiment import RecipeKeys
+from longseq.tasks.image.module import ImageClassifier
 from longseq.tasks.training.freeze import freeze
 from longseq.tasks.training.muon import create_muon
 from longseq.tasks.training.options import read
+from longseq.tasks.training.recipe import Training
 
 SMALL: dict[str, Any] = {"vocab_size": 7, "d_model": 16, "depth": 2, "mlp": None}
 
@@ -63,6 +67,24 @@ def test_an_update_changes_no_frozen_layer_and_scales_the_rates_of_the_others() 
     unchanged = {name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])}
     assert "body.embedding.weight" in unchanged
     assert not {"body.blocks.0.norm1.weight", "head.weight"} & unchanged
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["body", 2])
+def test_frozen_batch_norms_keep_their_statistics(part: Any) -> None:
+    torch.manual_seed(0)
+    model = timm.create_model("test_resnet", num_classes=3)
+    freeze(model, part)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    loader: Any = DataLoader([(torch.randn(3, 32, 32), number % 3) for number in range(8)], batch_size=4)
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(max_epochs=2, accelerator="cpu", enable_model_summary=False, **options)
+    trainer.fit(ImageClassifier(model, num_classes=3, training=Training(learning_rate=0.1)), loader, loader)
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    frozen = ("conv1.", "bn1.", "layer1.", "layer2.") + (("layer3.", "layer4.") if part == "body" else ())
+    assert not {name for name in changed if name.startswith(frozen)}
+    assert "fc.weight" in changed
+    assert ("layer4.0.bn1.running_mean" in changed) == (part == 2)
 
 
 def test_muon_takes_the_rates_of_layers_and_leaves_frozen_ones() -> None:
