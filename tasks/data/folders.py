@@ -36,11 +36,23 @@ def written_name(path: str) -> str:
         return Path(path).absolute().as_uri()
 
 
-def is_unicode(name: str) -> bool:
-    """Whether the name of a file is UTF-8 on the disk, also where the locale has other letters."""
+def class_name(folder: str) -> str:
+    """The name of a folder, which names a class, as the files of a run hold it; see `written_name`.
+
+    Bytes that are no UTF-8 stay as Python has decoded them, and `is_unicode` tells of those that it could not decode.
+    """
+    name = os.path.basename(folder)
     try:
-        os.fsencode(name).decode("utf-8")
+        return os.fsencode(name).decode("utf-8")
     except UnicodeDecodeError:
+        return name
+
+
+def is_unicode(name: str) -> bool:
+    """Whether the files of a run can hold a name."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
         return False
     return True
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from longseq.tasks.data.folders import is_unicode, refuse_inside
+from longseq.tasks.data.folders import class_name, is_unicode, refuse_inside
 from longseq.tasks.data.labels import Labels, name_some, read_labels
 from longseq.tasks.data.tables import find_split_column
 from longseq.tasks.text.corpora import cache_folder
@@ -221,8 +221,8 @@ def _labelled(one: Document | Malformed, keys: DocumentDataKeys, columns: Column
             folders = Path(one.place.path).relative_to(root).parts
             if len(folders) < 2:
                 return Malformed(one.place, "a text without a label: put each class's files into a folder of its name")
-            labels = (folders[0],)
-            if not is_unicode(folders[0]):
+            labels = (class_name(folders[0]),)
+            if not is_unicode(labels[0]):
                 return Malformed(one.place, "its folder, which names the class, has a name that is no UTF-8: rename it")
     except ValueError as error:
         return Malformed(one.place, str(error))

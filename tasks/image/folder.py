@@ -17,7 +17,7 @@ import numpy as np
 from timm.data.readers.img_extensions import get_img_extensions, set_img_extensions
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 
-from longseq.tasks.data.folders import leads_above
+from longseq.tasks.data.folders import class_name, leads_above
 from longseq.tasks.data.inputs import PassedOver, describe_passed_over
 from longseq.tasks.data.labels import sort_names
 from longseq.tasks.image.decoding import image_endings, is_hidden, is_image
@@ -106,16 +106,16 @@ class ClassFolders:
         folders = defaultdict(list)
         for path in found.images:
             folders[os.path.dirname(path)].append(path)
-        kept = (one for one in folders if class_to_idx is None or os.path.basename(one) in class_to_idx)
+        kept = (one for one in folders if class_to_idx is None or class_name(one) in class_to_idx)
         refuse_pooled(root, [os.path.relpath(folder, root) for folder in kept])
         if class_to_idx is None:
             self._check(set(folders))
-            names = sort_classes((os.path.basename(folder) for folder in folders), order)
+            names = sort_classes(map(class_name, folders), order)
             class_to_idx = {name: index for index, name in enumerate(names)}
         self.class_to_idx = dict(class_to_idx)
         samples = []
         for folder, paths in folders.items():
-            name = "" if folder == root.rstrip(os.sep) else os.path.basename(folder)
+            name = "" if folder == root.rstrip(os.sep) else class_name(folder)
             if name in self.class_to_idx:
                 samples += [(path, self.class_to_idx[name]) for path in paths]
             else:
@@ -235,7 +235,7 @@ def _class_in_archives(image: tarfile.TarInfo, archive: str | None, inner: tarfi
     """The class of an image: its folder, or the archive that it is in without one. (timm calls that of ./0.png ".")"""
     name = os.path.basename(os.path.normpath(os.path.dirname(image.path)))
     above = inner.path if inner is not None else archive or ""
-    return os.path.splitext(os.path.basename(above))[0] if name == "." else name
+    return class_name(os.path.splitext(os.path.basename(above))[0] if name == "." else name)
 
 
 def _folder_in_archives(image: tarfile.TarInfo, archive: str | None, inner: tarfile.TarInfo | None) -> str:
