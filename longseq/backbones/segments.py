@@ -58,7 +58,7 @@ def read_in_segments(
     Gradients go through all segments by default, and equal those of reading at once: the backward pass reads each
     segment again, from its saved state. With `gradient_segments=k` the gradients of a document end before its last k
     segments (truncated backpropagation through time), whose activations are kept; what earlier segments add to the
-    pooled features counts in the logits, but not in the gradients. A stochastic depth is drawn for each segment.
+    pooled features counts in the logits, but not in the gradients. A stochastic depth is drawn for each piece.
 
     Args:
         tokens: `[B, T]`, padded with `mask`, or packed `[1, L]` with `cu_seqlens`; they may be on another device.
@@ -423,7 +423,7 @@ class _Sweep:
 
     def _join(self, step: _Step, block: Any, x: Tensor, backward: Tensor, state: Any) -> tuple[Tensor, Any]:
         forward, state = self._scan(step, block, 0, x, state)
-        return block.add_branches(x, block.mixer.join([forward, backward])), state
+        return block.add_branches(x, block.mixer.join([forward, backward]), step.packing(x.device)), state
 
     def _read_one_way(self, block: Any, residual: list[Any], steps: list[_Step]) -> None:
         order = range(len(steps))
