@@ -154,7 +154,7 @@ class TextClassifier(PretrainedModel, nn.Module):
         """Return the normalised features of the tokens, `[B, T, d_model]`; the arguments are those of `forward`."""
         packing, added = pack_like(cu_seqlens, tokens), None
         if self.ngrams is not None:
-            added = self.ngrams(tokens, count_positions(tokens, cu_seqlens=packing, mask=mask)[0])
+            added = self.ngrams(tokens, count_positions(tokens, cu_seqlens=packing, mask=mask)[0], mask=mask)
         options: dict[str, Any] = {"cu_seqlens": packing, "mask": mask, "output_final_state": False}
         return self.body.forward_features(tokens, **options, added=added)[0]
 

@@ -50,6 +50,7 @@ from longseq.blocks.reading import COLUMNS
 from longseq.blocks.recompute import check_recompute
 from longseq.blocks.residual import Block
 from longseq.blocks.sharding import full_parameters, gathers_parameters
+from longseq.kernels.packing import Packing
 from longseq.mixers import Mixer, check_revisions
 from longseq.mixers.heads import largest_heads
 from longseq.mixers.pattern import Pattern, expand_pattern, spell_pattern
@@ -99,12 +100,12 @@ class ImageBlock(Block[Any]):
         self.ls1 = nn.Identity() if init_values is None else LayerScale(width, init_values)
         self.ls2 = nn.Identity() if init_values is None or mlp is None else LayerScale(width, init_values)
 
-    def add_branches(self, x: Tensor, branch: Tensor) -> Tensor:
-        branch = self.drop_path(self.ls1(self.proj_drop(branch)))
+    def add_branches(self, x: Tensor, branch: Tensor, packing: Packing | None = None) -> Tensor:
+        branch = self._drop(self.ls1(self.proj_drop(branch)), packing)
         if self.mlp is None or self.norm2 is None:
             return x + branch
         x, y = add_and_norm(self.norm2, x, branch)
-        return x + self.drop_path(self.ls2(self.mlp(y)))
+        return x + self._drop(self.ls2(self.mlp(y)), packing)
 
     def forward(  # type: ignore[override]
         self, x: Tensor, layout: Layout | None = None, *, token_first: bool = False, mask: Tensor | None = None

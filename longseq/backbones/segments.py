@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.tokens import TokenBackbone
+from longseq.blocks.hooks import has_observers
 from longseq.blocks.pooling import Pooling
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.recompute import checkpoint_if
@@ -57,7 +58,7 @@ def read_in_segments(
     Gradients go through all segments by default, and equal those of reading at once: the backward pass reads each
     segment again, from its saved state. With `gradient_segments=k` the gradients of a document end before its last k
     segments (truncated backpropagation through time), whose activations are kept; what earlier segments add to the
-    pooled features counts in the logits, but not in the gradients. A stochastic depth is drawn for each segment.
+    pooled features counts in the logits, but not in the gradients. A stochastic depth is drawn for each piece.
 
     Args:
         tokens: `[B, T]`, padded with `mask`, or packed `[1, L]` with `cu_seqlens`; they may be on another device.
@@ -114,6 +115,11 @@ def check_segments(model: nn.Module, gradient_segments: int | None = None) -> No
     body: TokenBackbone = model.body  # type: ignore[assignment]
     if has_shards(model):
         raise ValueError("a model with sharded weights reads whole documents (data.segment=null); take trainer=ddp")
+    if (hooked := next(_find_hooked(model), None)) is not None:  # type: ignore[arg-type]
+        raise ValueError(
+            f"{hooked} has hooks, which reading in segments would not call: remove them, hook parts inside of it, or "
+            "read whole documents (data.segment=null)"
+        )
     if gradient_segments is None:
         return
     if gradient_segments < 1:
@@ -123,6 +129,15 @@ def check_segments(model: nn.Module, gradient_segments: int | None = None) -> No
             f"gradient_segments={gradient_segments}: a model with direction={body.direction} reads the document from "
             "its end too, and its gradients go through all segments: leave data.gradient_segments=null"
         )
+
+
+def _find_hooked(model: TextClassifier) -> Iterator[str]:
+    """The names of parts with hooks that are not called in segments, but taken apart."""
+    apart: dict[str, nn.Module] = {"pooling": model.pooling}
+    for index, block in enumerate(model.body.blocks):
+        if isinstance(block.mixer, Directions):
+            apart |= {f"body.blocks.{index}": block, f"body.blocks.{index}.mixer": block.mixer}
+    yield from (name for name, part in apart.items() if has_observers(part))
 
 
 def memory_per_token(model: TextClassifier) -> int:
@@ -408,7 +423,7 @@ class _Sweep:
 
     def _join(self, step: _Step, block: Any, x: Tensor, backward: Tensor, state: Any) -> tuple[Tensor, Any]:
         forward, state = self._scan(step, block, 0, x, state)
-        return block.add_branches(x, block.mixer.join([forward, backward])), state
+        return block.add_branches(x, block.mixer.join([forward, backward]), step.packing(x.device)), state
 
     def _read_one_way(self, block: Any, residual: list[Any], steps: list[_Step]) -> None:
         order = range(len(steps))

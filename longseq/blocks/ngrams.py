@@ -40,23 +40,33 @@ class HashedNgrams(nn.Module):
         for table in self.tables:
             trunc_normal_(table.weight, std=0.02)  # type: ignore[arg-type]
 
-    def forward(self, tokens: Tensor, positions: Tensor, context: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, context: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         """Embed the n-grams that end at each token.
 
         Args:
             tokens: `[B, T]` whole numbers.
             positions: `[B, T]`, the place of each token in its document, whose earlier tokens stand right before it.
             context: `[B, C]`, what stands before `tokens`, for documents that began earlier.
+            mask: `[B, T]`, True at real tokens: padding may stand between them, and is no part of an n-gram.
 
         Returns:
             `[B, T, d_model]`.
         """
         length, reach = tokens.shape[1], self.longest - 1
         before = tokens[:, :0] if context is None else context[:, max(context.shape[1] - reach, 0) :]
+        tokens, before = tokens.long(), before.long()  # smaller numbers would overflow in the hash
         row = pad(torch.cat([before, tokens], 1) + 1, (reach - before.shape[1], 0))  # [B, reach + T]; 0 for no token
+        if mask is not None:  # the tokens at their positions, and padding behind all of them
+            row = torch.zeros_like(pad(tokens, (0, 1))).scatter(1, positions.where(mask, length), tokens + 1)
         hashed, found = tokens + 1, []
         for distance, table in enumerate(self.tables, start=1):
-            earlier = row[:, reach - distance : reach - distance + length].masked_fill(positions < distance, 0)
+            if mask is None:
+                earlier = row[:, reach - distance : reach - distance + length]
+            else:
+                earlier = row.gather(1, (positions - distance).clamp_min(0))
+            earlier = earlier.masked_fill(positions < distance, 0)
             hashed = (hashed * _FACTOR + earlier + 1) % _PRIME
             found.append(table(hashed % self.buckets))
         return torch.stack(found).sum(0)

@@ -28,6 +28,17 @@ class ChannelMixingState(NamedTuple):
     shift: Tensor
 
 
+class SequenceDropPath(DropPath):
+    """timm's stochastic depth, which draws for each row; of packed sequences it draws for each sequence."""
+
+    def forward(self, x: Tensor, packing: Packing | None = None) -> Tensor:
+        """Leave out rows of `x [B, T, D]`, or packed sequences, and scale the others; in training only."""
+        if packing is None or not self.training:
+            return super().forward(x)
+        kept = super().forward(x.new_ones(packing.count))
+        return x * kept[packing.sequence].unsqueeze(-1)
+
+
 class Block(nn.Module, Generic[StateT]):
     """A pre-norm residual block around a reading of the sequence and an optional MLP.
 
@@ -40,7 +51,7 @@ class Block(nn.Module, Generic[StateT]):
         mixer: the reading: a mixer, or several that read in different directions.
         norm: its norm.
         mlp, mlp_norm: the channel mixer and its norm, both or neither.
-        drop_path: probability of leaving a branch out for a sample, in training.
+        drop_path: probability of leaving a branch out for a sample, in training: a row, or a packed sequence.
     """
 
     mixer: Reading[StateT]
@@ -60,7 +71,7 @@ class Block(nn.Module, Generic[StateT]):
         self.mixer = mixer
         self.norm2 = mlp_norm
         self.mlp = mlp
-        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+        self.drop_path = SequenceDropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(
         self,
@@ -74,21 +85,20 @@ class Block(nn.Module, Generic[StateT]):
     ) -> tuple[Tensor, StateT | None]:
         """Transform `x [B, T, D]`; the arguments and the state are those of `longseq.blocks.reading.Reading`."""
         own, shift = self._split(state)
+        packing = pack_like(cu_seqlens, x)
         y, following = self.mixer(
             self.enter(x),
             own,
             layout=layout,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=packing,
             mask=mask,
             output_final_state=output_final_state,
         )
         if not isinstance(self.mlp, ChannelMixing):
-            return self.add_branches(x, y), following
-        x, y = self.add_mixed(x, y)
-        y, shift = self.mlp(
-            y, shift, cu_seqlens=pack_like(cu_seqlens, y), mask=mask, output_final_state=output_final_state
-        )
-        return self.add_mlp(x, y), self._join(following, shift)
+            return self.add_branches(x, y, packing), following
+        x, y = self.add_mixed(x, y, packing)
+        y, shift = self.mlp(y, shift, cu_seqlens=packing, mask=mask, output_final_state=output_final_state)
+        return self.add_mlp(x, y, packing), self._join(following, shift)
 
     @gathers_parameters
     def step(self, x: Tensor, state: StateT) -> tuple[Tensor, StateT]:
@@ -135,21 +145,27 @@ class Block(nn.Module, Generic[StateT]):
         """What the mixer reads of the residual."""
         return self.norm1(x)
 
-    def add_branches(self, x: Tensor, branch: Tensor) -> Tensor:
+    def add_branches(self, x: Tensor, branch: Tensor, packing: Packing | None = None) -> Tensor:
         """Add what the mixer gives, and then the MLP's branch, to the residual."""
         if self.mlp is None:
-            return x + self.drop_path(branch)
-        x, y = self.add_mixed(x, branch)
-        return self.add_mlp(x, self.mlp(y))
+            return x + self._drop(branch, packing)
+        x, y = self.add_mixed(x, branch, packing)
+        return self.add_mlp(x, self.mlp(y), packing)
 
-    def add_mixed(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+    def add_mixed(self, x: Tensor, branch: Tensor, packing: Packing | None = None) -> tuple[Tensor, Tensor]:
         """Add what the mixer gives to the residual; returns it and what the MLP reads of it."""
         assert self.norm2 is not None
-        return add_and_norm(self.norm2, x, self.drop_path(branch))
+        return add_and_norm(self.norm2, x, self._drop(branch, packing))
 
-    def add_mlp(self, x: Tensor, branch: Tensor) -> Tensor:
+    def add_mlp(self, x: Tensor, branch: Tensor, packing: Packing | None = None) -> Tensor:
         """Add what the MLP gives to the residual."""
-        return x + self.drop_path(branch)
+        return x + self._drop(branch, packing)
+
+    def _drop(self, branch: Tensor, packing: Packing | None) -> Tensor:
+        # A part that stands in the place of ours takes the branch alone.
+        if packing is None or not isinstance(self.drop_path, SequenceDropPath):
+            return self.drop_path(branch)
+        return self.drop_path(branch, packing)
 
     def flops(self, tokens: int) -> int:
         """Count the floating-point operations over one sequence, without norms and additions."""
@@ -169,14 +185,14 @@ class PostNormBlock(Block[StateT]):
         norm: Any = self.norm1
         return x.to(product_dtype(norm.weight))
 
-    def add_branches(self, x: Tensor, branch: Tensor) -> Tensor:
-        x, y = self.add_mixed(x, branch)
-        return x if self.mlp is None else self.add_mlp(x, self.mlp(y))
+    def add_branches(self, x: Tensor, branch: Tensor, packing: Packing | None = None) -> Tensor:
+        x, y = self.add_mixed(x, branch, packing)
+        return x if self.mlp is None else self.add_mlp(x, self.mlp(y), packing)
 
-    def add_mixed(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
-        x = x + self.drop_path(self.norm1(branch))
+    def add_mixed(self, x: Tensor, branch: Tensor, packing: Packing | None = None) -> tuple[Tensor, Tensor]:
+        x = x + self._drop(self.norm1(branch), packing)
         return x, self.enter(x)
 
-    def add_mlp(self, x: Tensor, branch: Tensor) -> Tensor:
+    def add_mlp(self, x: Tensor, branch: Tensor, packing: Packing | None = None) -> Tensor:
         assert self.norm2 is not None
-        return x + self.drop_path(self.norm2(branch))
+        return x + self._drop(self.norm2(branch), packing)

@@ -34,17 +34,18 @@ class Likelihood(NamedTuple):
 def document_rows(model: TokenBackbone, tokens: Sequence[int], start: int = 1) -> list[Row]:
     """The rows whose scored tokens are those of a document from `start` on.
 
-    A model with learned positions reads windows of `max_length` tokens, the last of which overlaps the one before.
+    A model with learned positions reads windows of `max_length` tokens, the last of which overlaps the one before. The
+    first one begins with the document, so that it holds what stands before `start`, unless that fills whole windows.
     Every other model reads the document whole.
     """
     most = model.max_length
     if most is None or len(tokens) - 1 <= most:
         return [Row(tokens, start)]
     rows = []
-    for first in range(start, len(tokens), most):
-        stop = min(first + most, len(tokens))
+    for place in range((start - 1) // most * most, len(tokens) - 1, most):
+        stop = min(place + most + 1, len(tokens))
         begin = max(0, stop - 1 - most)
-        rows.append(Row(tokens[begin:stop], first - begin))
+        rows.append(Row(tokens[begin:stop], max(start, place + 1) - begin))
     return rows
 
 

@@ -126,6 +126,18 @@ def test_ngrams_of_batches_are_those_of_single_documents(direction: str) -> None
         assert_same(model(tokens, mask=mask), alone)
 
 
+def test_ngrams_do_not_depend_on_padding_between_tokens_or_on_the_type_of_tokens() -> None:
+    model = make(hashed_ngrams=3, ngram_buckets=50)
+    assert model.ngrams is not None
+    with torch.no_grad():
+        for table in model.ngrams.tables:
+            table.weight.mul_(50)
+    document = torch.tensor([[1, 4, 2, 0, 3]])
+    apart, mask = torch.tensor([[5, 1, 4, 5, 2, 0, 5, 5, 3, 5]]), torch.tensor([[0, 1, 1, 0, 1, 1, 0, 0, 1, 0]])
+    assert_same(model(apart, mask=mask.bool()), model(document))
+    assert torch.equal(model(document.int()), model(document))
+
+
 def test_ngrams_end_at_their_token_and_have_a_table_for_each_length() -> None:
     model = make(hashed_ngrams=3, ngram_buckets=5000)  # so many that no two n-grams meet
     ngrams: Any = model.ngrams

@@ -6,7 +6,7 @@ from torch import nn
 from longseq import mixers
 from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm, add_and_norm
 from longseq.blocks.precision import at_least_float32
-from longseq.blocks.residual import Block
+from longseq.blocks.residual import Block, PostNormBlock
 
 
 def directions(width=16, mixer="linear_attention"):
@@ -74,6 +74,20 @@ def test_drop_path_leaves_branches_out_in_training_only():
     dropped = (block(x)[0] == x).flatten(1).all(1)
     assert 16 < dropped.sum() < 48
     assert not (block.eval()(x)[0] == x).flatten(1).all(1).any()
+
+
+@pytest.mark.parametrize("kind", [Block, PostNormBlock])
+def test_drop_path_leaves_branches_out_for_each_packed_sequence(kind):
+    norms = {"norm": nn.LayerNorm(16), "mlp_norm": nn.LayerNorm(16)}
+    block = kind(directions(), mlp=Mlp(16, 32), drop_path=0.5, **norms)
+    borders = torch.arange(0, 65 * 3, 3)
+    x = torch.randn(1, 64 * 3, 16)
+    torch.manual_seed(0)
+    same = (block(x, cu_seqlens=borders)[0] == x).all(-1).view(64, 3)
+    dropped = same.all(1)
+    assert torch.equal(same.any(1), dropped), "a sequence is left out as a whole"
+    assert 6 < dropped.sum() < 28
+    assert not (block.eval()(x, cu_seqlens=borders)[0] == x).all(-1).any()
 
 
 def test_flops_count_mixer_and_mlp():

@@ -21,6 +21,7 @@ WITHOUT_BATCHES = [
 ]
 NO_BATCHES = r"^torch.func.vmap does not pass through the kernels of this operation: give backend='reference'"
 NO_TRANSFORM = r"^torch.func.vmap, grad, jvp .* do not pass through this operation, .* give backend='reference'"
+NO_BATCHED_GRADIENTS = r"^is_grads_batched=True, .* takes one gradient at a time; leave it out, or give backend='refer"
 NO_FORWARD_MODE = r"^torch.func.jvp, jacfwd and dual tensors: .* no forward-mode derivative; backend='reference'"
 NO_FUNCTIONAL_GRADIENT = r"^torch.func.grad, vjp, jacrev and hessian do not pass .*; backend='reference' has one"
 
@@ -109,6 +110,35 @@ def test_a_batch_of_calls_is_right_or_refused(interpreted, op):
         assert "\n" not in str(caught.value)
     else:
         torch.testing.assert_close(torch.func.vmap(call)(batch), torch.stack([call(x) for x in batch]))
+
+
+def check_batch_of_gradients(call, x, *, refused):
+    """A batch of gradients is right, or refused in one line."""
+    x = x.clone().requires_grad_()
+    y = call(x)
+    batch = torch.stack((torch.ones_like(y), torch.arange(y.numel(), dtype=y.dtype).cos().view_as(y)))
+    if refused:
+        with pytest.raises(RuntimeError, match=NO_BATCHED_GRADIENTS) as caught:
+            torch.autograd.grad(y, x, batch, is_grads_batched=True)
+        assert "\n" not in str(caught.value)
+        return
+    expected = torch.stack([torch.autograd.grad(y, x, one, retain_graph=True)[0] for one in batch])
+    (found,) = torch.autograd.grad(y, x, batch, is_grads_batched=True)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("op", OPS)
+def test_a_batch_of_gradients_of_plain_forms_is_right_or_refused_in_one_line(op):
+    passes = (*DIFFERENTIATED_BY_TORCH, "cumulative_softmax")
+    check_batch_of_gradients(*make_call(op, "torch"), refused=op not in passes)
+    if op in list_ops():
+        check_batch_of_gradients(*make_call(op, "reference"), refused=False)
+
+
+@pytest.mark.parametrize("op", ["delta_rule", "short_convolution", "silu_product"])
+def test_kernels_refuse_a_batch_of_gradients_in_one_line(interpreted, op):
+    check_batch_of_gradients(*make_call(op, "triton"), refused=True)
 
 
 def test_tensors_without_a_tangent_pass_inside_a_level_of_dual_tensors(interpreted):

@@ -23,7 +23,7 @@ pytest.importorskip("transformers", reason='needs transformers: pip install "lon
 
 import transformers
 from packaging.version import Version
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, pipeline
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig, pipeline
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from longseq.tools.hugging_face.cache import CACHE_NAME, LongseqCache
@@ -115,6 +115,16 @@ def test_what_is_told_of_the_cache_changes_no_text(mixer: str) -> None:
     assert torch.equal(model.generate(TOKENS, **{CACHE_NAME: cache}, **beams), model.generate(TOKENS, **beams))
     with pytest.raises(ValueError, match="continuous batching needs keys and values in pages"):
         model.generate(TOKENS, cache_implementation="paged", **options)
+
+
+@pytest.mark.parametrize("mixer", ["deltanet", "attention"])
+def test_a_prompt_is_read_in_chunks_without_a_given_cache(mixer: str) -> None:
+    model, options = make_writer(mixer), {"max_new_tokens": 4, "do_sample": False}
+    for more in ({}, {"num_beams": 2}):
+        whole = model.generate(**pad(PROMPTS), **more, **options)
+        assert torch.equal(model.generate(**pad(PROMPTS), prefill_chunk_size=3, **more, **options), whole)
+        settings = GenerationConfig(prefill_chunk_size=3, **more, **options)
+        assert torch.equal(model.generate(**pad(PROMPTS), generation_config=settings), whole)
 
 
 @pytest.mark.parametrize("name", sorted({"past_key_values", CACHE_NAME}))  # all versions take the first

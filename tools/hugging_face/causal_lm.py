@@ -210,11 +210,15 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
             ValueError: a cache that is given has read anything but a part of the text, or would read some of it twice.
         """
         cache = one_cache(options.get("cache"), options.get("past_key_values"), {})
+        settings = self.generation_config if generation_config is None else generation_config
+        uses_cache = options.get("use_cache", settings.use_cache) is not False
+        reads_chunks = options.get("prefill_chunk_size", settings.prefill_chunk_size)
+        if cache is None and reads_chunks and uses_cache:
+            options[CACHE_NAME] = LongseqCache()  # the library makes none for these models, and chunks need one
         if isinstance(cache, LongseqCache) and cache.tokens:
-            settings = self.generation_config if generation_config is None else generation_config
-            if options.get("use_cache", settings.use_cache) is False:
+            if not uses_cache:
                 raise ValueError("use_cache=False and a cache are both given: each step would read the text once more")
-            if _READS_ALL_CHUNKS and options.get("prefill_chunk_size", settings.prefill_chunk_size):
+            if _READS_ALL_CHUNKS and reads_chunks:
                 raise ValueError(
                     "prefill_chunk_size and a cache that has read tokens are both given, which transformers "
                     f"{transformers.__version__} would read once more: leave prefill_chunk_size out, or install 5.23"

@@ -71,6 +71,17 @@ def test_a_model_of_learned_positions_reads_windows_of_a_document():
         score_rows(model, [Row(tokens)], 1)
 
 
+@pytest.mark.parametrize("start", [1, 2, 6, 8, 9, 10, 17, 22])
+def test_the_windows_of_a_long_answer_hold_its_prompt_and_score_each_of_its_tokens_once(start):
+    model = make("attention", positions="learned", max_length=8)
+    tokens = list(range(100, 123))
+    rows = document_rows(model, tokens, start)
+    assert [token for row in rows for token in row.tokens[row.start :]] == tokens[start:]
+    assert all(row.start >= 1 and len(row.tokens) == 9 for row in rows)
+    if start <= 8:
+        assert rows[0].tokens[: rows[0].start] == tokens[:start], "what is scored first sees all of the prompt"
+
+
 def test_a_token_outside_the_vocabulary_is_refused():
     with pytest.raises(ValueError, match=r"the text has the token 11, and the model knows 11: the tokenizer is not"):
         score_rows(make("deltanet"), [Row([1, 11])], 1)
