@@ -299,11 +299,18 @@ def _named(target: Any, allowed: Sequence[str], place: str) -> Any:
     if whole is None:
         raise ValueError(
             f"{place}.{TARGET}={target} is not called: it must be one of {', '.join(map(_short, allowed))}"
+            f"{_how_to_register(allowed)}"
         )
     if whole in _REGISTERED:
         return _REGISTERED[whole]
     module, _, name = whole.rpartition(".")
     return getattr(importlib.import_module(module), name)
+
+
+def _how_to_register(allowed: Sequence[str]) -> str:
+    """What makes an own class one of a list, if that list takes them."""
+    kind = next((kind for kind, names in _LISTS.items() if names is allowed), None)
+    return "" if kind is None else f", or a class that a module of plugins=[MODULE] registers by targets.register({kind!r})"
 
 
 def _short(name: Any) -> str:

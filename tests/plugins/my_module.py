@@ -1,12 +1,15 @@
-"""A plug-in in one file, as it lies in a user's working folder: a mixer, a data source and a callback."""
+"""A plug-in in one file, as it lies in a user's working folder: a mixer, a data source, a metric and callbacks."""
 
 import os
 import signal
 from pathlib import Path
 
 import numpy as np
+import torch
 from lightning.pytorch import Callback
 from PIL import Image
+from torch import Tensor
+from torchmetrics import Metric
 
 from longseq import mixers
 from longseq.mixers.linear_attention import LinearAttention
@@ -47,6 +50,23 @@ class Halves:
 def halves(root: str | None, *, download: bool, val_fraction: float, split_seed: int) -> Splits:
     train, validation, test = np.split(np.arange(64), [32, 48])
     return Splits(Split(Halves(), train), Split(Halves(), validation), Split(Halves(), test))
+
+
+@targets.register("metric")
+class ShareOfUpper(Metric):
+    """The share of images that are taken for the first class."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.add_state("counts", torch.zeros(num_classes), dist_reduce_fx="sum")
+
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        chosen = predictions.argmax(1) if predictions.ndim == 2 else predictions
+        self.counts += chosen.bincount(minlength=self.num_classes)
+
+    def compute(self) -> Tensor:
+        return self.counts[0] / self.counts.sum()
 
 
 @targets.register("callback")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import importlib
 import json
@@ -63,8 +64,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"describe checkpoint={BEST}",
         "compare task=probe data=parity recipe=probe mixers=[scaled_attention] trainer=cpu recipe.epochs=1 "
         "recipe.batch_size=16 plot=false output=comparison",
-        f"train {mine} {stopped} output=local",
-        f"train {mine} {stopped} output=local resume=true",
+        f"train {mine} {stopped} ++task.metrics.upper={{_target_:ShareOfUpper}} output=local",
+        f"train {mine} {stopped} ++task.metrics.upper={{_target_:ShareOfUpper}} output=local resume=true",
         "evaluate checkpoint=local/checkpoints/best.ckpt plugins=[my_module] trainer=cpu data.num_workers=1",
         f"train {mine} trainer=ddp_sim ++callbacks.ranks={{_target_:CountRanks}} output=ranks",
     )
@@ -123,7 +124,11 @@ def test_a_run_that_uses_a_plug_in_resumes(runs: Path) -> None:
     last = torch.load(runs / "local" / "checkpoints" / "last.ckpt", weights_only=True)
     assert last["global_step"] == 2
     assert last["hyper_parameters"]["config"]["plugins"] == ["my_module"]
-    assert json.loads((runs / "local" / "metrics.json").read_text())["updates"] == 2
+    metrics = json.loads((runs / "local" / "metrics.json").read_text())
+    assert metrics["updates"] == 2
+    with (runs / "local" / "confusion_matrix_test.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert metrics["test/upper"] == sum(int(row["upper"]) for row in rows) / 16
 
 
 @pytest.mark.slow

@@ -382,7 +382,7 @@ def test_two_processes_count_each_test_image_once(tmp_path, command, command_her
     assert result.returncode == 0, result.stderr
     run = only(tmp_path, "outputs/image/*")
     board = EventAccumulator(str(run)).Reload()
-    assert board.Scalars("telemetry/blocks.0.forward/state_norm")[0].step == 4
+    assert board.Scalars("watch/blocks.0.forward/state_norm")[0].step == 4
     tested = json.loads((run / "metrics.json").read_text())
     alone = command_here(tmp_path, "evaluate", f"checkpoint={run / 'checkpoints' / 'best.ckpt'}", "trainer=cpu")
     assert alone.returncode == 0, alone.stderr

@@ -14,9 +14,12 @@ from longseq.tasks.training.callbacks.updates import updated
 from longseq.tasks.training.logger import log_metrics
 from longseq.tasks.training.options import Range
 
+# TensorBoard sorts its groups by name: this one, of many charts, stands after train and val.
+GROUP = "watch"
+
 
 class Telemetry(Callback):
-    """Logs `telemetry/LAYER/NAME` for everything that the mixers report (see `longseq.mixers.Mixer.observe`).
+    """Logs `watch/LAYER/NAME` for everything that the mixers report (see `longseq.mixers.Mixer.observe`).
 
     Every `every_n_steps` updates, the first process runs `examples` of the batch through the body of the model once
     more (see `TrainedModule.observe`): in evaluation mode, without gradients, in the precision of the training. The
@@ -44,7 +47,7 @@ class Telemetry(Callback):
         with trainer.precision_plugin.forward_context(), evaluating(backbone), watching(backbone) as reports:
             module.observe(batch, self.examples)
         named = {
-            f"telemetry/{layer}/{name}": value for layer, report in reports.items() for name, value in report.items()
+            f"{GROUP}/{layer}/{name}": value for layer, report in reports.items() for name, value in report.items()
         }
         if named and trainer.is_global_zero:
             # one transfer from the device for all numbers

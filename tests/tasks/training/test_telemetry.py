@@ -19,7 +19,7 @@ LONGHORN = ("mixer=longhorn", "model.depth=1", "recipe.epochs=1")
 
 def scalars(folder):
     board = EventAccumulator(str(folder)).Reload()
-    tags = [tag for tag in board.Tags()["scalars"] if tag.startswith("telemetry/")]
+    tags = [tag for tag in board.Tags()["scalars"] if tag.startswith("watch/")]
     return {tag: {event.step: event.value for event in board.Scalars(tag)} for tag in tags}
 
 
@@ -39,11 +39,11 @@ def test_each_reading_has_its_charts(tiny, tmp_path):
     train.run(tiny(*LONGHORN, "callbacks.telemetry.every_n_steps=10"))
     found = scalars(tmp_path / "run")
     for order in ("forward", "backward"):
-        norms = found[f"telemetry/blocks.0.{order}/state_norm"]
+        norms = found[f"watch/blocks.0.{order}/state_norm"]
         assert list(norms) == [9, 19]
         assert all(norm > 0 for norm in norms.values())
-        assert 0 <= found[f"telemetry/blocks.0.{order}/gate_saturation"][9] <= 1
-    rows, back = (found[f"telemetry/blocks.0.{order}/state_norm"] for order in ("forward", "backward"))
+        assert 0 <= found[f"watch/blocks.0.{order}/gate_saturation"][9] <= 1
+    rows, back = (found[f"watch/blocks.0.{order}/state_norm"] for order in ("forward", "backward"))
     assert rows != back
 
 
@@ -82,7 +82,7 @@ def test_an_exploding_state_shows(tiny, tmp_path):
 
     fit(tiny("mixer=linear_attention", "recipe.epochs=1", "callbacks.telemetry.every_n_steps=5"), Explode())
     found = scalars(tmp_path / "run")
-    spoilt, sound = (found[f"telemetry/blocks.{layer}.forward/state_norm"] for layer in (1, 0))
+    spoilt, sound = (found[f"watch/blocks.{layer}.forward/state_norm"] for layer in (1, 0))
     assert spoilt[9] > 1e4 * spoilt[4]
     assert sound[9] < 10 * sound[4]
 
