@@ -89,6 +89,8 @@ REMEDIES = {
     **dict.fromkeys(("do_train", "do_eval", "fit"), "nothing: `longseq train` trains, validates and tests"),
 }
 
+# Our own message about a key that an override with a plus has added, which Hydra then knows.
+_ADDED = re.compile(r"(?P<key>[\w.]+) is unknown: the keys")
 _NOT_THERE = re.compile(r"Could not override '(?P<key>[^']+)'")
 _THERE = re.compile(r"Could not append to config\. An item is already at '(?P<key>[^']+)'")
 _NOTHING_TO_DELETE = re.compile(r"Could not delete from config\. '(?P<key>[^']+)'")
@@ -191,6 +193,9 @@ def _check_override(argument: str, verb: str, arguments: Sequence[str]) -> str:
         raise ValueError(f"{argument}: {key!r} is no key; write key=value without blanks around the =")
     if value == "None":
         raise ValueError(f"{argument}: write {key}=null for none, or \"{key}='None'\" for the text")
+    several = re.fullmatch(r"\[(\s*\w+\s*,)+\s*\w+\s*,?\s*\]", value)
+    if several and key in GROUPS and verb in GROUPED:
+        raise ValueError(f"{argument}: {_one_of_group(key, value[1:-1])}")
     if key.lstrip("+") == "hydra.job.chdir" and value.lower() in ("true", "yes", "on", "1"):
         raise ValueError(f"{argument}: paths are those of the folder in which the command starts; leave it out")
     return argument
@@ -324,6 +329,9 @@ def _explain(error: BaseException, verb: str, arguments: Sequence[str]) -> str:
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         told = _explain_hydra(text, verb, arguments)
         return told or re.sub(r" (full_key: \S+|object_type=\S+|reference_type=\S+|Config search path:.*)", "", text)
+    if match := _ADDED.match(text):
+        added = next((one for one in arguments if one.startswith("+") and _key_of(one) == match["key"]), None)
+        return (added and _unknown_key(match["key"], verb, arguments)) or text
     return text
 
 
@@ -384,10 +392,23 @@ def _explain_hydra(text: str, verb: str, arguments: Sequence[str]) -> str | None
 
 def _several_values(override: str, verb: str, arguments: Sequence[str]) -> str:
     key, _, value = override.partition("=")
+    if key in GROUPS and verb in GROUPED:
+        return f"{override}: {_one_of_group(key, value)}; -m runs the command with each"
     told = f"{key}={value} has several values: write {key}=[{value}] for a list, \"{key}='{value}'\" for text"
     if re.fullmatch(r"-?\d+,\d+", value) and _is_decimal(key, verb, arguments):
         return f"{told}, or {key}={value.replace(',', '.')} for a number, whose decimals follow a point"
     return told if verb == cli.SWEEPS_ITSELF else f"{told}, or add -m, which runs the command with each"
+
+
+def _one_of_group(group: str, several: str) -> str:
+    names = [name.strip() for name in several.split(",") if name.strip()]
+    told = "give one name"
+    if group != "mixer":
+        return told
+    return (
+        f"{told}; `longseq compare 'mixers=[{','.join(names)}]'` trains one model with each, and mixer=hybrid "
+        f"mixer.name={'+'.join(names)} makes one model of all"
+    )
 
 
 def _is_decimal(key: str, verb: str, arguments: Sequence[str]) -> bool:

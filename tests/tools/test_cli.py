@@ -163,6 +163,11 @@ MISTAKES = [
     ("train mixer=longhorn+gsa", "names several mixers: give mixer=hybrid mixer.name=longhorn+gsa"),
     ("train mixer=longhron", "mixer=longhron is unknown: did you mean mixer=longhorn? the options of mixer are abc, "),
     ("train --epochs 5", "--epochs is no flag: write recipe.epochs=5"),
+    ("train mixer=[gla,mamba]", "mixer=[gla,mamba]: give one name; `longseq compare 'mixers=[gla,mamba]'` trains"),
+    ("describe data=digits,cifar10", "data=digits,cifar10: give one name; -m runs the command with each"),
+    ("train +epochs=5", "epochs is unknown: did you mean recipe.epochs=5?"),
+    ("train ++recipe.lr=3", "recipe.lr is unknown: did you mean recipe.learning_rate=3?"),
+    ("train +recipe.epoch=5", "recipe.epoch is unknown: did you mean recipe.epochs?"),
     ("train digits", "'digits' is no override: did you mean data=digits?"),
     ("predict checkpoint=x.ckpt input=y top_k=0", "top_k=0 must be a whole number of at least 1"),
 ]
