@@ -309,8 +309,9 @@ def _named(target: Any, allowed: Sequence[str], place: str) -> Any:
 
 def _how_to_register(allowed: Sequence[str]) -> str:
     """What makes an own class one of a list, if that list takes them."""
-    kind = next((kind for kind, names in _LISTS.items() if names is allowed), None)
-    return "" if kind is None else f", or a class that a module of plugins=[MODULE] registers by targets.register({kind!r})"
+    kinds = [kind for kind, names in _LISTS.items() if names is allowed]
+    told = ", or a class that a module of plugins=[MODULE] registers by targets.register({!r})"
+    return told.format(kinds[0]) if kinds else ""
 
 
 def _short(name: Any) -> str:

@@ -108,7 +108,7 @@ def test_files_are_utf8_whatever_the_locale(tmp_path):
     words += ("recipe=cifar10", "recipe.epochs=1", "recipe.batch_size=4", "+trainer.limit_train_batches=1")
     words += ("recipe.schedule.warmup_epochs=0", "trainer=cpu", "logger=none", "output=run")
     train = f"train {' '.join(words)}"
-    commands = ("predict checkpoint=run.ckpt input=photos output=told.csv", train, f"{train} data.root=Essen/süß")
+    commands = ("predict checkpoint=run.ckpt input=photos output=told.csv", train, f"{train}/süß logger=tensorboard")
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
@@ -128,4 +128,4 @@ def test_files_are_utf8_whatever_the_locale(tmp_path):
     for written in ("worst_errors_val.csv", "confusion_matrix_val.csv"):
         assert "Käse" in (tmp_path / "run" / written).read_text(encoding="utf-8"), written
     told = "a name of a file has letters that this locale does not have: set PYTHONUTF8=1 in the environment"
-    assert named.splitlines() == [f"longseq: error: {told}"]
+    assert named.splitlines()[-1] == f"longseq: error: {told}"
