@@ -331,7 +331,9 @@ def _explain(error: BaseException, verb: str, arguments: Sequence[str]) -> str:
         return told or re.sub(r" (full_key: \S+|object_type=\S+|reference_type=\S+|Config search path:.*)", "", text)
     if match := _ADDED.match(text):
         added = next((one for one in arguments if one.startswith("+") and _key_of(one) == match["key"]), None)
-        return (added and _unknown_key(match["key"], verb, arguments)) or text
+        told = _unknown_key(match["key"], verb, arguments) if added else None
+        # Without a hint the message as it is lists more keys: those that a model of timm takes.
+        return told if told and "did you mean" in told else text
     return text
 
 
