@@ -44,7 +44,7 @@ def class_name(folder: str) -> str:
     name = os.path.basename(folder)
     try:
         return os.fsencode(name).decode("utf-8")
-    except UnicodeDecodeError:
+    except UnicodeError:  # also of a name in an archive that says its encoding, with letters that the locale lacks
         return name
 
 

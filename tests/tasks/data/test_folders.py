@@ -1,0 +1,23 @@
+"""Names of folders as the files of a run hold them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from longseq.tasks.data.folders import class_name, is_unicode
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("food/K\udcc3\udca4se", "Käse"),  # as Python reads a folder in a locale of ASCII
+        ("Käse", "Käse"),  # of an archive that says its encoding
+        ("K\udce4se", "K\udce4se"),  # no UTF-8 on the disk
+    ],
+)
+def test_a_class_has_the_name_on_the_disk_in_a_locale_of_ascii(monkeypatch, given, wanted):
+    monkeypatch.setattr(os, "fsencode", lambda name: name.encode("ascii", "surrogateescape"))
+    assert class_name(given) == wanted
+    assert is_unicode(wanted) == (wanted == "Käse")
