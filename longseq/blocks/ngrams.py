@@ -49,7 +49,8 @@ class HashedNgrams(nn.Module):
             tokens: `[B, T]` whole numbers.
             positions: `[B, T]`, the place of each token in its document, whose earlier tokens stand right before it.
             context: `[B, C]`, what stands before `tokens`, for documents that began earlier.
-            mask: `[B, T]`, True at real tokens: padding may stand between them, and is no part of an n-gram.
+            mask: `[B, T]`, True at real tokens: padding may stand between them, and is no part of an n-gram. Documents
+                begin in `tokens` then: `context` is not read.
 
         Returns:
             `[B, T, d_model]`.
@@ -57,8 +58,9 @@ class HashedNgrams(nn.Module):
         length, reach = tokens.shape[1], self.longest - 1
         before = tokens[:, :0] if context is None else context[:, max(context.shape[1] - reach, 0) :]
         tokens, before = tokens.long(), before.long()  # smaller numbers would overflow in the hash
-        row = pad(torch.cat([before, tokens], 1) + 1, (reach - before.shape[1], 0))  # [B, reach + T]; 0 for no token
-        if mask is not None:  # the tokens at their positions, and padding behind all of them
+        if mask is None:
+            row = pad(torch.cat([before, tokens], 1) + 1, (reach - before.shape[1], 0))  # [B, reach + T]; 0: no token
+        else:  # the tokens at their positions, and padding behind all of them
             row = torch.zeros_like(pad(tokens, (0, 1))).scatter(1, positions.where(mask, length), tokens + 1)
         hashed, found = tokens + 1, []
         for distance, table in enumerate(self.tables, start=1):
