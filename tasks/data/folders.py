@@ -32,6 +32,8 @@ def written_name(path: str) -> str:
     """
     try:
         return os.fsencode(path).decode("utf-8")
+    except UnicodeEncodeError:  # of an archive that says its encoding: the locale lacks its letters, the files do not
+        return path
     except UnicodeDecodeError:
         return Path(path).absolute().as_uri()
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from longseq.tasks.data.folders import class_name, is_unicode
+from longseq.tasks.data.folders import class_name, is_unicode, written_name
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,4 @@ def test_a_class_has_the_name_on_the_disk_in_a_locale_of_ascii(monkeypatch, give
     monkeypatch.setattr(os, "fsencode", lambda name: name.encode("ascii", "surrogateescape"))
     assert class_name(given) == wanted
     assert is_unicode(wanted) == (wanted == "Käse")
+    assert not is_unicode(wanted) or written_name(f"{given}/1.png").endswith("Käse/1.png")
