@@ -515,16 +515,19 @@ def test_figures_in_sentences_are_those_of_the_rows(script):
     shares = [
         f"{100 * find_row('vim_recipe', decode=decode, gpus=gpus, updates=updates)['of_step']:.0f} %"
         for decode, gpus, updates in (
+            ("cpu", 1, 200),
+            ("cpu", 2, 200),
             ("cpu", 1, 104),
             ("gpu", 1, 104),
+            ("cpu", 2, 104),
             ("gpu", 1, 200),
             ("gpu", 2, 200),
-            ("cpu", 2, 104),
         )
     ]
     said = (
-        "reached {} of the bare step with `cpu` and {} with `gpu` on 16 cores and an H200; with `gpu` {} on an H100, "
-        "and {} of two of them on two. On two H100s and 32 cores `cpu` reached {} of two bare steps ("
+        "reached {} of the bare step with `cpu` on an H200, and {} of two bare steps on two of them with 32 cores. "
+        "With 104 updates it was {} with `cpu` and {} with `gpu` on 16 cores and an H200, and {} of two bare steps "
+        "with `cpu` on two H100s; with 200 and `gpu` {} on an H100 and {} on two ("
     )
     assert said.format(*shares) in page
     assert not find_later(script, "vim_recipe", rows_of("vim_recipe"))
