@@ -158,6 +158,48 @@ def test_images_of_any_loader_train_and_their_checkpoint_serves_every_command(tm
     assert "init=own.ckpt" in error
 
 
+@pytest.mark.slow
+def test_a_checkpoint_of_any_loader_is_exported_and_a_run_begins_from_it(tmp_path: Path, command_here) -> None:
+    """At a learning rate of 0 a run that begins from it ends with its weights, but for a head of other classes."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model, info, rows = make_images()
+    recipe = Training(learning_rate=1e-2)
+    module = ImageClassifier(model, num_classes=2, info=info, training=recipe)
+    make_trainer(tmp_path, "own", max_epochs=4).fit(module, DataLoader(rows, 8), DataLoader(rows, 8))
+    module.eval()
+
+    done = command_here(tmp_path, "export", "checkpoint=own.ckpt", "format=onnx", "output=own.onnx")
+    assert done.returncode == 0, done.stderr
+    session = onnxruntime.InferenceSession(str(tmp_path / "own.onnx"), providers=["CPUExecutionProvider"])
+    images = torch.stack([row["pixel_values"] for row in rows[:3]])
+    (found,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), module(images).detach(), rtol=1e-4, atol=1e-4)
+    assert json.loads(session.get_modelmeta().custom_metadata_map["class_names"]) == ["dark", "bright"]
+
+    for number in range(8):
+        for split, name in (("train", "dark"), ("train", "bright"), ("val", "dark"), ("val", "bright")):
+            (tmp_path / "data" / split / name).mkdir(parents=True, exist_ok=True)
+            value = 60 + number + 8 * (split == "val") + 100 * (name == "bright")
+            Image.new("L", (8, 8), value).save(tmp_path / "data" / split / name / f"{number}.png")
+    words = [
+        *("data=image_folder", "data.root=data", "data.img_size=8", "data.in_chans=1", "data.num_workers=0"),
+        *("data.mean=[0.4]", "data.std=[0.2]", "mixer=linear_attention", "scale=tiny", "model.patch_size=4"),
+        *("model.stride=4", "model.embed_dim=32", "model.depth=1", "trainer=cpu", "logger=none", "recipe=finetune"),
+        *("recipe.epochs=1", "recipe.learning_rate=0", "recipe.batch_size=4", "init=own.ckpt"),
+    ]
+    ordered, resized = "data.class_map={dark: 0, bright: 1}", "positions of 2 x 2 patches are interpolated to 5 x 5"
+    for run, own in (("same", [ordered]), ("other", [])):
+        done = command_here(tmp_path, "train", *words, *own, f"output={run}")
+        assert done.returncode == 0, done.stderr
+        saved = longseq.from_pretrained(tmp_path / run / "model").state_dict()
+        for name, values in model.state_dict().items():
+            assert torch.equal(saved[name], values) == (run == "same" or not name.startswith("head.")), name
+        assert resized not in done.stdout
+    assert "the head is new: the classes are bright, dark, and those of the weights are dark, bright" in done.stdout
+    done = command_here(tmp_path, "train", *words, ordered, "model.stride=null", "output=finer")  # one pixel
+    assert done.stdout.splitlines().count(resized) == 1, done.stderr
+
+
 def test_a_checkpoint_keeps_what_is_measured_and_how_it_decides(tmp_path: Path) -> None:
     model, info, rows = make_images()
     node = {"_target_": "MulticlassFBetaScore", "beta": 2.0, "average": "macro"}

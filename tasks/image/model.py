@@ -37,7 +37,7 @@ _WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar")
 
 # What was found when a model took trained weights: of how they were trained, and of the head. A run tells it.
 _REMARKS: MutableMapping[nn.Module, str] = WeakKeyDictionary()
-_NOTES: MutableMapping[nn.Module, str] = WeakKeyDictionary()
+_NOTES: MutableMapping[nn.Module, list[str]] = WeakKeyDictionary()
 
 
 class ImageModel(TaskModel):
@@ -101,7 +101,7 @@ class ImageModel(TaskModel):
         return [line for line in (_find_unread(model), _REMARKS.get(model)) if line is not None]
 
     def notes(self, model: nn.Module) -> list[str]:
-        return [_NOTES[model]] if model in _NOTES else []
+        return _NOTES.get(model, [])
 
     def initialize(self, model: nn.Module, trained: nn.Module) -> None:
         """As `TaskModel.initialize`; position embeddings are interpolated to the grid of the new model."""
@@ -117,11 +117,12 @@ class ImageModel(TaskModel):
         drawn = {name: value.clone() for name, value in head.state_dict().items()}
         super().start_from(model, loaded, info)
         _compare_preprocessing(model, f"init={loaded.path}", loaded.data, info)
+        _note_grids(model, loaded.backbone)
         theirs = [str(name) for name in loaded.data.get("class_names") or []]
         if theirs != info.class_names:
             head.load_state_dict(drawn)
             others = f"those of the weights are {name_some(theirs)}" if theirs else "the weights name none"
-            _NOTES[model] = f"the head is new: the classes are {name_some(info.class_names)}, and {others}"
+            _note(model, f"the head is new: the classes are {name_some(info.class_names)}, and {others}")
 
     def untrained(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         if not config["model"].get("pretrained"):
@@ -154,7 +155,7 @@ class ImageModel(TaskModel):
         _compare_weights_of_timm(model, name, info)
         if count != info.num_classes:
             theirs_have = f"the weights are of {count}" if count else "the weights have no head"
-            _NOTES[model] = f"the head is new: there are {info.num_classes} classes, and {theirs_have}"
+            _note(model, f"the head is new: there are {info.num_classes} classes, and {theirs_have}")
 
     def load_options(self, trained: DataInfo, changes: Mapping[str, Any]) -> dict[str, Any]:
         size = changes.get("img_size")
@@ -175,6 +176,20 @@ class ImageModel(TaskModel):
         except (AssertionError, RuntimeError, ValueError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(f"data.img_size={size} does not suit this {model_name(model)}: {reason}") from error
+
+
+def _note(model: nn.Module, line: str) -> None:
+    _NOTES.setdefault(model, []).append(line)
+
+
+def _note_grids(model: nn.Module, trained: nn.Module) -> None:
+    """Note that positions are interpolated: a stride or a size that the command does not name may be the reason."""
+    if getattr(model, "pos_embed", None) is None:
+        return
+    here, theirs = (getattr(getattr(one, "patch_embed", None), "grid_size", None) for one in (model, trained))
+    if None not in (here, theirs) and here != theirs:
+        told = (f"{rows} x {columns}" for rows, columns in (theirs, here))
+        _note(model, "positions of {} patches are interpolated to {}".format(*told))
 
 
 def own_arguments(config: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
