@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 
 from longseq.tasks import report
 from longseq.tasks.report import quiet_libraries
@@ -34,6 +35,17 @@ def test_the_error_of_a_thread_is_shown_unless_the_main_thread_raises_it(monkeyp
             thread.join()
     assert shown == threads[1:]
     assert threading.excepthook is before
+
+
+def test_a_warning_of_torch_that_asks_for_nothing_is_not_shown():
+    """A run on two GPUs has it: torch waits for the other stream by itself."""
+    ours = "The AccumulateGrad node's stream does not match the stream of the node that produced the incoming gradient."
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        with quiet_libraries():
+            warnings.warn(f"{ours} This may incur unnecessary synchronization", stacklevel=1)
+            warnings.warn("another", stacklevel=1)
+    assert [str(warning.message) for warning in shown] == ["another"]
 
 
 def test_a_bar_that_is_not_shown_writes_nothing_with_any_version_of_rich(monkeypatch, capfd):
