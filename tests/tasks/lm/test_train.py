@@ -13,6 +13,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from timm.optim import param_groups_weight_decay
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import longseq
 from longseq import mixers
@@ -327,6 +328,43 @@ def test_muon_is_for_hidden_matrices_and_adamw_for_the_rest():
         torch.testing.assert_close(
             dict(model.named_parameters())[name], value, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+class Products(TorchDispatchMode):
+    """The types of the numbers in all products of matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.types = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.types |= {arg.dtype for arg in args}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
+def test_muon_on_a_processor_multiplies_in_float32_what_torch_does_in_bfloat16(shape):
+    """Products in bfloat16 are slow on many processors. What is learnt stays torch's, but for roundings."""
+    ours, theirs = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
+    options = {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.9}
+    optimizers = [
+        muon.Muon([ours], **options),
+        torch.optim.Muon([theirs], adjust_lr_fn="match_rms_adamw", **options),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    before = ours.detach().clone()
+    with Products() as products:
+        for _ in range(3):
+            ours.grad = torch.randn(shape, generator=generator)
+            optimizers[0].step()
+    assert products.types == {torch.float32}
+    generator.manual_seed(0)
+    for _ in range(3):
+        theirs.grad = torch.randn(shape, generator=generator)
+        optimizers[1].step()
+    assert (ours - theirs).norm() < 0.01 * (before - theirs).norm()
+    assert (before - theirs).norm() > 0.1
 
 
 def test_muon_goes_on_from_its_state():
