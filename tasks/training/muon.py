@@ -20,7 +20,7 @@ class Muon(torch.optim.Muon):
     """torch's Muon with updates of AdamW's size, and with float32 products on a processor.
 
     torch makes matrices orthogonal in bfloat16. Many processors have no instructions for it: without them, products of
-    128 x 128 to 384 x 1,536 took some 30 to 45 times as long as in float32, and these most of a small model's step.
+    128 x 128 to 384 x 1,536 took some 30 to 45 times as long as in float32, and these most of a small language model's step.
     """
 
     def __init__(self, params: Any, **options: Any) -> None:
