@@ -113,7 +113,7 @@ class VLA(Mixer[VLAState]):
         self.in_proj = nn.Linear(d_model, 3 * d_model, bias=False)
         self.convolution = (
             ShortConvolution(3 * d_model, convolution_width, activation=None, backend=backend)
-            if convolution_width > 0
+            if convolution_width != 0
             else None
         )
         shape = (self.num_heads, self.head_dim, self.head_dim)

@@ -384,10 +384,37 @@ def test_deltanet_ablations_keep_the_contract(option: dict[str, Any]) -> None:
     assert_same(torch.stack(parts, dim=1), expected)
 
 
+NO_LAYERS: list[tuple[str, dict[str, Any], str]] = [
+    *(
+        (name, {"convolution_width": -1}, "convolution_width=-1: at least")
+        for name in ("deltanet", "gated_deltanet", "vla")
+    ),
+    *((name, {"convolution_width": 0}, "convolution_width=0: at least 1") for name in ("mamba", "hyena", "ttt")),
+    *(
+        (name, {"num_heads": 4, "head_dim": 0}, "num_heads=4, head_dim=0: ")
+        for name in ("attention", "window_attention", "gsa", "retnet", "supra")
+    ),
+    ("attention", {"num_heads": 0, "head_dim": 8}, "num_heads=0, head_dim=8: "),
+    ("linear_attention", {"num_heads": -4, "head_dim": -8}, "num_heads=-4, head_dim=-8: "),
+    ("rg_lru", {"width": 0}, "width=0: "),
+    ("rg_lru", {"width": -16}, "width=-16: "),
+    *(
+        (name, {"rotary_base": 0.0}, "rotary_base=0.0 must be above 0")
+        for name in ("window_attention", "retnet", "supra")
+    ),
+    *((name, {"norm_eps": -1.0}, "norm_eps=-1.0 must") for name in ("deltanet", "abc", "mamba2", "rwkv6", "supra")),
+    *((name, {"head_dim": 1}, "head_dim=1: ") for name in ("rwkv6", "lattice", "ttt")),
+    ("lattice", {"num_heads": 32}, "head_dim=1: "),
+]
+
+
 def test_sizes_that_make_no_layer_are_refused() -> None:
     for option in ({"expand": 1.5}, {"state_size": 0}, {"rate_rank": 0}):
         with pytest.raises(ValueError, match="must be a whole number of at least 1"):
             mixers.create("longhorn", 32, **option)
+    for name, option, message in NO_LAYERS:
+        with pytest.raises(ValueError, match=message):
+            mixers.create(name, 32, **option)
 
 
 @pytest.fixture
