@@ -293,6 +293,11 @@ def test_weights_of_another_file_are_not_replaced(tmp_path: Path, monkeypatch: p
     [
         ({"direction": "bidirectional"}, {}, "direction='bidirectional': a language model reads forward"),
         ({}, {"data": {**DATA, "vocab_size": 12}}, "the text has 12 tokens, and the model knows 11"),
+        (
+            {"mixer": "ttt", "mixer_options": {"chunk_size": 4}},
+            {},
+            "ttt with chunk_size=4 reads whole texts by another",
+        ),
         ({}, {"batch_sizes": [2]}, "without 2"),
         ({}, {"opset": 17}, "opset 18 to 26"),
         ({}, {"format": "tensorrt"}, "take one of onnx, torchscript, pt2"),
