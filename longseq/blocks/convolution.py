@@ -33,7 +33,7 @@ class ShortConvolution(nn.Module):
     ) -> None:
         super().__init__()
         if width < 1:
-            raise ValueError(f"convolution width {width}: at least 1 (the token itself)")
+            raise ValueError(f"convolution_width={width}: at least 1 (the token itself)")
         self.channels = channels
         self.width = width
         self.activation = activation

@@ -37,7 +37,7 @@ def rotary_angles(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines `[..., 1, D/2]` of the angles of `apply_rotary`; only the width and the type of `x` matter.
 
-    `scaling` stretches the angles to contexts longer than those of the training (see `check_rotary_scaling`).
+    `scaling` stretches the angles to contexts longer than those of the training (see `check_rotary`).
     """
     half = x.shape[-1] // 2
     if 2 * half != x.shape[-1]:
@@ -52,8 +52,10 @@ def rotary_angles(
     return (cosine, sine) if magnitude == 1 else (cosine * magnitude, sine * magnitude)
 
 
-def check_rotary_scaling(scaling: Mapping[str, Any] | None) -> None:
-    """Raise ValueError unless `rotary_angles` can scale its angles so. The keys are those of transformers' config.json.
+def check_rotary(base: float, scaling: Mapping[str, Any] | None) -> None:
+    """Raise ValueError unless `rotary_angles` has angles for this base, which is above 0, and can scale them so.
+
+    The keys of `scaling` are those of transformers' config.json:
 
     rope_type: linear (all angles divided by `factor`; Chen et al., 2023), llama3 (slow pairs alone; Llama 3.1), or yarn
         (YaRN; Peng et al., 2023, section 3, with the factor of the scores on both queries and keys).
@@ -63,8 +65,12 @@ def check_rotary_scaling(scaling: Mapping[str, Any] | None) -> None:
         more often is fast.
     beta_fast, beta_slow, truncate, attention_factor, mscale, mscale_all_dim: of yarn; all may be left out.
     """
+    if not base > 0:
+        raise ValueError(f"rotary_base={base} must be above 0; 10000 is usual")
     if not scaling:
         return
+    if not isinstance(scaling, Mapping):
+        raise ValueError(f"rotary_scaling={scaling!r} must be a mapping with rope_type, or None")
     kind = scaling.get("rope_type")
     if kind not in _SCALING_KEYS:
         raise ValueError(f"rotary_scaling with rope_type={kind!r}: the types are {', '.join(_SCALING_KEYS)}")
@@ -74,6 +80,11 @@ def check_rotary_scaling(scaling: Mapping[str, Any] | None) -> None:
     if missing or unknown:
         what = f"needs {', '.join(missing)}" if missing else f"does not know {', '.join(unknown)}"
         raise ValueError(f"rotary_scaling with rope_type={kind} {what}")
+    below = [f"{key}={scaling[key]}" for key in needed if not scaling[key] > 0]
+    if below:
+        raise ValueError(f"rotary_scaling with {', '.join(below)}: must be above 0")
+    if kind == "llama3" and scaling["low_freq_factor"] == scaling["high_freq_factor"]:
+        raise ValueError("rotary_scaling with low_freq_factor = high_freq_factor: between them lie the mixed angles")
 
 
 def _scale_linearly(frequencies: Tensor, base: float, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.packing import front_places, scatter_tokens, unpack_rows
-from longseq.blocks.rotary import check_rotary_scaling, count_positions, rotary_angles, rotate_pairs
+from longseq.blocks.rotary import check_rotary, count_positions, rotary_angles, rotate_pairs
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.packed_attention import packed_attention
 from longseq.kernels.packed_attention.attend import attend
@@ -109,7 +109,7 @@ class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
             raise ValueError(f"rotary=True turns pairs of channels, not head_dim={self.head_dim}; choose an even one")
         if qk_norm not in QK_NORMS:
             raise ValueError(f"qk_norm={qk_norm!r} is not one of {', '.join(QK_NORMS)}")
-        check_rotary_scaling(rotary_scaling)
+        check_rotary(rotary_base, rotary_scaling)
         self.causal = causal
         self.rotary = rotary
         self.rotary_base = rotary_base
@@ -248,7 +248,7 @@ class Attention(SoftmaxAttention):
         qkv_bias, out_bias: biases of the query, key and value projections, and of the output projection.
         rotary, rotary_base: whether queries and keys are rotated by their positions, and the base of the angles.
         rotary_scaling: how the angles are stretched to longer contexts (see
-            `longseq.blocks.rotary.check_rotary_scaling`), or None.
+            `longseq.blocks.rotary.check_rotary`), or None.
         qk_norm: RMS norm of queries and keys, before they are rotated: none, head (over each head, as in Qwen3) or all
             (over all heads, as in OLMo 2), with `norm_eps`.
 

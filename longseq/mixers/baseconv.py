@@ -14,6 +14,7 @@ from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.linear import UpcastLinear
 from longseq.blocks.packing import pack_rows, rows_of, unpack_rows
 from longseq.blocks.precision import at_least_float32
+from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.reading import Reverse
@@ -243,6 +244,8 @@ class ExplicitFilter(nn.Module):
 
     def forward(self, length: int, dtype: torch.dtype) -> Tensor:
         """The filter at the distances 0 ... `length` - 1."""
+        if is_exporting():  # the number of taps that count would be a condition on the length
+            return functional.pad(self.taps.to(dtype), (0, 0, 0, length))[:length]
         taps = self.taps[:length].to(dtype)
         return functional.pad(taps, (0, 0, 0, max(length - taps.shape[0], 0)))
 

@@ -71,6 +71,11 @@ class CompressionMixer(Mixer[CompressionState]):
         if chunk_size < 1:
             raise ValueError(f"chunk_size={chunk_size} must be at least 1, the exact recurrence")
         self.num_heads, self.head_dim = choose_heads(d_model, num_heads, head_dim, preferred=64)
+        if self.head_dim == 1:
+            raise ValueError(
+                f"head_dim=1: updates are orthogonal to slots, which one channel leaves no room for; d_model={d_model} "
+                "needs heads of at least 2 channels"
+            )
         self.num_slots = self.head_dim if num_slots is None else num_slots
         if not 1 <= self.num_slots <= self.head_dim:
             raise ValueError(

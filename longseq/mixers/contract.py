@@ -272,13 +272,13 @@ def given_states_stay_as_they_are(mixer: Mixer[Any]) -> None:
 
 @_law
 def outputs_depend_on_the_past_only(mixer: Mixer[Any]) -> None:
-    """A changed token changes no output before it, and every one after it."""
+    """A changed token changes no output before it, and some from it on: a layer may forget within a few tokens."""
     x = draw(mixer, 1)
     changed = x.clone()
     changed[:, 20] += 1.0
     y, y_changed = mixer(x)[0], mixer(changed)[0]
     assert_same(y_changed[:, :20], y[:, :20], "before a changed token")
-    _require(bool((y_changed[:, 20:] - y[:, 20:]).abs().amax(-1).min() > 1e-12), "a later output misses the change")
+    _require(bool((y_changed[:, 20:] - y[:, 20:]).abs().max() > 1e-12), "no output shows the change of a token")
 
 
 @_law
@@ -437,8 +437,9 @@ def _as_leaves(state: Any) -> Any:
 
 @_law
 def parameters_without_weight_decay_exist(mixer: Mixer[Any]) -> None:
-    """`no_weight_decay_names` are names of parameters."""
-    named = {*mixer.no_weight_decay_names, *no_weight_decay(mixer)}
+    """`no_weight_decay_names` are names of parameters, or of None where options leave a parameter out."""
+    left_out = {name for name in mixer.no_weight_decay_names if getattr(mixer, name, ...) is None}
+    named = {*mixer.no_weight_decay_names, *no_weight_decay(mixer)} - left_out
     unknown = sorted(named - dict(mixer.named_parameters()).keys())
     _require(not unknown, f"no_weight_decay_names has {', '.join(unknown)}, which is no parameter")
 

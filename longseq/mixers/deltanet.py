@@ -82,7 +82,7 @@ class DeltaNet(Mixer[DeltaNetState]):
         self.in_proj = AlignedLinear(d_model, 3 * d_model + self.num_heads, bias=False)
         self.convolution = (
             ShortConvolution(3 * d_model, convolution_width, activation=None, backend=backend)
-            if convolution_width > 0
+            if convolution_width != 0
             else None
         )
         self.norm = RMSNorm(self.head_dim, eps=norm_eps, backend=backend)

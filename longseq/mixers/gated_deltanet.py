@@ -117,7 +117,7 @@ class GatedDeltaNet(Mixer[GatedDeltaNetState]):
         self.in_proj = AlignedLinear(d_model, sum(self.widths), bias=False)
         self.convolution = (
             ShortConvolution(self.mixed_width, convolution_width, activation=None, backend=backend)
-            if convolution_width > 0
+            if convolution_width != 0
             else None
         )
         self.A_log = nn.Parameter(torch.empty(heads))

@@ -27,6 +27,8 @@ def choose_heads(width: int, num_heads: int | None, head_dim: int | None, *, pre
         if head_dim < 1 or width % head_dim:
             raise ValueError(f"head_dim={head_dim} does not divide the width {width}; choose a divisor of {width}")
         num_heads = width // head_dim
+    if min(num_heads, head_dim) < 1:
+        raise ValueError(f"num_heads={num_heads}, head_dim={head_dim}: a layer has at least one head of one channel")
     if num_heads * head_dim != width:
         raise ValueError(f"num_heads={num_heads} times head_dim={head_dim} is not the width {width}; give one of them")
     return num_heads, head_dim

@@ -46,7 +46,8 @@ class Lattice(CompressionMixer):
             change them by 32 to 79 % and save half (benchmarks/lattice_chunks.json). Small language models trained with
             chunks of 1, 4, 16 and 64 reach 1.540, 1.543, 1.556 and 1.577 bits per byte, and the exact form was the
             fastest there (benchmarks/lattice_language_model.json). Use a model with the chunk_size of its training;
-            one-token steps are always those of the exact form.
+            one-token steps are always those of the exact form. Chunks are counted from the first place of a row or a
+            piece, so that padding in front, and borders of pieces between those of chunks, change the outputs.
 
     A step of the decode objective overshoots if γ ‖k‖² > 2; small differences then grow from token to token. Nothing in
     the paper's layer bounds the keys. Where hundreds of tokens are equal, gradients then overflow: in zoology's recall,

@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.pairs import repeat_rows
-from longseq.blocks.rotary import check_rotary_scaling, count_positions, rotary_angles, rotate_pairs
+from longseq.blocks.rotary import check_rotary, count_positions, rotary_angles, rotate_pairs
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import memory_dtype, required
@@ -44,7 +44,7 @@ class RetNet(GatedLinearMixer[RetNetState]):
         expand_v: channels of a head's values relative to those of its keys.
         rotary_base: the slowest pair of channels turns once in about 2π · rotary_base tokens.
         rotary_scaling: how the angles are stretched to longer contexts (see
-            `longseq.blocks.rotary.check_rotary_scaling`), or None.
+            `longseq.blocks.rotary.check_rotary`), or None.
         feature_map: φ, one of identity (the paper's), relu (for weights of a transformer, see `longseq convert`), silu,
             relu_squared.
         output_gate: multiply by SiLU(W_g x); without it the layer has no W_g.
@@ -79,7 +79,7 @@ class RetNet(GatedLinearMixer[RetNetState]):
     ) -> None:
         super().__init__(d_model, backend=backend)
         check_feature_map(feature_map)
-        check_rotary_scaling(rotary_scaling)
+        check_rotary(rotary_base, rotary_scaling)
         width = d_model if num_heads is None or head_dim is None else num_heads * head_dim
         self.num_heads, self.key_dim = choose_heads(width, num_heads, head_dim, preferred=256)
         self.num_kv_heads = check_groups(self.num_heads, num_kv_heads)

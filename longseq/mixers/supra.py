@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import Self
 
+from longseq.blocks.norm import check_eps
 from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.rotary import count_positions
@@ -39,7 +40,7 @@ class Supra(RetNet):
         num_kv_heads: heads of keys and values, a divisor of num_heads; by default as many as of queries.
         rotary_base: the slowest pair of channels turns once in about 2π · rotary_base tokens.
         rotary_scaling: how the angles are stretched to longer contexts (see
-            `longseq.blocks.rotary.check_rotary_scaling`), or None.
+            `longseq.blocks.rotary.check_rotary`), or None.
         norm_eps: eps of the norm.
 
     Source: Linearizing Large Language Models (Mercat et al., 2024), section 3, and its published code.
@@ -107,7 +108,7 @@ class CentredNorm(nn.Module):
 
     def __init__(self, eps: float) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps = check_eps(eps)
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.layer_norm(at_least_float32(x), x.shape[-1:], eps=self.eps).to(x.dtype)

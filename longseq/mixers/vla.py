@@ -57,7 +57,8 @@ class VLA(Mixer[VLAState]):
     Args:
         num_heads, head_dim: give at most one; by default heads of 32 channels, as in the paper.
         convolution_width: taps of a short convolution on q, k and v; 0 leaves it out.
-        lambda0: λ0, the weight of the identity before the first token.
+        lambda0: λ0, the weight of the identity before the first token. Without updates of A it only counts if
+            `normalize_alpha` is False.
         refresh_period, refresh: the number of tokens between refreshes (0 or None: no refresh), and the multiple of the
             identity that a refresh adds to A.
         eps: the least denominator.
@@ -80,6 +81,7 @@ class VLA(Mixer[VLAState]):
         "refresh_period": ("update_penalty", (False,)),
         "refresh": ("update_penalty", (False,)),
         "scale_penalty": ("update_penalty", (False,)),
+        "eps": ("normalizer", (False,)),
     }
 
     def __init__(
@@ -113,7 +115,7 @@ class VLA(Mixer[VLAState]):
         self.in_proj = nn.Linear(d_model, 3 * d_model, bias=False)
         self.convolution = (
             ShortConvolution(3 * d_model, convolution_width, activation=None, backend=backend)
-            if convolution_width > 0
+            if convolution_width != 0
             else None
         )
         shape = (self.num_heads, self.head_dim, self.head_dim)

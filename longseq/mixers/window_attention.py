@@ -37,7 +37,7 @@ class WindowAttention(SoftmaxAttention):
         qkv_bias, out_bias: biases of the query, key and value projections, and of the output projection.
         rotary, rotary_base: whether queries and keys are rotated by their positions, and the base of the angles.
         rotary_scaling: how the angles are stretched to longer contexts (see
-            `longseq.blocks.rotary.check_rotary_scaling`), or None.
+            `longseq.blocks.rotary.check_rotary`), or None.
         qk_norm: RMS norm of queries and keys, before they are rotated: none, head (over each head, as in Qwen3) or all
             (over all heads, as in OLMo 2), with `norm_eps`.
 

@@ -129,7 +129,7 @@ def test_every_tap_that_a_sequence_reaches_gets_a_gradient() -> None:
     [
         ({"filter": "long"}, "filter='long' is not one of implicit, explicit, short"),
         ({"filter": ["short", "implicit"]}, "is not one of implicit, explicit, short"),
-        ({"filter": "short", "convolution_width": 0}, "convolution width 0: at least 1"),
+        ({"filter": "short", "convolution_width": 0}, "convolution_width=0: at least 1"),
         ({"max_length": 1}, "max_length=1: distances are measured in it"),
         ({"filter_width": 0}, "filter_width=0: the network of a filter needs at least one hidden channel"),
     ],

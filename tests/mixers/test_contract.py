@@ -44,6 +44,20 @@ def test_a_part_of_the_state_may_be_empty() -> None:
     assert mixers.check("window_attention", laws=laws, window=1) == ()
 
 
+def test_a_layer_may_forget_and_leave_options_out() -> None:
+    """A window of a few tokens ends the effect of a token, fast decays do, and a gate that is left out has no bias."""
+    law = "outputs_depend_on_the_past_only"
+    assert mixers.check("window_attention", laws=[law], window=5) == ()
+    assert mixers.check("baseconv", laws=[law], filter="short") == ()
+    assert mixers.check("mamba2", laws=[law], dt_min=1.0, dt_max=1.0) == ()
+    assert mixers.check("lattice", laws=["parameters_without_weight_decay_exist"], forget_gate=False) == ()
+
+
+class Deaf(Mean):
+    def scan(self, projected, state=None, **options):
+        return super().scan(torch.ones_like(projected), state, **options)
+
+
 class Detached(Mean):
     def scan_step(self, projected, state):
         mean = self.rate.sigmoid().detach() * state.mean + self.rate.neg().sigmoid() * projected
@@ -174,6 +188,7 @@ BROKEN = [
     (Leaking, "packed_sequences_are_separate", "tokens 5 to 5 of a packed row are not as if alone"),
     (Padded, "padding_leaves_no_trace", "with padding on the left"),
     (Peeking, "outputs_depend_on_the_past_only", "before a changed token"),
+    (Deaf, "outputs_depend_on_the_past_only", "no output shows the change"),
     (Narrow, "states_are_float32_in_half_precision", "mean of the state is torch.bfloat16"),
     (Started, "no_state_is_the_initial_state", "not close"),
     (Halved, "flops_are_those_of_the_steps", "tells 32 operations a token, and a step computes"),
@@ -384,10 +399,37 @@ def test_deltanet_ablations_keep_the_contract(option: dict[str, Any]) -> None:
     assert_same(torch.stack(parts, dim=1), expected)
 
 
+NO_LAYERS: list[tuple[str, dict[str, Any], str]] = [
+    *(
+        (name, {"convolution_width": -1}, "convolution_width=-1: at least")
+        for name in ("deltanet", "gated_deltanet", "vla")
+    ),
+    *((name, {"convolution_width": 0}, "convolution_width=0: at least 1") for name in ("mamba", "hyena", "ttt")),
+    *(
+        (name, {"num_heads": 4, "head_dim": 0}, "num_heads=4, head_dim=0: ")
+        for name in ("attention", "window_attention", "gsa", "retnet", "supra")
+    ),
+    ("attention", {"num_heads": 0, "head_dim": 8}, "num_heads=0, head_dim=8: "),
+    ("linear_attention", {"num_heads": -4, "head_dim": -8}, "num_heads=-4, head_dim=-8: "),
+    ("rg_lru", {"width": 0}, "width=0: "),
+    ("rg_lru", {"width": -16}, "width=-16: "),
+    *(
+        (name, {"rotary_base": 0.0}, "rotary_base=0.0 must be above 0")
+        for name in ("window_attention", "retnet", "supra")
+    ),
+    *((name, {"norm_eps": -1.0}, "norm_eps=-1.0 must") for name in ("deltanet", "abc", "mamba2", "rwkv6", "supra")),
+    *((name, {"head_dim": 1}, "head_dim=1: ") for name in ("rwkv6", "lattice", "ttt")),
+    ("lattice", {"num_heads": 32}, "head_dim=1: "),
+]
+
+
 def test_sizes_that_make_no_layer_are_refused() -> None:
     for option in ({"expand": 1.5}, {"state_size": 0}, {"rate_rank": 0}):
         with pytest.raises(ValueError, match="must be a whole number of at least 1"):
             mixers.create("longhorn", 32, **option)
+    for name, option, message in NO_LAYERS:
+        with pytest.raises(ValueError, match=message):
+            mixers.create(name, 32, **option)
 
 
 @pytest.fixture

@@ -121,6 +121,21 @@ def test_the_length_can_be_open(mixer: str, tmp_path: Path, captured_once: None)
                 call(tokens[:, :1], values)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+@pytest.mark.parametrize("taps", [6, 100])  # fewer than the comparison reads, and more
+def test_a_text_may_be_longer_than_an_explicit_filter(taps: int, format: str, tmp_path: Path) -> None:
+    model = build("baseconv", mixer_options={"filter": "explicit", "max_length": taps})
+    call = check_file(model, tmp_path / f"model{SUFFIXES[format]}", format)
+    tokens = torch.randint(11, (2, taps + 4))
+    with torch.no_grad():
+        expected, _ = model(tokens)
+    values = [state.starts(2) for state in state_spec(model, len(tokens))]
+    for index, token in enumerate(tokens.unbind(1)):
+        logits, values = call(token, values)
+        torch.testing.assert_close(logits, expected[:, index], atol=1e-3, rtol=0)
+
+
 def test_an_open_length_that_is_not_open_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fix(q: Tensor, k: Tensor, v: Tensor, first: Tensor, end: Tensor, before: int, after: int) -> Tensor:
         block = min(q.shape[1], before + 1 + after)  # a trace keeps the number of blocks
@@ -278,6 +293,11 @@ def test_weights_of_another_file_are_not_replaced(tmp_path: Path, monkeypatch: p
     [
         ({"direction": "bidirectional"}, {}, "direction='bidirectional': a language model reads forward"),
         ({}, {"data": {**DATA, "vocab_size": 12}}, "the text has 12 tokens, and the model knows 11"),
+        (
+            {"mixer": "ttt", "mixer_options": {"chunk_size": 4}},
+            {},
+            "ttt with chunk_size=4 reads whole texts by another",
+        ),
         ({}, {"batch_sizes": [2]}, "without 2"),
         ({}, {"opset": 17}, "opset 18 to 26"),
         ({}, {"format": "tensorrt"}, "take one of onnx, torchscript, pt2"),

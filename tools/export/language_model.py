@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from longseq.backbones.tokens import TokenBackbone
+from longseq.mixers.compression import CompressionMixer
+from longseq.mixers.registry import name_of
 from longseq.state import fill_state, state_tensors
 from longseq.timm_models import model_name
 from longseq.tools.export import onnx_file
@@ -99,6 +101,12 @@ def export_language_model(
     max_length = min(max_length, model.max_length or max_length)
     if model.direction != "forward":
         raise ValueError(f"direction={model.direction!r}: a language model reads forward, and this one has no state")
+    for layer in model.modules():
+        if isinstance(layer, CompressionMixer) and layer.chunk_size > 1:
+            raise ValueError(
+                f"{name_of(type(layer))} with chunk_size={layer.chunk_size} reads whole texts by another function than "
+                "token by token or in pieces, as files read them; only models trained with chunk_size=1 are exported"
+            )
     if data.get("vocab_size", 0) > model.vocab_size:
         raise ValueError(f"the text has {data['vocab_size']} tokens, and the model knows {model.vocab_size}")
     check_batch_sizes(batch_sizes)

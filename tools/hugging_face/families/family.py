@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from longseq.blocks.rotary import check_rotary_scaling
+from longseq.blocks.rotary import check_rotary
 from longseq.mixers import Mixer
 from longseq.mixers.pattern import Pattern, expand_pattern, options_by_name
 
@@ -139,7 +139,7 @@ def read_rotary(values: Values) -> dict[str, Any]:
     if kind in ("llama3", "yarn"):
         rope.setdefault("original_max_position_embeddings", values.get("max_position_embeddings"))
     scaling = {"rope_type": kind, **{key: value for key, value in rope.items() if value is not None}}
-    check_rotary_scaling(scaling)
+    check_rotary(float(base), scaling)
     return {"rotary": True, "rotary_base": float(base), "rotary_scaling": scaling}
 
 
