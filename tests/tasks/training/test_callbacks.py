@@ -141,6 +141,31 @@ def test_an_error_within_a_step_leaves_a_checkpoint_of_the_update_before(tiny, t
 
 
 @pytest.mark.slow
+def test_an_error_within_a_step_leaves_the_statistics_of_the_update_before(compose_config, tmp_path):
+    """A batch norm changes its statistics in the forward pass, before an update."""
+    known = ("model=timm", "model.name=test_resnet", "trainer=cpu", "recipe.batch_size=64", "recipe.epochs=1")
+    config = compose_config("train", *known, "recipe.ema=null", f"output={tmp_path / 'run'}")
+    trained = []
+
+    class Fail(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            trained.append({name: value.clone() for name, value in pl_module.state_dict().items()})
+
+        def on_after_backward(self, trainer, pl_module):
+            if trainer.global_step == 3:
+                raise OSError("disk full")
+
+    last = LastCheckpoint(str(tmp_path))
+    with pytest.raises(OSError, match="disk full"):
+        fit(config, Fail(), last)
+    saved = torch.load(last.path, weights_only=True)
+    assert saved["global_step"] == len(trained) == 3
+    assert any(name.endswith("running_mean") for name in trained[-1])
+    for name, value in trained[-1].items():
+        assert torch.equal(saved["state_dict"][name], value), name
+
+
+@pytest.mark.slow
 def test_waiting_for_data_is_measured_apart(tiny, monkeypatch):
     fetch = TrainingBatches.__getitem__
 
