@@ -164,7 +164,9 @@ class LastCheckpoint(Checkpoint):
                 self._save(trainer)
         self.has_ended = True
         if not self.path.exists() and isinstance(exception, SIGTERMException) and trainer.is_global_zero:
-            print("stopped before the first update; nothing is saved", file=sys.stderr)
+            update = trainer.global_step
+            moment = f"in the validation after update {update}" if update else "before the first update"
+            print(f"stopped {moment}; nothing is saved", file=sys.stderr)
         remedy = f"init={self.path} starts a new run from these weights"
         line = self.describe_end(remedy) if isinstance(exception, NonFiniteError) else self.describe_end()
         if line is not None and trainer.is_global_zero:

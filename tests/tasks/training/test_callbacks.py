@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from longseq.tasks import train
 from longseq.tasks.image.datasets import TrainingBatches
@@ -163,6 +164,18 @@ def test_an_error_within_a_step_leaves_the_statistics_of_the_update_before(compo
     assert any(name.endswith("running_mean") for name in trained[-1])
     for name, value in trained[-1].items():
         assert torch.equal(saved["state_dict"][name], value), name
+
+
+@pytest.mark.slow
+def test_a_stop_in_the_first_validation_says_that_nothing_is_saved(tiny, tmp_path, capsys):
+    class Stop(Callback):
+        def on_validation_batch_start(self, *_):
+            raise SIGTERMException
+
+    words = ("recipe.epochs=null", "recipe.updates=9", "recipe.validate_every_updates=2")
+    with pytest.raises(SIGTERMException):
+        fit(tiny(*words), Stop(), LastCheckpoint(str(tmp_path)))
+    assert "stopped in the validation after update 2; nothing is saved" in capsys.readouterr().err
 
 
 @pytest.mark.slow
