@@ -162,8 +162,8 @@ def _train(config: dict[str, Any], folder: Path, names_mixer: bool) -> float | N
         if epoch is not None:
             RunLength.from_recipe(config["recipe"]).check_units(epoch)
         _refuse_long_warmup(config, epoch)
-    if checkpoint is not None:
-        continue_loggers(trainer.loggers, runs.updates_of(checkpoint))
+    # From 0: also after a run that ended in this folder before it had saved anything.
+    continue_loggers(trainer.loggers, runs.updates_of(checkpoint) if checkpoint else 0)
     in_force = values_in_force(config, module.backbone)
     _save_config(in_force, folder)
     _announce(config, datamodule.info, module, checkpoint, events=writes_events(trainer.loggers))

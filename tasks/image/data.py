@@ -284,8 +284,8 @@ class ImageDataModule(TaskData):
         sizes: dict[str, int | None]
         if is_stream(keys.source):
             _log.warning(
-                "data.source=%s is a stream: its order is its own, so a resumed run begins the epoch anew and is not "
-                "exact; hfds/, a folder or a tar resume exactly",
+                "data.source=%s is a stream: its order is its own, so a run that goes on within an epoch reads it from "
+                "the start for the rest of it; hfds/, a folder or a tar resume exactly",
                 keys.source,
             )
             sizes, class_names = self._describe_stream(["train", "validation", "test"])

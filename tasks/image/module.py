@@ -95,6 +95,7 @@ class ImageClassifier(ClassifierModule):
         self._reads_on_host = False  # True if labels are checked before their transfer
         self._checked: set[bool] = set()  # of labels on the device, whether they were those of training
         self._measured = False  # True if an image was evaluated since the last validation or test
+        self._sum_of_parts = torch.zeros(())  # the losses of the batches that an update has accumulated
 
     @classmethod
     def from_config(
@@ -219,8 +220,13 @@ class ImageClassifier(ClassifierModule):
         loss = (
             self.criterion(logits, soft_targets) if weights is None else self._weighted(logits, soft_targets, weights)
         )
-        self.log("train/loss", loss.detach())
+        self.log("train/loss", self._mean_of_parts(loss.detach(), batch_idx % self.trainer.accumulate_grad_batches))
         return loss
+
+    def _mean_of_parts(self, loss: Tensor, turn: int) -> Tensor:
+        """The mean loss of the batches of an update so far, of which this one has the number `turn`."""
+        self._sum_of_parts = loss if turn == 0 else self._sum_of_parts + loss
+        return self._sum_of_parts / (turn + 1)
 
     def _of_classes(self, logits: Any) -> Tensor:
         """The output of the model. ValueError if it is not a logit for each class."""

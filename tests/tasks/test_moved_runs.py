@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from longseq.tasks import train
 from longseq.tasks.image.module import ImageClassifier
+from longseq.tasks.training.callbacks.checkpoint import LastCheckpoint
 
 EPOCHS = 5
 
@@ -126,6 +127,18 @@ def test_a_killed_run_has_the_rows_up_to_its_checkpoint(tiny, tmp_path):
     rows, again = (list(csv.DictReader((folder / "metrics.csv").open())) for folder in (whole, killed))
     assert [(row["step"], row["train/loss"]) for row in again] == [(row["step"], row["train/loss"]) for row in rows]
     assert scalars(killed) == scalars(whole)
+
+
+@pytest.mark.slow
+def test_a_run_that_begins_anew_hides_the_points_of_one_that_saved_nothing(tiny, tmp_path):
+    words = ("recipe.epochs=1", "logger=[tensorboard,csv]", "trainer.log_every_n_steps=1", "resume=true")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LastCheckpoint, "on_exception", lambda *_: None)  # as after a kill
+        interrupted(lambda: train.run(tiny(*words)), 5)
+    assert len(scalars(tmp_path / "run")["train/loss"]) == 5
+    train.run(tiny(*words))
+    train.run(tiny(*words, f"output={tmp_path / 'whole'}"))
+    assert scalars(tmp_path / "run") == scalars(tmp_path / "whole")
 
 
 def begin_on_copy(image_folder, tiny, tmp_path):

@@ -98,6 +98,18 @@ def test_with_accumulation_the_rate_of_each_update_is_logged_once(tiny, tmp_path
 
 
 @pytest.mark.slow
+def test_with_accumulation_the_loss_of_each_update_is_that_of_its_whole_batch(tiny, tmp_path):
+    losses = []
+    for parts in (1, 4):
+        folder = tmp_path / str(parts)
+        words = (f"trainer.accumulate_grad_batches={parts}", "trainer.log_every_n_steps=1", f"output={folder}")
+        # mixing is drawn for each part of a batch
+        train.run(tiny("recipe.epochs=1", "recipe.augment.mixing.prob=0", *words))
+        losses.append([event.value for event in EventAccumulator(str(folder)).Reload().Scalars("train/loss")])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+@pytest.mark.slow
 def test_trainings_of_one_process_leave_no_writer_behind(tiny, tmp_path):
     before = threading.active_count()
     for number in range(3):

@@ -94,7 +94,8 @@ class LastCheckpoint(Checkpoint):
 
     A checkpoint always has the state after an update, so that a resumed run repeats the uninterrupted one. After an
     interruption within a step, or between the accumulated batches of an update, the checkpoint is that of the update
-    before. After an interruption during the optimizer's step or a validation, the previous checkpoint remains.
+    before, also in the statistics of batch norms. After an interruption during the optimizer's step or a validation,
+    the previous checkpoint remains.
     """
 
     FILES = ("last.ckpt",)
@@ -115,12 +116,18 @@ class LastCheckpoint(Checkpoint):
         self._saved_at = time.monotonic()
         self._saved_step = -1
         self._resume_point: dict[str, Any] | None = None  # the state of the loops after the latest update
+        # What a checkpoint holds beside parameters, and its values then: a forward pass changes those of batch norms.
+        self._buffers: list[torch.Tensor] = []
+        self._kept: list[torch.Tensor] = []
         self._interrupted = False
         self.has_ended = False  # whether it was told of the error that ended the run, and has saved what it can
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._saved_at = time.monotonic()
         self._saved_step = trainer.global_step
+        saved = pl_module.state_dict().keys()
+        self._buffers = [buffer for name, buffer in pl_module.named_buffers() if name in saved]
+        self._kept = [buffer.clone() for buffer in self._buffers]
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
@@ -149,6 +156,7 @@ class LastCheckpoint(Checkpoint):
         told: list[int] = []
         if self._resume_point is not None and alone and not isinstance(exception, NonFiniteError):
             self._interrupted = True
+            _copy(self._kept, self._buffers)
             # A data worker's death is told to the main process twice: a read from it fails, which ends the run, and by
             # a signal, which torch answers with an error wherever the program is then. That error, which says what has
             # happened, must not end the save: it comes after it.
@@ -156,7 +164,9 @@ class LastCheckpoint(Checkpoint):
                 self._save(trainer)
         self.has_ended = True
         if not self.path.exists() and isinstance(exception, SIGTERMException) and trainer.is_global_zero:
-            print("stopped before the first update; nothing is saved", file=sys.stderr)
+            update = trainer.global_step
+            moment = f"in the validation after update {update}" if update else "before the first update"
+            print(f"stopped {moment}; nothing is saved", file=sys.stderr)
         remedy = f"init={self.path} starts a new run from these weights"
         line = self.describe_end(remedy) if isinstance(exception, NonFiniteError) else self.describe_end()
         if line is not None and trainer.is_global_zero:
@@ -182,6 +192,7 @@ class LastCheckpoint(Checkpoint):
     def _pass(self, trainer: Trainer) -> None:
         """Record the state from which a run can continue, and save it if that is due."""
         self._resume_point = trainer.fit_loop.state_dict()
+        _copy(self._buffers, self._kept)
         if self._is_due(trainer):
             self._save(trainer)
 
@@ -202,3 +213,9 @@ class LastCheckpoint(Checkpoint):
         trainer.save_checkpoint(self.path)
         self._saved_at = time.monotonic()
         self._saved_step = trainer.global_step
+
+
+@torch.no_grad()
+def _copy(tensors: list[torch.Tensor], places: list[torch.Tensor]) -> None:
+    if tensors:
+        torch._foreach_copy_(places, tensors)

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from longseq.tasks import train
 from longseq.tasks.image.datasets import TrainingBatches
@@ -138,6 +139,43 @@ def test_an_error_within_a_step_leaves_a_checkpoint_of_the_update_before(tiny, t
     assert saved["global_step"] == 5
     assert saved["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]["batches"] == 10
     assert torch.equal(saved["state_dict"]["backbone.head.weight"], weights.trained[-1])
+
+
+@pytest.mark.slow
+def test_an_error_within_a_step_leaves_the_statistics_of_the_update_before(compose_config, tmp_path):
+    """A batch norm changes its statistics in the forward pass, before an update."""
+    known = ("model=timm", "model.name=test_resnet", "trainer=cpu", "recipe.batch_size=64", "recipe.epochs=1")
+    config = compose_config("train", *known, "recipe.ema=null", f"output={tmp_path / 'run'}")
+    trained = []
+
+    class Fail(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            trained.append({name: value.clone() for name, value in pl_module.state_dict().items()})
+
+        def on_after_backward(self, trainer, pl_module):
+            if trainer.global_step == 3:
+                raise OSError("disk full")
+
+    last = LastCheckpoint(str(tmp_path))
+    with pytest.raises(OSError, match="disk full"):
+        fit(config, Fail(), last)
+    saved = torch.load(last.path, weights_only=True)
+    assert saved["global_step"] == len(trained) == 3
+    assert any(name.endswith("running_mean") for name in trained[-1])
+    for name, value in trained[-1].items():
+        assert torch.equal(saved["state_dict"][name], value), name
+
+
+@pytest.mark.slow
+def test_a_stop_in_the_first_validation_says_that_nothing_is_saved(tiny, tmp_path, capsys):
+    class Stop(Callback):
+        def on_validation_batch_start(self, *_):
+            raise SIGTERMException
+
+    words = ("recipe.epochs=null", "recipe.updates=9", "recipe.validate_every_updates=2")
+    with pytest.raises(SIGTERMException):
+        fit(tiny(*words), Stop(), LastCheckpoint(str(tmp_path)))
+    assert "stopped in the validation after update 2; nothing is saved" in capsys.readouterr().err
 
 
 @pytest.mark.slow
