@@ -187,7 +187,7 @@ def _note_grids(model: nn.Module, trained: nn.Module) -> None:
     if getattr(model, "pos_embed", None) is None:
         return
     here, theirs = (getattr(getattr(one, "patch_embed", None), "grid_size", None) for one in (model, trained))
-    if None not in (here, theirs) and here != theirs:
+    if here is not None and theirs is not None and here != theirs:
         told = (f"{rows} x {columns}" for rows, columns in (theirs, here))
         _note(model, "positions of {} patches are interpolated to {}".format(*told))
 

@@ -157,6 +157,7 @@ def test_labels_as_probabilities_have_the_weights_of_the_classes(bce):
     rows, targets = rows.softmax(dim=1), torch.tensor([0, 1, 2, 3, 0, 2])
     info = DataInfo(**INFO | {"class_names": list("abcd"), "num_classes": 4, "class_weights": weights})
     module = ImageClassifier(torch.nn.Identity(), num_classes=4, info=info, binary_cross_entropy=bce)
+    module.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     module.log = module.seed_batch = lambda *_: (0, 0)
     found, numbers, hot = (
         module.training_step((logits, labels), 0) for labels in (rows, targets, functional.one_hot(targets, 4))
