@@ -80,7 +80,11 @@ def check_rotary(base: float, scaling: Mapping[str, Any] | None) -> None:
     if missing or unknown:
         what = f"needs {', '.join(missing)}" if missing else f"does not know {', '.join(unknown)}"
         raise ValueError(f"rotary_scaling with rope_type={kind} {what}")
-    below = [f"{key}={scaling[key]}" for key in needed if not scaling[key] > 0]
+    below = [
+        f"{key}={scaling[key]!r}"
+        for key in needed
+        if not isinstance(scaling[key], (int, float)) or not scaling[key] > 0
+    ]
     if below:
         raise ValueError(f"rotary_scaling with {', '.join(below)}: must be above 0")
     if kind == "llama3" and scaling["low_freq_factor"] == scaling["high_freq_factor"]:

@@ -104,11 +104,20 @@ class ImageModel(TaskModel):
         return _NOTES.get(model, [])
 
     def initialize(self, model: nn.Module, trained: nn.Module) -> None:
-        """As `TaskModel.initialize`; position embeddings are interpolated to the grid of the new model."""
+        """As `TaskModel.initialize`; position embeddings are interpolated to the grid of the new model.
+
+        A note tells both grids: a stride or a size that the command does not name may be the reason.
+        """
         state = trained.state_dict()
         if isinstance(model, ImageBackbone):
-            grid = getattr(getattr(trained, "patch_embed", None), "grid_size", None)
-            state = checkpoint_filter_fn(state, model, grid)
+            here, theirs = (
+                model.patch_embed.grid_size,
+                getattr(getattr(trained, "patch_embed", None), "grid_size", None),
+            )
+            state = checkpoint_filter_fn(state, model, theirs)
+            if theirs is not None and theirs != here:
+                told = (f"{rows} x {columns}" for rows, columns in (theirs, here))
+                _note(model, "positions of {} patches are interpolated to {}".format(*told))
         copy_weights(model, state)
 
     def start_from(self, model: nn.Module, loaded: Loaded, info: DataInfo) -> None:
@@ -117,7 +126,6 @@ class ImageModel(TaskModel):
         drawn = {name: value.clone() for name, value in head.state_dict().items()}
         super().start_from(model, loaded, info)
         _compare_preprocessing(model, f"init={loaded.path}", loaded.data, info)
-        _note_grids(model, loaded.backbone)
         theirs = [str(name) for name in loaded.data.get("class_names") or []]
         if theirs != info.class_names:
             head.load_state_dict(drawn)
@@ -180,16 +188,6 @@ class ImageModel(TaskModel):
 
 def _note(model: nn.Module, line: str) -> None:
     _NOTES.setdefault(model, []).append(line)
-
-
-def _note_grids(model: nn.Module, trained: nn.Module) -> None:
-    """Note that positions are interpolated: a stride or a size that the command does not name may be the reason."""
-    if getattr(model, "pos_embed", None) is None:
-        return
-    here, theirs = (getattr(getattr(one, "patch_embed", None), "grid_size", None) for one in (model, trained))
-    if here is not None and theirs is not None and here != theirs:
-        told = (f"{rows} x {columns}" for rows, columns in (theirs, here))
-        _note(model, "positions of {} patches are interpolated to {}".format(*told))
 
 
 def own_arguments(config: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:

@@ -58,6 +58,7 @@ LLAMA = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings
         (float("nan"), None, "rotary_base=nan must be above 0"),
         (1e4, "linear", "rotary_scaling='linear' must be a mapping"),
         (1e4, {"rope_type": "linear", "factor": 0}, "rotary_scaling with factor=0: must be above 0"),
+        (1e4, {"rope_type": "linear", "factor": "two"}, "rotary_scaling with factor='two': must be above 0"),
         (1e4, {**LLAMA, "low_freq_factor": 2.0, "high_freq_factor": 2.0}, "low_freq_factor = high_freq_factor"),
     ],
 )

@@ -44,6 +44,17 @@ def test_a_part_of_the_state_may_be_empty() -> None:
     assert mixers.check("window_attention", laws=laws, window=1) == ()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_changed_token_changes_every_later_output(name: str) -> None:
+    """So it is with the options that a layer has by default, none of which forgets within a sequence so short."""
+    mixer, x = make(name), make_tokens(1)
+    changed = x.clone()
+    changed[:, 20] += 1.0
+    with torch.no_grad():
+        difference = (mixer(changed)[0] - mixer(x)[0])[:, 20:]
+    assert difference.abs().amax(-1).min() > 1e-12
+
+
 def test_a_layer_may_forget_and_leave_options_out() -> None:
     """A window of a few tokens ends the effect of a token, fast decays do, and a gate that is left out has no bias."""
     law = "outputs_depend_on_the_past_only"
