@@ -40,6 +40,7 @@ from longseq.kernels.delta_rule.triton_kept import (
     unpack_writes,
 )
 from longseq.kernels.delta_rule.triton_segments import (
+    across,
     end_walk,
     find_segment,
     load_offered,
@@ -270,10 +271,14 @@ def _prepare_place(
     among, among_unit = _tile_of_scores(among, among_exponent, GATED or AGAIN, SCALED)
     store_by_rows(squares + CHUNK * CHUNK, live, 0, among, CHUNK, CUT, CHUNK, CHUNK)
 
-    # Where measured to be faster, the first values are loaded before the inverse, with registers for only this many.
+    # Where registers suffice, values are loaded before the inverse, and keys once more before the products that they
+    # are needed for last: a program that waits for each block of columns takes 4 % more time.
     EARLY: tl.constexpr = BLOCK == 64 and V <= 128
+    KEYS_EARLY: tl.constexpr = EARLY and K <= 128
+    values, reads = (), ()
     if EARLY:
-        value = load_tokens(v, v_token, live, 0, V, CHUNK, BLOCK)
+        for e in tl.static_range(0, V, BLOCK):
+            values = values + (load_tokens(v, v_token, live, e, V, CHUNK, BLOCK),)
     lower = _weigh(erasing, strength, gate, 1, GATED, CHUNK)
     steepest = _largest_of_rows(lower)
     x = eliminate(lower, CHUNK) if AGAIN else unit_lower_inverse(lower, live if SCALED else CHUNK, CHUNK, SCALED)
@@ -288,8 +293,7 @@ def _prepare_place(
     if SAVE:
         store_by_rows(squares, live, 0, square, CHUNK, CUT, CHUNK, CHUNK)
     for e in tl.static_range(0, V, BLOCK):
-        if e > 0 or not EARLY:
-            value = load_tokens(v, v_token, live, e, V, CHUNK, BLOCK)
+        value = values[e // BLOCK] if EARLY else load_tokens(v, v_token, live, e, V, CHUNK, BLOCK)
         if AGAIN:
             tile, unit = mix_rows(x, value.to(tl.float32), SCALED, PRECISION)
         else:
@@ -298,6 +302,9 @@ def _prepare_place(
             unit *= x_unit
         store_by_columns(offered + place * CHUNK * V, live, e, tl.trans(tile), V, CUT, BLOCK, CHUNK)
         store_column_units(units + WRITTEN, e, unit, TILE, V, BLOCK, SCALED)
+    if KEYS_EARLY:
+        for e in tl.static_range(0, K, BLOCK):
+            reads = reads + (load_tokens(k, k_token, live, e, K, CHUNK, BLOCK),)
     if GATED:
         x *= since[None, :]
     if AGAIN:
@@ -315,7 +322,8 @@ def _prepare_place(
             unit = x_unit * two_to(since_exponent) * (read_unit / ROWS_SHARE)
     square = as_tile(x * -x_inverse, SCALED)
     for e in tl.static_range(0, K, BLOCK):
-        read = load_tokens(k, k_token, live, e, K, CHUNK, BLOCK).to(tl.float32) * row_inverse
+        read = reads[e // BLOCK] if KEYS_EARLY else load_tokens(k, k_token, live, e, K, CHUNK, BLOCK)
+        read = read.to(tl.float32) * row_inverse
         tile = _multiply_tiles(square, as_tile(read, SCALED), SCALED, PRECISION)
         store_by_rows(erased + place * CHUNK * K, live, e, tile, K, CUT, CHUNK, BLOCK)
     if SCALED:
@@ -417,7 +425,8 @@ def advance(
             if number > 0:
                 piece = load_block(offsets + ((segment - 1) * H + head) * K * V, column, e, V, K, BLOCK, STEP)
         state = state + (piece,)
-    state, exponent = turn_to_tiles(state, 0, SCALED)
+    BY_ROW: tl.constexpr = SCALED and not SAVE  # as in `walk_through`
+    state, exponent = turn_to_tiles(state, 0, SCALED, BY_ROW)
     first = (slot + begin) * H + head
     offered, offered_unit, offered_exponent = load_offered(
         written, units, first, tokens - begin * CHUNK, column, V, UNITS, False, SCALED, CUT, CHUNK, BLOCK
@@ -473,7 +482,8 @@ def advance(
             if SCALED:
                 output_exponent = u_exponent + unpack_among(packed)
                 output_exponent = tl.maximum(output_exponent, read_exponent - LEAD)
-                o *= two_to(read_exponent - output_exponent)
+                o *= across(two_to(read_exponent - output_exponent), BY_ROW)
+                output_exponent = across(output_exponent, BY_ROW)
             o = end_walk(tl.dot(u, tl.trans(among), o, input_precision=PRECISION), output_exponent, SCALED)
             chunk_output = output + m * (H.to(tl.int64) * CHUNK * V * NEXT)
             store_tokens(chunk_output, H * V * NEXT, live, column, tl.trans(o), V, CHUNK, BLOCK)
@@ -482,7 +492,7 @@ def advance(
             offered_unit, offered_exponent = later_unit, later_exponent
     if number == last:
         for e in tl.static_range(0, K, STEP):
-            left = tl.trans(end_walk(state[e // STEP], exponent, SCALED))
+            left = tl.trans(end_walk(state[e // STEP], across(exponent, BY_ROW), SCALED))
             store_block(final + (n * H + head) * K * V, e, column, left, K, V, STEP, BLOCK)
 
 

@@ -86,29 +86,48 @@ def find_segment(segment, T, cu_seqlens, sequences, span, PACKED: tl.constexpr, 
 
 
 @triton.jit
-def unit_of_pieces(pieces, SCALED: tl.constexpr):
-    """One unit for all pieces of a state, and its inverse."""
-    unit, inverse = 1.0, 1.0
-    if SCALED:
-        largest = find_largest(pieces[0])
-        for i in tl.static_range(1, len(pieces)):
-            largest = tl.maximum(largest, find_largest(pieces[i]))
-        unit, inverse = power_of_two(largest)
-    return unit, inverse
+def across(x, BY_ROW: tl.constexpr):
+    """Numbers that belong to the rows of a block, as a column; a number of the whole block as it is."""
+    if BY_ROW:
+        x = x[:, None]
+    return x
 
 
 @triton.jit
-def turn_to_tiles(pieces, exponent, SCALED: tl.constexpr):
-    """Pieces of a state in units of 2^exponent, converted to their own unit, and that unit's exponent."""
+def _find_largest(x, BY_ROW: tl.constexpr):
+    """The largest magnitude in a block, or in each of its rows."""
+    return tl.max(tl.abs(x), 1) if BY_ROW else find_largest(x)
+
+
+@triton.jit
+def turn_to_tiles(pieces, exponent, SCALED: tl.constexpr, BY_ROW: tl.constexpr = False):
+    """Pieces of a state in units of 2^exponent, converted to their own unit, and that unit's exponent.
+
+    BY_ROW: each row of the state has a unit. A row belongs to one warp, which finds its largest number alone, while all
+    warps wait for each other to find that of a block. A state that other kernels read has one unit for all rows.
+    """
     if SCALED:
-        unit, _ = unit_of_pieces(pieces, SCALED)
-        unit_exponent = tl.maximum(exponent + exponent_of(unit), -126)
-        inverse = two_to(exponent - unit_exponent)
+        largest = _find_largest(pieces[0], BY_ROW)
+        for i in tl.static_range(1, len(pieces)):
+            largest = tl.maximum(largest, _find_largest(pieces[i], BY_ROW))
+        unit_exponent = tl.maximum(exponent + exponent_of(power_of_two(largest)[0]), -126)
+        inverse = across(two_to(exponent - unit_exponent), BY_ROW)
         turned = ()
         for i in tl.static_range(0, len(pieces)):
             turned = turned + (pieces[i] * inverse,)
-        return turned, unit_exponent
-    return pieces, exponent
+    else:
+        turned, unit_exponent = pieces, exponent
+    return turned, unit_exponent
+
+
+@triton.jit
+def share_unit(pieces, exponents):
+    """Pieces of a state whose rows have units of their own, converted to one unit, and that unit's exponent."""
+    exponent = tl.max(exponents, 0)
+    shared = ()
+    for i in tl.static_range(0, len(pieces)):
+        shared = shared + (pieces[i] * two_to(exponents - exponent)[:, None],)
+    return turn_to_tiles(shared, exponent, True)
 
 
 @triton.jit
@@ -120,7 +139,7 @@ def end_walk(piece, exponent, SCALED: tl.constexpr):
 
 
 @triton.jit
-def rescale_if_steep(x, factor, size):
+def rescale_if_steep(x, factor, size, BY_ROW: tl.constexpr = False):
     """The factor that brings a matrix into a tile's range, and the exponent by which its unit grows.
 
     `factor` brings it into the unit of a bound. Where `size`, of the chunk's inverse, is above MILD, the unit is that
@@ -128,8 +147,10 @@ def rescale_if_steep(x, factor, size):
     tile's whole range. Elsewhere finding the largest number would delay the walk.
     """
     inverse, exponent = 1.0, 0
+    if BY_ROW:
+        inverse, exponent = tl.full((x.shape[0],), 1.0, tl.float32), tl.zeros((x.shape[0],), tl.int32)
     if size > MILD:
-        unit, inverse = power_of_two(find_largest(x) * factor)
+        unit, inverse = power_of_two(_find_largest(x, BY_ROW) * factor)
         exponent = exponent_of(unit)
     return factor * inverse, exponent
 
@@ -171,17 +192,18 @@ def walk_through(
     """Of a chunk: Uᵀ as a tile and its exponent, the state after it, and if READ the state's part of the output.
 
     The states and that part are in units of 2 to an exponent, which is 0 if not SCALED. SAVE stores the state before
-    the chunk. States are in pieces of STEP key columns: beside a piece of 256 columns there are no registers for the
-    same piece in half precision, as products take it. `units` is the chunk's row of units. `writes` and `queries` are
-    the chunk's rows, as `load_rows` takes them.
+    the chunk; without it each row of a state has an exponent (see `turn_to_tiles`). States are in pieces of STEP key
+    columns: beside a piece of 256 columns there are no registers for the same piece in half precision, as products take
+    it. `units` is the chunk's row of units. `writes` and `queries` are the chunk's rows, as `load_rows` takes them.
     """
     BITS: tl.constexpr = 6 if K <= 64 else 7 if K <= 128 else 8  # K is at most 2^BITS
-    state, state_exponent = turn_to_tiles(state, exponent, SCALED)
+    BY_ROW: tl.constexpr = SCALED and not SAVE
+    state, state_exponent = turn_to_tiles(state, exponent, SCALED, BY_ROW)
     # U's sum begins with X V, in the unit of the products with the state.
     sum_exponent = 0
     if SCALED:
         sum_exponent = tl.maximum(state_exponent + unpack_erased(packed), offered_exponent - LEAD)
-        offered_unit *= two_to(-sum_exponent)
+        offered_unit *= across(two_to(-sum_exponent), BY_ROW)
     u = offered.to(tl.float32) * offered_unit
     o = tl.zeros((BLOCK, CHUNK), tl.float32)
     # A state of 256 columns is read in the first loop, where its tiles are in registers anyway. One of fewer columns is
@@ -203,13 +225,13 @@ def walk_through(
             store_column_units(of_states, column, two_to(state_exponent), TILE, V, BLOCK, SCALED)
         bound = bound_product(state_exponent, unpack_erased(packed), BITS)
         u_exponent = clamp_exponent(tl.maximum(bound, offered_exponent) + 1)
-        factor, exponent_of_largest = rescale_if_steep(u, two_to(sum_exponent - u_exponent), size)
-        u *= factor
+        factor, exponent_of_largest = rescale_if_steep(u, two_to(sum_exponent - u_exponent), size, BY_ROW)
+        u *= across(factor, BY_ROW)
         u_exponent += exponent_of_largest
         if READ:
             read_exponent = state_exponent + unpack_queries(packed)
         after_exponent = tl.maximum(u_exponent + unpack_writes(packed), state_exponent - LEAD)
-        weight = whole * two_to(state_exponent - after_exponent)
+        weight = across(whole * two_to(state_exponent - after_exponent), BY_ROW)
     u = as_tile(u, SCALED)
     after = ()
     for e in tl.static_range(0, K, STEP):
@@ -277,7 +299,7 @@ def summarize(
             given = tl.load(initial + (n * H + head) * K * V + j[:, None] * V + i[None, :], mask=mask, other=0.0)
             piece += tl.trans(given.to(tl.float32))
         state = state + (piece,)
-    state, exponent = turn_to_tiles(state, 0, SCALED)
+    state, exponent = turn_to_tiles(state, 0, SCALED, SCALED)
     place = (slot + first) * H + head  # a transition has no input
     offered, offered_unit, offered_exponent = load_offered(
         written, units, place, tokens - first * CHUNK, column, V, UNITS, True, SCALED, CUT, CHUNK, BLOCK
@@ -315,16 +337,18 @@ def summarize(
     place = segment * H + head
     if needed:
         row = column - of_offset * BLOCK
-        turned, unit_exponent = turn_to_tiles(state, exponent, SCALED)
-        if SCALED and block >= of_offset:
-            of_transition = transition_units + place * ((K + TILE - 1) // TILE)
-            store_column_units(of_transition, row, two_to(unit_exponent), TILE, K, BLOCK, SCALED)
-        for e in tl.static_range(0, K, STEP):
-            if block < of_offset:
-                left = end_walk(state[e // STEP], exponent, SCALED)
+        if block < of_offset:
+            for e in tl.static_range(0, K, STEP):
+                left = end_walk(state[e // STEP], across(exponent, SCALED), SCALED)
                 store_block(offsets + place * K * V, column, e, left, V, K, BLOCK, STEP)
-            else:
-                store_block(transitions + place * K * K, row, e, turned[e // STEP], K, K, BLOCK, STEP)
+        else:
+            shared = state
+            if SCALED:
+                shared, unit_exponent = share_unit(state, exponent)
+                of_transition = transition_units + place * ((K + TILE - 1) // TILE)
+                store_column_units(of_transition, row, two_to(unit_exponent), TILE, K, BLOCK, SCALED)
+            for e in tl.static_range(0, K, STEP):
+                store_block(transitions + place * K * K, row, e, shared[e // STEP], K, K, BLOCK, STEP)
 
 
 @triton.jit
