@@ -8,10 +8,11 @@ times smaller than the largest of its tile still has all 11 bits, so a token 10^
 them no precision. Where a bound of a product is known, its tile's unit follows from the bound; elsewhere the kernel
 finds the largest number of the tile.
 
-Each unit belongs to one chunk of one head. Therefore rows of the batch, heads and packed sequences do not affect each
-other, nor does a chunk affect one that is read before it. An infinity or NaN in a tile makes the tile's products NaN.
-Through the state it reaches the chunks that are read later; in gradients, through the gradient of the state, those that
-are read earlier. Numbers below 2^-112 have fewer bits, because the unit of a tile of zeros must be a number, too.
+Each unit belongs to one chunk of one head, or to one row of such a tile where no other kernel reads it. Therefore
+rows of the batch, heads and packed sequences do not affect each other, nor does a chunk affect one that is read
+before it. An infinity or NaN in a tile makes the tile's products NaN. Through the state it reaches the chunks that
+are read later; in gradients, through the gradient of the state, those that are read earlier. Numbers below 2^-112
+have fewer bits, because the unit of a tile of zeros must be a number, too.
 
 Float32 inputs (not SCALED) are multiplied as they are: their unit is 1 and is not stored.
 """

@@ -270,6 +270,8 @@ def retreat(
             # The state's numbers take both factors, which together are at most 2^LEAD.
             earlier_exponent = tl.maximum(read_exponent, state_exponent) - LEAD
             earlier_exponent = tl.maximum(du_exponent + unpack_erased(packed), earlier_exponent)
+            if RAW:
+                earlier_exponent = tl.maximum(earlier_exponent, -126)  # the product's factor is no greater than 2^126
             second_weight = across(two_to(read_exponent - earlier_exponent), BY_ROW)
         du = as_tile(du, SCALED)
         pieces = ()
