@@ -40,6 +40,12 @@ def find_largest(x):
 
 
 @triton.jit
+def find_largest_of_rows(x):
+    """The largest magnitude in each row of a matrix."""
+    return tl.max(tl.abs(x.to(tl.float32)), 1)
+
+
+@triton.jit
 def find_largest_of_both(x, y):
     """The largest magnitudes in two tensors of one shape, found in one reduction."""
     both = tl.join(tl.abs(x.to(tl.float32)), tl.abs(y.to(tl.float32)))

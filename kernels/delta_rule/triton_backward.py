@@ -485,19 +485,15 @@ def differentiate_inputs(
             d_erasing = tl.dot(dv, u, d_erasing, input_precision=PRECISION)
         # U and the gradients of the outputs are loaded again, as registers do not suffice for the sums of both loops at
         # once.
-        u = load_by_columns(written + place * CHUNK * V, live, 0, V, CUT, STEP, CHUNK)
-        do = load_tokens(d_output, do_token, live, 0, V, CHUNK, STEP)
-        state = load_block(states + place * K * V, 0, column, V, K, STEP, BLOCK)
-        after = load_block(d_states + place * K * V, 0, column, V, K, STEP, BLOCK)
-        d_reading, reading_unit, d_erasing, erasing_unit = _finish_scores(
-            d_reading * do_unit * u_unit, d_erasing * dv_unit * u_unit, 0.0, scale, False, SCALED, CHUNK
-        )
         for e in tl.static_range(0, V, STEP):
-            if e > 0:
-                u = load_by_columns(written + place * CHUNK * V, live, e, V, CUT, STEP, CHUNK)
-                do = load_tokens(d_output, do_token, live, e, V, CHUNK, STEP)
-                state = load_block(states + place * K * V, e, column, V, K, STEP, BLOCK)
-                after = load_block(d_states + place * K * V, e, column, V, K, STEP, BLOCK)
+            u = load_by_columns(written + place * CHUNK * V, live, e, V, CUT, STEP, CHUNK)
+            do = load_tokens(d_output, do_token, live, e, V, CHUNK, STEP)
+            state = load_block(states + place * K * V, e, column, V, K, STEP, BLOCK)
+            after = load_block(d_states + place * K * V, e, column, V, K, STEP, BLOCK)
+            if e == 0:  # while the first block of columns is on its way
+                d_reading, reading_unit, d_erasing, erasing_unit = _finish_scores(
+                    d_reading * do_unit * u_unit, d_erasing * dv_unit * u_unit, 0.0, scale, False, SCALED, CHUNK
+                )
             do = do.to(tl.float32)
             dv = gradients[e // STEP]
             if SCALED:

@@ -80,6 +80,7 @@ from longseq.kernels.triton_units import (
     exponent_of,
     find_largest,
     find_largest_of_both,
+    find_largest_of_rows,
     find_unit,
     in_units,
     mix_rows,
@@ -115,11 +116,6 @@ def _multiply(
             ys = ys.to(tl.float32) * y_inverse
         products = tl.dot(xs.to(DTYPE), tl.trans(ys.to(DTYPE)), products, input_precision=PRECISION)
     return products
-
-
-@triton.jit
-def _largest_of_rows(x):
-    return tl.max(tl.abs(x.to(tl.float32)), 1)
 
 
 @triton.jit
@@ -219,7 +215,7 @@ def _prepare_place(
             if OWN_WRITE_KEY:
                 largest_write = tl.maximum(largest_write, find_largest(write))
             if AGAIN:
-                read_rows = tl.maximum(read_rows, _largest_of_rows(read))
+                read_rows = tl.maximum(read_rows, find_largest_of_rows(read))
     query_unit, query_inverse, read_unit, read_inverse, write_unit, write_inverse = 1.0, 1.0, 1.0, 1.0, 1.0, 1.0
     queries_inverse, writes_inverse, since_exponent = 1.0, 1.0, 0
     if SCALED:
@@ -280,7 +276,7 @@ def _prepare_place(
         for e in tl.static_range(0, V, BLOCK):
             values = values + (load_tokens(v, v_token, live, e, V, CHUNK, BLOCK),)
     lower = _weigh(erasing, strength, gate, 1, GATED, CHUNK)
-    steepest = _largest_of_rows(lower)
+    steepest = find_largest_of_rows(lower)
     x = eliminate(lower, CHUNK) if AGAIN else unit_lower_inverse(lower, live if SCALED else CHUNK, CHUNK, SCALED)
     x_unit, x_inverse, unit = 1.0, 1.0, 1.0
     if SCALED:
@@ -564,7 +560,7 @@ def _read_chunk(
         erasing = tl.dot(read_tile, tl.trans(write_tile), input_precision=PRECISION) * (read_unit * write_unit)
         reading = tl.dot(query_tile, tl.trans(write_tile), input_precision=PRECISION) * (query_unit * write_unit)
     lower = _weigh(erasing, strength, gate, 1, GATED, CHUNK)
-    steepest = _largest_of_rows(lower)
+    steepest = find_largest_of_rows(lower)
     x = unit_lower_inverse_left(lower, CHUNK)
     first_size = inverse_sizes(steepest, x)
     if STEEP:

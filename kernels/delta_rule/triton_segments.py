@@ -46,6 +46,7 @@ from longseq.kernels.triton_units import (
     clamp_exponent,
     exponent_of,
     find_largest,
+    find_largest_of_rows,
     in_units,
     load_column_units,
     power_of_two,
@@ -96,7 +97,7 @@ def across(x, BY_ROW: tl.constexpr):
 @triton.jit
 def _find_largest(x, BY_ROW: tl.constexpr):
     """The largest magnitude in a block, or in each of its rows."""
-    return tl.max(tl.abs(x), 1) if BY_ROW else find_largest(x)
+    return find_largest_of_rows(x) if BY_ROW else find_largest(x)
 
 
 @triton.jit
