@@ -598,16 +598,10 @@ def test_comparisons_in_sentences_are_those_of_the_rows(script):
     assert len(by_cpu) == len(by_gpu) == 6
     assert abs(mean(by_cpu.values()) - mean(by_gpu.values())) < min(stdev(by_cpu.values()), stdev(by_gpu.values()))
 
-    for mixer in ("deltanet", "gsa", "longhorn", "vla"):
-        trained = find_row("trainer_speed", run=f"340M, {mixer}, 2,048 tokens")
-        step = find_row("language_models", task="text", mixer=mixer, tokens=2048)
-        assert trained["measured"]["commit"] == step["measured"]["commit"], mixer
-        share = trained["trainer_tokens_per_second"] / step["training_tokens_per_s"]
-        of = "{trainer_tokens_per_second:,.0f} of ".format(**trained) + f"{step['training_tokens_per_s']:,.0f}"
-        told = [f"{of} tokens a second" if mixer == "deltanet" else of] if f"({of}" in page else []
-        later = find_later(script, "trainer_speed", [trained]) | find_later(script, "language_models", [step])
-        told = ", ".join([*told, *filter(None, [before(later)])])
-        assert f"{100 * share:.1f} % with `{mixer}`" + (f" ({told})" if told else "") in page, mixer
+    language = [row for row in rows_of("trainer_speed") if "2,048 tokens" in row["run"]]
+    shares = [100 * row["trainer_tokens_per_second"] / row["loop_tokens_per_second"] for row in language]
+    said = "Language models of 340M and 1.3B parameters keep {:.0f} to {:.0f} % of the loop's speed."
+    assert said.format(min(shares), max(shares)) in page
 
 
 def test_speeds_in_sentences_are_those_of_the_rows(script):
