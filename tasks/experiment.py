@@ -30,6 +30,7 @@ from longseq.tasks.training.options import (
     refuse_unknown,
     signature_options,
     spell,
+    takes_any,
 )
 from longseq.tasks.training.processes import refuse_many
 from longseq.tasks.training.recipe import device_batch_size, device_count
@@ -278,10 +279,15 @@ def _check_optimizer(node: Mapping[str, Any]) -> None:
     """Check the options of timm's factory and of the optimizer's class: some classes have no betas, others no eps."""
     function, place = targets.find(node, targets.OPTIMIZERS, "recipe.optimizer"), "recipe.optimizer"
     options = _without_target(node)
+    ranges = {entry.name for entry in fields(OptimizerKeys)}
     if function is not create_optimizer_v2:
+        known = options if takes_any(function) else signature_options(function)
+        for key in options:
+            if key not in known and key in ranges:  # most likely the recipe's, and not typed
+                owner = f"{place}.{targets.TARGET}={function.__name__}"
+                raise ValueError(f"{place}.{key} is no option of {owner}: leave it out with ~{place}.{key}")
         check_call(function, options, place, given=(*_first(function), "lr"))
         return
-    ranges = {entry.name for entry in fields(OptimizerKeys)}
     name = read(OptimizerKeys, {key: value for key, value in options.items() if key in ranges}, place).opt
     try:
         own_class: Any = timm.optim.get_optimizer_class(name, bind_defaults=False)

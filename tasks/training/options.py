@@ -144,12 +144,10 @@ def check_call(
     ValueError, in one line, for an option that the function does not have, a missing one, and a value that its
     annotation does not allow. Annotations that are not types of this module's list are not checked.
     """
-    signature = inspect.signature(function)
     known, hints, taken = signature_options(function), _hints_of(function), set(given)
     for name in taken:
         known.pop(name, None)
-    rest = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
-    if not rest:
+    if not takes_any(function):
         refuse_unknown(values, known, place)
     for name, default in known.items():
         if default is inspect.Parameter.empty and name not in values:
@@ -189,6 +187,11 @@ def signature_options(function: Callable[..., Any]) -> dict[str, Any]:
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in parameters if p.kind in kinds}
+
+
+def takes_any(function: Callable[..., Any]) -> bool:
+    """True if a function takes keywords that its signature does not name."""
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
 
 
 def choices_of(function: Callable[..., Any], name: str) -> list[Any]:

@@ -48,6 +48,13 @@ MISTAKES = [
     ("image", "recipe.epoch", 3, "recipe.epoch is unknown: did you mean recipe.epochs?"),
     ("image", "recipe.optimizer.weigth_decay", 0.1, "did you mean recipe.optimizer.weight_decay?"),
     ("image", "recipe.schedule.warm_up", 1, "recipe.schedule.warm_up is unknown: "),
+    (
+        "image",
+        "recipe.optimizer._target_",
+        "create_muon",
+        "recipe.optimizer.opt is no option of recipe.optimizer._target_=create_muon: leave it out with "
+        "~recipe.optimizer.opt",
+    ),
     ("image", "recipe.augment.hflipp", 1, "recipe.augment.hflipp is unknown: did you mean recipe.augment.hflip?"),
     ("image", "recipe.loss.smoothing", 0.1, "recipe.loss.smoothing is unknown: "),
     (
