@@ -281,9 +281,9 @@ def _check_optimizer(node: Mapping[str, Any]) -> None:
     options = _without_target(node)
     ranges = {entry.name for entry in fields(OptimizerKeys)}
     if function is not create_optimizer_v2:
-        known = options if takes_any(function) else signature_options(function)
+        taken = options if takes_any(function) else signature_options(function)
         for key in options:
-            if key not in known and key in ranges:  # most likely the recipe's, and not typed
+            if key not in taken and key in ranges:  # most likely the recipe's, and not typed
                 owner = f"{place}.{targets.TARGET}={function.__name__}"
                 raise ValueError(f"{place}.{key} is no option of {owner}: leave it out with ~{place}.{key}")
         check_call(function, options, place, given=(*_first(function), "lr"))
