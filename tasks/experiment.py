@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
@@ -272,6 +272,9 @@ def _check_schedule(node: Mapping[str, Any]) -> None:
             )
     else:
         rest = {key: value for key, value in options.items() if key not in WARMUPS}
+        if not takes_any(function):
+            owner = f"{place}.{targets.TARGET}={node[targets.TARGET]}"
+            _refuse_left_over(rest, signature_options(function), signature_options(create_scheduler_v2), place, owner)
         check_call(function, rest, place, given=(*_first(function), *given, *WARMUPS))
 
 
@@ -281,11 +284,9 @@ def _check_optimizer(node: Mapping[str, Any]) -> None:
     options = _without_target(node)
     ranges = {entry.name for entry in fields(OptimizerKeys)}
     if function is not create_optimizer_v2:
-        taken = options if takes_any(function) else signature_options(function)
-        for key in options:
-            if key not in taken and key in ranges:  # most likely the recipe's, and not typed
-                owner = f"{place}.{targets.TARGET}={function.__name__}"
-                raise ValueError(f"{place}.{key} is no option of {owner}: leave it out with ~{place}.{key}")
+        if not takes_any(function):
+            owner = f"{place}.{targets.TARGET}={node[targets.TARGET]}"
+            _refuse_left_over(options, signature_options(function), ranges, place, owner)
         check_call(function, options, place, given=(*_first(function), "lr"))
         return
     name = read(OptimizerKeys, {key: value for key, value in options.items() if key in ranges}, place).opt
@@ -295,14 +296,24 @@ def _check_optimizer(node: Mapping[str, Any]) -> None:
         raise ValueError(f"{place}.opt={name}: {error}; give another one, such as {place}.opt=adamw") from None
     common, own = signature_options(create_optimizer_v2), signature_options(own_class)
     known = [key for key in {**common, **own} if key not in ("model_or_params", "params", "lr", "kwargs")]
-    for key in options:
-        if key not in known and key in ("betas", "eps"):
-            raise ValueError(f"{place}.{key} is no option of {place}.opt={name}: leave it out with ~{place}.{key}")
+    _refuse_left_over(options, known, ("betas", "eps"), place, f"{place}.opt={name}")
     refuse_unknown(options, known, place)
     _check_betas(options.get("betas"), own.get("betas"), f"{place}.betas", f"{place}.opt={name}")
     rest = {key: value for key, value in options.items() if key not in ranges}
     check_call(create_optimizer_v2, {key: rest[key] for key in rest if key in common}, place, given=_first(function))
     check_call(own_class, {key: rest[key] for key in rest if key not in common}, place, given=_first(own_class))
+
+
+def _refuse_left_over(
+    options: Mapping[str, Any], taken: Collection[str], of_recipes: Collection[str], place: str, owner: str
+) -> None:
+    """ValueError for a key that recipes write and `owner` does not take; the message names what leaves it out.
+
+    The user has not typed such a key, so that "unknown" would not tell what to do.
+    """
+    for key in options:
+        if key in of_recipes and key not in taken:
+            raise ValueError(f"{place}.{key} is no option of {owner}: leave it out with ~{place}.{key}")
 
 
 def _check_betas(betas: Any, default: Any, place: str, owner: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from longseq.tasks.experiment import check_experiment
+from longseq.tasks.training import targets
 from longseq.tasks.training.configuration import resolve
 
 GONE = object()  # in place of a value: the key is absent
@@ -145,6 +146,23 @@ def test_a_mistake_is_one_line_before_anything_is_opened(configurations, task, k
     with pytest.raises(ValueError, match=re.escape(words)) as caught:
         check_experiment(changed(configurations[task], key, value))
     assert "\n" not in str(caught.value)
+
+
+def own_schedule(optimizer: Any, num_epochs: int, updates_per_epoch: int, min_lr: float = 0.0) -> Any:
+    """A schedule as a plug-in registers it; nothing calls it here."""
+
+
+def test_a_key_of_the_recipe_that_an_own_schedule_does_not_take_is_told_with_what_leaves_it_out(
+    configurations, monkeypatch
+):
+    monkeypatch.setattr(targets, "SCHEDULES", [*targets.SCHEDULES, "mine.own_schedule"])
+    monkeypatch.setitem(targets._REGISTERED, "mine.own_schedule", own_schedule)
+    config = changed(configurations["image"], "recipe.schedule._target_", "own_schedule")
+    said = "recipe.schedule.sched is no option of recipe.schedule._target_=own_schedule: leave it out with ~recipe."
+    with pytest.raises(ValueError, match=re.escape(f"{said}schedule.sched")):
+        check_experiment(config)
+    left = {key: config["recipe"]["schedule"][key] for key in ("_target_", "_partial_", "min_lr", "warmup_epochs")}
+    check_experiment(changed(config, "recipe.schedule", left))
 
 
 ACCEPTED = [
