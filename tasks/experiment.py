@@ -307,13 +307,17 @@ def _check_optimizer(node: Mapping[str, Any]) -> None:
 def _refuse_left_over(
     options: Mapping[str, Any], taken: Collection[str], of_recipes: Collection[str], place: str, owner: str
 ) -> None:
-    """ValueError for a key that recipes write and `owner` does not take; the message names what leaves it out.
+    """ValueError if recipes write keys that `owner` does not take; the message names what leaves each out.
 
-    The user has not typed such a key, so that "unknown" would not tell what to do.
+    The user has not typed such keys, so that "unknown" would not tell what to do.
     """
-    for key in options:
-        if key in of_recipes and key not in taken:
-            raise ValueError(f"{place}.{key} is no option of {owner}: leave it out with ~{place}.{key}")
+    left = [f"{place}.{key}" for key in options if key in of_recipes and key not in taken]
+    if left:
+        # Hydra's ~ removes no key that is null, so such a key gets a value first.
+        words = [f"{key}=0 ~{key}" if options[key.rpartition(".")[2]] is None else f"~{key}" for key in left]
+        others = " ".join(words[1:])
+        told = f"leave it out with {words[0]}{others and f', and likewise {others}'}"
+        raise ValueError(f"{left[0]} is no option of {owner}: {told}")
 
 
 def _check_betas(betas: Any, default: Any, place: str, owner: str) -> None:

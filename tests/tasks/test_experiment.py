@@ -159,8 +159,9 @@ def test_a_key_of_the_recipe_that_an_own_schedule_does_not_take_is_told_with_wha
     monkeypatch.setitem(targets._REGISTERED, "mine.own_schedule", own_schedule)
     config = changed(configurations["image"], "recipe.schedule._target_", "own_schedule")
     said = "recipe.schedule.sched is no option of recipe.schedule._target_=own_schedule: leave it out with ~recipe."
-    with pytest.raises(ValueError, match=re.escape(f"{said}schedule.sched")):
+    with pytest.raises(ValueError, match=re.escape(f"{said}schedule.sched, and likewise ~recipe.")) as caught:
         check_experiment(config)
+    assert str(caught.value).endswith("~recipe.schedule.warmup_prefix ~recipe.schedule.step_on_epochs")
     left = {key: config["recipe"]["schedule"][key] for key in ("_target_", "_partial_", "min_lr", "warmup_epochs")}
     check_experiment(changed(config, "recipe.schedule", left))
 
