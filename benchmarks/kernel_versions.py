@@ -1,10 +1,11 @@
-"""Time the delta rule's kernels of two commits beside each other, and write their figures. Needs a GPU.
+"""Time the kernels of two commits beside each other, and write their figures. Needs a GPU.
 
-python benchmarks/kernel_versions.py OUTPUT.json THEN [NOW] [gates]
+python benchmarks/kernel_versions.py OUTPUT.json THEN [NOW] [gates | others]
 
 THEN and NOW are folders with the `kernels` of a commit (`git archive COMMIT kernels | tar x -C THEN`); NOW is this
-checkout if it is left out. With `gates` the delta rule has a gate in each token. Each commit is timed in processes of
-its own, which take turns, twice. Nothing is compared with float64 here: `longseq benchmark kernels` does that.
+checkout if it is left out. The delta rule is timed, with `gates` with a gate in each token, and with `others` linear
+attention, slot attention and Longhorn's scans in its place. Each commit is timed in processes of its own, which take
+turns, twice. Nothing is compared with float64 here: `longseq benchmark kernels` does that.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from command import run_script
+from torch import Tensor
 from torch.nn import functional
 
 HERE = Path(__file__).parent
@@ -33,11 +35,30 @@ SHAPES = (
     (8, 2048, 32, 64),
     (128, 197, 6, 64),
 )  # B, T, H, K
+OTHERS: tuple[tuple[str, str, dict[str, int]], ...] = (
+    ("linear_attention", "plain", {"B": 8, "T": 2048, "H": 16, "K": 128, "V": 128}),
+    ("linear_attention", "head_gated", {"B": 8, "T": 2048, "H": 16, "K": 128, "V": 128}),
+    ("linear_attention", "head_gated", {"B": 8, "T": 2048, "H": 32, "K": 64, "V": 64}),
+    ("linear_attention", "channel_gated", {"B": 8, "T": 2048, "H": 16, "K": 128, "V": 128}),
+    ("linear_attention", "channel_gated", {"B": 8, "T": 2048, "H": 32, "K": 64, "V": 64}),
+    ("linear_attention", "channel_gated", {"B": 1, "T": 16384, "H": 4, "K": 128, "V": 256}),
+    ("linear_attention", "channel_gated", {"B": 128, "T": 197, "H": 6, "K": 64, "V": 64}),
+    ("slot_attention", "plain", {"B": 8, "T": 2048, "H": 4, "K": 512, "V": 512, "M": 64}),
+    ("longhorn_scan", "plain", {"B": 8, "T": 2048, "D": 4096, "N": 16}),
+    ("longhorn_scan", "plain", {"B": 1, "T": 16384, "D": 4096, "N": 16}),
+    ("longhorn_pair", "plain", {"B": 128, "T": 197, "D": 384, "N": 16, "R": 13, "W": 4}),
+    ("longhorn_pair", "plain", {"B": 64, "T": 1025, "D": 768, "N": 16, "R": 25, "W": 4}),
+)
 TURNS, WARM = 2, 20
 LARGE = 1 << 25  # numbers of an input
 CHILD = "--time"
-GATES = "gates"
+PLAIN, GATES, REST = "plain", "gates", "others"
 CACHE = 256 << 20  # bytes that are written before each call: more than a second-level cache holds
+
+# An operation, the kind of its inputs, its shape, and its tensors and other arguments by name.
+Call = tuple[str, str, str, dict[str, Tensor], dict[str, Any]]
+# Milliseconds by operation, kind of inputs and shape, of "forward" and "both".
+Times = list[tuple[str, str, str, dict[str, float]]]
 
 
 # A process that times has the kernels of one commit alone, of which an early one lacks what longseq's own clock
@@ -71,84 +92,106 @@ def time_graph(graph: torch.cuda.CUDAGraph, count: int) -> float:
     return statistics.median(start.elapsed_time(end) for start, end in events)
 
 
-def time_version(gated: bool) -> dict[str, dict[str, float]]:
-    """The times by shape of the delta rule that `longseq.kernels` of this process has."""
-    from longseq.kernels import delta_rule
-
-    times = {}
+def delta_rule_calls(gated: bool) -> Iterator[Call]:
     for batch, tokens, heads, width in SHAPES:
         torch.manual_seed(0)
         sizes = (batch, tokens, heads, width)
         q, k, v = (torch.randn(sizes, device="cuda") for _ in range(3))
-        q, k = functional.normalize(q, dim=-1), functional.normalize(k, dim=-1)
-        inputs = [x.bfloat16().requires_grad_() for x in (q, k, v)]
-        inputs.append(torch.rand(sizes[:3], device="cuda").requires_grad_())
-        names = ["q", "k", "v", "beta"]
+        named = {"q": functional.normalize(q, dim=-1), "k": functional.normalize(k, dim=-1), "v": v}
+        named = {name: x.bfloat16() for name, x in named.items()} | {"beta": torch.rand(sizes[:3], device="cuda")}
         if gated:
-            inputs.append(functional.logsigmoid(torch.randn(sizes[:3], device="cuda")).requires_grad_())
-            names.append("g")
-        upstream = torch.randn(sizes, device="cuda").bfloat16()
-
-        named = dict(zip(names, inputs, strict=True))
-
-        def forward(named: dict[str, torch.Tensor] = named) -> None:
-            with torch.no_grad():
-                delta_rule(**named, backend="triton")
-
-        def both(named: dict[str, torch.Tensor] = named, upstream: torch.Tensor = upstream) -> None:
-            o, _ = delta_rule(**named, backend="triton")
-            torch.autograd.grad(o, list(named.values()), upstream)
-
-        count = 100 if torch.Size(sizes).numel() >= LARGE else 300
+            named["g"] = functional.logsigmoid(torch.randn(sizes[:3], device="cuda"))
         shape = f"B={batch} T={tokens} H={heads} K={width} V={width}"
-        times[shape] = {}
-        for name, work in (("forward", forward), ("both", both)):
-            graph = capture(work)
-            time_graph(graph, WARM)
-            times[shape][name] = time_graph(graph, count)
-            del graph
+        yield "delta_rule", "gated" if gated else "plain", shape, named, {}
+
+
+def other_calls() -> Iterator[Call]:
+    from longseq.kernels.testing import make_inputs
+
+    for op, variant, sizes in OTHERS:
+        own = {name: size for name, size in sizes.items() if name not in "BT"}
+        made = make_inputs(
+            op, variant, batch=sizes["B"], tokens=sizes["T"], dtype=torch.bfloat16, sizes=own,
+            device=torch.device("cuda"),
+        )  # fmt: skip
+        shape = " ".join(f"{name}={size}" for name, size in sizes.items())
+        yield op, variant, shape, {**made.sequences, **made.parameters}, made.options
+
+
+def time_call(op: str, tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> dict[str, float]:
+    """Milliseconds of a call of `longseq.kernels` of this process, forward and with the gradients of all tensors."""
+    from longseq import kernels
+
+    operation = getattr(kernels, op)
+    named = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+
+    def call() -> Tensor:
+        made = operation(**named, **options, backend="triton")
+        return made if isinstance(made, Tensor) else made[0]
+
+    with torch.no_grad():
+        upstream = torch.randn_like(call())
+
+    def forward() -> None:
+        with torch.no_grad():
+            call()
+
+    def both() -> None:
+        torch.autograd.grad(call(), list(named.values()), upstream)
+
+    count = 100 if max(x.numel() for x in named.values()) >= LARGE else 300
+    times = {}
+    for name, work in (("forward", forward), ("both", both)):
+        graph = capture(work)
+        time_graph(graph, WARM)
+        times[name] = time_graph(graph, count)
+        del graph
     return times
 
 
-def time_in_process(folder: Path, gated: bool) -> dict[str, dict[str, float]]:
+def time_version(kind: str) -> Times:
+    calls = other_calls() if kind == REST else delta_rule_calls(kind == GATES)
+    return [(op, variant, shape, time_call(op, tensors, options)) for op, variant, shape, tensors, options in calls]
+
+
+def time_in_process(folder: Path, kind: str) -> Times:
     """The times of the kernels below `folder`, which are imported in place of those that are installed."""
     with tempfile.TemporaryDirectory() as made:
         package = Path(made, "longseq")
         package.mkdir()
         (package / "__init__.py").touch()
         (package / "kernels").symlink_to((folder / "kernels").resolve(strict=True))
-        command = [sys.executable, __file__, CHILD, made, *([GATES] if gated else [])]
+        command = [sys.executable, __file__, CHILD, made, kind]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
-    gated = GATES in sys.argv[1:]
-    words = [word for word in sys.argv[1:] if word != GATES]
+    words = sys.argv[1:]
+    kind = words.pop() if words and words[-1] in (GATES, REST) else PLAIN
     if len(words) not in (2, 3):
         sys.exit(__doc__)
     from longseq.tools.benchmark.report import add_circumstances
 
     output, folders = Path(words[0]), {"then": Path(words[1]), "now": Path(words[2]) if words[2:] else HERE.parent}
-    found: dict[str, list[dict[str, dict[str, float]]]] = {"then": [], "now": []}
+    found: dict[str, list[Times]] = {"then": [], "now": []}
     for _ in range(TURNS):
         for name, folder in folders.items():
-            found[name].append(time_in_process(folder, gated))
+            found[name].append(time_in_process(folder, kind))
     rows = []
-    for shape in found["now"][0]:
-        variant = "gated" if gated else "plain"
-        row: dict[str, Any] = {"op": "delta_rule", "variant": variant, "shape": shape, "dtype": "bfloat16"}
-        for kind in ("forward", "both"):
-            then, now = (statistics.mean(one[shape][kind] for one in found[name]) for name in ("then", "now"))
+    for number, (op, variant, shape, _) in enumerate(found["now"][0]):
+        row: dict[str, Any] = {"op": op, "variant": variant, "shape": shape, "dtype": "bfloat16"}
+        for part in ("forward", "both"):
+            then, now = (statistics.mean(one[number][3][part] for one in found[name]) for name in ("then", "now"))
             row |= {
-                f"{kind}_then_ms": round(then, 4),
-                f"{kind}_ms": round(now, 4),
-                f"{kind}_share": round(now / then, 3),
+                f"{part}_then_ms": round(then, 4),
+                f"{part}_ms": round(now, 4),
+                f"{part}_share": round(now / then, 3),
             }
         rows.append(row)
     result = {
-        "what": "The delta rule's kernels beside those of an earlier commit",
-        "command": "python benchmarks/kernel_versions.py OUTPUT.json THEN",
+        "what": "Kernels beside those of an earlier commit",
+        "command": f"python benchmarks/kernel_versions.py OUTPUT.json THEN{'' if kind == PLAIN else f' {kind}'}",
         "kind": "speed",
         "rows": add_circumstances(rows, torch.device("cuda")),
         "notes": [
@@ -163,6 +206,6 @@ def main() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == [CHILD]:
         sys.path.insert(0, sys.argv[2])
-        print(json.dumps(time_version(GATES in sys.argv[3:])))
+        print(json.dumps(time_version(sys.argv[3])))
     else:
         run_script(main, __doc__, gpu="times kernels")

@@ -82,6 +82,10 @@ LAUNCHES: dict[tuple[int, int], dict[str, Walk]] = {
     }
     for width in (1, 2, 4, 8, 16, 32, 64)
 }
+LAUNCHES[4, 16] |= {
+    "forward": Walk(8, 2, 16, REGISTERS),
+    "forward_crowded": Walk(16, 2, 4, REGISTERS_CROWDED),
+}
 fit_launches("diagonal_scan", LAUNCHES)
 SHORTEST_PART = 128
 FEWEST_PARTS = 4  # fewer would not make up for computing every part twice

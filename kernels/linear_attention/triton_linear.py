@@ -46,22 +46,22 @@ from longseq.kernels.triton_launch import (
     strides,
 )
 
-# By the bytes of the products' type and by the width, max(K, V) rounded up to 64 or 512. Chosen by the registers that
-# the kernels need; benchmarks/README.md has what `longseq benchmark tune` found. A block of 0 means that blocks are
-# tiles.
+# By the bytes of the products' type and by the width, max(K, V) rounded up to 64 or 512. Those of half precision were
+# found by `longseq benchmark tune` on an H200 (benchmarks/README.md has what they gain), those of float32 are chosen by
+# the registers that the kernels need. A block of 0 means that blocks are tiles.
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, width): {
         "decay_channels": Launch(0, 0, 4, 1),
-        "score": Launch(0, 0, 4, 1),
+        "score": Launch(0, 0, 2, 2),
         "score_by_level": Launch(16, 0, 4, 1),
-        "walk": Launch(0, 0, 4, 3),
-        "walk_and_read": Launch(0, 0, 4, 2),
+        "walk": Launch(0, 0, 4, 3) if width == 64 else Launch(0, 0, 2, 3),
+        "walk_and_read": Launch(0, 0, 4, 3) if width == 64 else Launch(0, 0, 4, 2),
         "read": Launch(64, 0, 4, 2) if width == 64 else Launch(128, 0, 8, 2),
         "differentiate": Launch(64, 0, 4, 1),
         "read_channels": Launch(64, 0, 4, 2),
         "read_channels_by_level": Launch(32, 0, 8, 1),
-        "differentiate_channels": Launch(32, 0, 4, 1),
-        "differentiate_channels_by_level": Launch(16, 0, 4, 1),
+        "differentiate_channels": Launch(64, 0, 4, 1) if width == 64 else Launch(64, 0, 4, 2),
+        "differentiate_channels_by_level": Launch(32, 0, 2, 1),
     }
     for width in (64, 512)
 }
