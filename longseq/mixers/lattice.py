@@ -44,7 +44,7 @@ class Lattice(CompressionMixer):
             computed from the state before the chunk. That is another function, not a faster way to the same one: on a
             CPU, chunks of 4 change the outputs of trained layers by 22 to 58 % and save little time; chunks of 16
             change them by 32 to 79 % and save half (benchmarks/lattice_chunks.json). Small language models trained with
-            chunks of 1, 4, 16 and 64 reach 1.540, 1.543, 1.556 and 1.577 bits per byte, and the exact form was the
+            chunks of 1, 4, 16 and 64 reach 1.535, 1.542, 1.562 and 1.576 bits per byte, and the exact form was the
             fastest there (benchmarks/lattice_language_model.json). Use a model with the chunk_size of its training;
             one-token steps are always those of the exact form. Chunks are counted from the first place of a row or a
             piece, so that padding in front, and borders of pieces between those of chunks, change the outputs.
