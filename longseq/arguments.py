@@ -9,6 +9,9 @@ from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 Construct = TypeVar("Construct", bound=Callable[..., None])
+# For an option the cases in which it has no effect. A case is a mapping of other options to some of their values: it
+# holds if each of them has one of these. Example: {"eps": ({"normalizer": (False,)},)}.
+Inert = Mapping[str, tuple[Mapping[str, tuple[Any, ...]], ...]]
 
 
 class KeepsArguments:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from longseq.arguments import Inert
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.packing import front_places, scatter_tokens, unpack_rows
 from longseq.blocks.rotary import check_rotary, count_positions, rotary_angles, rotate_pairs
@@ -66,10 +67,10 @@ class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
     supports_noncausal = True
     recomputable = False
     preallocates = True
-    inert_with: ClassVar[Mapping[str, tuple[str, tuple[Any, ...]]]] = {
-        "rotary_base": ("rotary", (False,)),
-        "rotary_scaling": ("rotary", (False,)),
-        "norm_eps": ("qk_norm", ("none",)),
+    inert_with: ClassVar[Inert] = {
+        "rotary_base": ({"rotary": (False,)},),
+        "rotary_scaling": ({"rotary": (False,)},),
+        "norm_eps": ({"qk_norm": ("none",)},),
     }
     arguments_before: ClassVar[Mapping[str, Any]] = {
         "out_bias": True,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from longseq.arguments import Inert
 from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.linear import UpcastLinear
 from longseq.blocks.packing import pack_rows, rows_of, unpack_rows
@@ -79,10 +80,10 @@ class BaseConv(Mixer[BaseConvState | ShortBaseConvState]):
     paper = "BaseConv (arXiv:2312.04927), section 4.1"
     own_backends = ("triton", "reference")  # of a short filter
     options_in_turn = ("filter",)
-    inert_with: ClassVar[Mapping[str, tuple[str, tuple[Any, ...]]]] = {
-        "convolution_width": ("filter", ("implicit", "explicit")),
-        "max_length": ("filter", ("short",)),
-        "filter_width": ("filter", ("explicit", "short")),
+    inert_with: ClassVar[Inert] = {
+        "convolution_width": ({"filter": ("implicit", "explicit")},),
+        "max_length": ({"filter": ("short",)},),
+        "filter_width": ({"filter": ("explicit", "short")},),
     }
     reads_backwards = True
     growing_state = True

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import Self
 
+from longseq.arguments import Inert
 from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import linear_attention, linear_attention_step, map_features
@@ -44,7 +44,7 @@ class LinearAttention(Mixer[LinearAttentionState]):
     operations = ("linear_attention",)
     reads_backwards = True
     reads_pairs = True
-    inert_with: ClassVar[Mapping[str, tuple[str, tuple[Any, ...]]]] = {"eps": ("normalizer", (False,))}
+    inert_with: ClassVar[Inert] = {"eps": ({"normalizer": (False,)},)}
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
+from longseq.arguments import Inert
 from longseq.tasks.data.labels import ClassWeights, Sampling, check_balance, check_label_keys
 from longseq.tasks.document.truncation import Truncation
 from longseq.tasks.training.keys import ClassifierGroup, TaskKeys
@@ -19,9 +20,9 @@ Fraction = Annotated[float, Range(above=0, below=1)]
 class DocumentModelKeys(BodyKeys):
     """The keys of `model`, explained in `longseq.backbones.classifier.TextClassifier` and `TokenBackbone`."""
 
-    inert_with: ClassVar[Mapping[str, tuple[str, tuple[Any, ...]]]] = {
+    inert_with: ClassVar[Inert] = {
         **BodyKeys.inert_with,
-        "ngram_buckets": ("hashed_ngrams", (1,)),
+        "ngram_buckets": ({"hashed_ngrams": (1,)},),
     }
 
     name: Literal["document", "document_pair"]

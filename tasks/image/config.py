@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar, Literal
 
+from longseq.arguments import Inert
 from longseq.tasks.data.labels import ClassWeights, Sampling, check_balance, check_label_keys
 from longseq.tasks.image.augmentation import Augmentation
 from longseq.tasks.image.info import LEAST_CROP, DataInfo
@@ -185,9 +186,9 @@ class ImageAugmentKeys(Augmentation):
     """The keys of `recipe.augment`: a sample's transforms, its repeats in an epoch, and the mixing of a batch."""
 
     # As of `LongseqModelOptions`.
-    inert_with: ClassVar[Mapping[str, tuple[str, tuple[Any, ...]]]] = {
-        **dict.fromkeys(("scale", "ratio"), ("crop", ("padded", "center"))),
-        **dict.fromkeys(("padding", "padding_mode"), ("crop", ("random_resized", "center"))),
+    inert_with: ClassVar[Inert] = {
+        **dict.fromkeys(("scale", "ratio"), ({"crop": ("padded", "center")},)),
+        **dict.fromkeys(("padding", "padding_mode"), ({"crop": ("random_resized", "center")},)),
     }
 
     repeats: Annotated[int, Range(1)] = 1
@@ -207,10 +208,10 @@ class ModelOptions:
 class LongseqModelOptions(ModelOptions):
     """Options of our image models; `longseq.backbones.image.ImageBackbone` has more."""
 
-    # For an option another one, and the values of that one with which it has no effect (see `refuse_inert`).
-    inert_with: ClassVar[Mapping[str, tuple[str, tuple[Any, ...]]]] = {
-        "share_directions": ("direction", ("forward", "alternating")),
-        "merge": ("direction", ("forward", "alternating")),
+    # Options that have no effect beside others, which `refuse_inert` refuses.
+    inert_with: ClassVar[Inert] = {
+        "share_directions": ({"direction": ("forward", "alternating")},),
+        "merge": ({"direction": ("forward", "alternating")},),
     }
 
     embed_dim: Annotated[int | None, Range(1)] = None
@@ -286,9 +287,10 @@ def _check_model(config: Mapping[str, Any]) -> None:
 def _check_augmentation(chosen: Mapping[str, Any]) -> None:
     """ValueError, in one line, if a person gave an option of the augmentation that has no effect beside the others."""
     policy = chosen.get("auto_augment")
-    replaced = ("color_jitter", ("auto_augment", (policy,)))  # timm's policies change colours in its place, but for 3a
     jitters = chosen.get("color_jitter") and policy is not None and "3a" not in policy
-    refuse_inert("recipe.augment", chosen, {**ImageAugmentKeys.inert_with, **dict([replaced] if jitters else [])})
+    # timm's policies change colours in place of color_jitter, but for 3a.
+    replaced: Inert = {"color_jitter": ({"auto_augment": (policy,)},)} if jitters else {}
+    refuse_inert("recipe.augment", chosen, {**ImageAugmentKeys.inert_with, **replaced})
 
 
 def _check_pool_heads(config: Mapping[str, Any]) -> None:

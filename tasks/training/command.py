@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -10,6 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from longseq.arguments import Inert
 from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.options import Required, read, spell
 
@@ -54,22 +55,28 @@ def refuse_given(is_unread: Callable[[str], bool], why: str) -> None:
             raise ValueError(f"{word.lstrip('+')} has no effect: {why}; leave it out")
 
 
-def refuse_inert(place: str, chosen: Mapping[str, Any], inert_with: Mapping[str, tuple[str, tuple[Any, ...]]]) -> None:
+def refuse_inert(place: str, chosen: Mapping[str, Any], inert_with: Inert) -> None:
     """Raise ValueError, in one line, if a person gave an option that has no effect beside the others.
 
     A sweep may combine all values of several options.
 
     Args:
         place: the dotted key of the options `chosen`.
-        inert_with: for an option the name of another one, and the values of that one with which it has no effect.
     """
     if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
         return
-    for option, (other, values) in inert_with.items():
-        found = chosen.get(other)
-        if all(value in values for value in (found if isinstance(found, list) else [found])):
-            why = f"{place}.{other}={spell(found)} does not read it"
-            refuse_given(lambda key, own=f"{place}.{option}": key == own, why)  # type: ignore[misc]
+    for option, cases in inert_with.items():
+        for case in cases:
+            found = {other: chosen.get(other) for other in case}
+            if all(_holds(found[other], values) for other, values in case.items()):
+                beside = " with ".join(f"{place}.{other}={spell(value)}" for other, value in found.items())
+                why = f"{beside} does not read it"
+                refuse_given(lambda key, own=f"{place}.{option}": key == own, why)  # type: ignore[misc]
+
+
+def _holds(found: Any, values: Collection[Any]) -> bool:
+    """Whether a value, or each of a list's, is one of these."""
+    return all(value in values for value in (found if isinstance(found, list) else [found]))
 
 
 def compile_modes() -> list[str]:

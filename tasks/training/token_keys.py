@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+from longseq.arguments import Inert
 from longseq.tasks.training.options import Range
 
 Probability = Annotated[float, Range(0, below=1)]
@@ -15,13 +15,13 @@ Probability = Annotated[float, Range(0, below=1)]
 class BodyKeys:
     """The keys of `model` for every model with the body of a token model; see `TokenBackbone`."""
 
-    # For an option another one, and the values of that one with which it has no effect (see `refuse_inert`).
-    inert_with: ClassVar[Mapping[str, tuple[str, tuple[Any, ...]]]] = {
-        "mlp_ratio": ("mlp", ("none",)),
-        "mlp_bias": ("mlp", ("none", "gelu")),  # gelu always has biases
-        "max_length": ("positions", ("none",)),
-        "share_directions": ("direction", ("forward", "alternating")),
-        "merge": ("direction", ("forward", "alternating")),
+    # Options that have no effect beside others, which `refuse_inert` refuses.
+    inert_with: ClassVar[Inert] = {
+        "mlp_ratio": ({"mlp": ("none",)},),
+        "mlp_bias": ({"mlp": ("none", "gelu")},),  # gelu always has biases
+        "max_length": ({"positions": ("none",)},),
+        "share_directions": ({"direction": ("forward", "alternating")},),
+        "merge": ({"direction": ("forward", "alternating")},),
     }
 
     label: str
