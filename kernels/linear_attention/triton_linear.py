@@ -47,8 +47,8 @@ from longseq.kernels.triton_launch import (
 )
 
 # By the bytes of the products' type and by the width, max(K, V) rounded up to 64 or 512. Those of half precision were
-# found by `longseq benchmark tune` on an H200 (benchmarks/README.md has what they gain), those of float32 are chosen by
-# the registers that the kernels need. A block of 0 means that blocks are tiles.
+# compared with others on an H200 (benchmarks/README.md has what that gained), those of float32 are chosen by the
+# registers that the kernels need. A block of 0 means that blocks are tiles.
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, width): {
         "decay_channels": Launch(0, 0, 4, 1),

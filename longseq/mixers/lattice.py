@@ -43,7 +43,7 @@ class Lattice(CompressionMixer):
         chunk_size: 1, the default, is the exact recurrence. With more, the updates of all tokens of a chunk are
             computed from the state before the chunk. That is another function, not a faster way to the same one: on a
             CPU, chunks of 4 change the outputs of trained layers by 21 to 58 % and save little time or none; chunks of
-            16 change them by 31 to 76 %, and save over half of a long sequence's (benchmarks/lattice_chunks.json).
+            16 change them by 31 to 76 %, and save half the time of a long sequence (benchmarks/lattice_chunks.json).
             Small language models trained with chunks of 1, 4, 16 and 64 reach 1.535, 1.542, 1.562 and 1.576 bits per
             byte, and the exact form was the fastest there (benchmarks/lattice_language_model.json). Use a model with
             the chunk_size of its training; one-token steps are always those of the exact form. Chunks are counted from

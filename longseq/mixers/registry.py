@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from longseq.mixers.base import Mixer
@@ -15,11 +15,21 @@ MixerClass = TypeVar("MixerClass", bound=type[Mixer[Any]])
 
 
 def register(name: str) -> Callable[[MixerClass], MixerClass]:
-    """Enter a mixer class under `name`: `@register("deltanet")`."""
+    """Enter a mixer class under `name`: `@register("deltanet")`.
+
+    Raises:
+        ValueError: the name is taken, or the class's `inert_with` has another form than `longseq.arguments.Inert`.
+    """
 
     def enter(mixer: MixerClass) -> MixerClass:
         if name in _REGISTRY:
             raise ValueError(f"the mixer name {name!r} is taken by {_REGISTRY[name].__qualname__}; choose another name")
+        for option, cases in mixer.inert_with.items():
+            if not isinstance(cases, tuple) or not all(isinstance(case, Mapping) for case in cases):
+                raise ValueError(
+                    f"{mixer.__qualname__}.inert_with[{option!r}] must be a tuple of cases, each a mapping of options "
+                    'to tuples of values, as {"eps": ({"normalizer": (False,)},)} has'
+                )
         _REGISTRY[name] = mixer
         return mixer
 

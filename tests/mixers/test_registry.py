@@ -22,6 +22,14 @@ def test_a_name_is_taken_once() -> None:
         mixers.register("mamba")(mixers.get("longhorn"))
 
 
+@pytest.mark.parametrize("cases", [("normalizer", (False,)), {"normalizer": (False,)}])
+def test_cases_of_options_without_effect_that_have_another_form_are_refused(cases: object) -> None:
+    own = type("Own", (mixers.get("linear_attention"),), {"inert_with": {"eps": cases}})
+    with pytest.raises(ValueError, match=r"Own.inert_with\['eps'\] must be a tuple of cases"):
+        mixers.register("own")(own)
+    assert "own" not in mixers.mixer_names()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
