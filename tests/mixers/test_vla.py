@@ -54,6 +54,7 @@ def test_a_fixed_inverse_has_no_penalty_to_learn() -> None:
     _, state = mixer(make_tokens())
     assert torch.equal(state.inverse, mixer.initial_state(2, dtype=torch.float64).inverse)
     assert mixer.flops(10) < make().flops(10)
+    assert mixers.check("vla", laws=["flops_are_those_of_the_steps"], update_penalty=False) == ()
 
 
 def test_it_reports_the_norm_of_its_memory_and_the_health_of_its_inverse() -> None:
