@@ -1,6 +1,8 @@
 """Time first calls, each in a new process with empty caches, one after the other, and write first_calls.json.
 
-python benchmarks/first_calls.py [OUTPUT.json]
+python benchmarks/first_calls.py [OUTPUT.json [PART]]
+
+With PART, only the calls are timed whose names contain it. The file is written after every call.
 """
 
 from __future__ import annotations
@@ -79,21 +81,24 @@ def main() -> None:
         print(time_call(CALLS[sys.argv[2]], torch.device("cuda")))
         return
     output = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "first_calls.json"
+    calls = [call for call in CALLS if "".join(sys.argv[2:3]) in call]
+    if not calls:
+        sys.exit(f"no call has {sys.argv[2]} in its name; the calls: {'; '.join(CALLS)}")
     rows = []
-    for call in CALLS:
+    for call in calls:
         rows.append({"call": call, "first_call_s": in_a_new_process(call)})
         print(rows[-1], flush=True)
-    result = {
-        "what": "Cold first calls",
-        "command": "python benchmarks/first_calls.py",
-        "kind": "speed",
-        "rows": add_circumstances(rows, torch.device("cuda")),
-        "notes": [
-            "Seconds of the first forward and backward, or training step, imports left out: compilation, the self-test "
-            "and the call. bfloat16."
-        ],
-    }
-    output.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+        result = {
+            "what": "Cold first calls",
+            "command": "python benchmarks/first_calls.py",
+            "kind": "speed",
+            "rows": add_circumstances(rows, torch.device("cuda")),
+            "notes": [
+                "Seconds of the first forward and backward, or training step, imports left out: compilation, the "
+                "self-test and the call. bfloat16."
+            ],
+        }
+        output.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -273,6 +273,22 @@ def test_first_calls_are_timed_of_operations_and_of_models(script, monkeypatch):
     assert len(first_calls.CALLS) == 10
 
 
+def test_first_calls_that_were_timed_stay_when_one_fails(script, monkeypatch, tmp_path):
+    first_calls, seconds = script("first_calls"), iter((2.5, 4.5))
+    monkeypatch.setattr(first_calls, "in_a_new_process", lambda call: next(seconds))
+    output = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", ["first_calls.py", str(output), "training step"])
+    with monkeypatch.context() as patch, pytest.raises(StopIteration):
+        patch.setattr(first_calls, "add_circumstances", lambda rows, device: list(rows))
+        first_calls.main()
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["first_call_s"] for row in rows] == [2.5, 4.5]
+    assert all("training step" in row["call"] for row in rows)
+    monkeypatch.setattr(sys, "argv", ["first_calls.py", str(output), "nothing"])
+    with pytest.raises(SystemExit, match="no call has nothing in its name; the calls: delta_rule"):
+        first_calls.main()
+
+
 @pytest.mark.slow
 def test_a_step_is_taken_apart(script, monkeypatch):
     image_steps = script("image_steps")
