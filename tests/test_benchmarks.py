@@ -278,8 +278,8 @@ def test_first_calls_that_were_timed_stay_when_one_fails(script, monkeypatch, tm
     monkeypatch.setattr(first_calls, "in_a_new_process", lambda call: next(seconds))
     output = tmp_path / "out.json"
     monkeypatch.setattr(sys, "argv", ["first_calls.py", str(output), "training step"])
-    with monkeypatch.context() as patch, pytest.raises(StopIteration):
-        patch.setattr(first_calls, "add_circumstances", lambda rows, device: list(rows))
+    monkeypatch.setattr(first_calls, "add_circumstances", lambda rows, device: list(rows))
+    with pytest.raises(StopIteration):
         first_calls.main()
     rows = json.loads(output.read_text())["rows"]
     assert [row["first_call_s"] for row in rows] == [2.5, 4.5]
