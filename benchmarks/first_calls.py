@@ -2,7 +2,8 @@
 
 python benchmarks/first_calls.py [OUTPUT.json [PART]]
 
-With PART, only the calls are timed whose names contain it. The file is written after every call.
+With PART, only the calls are timed whose names contain it: give a file of their own, whose rows keep.py then saves
+among the others. The file is written after every call.
 """
 
 from __future__ import annotations
