@@ -82,9 +82,10 @@ def main() -> None:
         print(time_call(CALLS[sys.argv[2]], torch.device("cuda")))
         return
     output = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "first_calls.json"
-    calls = [call for call in CALLS if "".join(sys.argv[2:3]) in call]
+    part = sys.argv[2] if len(sys.argv) > 2 else ""
+    calls = [call for call in CALLS if part in call]
     if not calls:
-        sys.exit(f"no call has {sys.argv[2]} in its name; the calls: {'; '.join(CALLS)}")
+        sys.exit(f"no call has {part} in its name; the calls: {'; '.join(CALLS)}")
     rows = []
     for call in calls:
         rows.append({"call": call, "first_call_s": in_a_new_process(call)})

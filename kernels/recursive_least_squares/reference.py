@@ -14,17 +14,17 @@ InverseState = tuple[Tensor, Tensor]
 
 def recursive_least_squares_step_torch(
     x: Tensor,
-    u: Tensor,
+    u: Tensor | None,
     state: InverseState,
     *,
     refresh_period: int | None = 20,
     refresh: float = 1e-3,
 ) -> tuple[Tensor, InverseState]:
-    """`recursive_least_squares_step` in torch: differentiable, in the state's precision."""
+    """`recursive_least_squares_step` in torch: differentiable, in the state's precision. Without u, A stays."""
     A, steps = state
     steps = steps + 1
     added = refresh_due(steps, torch.ones_like(steps), refresh_period, refresh, A.dtype)
-    y, A = update(x.to(A.dtype), u.to(A.dtype), added, symmetric(A), identity(A))
+    y, A = update(x.to(A.dtype), None if u is None else u.to(A.dtype), added, symmetric(A), identity(A))
     return y.to(x.dtype), (A, steps)
 
 
@@ -95,10 +95,15 @@ def identity(A: Tensor) -> Tensor:
     return torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
 
 
-def update(x: Tensor, u: Tensor, added: Tensor, A: Tensor, eye: Tensor) -> tuple[Tensor, Tensor]:
-    """y and the next A for one token: x, u [B, H, K], added [B], A [B, H, K, K] symmetric, eye [K, K]."""
-    column = (A * u.unsqueeze(-2)).sum(-1)  # [B, H, K]
-    delta = 1 + (column * u).sum(-1)  # [B, H]
-    # the outer product before the division, which keeps A symmetric to the last bit
-    A = A - column.unsqueeze(-1) * column.unsqueeze(-2) / delta[..., None, None] + added[:, None, None, None] * eye
+def update(x: Tensor, u: Tensor | None, added: Tensor, A: Tensor, eye: Tensor) -> tuple[Tensor, Tensor]:
+    """y and the next A for one token: x, u [B, H, K], added [B], A [B, H, K, K] symmetric, eye [K, K].
+
+    Without u, A changes by `added` alone.
+    """
+    if u is not None:
+        column = (A * u.unsqueeze(-2)).sum(-1)  # [B, H, K]
+        delta = 1 + (column * u).sum(-1)  # [B, H]
+        # the outer product before the division, which keeps A symmetric to the last bit
+        A = A - column.unsqueeze(-1) * column.unsqueeze(-2) / delta[..., None, None]
+    A = A + added[:, None, None, None] * eye
     return (A * x.unsqueeze(-2)).sum(-1), A

@@ -10,7 +10,7 @@ from longseq.kernels.orthogonal_recurrence.reference import mend_squares
 from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, each, run_recurrence, run_segments, token
 from longseq.kernels.recursive_least_squares.reference import first_state as first_inverse_state
-from longseq.kernels.recursive_least_squares.reference import recursive_least_squares_step_torch, symmetric
+from longseq.kernels.recursive_least_squares.reference import recursive_least_squares_step_torch
 
 # the memory S [B, H, K, V], A [B, H, K, K], the sum of the keys z [B, H, K], the number of tokens seen [B]
 VariationalState = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -35,13 +35,8 @@ def variational_linear_attention_step_torch(
     query, key, value = q.to(S.dtype), k.to(S.dtype), v.to(S.dtype)
     z = z + key
     read = unit(key) if normalize_key else key
-    if u is None:
-        A = symmetric(A)
-        alpha, steps = (A * read.unsqueeze(-2)).sum(-1), steps + 1
-    else:
-        alpha, (A, steps) = recursive_least_squares_step_torch(
-            read, u, (A, steps), refresh_period=refresh_period, refresh=refresh
-        )
+    period = None if u is None else refresh_period
+    alpha, (A, steps) = recursive_least_squares_step_torch(read, u, (A, steps), refresh_period=period, refresh=refresh)
     write = unit(alpha) if normalize_alpha else alpha
     o, S = delta_rule_step_torch(query, read, value, torch.ones_like(read[..., 0]), S, write_key=write)
     if normalizer:
