@@ -47,6 +47,7 @@ OTHERS: tuple[tuple[str, str, dict[str, int]], ...] = (
     ("longhorn_scan", "plain", {"B": 8, "T": 2048, "D": 4096, "N": 16}),
     ("longhorn_scan", "plain", {"B": 1, "T": 16384, "D": 4096, "N": 16}),
     ("longhorn_pair", "plain", {"B": 128, "T": 197, "D": 384, "N": 16, "R": 13, "W": 4}),
+    ("longhorn_pair", "plain", {"B": 64, "T": 1025, "D": 384, "N": 16, "R": 13, "W": 4}),
     ("longhorn_pair", "plain", {"B": 64, "T": 1025, "D": 768, "N": 16, "R": 25, "W": 4}),
 )
 TURNS, WARM = 2, 20

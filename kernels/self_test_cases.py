@@ -110,17 +110,19 @@ def _delta_rule(variant: str, way: dict[str, Any]) -> tuple[Case, ...]:
 
 
 def _scan(way: dict[str, Any]) -> tuple[Case, ...]:
-    """Calls whose time is split into parts, and calls with more warps than run side by side."""
+    """Calls whose time is split into parts, and calls with more warps than run side by side, also twice as many."""
     parts = Case("plain", 530, way, has_state=False)
     crowded = Case("plain", 18, way, has_state=False, batch=CROWD, channels=128)
+    queued = crowded._replace(channels=256)
     if way == BOTH_WAYS:
-        return parts, crowded
+        return parts, crowded, queued
+    bounds = tuple(range(0, 18 * CROWD + 1, 18))
     packed = (
         _pack(Case("plain", 70, way)),
         _pack(Case("plain", 2100, way, has_state=False)),
-        Case("plain", 18 * CROWD, way, has_state=False, channels=128, bounds=tuple(range(0, 18 * CROWD + 1, 18))),
+        *(Case("plain", 18 * CROWD, way, has_state=False, channels=width, bounds=bounds) for width in (128, 256)),
     )
-    return parts, crowded, *packed
+    return parts, crowded, queued, *packed
 
 
 TRIALS: dict[str, Trial] = {
@@ -204,7 +206,8 @@ TRIALS: dict[str, Trial] = {
         (
             *(Case("plain", 70), Case("plain", 80, channels=128)),
             # Sizes at which the scan inside it has other kernels. The scan reads every row in both directions.
-            *(Case("plain", 530), Case("plain", 18, batch=CROWD // 2, channels=128)),
+            Case("plain", 530),
+            *(Case("plain", 18, batch=CROWD // 2, channels=width) for width in (128, 256)),
         ),
         channels=70,
         mixed=("taps", "offset", "selection", "rate", "rate_offset", "skip"),

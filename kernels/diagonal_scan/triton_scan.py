@@ -63,7 +63,8 @@ CHECKPOINT = 16
 STACKED = 4  # the most tokens whose gradients the backward kernel stores at a time
 # Time is split into parts until there are about WARPS warps: as many as an H200 runs at once if each thread has 255
 # registers. With 168 registers, half as many again run at once: launches with more than WARPS warps are "crowded" and
-# have this limit. Warps are counted for FORWARD and BACKWARD, whatever the table holds.
+# have this limit. Forward launches with more than twice WARPS warps are "queued": warps of twice as many channels, of
+# which there are half as many, still fill the GPU. Warps are counted for FORWARD and BACKWARD, whatever the table holds.
 WARPS = 1024
 REGISTERS = 255
 REGISTERS_CROWDED = 168
@@ -77,6 +78,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Walk]] = {
         "summarize_crowded": FORWARD._replace(registers=REGISTERS_CROWDED),
         "forward": FORWARD,
         "forward_crowded": FORWARD._replace(registers=REGISTERS_CROWDED),
+        "forward_queued": FORWARD._replace(registers=REGISTERS_CROWDED),
         "backward": BACKWARD,
         "backward_crowded": BACKWARD._replace(tokens=2, registers=REGISTERS_CROWDED),
     }
@@ -84,7 +86,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Walk]] = {
 }
 LAUNCHES[4, 16] |= {
     "forward": Walk(8, 2, 16, REGISTERS),
-    "forward_crowded": Walk(16, 2, 4, REGISTERS_CROWDED),
+    "forward_queued": Walk(16, 2, 4, REGISTERS_CROWDED),
 }
 fit_launches("diagonal_scan", LAUNCHES)
 SHORTEST_PART = 128
@@ -105,14 +107,17 @@ class _Plan(NamedTuple):
     sequence_of: Tensor | None
     constants: dict[str, Any]  # the compile-time arguments of every kernel that works on parts
 
-    def crowded(self, walk: Walk, channels: int) -> bool:
-        """True if a launch has more warps than run at once with 255 registers for each thread."""
-        return self.slots * cdiv(channels, walk.tile(self.width)["BLOCK_D"]) > WARPS
+    def name(self, kernel: str, channels: int) -> str:
+        """The kernel's name in the table: with more warps than run at once with 255 registers, it is another."""
+        tile = (BACKWARD if kernel == "backward" else FORWARD).tile(self.width)
+        warps = self.slots * cdiv(channels, tile["BLOCK_D"])
+        if warps > 2 * WARPS and kernel == "forward":
+            return "forward_queued"
+        return f"{kernel}_crowded" if warps > WARPS else kernel
 
     def walk(self, kernel: str, channels: int) -> Walk:
         """The entry of the table for a kernel."""
-        crowded = self.crowded(BACKWARD if kernel == "backward" else FORWARD, channels)
-        return LAUNCHES[4, self.width][f"{kernel}_crowded" if crowded else kernel]
+        return LAUNCHES[4, self.width][self.name(kernel, channels)]
 
     def launch(self, walk: Walk, channels: int) -> dict[str, Any]:
         """The constants and options of a launch."""

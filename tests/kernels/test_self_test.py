@@ -738,7 +738,7 @@ def test_cases_keep_weighed_queries_and_keys_and_weigh_them_again(plans, key_dim
 
 @pytest.mark.parametrize("op", ["longhorn_scan", "selective_scan", "longhorn_pair"])
 def test_cases_reach_every_launch_of_the_scans(plans, op):
-    from longseq.kernels.diagonal_scan.triton_scan import BACKWARD, FORWARD, _plan
+    from longseq.kernels.diagonal_scan.triton_scan import _plan
     from longseq.kernels.reading import number_of
 
     def find_launches():
@@ -749,13 +749,13 @@ def test_cases_reach_every_launch_of_the_scans(plans, op):
             else:
                 x, key = inputs.sequences["x"], inputs.sequences["k" if op == "longhorn_scan" else "B"]
             plan = _plan(x, key, inputs.parameters.get("A"), cu_seqlens, number_of(call[0]))
-            crowded = {plan.crowded(walk, x.shape[2]) for walk in (FORWARD, BACKWARD)}
-            assert len(crowded) == 1
-            yield call, "in parts" if plan.constants["SPAN"] else "crowded" if crowded.pop() else "whole"
+            names = [plan.name(kernel, x.shape[2]) for kernel in ("forward", "backward")]
+            yield call, "in parts" if plan.constants["SPAN"] else " and ".join(names)
 
     found = collect(find_launches())
     assert set(found) == ({(False, False, "")} if op == "longhorn_pair" else set(list_calls("")))
-    assert all(launches == {"in parts", "crowded", "whole"} for launches in found.values())
+    crowded = ("forward_crowded and backward_crowded", "forward_queued and backward_crowded")
+    assert all(launches == {"in parts", *crowded, "forward and backward"} for launches in found.values())
 
 
 @pytest.mark.parametrize(
