@@ -57,8 +57,9 @@ def changes() -> list[dict[str, Any]]:
 def find_later_changes(row: Row, kind: str, table: str = "") -> list[int]:
     """The numbers of the changes, counted from 1, that came after the row's commit and affect its figures.
 
-    A change names mixers, operations and kinds of their inputs, or whole tables, and the tasks that it spares: one of
-    kernels over chunks leaves decoding as it was, whose steps have kernels of their own.
+    A change names mixers, operations and kinds of their inputs, whole tables, or the values that rows have under some
+    keys, and the tasks that it spares: one of kernels over chunks leaves decoding as it was, whose steps have kernels
+    of their own.
     """
     measured = row.get("measured", {})
     commit = measured.get("commit") or measured.get("recorded")
@@ -70,7 +71,11 @@ def find_later_changes(row: Row, kind: str, table: str = "") -> list[int]:
         number
         for number, change in enumerate(changes(), 1)
         if set(kind.split(" and ")) & set(change["moves"])
-        and (words & set(change["names"]) or table in change.get("tables", ()))
+        and (
+            words & set(change["names"])
+            or table in change.get("tables", ())
+            or any(values.items() <= row.items() for values in change.get("rows", ()))
+        )
         and row.get("task") not in change.get("spares", ())
         and datetime.fromisoformat(change["date"]) > then
     ]
