@@ -18,22 +18,41 @@ def register(name: str) -> Callable[[MixerClass], MixerClass]:
     """Enter a mixer class under `name`: `@register("deltanet")`.
 
     Raises:
-        ValueError: the name is taken, or the class's `inert_with` has another form than `longseq.arguments.Inert`.
+        ValueError: the name is taken, or the class's `inert_with` has another form than `longseq.arguments.Inert` or
+            names an option that the class does not have.
     """
 
     def enter(mixer: MixerClass) -> MixerClass:
         if name in _REGISTRY:
             raise ValueError(f"the mixer name {name!r} is taken by {_REGISTRY[name].__qualname__}; choose another name")
-        for option, cases in mixer.inert_with.items():
-            if not isinstance(cases, tuple) or not all(isinstance(case, Mapping) for case in cases):
-                raise ValueError(
-                    f"{mixer.__qualname__}.inert_with[{option!r}] must be a tuple of cases, each a mapping of options "
-                    'to tuples of values, as {"eps": ({"normalizer": (False,)},)} has'
-                )
+        _check_inert(mixer)
         _REGISTRY[name] = mixer
         return mixer
 
     return enter
+
+
+def _check_inert(mixer: type[Mixer[Any]]) -> None:
+    """Raise ValueError if the `inert_with` of a class could never be heeded, or only fails in a training."""
+    # A class may inherit the cases of options that its own constructor no longer has.
+    own, known = "inert_with" in vars(mixer), _options_of(mixer)
+    for option, cases in mixer.inert_with.items():
+        place = f"{mixer.__qualname__}.inert_with[{option!r}]"
+        if not isinstance(cases, tuple) or not all(
+            isinstance(case, Mapping) and all(isinstance(values, tuple) for values in case.values()) for case in cases
+        ):
+            raise ValueError(
+                f"{place} must be a tuple of cases, each a mapping of options to tuples of values, as "
+                '{"eps": ({"normalizer": (False,)},)} has'
+            )
+        unknown = [name for name in (option, *(name for case in cases for name in case)) if name not in known]
+        if own and unknown:
+            raise ValueError(f"{place} names {unknown[0]!r}, which is none of the options: {', '.join(known)}")
+
+
+def _options_of(mixer: type[Mixer[Any]]) -> dict[str, Any]:
+    parameters = inspect.signature(mixer).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
 def mixer_names() -> tuple[str, ...]:
@@ -57,8 +76,7 @@ def name_of(mixer: type[Mixer[Any]]) -> str | None:
 
 def options(name: str) -> dict[str, Any]:
     """Return the keyword options of a mixer's constructor with their defaults."""
-    parameters = inspect.signature(get(name)).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    return _options_of(get(name))
 
 
 def create(name: str, d_model: int, **chosen: Any) -> Mixer[Any]:

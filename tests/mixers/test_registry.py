@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from longseq import mixers
+from longseq.mixers.linear_attention import LinearAttention
 
 
 def test_unknown_name_lists_the_names_and_the_nearest() -> None:
@@ -22,12 +23,33 @@ def test_a_name_is_taken_once() -> None:
         mixers.register("mamba")(mixers.get("longhorn"))
 
 
-@pytest.mark.parametrize("cases", [("normalizer", (False,)), {"normalizer": (False,)}])
+@pytest.mark.parametrize("cases", [("normalizer", (False,)), {"normalizer": (False,)}, ({"normalizer": False},)])
 def test_cases_of_options_without_effect_that_have_another_form_are_refused(cases: object) -> None:
     own = type("Own", (mixers.get("linear_attention"),), {"inert_with": {"eps": cases}})
     with pytest.raises(ValueError, match=r"Own.inert_with\['eps'\] must be a tuple of cases"):
         mixers.register("own")(own)
     assert "own" not in mixers.mixer_names()
+
+
+@pytest.mark.parametrize(
+    ("inert_with", "wrong"),
+    [({"epsilon": ({"normalizer": (False,)},)}, "epsilon"), ({"eps": ({"normaliser": (False,)},)}, "normaliser")],
+)
+def test_cases_of_options_that_a_mixer_does_not_have_are_refused(inert_with: object, wrong: str) -> None:
+    own = type("Own", (mixers.get("linear_attention"),), {"inert_with": inert_with})
+    with pytest.raises(ValueError, match=f"names '{wrong}', which is none of the options: .*normalizer"):
+        mixers.register("own")(own)
+    assert "own" not in mixers.mixer_names()
+
+
+def test_a_mixer_inherits_cases_of_options_that_it_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longseq.mixers.registry._REGISTRY", {})
+
+    class Plain(LinearAttention):
+        def __init__(self, d_model: int, *, num_heads: int = 1) -> None:
+            super().__init__(d_model, num_heads=num_heads, normalizer=False)
+
+    assert mixers.register("plain")(Plain).inert_with
 
 
 @pytest.mark.parametrize(
