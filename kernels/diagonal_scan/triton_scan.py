@@ -63,8 +63,8 @@ CHECKPOINT = 16
 STACKED = 4  # the most tokens whose gradients the backward kernel stores at a time
 # Time is split into parts until there are about WARPS warps: as many as an H200 runs at once if each thread has 255
 # registers. With 168 registers, half as many again run at once: launches with more than WARPS warps are "crowded" and
-# have this limit. Forward launches with more than twice WARPS warps are "queued": warps of twice as many channels, of
-# which half as many still fill the GPU. Warps are counted for FORWARD and BACKWARD, whatever the table holds.
+# have this limit. Forward launches with more than twice WARPS warps are "queued": half as many warps, each of twice as
+# many channels, then still fill the GPU. Warps are counted for FORWARD and BACKWARD, whatever the table holds.
 WARPS = 1024
 REGISTERS = 255
 REGISTERS_CROWDED = 168
