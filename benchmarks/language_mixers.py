@@ -25,6 +25,7 @@ import matplotlib.pyplot as plt
 from comparison import by_seed
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+from table import mean_of
 
 from longseq.tasks import evaluate
 
@@ -102,6 +103,7 @@ def main() -> None:
     finished = [one for one in results["rows"] if one["status"] == "finished"]
     names = dict.fromkeys(one["name"] for one in finished)
     rows = [row([one for one in finished if one["name"] == mixer], mixer, Path(folder), long) for mixer in names]
+    rows.sort(key=lambda row: mean_of(row["test_perplexity"]))
     missing = [one["name"] for one in results["rows"] if one["status"] != "finished"]
     kept = {
         "what": title,
