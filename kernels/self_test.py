@@ -19,6 +19,7 @@ LONGSEQ_SELF_TEST=0 trusts all kernels but those of `KNOWN_BAD`. Emulated kernel
 
 import hashlib
 import json
+import logging
 import os
 import re
 import tempfile
@@ -60,6 +61,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = ()
 # By operation, precision, device and widths: None, or why the kernels are refused.
 _VERDICTS: dict[tuple[object, ...], str | None] = {}
 _LOCK = threading.Lock()
+_log = logging.getLogger(__name__)
 _THREAD = threading.local()
 
 
@@ -233,6 +235,7 @@ def _judge(test: _Test) -> tuple[str | None, bool]:
         if obstacle := _find_obstacle(test.device):
             return obstacle, False
         _settle(test.device)
+        _log.info("compiling the kernels of %s and comparing them with float64: the first use on this GPU", test.op)
         error, is_lasting = _run_in_own_thread(test)
         found = {**record, "error": error}
         if is_lasting:

@@ -29,6 +29,8 @@ UNWANTED = (
     "The AccumulateGrad node's stream does not match.*",  # Lightning makes torch's DDP in a CUDA stream of its own
 )
 
+_KERNELS = "longseq.kernels"  # the loggers of kernels are below this one
+
 
 class Report:
     """What a task prints and records at the end of a run; tasks override what they add.
@@ -71,13 +73,15 @@ class Report:
 def quiet_libraries() -> Iterator[None]:
     """Show only warnings that a user can act on: those of this package, one line each, and few of other packages.
 
+    A line also tells when kernels are compiled and tested, because that takes 10 to 20 seconds.
+
     The traceback of a thread is not shown if the main thread raises the same error. After the block, logging, warnings
     and errors of threads are as they were before it.
     """
     package = logging.getLogger("longseq")
-    lines = None if any(isinstance(handler, _WarningLines) for handler in package.handlers) else _WarningLines()
-    lightning = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in lightning]
+    lines = None if any(isinstance(handler, _Lines) for handler in package.handlers) else _Lines()
+    shown = {_KERNELS: logging.INFO, "lightning.pytorch": logging.WARNING, "lightning.fabric": logging.WARNING}
+    levels = {name: logging.getLogger(name).level for name in shown}
     told = threading.excepthook
 
     def tell(error: threading.ExceptHookArgs) -> None:
@@ -89,8 +93,8 @@ def quiet_libraries() -> Iterator[None]:
     with warnings.catch_warnings():
         for message in UNWANTED:
             warnings.filterwarnings("ignore", message)
-        for logger in lightning:
-            logger.setLevel(logging.WARNING)
+        for name, level in shown.items():
+            logging.getLogger(name).setLevel(level)
         if lines is not None:
             package.addHandler(lines)
         try:
@@ -99,19 +103,23 @@ def quiet_libraries() -> Iterator[None]:
             threading.excepthook = told
             if lines is not None:
                 package.removeHandler(lines)
-            for logger, level in zip(lightning, levels, strict=True):
-                logger.setLevel(level)
+            for name, level in levels.items():
+                logging.getLogger(name).setLevel(level)
 
 
-class _WarningLines(logging.Handler):
-    """Writes warnings to stderr, from only one of several processes."""
+class _Lines(logging.Handler):
+    """Writes warnings, and what kernels tell, to stderr, from only one of several processes."""
 
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING or record.name.startswith(f"{_KERNELS}.")
 
     @rank_zero_only
     def emit(self, record: logging.LogRecord) -> None:
-        print(f"longseq: {record.levelname.lower()}: {' '.join(record.getMessage().split())}", file=sys.stderr)
+        kind = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        print(f"longseq: {kind}{' '.join(record.getMessage().split())}", file=sys.stderr)
 
 
 @contextmanager

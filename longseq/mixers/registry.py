@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from longseq.mixers.base import Mixer
 
 _REGISTRY: dict[str, type[Mixer[Any]]] = {}
+_INERT_EXAMPLE = 'as {"eps": ({"normalizer": (False,)},)} is'
 
 MixerClass = TypeVar("MixerClass", bound=type[Mixer[Any]])
 
@@ -36,14 +37,15 @@ def _check_inert(mixer: type[Mixer[Any]]) -> None:
     """Raise ValueError if the `inert_with` of a class could never be heeded, or only fails in a training."""
     # A class may inherit the cases of options that its own constructor no longer has.
     own, known = "inert_with" in vars(mixer), _options_of(mixer)
+    if not isinstance(mixer.inert_with, Mapping):
+        raise ValueError(f"{mixer.__qualname__}.inert_with must be a mapping of options to cases, {_INERT_EXAMPLE}")
     for option, cases in mixer.inert_with.items():
         place = f"{mixer.__qualname__}.inert_with[{option!r}]"
         if not isinstance(cases, tuple) or not all(
             isinstance(case, Mapping) and all(isinstance(values, tuple) for values in case.values()) for case in cases
         ):
             raise ValueError(
-                f"{place} must be a tuple of cases, each a mapping of options to tuples of values, as "
-                '{"eps": ({"normalizer": (False,)},)} has'
+                f"{place} must be a tuple of cases, each a mapping of options to tuples of values, {_INERT_EXAMPLE}"
             )
         unknown = [name for name in (option, *(name for case in cases for name in case)) if name not in known]
         if own and unknown:

@@ -108,6 +108,15 @@ def verdict_files(folder):
     return sorted(folder.glob("self_test/*.json"))
 
 
+def test_the_first_use_is_told_once(kernel, tests_run, caplog):
+    kernel(short_convolution_chunk)
+    with caplog.at_level("INFO", logger="longseq.kernels"):
+        run()
+        run()
+    (line,) = (record.getMessage() for record in caplog.records if record.name.startswith("longseq"))
+    assert line.startswith(f"compiling the kernels of {OP} ")
+
+
 def test_a_right_kernel_runs_and_is_tested_once(kernel, tests_run, tmp_path):
     calls = []
 

@@ -31,6 +31,14 @@ def test_cases_of_options_without_effect_that_have_another_form_are_refused(case
     assert "own" not in mixers.mixer_names()
 
 
+@pytest.mark.parametrize("inert_with", ["eps", ({"eps": ({"normalizer": (False,)},)},), None])
+def test_cases_that_are_no_mapping_are_refused(inert_with: object) -> None:
+    own = type("Own", (mixers.get("linear_attention"),), {"inert_with": inert_with})
+    with pytest.raises(ValueError, match=r"Own\.inert_with must be a mapping of options to cases, as "):
+        mixers.register("of_no_mapping")(own)
+    assert "of_no_mapping" not in mixers.mixer_names()
+
+
 @pytest.mark.parametrize(
     ("inert_with", "wrong"),
     [({"epsilon": ({"normalizer": (False,)},)}, "epsilon"), ({"eps": ({"normaliser": (False,)},)}, "normaliser")],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
 
@@ -35,6 +36,20 @@ def test_the_error_of_a_thread_is_shown_unless_the_main_thread_raises_it(monkeyp
             thread.join()
     assert shown == threads[1:]
     assert threading.excepthook is before
+
+
+def test_the_lines_of_kernels_are_shown_and_those_of_other_modules_are_not(capsys):
+    kernels, other = logging.getLogger("longseq.kernels.self_test"), logging.getLogger("longseq.tasks.other")
+    before = logging.getLogger("longseq.kernels").level
+    with quiet_libraries():
+        with quiet_libraries():  # as where one command calls another
+            kernels.info("compiling")
+            kernels.warning("slow")
+        kernels.debug("detail")
+        other.info("written")
+    kernels.info("later")
+    assert capsys.readouterr() == ("", "longseq: compiling\nlongseq: warning: slow\n")
+    assert logging.getLogger("longseq.kernels").level == before
 
 
 def test_a_warning_of_torch_that_asks_for_nothing_is_not_shown():
