@@ -507,6 +507,7 @@ def test_a_trace_of_one_resolution_refuses_others():
                 traced(images(height, width))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the exporter says that it is deprecated, and of what a trace records
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_torchs_older_onnx_exporter_takes_any_batch(dynamic):

@@ -16,6 +16,7 @@ triton_steps = importlib.import_module("longseq.kernels.image_transforms.triton_
 CHECKED = (*fused.FILTERS, fused.STEPS)
 
 
+@pytest.mark.slow
 @cases("kind", CHECKED)
 def test_the_kernels_give_the_pixels_of_torch(kind, interpreted):
     assert fused.compare(torch.device("cpu"), kind, size=33) is None

@@ -223,6 +223,7 @@ def test_a_mixer_that_breaks_a_law_is_told_which(broken: type[mixers.Mixer], law
         mixers.check("broken")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_mixers")
 def test_a_mixer_may_refuse_packed_and_padded_sequences() -> None:
     mixers.register("refusing")(Refusing)

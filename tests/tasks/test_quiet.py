@@ -38,7 +38,8 @@ def test_the_error_of_a_thread_is_shown_unless_the_main_thread_raises_it(monkeyp
     assert threading.excepthook is before
 
 
-def test_the_lines_of_kernels_are_shown_and_those_of_other_modules_are_not(capsys):
+def test_the_lines_of_kernels_are_shown_and_those_of_other_modules_are_not(capsys, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("longseq"), "level", logging.INFO)  # as while train.log is written
     kernels, other = logging.getLogger("longseq.kernels.self_test"), logging.getLogger("longseq.tasks.other")
     before = logging.getLogger("longseq.kernels").level
     with quiet_libraries():

@@ -289,6 +289,7 @@ def test_a_saved_folder_serves_as_a_checkpoint(checkpoint: Path, tmp_path: Path)
         load(tmp_path, weights="ema")
 
 
+@pytest.mark.slow
 def test_a_repository_of_the_hub_serves_as_a_checkpoint(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -331,6 +331,7 @@ class Angle(nn.Module):
         return 2 * torch.pi * place.double() / 3 + 0.1
 
 
+@pytest.mark.slow
 def test_numbers_beside_double_precision_are_not_rounded_to_float32(tmp_path: Path) -> None:
     spec = FileSpec(inputs={"place": {0: "places"}}, outputs=["angle"], metadata={}, opset=20)
     onnx_file.write(Angle(), (torch.ones(2),), tmp_path / "angle.onnx", spec)
@@ -338,6 +339,7 @@ def test_numbers_beside_double_precision_are_not_rounded_to_float32(tmp_path: Pa
     torch.testing.assert_close(onnx_file.open_file(tmp_path / "angle.onnx")(place), Angle()(place), rtol=1e-15, atol=0)
 
 
+@pytest.mark.slow
 def test_onnx_file_is_one_file_with_metadata_and_open_axes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # tests/conftest.py leaves them out
     monkeypatch.setattr("torch.fx.config.do_not_emit_stack_traces", False, raising=False)

@@ -391,6 +391,7 @@ def test_a_latency_is_that_of_one_token(
     assert re.search(r"one token: model \d+\.\d ms, file \d+\.\d ms", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_mixers")
 def test_a_mixer_that_loops_over_the_tokens_is_written_for_one_token(tmp_path: Path) -> None:
     """A loop of Python has the length of the traced tokens in every format, and the message says what goes."""
