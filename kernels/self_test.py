@@ -235,7 +235,8 @@ def _judge(test: _Test) -> tuple[str | None, bool]:
         if obstacle := _find_obstacle(test.device):
             return obstacle, False
         _settle(test.device)
-        _log.info("compiling the kernels of %s and comparing them with float64: the first use on this GPU", test.op)
+        sizes = "".join(f", {name}={size}" for name, size in test.widths.items())
+        _log.info("compiling the kernels of %s (%s%s) and comparing them with float64", test.op, record["dtype"], sizes)
         error, is_lasting = _run_in_own_thread(test)
         found = {**record, "error": error}
         if is_lasting:

@@ -73,7 +73,8 @@ class Report:
 def quiet_libraries() -> Iterator[None]:
     """Show only warnings that a user can act on: those of this package, one line each, and few of other packages.
 
-    A line also tells when kernels are compiled and tested, because that takes 10 to 20 seconds.
+    A line also tells when kernels are compiled and compared with float64 at their first call on a GPU, because nothing
+    else is printed in the 10 to 22 seconds that it takes.
 
     The traceback of a thread is not shown if the main thread raises the same error. After the block, logging, warnings
     and errors of threads are as they were before it.

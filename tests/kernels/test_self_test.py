@@ -114,7 +114,7 @@ def test_the_first_use_is_told_once(kernel, tests_run, caplog):
         run()
         run()
     (line,) = (record.getMessage() for record in caplog.records if record.name.startswith("longseq"))
-    assert line.startswith(f"compiling the kernels of {OP} ")
+    assert line.startswith(f"compiling the kernels of {OP} (float32, ")
 
 
 def test_a_right_kernel_runs_and_is_tested_once(kernel, tests_run, tmp_path):
