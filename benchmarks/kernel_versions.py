@@ -3,9 +3,9 @@
 python benchmarks/kernel_versions.py OUTPUT.json THEN [NOW] [gates | others]
 
 THEN and NOW are folders with the `kernels` of a commit (`git archive COMMIT kernels | tar x -C THEN`); NOW is this
-checkout if it is left out. The delta rule is timed, with `gates` with a gate in each token, and with `others` linear
-attention, slot attention and Longhorn's scans in its place. Each commit is timed in processes of its own, which take
-turns, twice. Nothing is compared with float64 here: `longseq benchmark kernels` does that.
+checkout if it is left out. The delta rule is timed, with `gates` with a gate in each token, and with `others` other
+operations in its place. Each commit is timed in processes of its own, which take turns, twice. Nothing is compared with
+float64 here: `longseq benchmark kernels` does that.
 """
 
 from __future__ import annotations
@@ -46,9 +46,13 @@ OTHERS: tuple[tuple[str, str, dict[str, int]], ...] = (
     ("slot_attention", "plain", {"B": 8, "T": 2048, "H": 4, "K": 512, "V": 512, "M": 64}),
     ("longhorn_scan", "plain", {"B": 8, "T": 2048, "D": 4096, "N": 16}),
     ("longhorn_scan", "plain", {"B": 1, "T": 16384, "D": 4096, "N": 16}),
+    ("selective_scan", "plain", {"B": 8, "T": 2048, "D": 4096, "N": 16}),
+    ("selective_scan", "plain", {"B": 1, "T": 16384, "D": 4096, "N": 16}),
     ("longhorn_pair", "plain", {"B": 128, "T": 197, "D": 384, "N": 16, "R": 13, "W": 4}),
     ("longhorn_pair", "plain", {"B": 64, "T": 1025, "D": 384, "N": 16, "R": 13, "W": 4}),
     ("longhorn_pair", "plain", {"B": 64, "T": 1025, "D": 768, "N": 16, "R": 25, "W": 4}),
+    ("variational_linear_attention", "paper", {"B": 8, "T": 2048, "H": 16, "K": 64, "V": 64}),
+    ("short_convolution", "silu", {"B": 8, "T": 2048, "D": 4096, "W": 4}),
 )
 TURNS, WARM = 2, 20
 LARGE = 1 << 25  # numbers of an input

@@ -63,8 +63,10 @@ CHECKPOINT = 16
 STACKED = 4  # the most tokens whose gradients the backward kernel stores at a time
 # Time is split into parts until there are about WARPS warps: as many as an H200 runs at once if each thread has 255
 # registers. With 168 registers, half as many again run at once: launches with more than WARPS warps are "crowded" and
-# have this limit. Forward launches with more than twice WARPS warps are "queued": half as many warps, each of twice as
-# many channels, then still fill the GPU. Warps are counted for FORWARD and BACKWARD, whatever the table holds.
+# have this limit. Longhorn's forward launches with more than twice WARPS warps are "queued": half as many warps, each
+# of twice as many channels, then still fill the GPU. Warps are counted for FORWARD and BACKWARD, whatever the table
+# holds. Mamba's forward launches have names of their own: A takes registers, so that Longhorn's launch of 16 tokens at
+# a time would have more numbers than registers.
 WARPS = 1024
 REGISTERS = 255
 REGISTERS_CROWDED = 168
@@ -79,6 +81,8 @@ LAUNCHES: dict[tuple[int, int], dict[str, Walk]] = {
         "forward": FORWARD,
         "forward_crowded": FORWARD._replace(registers=REGISTERS_CROWDED),
         "forward_queued": FORWARD._replace(registers=REGISTERS_CROWDED),
+        "forward_selective": FORWARD,
+        "forward_selective_crowded": FORWARD._replace(registers=REGISTERS_CROWDED),
         "backward": BACKWARD,
         "backward_crowded": BACKWARD._replace(tokens=2, registers=REGISTERS_CROWDED),
     }
@@ -111,7 +115,9 @@ class _Plan(NamedTuple):
         """The kernel's name in the table: with more warps than run at once with 255 registers, it is another."""
         tile = (BACKWARD if kernel == "backward" else FORWARD).tile(self.width)
         warps = self.slots * cdiv(channels, tile["BLOCK_D"])
-        if warps > 2 * WARPS and kernel == "forward":
+        if kernel == "forward" and not self.constants["LONGHORN"]:
+            kernel = "forward_selective"
+        elif kernel == "forward" and warps > 2 * WARPS:
             return "forward_queued"
         return f"{kernel}_crowded" if warps > WARPS else kernel
 

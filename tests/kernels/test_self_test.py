@@ -763,8 +763,11 @@ def test_cases_reach_every_launch_of_the_scans(plans, op):
 
     found = collect(find_launches())
     assert set(found) == ({(False, False, "")} if op == "longhorn_pair" else set(list_calls("")))
-    crowded = ("forward_crowded and backward_crowded", "forward_queued and backward_crowded")
-    assert all(launches == {"in parts", *crowded, "forward and backward"} for launches in found.values())
+    forward = ("forward", "forward_crowded", "forward_queued")
+    if op == "selective_scan":
+        forward = ("forward_selective", "forward_selective_crowded")
+    crowded = {f"{name} and backward_crowded" for name in forward[1:]}
+    assert all(launches == {"in parts", *crowded, f"{forward[0]} and backward"} for launches in found.values())
 
 
 @pytest.mark.parametrize(

@@ -630,7 +630,7 @@ HEADS = {"B": 1, "T": 3, "H": 1, "K": 8}
         ("longhorn_pair", {"B": 1, "T": 3, "D": 4, "N": 3, "R": 2, "W": 2}, torch.float32, True,
          {("diagonal_scan", 4, 4): {"forward", "backward"}}),
         ("selective_scan", {"B": 1, "T": 3, "D": 4, "N": 16}, torch.bfloat16, False,
-         {("diagonal_scan", 4, 16): {"forward"}}),
+         {("diagonal_scan", 4, 16): {"forward_selective"}}),
     ],
 )  # fmt: skip
 def test_trials_of_the_real_kernels_find_their_places(real_tables, op, sizes, dtype, gradients, places):
