@@ -292,8 +292,8 @@ def descend(model, optimizer):
 
 
 def test_muon_is_for_hidden_matrices_and_adamw_for_the_rest():
-    model, other = make_model(), make_model()
-    optimizer = create_muon(model, lr=0.01, weight_decay=0.1)
+    first, model, other = make_model(), make_model(), make_model()
+    optimizer = create_muon(model, lr=0.01, weight_decay=10.0)
     named = {id(parameter): name for name, parameter in model.named_parameters()}
     chosen = {named[id(p)] for group in optimizer.param_groups if group["muon"] for p in group["params"]}
     assert {name.rsplit(".", 2)[-2] for name in chosen} == {"in_proj", "out_proj", "fc1_g", "fc1_x", "fc2"}
@@ -307,10 +307,10 @@ def test_muon_is_for_hidden_matrices_and_adamw_for_the_rest():
     taken = set(map(id, hidden))
     groups = [
         {**group, "params": [p for p in group["params"] if id(p) not in taken]}
-        for group in param_groups_weight_decay(other, 0.1, no_weight_decay_list=other.no_weight_decay())
+        for group in param_groups_weight_decay(other, 10.0, no_weight_decay_list=other.no_weight_decay())
     ]
     parts = [
-        torch.optim.Muon(hidden, lr=0.01, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(hidden, lr=0.01, weight_decay=10.0, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95)),
     ]
 
@@ -324,10 +324,12 @@ def test_muon_is_for_hidden_matrices_and_adamw_for_the_rest():
 
     descend(model, optimizer)
     descend(other, Both())
+    found, before = dict(model.named_parameters()), dict(first.named_parameters())
     for name, value in other.named_parameters():
-        torch.testing.assert_close(
-            dict(model.named_parameters())[name], value, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        if name in chosen:  # processors with instructions for bfloat16 sum in another order before they round
+            assert (found[name] - value).norm() < 0.02 * (value - before[name]).norm(), name
+        else:
+            torch.testing.assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}")
 
 
 class Products(TorchDispatchMode):
