@@ -13,10 +13,12 @@ from longseq.tasks.data.given import IMAGES, TARGETS, as_pair, check_class_numbe
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.mixing import BatchMixing
 from longseq.tasks.image.model import state_data, state_decision
+from longseq.tasks.training.callbacks.updates import updated
 from longseq.tasks.training.classification import make_metrics
 from longseq.tasks.training.classifier import ClassifierModule
 from longseq.tasks.training.keys import Criterion
 from longseq.tasks.training.recipe import Training
+from longseq.tasks.training.update_mean import UpdateSum, count_processes
 
 # How far the sum of probabilities in half precision may be from 1.
 _ROUNDING = 0.02
@@ -95,7 +97,8 @@ class ImageClassifier(ClassifierModule):
         self._reads_on_host = False  # True if labels are checked before their transfer
         self._checked: set[bool] = set()  # of labels on the device, whether they were those of training
         self._measured = False  # True if an image was evaluated since the last validation or test
-        self._sum_of_parts = torch.zeros(())  # the losses of the batches that an update has accumulated
+        self._losses = UpdateSum()  # of the batches of an update
+        self._parts = 0  # their number, in each process
 
     @classmethod
     def from_config(
@@ -220,13 +223,14 @@ class ImageClassifier(ClassifierModule):
         loss = (
             self.criterion(logits, soft_targets) if weights is None else self._weighted(logits, soft_targets, weights)
         )
-        self.log("train/loss", self._mean_of_parts(loss.detach(), batch_idx % self.trainer.accumulate_grad_batches))
+        turn = batch_idx % self.trainer.accumulate_grad_batches
+        self._losses.add(loss, first=turn == 0, last=updated(self.trainer, batch_idx))
+        self._parts = turn + 1
         return loss
 
-    def _mean_of_parts(self, loss: Tensor, turn: int) -> Tensor:
-        """The mean loss of the batches of an update so far, of which this one has the number `turn`."""
-        self._sum_of_parts = loss if turn == 0 else self._sum_of_parts + loss
-        return self._sum_of_parts / (turn + 1)
+    def _loss_of_update(self) -> Tensor | None:
+        summed = self._losses.find()
+        return None if summed is None else summed / (self._parts * count_processes())
 
     def _of_classes(self, logits: Any) -> Tensor:
         """The output of the model. ValueError if it is not a logit for each class."""

@@ -336,13 +336,11 @@ class TrainedModule(LightningModule):
         """The result of a training step, from the loss `[]` summed over the batch's targets; logs `train/loss`.
 
         The gradient of an update is then that of the summed loss divided by the number of all its targets, over every
-        process and accumulated batch. The logged value is the mean over the targets of this process. The module must
-        have `count_targets`.
+        process and accumulated batch, and the logged value is the mean over all of them. The module must have
+        `count_targets`.
         """
         assert self._mean is not None, f"{type(self).__name__}.count_targets gives None"
-        scaled = self._mean.scale(loss)
-        self.log("train/loss", self._mean.own_mean)
-        return scaled
+        return self._mean.scale(loss)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         count = self.count_targets(self.read_batch(batch))
@@ -359,6 +357,8 @@ class TrainedModule(LightningModule):
             self._mean.correct(self.parameters(), accumulate)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if (loss := self._loss_of_update()) is not None:
+            self.log("train/loss", loss)
         # When the batch ends, the schedule has already set the next update's rate.
         self._learning_rate = max(group["lr"] for group in optimizer.param_groups)
         if self._logs_update(self.global_step + 1):
@@ -368,6 +368,10 @@ class TrainedModule(LightningModule):
             self.trainer.should_stop = True
             if self.trainer.check_val_every_n_epoch is not None:
                 self.trainer.check_val_every_n_epoch = 1
+
+    def _loss_of_update(self) -> Tensor | None:
+        """The loss of the update over all processes, which is logged; None for a step that logs its own."""
+        return None if self._mean is None else self._mean.find_mean()
 
     def _ends_an_epoch(self) -> bool:
         """True if the run validates after epochs, and this update is the last one of an epoch."""

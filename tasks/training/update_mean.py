@@ -1,4 +1,4 @@
-"""The mean of a loss over all targets of an update whose batches may differ in their number of targets."""
+"""Sums and means over the accumulated batches of an update and over processes."""
 
 from __future__ import annotations
 
@@ -11,53 +11,82 @@ from torch import Tensor, distributed
 from longseq.blocks.sharding import own_part
 
 
+class UpdateSum:
+    """A sum over the accumulated batches of an update and over processes. It stays on the device, for which nothing
+    waits.
+    """
+
+    def __init__(self) -> None:
+        self._sum: Any = None
+        self._work: Any = None
+
+    def add(self, value: Tensor, *, first: bool, last: bool) -> None:
+        """Add the number `[]` of a batch, which may be the `first` and the `last` of its update.
+
+        With the last one processes begin to sum theirs.
+        """
+        value = value.detach()
+        self._sum = value.clone() if first else self._sum + value
+        if last and count_processes() > 1:
+            self._work = distributed.all_reduce(self._sum, async_op=True)
+
+    def find(self) -> Any:
+        """The sum `[]`, once the last batch of the update was added; None before any."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._sum
+
+
 class UpdateMean:
-    """Weights the batches of an update by their numbers of targets, over accumulated batches and processes.
+    """The mean of a loss over all targets of an update whose batches may differ in their number of targets.
 
     Lightning divides a loss by the number of accumulated batches, and processes average their gradients. So a batch
     with few targets would count as much as one with many. Here a loss is a sum over targets. `scale` divides it by the
     mean number of targets, over processes, in the first batches of the update. All targets of the update are known with
     its last batch: `correct` then multiplies the gradients by the factor that is missing.
 
-    All processes of the run call the methods in this order for each batch. Counts stay on the device, for which nothing
-    waits; processes sum them during the forward pass.
+    All processes of the run call the methods in this order for each batch. Counts and losses stay on the device, for
+    which nothing waits; processes sum the counts during the forward pass and the losses during the backward pass.
     """
 
     def __init__(self) -> None:
         self._own: Any = None  # the targets of this process in the update so far
         self._expected: Any = None  # the targets of a batch, estimated from the first batches of the update
         self._total: Any = None  # the targets of the first batches, later of the update, over all processes
-        self._sum: Any = None  # the sum of the losses of this process in the update so far
         self._work: Any = None
+        self._losses = UpdateSum()
+        self._place = {"first": False, "last": False}  # of the batch in its update
 
     def begin(self, targets: Tensor, *, first: bool, last: bool) -> None:
         """Count the targets of a batch, a whole number `[]`; it may be the `first` and the `last` of its update."""
         self._own = targets if first else self._own + targets
+        self._place = {"first": first, "last": last}
         if first:
-            self._expected = self._sum = None
+            self._expected = None
         if first or last:
             self._total = self._own.clone()
-            if _processes() > 1:
+            if count_processes() > 1:
                 self._work = distributed.all_reduce(self._total, async_op=True)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The result of a training step, from the loss `[]` summed over the targets of its batch."""
         if self._expected is None:
-            self._expected = self._finish_total() / _processes()
-        self._sum = loss.detach() if self._sum is None else self._sum + loss.detach()
+            self._expected = self._finish_total() / count_processes()
+        self._losses.add(loss, **self._place)
         return loss / self._expected
 
-    @property
-    def own_mean(self) -> Tensor:
-        """The mean over this process's targets of the update so far, without a gradient."""
-        return self._sum / self._own.clamp(min=1)
+    def find_mean(self) -> Tensor | None:
+        """The mean over all targets of the update, without a gradient, after its last batch; None without a loss."""
+        summed = self._losses.find()
+        return None if summed is None else summed / self._finish_total()
 
     @torch.no_grad()
     def correct(self, parameters: Iterable[Tensor], accumulate: int) -> None:
         """Turn the gradients of a whole update into those of the mean; Lightning divided by `accumulate`."""
         gradients = [own_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
         if gradients:
-            torch._foreach_mul_(gradients, self._expected * accumulate * _processes() / self._finish_total())
+            torch._foreach_mul_(gradients, self._expected * accumulate * count_processes() / self._finish_total())
 
     def _finish_total(self) -> Tensor:
         if self._work is not None:
@@ -66,5 +95,6 @@ class UpdateMean:
         return self._total.clamp(min=1)
 
 
-def _processes() -> int:
+def count_processes() -> int:
+    """The processes that train together; 1 where there is no group of them."""
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1

@@ -410,7 +410,8 @@ def test_a_sharded_run_measures_what_one_process_does_and_goes_on_there(
 ):
     words = ("recipe.epochs=1", "recipe.batch_size=128", "recipe.ema=null", "trainer.precision=32-true")
     words += ("callbacks.checkpoint.every_n_train_steps=5", "callbacks.samples=null")
-    words += ("recipe.augment.mixing.cutmix=0",)  # it draws for the batch of a device
+    # cutmix draws for the batch of a device
+    words += ("recipe.augment.mixing.cutmix=0", "trainer.log_every_n_steps=1")
     train.run(tiny(*words))
     step = ImageClassifier.training_step
 
@@ -437,6 +438,9 @@ def test_a_sharded_run_measures_what_one_process_does_and_goes_on_there(
             torch.testing.assert_close(own[key], value, rtol=1e-3, atol=1e-4)
         for key in ("val/loss", "val/top1", "test/loss", "test/top1", "test/f1"):
             assert metrics[key] == pytest.approx(whole[key], rel=1e-3), (name, key)
+    boards = [EventAccumulator(str(tmp_path / name)).Reload() for name in ("run", "sharded")]
+    losses = [[event.value for event in board.Scalars("train/loss")] for board in boards]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
     alone = command_here(tmp_path, "evaluate", "checkpoint=sharded/checkpoints/best.ckpt", "trainer=cpu")
     assert alone.returncode == 0, alone.stderr
