@@ -13,7 +13,6 @@ from longseq.tasks.data.given import IMAGES, TARGETS, as_pair, check_class_numbe
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.mixing import BatchMixing
 from longseq.tasks.image.model import state_data, state_decision
-from longseq.tasks.training.callbacks.updates import updated
 from longseq.tasks.training.classification import make_metrics
 from longseq.tasks.training.classifier import ClassifierModule
 from longseq.tasks.training.keys import Criterion
@@ -224,7 +223,7 @@ class ImageClassifier(ClassifierModule):
             self.criterion(logits, soft_targets) if weights is None else self._weighted(logits, soft_targets, weights)
         )
         turn = batch_idx % self.trainer.accumulate_grad_batches
-        self._losses.add(loss, first=turn == 0, last=updated(self.trainer, batch_idx))
+        self._losses.add(loss, first=turn == 0)
         self._parts = turn + 1
         return loss
 

@@ -12,29 +12,23 @@ from longseq.blocks.sharding import own_part
 
 
 class UpdateSum:
-    """A sum over the accumulated batches of an update and over processes. It stays on the device, for which nothing
-    waits.
-    """
+    """A sum over the accumulated batches of an update and over processes, on the device, for which nothing waits."""
 
     def __init__(self) -> None:
         self._sum: Any = None
-        self._work: Any = None
+        self._is_shared = False  # whether it is that of all processes
 
-    def add(self, value: Tensor, *, first: bool, last: bool) -> None:
-        """Add the number `[]` of a batch, which may be the `first` and the `last` of its update.
-
-        With the last one processes begin to sum theirs.
-        """
+    def add(self, value: Tensor, *, first: bool) -> None:
+        """Add the number `[]` of a batch, which may be the `first` one of its update."""
         value = value.detach()
         self._sum = value.clone() if first else self._sum + value
-        if last and count_processes() > 1:
-            self._work = distributed.all_reduce(self._sum, async_op=True)
+        self._is_shared = False
 
     def find(self) -> Any:
-        """The sum `[]`, once the last batch of the update was added; None before any."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        """The sum `[]`, after the last batch of the update; None before any. All processes call it together."""
+        if self._sum is not None and not self._is_shared and count_processes() > 1:
+            distributed.all_reduce(self._sum)
+        self._is_shared = True
         return self._sum
 
 
@@ -46,8 +40,8 @@ class UpdateMean:
     mean number of targets, over processes, in the first batches of the update. All targets of the update are known with
     its last batch: `correct` then multiplies the gradients by the factor that is missing.
 
-    All processes of the run call the methods in this order for each batch. Counts and losses stay on the device, for
-    which nothing waits; processes sum the counts during the forward pass and the losses during the backward pass.
+    All processes of the run call the methods in this order for each batch. Counts stay on the device, for which nothing
+    waits; processes sum them during the forward pass, and the losses behind the backward pass, where they meet anyway.
     """
 
     def __init__(self) -> None:
@@ -56,12 +50,12 @@ class UpdateMean:
         self._total: Any = None  # the targets of the first batches, later of the update, over all processes
         self._work: Any = None
         self._losses = UpdateSum()
-        self._place = {"first": False, "last": False}  # of the batch in its update
+        self._is_first = False  # whether the batch is the first one of its update
 
     def begin(self, targets: Tensor, *, first: bool, last: bool) -> None:
         """Count the targets of a batch, a whole number `[]`; it may be the `first` and the `last` of its update."""
         self._own = targets if first else self._own + targets
-        self._place = {"first": first, "last": last}
+        self._is_first = first
         if first:
             self._expected = None
         if first or last:
@@ -73,7 +67,7 @@ class UpdateMean:
         """The result of a training step, from the loss `[]` summed over the targets of its batch."""
         if self._expected is None:
             self._expected = self._finish_total() / count_processes()
-        self._losses.add(loss, **self._place)
+        self._losses.add(loss, first=self._is_first)
         return loss / self._expected
 
     def find_mean(self) -> Tensor | None:
