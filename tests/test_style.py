@@ -12,10 +12,12 @@ import subprocess
 import sys
 import tokenize
 from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 from sources import ROOT, needs_links
 
 FOLDERS = ("benchmarks", "conf", "docs", "kernels", "longseq", "tasks", "tests", "tools")
@@ -65,6 +67,8 @@ def test_times_in_comments_say_where_their_rows_are() -> None:
 
 @pytest.mark.slow
 def test_types() -> None:
+    if Version(version("numpy")) < Version("2.3"):
+        pytest.skip("numpy 2.2, the newest for Python 3.10, has other types")
     run_tool("mypy", "--cache-dir", os.devnull, "longseq")
 
 

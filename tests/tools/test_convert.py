@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from fla_reference import Fla, load
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -96,6 +98,8 @@ def logits(folder: Path) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PEERS)
 def test_a_transformer_becomes_ours_and_goes_back(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "mamba2 groups" and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("before version 5.23, which needs Python 3.11, transformers norms all groups of Mamba-2 together")
     family, options = PEERS[name]
     peer = save_peer(family, tmp_path / "peer", options, max_shard_size="20KB")
     assert len(list((tmp_path / "peer").glob("*.safetensors"))) > 1

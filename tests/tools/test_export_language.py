@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from hydra import compose, initialize_config_module
 from loop_mixers import Mean
+from packaging.version import Version
 from representatives import cover_operations
 from torch import Tensor, nn
 
@@ -90,6 +92,8 @@ def test_every_mixer_reads_token_by_token(mixer: str, tmp_path: Path, captured_o
 @pytest.mark.slow
 def test_a_batch_may_be_empty(tmp_path: Path) -> None:
     """RWKV-6 has a norm of groups, of which ONNX's runtime cannot find a size where there are no rows."""
+    if Version(onnxruntime.__version__) < Version("1.24"):
+        pytest.skip("version 1.23 of onnxruntime, the newest for Python 3.10, ends the process at an empty batch")
     model = build("rwkv6")
     call = check_file(model, tmp_path / "model.onnx", "onnx")
     starts = [state.starts(0) for state in state_spec(model, 1)]

@@ -284,7 +284,8 @@ def require_equal(ones, others):
         assert one.failures == other.failures
 
 
-@cases(("most", "largest"), [(1, 1), (15_000, 3), (60_000, 7), (1 << 27, 13)])
+# Up to version 12, Pillow notices lost pixels in two more of the files only when it decodes them.
+@cases(("most", "largest"), [(1, {1}), (15_000, {3}), (60_000, {7, 8}), (1 << 27, {13, 15})])
 @pytest.mark.slow
 def test_two_threads_give_the_batches_of_one_wherever_their_files_are_divided(monkeypatch, encoded, most, largest):
     transform, batches = encoded
@@ -300,7 +301,7 @@ def test_two_threads_give_the_batches_of_one_wherever_their_files_are_divided(mo
         patch.setattr(transform, "_decode", record)
         require_equal(image_data_module._finish_in_threads(transform)(iter(batches)), whole)
         assert all(len(pixels) == 1 or sum(pixels) <= most for pixels in decoded)
-        assert max(len(pixels) for pixels in decoded) == largest
+        assert max(len(pixels) for pixels in decoded) in largest
         require_equal(transform(batches), whole)
     assert whole[4] is batches[4]
     assert any(batch.failures for batch in whole[:4])

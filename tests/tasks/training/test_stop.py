@@ -290,6 +290,7 @@ def test_a_run_whose_terminal_is_closed_saves(tmp_path, tiny_overrides, leave_no
     leave_nothing.append(process)
     os.close(its)
     last = wait_for_checkpoint(tmp_path, process)
+    time.sleep(0.3)  # some more updates
     os.close(ours)
     process.send_signal(signal.SIGHUP)
     assert process.wait(timeout=60) == 129
