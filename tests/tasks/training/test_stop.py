@@ -267,7 +267,8 @@ def test_ctrl_c_and_a_closed_terminal_save_a_run_of_two_processes(
     number, code, tmp_path, tiny_overrides, leave_nothing
 ):
     never = "callbacks.checkpoint.every_n_train_steps=null"
-    process = launch(tmp_path, *tiny_overrides, *LONG, "trainer=ddp_sim", never)
+    small = "recipe.batch_size=8"  # an epoch takes seconds: the signal comes between two validations
+    process = launch(tmp_path, *tiny_overrides, *LONG, "trainer=ddp_sim", never, small)
     leave_nothing.append(process)
     last = wait_for_checkpoint(tmp_path, process)  # that of the first epoch
     time.sleep(0.3)
