@@ -9,6 +9,7 @@ import http
 import json
 import random
 import shutil
+import unittest
 import urllib
 import wsgiref
 from pathlib import Path
@@ -33,7 +34,7 @@ from longseq.tools.hugging_face.conversion import read_model, write_model
 # So many that no split is empty, whatever these files hold in a version of Python: each goes into one as a whole.
 FILES = [
     str(path)
-    for package in (email, html, http, json, urllib, wsgiref)
+    for package in (email, html, http, json, unittest, urllib, wsgiref)
     for path in sorted(Path(package.__file__).parent.glob("*.py"))
     if path.stat().st_size < 20_000
 ]
