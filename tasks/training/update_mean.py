@@ -12,24 +12,23 @@ from longseq.blocks.sharding import own_part
 
 
 class UpdateSum:
-    """A sum over the accumulated batches of an update and over processes, on the device, for which nothing waits."""
+    """A sum over the accumulated batches of an update and over processes. It stays on the device."""
 
     def __init__(self) -> None:
-        self._sum: Any = None
-        self._is_shared = False  # whether it is that of all processes
+        self._own: Any = None  # the sum of this process
 
     def add(self, value: Tensor, *, first: bool) -> None:
         """Add the number `[]` of a batch, which may be the `first` one of its update."""
         value = value.detach()
-        self._sum = value.clone() if first else self._sum + value
-        self._is_shared = False
+        self._own = value.clone() if first else self._own + value
 
-    def find(self) -> Any:
+    def find(self) -> Tensor | None:
         """The sum `[]`, after the last batch of the update; None before any. All processes call it together."""
-        if self._sum is not None and not self._is_shared and count_processes() > 1:
-            distributed.all_reduce(self._sum)
-        self._is_shared = True
-        return self._sum
+        if self._own is None or count_processes() == 1:
+            return self._own
+        total = self._own.clone()
+        distributed.all_reduce(total)
+        return total
 
 
 class UpdateMean:
@@ -41,7 +40,8 @@ class UpdateMean:
     its last batch: `correct` then multiplies the gradients by the factor that is missing.
 
     All processes of the run call the methods in this order for each batch. Counts stay on the device, for which nothing
-    waits; processes sum them during the forward pass, and the losses behind the backward pass, where they meet anyway.
+    waits; processes sum them during the forward pass, and the losses after the backward pass, when they have just
+    waited for each other's gradients.
     """
 
     def __init__(self) -> None:
