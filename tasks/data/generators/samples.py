@@ -119,13 +119,13 @@ def next_token_labels(tokens: Integers, labelled: NDArray[np.bool_] | None = Non
 
 def _narrowed(samples: Samples) -> Samples:
     """Convert to the smallest types: sets are kept in memory."""
-    tokens, labels, identity = (
-        None if part is None else part.astype(np.int16 if part.max(initial=0) < 2**15 else np.int32)
-        for part in (samples.tokens, samples.labels, samples.identity)
-    )
-    assert tokens is not None
-    assert labels is not None
-    return Samples(tokens, labels, samples.allowed, identity)
+    identity = None if samples.identity is None else _narrowest(samples.identity)
+    return samples._replace(tokens=_narrowest(samples.tokens), labels=_narrowest(samples.labels), identity=identity)
+
+
+def _narrowest(numbers: Integers) -> Integers:
+    """The same numbers in 16 bits if they fit, and in 32 otherwise; none is below IGNORED."""
+    return numbers.astype(np.int16) if numbers.max(initial=0) < 2**15 else numbers.astype(np.int32)
 
 
 def _joined(parts: list[Samples]) -> Samples:
