@@ -85,7 +85,7 @@ class Packing:
         self.tokens, self.max_seqlen, self.count, self.sequence, self.positions = parts
         if not torch.compiler.is_compiling():
             # Operations pass only the tensor of borders on, also to their backward passes: it carries what was found.
-            found["packing"] = parts
+            found["packing"], found["borders are"] = parts, _identity(borders)
             borders._longseq_found = found  # type: ignore[attr-defined]
         return self
 
@@ -182,7 +182,7 @@ def pack_like(cu_seqlens: Tensor | Packing | None, x: Tensor) -> Packing | None:
     if isinstance(cu_seqlens, Packing):
         check_tokens(cu_seqlens, x)
         return cu_seqlens
-    found = None if torch.compiler.is_compiling() else getattr(cu_seqlens, "_longseq_found", None)
+    found = _found_of(cu_seqlens)
     if found is not None and cu_seqlens.device == x.device:
         return Packing.__new__(Packing)._set(cu_seqlens, found, *found["packing"])
     return Packing(cu_seqlens, x.shape[1], device=x.device)
@@ -198,14 +198,30 @@ def check_tokens(packing: Packing, x: Tensor) -> None:
 
 def find_once(cu_seqlens: Tensor, key: Any, find: Callable[[], Found]) -> Found:
     """Return what `find` returns: found once for the borders of a `Packing`, in each call for other borders."""
-    found = getattr(cu_seqlens, "_longseq_found", None)
+    found = _found_of(cu_seqlens)
     return find() if found is None else _once(found, key, find)
 
 
 def sequence_of_tokens(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """`[T]`, the number of the sequence of each token; wrong borders still give numbers of existing sequences."""
-    found = getattr(cu_seqlens, "_longseq_found", None)
+    found = _found_of(cu_seqlens)
     return _number_tokens(cu_seqlens, tokens) if found is None else found["packing"][3]
+
+
+def _found_of(cu_seqlens: Tensor) -> dict[Any, Any] | None:
+    """What was found from the borders of a `Packing`; None for others, and for borders that have changed since.
+
+    Copies by `copy.deepcopy` and `pickle` bring it along, and may change without it. Compiled graphs find it again.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    found: dict[Any, Any] | None = getattr(cu_seqlens, "_longseq_found", None)
+    return found if found is not None and found["borders are"] == _identity(cu_seqlens) else None
+
+
+def _identity(borders: Tensor) -> tuple[int, int]:
+    """The tensor, and how often it was written to; tensors of inference mode do not count that."""
+    return id(borders), -1 if borders.is_inference() else borders._version
 
 
 def _number_tokens(borders: Tensor, tokens: int) -> Tensor:

@@ -24,6 +24,7 @@ from longseq.kernels.packing import Packing
 from longseq.models import describe
 from longseq.state import fill_state, state_tensors
 from longseq.tasks.command_keys import GenerateKeys
+from longseq.tasks.data.input_keys import tell_escapes
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.devices import choose_device, is_out_of_memory
 from longseq.tasks.report import quiet_libraries
@@ -37,6 +38,8 @@ from longseq.tasks.training.files import prepare_file, write_text
 
 # The tasks whose models write text.
 TASKS = ("lm",)
+# The endings of files with a JSON object in each line.
+JSON_LINES = (".jsonl", ".ndjson")
 # What the file of a state holds.
 STATE = {"state", "scores", "read", "written", "model"}
 
@@ -69,6 +72,7 @@ def run(cfg: DictConfig) -> list[dict[str, Any]]:
         if (file := getattr(keys, key)) is not None:
             reads = (keys.checkpoint, keys.input, keys.state if key == "output" else None)
             prepare_file(Path(file), _KINDS[key], key, reads=reads)
+    tell_escapes("stop", keys.stop)
     device = choose_device(keys.device)
     prompts = [keys.prompt] if keys.prompt is not None else [] if keys.input is None else read_prompts(Path(keys.input))
     if keys.prompt is not None:
@@ -123,7 +127,7 @@ def _check_prompt(prompt: str, place: str) -> None:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file: of .jsonl the `prompt` of each line, which may be empty, else each line that is not empty.
+    """The prompts of a file: of JSON_LINES the `prompt` of each line, which may be empty, else each line with text.
 
     ValueError, in one line, for a file without a prompt, one that is no UTF-8 and a line that cannot be read.
     """
@@ -133,16 +137,17 @@ def read_prompts(path: Path) -> list[str]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no UTF-8: {error.reason} at byte {error.start}") from error
     prompts = []
+    is_json = path.suffix.lower() in JSON_LINES
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        if path.suffix != ".jsonl":
+        if not is_json:
             prompts.append(line)  # a file that was decoded has characters alone
             continue
         try:
             found = json.loads(line, object_pairs_hook=JsonObject)
             prompts.append(found if isinstance(found, str) else found["prompt"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: no JSON object with the key prompt") from error
         if isinstance(found, JsonObject) and "prompt" in found.repeated:
             raise ValueError(f"{path}, line {number}: the key prompt twice")

@@ -296,6 +296,8 @@ def find_weights(
     if isinstance(choice, Mapping):
         if not choice:
             raise ValueError("data.class_weights={} names no class: give {NAME: NUMBER}, balanced or none")
+        # A command line reads 3 and true as a number and a truth value, whatever the classes are called.
+        choice = {name if isinstance(name, str) else spell(name): weight for name, weight in choice.items()}
         refuse_unknown(choice, class_names, "data.class_weights")
         weights = [float(choice.get(name, 1.0)) for name in class_names]
     else:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -140,19 +141,41 @@ def _require_files(keys: DocumentDataKeys) -> None:
 
 
 # The usual names of splits.
-_USUAL = {"validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
+_USUAL = {"train": ("train", "training"), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
 
 
 def _find_train(keys: DocumentDataKeys) -> Reader:
-    if keys.train is None and keys.root is not None and not keys.root.startswith(STREAM):
-        inside = sorted(path.name for path in Path(keys.root).glob("*")) if Path(keys.root).is_dir() else []
-        if train := next((name for name in inside if name == "train" or name.startswith("train.")), None):
-            more = ""
-            for split, usual in _USUAL.items():
-                if found := next((name for name in inside if name.partition(".")[0] in usual), None):
-                    more += f" data.{split}={found}"
-            raise ValueError(f"data.root={keys.root} holds {', '.join(inside[:5])}: give data.train={train}{more}")
+    if keys.train is None and keys.root is not None and os.path.isdir(keys.root):
+        # A data set of the Hugging Face Hub has its files in the folder `data`.
+        for below in ("", "data"):
+            _refuse_pooled(keys.root, below)
     return _find_files(keys, "train", keys.train)
+
+
+def _refuse_pooled(root: str, below: str) -> None:
+    """ValueError, in one line, for a folder of splits: together they would be the documents of training.
+
+    A folder `train`, or a file `train.`, is enough. Other names may be those of classes, and are taken for splits where
+    those of training and of another split are there.
+    """
+    inside = sorted(path.name for path in Path(root, below).glob("*"))
+    found: dict[str, list[str]] = {}
+    for name in inside:
+        if (split := _split_of(name, is_folder=Path(root, below, name).is_dir())) is not None:
+            found.setdefault(split, []).append(os.path.join(below, name))
+    plain = any(name == "train" or name.startswith("train.") for name in inside)
+    if "train" in found and (plain or len(found) > 1):
+        given = " ".join(f"data.{split}={found[split][0]}" for split in _USUAL if split in found)
+        more = "" if all(len(names) == 1 for names in found.values()) else "; several files of a split need a folder"
+        raise ValueError(f"data.root={root} holds {', '.join(inside[:5])}: give {given}{more}")
+
+
+def _split_of(name: str, *, is_folder: bool) -> str | None:
+    """The split that a folder is called by, or a file before its ending, or in the first or last word before it."""
+    stem = name.lower() if is_folder else name.lower().partition(".")[0]
+    parts = re.split("[-_ ]", stem)
+    words = (stem,) if is_folder else (parts[0], parts[-1])
+    return next((split for split, usual in _USUAL.items() if any(word in usual for word in words)), None)
 
 
 def _path_of(keys: DocumentDataKeys, split: str, given: str | None) -> str:

@@ -59,6 +59,7 @@ from longseq.tasks.image.sources import (
     require_arrays,
     require_folder,
     require_readable,
+    require_same_numbers,
     shard_splits,
     tell_joined,
     timm_splits,
@@ -576,8 +577,12 @@ class ImageDataModule(TaskData):
             names[kind]: reader.num_samples if reader.num_samples > 0 else None for kind, reader in readers.items()
         }
         classes: Mapping[Any, int] = readers[kinds[0]].class_to_idx
+        class_names = names_by_number(classes)
+        for kind in kinds[1:]:
+            own = names_by_number(readers[kind].class_to_idx)
+            require_same_numbers(own, class_names, self.keys.source, kind)
         tell_joined(classes, self.keys.source)
-        return sizes, names_by_number(classes)
+        return sizes, class_names
 
     def _stream_loader(self, kind: str, transform: Any, training: bool) -> StreamLoader:
         rank, world_size, _ = find_place(self.trainer)

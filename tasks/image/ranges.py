@@ -7,7 +7,7 @@ import logging
 from contextlib import suppress
 from typing import Any
 
-from longseq.tasks.data.unreadable import UNREADABLE
+from longseq.tasks.data.unreadable import UNREADABLE, LabelError
 from longseq.tasks.image.decoding import find_range, open_regular
 from longseq.tasks.image.sources import Split
 
@@ -41,7 +41,7 @@ def warn_of_narrow_ranges(split: Split) -> None:
 
 def _find_range(source: Any, index: int) -> tuple[int, int] | None:
     """The largest value of an image and of its range; None for one of 8 bits, and for one that cannot be read."""
-    with suppress(*UNREADABLE):
+    with suppress(*UNREADABLE, LabelError):  # a wrong label is told where it is used
         if getattr(source, "has_files", False):
             with open(source.path(index), "rb", opener=open_regular) as file:
                 return find_range(file)

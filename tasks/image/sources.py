@@ -7,9 +7,11 @@ import logging
 import os
 import tarfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from pickle import UnpicklingError
 from types import MappingProxyType
@@ -193,7 +195,7 @@ class ReaderSource:
         """The bytes of the image's file, and its class."""
         stream, target = self.reader[index]
         with stream:
-            return stream.read(), int(target)
+            return stream.read(), number_of_class(target, self.label)
 
     def path(self, index: int) -> str:
         name = self.reader.filename(index, absolute=True)
@@ -208,7 +210,11 @@ class ReaderSource:
         if isinstance(getattr(self.reader, "targets", None), np.ndarray):
             return self.reader.targets
         if hasattr(self.reader, "iter_targets"):
-            return np.fromiter(self.reader.iter_targets(), dtype=np.int64)
+            numbers = (number_of_class(target, self.label) for target in self.reader.iter_targets())
+            try:
+                return np.fromiter(numbers, dtype=np.int64)
+            except LabelError as error:
+                raise ValueError(str(error)) from error
         samples = getattr(self.reader, "samples", None)
         return None if samples is None else np.array([target for _, target in samples])
 
@@ -267,7 +273,7 @@ class TorchvisionSource:
 
     def read(self, index: int) -> tuple[Image.Image, int]:
         image, target = self.dataset[index]
-        return in_eight_bits(upright(image)), int(target)
+        return in_eight_bits(upright(image)), number_of_class(target, self.label)
 
     def path(self, index: int) -> str:
         samples = getattr(self.dataset, "samples", None)
@@ -275,6 +281,13 @@ class TorchvisionSource:
 
     def targets(self) -> np.ndarray | None:
         return self._targets
+
+
+def number_of_class(target: Any, label: str) -> int:
+    """A label as the number of its class. LabelError for one that is no whole number, which would be rounded."""
+    if not isinstance(target, Integral):
+        raise LabelError(f"{label}: the label {target!r} must be the number of a class; data.class_map numbers others")
+    return int(target)
 
 
 def size_of(path: str) -> int | None:
@@ -481,8 +494,25 @@ def timm_splits(
             for kind, name in names.items()
             if kind != "train" and name is not None
         }
+        for kind, other in held_out.items():
+            require_same_numbers(other.class_names, train_source.class_names, source, kind)
     tell_joined(getattr(train_source, "class_to_idx", {}), root or source)
     return finish_splits(train_source, held_out, val_fraction, split_seed, root or source)
+
+
+def require_same_numbers(held_out: Sequence[str], train: Sequence[str], label: str, kind: str) -> None:
+    """Raise ValueError, in one line, where a class has another number in images that are held out than in training.
+
+    Each split of such a source has its own list of classes. Classes without names are not compared, and the last ones
+    may be missing.
+    """
+    named = all(list(names) != [str(number) for number in range(len(names))] for names in (held_out, train))
+    if named and list(held_out) != list(train[: len(held_out)]):
+        raise ValueError(
+            f"{label}: the {kind} images have the classes {name_some(held_out)}, and the training images have "
+            f"{name_some(train)}: numbers follow from these lists, so give both the same list, or take "
+            "data.source=folder, which goes by names"
+        )
 
 
 def finish_splits(
@@ -810,7 +840,7 @@ def _class_numbers(class_map: ClassMap, root: str) -> dict[str, int] | None:
     if class_map is None:
         return None
     try:
-        numbers = load_class_map(_as_dict(class_map), root)
+        numbers = load_class_map(_as_dict(class_map, root), root)
     except (AssertionError, OSError, ValueError, UnpicklingError) as error:
         raise ValueError(f"data.class_map={class_map} cannot be read ({first_line(error)}): give a .txt") from error
     if not numbers or not all(isinstance(number, int) and number >= 0 for number in numbers.values()):
@@ -920,8 +950,20 @@ def _check_mapped(reader: Any, source: str, class_map: ClassMap) -> None:
         )
 
 
-def _as_dict(class_map: ClassMap) -> Any:
-    return dict(class_map) if isinstance(class_map, Mapping) else class_map
+def _as_dict(class_map: ClassMap, root: str = "") -> Any:
+    """A class map as timm takes it. ValueError for a .txt with a class twice or an empty line between classes.
+
+    A .txt is read here: timm takes the mark at the beginning of a file, and an empty last line, for a part of a name.
+    """
+    if not isinstance(class_map, str):
+        return None if class_map is None else dict(class_map)
+    path = Path(class_map) if os.path.exists(class_map) else Path(root, class_map)
+    if path.suffix.lower() != ".txt" or not path.is_file():
+        return class_map
+    names = [line.strip() for line in path.read_text(encoding="utf-8-sig").rstrip().split("\n")]
+    if (wrong := next((name for name, count in Counter(names).items() if not name or count > 1), None)) is not None:
+        raise ValueError(f"the class {wrong!r} is there twice" if wrong else "an empty line between classes")
+    return {name: number for number, name in enumerate(names)}
 
 
 def _unopened(source: str, split: str, error: BaseException) -> str:

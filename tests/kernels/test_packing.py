@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -33,6 +36,26 @@ def test_borders_are_copied() -> None:
     found = Packing(borders)
     borders.zero_()
     assert found.cu_seqlens.tolist() == BORDERS.tolist()
+
+
+@pytest.mark.parametrize(
+    "copied", [None, copy.copy, copy.deepcopy, lambda borders: pickle.loads(pickle.dumps(borders))]
+)
+def test_borders_that_are_changed_are_read_again(copied) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 9, 1, 2) for _ in range(3))
+    borders = Packing(torch.tensor([0, 4, 9])).cu_seqlens
+    linear_attention(q, k, v, cu_seqlens=borders)
+    borders = borders if copied is None else copied(borders)
+    borders[1] = 6
+    output, expected = (linear_attention(q, k, v, cu_seqlens=c)[0] for c in (borders, torch.tensor([0, 6, 9])))
+    torch.testing.assert_close(output, expected, rtol=0, atol=0)
+
+
+def test_what_is_found_for_borders_is_kept_in_inference_mode() -> None:
+    with torch.inference_mode():
+        borders = Packing(torch.tensor([0, 4, 9])).cu_seqlens
+        assert packing.sequence_of_tokens(borders, 9) is packing.sequence_of_tokens(borders, 9)
 
 
 def test_nothing_waits_for_a_device() -> None:

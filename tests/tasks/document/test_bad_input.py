@@ -17,6 +17,11 @@ from tests.support.documents import make_rows, open_data, write_jsonl
 ROWS = make_rows(30)
 
 
+def _folder(path: Path) -> Path:
+    path.mkdir(exist_ok=True)
+    return path
+
+
 def _csv(path: Path, text: str) -> None:
     (path / "a.csv").write_text(text)
 
@@ -38,6 +43,23 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         lambda path: [write_jsonl(path / name, ROWS) for name in ("train.jsonl", "test.jsonl")],
         {"root": "."},
         "holds test.jsonl, train.jsonl: give data.train=train.jsonl data.test=test.jsonl",
+    ),
+    "splits by the first word": (
+        lambda path: [
+            write_jsonl(_folder(path / "data") / f"{split}-0-of-1.jsonl", ROWS) for split in ("train", "test")
+        ],
+        {"root": "."},
+        "holds test-0-of-1.jsonl, train-0-of-1.jsonl: give data.train=data/train-0-of-1.jsonl data.test=data/test-0-of",
+    ),
+    "splits by the last word": (
+        lambda path: [write_jsonl(path / f"film_{split}.jsonl", ROWS) for split in ("train", "valid", "test")],
+        {"root": "."},
+        "give data.train=film_train.jsonl data.validation=film_valid.jsonl data.test=film_test.jsonl$",
+    ),
+    "splits with capitals": (
+        lambda path: [write_jsonl(_folder(path / split) / "a.jsonl", ROWS) for split in ("Train", "Test")],
+        {"root": "."},
+        "holds Test, Train: give data.train=Train data.test=Test$",
     ),
     "unknown column": (
         lambda path: _jsonl(path, ROWS),

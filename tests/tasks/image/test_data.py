@@ -2,6 +2,7 @@
 
 import io
 import logging
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -280,6 +281,30 @@ def test_hugging_face_data_sets(folder, tmp_path):
         batch_size=4,
     )
     assert again.info.sizes == {"val": 15}
+
+
+def test_splits_that_number_a_class_otherwise_are_refused(folder):
+    shutil.rmtree(folder / "val" / CLASSES[2])
+    check_classes(open_data("torch/image_folder", folder))  # the last class may be missing
+    shutil.move(folder / "val" / CLASSES[0], folder / "val" / CLASSES[2])
+    message = f"the validation images have the classes {CLASSES[1]}, {CLASSES[2]}, and the training images have"
+    with pytest.raises(ValueError, match=message):
+        open_data("torch/image_folder", folder)
+    assert open_data("folder", folder).info.class_names == list(CLASSES)  # goes by names
+
+
+@pytest.mark.slow
+def test_labels_with_a_fraction_are_refused(folder, tmp_path):
+    datasets = pytest.importorskip("datasets", reason="Hugging Face sources need longseq[datasets]")
+    pictures = [{"bytes": path.read_bytes(), "path": None} for path in sorted(folder.glob("train/*/*"))[:12]]
+    rows = datasets.Dataset.from_dict(
+        {"image": pictures, "label": [number / 4 for number in range(12)]},
+        features=datasets.Features({"image": datasets.Image(), "label": datasets.Value("float64")}),
+    )
+    for split in ("train", "validation"):
+        rows.to_parquet(tmp_path / "parquet" / f"{split}.parquet")
+    with pytest.raises(ValueError, match=r"the label 0\.\d+ must be the number of a class"):
+        open_data(f"hfds/{tmp_path / 'parquet'}", tmp_path / "cache", val_split="validation", num_classes=3)
 
 
 @pytest.mark.slow

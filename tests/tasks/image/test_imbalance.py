@@ -110,6 +110,9 @@ def test_balanced_weights_are_those_of_scikit_learn():
     assert find_weights("balanced", count_classes(rows, 2), 4, "ab", multi_label=True) == pytest.approx([1 / 3, 3])
     assert find_weights({"c": 2}, counts, 96, "abcd", multi_label=False) == [1, 1, 2, 1]
     assert find_weights([1, 2, 3, 4], counts, 96, "abcd", multi_label=False) == [1, 2, 3, 4]
+    # As a command line reads the names of these classes.
+    named = {3: 2.0, True: 5.0, "b": 3.0}
+    assert find_weights(named, counts, 96, ["3", "true", "b", "c"], multi_label=False) == [2, 5, 3, 1]
     assert rarest_labels(np.array([[1, 0], [1, 1], [0, 0]])).tolist() == [0, 1, -1]
 
 

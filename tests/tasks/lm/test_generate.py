@@ -12,6 +12,7 @@ import torch
 from longseq import mixers
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks import generate
+from longseq.tasks.data.input_keys import tell_escapes
 from longseq.tasks.generate import GenerateKeys, Writer
 from longseq.tasks.text.stream import StopStrings, TextStream
 from longseq.tasks.text.tokenizer import ByteTokenizer
@@ -199,18 +200,29 @@ def test_prompts_come_from_lines_and_from_json(tmp_path):
     assert generate.read_prompts(tmp_path / "b.jsonl") == ["two\nlines", "bare"]
     (tmp_path / "c.jsonl").write_text('{"prompt": "a\u2028b"}\r\n"c\x85"\n', encoding="utf-8")
     assert generate.read_prompts(tmp_path / "c.jsonl") == ["a\u2028b", "c\x85"]
-    for name, content in (("d.txt", "film"), ("d.jsonl", '{"prompt": "film"}')):
+    same = '{"prompt": "film"}'
+    for name, content in (("d.txt", "film"), ("d.jsonl", same), ("d.JSONL", same), ("d.ndjson", same)):
         (tmp_path / name).write_text(content, encoding="utf-8-sig")  # with the mark that some editors write first
         assert generate.read_prompts(tmp_path / name) == ["film"]
     for content, message in (
         (b"{}\n", "line 1: no JSON object"),
         (b"\xff", "is no UTF-8"),
         (b"\n", "holds no prompt"),
+        (b"[" * 100_000, "line 1: no JSON object"),
         (b'"a"\n{"prompt": "a", "prompt": "b"}\n', r"bad\.jsonl, line 2: the key prompt twice$"),
     ):
         (tmp_path / "bad.jsonl").write_bytes(content)
         with pytest.raises(ValueError, match=message):
             generate.read_prompts(tmp_path / "bad.jsonl")
+
+
+@pytest.mark.parametrize("stop", ["\\n\\n", "end\\t"])
+def test_a_backslash_that_a_shell_passes_on_is_told(stop, caplog):
+    tell_escapes("stop", [stop])
+    assert "stop has a backslash and a letter, which stand for no line break or tab" in caplog.text
+    caplog.clear()
+    tell_escapes("stop", ["\n\n", "\\begin"])
+    assert not caplog.messages
 
 
 @pytest.mark.slow
