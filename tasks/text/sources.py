@@ -5,32 +5,35 @@ An input is cut into parts that processes read in parallel. A part holds everyth
 
 from __future__ import annotations
 
-import bz2
 import codecs
 import gzip
 import io
 import json
+import logging
 import lzma
 import os
 import textwrap
 import tokenize
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, NamedTuple
 
 from longseq.tasks.data.folders import leads_above
 from longseq.tasks.data.tables import check_header
+from longseq.tasks.text.compressed import open_bzip2, open_xz
 from longseq.tasks.text.delimited import DELIMITERS, Row, read_rows
 from longseq.tasks.text.documents import Document, LineCounter, Place
+
+_log = logging.getLogger(__name__)
 
 # Bytes of a part. One process holds the text of some documents and the tokens of one part.
 PART_SIZE = 1 << 25
 
 # Changes where a reader gives other documents for the same file, so that older caches are not taken.
-READING = 4
+READING = 5
 
 # Before the name of a set on the Hugging Face hub: hfids/OWNER/NAME, hfids/OWNER/NAME:CONFIGURATION@SPLIT.
 STREAM = "hfids/"
@@ -97,8 +100,8 @@ def find_parts(
 ) -> list[Part]:
     """The parts of the inputs, in their order; with `whole_files` each file is a document, whatever its ending.
 
-    ValueError, in one line: an input does not exist, is empty, or has no such column, or the columns of text and prompt
-    are one.
+    ValueError, in one line: an input does not exist, is a pipe, is empty, or has no such column, or the columns of text
+    and prompt are one.
     """
     if columns.prompt == columns.text:
         text, prompt, *_ = columns.keys
@@ -111,6 +114,11 @@ def find_parts(
         path = Path(given)
         if not path.exists():
             raise ValueError(f"{columns.spell(given)} does not exist")
+        if not (path.is_file() or path.is_dir()):  # its first line is looked at before all are read
+            raise ValueError(
+                f"{columns.spell(given)} is a pipe or a device, which can be read once only: write it to a file, and "
+                "give that"
+            )
         found = list(_parts_of_files(path, size) if whole_files else _parts_of(path, columns, size))
         if not found:
             raise ValueError(f"{columns.spell(given)} is empty: it holds no file with text")
@@ -307,7 +315,7 @@ def _check_first_line(path: Path, columns: Columns) -> None:
     try:
         with _OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
             first = json.loads(next(line for line in file if line.strip()).decode("utf-8-sig"))
-    except (StopIteration, *_BROKEN):
+    except (StopIteration, RecursionError, *_BROKEN):
         return
     if isinstance(first, dict):
         _check_columns(path, columns, list(first))
@@ -354,8 +362,8 @@ def _open_zstd(path: str | Path, mode: str) -> IO[bytes]:
 # Functions that open a compressed file as `open` does, by its ending, and what they raise for a broken one.
 _OPENERS: dict[str, Any] = {
     ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
+    ".bz2": open_bzip2,
+    ".xz": open_xz,
     ".zst": _open_zstd,
 }
 _BROKEN = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)
@@ -400,8 +408,14 @@ def _read_csv(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
     with open(part.path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         rows = read_rows(file, DELIMITERS[part.format])
         header = next(rows).cells
+        parted: list[int] = []
+        joined: list[int] = []
         for row in rows:
             place = Place(part.path, line=row.line)
+            if row.is_parted:
+                parted.append(row.line)
+            if row.is_joined:
+                joined.append(row.line)
             if row.malformed is not None:
                 yield Malformed(place, row.malformed)
             elif len(row.cells) != len(header):
@@ -409,6 +423,20 @@ def _read_csv(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
                 yield Malformed(place, f"{len(row.cells)} cells under a header of {len(header)}")
             else:
                 yield _document(dict(zip(header, row.cells, strict=True)), columns, place)
+    for lines, is_parted in ((parted, True), (joined, False)):
+        if lines:
+            _warn_of_doubtful(Place(part.path, line=lines[0]), len(lines), is_parted)
+
+
+@cache
+def _warn_of_doubtful(first: Place, count: int, is_parted: bool) -> None:
+    """Warn once of quoted cells whose lines look like rows, however often the file is read."""
+    others = f" ({count} such cells)" if count > 1 else ""
+    if is_parted:
+        told = "begins here whose lines are read as rows, since they look like those of the file%s; if it is one text"
+    else:
+        told = "ends here whose lines have as many cells as rows, and it is read as one text%s; if they are rows"
+    _log.warning(f"%s: a quoted cell {told}, give jsonl or parquet", first.describe(), others)
 
 
 def _read_parquet(part: Part, columns: Columns) -> Iterator[Document | Malformed]:

@@ -78,6 +78,77 @@ def test_a_text_of_several_lines_is_one_cell() -> None:
     assert [cells for _, cells in good] == [["text"], ["one\ntwo\nthree"], ["four"]]
 
 
+QUOTED = {
+    ",": [
+        "".join(f"line {number}, of a poem\n" for number in range(10)) + "the end",
+        "".join(f"line {number}, of a song\n" for number in range(15)) + 'he said "ah", and so on',
+    ],
+    "\t": [
+        "Name:\tGood film\nwas a great one",
+        "name\tGood film\nscore\t7 of 10\nwas a bad one",
+        "Name:\tGood film\nscore\t7 of 10\nwas one",
+    ],
+}
+
+
+@pytest.mark.parametrize("order", [("label", "text"), ("text", "label")])
+@pytest.mark.parametrize("places", [(0, 1, 2), (5, 9, 30), (20, 21, 199)])
+@pytest.mark.parametrize("delimiter", [",", "\t"])
+def test_a_quoted_text_of_lines_with_delimiters_is_one_cell(
+    delimiter: str, places: tuple[int, ...], order: tuple[str, str]
+) -> None:
+    """As pandas writes it, at any place of a file."""
+    texts = [f"word {row}" for row in range(200)]
+    for place, text in zip(places, QUOTED[delimiter], strict=False):
+        texts[place] = text
+    rows = [{"label": "ab"[row % 2], "text": text} for row, text in enumerate(texts)]
+    file = io.StringIO(newline="")
+    csv.writer(file, delimiter=delimiter).writerows([[row[name] for name in order] for row in rows])
+    found = list(read_rows(io.StringIO(delimiter.join(order) + "\n" + file.getvalue(), newline=""), delimiter))
+    assert [row.cells for row in found] == [list(order), *([row[name] for name in order] for row in rows)]
+    assert not any(row.is_parted for row in found)
+
+
+def test_a_file_of_one_quoted_text_is_one_row() -> None:
+    poem = "".join(f"line {number}, of a poem\n" for number in range(30))
+    good, malformed = read(f'text,author\n"{poem}",me\n', ",")
+    assert [cells for _, cells in good] == [["text", "author"], [poem, "me"]]
+    assert not malformed
+
+
+@pytest.mark.parametrize("rows", [range(1), range(20), range(40, 200)], ids=["first", "before", "behind"])
+@pytest.mark.parametrize("delimiter", [",", "\t"])
+def test_rows_among_two_stray_marks_are_told_by_their_labels(delimiter: str, rows: range) -> None:
+    """The mark that opens stands in one of `rows`, that which closes in a later one."""
+    lines = rows_of(delimiter)
+    first = rows[-1] - 15 if len(rows) > 100 else rows[-1]
+    lines[first], lines[first + 14] = f'a{delimiter}"word\n', f'a{delimiter}word"\n'
+    found = list(read_rows([f"label{delimiter}text\n", *lines], delimiter))
+    assert len(found) == 201
+    assert [row.line for row in found if row.is_parted] == [first + 2]
+    assert [row.line for row in found if row.malformed] == ([first + 2] if delimiter == "," else [])
+
+
+@pytest.mark.parametrize("where", [3, 35], ids=["before", "behind"])
+def test_rows_among_two_stray_marks_are_told_by_other_stray_marks(where: int) -> None:
+    """Where no two rows have a cell in common, and a file of tabs has marks that are not quoted."""
+    lines = [f"{row}\tword {row}\n" for row in range(40)]
+    lines[10], lines[30] = '10\t"word 10\n', '30\tword 30"\n'
+    assert len(list(read_rows(["number\ttext\n", *lines], "\t"))) == 21
+    lines[where] = f'{where}\ta 12" disc\n'
+    found = list(read_rows(["number\ttext\n", *lines], "\t"))
+    assert [row.cells for row in found[1:]] == [line.rstrip().split("\t") for line in lines]
+    assert [row.line for row in found if row.is_parted] == [12]
+
+
+def test_a_stray_mark_that_a_cell_of_another_column_closes_is_told_by_the_count_of_cells() -> None:
+    lines = [f"word {row},{row}\n" for row in range(40)]
+    lines[10], lines[30] = '"word 10,10\n', 'word 30,30"\n'
+    good, malformed = read("text,number\n" + "".join(lines), ",")
+    assert len(good) == 40
+    assert malformed == [(12, STRAY)]
+
+
 def test_a_header_with_a_stray_quotation_mark_is_told() -> None:
     assert read('"text,label\none,a\n', ",")[1][0] == (1, STRAY)
 

@@ -395,6 +395,8 @@ def test_a_separator_that_stands_in_a_text_is_refused(tmp_path: Path) -> None:
         (["input=nothing", "output=out"], "input=nothing does not exist"),
         (["input=empty.jsonl", "output=out"], "input=empty.jsonl is empty"),
         (["input=empty", "output=out"], "input=empty is empty: it holds no file with text"),
+        (["input=pipe", "output=out"], "input=pipe is a pipe or a device, which can be read once only: write it to"),
+        (["input=pipe", "output=out", "whole_files=true"], "input=pipe is a pipe or a device"),
         (["input=blank.csv", "output=out"], "input=blank.csv is empty: its lines are blank"),
         (["input=a.jsonl", "output=out", "column=body"], "a.jsonl has no column 'body': give column=NAME, one of text"),
         (["input=a.csv", "output=out", "prompt_column=q"], "a.csv has no column 'q': give prompt_column=NAME, one of"),
@@ -444,6 +446,7 @@ def test_mistakes_are_one_line(
     Path("empty.jsonl").touch()
     Path("blank.csv").write_text("\n\n")
     Path("empty").mkdir()
+    os.mkfifo("pipe")
     before = sorted(os.listdir())
     assert command(*overrides) == 2
     error = capsys.readouterr().err.strip()
@@ -585,6 +588,86 @@ def test_a_truncated_compressed_file_gives_what_it_has(ending: str, tmp_path: Pa
     assert manifest["counts"]["malformed"] == 1
     assert len(texts) > manifest["counts"]["documents"] >= len(texts) // 4
     assert "the rest cannot be read" in manifest["malformed"][0]
+
+
+BEHIND = {"garbage": b"garbage", "few bytes": b"g", "a damaged stream": b"\xfd7zXZ\0\0\xff and more", "a NUL": b"\0"}
+
+
+@pytest.mark.parametrize("behind", BEHIND)
+@pytest.mark.parametrize("ending", COMPRESSORS)
+def test_what_follows_a_compressed_stream_and_is_none_is_told(ending: str, behind: str, tmp_path: Path) -> None:
+    if (ending, behind) == (".gz", "a NUL"):
+        pytest.skip("gzip takes zeros behind a stream for padding")
+    path = tmp_path / f"a.jsonl{ending}"
+    write_compressed(path, TEXTS)
+    whole = [one for part in find_parts([str(path)], Columns()) for one in read_part(part, Columns())]
+    path.write_bytes(path.read_bytes() + BEHIND[behind])
+    *found, last = [one for part in find_parts([str(path)], Columns()) for one in read_part(part, Columns())]
+    assert isinstance(last, Malformed)
+    assert "the rest cannot be read" in last.reason
+    assert found == whole or ending == ".zst"  # of which pyarrow reads all frames at once
+
+
+def test_a_damaged_second_stream_is_told(tmp_path: Path) -> None:
+    """Python's readers drop it."""
+    for ending, compress in COMPRESSORS.items():
+        path, row = tmp_path / f"a.jsonl{ending}", b'{"text": "one"}\n'
+        second = bytearray(compress(row))
+        second[:2] = b"??"
+        path.write_bytes(compress(row) + second)
+        last = [one for part in find_parts([str(path)], Columns()) for one in read_part(part, Columns())][-1]
+        assert isinstance(last, Malformed), ending
+        assert "the rest cannot be read" in last.reason
+
+
+def test_padding_of_xz_is_no_damage(tmp_path: Path) -> None:
+    path, row = tmp_path / "a.jsonl.xz", lzma.compress(b'{"text": "one"}\n')
+    for zeros in (4, 8, 1 << 17):
+        path.write_bytes(row + bytes(zeros) + row + bytes(zeros))
+        found = [one for part in find_parts([str(path)], Columns()) for one in read_part(part, Columns())]
+        assert [one.text for one in found if isinstance(one, Document)] == ["one", "one"]
+        assert len(found) == 2
+    path.write_bytes(row + bytes(6) + row)
+    found = [one for part in find_parts([str(path)], Columns()) for one in read_part(part, Columns())]
+    assert isinstance(found[1], Malformed)
+    assert "6 bytes of zeros behind a stream" in found[1].reason
+
+
+@pytest.mark.parametrize("line", [0, 1])
+@pytest.mark.parametrize("ending", ["", *COMPRESSORS])
+def test_json_of_many_levels_is_counted(line: int, ending: str, tmp_path: Path) -> None:
+    lines = ['{"text": "one"}'] * 2
+    lines[line] = '{"text": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    content = "\n".join(lines).encode()
+    path = tmp_path / f"a.jsonl{ending}"
+    path.write_bytes(COMPRESSORS[ending](content) if ending else content)
+    run(path, tmp_path / "out")
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["counts"]["malformed"] == manifest["counts"]["documents"] == 1
+    assert f"line {line + 1}: no JSON (maximum recursion depth" in manifest["malformed"][0]
+
+
+def test_quoted_cells_that_are_read_as_rows_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lines = [f"{'ab'[row % 2]}\tword {row}\n" for row in range(30)]
+    lines[3], lines[5], lines[13], lines[15] = 'a\t"word\n', 'a\tword"\n', 'a\t"word\n', 'a\tword"\n'
+    path = tmp_path / "a.tsv"
+    path.write_text("label\ttext\n" + "".join(lines))
+    parts = find_parts([str(path)], Columns())
+    assert sum(isinstance(one, Document) for part in parts for one in read_part(part, Columns())) == 30
+    told = f"{path}, line 5: a quoted cell begins here whose lines are read as rows, since they look like those of the"
+    assert [record.getMessage().startswith(told) for record in caplog.records] == [True]
+    assert "(2 such cells)" in caplog.text
+
+
+def test_a_quoted_cell_whose_lines_look_like_rows_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lines = [f"{row}\tword {row}\n" for row in range(30)]
+    lines[3], lines[5] = '3\t"word\n', '5\tword"\n'
+    path = tmp_path / "a.tsv"
+    path.write_text("id\ttext\n" + "".join(lines))
+    parts = find_parts([str(path)], Columns())
+    assert sum(isinstance(one, Document) for part in parts for one in read_part(part, Columns())) == 28
+    told = f"{path}, line 7: a quoted cell ends here whose lines have as many cells as rows, and it is read as one text"
+    assert [record.getMessage().startswith(told) for record in caplog.records] == [True]
 
 
 def test_a_second_process_is_refused(tmp_path: Path) -> None:
