@@ -244,8 +244,8 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
         """Return the sum of two scans: by this mixer from the first token on, and by `backward` from the last token on.
 
         `backward` has the same class and options, and may be this mixer itself. Each operation over sequences is called
-        once for both scans, and reads the second half of its rows from the end. The submodules of both mixers are not
-        called; only their parameters are used. `Directions` therefore does not call this method if a mixer or a
+        once for both scans, and reads the second half of its rows from the end. Most submodules of both mixers are not
+        called; their parameters are used. `Directions` therefore does not call this method if a mixer or a
         submodule has hooks or was replaced, if a callback watches (see `observe`), or for packed rows, which operations
         read in one direction.
         """

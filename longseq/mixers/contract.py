@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from longseq.flop_formulas import complete_flop_formulas
+from longseq.kernels.packing import Packing
 from longseq.mixers.base import Mixer
 from longseq.mixers.measures import mean_norm
 from longseq.mixers.registry import create
@@ -59,7 +60,7 @@ def check(name: str, d_model: int = 32, *, laws: Iterable[str] = (), **options: 
         options: options of the mixer's constructor.
 
     Returns:
-        The names of the laws about inputs that the mixer refuses.
+        The names of the laws about inputs that the mixer refuses; their other inputs are checked.
 
     Raises:
         ContractError: the mixer breaks a law; the error before it, its cause, has the numbers.
@@ -259,15 +260,18 @@ def a_long_sequence_is_its_parts(mixer: Mixer[Any]) -> None:
 def given_states_stay_as_they_are(mixer: Mixer[Any]) -> None:
     """A scan and a step return a new state: callers may keep the old one, to go on from it again."""
     x = draw(mixer, 2)
-    _, state = mixer(x)
-    kept = map_state(Tensor.clone, state)
-    following = mixer.step(x[:, 0], state)[1]
-    assert_same_state(state, kept, "after a step")
-    mixer(x, state)
-    assert_same_state(state, kept, "after a scan")
-    kept = map_state(Tensor.clone, following)
-    mixer.step(x[:, 1], following)
-    assert_same_state(following, kept, "after a second step")
+    # Without gradients nothing else keeps a mixer from writing in place.
+    for recorded, place in ((True, ""), (False, " without gradients")):
+        with torch.set_grad_enabled(recorded):
+            _, state = mixer(x)
+            kept = map_state(Tensor.clone, state)
+            following = mixer.step(x[:, 0], state)[1]
+            assert_same_state(state, kept, f"after a step{place}")
+            mixer(x, state)
+            assert_same_state(state, kept, f"after a scan{place}")
+            kept = map_state(Tensor.clone, following)
+            mixer.step(x[:, 1], following)
+            assert_same_state(following, kept, f"after a second step{place}")
 
 
 @_law
@@ -349,23 +353,72 @@ def reading_backwards_is_reading_turned_tokens(mixer: Mixer[Any]) -> None:
     """With `reads_backwards`: `reverse` reads as if tokens were in the other order, "second_half" half of the rows."""
     if not mixer.reads_backwards:
         return
-    projected = mixer.project_in(draw(mixer, 4))
-    state = mixer(draw(mixer, 4, 4))[1]
+    scan: Callable[..., tuple[Tensor, Any]] = mixer.scan
+    real = _pad_sides()
+    projected, state = mixer.project_in(draw(mixer, len(real))), mixer(draw(mixer, len(real), 4))[1]
+    for mask, told in ((None, ""), (real, " with padding")):
+        with nullcontext() if mask is None else _may_refuse():
+            ahead = scan(projected, state, mask=mask)
+            turned, turned_last = scan(projected.flip(1), state, mask=None if mask is None else mask.flip(1))
+            back, back_last = scan(projected, state, mask=mask, reverse=True)
+            halves, halves_last = scan(projected, state, mask=mask, reverse="second_half")
+        own = torch.ones_like(real) if mask is None else mask
+        assert_same(back[own], turned.flip(1)[own], f"all rows backwards{told}")
+        assert_same_state(back_last, turned_last, f"all rows backwards{told}")
+        for rows, (y, last) in zip(torch.arange(len(real)).chunk(2), (ahead, (back, back_last)), strict=True):
+            assert_same(halves[rows][own[rows]], y[rows][own[rows]], f"half of the rows backwards{told}")
+            half_last = select_state(halves_last, rows)
+            assert_same_state(half_last, select_state(last, rows), f"half of the rows backwards{told}")
+
+
+@_law
+def packed_sequences_are_read_backwards(mixer: Mixer[Any]) -> None:
+    """With `reads_backwards`: `reverse` reads each of several packed sequences as if its tokens were turned."""
+    if not mixer.reads_backwards:
+        return
+    scan: Callable[..., tuple[Tensor, Any]] = mixer.scan
+    packing = Packing(torch.tensor([0, 0, 5, 5, 6, TOKENS]))
+    last_first = torch.arange(packing.count).flip(0)
+    projected = mixer.project_in(draw(mixer, 1))
+    for state in (None, mixer(draw(mixer, packing.count, 4))[1]):
+        before = None if state is None else select_state(state, last_first)
+        with _may_refuse():
+            y, last = scan(projected, state, cu_seqlens=packing, reverse=True)
+            expected, expected_last = scan(projected.flip(1), before, cu_seqlens=packing.turned())
+        assert_same(y, expected.flip(1), "packed sequences backwards")
+        assert_same_state(last, select_state(expected_last, last_first), "packed sequences backwards")
+
+
+@_law
+def a_pair_is_the_sum_of_its_scans(mixer: Mixer[Any]) -> None:
+    """With `reads_pairs`: `scan_pair` adds what one mixer reads forward and what another, or itself, reads backward."""
+    if not mixer.reads_pairs:
+        return
+    real = _pad_sides()
+    projected = mixer.project_in(draw(mixer, len(real)))
+    other = copy.deepcopy(mixer)
+    other.release_projections()  # as in a layer whose directions share them
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            # Initial norms of ones would be alike.
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    for mask, padding in ((None, ""), (real, " with padding")):
+        own = torch.ones_like(real) if mask is None else mask
+        with nullcontext() if mask is None else _may_refuse():
+            ahead, _ = mixer.read(projected, mask=mask)
+        for backward, partner in ((other, "another mixer"), (mixer, "itself")):
+            with nullcontext() if mask is None else _may_refuse():
+                pair = mixer.scan_pair(backward, projected, mask)
+                back, _ = backward.read(projected, reverse=True, mask=mask)
+            assert_same(pair[own], (ahead + back)[own], f"a pair with {partner}{padding}")
+
+
+def _pad_sides() -> Tensor:
+    """A mask `[4, T]`: padding on the right and on the left in turns, so that each half of the rows has both."""
     real = torch.ones(4, TOKENS, dtype=torch.bool)
-    real[1, :5] = False
-    for mask in (None, real):
-        y, last = mixer.scan(projected, state, mask=mask, reverse=True)  # type: ignore[call-arg]
-        expected, expected_last = mixer.scan(projected.flip(1), state, mask=None if mask is None else mask.flip(1))
-        for row in range(4):
-            own = slice(None) if mask is None else mask[row]
-            assert_same(y[row, own], expected.flip(1)[row, own])
-        assert_same_state(last, expected_last)
-    y, last = mixer.scan(projected, state, reverse="second_half")  # type: ignore[call-arg]
-    for rows, reverse in ((torch.arange(2), False), (torch.arange(2, 4), True)):
-        own_state = select_state(state, rows)
-        expected, expected_last = mixer.scan(projected[rows], own_state, reverse=reverse)  # type: ignore[call-arg]
-        assert_same(y[rows], expected, "half of the rows backwards")
-        assert_same_state(select_state(last, rows), expected_last, "half of the rows backwards")
+    real[0, 20:] = real[1, :5] = real[2, 20:] = real[3, :5] = False
+    return real
 
 
 @_law

@@ -33,6 +33,10 @@ class ConstantGate(nn.Module):
         """Draw the logits from a normal distribution: slots with equal gates would stay equal for ever."""
         nn.init.normal_(self.logits)
 
+    def forward(self) -> Tensor:
+        """Return the logits. Hooks run in calls only, such as those that prune."""
+        return self.logits
+
 
 @register("gsa")
 class GatedSlotAttention(SlotMixer):
@@ -115,6 +119,6 @@ class GatedSlotAttention(SlotMixer):
 
     def write_step(self, logits: Tensor, normalizer: Tensor | None) -> tuple[Tensor, None, None]:
         shape = (*logits.shape[:-1], self.num_kv_heads, self.num_slots)
-        gate = logits.reshape(shape) if self.gate is None else at_least_float32(self.gate.logits).expand(shape)
+        gate = logits.reshape(shape) if self.gate is None else at_least_float32(self.gate()).expand(shape)
         g = functional.logsigmoid(gate) / self.gate_temperature
         return repeat_groups(g, self.num_heads), None, None

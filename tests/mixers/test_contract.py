@@ -21,7 +21,8 @@ from longseq.kernels import dispatch, longhorn_scan, selective_scan
 from longseq.kernels.packing import Packing
 from longseq.mixers import contract
 from longseq.mixers.contract import TOKENS, assert_same, assert_same_state, make
-from longseq.state import select_state, state_tensors
+from longseq.mixers.gla import GatedLinearAttention
+from longseq.state import state_tensors
 
 NAMES = mixers.mixer_names()
 D_MODEL = 32
@@ -185,6 +186,14 @@ class Counting(Mean):
         self.largest = float(self.out_proj.weight.max())
 
 
+class OverwritingUnrecorded(Mean):
+    """Its steps write over the given state where no gradient is recorded."""
+
+    def scan_step(self, projected, state):
+        y, last = super().scan_step(projected, state)
+        return y, last if torch.is_grad_enabled() else MeanState(state.mean.copy_(last.mean))
+
+
 class Refusing(Mean):
     def scan(self, projected, state=None, *, cu_seqlens=None, mask=None, **options):
         if cu_seqlens is not None or mask is not None:
@@ -192,11 +201,65 @@ class Refusing(Mean):
         return super().scan(projected, state, **options)
 
 
+class PairForward(GatedLinearAttention):
+    """Both mixers of its pairs read from the first token on."""
+
+    def scan_pair(self, backward, projected, mask=None):
+        return self.scan(projected, mask=mask)[0] + backward.scan(projected, mask=mask)[0]
+
+
+class PairAlone(GatedLinearAttention):
+    """Its pairs use the parameters of one mixer only."""
+
+    def scan_pair(self, backward, projected, mask=None):
+        return super().scan_pair(self, projected, mask)
+
+
+class PairPadded(GatedLinearAttention):
+    def scan_pair(self, backward, projected, mask=None):
+        return super().scan_pair(backward, projected)
+
+
+class PairDoubled(GatedLinearAttention):
+    """A pair with itself is twice one reading."""
+
+    def scan_pair(self, backward, projected, mask=None):
+        both = 2 * self.scan(projected, mask=mask)[0]
+        return both if backward is self else super().scan_pair(backward, projected, mask)
+
+
+class PackedForward(GatedLinearAttention):
+    def scan(self, projected, state=None, *, cu_seqlens=None, reverse=False, **options):
+        reverse = reverse if cu_seqlens is None else False
+        return super().scan(projected, state, cu_seqlens=cu_seqlens, reverse=reverse, **options)
+
+
+class PaddedForward(GatedLinearAttention):
+    """With padding it reads no half of the rows backward."""
+
+    def scan(self, projected, state=None, *, mask=None, reverse=False, **options):
+        reverse = reverse if mask is None or reverse is True else False
+        return super().scan(projected, state, mask=mask, reverse=reverse, **options)
+
+
+class RefusingBackwards(GatedLinearAttention):
+    def scan(self, projected, state=None, *, cu_seqlens=None, mask=None, **options):
+        if cu_seqlens is not None or mask is not None:
+            raise ValueError("no packed or padded sequences")
+        return super().scan(projected, state, **options)
+
+    def scan_pair(self, backward, projected, mask=None):
+        if mask is not None:
+            raise ValueError("no padded sequences")
+        return super().scan_pair(backward, projected)
+
+
 BROKEN = [
     (Detached, "gradients_are_the_derivatives", "the gradient of rate along a direction"),
     (Forgetful, "any_split_is_the_whole", r"in parts of \[1, 36\] tokens"),
     (Truncated, "a_long_sequence_is_its_parts", "the gradient of the input differs by"),
     (Overwriting, "given_states_stay_as_they_are", "after a step: mean of the state"),
+    (OverwritingUnrecorded, "given_states_stay_as_they_are", "after a step without gradients: mean of the state"),
     (Leaking, "packed_sequences_are_separate", "tokens 5 to 5 of a packed row are not as if alone"),
     (Padded, "padding_leaves_no_trace", "with padding on the left"),
     (Peeking, "outputs_depend_on_the_past_only", "before a changed token"),
@@ -210,6 +273,12 @@ BROKEN = [
     (Stepless, "steps_are_the_whole", "Stepless does not define scan_step"),
     (Misnamed, "parameters_without_weight_decay_exist", "rates, which is no parameter"),
     (Silent, "watched_scans_report_numbers", "does not report its norm as state_norm"),
+    (PairForward, "a_pair_is_the_sum_of_its_scans", "a pair with another mixer: "),
+    (PairAlone, "a_pair_is_the_sum_of_its_scans", "a pair with another mixer: "),
+    (PairPadded, "a_pair_is_the_sum_of_its_scans", "a pair with another mixer with padding: "),
+    (PairDoubled, "a_pair_is_the_sum_of_its_scans", "a pair with itself: "),
+    (PackedForward, "packed_sequences_are_read_backwards", "packed sequences backwards: "),
+    (PaddedForward, "reading_backwards_is_reading_turned_tokens", "half of the rows backwards with padding: "),
 ]
 
 
@@ -227,11 +296,14 @@ def test_a_mixer_that_breaks_a_law_is_told_which(broken: type[mixers.Mixer], law
 @pytest.mark.usefixtures("own_mixers")
 def test_a_mixer_may_refuse_packed_and_padded_sequences() -> None:
     mixers.register("refusing")(Refusing)
+    mixers.register("refusing_backwards")(RefusingBackwards)
     mixers.register("mean")(Mean)
     mixers.register("reporting")(Reporting)
     mixers.register("idle")(Idle)
     refused = ("packed_sequences_are_separate", "packed_sequences_go_on", "padding_leaves_no_trace")
     assert mixers.check("refusing") == refused
+    backwards = ("reading_backwards_is_reading_turned_tokens", "packed_sequences_are_read_backwards")
+    assert mixers.check("refusing_backwards") == (*refused, *backwards, "a_pair_is_the_sum_of_its_scans")
     assert mixers.check("mean") == mixers.check("reporting") == ()
     assert mixers.check("idle", laws=["a_long_sequence_is_its_parts"]) == ()  # another law tells of its parameter
     with pytest.raises(ValueError, match="no law is named unknown; the laws are outputs_"):
@@ -348,20 +420,6 @@ def test_a_mask_that_does_not_fit_is_refused(name: str) -> None:
     for mask, message in ((real.long(), r"use mask.bool\(\)"), (real[:1], r"must be \[B, T\] = \(2, 37\)")):
         with pytest.raises(ValueError, match=message):
             mixer(x, mask=mask)
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if mixers.get(name).reads_backwards])
-@pytest.mark.slow
-def test_packed_sequences_are_read_backwards(name: str) -> None:
-    mixer = make(name)
-    projected = mixer.project_in(make_tokens(1))
-    borders, last_first = torch.tensor([0, 0, 5, 5, 6, TOKENS]), torch.arange(4, -1, -1)
-    for state in (None, mixer(make_tokens(5, 4))[1]):
-        y, last = mixer.scan(projected, state, cu_seqlens=borders, reverse=True)
-        turned = None if state is None else select_state(state, last_first)
-        expected, expected_last = mixer.scan(projected.flip(1), turned, cu_seqlens=TOKENS - borders.flip(0))
-        assert_same(y, expected.flip(1))
-        assert_same_state(last, select_state(expected_last, last_first))
 
 
 @pytest.mark.parametrize("name", NAMES)

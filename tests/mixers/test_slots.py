@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils import prune
 
 from longseq import mixers
 from longseq.kernels import linear_attention
@@ -158,6 +159,23 @@ def test_a_constant_gate_starts_uneven_and_is_not_decayed() -> None:
     assert no_weight_decay(mixer) == {"gate.logits"}
     assert mixer.gate.logits.unique().numel() == 4 * SLOTS
     assert mixer.in_proj.out_features == 3 * D_MODEL
+
+
+def test_a_pruned_constant_gate_follows_its_weights() -> None:
+    """The hook of torch's pruning computes the logits in each call of the gate, in scans, pairs and steps."""
+    mixer, x = make("gsa", data_dependent_gate=False), make_tokens()
+    assert [name for name in mixer.state_dict() if name.startswith("gate")] == ["gate.logits"]
+    torch.manual_seed(2)
+    prune.random_unstructured(mixer.gate, "logits", 0.5)
+    for read in (
+        lambda: mixer(x)[0],
+        lambda: mixer.scan_pair(mixer, mixer.project_in(x)),
+        lambda: mixer.step(x[:, 0], mixer.initial_state(2, dtype=x.dtype))[0],
+    ):
+        before = read()
+        with torch.no_grad():
+            mixer.gate.logits_orig.add_(5.0)
+        assert (read() - before).abs().max() > 1e-3
 
 
 def test_extreme_logits_are_safe() -> None:
