@@ -50,6 +50,7 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e3}}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral window": ("Mistral", {"sliding_window": 7}),
+    "mistral layers": ("Mistral", {"sliding_window": 7, "layer_types": ["full_attention", *["sliding_attention"] * 2]}),
     "qwen3": ("Qwen3", {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen3 windows": (
         "Qwen3", {"head_dim": 8, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
@@ -101,19 +102,37 @@ def test_a_transformer_becomes_ours_and_goes_back(name: str, tmp_path: Path, mon
     if name == "mamba2 groups" and Version(transformers.__version__) < Version("5.23"):
         pytest.skip("before version 5.23, which needs Python 3.11, transformers norms all groups of Mamba-2 together")
     family, options = PEERS[name]
-    peer = save_peer(family, tmp_path / "peer", options, max_shard_size="20KB")
+    save_peer(family, tmp_path / "peer", options, max_shard_size="20KB")
     assert len(list((tmp_path / "peer").glob("*.safetensors"))) > 1
+    # The file's class is not always that of the object: that of Mistral knows no kinds of layers.
+    peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "peer").eval()
     with torch.no_grad():
         expected = peer(TOKENS).logits
     assert convert(monkeypatch, source=tmp_path / "peer", output=tmp_path / "ours") == 0
     torch.testing.assert_close(logits(tmp_path / "ours"), expected, rtol=1e-4, atol=1e-4)
     assert convert(monkeypatch, source=tmp_path / "ours", output=tmp_path / "back", format=family.lower()) == 0
     assert same_weights(tmp_path / "peer", tmp_path / "back")
-    again = type(peer).from_pretrained(tmp_path / "back").eval()
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    assert type(again) is type(peer)
     with torch.no_grad():
         assert torch.equal(again(TOKENS).logits, expected)
     kept = json.loads((tmp_path / "back" / "config.json").read_text())
     assert kept["max_position_embeddings"] == 64, "keys that our models do not have return"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", ["attention", "window_attention"])
+def test_kinds_of_layers_that_were_changed_do_not_return(
+    mixer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, options = PEERS["mistral layers"]
+    save_peer(family, tmp_path / "peer", options)
+    keys = {"mixer": mixer, **({"mixer.options.window": 7} if mixer == "window_attention" else {})}
+    assert convert(monkeypatch, source=tmp_path / "peer", output=tmp_path / "ours", **keys) == 0
+    assert convert(monkeypatch, source=tmp_path / "ours", output=tmp_path / "back", format="mistral") == 0
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(logits(tmp_path / "ours"), again(TOKENS).logits, rtol=1e-4, atol=1e-4)
 
 
 FLA: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -23,13 +23,23 @@ pytest.importorskip("transformers", reason='needs transformers: pip install "lon
 
 import transformers
 from packaging.version import Version
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig, pipeline
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    pipeline,
+)
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from longseq.tools.hugging_face.cache import CACHE_NAME, LongseqCache
 from longseq.tools.hugging_face.causal_lm import LongseqConfig, LongseqForCausalLM
 
 VOCABULARY = 40
+END = 1
 PROMPTS = ([3, 4, 5, 6, 7, 8, 9], [10, 11], [12])
 TOKENS = torch.tensor([[3, 4, 5, 6, 7, 8], [9, 8, 7, 6, 5, 4]])
 
@@ -140,6 +150,76 @@ def test_a_cache_that_has_read_no_part_of_the_text_is_refused(name: str) -> None
     behind = {"attention_mask": torch.ones_like(TOKENS), name: model(TOKENS[:, :2])[CACHE_NAME]}
     text = model.generate(TOKENS, **options)
     assert torch.equal(model.generate(TOKENS[:, 2:], **behind, **options), text[:, 2:])
+
+
+class EndsFirst(LogitsProcessor):
+    """The first row ends at once, and no other one does."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        scores[:, END] = -1e9
+        scores[0, END] = 1e9
+        return scores
+
+
+@pytest.mark.parametrize("mixer", ["deltanet", "attention"])
+def test_a_cache_that_has_read_the_padding_of_a_finished_row_is_refused(mixer: str) -> None:
+    """The next turn's mask of the whole text says that it is padding, which the state cannot forget."""
+    model = make_writer(mixer)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    for prompts in (pad(TOKENS.tolist()), pad(PROMPTS[:2])):
+        first = model.generate(
+            **prompts, eos_token_id=END, logits_processor=LogitsProcessorList([EndsFirst()]), **options
+        )
+        assert first.sequences[0, -4:].tolist() == [END, 0, 0, 0]
+        text = torch.cat([first.sequences, TOKENS[:, :3]], 1)
+        width = first.sequences.shape[1] - 4
+        read = width + 3 - int((prompts["attention_mask"][0] == 0).sum())
+        message = f"has read {read} tokens of row 0, and attention_mask tells of {read - 2} in front of the new ones"
+        for mask in ({"attention_mask": (text != 0).long()}, {}):  # without one, generate finds the same
+            with pytest.raises(ValueError, match=message) as refused:
+                model.generate(text, **mask, **{CACHE_NAME: copy.deepcopy(first[CACHE_NAME])}, **options)
+            assert "\n" not in str(refused.value)
+        # What it has read is one text as well: a mask that says so goes on.
+        kept = torch.ones_like(text)
+        kept[:, :width] = prompts["attention_mask"]
+        whole = model.generate(text, attention_mask=kept, **options).sequences
+        behind = {"attention_mask": kept, CACHE_NAME: first[CACHE_NAME]}
+        assert torch.equal(model.generate(text, **behind, **options).sequences, whole)
+
+
+@torch.no_grad()
+def test_a_mask_of_other_tokens_than_the_cache_has_read_is_refused() -> None:
+    model = make("deltanet+attention", depth=2)
+    mask, whole = torch.ones_like(TOKENS), model(TOKENS).logits
+    hidden = mask.clone()
+    hidden[1, :3] = 0
+    for read in (model, model.base_model):
+        for told, front in ((hidden, 1), (mask[:, 1:], 3), (torch.cat([mask, mask], 1), 10)):
+            with pytest.raises(ValueError, match=rf"has read 4 tokens of row ., and .* tells of {front} in front"):
+                read(TOKENS[:, 4:], attention_mask=told, cache=read(TOKENS[:, :4])[CACHE_NAME])
+    # In all that a cache goes through, the padding stays that of its row.
+    cache = model(TOKENS[:, :4], attention_mask=hidden[:, :4])[CACHE_NAME]
+    cache = copy.deepcopy(cache)
+    cache.batch_repeat_interleave(2)
+    cache.reorder_cache(torch.tensor([3, 0]))
+    model(TOKENS[:, 4:5].flip(0), cache=cache)
+    with pytest.raises(ValueError, match="has read 2 tokens of row 0, and attention_mask tells of 5"):
+        model(TOKENS[:, 5:].flip(0), attention_mask=hidden, cache=cache)
+    logits = model(TOKENS[:, 5:].flip(0), attention_mask=hidden.flip(0), cache=cache).logits
+    torch.testing.assert_close(logits, model(TOKENS, attention_mask=hidden).logits[:, 5:].flip(0))
+    # A cache of packed sequences, and one that an earlier version has pickled, do not know of padding.
+    cache = model(TOKENS[:, :4])[CACHE_NAME]
+    del cache.padding
+    for column in (4, 5):
+        logits = model(TOKENS[:, column : column + 1], attention_mask=hidden[:, : column + 1], cache=cache).logits
+        torch.testing.assert_close(logits, whole[:, column : column + 1])
+    cache.reset()
+    model(TOKENS, attention_mask=hidden, cache=cache)
+    assert cache.padding.tolist() == [0, 3]
+    packed = model(TOKENS.reshape(1, -1), cu_seq_lens_q=torch.tensor([0, 6, 12]))[CACHE_NAME]
+    assert packed.padding is None
+    model(TOKENS, attention_mask=torch.cat([hidden, mask], 1), cache=packed)
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])

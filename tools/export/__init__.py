@@ -56,7 +56,7 @@ class ExportKeys(CommandKeys):
     dynamic_resolution: bool
     dynamic_length: bool
     max_length: Annotated[int, Range(1)]
-    opset: Annotated[int, Range(18, 26)]
+    opset: Annotated[int, Range(18, 25)]
     batch_sizes: Annotated[list[int], Range(1), Length(1)]
     tolerance: Annotated[float, Range(above=0)]
     latency: bool

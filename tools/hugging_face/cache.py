@@ -29,7 +29,11 @@ class LongseqCache(Cache):
         state: None before the first token.
         tokens: how many columns of the batch were read, padding included.
         last: the last column `[B]` of them; None before the first, and for packed sequences.
+        padding: how many of each row's columns `[B]` were padding; None before the first, for packed sequences, and in
+            a cache that was pickled before it was counted.
     """
+
+    padding: Tensor | None = None
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -38,8 +42,17 @@ class LongseqCache(Cache):
         self.last: Tensor | None = None
         self._room = 0
 
-    def keep(self, state: TokenState | None, tokens: int, last: Tensor | None) -> None:
-        """Replace the state by the one after `tokens` more columns, which `forward` has returned."""
+    def keep(self, state: TokenState | None, tokens: int, last: Tensor | None, mask: Tensor | None) -> None:
+        """Replace the state by the one after `tokens` more columns, which `forward` has returned.
+
+        `mask` is False at padding. It is counted, and not the real tokens, as steps of one token then count nothing.
+        """
+        if last is None:
+            self.padding = None
+        elif self.state is None:
+            self.padding = torch.zeros_like(last, dtype=torch.long)
+        if self.padding is not None and mask is not None:
+            self.padding = self.padding + (~mask).sum(1).to(self.padding.device)
         self.state, self.last, self._room = state, last, 0
         self.tokens += tokens
 
@@ -57,6 +70,25 @@ class LongseqCache(Cache):
                 f"the cache has read {self.tokens} tokens, which are not the first of the {text.shape[1]} given with "
                 "more behind them: give the whole text, or the new tokens with an attention_mask of the whole text"
             )
+
+    def check_mask(self, mask: Tensor | None, tokens: int) -> None:
+        """ValueError, in one line, where the columns before the last `tokens` of a mask tell of other tokens than read.
+
+        Of each row the number of real tokens is compared, once for a call. `generate` feeds padding to a row that has
+        ended, and its state keeps it, which a mask of the whole text says is no text.
+        """
+        if mask is None or mask.shape[1] <= tokens or self.state is None or self.padding is None:
+            return
+        read = self.tokens - self.padding
+        told = (mask[:, :-tokens] == 1).sum(1).to(read.device).expand_as(read)
+        if torch.equal(told, read):
+            return
+        row = int((told != read).nonzero()[0])
+        raise ValueError(
+            f"the cache has read {int(read[row])} tokens of row {row}, and attention_mask tells of {int(told[row])} in "
+            "front of the new ones; a state cannot forget or skip any: go on without the cache (cache=None), or with a "
+            "cache of the rows' own texts"
+        )
 
     def check_positions(self, model: TokenBackbone, tokens: int) -> None:
         """ValueError, in one line, where `tokens` more go beyond the learned positions of the model."""
@@ -118,7 +150,7 @@ class LongseqCache(Cache):
         return False
 
     def reset(self) -> None:
-        self.state, self.tokens, self.last, self._room = None, 0, None, 0
+        self.state, self.tokens, self.last, self.padding, self._room = None, 0, None, None, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -126,10 +158,12 @@ class LongseqCache(Cache):
     def batch_select_indices(self, indices: Tensor) -> None:
         self.state = select_state(self.state, indices)
         self.last = None if self.last is None else self.last[indices]
+        self.padding = None if self.padding is None else self.padding[indices]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.state = map_state(lambda tensor: tensor.repeat_interleave(repeats, dim=0), self.state)
         self.last = None if self.last is None else self.last.repeat_interleave(repeats, dim=0)
+        self.padding = None if self.padding is None else self.padding.repeat_interleave(repeats, dim=0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Nothing for 0; ValueError otherwise: a recurrent state cannot forget its last tokens."""

@@ -109,7 +109,8 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
 
         Args:
             input_ids: `[B, T]`.
-            attention_mask: `[B, T]`, or longer with the tokens of the cache in front; 0 at padding.
+            attention_mask: `[B, T]`, or longer with the tokens of the cache in front; 0 at padding. Of those in front a
+                row has as many real ones as the cache has read.
             past_key_values: the cache of the tokens before, by the name that transformers has for it up to 5.23.
             labels: `[B, T]`, the tokens themselves, -100 where nothing is predicted; shifted here. The first token
                 behind padding is not predicted, either.
@@ -122,7 +123,8 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
 
         Raises:
             ValueError: there are no tokens, or more than learned positions; the cache is another library's, of other
-                rows or given twice, a mask has another form, hidden states, attentions or something unknown is wanted.
+                rows, of other tokens than the mask tells, or given twice, a mask has another form, hidden states,
+                attentions or something unknown is wanted.
         """
         earlier = one_cache(cache, past_key_values, kwargs)
         input_ids, cache, mask, borders = self._enter(input_ids, attention_mask, earlier, use_cache, kwargs)
@@ -188,6 +190,7 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
             raise ValueError(f"{unknown[0]}: these models do not know it and would ignore it: leave it out")
         if cache is not None:
             check_state_rows(cache.state, len(tokens) if borders is None else len(borders) - 1)
+            cache.check_mask(attention_mask, tokens.shape[1])
             cache.check_positions(self.model, tokens.shape[1])
         return tokens, cache, mask, borders
 
@@ -198,7 +201,7 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
             tokens, state, cu_seqlens=borders, mask=mask, output_final_state=cache is not None
         )
         if cache is not None:
-            cache.keep(following, tokens.shape[1], tokens[:, -1] if borders is None else None)
+            cache.keep(following, tokens.shape[1], tokens[:, -1] if borders is None else None, mask)
         return features
 
     def generate(

@@ -27,6 +27,9 @@ from longseq.tools.hugging_face.weights import Weight, read_weights, write_weigh
 # The config.json of a converted model's source: its keys that our models do not have return on the way back.
 SOURCE_CONFIG = "source_config.json"
 
+# Those that do not return: they tell what is computed, or its type, which the family's own keys do.
+COMPUTED = ("rope_parameters", "layer_types", "torch_dtype")
+
 # Files of a tokenizer's vocabulary, in the forms that transformers reads. Ours is the first.
 VOCABULARIES = (TOKENIZER_FILE, "tokenizer.model", "vocab.json")
 
@@ -130,7 +133,7 @@ def write_family(model: TokenModel, family: Family, folder: Path) -> None:
     if model.folder is not None and (model.folder / SOURCE_CONFIG).is_file():
         former = json.loads((model.folder / SOURCE_CONFIG).read_text(encoding="utf-8"))
         former = former if former.get("model_type") == family.model_type else {}
-    former = {key: value for key, value in former.items() if key not in ("rope_parameters", "torch_dtype")}
+    former = {key: value for key, value in former.items() if key not in COMPUTED}
     dtype = str(model.weights["embedding.weight"].dtype).removeprefix("torch.")
     stated = {"model_type": family.model_type, "architectures": [family.architecture], "dtype": dtype}
     folder.mkdir(parents=True, exist_ok=True)

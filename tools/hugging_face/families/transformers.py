@@ -30,28 +30,39 @@ def _no_windows(values: Values) -> Windows:
     return [None] * values["num_hidden_layers"]
 
 
+def _windows_of(types: Sequence[str], window: int | None) -> Windows:
+    if strange := set(types) - {FULL, SLIDING}:
+        raise ValueError(f"layers of the type {min(strange)} are not supported")
+    return [window if kind == SLIDING else None for kind in types]
+
+
+def _types_of(windows: Windows) -> dict[str, Any]:
+    return {
+        "sliding_window": next((window for window in windows if window is not None), None),
+        "layer_types": [SLIDING if window else FULL for window in windows],
+    }
+
+
 def _mistral_windows(values: Values) -> Windows:
-    return [values["sliding_window"]] * values["num_hidden_layers"]
+    return _windows_of(values.get("layer_types") or [SLIDING] * values["num_hidden_layers"], values["sliding_window"])
 
 
 def _write_mistral_windows(windows: Windows) -> dict[str, Any]:
-    return {"sliding_window": windows[0]}
+    # With layer_types transformers takes the file for one of Ministral, which not all of its versions have.
+    return _types_of(windows) if len(set(windows)) > 1 else {"sliding_window": windows[0]}
 
 
 def _qwen_windows(values: Values) -> Windows:
     depth, first = values["num_hidden_layers"], values["max_window_layers"]
     window = values["sliding_window"] if values["use_sliding_window"] else None
     types = values.get("layer_types") or [FULL if index < first else SLIDING for index in range(depth)]
-    if strange := set(types) - {FULL, SLIDING}:
-        raise ValueError(f"layers of the type {min(strange)} are not supported")
-    return [window if kind == SLIDING else None for kind in types]
+    return _windows_of(types, window)
 
 
 def _write_qwen_windows(windows: Windows) -> dict[str, Any]:
     return {
-        "sliding_window": next((window for window in windows if window is not None), None),
+        **_types_of(windows),
         "use_sliding_window": any(windows),
-        "layer_types": [SLIDING if window else FULL for window in windows],
         "max_window_layers": 0 if any(windows) else len(windows),
     }
 
