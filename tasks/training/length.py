@@ -33,9 +33,34 @@ def count_epoch(trainer: Any, data: Any) -> Epoch | None:
         return None
     parts, tokens, limit = trainer.accumulate_grad_batches, data.tokens_per_epoch, trainer.limit_train_batches
     per_update = None if tokens is None else tokens / max(1, math.ceil(batches / parts))
+    return Epoch(_count_updates(batches, limit, parts), per_update)
+
+
+def refuse_other_epoch(saved: Mapping[str, Any], trainer: Any, data: Any) -> None:
+    """ValueError where a resumed run would have another number of updates in an epoch: a limit counts batches, of which
+    an update may have had another number.
+
+    `saved` are the keys of `trainer` in the run of the checkpoint. Data that does not count its batches is not judged.
+    """
+    then, now = saved.get("accumulate_grad_batches", 1), trainer.accumulate_grad_batches
+    batches = None if then == now else getattr(data, "batches_per_epoch", None)
+    if batches is None:
+        return
+    limit = trainer.limit_train_batches
+    before = _count_updates(batches // now * then, saved.get("limit_train_batches"), then)
+    after = _count_updates(batches, limit, now)
+    if before != after:
+        raise ValueError(
+            f"resume: an epoch had {before} updates, and has {after} with trainer.limit_train_batches={limit}, which "
+            f"counts batches: an update has {now} in place of {then}; give trainer.limit_train_batches={before * now}"
+        )
+
+
+def _count_updates(batches: int, limit: float | None, parts: int) -> int:
+    """The updates, of `parts` batches each, of an epoch under Lightning's limit: a number of batches, or a part."""
     if limit is not None:
         batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
-    return Epoch(max(1, math.ceil(batches / parts)), per_update)
+    return max(1, math.ceil(batches / parts))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from timm.optim import create_optimizer_v2, get_optimizer_class
+from timm.scheduler import create_scheduler_v2
+from timm.scheduler.multistep_lr import MultiStepLRScheduler
 from timm.scheduler.wsd_lr import WSDLRScheduler
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -29,11 +31,11 @@ from longseq.tasks.data.info import Info
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.training.callbacks.updates import updated
 from longseq.tasks.training.checkpoint import known_data
-from longseq.tasks.training.length import Epoch, count_epoch
+from longseq.tasks.training.length import Epoch, RunLength, count_epoch, refuse_other_epoch
 from longseq.tasks.training.logger import log_metrics
 from longseq.tasks.training.precision import refuse_half_weights, widen_weights
 from longseq.tasks.training.recipe import Training
-from longseq.tasks.training.update_mean import UpdateMean
+from longseq.tasks.training.update_mean import UpdateMean, multiply_gradients
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +43,8 @@ _log = logging.getLogger(__name__)
 STEP = 90
 # The part of a run, after its warm-up, in which timm lets a constant rate fall unless decay_epochs tells another.
 DECAY = 0.2
+# Options with which timm's schedules go on after a run as it is given here, and their values without one.
+_LENGTHENING = {"cycle_limit": 1, "cycle_mul": 1.0, "cycle_decay": 0.1, "cooldown_epochs": 0}
 
 Self = TypeVar("Self", bound="TrainedModule")
 Result = TypeVar("Result")
@@ -283,6 +287,10 @@ class TrainedModule(LightningModule):
         except ValueError as error:
             raise ValueError(f"resume: the checkpoint cannot be continued: {error}") from error
         if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            trainer: Any = self.trainer
+            if not trainer.fast_dev_run:
+                config = (checkpoint.get("hyper_parameters") or {}).get("config") or {}
+                refuse_other_epoch(config.get("trainer") or {}, trainer, trainer.datamodule)
             saved = checkpoint.get("lr_schedulers") or []
             self._saved_schedules = [state for state in saved if _is_of_constant_rate(state)]
             self._saved_update = checkpoint["global_step"]
@@ -353,8 +361,13 @@ class TrainedModule(LightningModule):
     def on_after_backward(self) -> None:
         # before anything reads or clips the gradients of the update
         batch_idx, accumulate = self.trainer.fit_loop.batch_idx, self.trainer.accumulate_grad_batches
-        if self._mean is not None and accumulate > 1 and updated(self.trainer, batch_idx):
+        if accumulate == 1 or not updated(self.trainer, batch_idx):
+            return
+        parts = batch_idx % accumulate + 1
+        if self._mean is not None:
             self._mean.correct(self.parameters(), accumulate)
+        elif parts < accumulate:  # in the last update of an epoch; Lightning divides by the number of a whole one
+            multiply_gradients(self.parameters(), accumulate / parts)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         if (loss := self._loss_of_update()) is not None:
@@ -406,6 +419,7 @@ class TrainedModule(LightningModule):
         self.last_update = length.count_updates(epoch)
         # Lightning counts whole epochs; `on_before_optimizer_step` ends a run within one.
         trainer.fit_loop.max_epochs = math.ceil(self.last_update / epoch.updates)
+        self._check_minimum(length, epoch)
         validation = length.validation
         if validation is None or validation.unit == "epochs":
             every, shortened = length.count_validation_epochs(trainer.fit_loop.max_epochs)
@@ -417,6 +431,22 @@ class TrainedModule(LightningModule):
             updates = max(1, round(validation.in_updates(epoch)))
             trainer.val_check_interval = updates * trainer.accumulate_grad_batches  # type: ignore[attr-defined]
         self._check_after_validations()
+
+    def _check_minimum(self, length: RunLength, epoch: Epoch) -> None:
+        """ValueError if the Trainer has a minimum beyond the length of the run, which would then not end there."""
+        loop, last, run = self.trainer.fit_loop, self.last_update, length.run
+        assert last is not None
+        if loop.min_epochs == 1 and loop.min_steps is not None and last < epoch.updates:
+            loop.min_epochs = 0  # Lightning sets one epoch where only steps are given
+        for key, value, most in (
+            ("min_epochs", loop.min_epochs, last // epoch.updates),
+            ("min_steps", loop.min_steps, last),
+        ):
+            if value is not None and value > most:
+                raise ValueError(
+                    f"trainer.{key}={value} is longer than the run ({run.key}={run.count:g}): give at most {most}, or "
+                    f"a longer run"
+                )
 
     def _check_after_validations(self) -> None:
         """Let early stopping read a metric of validation after each validation, unless one ends each epoch.
@@ -466,23 +496,29 @@ class TrainedModule(LightningModule):
                 "FullyShardedStrategy of longseq.tasks.training.sharded"
             )
         optimizer = recipe.optimizer(self.backbone, lr=recipe.learning_rate, **self._fused(recipe.optimizer))
-        epoch = self._epoch()
+        epoch, options = self._epoch(), getattr(recipe.schedule, "keywords", {})
         if recipe.length is None:
             total: float = self._trainer_updates(epoch)
-            warmup = {}
+            warmup = {"warmup_epochs": options["warmup_epochs"]} if "warmup_epochs" in options else {}
         else:
             total = recipe.length.count_updates(epoch)
             warmup_epochs, shortened = recipe.length.count_warmup_epochs(epoch)
             warmup = {"warmup_epochs": warmup_epochs}
             if shortened and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
                 _log.warning(shortened)
-        options = getattr(recipe.schedule, "keywords", {})
+        of_timm = getattr(recipe.schedule, "func", None) is create_scheduler_v2
         lengths = {"num_epochs": _whole(total / epoch.updates), "updates_per_epoch": epoch.updates, **warmup}
         if options.get("sched") == "wsd":
             lengths = _with_whole_decay(lengths, total, options.get("decay_epochs"))
-        if (idle := _find_idle_steps(options, total / epoch.updates)) is not None:
-            _log.warning(idle)
+        if of_timm and options.get("warmup_prefix"):
+            lengths = _without_warmup(lengths)
+        for idle in (_find_idle_steps(options, total / epoch.updates), _find_idle_cycles(options) if of_timm else None):
+            if idle is not None:
+                _log.warning(idle)
         scheduler, _ = recipe.schedule(optimizer, **lengths)
+        if of_timm and isinstance(scheduler, MultiStepLRScheduler):
+            # timm lets the rate fall at the last index before a milestone, which is here an update and no epoch
+            scheduler.decay_t = [milestone + 1 for milestone in scheduler.decay_t]
         if scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -613,6 +649,25 @@ def _with_whole_decay(lengths: Mapping[str, Any], total: float, part: float | No
     warmup = min(round(lengths.get("warmup_epochs", 0) * lengths["updates_per_epoch"]), int(total) - 1)
     decay = max(1, round((part or DECAY) * (int(total) - warmup)))
     return {"num_epochs": int(total), "updates_per_epoch": 1, "warmup_epochs": warmup, "decay_epochs": decay}
+
+
+def _without_warmup(lengths: Mapping[str, Any]) -> dict[str, Any]:
+    """The lengths for a schedule of timm that begins after its warm-up: it ends with the run, too."""
+    left = lengths["num_epochs"] - lengths.get("warmup_epochs", 0)
+    return {**lengths, "num_epochs": max(left, 1 / lengths["updates_per_epoch"])}
+
+
+def _find_idle_cycles(options: Mapping[str, Any]) -> str | None:
+    """What to say of options of timm's schedules that only make a run longer; None without any."""
+    given = [key for key, usual in _LENGTHENING.items() if options.get(key, usual) != usual]
+    if not given:
+        return None
+    told = " and ".join(f"recipe.schedule.{key}={options[key]}" for key in given)
+    left = " ".join(f"~recipe.schedule.{key}" for key in given)
+    return (
+        f"no effect of {told}: a run ends with the first cycle of its schedule, and is as long as the recipe says; "
+        f"leave out: {left}"
+    )
 
 
 def _find_idle_steps(options: Mapping[str, Any], epochs: float) -> str | None:

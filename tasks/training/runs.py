@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import pickle
 import shutil
@@ -97,6 +98,8 @@ LENGTH_KEYS = (
 )
 _SCHEDULE = "recipe.schedule.sched"
 _ROOT = "data.root"
+_ACCUMULATE = "trainer.accumulate_grad_batches"
+_LIMIT = "trainer.limit_train_batches"
 
 # The folders of this command, by the names that it wanted: Hydra resolves a name several times.
 _OWN: dict[str, str] = {}
@@ -186,6 +189,9 @@ def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
     if changed:
         shown = "; ".join(f"{key}: {old!r} there, {new!r} here" for key, old, new in changed[:5])
         shown += f"; and {len(changed) - 5} more keys" if len(changed) > 5 else ""
+        then, now = (_accumulated(dict(flatten(each))) for each in (saved, wanted))
+        if then != now and any(key == _LIMIT for key, _, _ in changed):
+            shown += f"; a limit counts batches, and an update has {now} here in place of {then}"
         raise ValueError(
             f"{path} was trained with another configuration ({shown}); {_remedy(changed, saved, wanted, path)}"
         )
@@ -204,7 +210,8 @@ def _remedy(
         )
     if len(changed) > 5 or any(key.endswith(".name") for key, _, _ in changed):
         return "repeat that run's own overrides, or start anew without resume"
-    words = " ".join(f"{key}={spell_value(value)}" for key, value, _ in changed)
+    there = {**old, _LIMIT: _find_limit(old, new)}
+    words = " ".join(f"{key}={spell_value(there[key])}" for key, _, _ in changed)
     return f"give {words}, or start anew without resume"
 
 
@@ -243,12 +250,26 @@ def _alike(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     """True for equal values, and for a key that one configuration does not know, and that does nothing in the other, or
     what was done before it was a key.
     """
+    if key == _LIMIT and _accumulated(old) != _accumulated(new):
+        # a part of an epoch in place of a number: `refuse_other_epoch` counts the updates when the data are open
+        return isinstance(old.get(key), float) or bool(_find_limit(old, new) == new.get(key))
     if key in old and key in new:
         return bool(old[key] == new[key]) or (key == _ROOT and _has_moved(old[key], new[key]))
     value = old.get(key, new.get(key))
     if key in VALUES_BEFORE and key not in old and value == VALUES_BEFORE[key]:
         return True
     return value is None or value is False or value in ("none", [], {})
+
+
+def _find_limit(old: Mapping[str, Any], new: Mapping[str, Any]) -> Any:
+    """The limit of an epoch in batches of the new configuration that has the updates of the old one's."""
+    limit = old.get(_LIMIT)
+    return math.ceil(limit * _accumulated(new) / _accumulated(old)) if isinstance(limit, int) else limit
+
+
+def _accumulated(config: Mapping[str, Any]) -> int:
+    """The batches that a device accumulates for an update, in a flat configuration."""
+    return int(config.get(_ACCUMULATE, 1))
 
 
 def _has_moved(old: Any, new: Any) -> bool:

@@ -75,18 +75,23 @@ class UpdateMean:
         summed = self._losses.find()
         return None if summed is None else summed / self._finish_total()
 
-    @torch.no_grad()
     def correct(self, parameters: Iterable[Tensor], accumulate: int) -> None:
         """Turn the gradients of a whole update into those of the mean; Lightning divided by `accumulate`."""
-        gradients = [own_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, self._expected * accumulate * count_processes() / self._finish_total())
+        multiply_gradients(parameters, self._expected * accumulate * count_processes() / self._finish_total())
 
     def _finish_total(self) -> Tensor:
         if self._work is not None:
             self._work.wait()
             self._work = None
         return self._total.clamp(min=1)
+
+
+@torch.no_grad()
+def multiply_gradients(parameters: Iterable[Tensor], factor: Tensor | float) -> None:
+    """Multiply the gradients of parameters, which may be sharded over processes, in place."""
+    gradients = [own_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
 
 
 def count_processes() -> int:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import FSDPStrategy
 
 from longseq.tasks import Training, train
@@ -158,3 +158,37 @@ def test_a_wrong_configuration_is_one_line_with_the_remedy(
     with pytest.raises(ValueError, match=message) as caught:
         parts(config)
     assert "\n" not in str(caught.value)
+
+
+class Gradients(Callback):
+    """Keeps the gradients of each update."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.found.append(torch.cat([one.grad.flatten() for one in pl_module.parameters()]))
+
+
+def test_the_last_update_of_an_epoch_is_of_the_mean_of_its_batches(tmp_path):
+    def sgd(model, lr):
+        return torch.optim.SGD(model.parameters(), lr=lr)
+
+    backbone = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 4))
+    training = Training(learning_rate=0.0, optimizer=sgd)
+    classifier = ImageClassifier(backbone, num_classes=4, training=training)
+    torch.manual_seed(0)
+    batches = [(torch.randn(5, 3, 2, 2), torch.randint(4, (5,))) for _ in range(3)]
+    alone = []
+    for images, labels in batches:
+        loss = torch.nn.functional.cross_entropy(backbone(images), labels)
+        gradients = torch.autograd.grad(loss, list(backbone.parameters()))
+        alone.append(torch.cat([one.flatten() for one in gradients]))
+    gradients = Gradients()
+    options = {"accumulate_grad_batches": 2, "max_epochs": 1, "logger": False, "enable_checkpointing": False}
+    trainer = Trainer(accelerator="cpu", callbacks=[gradients], default_root_dir=tmp_path, **options)
+    trainer.fit(classifier, torch.utils.data.DataLoader(batches, batch_size=None))
+    whole, last = gradients.found
+    torch.testing.assert_close(whole, (alone[0] + alone[1]) / 2)
+    torch.testing.assert_close(last, alone[2])
+    torch.testing.assert_close(trainer.callback_metrics["train/loss"], loss.detach())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +17,8 @@ from torch import Tensor
 from longseq.tasks import train
 from longseq.tasks.data.units import count_units
 from longseq.tasks.image.module import ImageClassifier
-from longseq.tasks.training.length import Epoch, RunLength
+from longseq.tasks.training.length import Epoch, RunLength, refuse_other_epoch
+from longseq.tasks.training.runs import differences
 
 NULL = {"epochs": None, "updates": None, "tokens": None, "schedule": {}}
 EPOCH = Epoch(updates=20, tokens_per_update=1000.0)
@@ -154,15 +157,7 @@ def test_a_run_in_updates_validates_within_epochs_and_at_its_end(whole):
 @pytest.mark.parametrize("stop", [7, 8, 17])
 def test_a_run_in_updates_continues_bitwise(stop, whole, tiny, tmp_path, monkeypatch):
     """Interrupted before a validation, after its update, and after it."""
-
-    def interrupt(self: ImageClassifier, *arguments: Any) -> None:
-        if self.global_step == stop:
-            raise InterruptedError
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ImageClassifier, "on_train_batch_end", interrupt)
-        with pytest.raises(InterruptedError):
-            train.run(tiny(*IN_UPDATES))
+    interrupt_at(stop, monkeypatch, tiny(*IN_UPDATES))
     train.run(tiny(*IN_UPDATES, "resume=true"))
     one, other = read(whole), read(tmp_path / "run")
     assert one["global_step"] == other["global_step"] == 27
@@ -172,6 +167,87 @@ def test_a_run_in_updates_continues_bitwise(stop, whole, tiny, tmp_path, monkeyp
     assert all(metrics[0][key] == metrics[1][key] for key in ("val/top1", "val/loss", "test/top1", "test/loss"))
     validated = EventAccumulator(str(tmp_path / "run")).Reload().Scalars("val/top1")
     assert sorted({event.step + 1 for event in validated}) == [8, 16, 24, 27]
+
+
+def interrupt_at(stop: int, monkeypatch: pytest.MonkeyPatch, config: Any) -> None:
+    def interrupt(self: ImageClassifier, *arguments: Any) -> None:
+        if self.global_step == stop:
+            raise InterruptedError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ImageClassifier, "on_train_batch_end", interrupt)
+        with pytest.raises(InterruptedError):
+            train.run(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("limit", "told", "adapted", "updates"),
+    [
+        (7, r"7 here; a limit counts batches, and an update has 2 here in place of 1\); give .*batches=14, or", 14, 14),
+        (0.33, r"had 6 updates, and has 7 with trainer\.limit_train_batches=0\.33, .*; give .*_batches=12$", 12, 12),
+    ],
+)
+def test_a_limit_counts_batches_where_another_number_is_accumulated(
+    limit, told, adapted, updates, tiny, tmp_path, monkeypatch
+):
+    words = ("recipe.epochs=2", "recipe.ema=null", "callbacks.checkpoint.every_n_train_steps=1")
+    begun = tiny(*words, f"+trainer.limit_train_batches={limit}", "trainer.log_every_n_steps=1")
+    interrupt_at(8, monkeypatch, begun)
+    words += ("trainer.accumulate_grad_batches=2", "trainer.log_every_n_steps=1", "resume=true")
+    with pytest.raises(ValueError, match=told) as raised:
+        train.run(tiny(*words, f"+trainer.limit_train_batches={limit}"))
+    assert "\n" not in str(raised.value)
+    train.run(tiny(*words, f"+trainer.limit_train_batches={adapted}"))
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert (metrics["updates"], metrics["epochs"]) == (updates, 2)
+    rates = EventAccumulator(str(tmp_path / "run")).Reload().Scalars("train/lr")
+    assert [event.step for event in rates] == list(range(8, updates)), "up to the end of the schedule"
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "alike"),
+    [
+        ((1, 7), (1, 7), True),
+        ((1, 7), (1, 14), False),
+        ((1, 7), (2, 14), True),
+        ((1, 7), (2, 13), False),  # the last update of an epoch would have half of its samples
+        ((2, 14), (1, 7), True),
+        ((2, 3), (1, 2), True),
+        ((2, 3), (4, 6), True),
+        ((1, 0.5), (2, 0.5), True),
+        ((1, 0.5), (2, 14), True),  # when the data are open, their updates are counted
+        ((1, 0.5), (1, 14), False),
+        ((1, None), (2, None), True),
+        ((1, None), (2, 14), False),
+    ],
+)
+def test_a_run_goes_on_with_the_limit_that_has_its_updates(then, now, alike):
+    saved, wanted = (
+        {"output": "run", "trainer": {"accumulate_grad_batches": parts, "limit_train_batches": limit}}
+        for parts, limit in (then, now)
+    )
+    found = [key for key, _, _ in differences(saved, wanted)]
+    assert found == ([] if alike else ["trainer.limit_train_batches"])
+
+
+@pytest.mark.parametrize(
+    ("saved", "accumulate", "limit", "told"),
+    [
+        ({"accumulate_grad_batches": 1, "limit_train_batches": 0.5}, 2, 0.5, None),
+        ({"accumulate_grad_batches": 1}, 2, 1.0, None),
+        ({"accumulate_grad_batches": 2, "limit_train_batches": 0.33}, 2, 0.33, None),
+        ({"accumulate_grad_batches": 1, "limit_train_batches": 70}, 2, 140, None),
+        ({"accumulate_grad_batches": 4, "limit_train_batches": 0.33}, 2, 13, None),
+        ({}, 2, 0.33, r"had 20 updates, and has 7 with .*=0\.33, .*an update has 2 in place of 1; give .*=40$"),
+    ],
+)
+def test_an_epoch_of_a_resumed_run_keeps_its_updates(saved, accumulate, limit, told):
+    trainer = SimpleNamespace(accumulate_grad_batches=accumulate, limit_train_batches=limit)
+    data = SimpleNamespace(batches_per_epoch=20 * accumulate)
+    with nullcontext() if told is None else pytest.raises(ValueError, match=told):
+        refuse_other_epoch(saved, trainer, data)
+    refuse_other_epoch(saved, trainer, SimpleNamespace(batches_per_epoch=None))
 
 
 class PackedBatch(NamedTuple):

@@ -111,3 +111,73 @@ def test_an_update_is_of_the_mean_over_its_targets(accumulate, clip):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_it_is_so_over_two_processes(accumulate):
     check(accumulate, 0.05, strategy="ddp_fork", devices=2)
+
+
+class Means(LightningDataModule):
+    """Three batches of four samples for each process."""
+
+    def train_dataloader(self):
+        rank, world_size, _ = find_place(self.trainer)
+        return torch.utils.data.DataLoader(mean_batches(3 * world_size)[rank::world_size], batch_size=None)
+
+
+def mean_batches(count):
+    return list(torch.randn(count, 4, 5, generator=torch.Generator().manual_seed(1)))
+
+
+class Regression(TrainedModule):
+    """Keeps the gradients of its updates, which change the weights only where it `learns`."""
+
+    def __init__(self, learns):
+        training = Training(learning_rate=1.0 if learns else 0.0, optimizer=plain_sgd, schedule=constant)
+        super().__init__(nn.Linear(5, 1, bias=False), training)
+        nn.init.ones_(self.backbone.weight)
+        self.found = []
+
+    def training_step(self, batch, batch_idx):
+        return mean_loss(self.backbone.weight, batch)
+
+    def on_before_optimizer_step(self, optimizer):
+        super().on_before_optimizer_step(optimizer)
+        self.found.append(self.backbone.weight.grad.clone())
+
+
+def mean_loss(weight, batch):
+    return (batch @ weight.T).square().mean()
+
+
+def fit_means(accumulate, *, learns=False, **options):
+    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    module = Regression(learns)
+    trainer = Trainer(
+        accelerator="cpu",
+        accumulate_grad_batches=accumulate,
+        use_distributed_sampler=False,
+        max_epochs=1,
+        **silent,
+        **options,
+    )
+    trainer.fit(module, datamodule=Means())
+    return module
+
+
+def mean_gradients(count):
+    """The gradient of each batch by autograd."""
+    weight = torch.ones(1, 5, requires_grad=True)
+    return [torch.autograd.grad(mean_loss(weight, batch), weight)[0] for batch in mean_batches(count)]
+
+
+def test_an_update_of_fewer_batches_than_others_is_of_their_mean():
+    alone = mean_gradients(3)
+    whole, last = fit_means(2).found
+    assert torch.equal(whole, alone[0] / 2 + alone[1] / 2), "a whole update is not touched"
+    torch.testing.assert_close(last, alone[2])
+    (three,) = fit_means(4).found
+    torch.testing.assert_close(three, sum(alone) / 3)
+    assert all(map(torch.equal, fit_means(1).found, alone))
+
+
+@pytest.mark.slow
+def test_an_update_of_fewer_batches_is_of_their_mean_over_two_processes():
+    module = fit_means(4, learns=True, strategy="ddp_fork", devices=2)
+    torch.testing.assert_close(1 - module.backbone.weight, sum(mean_gradients(6)) / 6)
