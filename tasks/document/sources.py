@@ -158,7 +158,8 @@ def _refuse_pooled(root: str, below: str) -> None:
     A folder `train`, or a file `train.`, is enough. Other names may be those of classes, and are taken for splits where
     those of training and of another split are there.
     """
-    inside = sorted(path.name for path in Path(root, below).glob("*"))
+    # A folder `data` may be a class, with texts of any names.
+    inside = sorted(path.name for path in Path(root, below).glob("*") if not below or path.suffix.lower() != ".txt")
     found: dict[str, list[str]] = {}
     for name in inside:
         if (split := _split_of(name, is_folder=Path(root, below, name).is_dir())) is not None:

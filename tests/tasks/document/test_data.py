@@ -269,6 +269,17 @@ def test_several_labels_in_lists_in_cells_and_in_columns(tmp_path: Path, caplog:
         assert target == [number % 2 == 0, number % 3 == 0]
 
 
+def test_a_class_may_be_called_data(tmp_path: Path) -> None:
+    root = tmp_path / "texts"
+    for number, row in enumerate(make_rows(30)):
+        folder = root / ("data" if row["label"] == "bird" else row["label"])
+        folder.mkdir(parents=True, exist_ok=True)
+        name = {1: "train", 4: "test"}.get(number, str(number))
+        (folder / f"{name}.txt").write_text(row["text"])
+    assert sorted(path.name for path in root.glob("data/t*")) == ["test.txt", "train.txt"]
+    assert sorted(open_data(tmp_path, root=str(root)).info.class_names) == ["data", "fish", "tree"]
+
+
 def test_split_files_class_weights_and_documents_in_two_splits(tmp_path: Path, caplog: Any) -> None:
     rows = make_rows()
     rows = [row for row in rows if row["label"] != "tree" or int(row["text"].split()[-1]) % 2]
