@@ -129,6 +129,9 @@ def markdown(results: Mapping[str, Any]) -> str:
     text = "\n".join(f"| {line} |" for line in lines)
     seeds = max((value["runs"] for entry in results["summary"] for value in entry["metrics"].values()), default=0)
     notes = [f"{results['report']}, mean over {seeds} seed(s) with the standard deviation."]
+    if failed := [entry for entry in results["summary"] if entry["failed"] and entry["metrics"]]:
+        told = ", ".join(f"{_setting(entry)} ({entry['failed']} run(s))" for entry in failed)
+        notes.append(f"Over fewer seeds or learning rates, as runs failed: {told}.")
     if any(entry["learning_rate"] is not None for entry in results["summary"]):
         chosen = ", ".join(_chosen(entry) for entry in results["summary"])
         notes.append(f"The learning rate with the best {results['selected_by']}: {chosen}.")
@@ -139,8 +142,12 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 
 def _chosen(entry: Mapping[str, Any]) -> str:
-    setting = "".join(f" {key.rsplit('.', 1)[-1]}={value}" for key, value in entry["setting"].items())
-    return f"{entry['name']}{setting} {entry['learning_rate']:g}"
+    return f"{_setting(entry)} {entry['learning_rate']:g}"
+
+
+def _setting(entry: Mapping[str, Any]) -> str:
+    """A row and the setting of its column."""
+    return entry["name"] + "".join(f" {key.rsplit('.', 1)[-1]}={value}" for key, value in entry["setting"].items())
 
 
 def require_matplotlib() -> None:

@@ -20,6 +20,7 @@ from timm.models import is_model, load_state_dict, model_entrypoint
 from torch import Tensor, nn
 
 from longseq.backbones.image import ImageBackbone, checkpoint_filter_fn
+from longseq.models import describe
 from longseq.plugin_models import TARGET, make_plugin_model
 from longseq.plugins import find_class
 from longseq.tasks.data.labels import name_some
@@ -27,6 +28,7 @@ from longseq.tasks.image.info import DataInfo
 from longseq.tasks.training.memory import machine_memory
 from longseq.tasks.training.model import TaskModel, copy_weights, mixer_options, outlined
 from longseq.tasks.training.options import check_call, signature_options
+from longseq.tasks.training.token_model import refuse_difference
 from longseq.timm_models import DECISION, constructor_defaults, model_name, stated_by
 
 if TYPE_CHECKING:
@@ -38,6 +40,19 @@ _WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar")
 # What was found when a model took trained weights: of how they were trained, and of the head. A run tells it.
 _REMARKS: MutableMapping[nn.Module, str] = WeakKeyDictionary()
 _NOTES: MutableMapping[nn.Module, list[str]] = WeakKeyDictionary()
+
+
+# The arguments of `ImageBackbone` that change what it computes of weights of the same shapes. Of another pooling a note
+# tells, as models are often tuned with another one.
+_FUNCTION = ("mixer", "mixer_options", "depth", "direction", "class_token", "no_embed_class", "norm", "norm_eps")
+
+
+def _function_of(model: ImageBackbone) -> dict[str, Any]:
+    """The arguments of a model that change what it computes of its weights, as `find_difference` compares them."""
+    given = describe(model)["model_args"]
+    read = {name: given[name] for name in _FUNCTION}
+    both = given["direction"] in ("bidirectional", "cross")
+    return {**read, "merge": given["merge"] if both else None, "mlp": None}
 
 
 class ImageModel(TaskModel):
@@ -106,7 +121,8 @@ class ImageModel(TaskModel):
     def initialize(self, model: nn.Module, trained: nn.Module) -> None:
         """As `TaskModel.initialize`; position embeddings are interpolated to the grid of the new model.
 
-        A note tells both grids: a stride or a size that the command does not name may be the reason.
+        A note tells both grids: a stride or a size that the command does not name may be the reason. ValueError also if
+        two of our models compute different functions of the same weights.
         """
         state = trained.state_dict()
         if isinstance(model, ImageBackbone):
@@ -119,6 +135,12 @@ class ImageModel(TaskModel):
                 told = (f"{rows} x {columns}" for rows, columns in (theirs, here))
                 _note(model, "positions of {} patches are interpolated to {}".format(*told))
         copy_weights(model, state)
+        if isinstance(model, ImageBackbone) and isinstance(trained, ImageBackbone):
+            own, its = (_function_of(one) for one in (model, trained))
+            refuse_difference(own, its)
+            pools = [describe(one)["model_args"]["global_pool"] for one in (trained, model)]
+            if pools[0] != pools[1]:
+                _note(model, "the features of patches are pooled by {}, and now by {}".format(*pools))
 
     def start_from(self, model: nn.Module, loaded: Loaded, info: DataInfo) -> None:
         """As `TaskModel.start_from`; the head is new where the classes have other names or another order."""

@@ -44,6 +44,11 @@ class TokenModel(TaskModel):
 def check_alike(model: TokenBackbone, trained: TokenBackbone, ignored: Collection[str]) -> None:
     """ValueError, which names the key to give, if token models compute different functions of the same weights."""
     own, its = (describe(one)["model_args"] for one in (model, trained))
+    refuse_difference(own, its, ignored)
+
+
+def refuse_difference(own: Mapping[str, Any], its: Mapping[str, Any], ignored: Collection[str] = ()) -> None:
+    """ValueError, which names the key to give, for the first argument of a model that the one of a file has not."""
     if (found := find_difference(own, its, ignored=ignored)) is None:
         return
     option, _, mixer = found.name.partition(" of ")

@@ -342,7 +342,7 @@ def test_a_learning_rate_with_nan_is_never_the_best_one_and_infinity_is_reported
 def test_slices_are_columns(tmp_path):
     rows = [row("a", 1, 0.1, 0, test__accuracy=0.5, test__accuracy_64x4=0.75, test__accuracy_512x64=0.25)]
     rows.append(row("b", 1, 0.1, 0, test__accuracy=0.6, test__accuracy_64x4=0.9, test__accuracy_512x64=0.3))
-    rows.append(row("c", 1, 0.1, 0))
+    rows += [row("a", 1, 0.1, 1), row("c", 1, 0.1, 0)]
     results = {
         "rows": rows,
         "summary": comparison.summarize(rows, "test/accuracy", "val/accuracy"),
@@ -357,6 +357,7 @@ def test_slices_are_columns(tmp_path):
     assert table.splitlines()[0] == "| model | depth=1 | depth=1, 64x4 | depth=1, 512x64 |"
     assert table.splitlines()[3] == "| b | 0.600 | 0.900 | 0.300 |"
     assert table.splitlines()[4] == "| c | failed | failed | failed |"
+    assert "Over fewer seeds or learning rates, as runs failed: a depth=1 (1 run(s))." in table
     comparison.plot(results, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
 

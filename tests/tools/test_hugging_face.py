@@ -162,6 +162,7 @@ class EndsFirst(LogitsProcessor):
         return scores
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixer", ["deltanet", "attention"])
 def test_a_cache_that_has_read_the_padding_of_a_finished_row_is_refused(mixer: str) -> None:
     """The next turn's mask of the whole text says that it is padding, which the state cannot forget."""
@@ -188,6 +189,7 @@ def test_a_cache_that_has_read_the_padding_of_a_finished_row_is_refused(mixer: s
         assert torch.equal(model.generate(text, **behind, **options).sequences, whole)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_mask_of_other_tokens_than_the_cache_has_read_is_refused() -> None:
     model = make("deltanet+attention", depth=2)

@@ -269,6 +269,7 @@ def test_several_labels_in_lists_in_cells_and_in_columns(tmp_path: Path, caplog:
         assert target == [number % 2 == 0, number % 3 == 0]
 
 
+@pytest.mark.slow
 def test_a_class_may_be_called_data(tmp_path: Path) -> None:
     root = tmp_path / "texts"
     for number, row in enumerate(make_rows(30)):

@@ -283,6 +283,7 @@ def test_hugging_face_data_sets(folder, tmp_path):
     assert again.info.sizes == {"val": 15}
 
 
+@pytest.mark.slow
 def test_splits_that_number_a_class_otherwise_are_refused(folder):
     shutil.rmtree(folder / "val" / CLASSES[2])
     check_classes(open_data("torch/image_folder", folder))  # the last class may be missing

@@ -462,12 +462,14 @@ def test_class_maps_without_numbers_are_refused(class_map, tmp_path):
         open_folder(write_mixed(tmp_path), class_map=class_map)
 
 
+@pytest.mark.slow
 def test_a_file_of_classes_may_have_a_mark_and_empty_lines_at_its_end(tmp_path):
     root, names = write_mixed(tmp_path), tmp_path / "names.txt"
     names.write_text("\ufefflight\ndark\n\n\n", encoding="utf-8")
     assert open_folder(root, class_map=str(names)).info.class_names == ["light", "dark"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "fault"), [("a\n\nb\n", "an empty line"), ("a\nb\na\n", "'a' is there twice")])
 def test_a_file_of_classes_that_numbers_them_otherwise_than_it_looks_is_refused(text, fault, tmp_path):
     (tmp_path / "names.txt").write_text(text)

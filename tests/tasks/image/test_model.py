@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 
+from longseq.backbones.image import ImageBackbone
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.model import ImageModel
 from longseq.tasks.training.configuration import resolve
@@ -72,3 +73,47 @@ def test_patches_that_do_not_divide_images_cut_them_as_in_timm(name, options, to
     remarks = ImageModel().remarks(model)
     assert len(remarks) == (told is not None)
     assert all(told in line for line in remarks)
+
+
+SMALL_BACKBONE = {"img_size": 16, "patch_size": 8, "num_classes": 3, "embed_dim": 16, "depth": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mixer", "there", "here", "message"),
+    [
+        (
+            "deltanet",
+            {},
+            {"merge": "mean"},
+            r"merge is mean in the new model and sum in that of the file: .*model\.merge",
+        ),
+        ("gla", {}, {"class_token": "first"}, r"give model\.class_token=middle"),
+        ("linear_attention", {}, {"direction": "cross"}, r"give model\.direction=bidirectional"),
+        (
+            "deltanet",
+            {},
+            {"mixer_options": {"negative_eigenvalues": True}},
+            r"mixer\.options\.negative_eigenvalues=false",
+        ),
+        ("gsa", {}, {"mixer": "abc"}, r"give mixer=gsa$"),
+    ],
+)
+def test_weights_of_another_function_are_refused(mixer, there, here, message):
+    trained = ImageBackbone(**SMALL_BACKBONE | {"mixer": mixer} | there)
+    model = ImageBackbone(**SMALL_BACKBONE | {"mixer": mixer} | here)
+    with pytest.raises(ValueError, match=f"init: .*{message}"):
+        ImageModel().initialize(model, trained)
+
+
+@pytest.mark.slow
+def test_weights_are_taken_where_training_alone_differs():
+    trained = ImageBackbone(**SMALL_BACKBONE, mixer="mamba", global_pool="token")
+    trains = {"drop_path_rate": 0.1, "recompute": "mixer", "mixer_options": {"dt_min": 0.01}}
+    model = ImageBackbone(**SMALL_BACKBONE, mixer="mamba", global_pool="avg", **trains)
+    ImageModel().initialize(model, trained)
+    assert ImageModel().notes(model) == ["the features of patches are pooled by token, and now by avg"]
+    # Of one direction nothing is merged.
+    one = [ImageBackbone(**SMALL_BACKBONE, direction="forward", merge=merge) for merge in ("sum", "mean")]
+    ImageModel().initialize(*one)
+    assert torch.equal(one[0].patch_embed.proj.weight, one[1].patch_embed.proj.weight)

@@ -170,6 +170,7 @@ class Gradients(Callback):
         self.found.append(torch.cat([one.grad.flatten() for one in pl_module.parameters()]))
 
 
+@pytest.mark.slow
 def test_the_last_update_of_an_epoch_is_of_the_mean_of_its_batches(tmp_path):
     def sgd(model, lr):
         return torch.optim.SGD(model.parameters(), lr=lr)

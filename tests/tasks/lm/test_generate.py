@@ -216,6 +216,7 @@ def test_prompts_come_from_lines_and_from_json(tmp_path):
             generate.read_prompts(tmp_path / "bad.jsonl")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", ["\\n\\n", "end\\t"])
 def test_a_backslash_that_a_shell_passes_on_is_told(stop, caplog):
     tell_escapes("stop", [stop])

@@ -91,6 +91,7 @@ QUOTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [("label", "text"), ("text", "label")])
 @pytest.mark.parametrize("places", [(0, 1, 2), (5, 9, 30), (20, 21, 199)])
 @pytest.mark.parametrize("delimiter", [",", "\t"])
@@ -109,6 +110,7 @@ def test_a_quoted_text_of_lines_with_delimiters_is_one_cell(
     assert not any(row.is_parted for row in found)
 
 
+@pytest.mark.slow
 def test_a_file_of_one_quoted_text_is_one_row() -> None:
     poem = "".join(f"line {number}, of a poem\n" for number in range(30))
     good, malformed = read(f'text,author\n"{poem}",me\n', ",")
@@ -116,6 +118,7 @@ def test_a_file_of_one_quoted_text_is_one_row() -> None:
     assert not malformed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [range(1), range(20), range(40, 200)], ids=["first", "before", "behind"])
 @pytest.mark.parametrize("delimiter", [",", "\t"])
 def test_rows_among_two_stray_marks_are_told_by_their_labels(delimiter: str, rows: range) -> None:
@@ -129,6 +132,7 @@ def test_rows_among_two_stray_marks_are_told_by_their_labels(delimiter: str, row
     assert [row.line for row in found if row.malformed] == ([first + 2] if delimiter == "," else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [3, 35], ids=["before", "behind"])
 def test_rows_among_two_stray_marks_are_told_by_other_stray_marks(where: int) -> None:
     """Where no two rows have a cell in common, and a file of tabs has marks that are not quoted."""
@@ -141,6 +145,7 @@ def test_rows_among_two_stray_marks_are_told_by_other_stray_marks(where: int) ->
     assert [row.line for row in found if row.is_parted] == [12]
 
 
+@pytest.mark.slow
 def test_a_stray_mark_that_a_cell_of_another_column_closes_is_told_by_the_count_of_cells() -> None:
     lines = [f"word {row},{row}\n" for row in range(40)]
     lines[10], lines[30] = '"word 10,10\n', 'word 30,30"\n'

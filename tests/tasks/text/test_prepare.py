@@ -593,6 +593,7 @@ def test_a_truncated_compressed_file_gives_what_it_has(ending: str, tmp_path: Pa
 BEHIND = {"garbage": b"garbage", "few bytes": b"g", "a damaged stream": b"\xfd7zXZ\0\0\xff and more", "a NUL": b"\0"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("behind", BEHIND)
 @pytest.mark.parametrize("ending", COMPRESSORS)
 def test_what_follows_a_compressed_stream_and_is_none_is_told(ending: str, behind: str, tmp_path: Path) -> None:
@@ -608,6 +609,7 @@ def test_what_follows_a_compressed_stream_and_is_none_is_told(ending: str, behin
     assert found == whole or ending == ".zst"  # of which pyarrow reads all frames at once
 
 
+@pytest.mark.slow
 def test_a_damaged_second_stream_is_told(tmp_path: Path) -> None:
     """Python's readers drop it."""
     for ending, compress in COMPRESSORS.items():
@@ -620,6 +622,7 @@ def test_a_damaged_second_stream_is_told(tmp_path: Path) -> None:
         assert "the rest cannot be read" in last.reason
 
 
+@pytest.mark.slow
 def test_padding_of_xz_is_no_damage(tmp_path: Path) -> None:
     path, row = tmp_path / "a.jsonl.xz", lzma.compress(b'{"text": "one"}\n')
     for zeros in (4, 8, 1 << 17):
@@ -633,6 +636,7 @@ def test_padding_of_xz_is_no_damage(tmp_path: Path) -> None:
     assert "6 bytes of zeros behind a stream" in found[1].reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [0, 1])
 @pytest.mark.parametrize("ending", ["", *COMPRESSORS])
 def test_json_of_many_levels_is_counted(line: int, ending: str, tmp_path: Path) -> None:
@@ -647,6 +651,7 @@ def test_json_of_many_levels_is_counted(line: int, ending: str, tmp_path: Path) 
     assert f"line {line + 1}: no JSON (maximum recursion depth" in manifest["malformed"][0]
 
 
+@pytest.mark.slow
 def test_quoted_cells_that_are_read_as_rows_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lines = [f"{'ab'[row % 2]}\tword {row}\n" for row in range(30)]
     lines[3], lines[5], lines[13], lines[15] = 'a\t"word\n', 'a\tword"\n', 'a\t"word\n', 'a\tword"\n'
@@ -659,6 +664,7 @@ def test_quoted_cells_that_are_read_as_rows_are_told(tmp_path: Path, caplog: pyt
     assert "(2 such cells)" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_quoted_cell_whose_lines_look_like_rows_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lines = [f"{row}\tword {row}\n" for row in range(30)]
     lines[3], lines[5] = '3\t"word\n', '5\tword"\n'

@@ -205,6 +205,7 @@ def test_a_limit_counts_batches_where_another_number_is_accumulated(
     assert [event.step for event in rates] == list(range(8, updates)), "up to the end of the schedule"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("then", "now", "alike"),
     [
@@ -231,6 +232,7 @@ def test_a_run_goes_on_with_the_limit_that_has_its_updates(then, now, alike):
     assert found == ([] if alike else ["trainer.limit_train_batches"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "accumulate", "limit", "told"),
     [

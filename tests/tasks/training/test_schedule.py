@@ -58,6 +58,7 @@ def read_rates(configured):
     return rates
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sched", ["cosine", "poly", "wsd"])
 @pytest.mark.parametrize("warmup", [{}, {"warmup_updates": 3}, {"warmup_epochs": 1}, {"warmup_epochs": 0.4}])
 def test_a_schedule_that_begins_after_its_warmup_ends_with_the_run(sched, warmup):
@@ -75,6 +76,7 @@ def test_a_schedule_that_begins_after_its_warmup_ends_with_the_run(sched, warmup
         assert rates == read_rates(configure(length, sched=sched, min_lr=0.01, warmup_prefix=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sched", ["cosine", "wsd"])
 def test_it_does_so_where_the_trainer_has_the_length(sched):
     rates = read_rates(configure(None, sched=sched, min_lr=0.01, warmup_epochs=1, warmup_prefix=True))
@@ -82,6 +84,7 @@ def test_it_does_so_where_the_trainer_has_the_length(sched):
     assert rates[LAST] == pytest.approx(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "falls"),
     [
@@ -96,6 +99,7 @@ def test_a_rate_falls_with_the_first_update_of_an_epoch(options, falls):
     assert [update for update in range(1, LAST + 1) if rates[update] < rates[update - 1]] == falls
 
 
+@pytest.mark.slow
 def test_the_milestones_of_an_earlier_checkpoint_stay_as_they_were():
     configured = configure(RunLength(epochs=EPOCHS), sched="multistep", decay_milestones=[1, 3])
     scheduler = configured["lr_scheduler"]["scheduler"]
@@ -104,6 +108,7 @@ def test_the_milestones_of_an_earlier_checkpoint_stay_as_they_were():
     assert [update for update in range(1, LAST + 1) if rates[update] < rates[update - 1]] == [4, 14]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -128,6 +133,7 @@ def fit(length, *callbacks, **options):
     return trainer.global_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -142,6 +148,7 @@ def test_a_minimum_beyond_the_run_is_refused(options, told):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("updates", "options"),
     [(7, {"min_epochs": 1}), (7, {"min_steps": 7}), (10, {"min_epochs": 2}), (3, {"min_steps": 2}), (3, {})],
@@ -150,6 +157,7 @@ def test_a_run_with_a_minimum_ends_where_the_recipe_says(updates, options):
     assert fit(RunLength(updates=updates), **options) == updates
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "updates"), [({}, 10), ({"min_epochs": 3}, 15), ({"min_steps": 11}, 11)])
 def test_early_stopping_waits_for_the_minimum(options, updates):
     stopping = EarlyStopping("constant", patience=1, check_on_train_epoch_end=True)

@@ -167,6 +167,7 @@ def mean_gradients(count):
     return [torch.autograd.grad(mean_loss(weight, batch), weight)[0] for batch in mean_batches(count)]
 
 
+@pytest.mark.slow
 def test_an_update_of_fewer_batches_than_others_is_of_their_mean():
     alone = mean_gradients(3)
     whole, last = fit_means(2).found
