@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import operator
 import os
 import tarfile
 import zlib
@@ -11,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from pickle import UnpicklingError
 from types import MappingProxyType
@@ -285,9 +285,11 @@ class TorchvisionSource:
 
 def number_of_class(target: Any, label: str) -> int:
     """A label as the number of its class. LabelError for one that is no whole number, which would be rounded."""
-    if not isinstance(target, Integral):
-        raise LabelError(f"{label}: the label {target!r} must be the number of a class; data.class_map numbers others")
-    return int(target)
+    try:
+        return operator.index(target)
+    except TypeError as error:
+        told = f"{label}: the label {target!r} must be the number of a class; data.class_map numbers others"
+        raise LabelError(told) from error
 
 
 def size_of(path: str) -> int | None:
