@@ -284,9 +284,13 @@ class TorchvisionSource:
 
 
 def number_of_class(target: Any, label: str) -> int:
-    """A label as the number of its class. LabelError for one that is no whole number, which would be rounded."""
+    """A label as the number of its class. LabelError for one that is no whole number, which would be rounded.
+
+    A column of whole numbers has the type of fractions where pandas wrote it with a missing one.
+    """
+    is_whole = isinstance(target, float | np.floating) and float(target).is_integer()
     try:
-        return operator.index(target)
+        return int(target) if is_whole else operator.index(target)
     except TypeError as error:
         told = f"{label}: the label {target!r} must be the number of a class; data.class_map numbers others"
         raise LabelError(told) from error

@@ -14,6 +14,7 @@ from PIL import Image
 
 from longseq.tasks.data.place import Place
 from longseq.tasks.data.sampler import SampleIndex
+from longseq.tasks.data.unreadable import LabelError
 from longseq.tasks.image import sources
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.datasets import ImageFiles
@@ -304,6 +305,11 @@ def test_labels_with_a_fraction_are_refused(folder, tmp_path):
     )
     for split in ("train", "validation"):
         rows.to_parquet(tmp_path / "parquet" / f"{split}.parquet")
+    whole = [sources.number_of_class(label, "") for label in (2, 2.0, np.float32(2), np.int64(2), torch.tensor(2))]
+    assert whole == [2] * 5
+    for label in (float("nan"), torch.tensor(2.5), "2", None):
+        with pytest.raises(LabelError, match="must be the number of a class"):
+            sources.number_of_class(label, "")
     with pytest.raises(ValueError, match=r"the label 0\.\d+ must be the number of a class"):
         open_data(f"hfds/{tmp_path / 'parquet'}", tmp_path / "cache", val_split="validation", num_classes=3)
 
