@@ -300,7 +300,7 @@ def test_labels_with_a_fraction_are_refused(folder, tmp_path):
     datasets = pytest.importorskip("datasets", reason="Hugging Face sources need longseq[datasets]")
     pictures = [{"bytes": path.read_bytes(), "path": None} for path in sorted(folder.glob("train/*/*"))[:12]]
     rows = datasets.Dataset.from_dict(
-        {"image": pictures, "label": [number / 4 for number in range(12)]},
+        {"image": pictures, "label": [number / 4 + 0.1 for number in range(12)]},
         features=datasets.Features({"image": datasets.Image(), "label": datasets.Value("float64")}),
     )
     for split in ("train", "validation"):
