@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 from pathlib import Path
@@ -24,22 +25,21 @@ from longseq.kernels.packing import Packing
 from longseq.models import describe
 from longseq.state import fill_state, state_tensors
 from longseq.tasks.command_keys import GenerateKeys
-from longseq.tasks.data.input_keys import tell_escapes
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.devices import choose_device, is_out_of_memory
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.text.info import TextInfo
-from longseq.tasks.text.sources import JsonObject
+from longseq.tasks.text.sources import JSON_LINES, JsonObject
 from longseq.tasks.text.stream import StopStrings, TextStream
 from longseq.tasks.text.tokenizer import Tokenizer
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.command import read_command
 from longseq.tasks.training.files import prepare_file, write_text
 
+_log = logging.getLogger(__name__)
+
 # The tasks whose models write text.
 TASKS = ("lm",)
-# The endings of files with a JSON object in each line.
-JSON_LINES = (".jsonl", ".ndjson")
 # What the file of a state holds.
 STATE = {"state", "scores", "read", "written", "model"}
 
@@ -124,6 +124,16 @@ def _check_prompt(prompt: str, place: str) -> None:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{place} is no UTF-8: {error.reason} at character {error.start + 1}") from error
+
+
+def tell_escapes(key: str, texts: Iterable[str]) -> None:
+    r"""Warn, in one line, of a backslash and an n, r or t: a shell passes both on, and no line break or tab."""
+    if any(mark in text for text in texts for mark in (r"\n", r"\r", r"\t")):
+        _log.warning(
+            "%s has a backslash and a letter, which stand for no line break or tab: bash and zsh write these in %s",
+            key,
+            r"""$'...', as in $'stop=["\n\n"]'""",
+        )
 
 
 def read_prompts(path: Path) -> list[str]:

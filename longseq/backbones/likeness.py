@@ -1,4 +1,4 @@
-"""Whether two token models compute the same function of the same weights."""
+"""Whether two models compute the same function of the same weights."""
 
 from __future__ import annotations
 

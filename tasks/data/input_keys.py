@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from longseq.tasks.training.options import Range
 from longseq.tasks.training.processes import refuse_many
-
-_log = logging.getLogger(__name__)
-
-
-def tell_escapes(key: str, texts: Iterable[str]) -> None:
-    r"""Warn, in one line, of a backslash and an n, r or t: a shell passes both on, and no line break or tab."""
-    if any(mark in text for text in texts for mark in (r"\n", r"\r", r"\t")):
-        _log.warning(
-            "%s has a backslash and a letter, which stand for no line break or tab: bash and zsh write these in %s",
-            key,
-            r"""$'...', as in $'stop=["\n\n"]'""",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ from longseq.tasks.image.decoding import decode, first_line, image_endings, in_e
 from longseq.tasks.image.folder import Found, find_images
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.saliency import PICTURES, draw_saliency, saliency, write_picture
-from longseq.tasks.image.sources import Split
+from longseq.tasks.image.sources import Split, number_of_class
 from longseq.tasks.image.split_folders import is_compressed
 from longseq.tasks.image.transforms import denormalize, evaluation_transform, normalize
 from longseq.tasks.training.options import nearest
@@ -202,13 +202,16 @@ class StreamBatches(IterableDataset[Batch]):
                 continue
             try:
                 image = in_eight_bits(upright(image))
+                number = number_of_class(target, "the stream")
+            except LabelError as error:
+                raise ValueError(f"image {count}: {error}") from error
             except UNREADABLE as error:
                 failures.append(Failure(f"image {count} of the stream", first_line(error)))
                 continue
             with preserved_random_state():
                 seed_everything(derive_seed(*key, count))
                 images.append(self.transform(image))
-            targets.append(int(target))
+            targets.append(number)
             if len(images) == self.batch_size:
                 yield Batch(torch.stack(images), torch.tensor(targets), failures)
                 images, targets, failures = [], [], []

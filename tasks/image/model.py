@@ -26,9 +26,8 @@ from longseq.plugins import find_class
 from longseq.tasks.data.labels import name_some
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.training.memory import machine_memory
-from longseq.tasks.training.model import TaskModel, copy_weights, mixer_options, outlined
+from longseq.tasks.training.model import TaskModel, copy_weights, mixer_options, outlined, refuse_difference
 from longseq.tasks.training.options import check_call, signature_options
-from longseq.tasks.training.token_model import refuse_difference
 from longseq.timm_models import DECISION, constructor_defaults, model_name, stated_by
 
 if TYPE_CHECKING:
@@ -47,9 +46,8 @@ _NOTES: MutableMapping[nn.Module, list[str]] = WeakKeyDictionary()
 _FUNCTION = ("mixer", "mixer_options", "depth", "direction", "class_token", "no_embed_class", "norm", "norm_eps")
 
 
-def _function_of(model: ImageBackbone) -> dict[str, Any]:
-    """The arguments of a model that change what it computes of its weights, as `find_difference` compares them."""
-    given = describe(model)["model_args"]
+def _function_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a model's arguments that change what it computes of its weights, as `find_difference` compares them."""
     read = {name: given[name] for name in _FUNCTION}
     both = given["direction"] in ("bidirectional", "cross")
     return {**read, "merge": given["merge"] if both else None, "mlp": None}
@@ -135,11 +133,11 @@ class ImageModel(TaskModel):
                 told = (f"{rows} x {columns}" for rows, columns in (theirs, here))
                 _note(model, "positions of {} patches are interpolated to {}".format(*told))
         copy_weights(model, state)
-        if isinstance(model, ImageBackbone) and isinstance(trained, ImageBackbone):
-            own, its = (_function_of(one) for one in (model, trained))
-            refuse_difference(own, its)
-            pools = [describe(one)["model_args"]["global_pool"] for one in (trained, model)]
-            if pools[0] != pools[1]:
+        if type(model) is type(trained) is ImageBackbone:
+            own, its = (describe(one)["model_args"] for one in (model, trained))
+            refuse_difference(_function_of(own), _function_of(its))
+            if own["global_pool"] != its["global_pool"]:
+                pools = its["global_pool"], own["global_pool"]
                 _note(model, "the features of patches are pooled by {}, and now by {}".format(*pools))
 
     def start_from(self, model: nn.Module, loaded: Loaded, info: DataInfo) -> None:

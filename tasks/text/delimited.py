@@ -17,6 +17,8 @@ _SWALLOWED = {",": (10, 1.0), "\t": (2, 0.9)}
 _NEAR = 100  # rows before and lines behind such a cell, with which its lines are compared
 # A mark in a file of tabs that neither opens nor closes a cell, nor is one of two: who quotes does not write it.
 _UNQUOTED = re.compile(r'"(?<=[^"\t\r\n]")(?=[^"\t\r\n])')
+PARTED = "begins here whose lines are read as rows, since they look like those of the file"
+JOINED = "ends here whose lines have as many cells as rows, and it is read as one text"
 _STRAY = "a quotation mark that closes no cell: write it twice inside a cell"
 _NUL = "a NUL among quotation marks, which Python reads from 3.11 on"
 
@@ -24,15 +26,14 @@ _NUL = "a NUL among quotation marks, which Python reads from 3.11 on"
 class Row(NamedTuple):
     """The cells of a row and the line at which it ends; or why it is `malformed`, and the line at which it begins.
 
-    The first line is 1. A row `is_parted` if it is the first line of a quoted cell whose lines are read as rows. It
-    `is_joined` if it has a quoted cell whose lines look like rows, and is read as one row.
+    The first line is 1. A row has a `doubt` about a quoted cell whose lines look like rows: PARTED, if they are
+    read as rows, of which this is the first, or JOINED, if they are a cell of this row.
     """
 
     line: int
     cells: list[str]
     malformed: str | None = None
-    is_parted: bool = False
-    is_joined: bool = False
+    doubt: str | None = None
 
 
 def read_rows(file: Iterable[str], delimiter: str) -> Iterator[Row]:
@@ -58,25 +59,26 @@ def read_rows(file: Iterable[str], delimiter: str) -> Iterator[Row]:
             return
         except csv.Error:
             cells = []
-            strays, parted, whole = True, False, []
+            strays, doubt = True, None
             has_nul = any("\0" in line for line in lines.taken)  # which Python reads from 3.11 on
             neighbours.is_unquoted |= delimiter == "\t" and not has_nul
         else:
             has_nul = False
             whole = _find_whole(lines.taken, delimiter, columns)
-            strays = parted = bool(whole) and (len(cells) != columns or neighbours.have_like(whole, lines.peek(_NEAR)))
+            strays = bool(whole) and (len(cells) != columns or neighbours.have_like(whole, lines.peek(_NEAR)))
+            doubt = (PARTED if strays else JOINED) if whole else None
         if strays:
             first = lines.go_back()
             cells = first.rstrip("\r\n").split(delimiter)
             is_quoted = '"' in first
             if (is_quoted or not has_nul) and (delimiter != "\t" or len(cells) != columns):
-                yield Row(lines.number, [], _NUL if has_nul else _STRAY, parted)
+                yield Row(lines.number, [], _NUL if has_nul else _STRAY, doubt)
                 continue
         if cells:
             if columns:
                 neighbours.add(cells, lines.taken)
             columns = columns or len(cells)
-            yield Row(lines.number, cells, is_parted=parted, is_joined=bool(whole) and not parted)
+            yield Row(lines.number, cells, doubt=doubt)
 
 
 def _find_whole(lines: list[str], delimiter: str, columns: int) -> list[str]:

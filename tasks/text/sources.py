@@ -24,10 +24,13 @@ from typing import IO, Any, NamedTuple
 from longseq.tasks.data.folders import leads_above
 from longseq.tasks.data.tables import check_header
 from longseq.tasks.text.compressed import open_bzip2, open_xz
-from longseq.tasks.text.delimited import DELIMITERS, Row, read_rows
+from longseq.tasks.text.delimited import DELIMITERS, PARTED, Row, read_rows
 from longseq.tasks.text.documents import Document, LineCounter, Place
 
 _log = logging.getLogger(__name__)
+
+# The endings of files with a JSON object in each line.
+JSON_LINES = (".jsonl", ".ndjson")
 
 # Bytes of a part. One process holds the text of some documents and the tokens of one part.
 PART_SIZE = 1 << 25
@@ -216,7 +219,7 @@ def group_files(files: Sequence[str], *, size: int = PART_SIZE, format: str = "t
 
 def _format_of(path: Path) -> str:
     ending = path.suffix.lower()
-    if ending in (".jsonl", ".ndjson", ".json"):
+    if ending in (*JSON_LINES, ".json"):
         return "jsonl"
     if ending in _OPENERS and _format_of(path.with_suffix("")) == "jsonl":
         return "compressed"
@@ -408,14 +411,11 @@ def _read_csv(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
     with open(part.path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         rows = read_rows(file, DELIMITERS[part.format])
         header = next(rows).cells
-        parted: list[int] = []
-        joined: list[int] = []
+        doubtful: dict[str, list[int]] = {}
         for row in rows:
             place = Place(part.path, line=row.line)
-            if row.is_parted:
-                parted.append(row.line)
-            if row.is_joined:
-                joined.append(row.line)
+            if row.doubt is not None:
+                doubtful.setdefault(row.doubt, []).append(row.line)
             if row.malformed is not None:
                 yield Malformed(place, row.malformed)
             elif len(row.cells) != len(header):
@@ -423,20 +423,16 @@ def _read_csv(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
                 yield Malformed(place, f"{len(row.cells)} cells under a header of {len(header)}")
             else:
                 yield _document(dict(zip(header, row.cells, strict=True)), columns, place)
-    for lines, is_parted in ((parted, True), (joined, False)):
-        if lines:
-            _warn_of_doubtful(Place(part.path, line=lines[0]), len(lines), is_parted)
+    for doubt, lines in doubtful.items():
+        _warn_of_doubtful(Place(part.path, line=lines[0]), len(lines), doubt)
 
 
 @cache
-def _warn_of_doubtful(first: Place, count: int, is_parted: bool) -> None:
+def _warn_of_doubtful(first: Place, count: int, doubt: str) -> None:
     """Warn once of quoted cells whose lines look like rows, however often the file is read."""
     others = f" ({count} such cells)" if count > 1 else ""
-    if is_parted:
-        told = "begins here whose lines are read as rows, since they look like those of the file%s; if it is one text"
-    else:
-        told = "ends here whose lines have as many cells as rows, and it is read as one text%s; if they are rows"
-    _log.warning(f"%s: a quoted cell {told}, give jsonl or parquet", first.describe(), others)
+    remedy = "if it is one text" if doubt == PARTED else "if they are rows"
+    _log.warning("%s: a quoted cell %s%s; %s, give jsonl or parquet", first.describe(), doubt, others, remedy)
 
 
 def _read_parquet(part: Part, columns: Columns) -> Iterator[Document | Malformed]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,6 +13,7 @@ from hydra.types import RunMode
 from torch import Tensor, nn
 
 from longseq import mixers
+from longseq.backbones.likeness import find_difference
 from longseq.mixers.pattern import options_by_name
 from longseq.models import PretrainedModel, describe, kind_of
 from longseq.parameters import count_parameters
@@ -179,6 +180,19 @@ def _lower(config: Mapping[str, Any]) -> str:
     }
     key = max(sizes, key=lambda name: sizes[name], default=None)
     return "give lower sizes" if key is None else f"give lower sizes, such as of {key}={spell(sizes[key])}"
+
+
+def refuse_difference(own: Mapping[str, Any], its: Mapping[str, Any], ignored: Collection[str] = ()) -> None:
+    """ValueError, which names the key to give, for the first argument of a model that the one of a file has not."""
+    if (found := find_difference(own, its, ignored=ignored)) is None:
+        return
+    option, _, mixer = found.name.partition(" of ")
+    place = f"+mixer.options.{mixer}.{option}" if "+" in own["mixer"] else f"mixer.options.{option}"
+    key = place if mixer else "mixer" if found.name == "mixer" else f"model.{found.name}"
+    raise ValueError(
+        f"init: {found.name} is {spell(found.one)} in the new model and {spell(found.other)} in that of the file: "
+        f"give {key}={spell(found.other)}"
+    )
 
 
 def copy_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:

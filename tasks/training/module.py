@@ -290,7 +290,8 @@ class TrainedModule(LightningModule):
             trainer: Any = self.trainer
             if not trainer.fast_dev_run:
                 config = (checkpoint.get("hyper_parameters") or {}).get("config") or {}
-                refuse_other_epoch(config.get("trainer") or {}, trainer, trainer.datamodule)
+                if "trainer" in config:
+                    refuse_other_epoch(config["trainer"], trainer, trainer.datamodule)
             saved = checkpoint.get("lr_schedulers") or []
             self._saved_schedules = [state for state in saved if _is_of_constant_rate(state)]
             self._saved_update = checkpoint["global_step"]
@@ -445,7 +446,7 @@ class TrainedModule(LightningModule):
             if value is not None and value > most:
                 raise ValueError(
                     f"trainer.{key}={value} is longer than the run ({run.key}={run.count:g}): give at most {most}, or "
-                    f"a longer run"
+                    "a longer run"
                 )
 
     def _check_after_validations(self) -> None:

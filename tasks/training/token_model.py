@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from longseq.backbones.likeness import find_difference
 from longseq.backbones.tokens import TokenBackbone
 from longseq.kernels.packing import Packing
 from longseq.mixers import ContractError, Mixer
@@ -16,8 +15,7 @@ from longseq.mixers.contract import check_sequences_apart
 from longseq.mixers.registry import name_of
 from longseq.models import describe
 from longseq.tasks.training.checkpoint import Loaded
-from longseq.tasks.training.model import TaskModel, mixer_options, outlined
-from longseq.tasks.training.options import spell
+from longseq.tasks.training.model import TaskModel, mixer_options, outlined, refuse_difference
 from longseq.tokenizer_files import same_tokenizer
 
 # The only model of these tasks, as `config.model` names it.
@@ -45,19 +43,6 @@ def check_alike(model: TokenBackbone, trained: TokenBackbone, ignored: Collectio
     """ValueError, which names the key to give, if token models compute different functions of the same weights."""
     own, its = (describe(one)["model_args"] for one in (model, trained))
     refuse_difference(own, its, ignored)
-
-
-def refuse_difference(own: Mapping[str, Any], its: Mapping[str, Any], ignored: Collection[str] = ()) -> None:
-    """ValueError, which names the key to give, for the first argument of a model that the one of a file has not."""
-    if (found := find_difference(own, its, ignored=ignored)) is None:
-        return
-    option, _, mixer = found.name.partition(" of ")
-    place = f"+mixer.options.{mixer}.{option}" if "+" in own["mixer"] else f"mixer.options.{option}"
-    key = place if mixer else "mixer" if found.name == "mixer" else f"model.{found.name}"
-    raise ValueError(
-        f"init: {found.name} is {spell(found.one)} in the new model and {spell(found.other)} in that of the file: "
-        f"give {key}={spell(found.other)}"
-    )
 
 
 def check_tokenizer(loaded: Loaded, tokenizer: Mapping[str, Any] | None) -> None:

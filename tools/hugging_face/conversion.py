@@ -27,7 +27,7 @@ from longseq.tools.hugging_face.weights import Weight, read_weights, write_weigh
 # The config.json of a converted model's source: its keys that our models do not have return on the way back.
 SOURCE_CONFIG = "source_config.json"
 
-# Those that do not return: they tell what is computed, or its type, which the family's own keys do.
+# Keys of that file which are not written back: they tell what is computed, or its type, as the family's own keys do.
 COMPUTED = ("rope_parameters", "layer_types", "torch_dtype")
 
 # Files of a tokenizer's vocabulary, in the forms that transformers reads. Ours is the first.

@@ -312,6 +312,10 @@ def test_labels_with_a_fraction_are_refused(folder, tmp_path):
             sources.number_of_class(label, "")
     with pytest.raises(ValueError, match=r"the label 0\.\d+ must be the number of a class"):
         open_data(f"hfds/{tmp_path / 'parquet'}", tmp_path / "cache", val_split="validation", num_classes=3)
+    keys = {"val_split": "validation", "num_classes": 3, "train_samples": 12}
+    stream = open_data(f"hfids/{tmp_path / 'parquet'}", tmp_path / "cache", **keys)
+    with pytest.raises(ValueError, match=r"image 0: the stream: the label 0\.1 must be the number of a class"):
+        gather(stream.val_dataloader())
 
 
 @pytest.mark.slow

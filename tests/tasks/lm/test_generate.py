@@ -12,7 +12,6 @@ import torch
 from longseq import mixers
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks import generate
-from longseq.tasks.data.input_keys import tell_escapes
 from longseq.tasks.generate import GenerateKeys, Writer
 from longseq.tasks.text.stream import StopStrings, TextStream
 from longseq.tasks.text.tokenizer import ByteTokenizer
@@ -219,10 +218,10 @@ def test_prompts_come_from_lines_and_from_json(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", ["\\n\\n", "end\\t"])
 def test_a_backslash_that_a_shell_passes_on_is_told(stop, caplog):
-    tell_escapes("stop", [stop])
+    generate.tell_escapes("stop", [stop])
     assert "stop has a backslash and a letter, which stand for no line break or tab" in caplog.text
     caplog.clear()
-    tell_escapes("stop", ["\n\n", "\\begin"])
+    generate.tell_escapes("stop", ["\n\n", "\\begin"])
     assert not caplog.messages
 
 

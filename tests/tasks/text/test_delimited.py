@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from longseq.tasks.text.delimited import read_rows
+from longseq.tasks.text.delimited import PARTED, read_rows
 
 STRAY = "a quotation mark that closes no cell: write it twice inside a cell"
 
@@ -107,7 +107,7 @@ def test_a_quoted_text_of_lines_with_delimiters_is_one_cell(
     csv.writer(file, delimiter=delimiter).writerows([[row[name] for name in order] for row in rows])
     found = list(read_rows(io.StringIO(delimiter.join(order) + "\n" + file.getvalue(), newline=""), delimiter))
     assert [row.cells for row in found] == [list(order), *([row[name] for name in order] for row in rows)]
-    assert not any(row.is_parted for row in found)
+    assert not any(row.doubt == PARTED for row in found)
 
 
 @pytest.mark.slow
@@ -128,7 +128,7 @@ def test_rows_among_two_stray_marks_are_told_by_their_labels(delimiter: str, row
     lines[first], lines[first + 14] = f'a{delimiter}"word\n', f'a{delimiter}word"\n'
     found = list(read_rows([f"label{delimiter}text\n", *lines], delimiter))
     assert len(found) == 201
-    assert [row.line for row in found if row.is_parted] == [first + 2]
+    assert [row.line for row in found if row.doubt == PARTED] == [first + 2]
     assert [row.line for row in found if row.malformed] == ([first + 2] if delimiter == "," else [])
 
 
@@ -142,7 +142,7 @@ def test_rows_among_two_stray_marks_are_told_by_other_stray_marks(where: int) ->
     lines[where] = f'{where}\ta 12" disc\n'
     found = list(read_rows(["number\ttext\n", *lines], "\t"))
     assert [row.cells for row in found[1:]] == [line.rstrip().split("\t") for line in lines]
-    assert [row.line for row in found if row.is_parted] == [12]
+    assert [row.line for row in found if row.doubt == PARTED] == [12]
 
 
 @pytest.mark.slow

@@ -652,28 +652,27 @@ def test_json_of_many_levels_is_counted(line: int, ending: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_quoted_cells_that_are_read_as_rows_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    lines = [f"{'ab'[row % 2]}\tword {row}\n" for row in range(30)]
-    lines[3], lines[5], lines[13], lines[15] = 'a\t"word\n', 'a\tword"\n', 'a\t"word\n', 'a\tword"\n'
+@pytest.mark.parametrize(
+    ("name", "stray", "documents", "told"),
+    [
+        # Labels that repeat tell that these are rows.
+        (lambda row: "ab"[row % 2], (3, 13), 30, "line 5: a quoted cell begins here whose lines are read as rows, "
+         "since they look like those of the file (2 such cells)"),
+        (str, (3,), 28, "line 7: a quoted cell ends here whose lines have as many cells as rows, and it is read as one "
+         "text"),
+    ],
+)  # fmt: skip
+def test_quoted_cells_whose_lines_look_like_rows_are_told(
+    name: Any, stray: tuple[int, ...], documents: int, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = [f"{name(row)}\tword {row}\n" for row in range(30)]
+    for row in stray:
+        lines[row], lines[row + 2] = f'{name(row)}\t"word\n', f'{name(row + 2)}\tword"\n'
     path = tmp_path / "a.tsv"
-    path.write_text("label\ttext\n" + "".join(lines))
+    path.write_text("name\ttext\n" + "".join(lines))
     parts = find_parts([str(path)], Columns())
-    assert sum(isinstance(one, Document) for part in parts for one in read_part(part, Columns())) == 30
-    told = f"{path}, line 5: a quoted cell begins here whose lines are read as rows, since they look like those of the"
-    assert [record.getMessage().startswith(told) for record in caplog.records] == [True]
-    assert "(2 such cells)" in caplog.text
-
-
-@pytest.mark.slow
-def test_a_quoted_cell_whose_lines_look_like_rows_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    lines = [f"{row}\tword {row}\n" for row in range(30)]
-    lines[3], lines[5] = '3\t"word\n', '5\tword"\n'
-    path = tmp_path / "a.tsv"
-    path.write_text("id\ttext\n" + "".join(lines))
-    parts = find_parts([str(path)], Columns())
-    assert sum(isinstance(one, Document) for part in parts for one in read_part(part, Columns())) == 28
-    told = f"{path}, line 7: a quoted cell ends here whose lines have as many cells as rows, and it is read as one text"
-    assert [record.getMessage().startswith(told) for record in caplog.records] == [True]
+    assert sum(isinstance(one, Document) for part in parts for one in read_part(part, Columns())) == documents
+    assert [record.getMessage().startswith(f"{path}, {told}") for record in caplog.records] == [True]
 
 
 def test_a_second_process_is_refused(tmp_path: Path) -> None:
