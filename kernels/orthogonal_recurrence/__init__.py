@@ -101,9 +101,9 @@ def orthogonal_recurrence(
         ttt           gamma k_i (I - ẑ ẑᵀ) v / ‖z‖   with z = S_{t-1} k, ẑ = z / ‖z‖
 
     and "ttt" has no N. `normalize=False` leaves out N (an ablation: norms then grow). `threshold` is the weight λ_t of
-    an l1 norm on the state: before N, entries move towards zero by gamma_t λ_t, and those at zero pass no gradient on,
-    also where gamma_t is 0. The state must be given; with N its columns are brought to unit length first. A zero column
-    stays zero until it is written. Tokens with gamma = 0 and g = 0 leave the state as it is.
+    an l1 norm on the state: before N, entries move towards zero by gamma_t λ_t, and those that it holds there pass no
+    gradient on. The state must be given; with N its columns are brought to unit length first. A zero column stays zero
+    until it is written. Tokens with gamma = 0 and g = 0 leave the state as it is, and its gradient.
 
     `chunk_size` is part of the definition. Chunks of C tokens are counted from the token that is read first. The Δ_t of
     a chunk are found from the state before the chunk and added up without N. o_t is still read from N(S_t), and at the

@@ -42,6 +42,7 @@ from longseq.kernels.orthogonal_recurrence.reference import (
     column_norms,
     has_unit_columns,
     mend_squares,
+    move_towards_zero,
     normalise_columns,
 )
 from longseq.kernels.precision import without_autocast
@@ -395,7 +396,7 @@ def _token(
         c, a = c / lengths, a / lengths
     state = (state * torch.addcmul(decay, c, a, value=-1.0)).addcmul_(h.transpose(-1, -2), c)
     if shrink is not None:
-        state = state.sign() * (state.abs() - shrink).relu()
+        state = move_towards_zero(state, shrink)
     if unit:
         norms = column_norms(state)
         state = state / norms  # not in place: an exported graph keeps the state from before for its own gradients
@@ -426,7 +427,7 @@ def _token_backward(
         sign = after.sign()
         if wanted.gamma or wanted.threshold:
             d_shrink = -(sign * d_state).sum((-2, -1), keepdim=True)
-        d_state.mul_(sign.abs_())
+        d_state.mul_(sign.abs_().masked_fill_(shrink == 0, 1))
     d_keep = (before * d_state).sum(-2, keepdim=True)
     d_c = torch.bmm(h, d_state).addcmul_(d_keep, present, value=-1)
     d_a = -d_keep * written

@@ -110,8 +110,14 @@ def _advance(
         state = g.to(dtype).exp()[..., None, None] * state
     state = state - gamma * _gradient(frozen, k, v, objective)
     if threshold is not None:
-        state = state.sign() * (state.abs() - gamma * threshold.to(dtype)[..., None, None]).relu()
+        state = move_towards_zero(state, gamma * threshold.to(dtype)[..., None, None])
     return state
+
+
+def move_towards_zero(state: Tensor, distance: Tensor) -> Tensor:
+    """Soft threshold: entries that reach zero stop there. Without a distance, a zero passes its gradient on, too."""
+    moved = state.sign() * (state.abs() - distance).relu()
+    return torch.where((state == 0) & (distance == 0), state, moved)
 
 
 def _gradient(state: Tensor, k: Tensor, v: Tensor, objective: str) -> Tensor:

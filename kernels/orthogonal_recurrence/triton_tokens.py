@@ -254,7 +254,7 @@ def _recompute_segment(
 
 @triton.jit
 def _differentiate_token(
-    before, after, d_state, r, q, k, v, d_output, h, a, strength, decay,
+    before, after, d_state, r, q, k, v, d_output, h, a, strength, decay, shrink,
     OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, SHRUNK: tl.constexpr,
 ):  # fmt: skip
     """The gradients of the state before a token, of q, k and v, and of the strength, decay and soft threshold."""
@@ -265,8 +265,9 @@ def _differentiate_token(
         d_state = (d_state - after * along[None, :]) * r[None, :]
     d_shrink = 0.0
     if SHRUNK:
-        d_state = tl.where(after == 0.0, 0.0, d_state)
-        d_shrink = tl.sum(tl.sum(tl.where(after > 0.0, -d_state, d_state), 1), 0)
+        moved = tl.where(after == 0.0, 0.0, d_state)
+        d_shrink = tl.sum(tl.sum(tl.where(after > 0.0, -moved, moved), 1), 0)
+        d_state = tl.where(shrink == 0.0, d_state, moved)
 
     source = k
     if OBJECTIVE == "encode":
@@ -398,7 +399,7 @@ def retreat_tokens(
 
                 d_state, dq, dk, dv, d_strength, d_decay, d_shrink = _differentiate_token(
                     slots, after, d_state, r, query * scale, key, value, d_read, h, a, strength, decay,
-                    OBJECTIVE, UNIT, SHRUNK,
+                    strength * limit, OBJECTIVE, UNIT, SHRUNK,
                 )  # fmt: skip
                 place = place_0 + token * H
                 if d_q is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cases import cases
@@ -75,6 +77,27 @@ def test_threshold_is_the_proximal_step_of_the_l1_norm():
     assert 0 < kept.sum() < kept.numel()
     assert_equal_up_to_rounding(moved[kept], (limit * shrunk.sign())[kept], "entries that stay")
     assert (moved.abs() <= limit + 1e-12).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("normalize", [True, False])
+def test_tokens_that_do_not_write_pass_the_gradient_of_zeros_on(normalize):
+    """A soft threshold of zero is the identity, also for entries of the state that are exactly zero."""
+    inputs = make_inputs(OP, "l1", tokens=5)
+    inputs = replace(inputs, options={**inputs.options, "normalize": normalize})
+    inputs.initial_state[..., 1:3, :] = 0
+    state = inputs.initial_state.requires_grad_()
+
+    def differentiate(inputs, backend):
+        output, final = inputs.run(backend=backend)
+        (gradient,) = torch.autograd.grad(output[:, -5:].square().sum() + final.sum(), state)
+        return gradient
+
+    expected = differentiate(inputs, "reference")
+    assert (expected[..., 1:3, :] != 0).any()
+    behind = {name: torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (2, 0)) for name, x in inputs.sequences.items()}
+    for backend in ("torch", "reference"):
+        assert_equal_up_to_rounding(differentiate(inputs.replace(behind), backend), expected, backend)
 
 
 @pytest.mark.parametrize("variant", CHUNKED)

@@ -86,6 +86,16 @@ def test_a_threshold_on_unnormalized_slots(interpreted, short_stretches, objecti
     assert_as_accurate_as_torch(unnormalized(make_inputs(OP, "l1", batch=1, tokens=6), objective))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_threshold_where_tokens_do_not_write(interpreted, short_stretches, normalize):
+    inputs = make_inputs(OP, "l1", batch=1, tokens=6, sizes={"H": 1})
+    inputs = replace(inputs, options={**inputs.options, "normalize": normalize})
+    inputs.sequences["gamma"][:, [0, 1, 4]] = 0
+    inputs.initial_state[..., 1:3, :] = 0
+    assert_as_accurate_as_torch(inputs, gradients(inputs, backend="reference"))
+
+
 @pytest.mark.parametrize("chunk_size", [1, 4])
 @pytest.mark.parametrize("variant", ["gated", "unnormalized", "encode", "ttt"])
 def test_empty_slots_and_zero_keys(interpreted, short_stretches, variant, chunk_size):
