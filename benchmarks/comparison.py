@@ -90,9 +90,10 @@ def read(files: str) -> dict[str, Any]:
 def results_of(kept: Mapping[str, Any]) -> dict[str, Any]:
     """The rows of a file, which have the value of each seed in each column, as the results of one command.
 
-    ValueError for other rows.
+    A column in which a row diverged has no value of it. ValueError for other rows.
     """
     columns = [(row, heading) for row in kept["rows"] for heading in row if "=" in heading]
+    columns = [(row, heading) for row, heading in columns if row[heading] != "diverged"]
     without = next((pair for pair in columns if not isinstance(pair[0][pair[1]], Mapping)), None)
     if without is not None:
         row, heading = without
@@ -108,10 +109,8 @@ def results_of(kept: Mapping[str, Any]) -> dict[str, Any]:
             "status": "finished",
             "metrics": {kept["report"]: value},
         }
-        for row in kept["rows"]
-        for heading, values in row.items()
-        if "=" in heading
-        for seed, value in values.items()
+        for row, heading in columns
+        for seed, value in row[heading].items()
     ]
     summary = comparison.summarize(runs, kept["report"], kept["report"])
     return {"rows": runs, "summary": summary, "report": kept["report"]}

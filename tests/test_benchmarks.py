@@ -140,8 +140,11 @@ def test_what_a_script_lacks_is_told_in_one_line(call, monkeypatch, words, told)
 
 
 def test_rows_without_a_value_of_each_seed_are_told(script, monkeypatch):
-    rows = [{"mixer": "gla", "d_model=8": {"0": 0.5}}, {"mixer": "vla", "d_model=8": "diverged"}]
-    with pytest.raises(ValueError, match="the row vla has no value of each seed in d_model=8, but 'diverged'"):
+    rows = [{"mixer": "gla", "d_model=8": {"0": 0.5}}, {"mixer": "lattice", "d_model=8": "diverged"}]
+    results = script("comparison").results_of({"report": "test/accuracy", "rows": rows})
+    assert [entry["name"] for entry in results["summary"]] == ["gla"]
+    rows.append({"mixer": "vla", "d_model=8": 0.25})
+    with pytest.raises(ValueError, match=r"the row vla has no value of each seed in d_model=8, but 0\.25"):
         script("comparison").results_of({"report": "test/accuracy", "rows": rows})
 
 
