@@ -58,6 +58,7 @@ from longseq.tasks.image.sources import (
     open_stream,
     require_arrays,
     require_folder,
+    require_one_class_list,
     require_readable,
     require_same_numbers,
     shard_splits,
@@ -551,15 +552,20 @@ class ImageDataModule(TaskData):
             return None
         return device
 
-    def _stream(self, kind: str, training: bool) -> Any:
-        keys = self.keys
+    def _stream_split(self, kind: str) -> str:
         name = self.split_names[kind] or self.split_names["validation"]
         if name is None:
-            raise ValueError(f"data.source={keys.source} is a stream and cannot be split: give data.val_split=NAME")
+            raise ValueError(
+                f"data.source={self.keys.source} is a stream and cannot be split: give data.val_split=NAME"
+            )
+        return name
+
+    def _stream(self, kind: str, training: bool) -> Any:
+        keys = self.keys
         return open_stream(
             keys.source,
             self.root,
-            name=name,
+            name=self._stream_split(kind),
             training=training,
             batch_size=self.batch_size,
             seed=self.seed,
@@ -571,6 +577,7 @@ class ImageDataModule(TaskData):
 
     def _describe_stream(self, kinds: Sequence[str]) -> tuple[dict[str, int | None], list[str]]:
         """The sizes of splits and the class names, as far as the reader knows them; the classes are of the first."""
+        require_one_class_list(self.keys.source, self.root, [self._stream_split(kind) for kind in kinds])
         readers = {kind: self._stream(kind, training=kind == "train").reader for kind in kinds}
         names = {"train": "train", "validation": "val", "test": "test"}
         sizes = {

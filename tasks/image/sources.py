@@ -24,6 +24,7 @@ from timm.data.readers import create_reader
 from timm.data.readers.class_map import load_class_map
 from torchvision import datasets as torchvision_datasets
 
+from longseq.tasks.data.class_lists import require_one_list
 from longseq.tasks.data.folders import is_unicode
 from longseq.tasks.data.inputs import PassedOver, describe_passed_over
 from longseq.tasks.data.labels import alike, name_some, rarest_labels
@@ -467,6 +468,13 @@ def _require_root(root: str | None, source: str) -> str:
     return root
 
 
+def require_one_class_list(source: str, root: str | None, splits: Sequence[str]) -> None:
+    """Raise ValueError where the files of hfds/PATH or hfids/PATH number the classes of images otherwise."""
+    prefix, _, path = source.partition("/")
+    if prefix.lower() in ("hfds", "hfids"):
+        require_one_list(f"data.source={source}", path, splits, root=root)
+
+
 def timm_splits(
     source: str,
     root: str | None,
@@ -494,6 +502,7 @@ def timm_splits(
             raise ValueError(
                 f"data.source={source} is no local path: give hfds/PATH, or data.download=true to fetch it"
             )
+        require_one_class_list(source, root, [names["train"] or "train", *filter(None, names.values())])
         train_source = _open(source, root, names["train"] or "train", class_map, download)
         held_out = {
             kind: _open(source, root, name, class_map, download)
@@ -581,6 +590,7 @@ def held_out_split(
         name = names[kind] or names["validation"]
         if name is None:
             return None
+        require_one_class_list(source, root, [name])
         opened = _open(source, root, name, class_map, download)
         if whole and names[kind] is None:
             _log.warning("data.test_split is not given, and the split %s is measured: name another one by it", name)

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, NamedTuple
 
+from longseq.tasks.data.class_lists import require_one_list
 from longseq.tasks.data.folders import leads_above
 from longseq.tasks.data.tables import check_header
 from longseq.tasks.text.compressed import open_bzip2, open_xz
@@ -36,7 +37,7 @@ JSON_LINES = (".jsonl", ".ndjson")
 PART_SIZE = 1 << 25
 
 # Changes where a reader gives other documents for the same file, so that older caches are not taken.
-READING = 5
+READING = 6
 
 # Before the name of a set on the Hugging Face hub: hfids/OWNER/NAME, hfids/OWNER/NAME:CONFIGURATION@SPLIT.
 STREAM = "hfids/"
@@ -298,6 +299,9 @@ def _parts_of_saved(path: Path, columns: Columns, size: int) -> Iterator[Part]:
 
 
 def _parts_of_stream(given: str, columns: Columns) -> Iterator[Part]:
+    name, configuration, split = _name_stream(given)
+    for column in columns.labels:
+        require_one_list(columns.spell(given), name, [split], column=column, configuration=configuration)
     stream = _load_stream(given, columns)
     if stream.column_names is not None:
         _check_columns(given, columns, stream.column_names)
@@ -662,13 +666,19 @@ def _datasets() -> Any:
     return datasets
 
 
-def _load_stream(given: str, columns: Columns) -> Any:
-    """The stream of a set on the hub, which is fetched while it is read."""
+def _name_stream(given: str) -> tuple[str, str | None, str]:
+    """The name of a set on the hub, its configuration and its split."""
     name, _, split = given.removeprefix(STREAM).partition("@")
     name, _, configuration = name.partition(":")
+    return name, configuration or None, split or "train"
+
+
+def _load_stream(given: str, columns: Columns) -> Any:
+    """The stream of a set on the hub, which is fetched while it is read."""
+    name, configuration, split = _name_stream(given)
     load = _datasets().load_dataset
     try:
-        return load(name, configuration or None, split=split or "train", streaming=True)
+        return load(name, configuration, split=split, streaming=True)
     except Exception as error:  # the library raises many kinds, also for a missing network
         raise ValueError(f"{columns.spell(given)} cannot be opened: {error}") from error
 

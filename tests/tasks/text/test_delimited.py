@@ -136,13 +136,79 @@ def test_rows_among_two_stray_marks_are_told_by_their_labels(delimiter: str, row
 @pytest.mark.parametrize("where", [3, 35], ids=["before", "behind"])
 def test_rows_among_two_stray_marks_are_told_by_other_stray_marks(where: int) -> None:
     """Where no two rows have a cell in common, and a file of tabs has marks that are not quoted."""
-    lines = [f"{row}\tword {row}\n" for row in range(40)]
-    lines[10], lines[30] = '10\t"word 10\n', '30\tword 30"\n'
-    assert len(list(read_rows(["number\ttext\n", *lines], "\t"))) == 21
-    lines[where] = f'{where}\ta 12" disc\n'
-    found = list(read_rows(["number\ttext\n", *lines], "\t"))
+    lines = [f"{row}th\tword {row}\n" for row in range(40)]
+    lines[10], lines[30] = '10th\t"word 10\n', '30th\tword 30"\n'
+    assert len(list(read_rows(["place\ttext\n", *lines], "\t"))) == 21
+    lines[where] = f'{where}th\ta 12" disc\n'
+    found = list(read_rows(["place\ttext\n", *lines], "\t"))
     assert [row.cells for row in found[1:]] == [line.rstrip().split("\t") for line in lines]
     assert [row.line for row in found if row.doubt == PARTED] == [12]
+
+
+def numbered(numbers: list[int], strays: dict[int, int], columns: tuple[str, str] = ("number", "text")) -> list[str]:
+    """The lines of a csv of numbers and texts, with stray marks in the rows of the keys of `strays` and the values."""
+    texts = [f"word {row}" for row in range(len(numbers))]
+    for start, stop in strays.items():
+        texts[start], texts[stop] = f'"word {start}', f'word {stop}"'
+    rows = ({"number": str(number), "text": text} for number, text in zip(numbers, texts, strict=True))
+    return [",".join(columns) + "\n", *(",".join(row[name] for name in columns) + "\n" for row in rows)]
+
+
+@pytest.mark.parametrize("columns", [("number", "text"), ("text", "number")])
+def test_rows_that_a_column_numbers_are_told_by_their_numbers(columns: tuple[str, str]) -> None:
+    """Where no two rows have a cell in common: as one text, they would leave out numbers."""
+    strays = {5: 25, 40: 41, 60: 90}
+    found = list(read_rows(numbered(list(range(7, 107)), strays, columns), ","))
+    assert [(row.line, row.malformed, row.doubt) for row in found if row.malformed] == [
+        (row + 2, STRAY, PARTED) for row in strays
+    ]
+    good = [dict(zip(columns, row.cells, strict=True)) for row in found[1:] if not row.malformed]
+    assert [int(row["number"]) for row in good] == [row + 7 for row in range(100) if row not in strays]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("numbers", "start", "stop", "is_told"),
+    [
+        (list(range(40)), 0, 20, True),
+        (list(range(40)), 25, 39, False),  # a table may count on from its row, and no row behind contradicts
+        ([row * 3 for row in range(40)], 10, 12, True),
+        ([row * 5 + row % 3 for row in range(60)], 20, 40, True),
+        ([row * 5 + row % 3 for row in range(60)], 20, 22, False),
+        (list(range(20)) + list(range(70, 110)), 25, 45, False),
+        (list(range(60, 0, -1)), 20, 40, False),
+    ],
+    ids=["first", "last", "few", "uneven", "few uneven", "gap", "down"],
+)
+def test_numbers_tell_rows_where_they_leave_no_choice(numbers: list[int], start: int, stop: int, is_told: bool) -> None:
+    found = list(read_rows(numbered(numbers, {start: stop}), ","))
+    assert [row.line for row in found if row.doubt == PARTED] == ([start + 2] if is_told else [])
+    assert len(found) == len(numbers) + 1 - (0 if is_told else stop - start)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delimiter", [",", "\t"])
+def test_a_table_of_numbers_in_a_quoted_text_is_one_cell(delimiter: str) -> None:
+    """Also one that counts on from the number of its row, as pandas writes it."""
+    generator = random.Random(0)
+    for _ in range(500):
+        rows = []
+        number = generator.randrange(2000)
+        step = generator.choice([1, 1, 9, 30])
+        for row in range(generator.randrange(3, 60)):
+            text = f"word {row}"
+            if generator.random() < 0.2:
+                start = generator.choice([0, 1, number, number + 1, number + step, 1990])
+                values = range(start, start + step * generator.randrange(2, 25), generator.randint(1, step))
+                text = generator.choice(["", "Here it is:\n"])
+                text += "\n".join(f"{value}{delimiter}value {value}" for value in values)
+            rows.append([str(number), text])
+            number += generator.randint(1, step)
+        file = io.StringIO(newline="")
+        csv.writer(file, delimiter=delimiter).writerows([["number", "text"], *rows])
+        good, malformed = read(file.getvalue(), delimiter)
+        assert [cells for _, cells in good[1:]] == rows
+        assert not malformed
 
 
 @pytest.mark.slow

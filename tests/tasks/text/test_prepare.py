@@ -577,6 +577,28 @@ def test_a_stream_is_read_shard_by_shard(tmp_path: Path, monkeypatch: pytest.Mon
         find_parts(["hfids/owner/name"], columns)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("many", [False, True])
+def test_a_stream_whose_files_number_labels_otherwise_is_refused(many: bool, tmp_path: Path) -> None:
+    """The library reads the numbers of all files with the names of the first one."""
+    datasets = pytest.importorskip("datasets")
+    for split, names in (("train", ["cat", "dog"]), ("test", ["cat", "dog", "emu"]), ("validation", ["dog", "cat"])):
+        label, values = datasets.ClassLabel(names=names), [0, 1]
+        if many:
+            label, values = datasets.List(label), [[0], [0, 1]]
+        features = datasets.Features({"text": datasets.Value("string"), "tags": label})
+        rows = datasets.Dataset.from_dict({"text": ["one", "two"], "tags": values}, features=features)
+        rows.to_parquet(tmp_path / "data" / f"{split}.parquet")
+    columns = Columns(labels=("tags",))
+    assert len(find_parts([f"hfids/{tmp_path / 'data'}@test"], columns)) == 1
+    assert len(find_parts([f"hfids/{tmp_path / 'data'}@validation"], Columns())) == 1
+    told = (
+        r"input=hfids/.*@validation: class 0 is 'cat' in t\w+.parquet \(split t\w+\), and 'dog' in validation.parquet"
+    )
+    with pytest.raises(ValueError, match=told):
+        find_parts([f"hfids/{tmp_path / 'data'}@validation"], columns)
+
+
 @pytest.mark.parametrize("ending", COMPRESSORS)
 def test_a_truncated_compressed_file_gives_what_it_has(ending: str, tmp_path: Path) -> None:
     path, draws = tmp_path / f"a.jsonl{ending}", np.random.default_rng(0)
@@ -658,8 +680,8 @@ def test_json_of_many_levels_is_counted(line: int, ending: str, tmp_path: Path) 
         # Labels that repeat tell that these are rows.
         (lambda row: "ab"[row % 2], (3, 13), 30, "line 5: a quoted cell begins here whose lines are read as rows, "
          "since they look like those of the file (2 such cells)"),
-        (str, (3,), 28, "line 7: a quoted cell ends here whose lines have as many cells as rows, and it is read as one "
-         "text"),
+        ("{}th".format, (3,), 28, "line 7: a quoted cell ends here whose lines have as many cells as rows, and it is "
+         "read as one text"),
     ],
 )  # fmt: skip
 def test_quoted_cells_whose_lines_look_like_rows_are_told(

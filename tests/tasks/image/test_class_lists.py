@@ -1,0 +1,154 @@
+"""Files of Hugging Face data sets that each declare a list of classes."""
+
+import io
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from image_data import image_data
+from PIL import Image
+
+from longseq.tasks.data import class_lists
+from longseq.tasks.image.data import ImageDataModule
+from longseq.tasks.image.sources import require_one_class_list
+
+datasets = pytest.importorskip("datasets", reason="Hugging Face sources need longseq[datasets]")
+pytestmark = pytest.mark.slow
+
+NAMES = ["cat", "dog", "emu"]
+OTHERS = ["dog", "cat", "emu"]
+
+
+def rows_of(names, kind=None):
+    """Twelve images whose shade is that of their class by name."""
+    pictures = []
+    for number in range(12):
+        stream = io.BytesIO()
+        shade = 80 * NAMES.index(names[number % 3]) + number if names else number
+        Image.fromarray(np.full((16, 16, 3), shade, dtype=np.uint8)).save(stream, "PNG")
+        pictures.append({"bytes": stream.getvalue(), "path": None})
+    label = kind or datasets.ClassLabel(names=names)
+    values = [name for name in names for _ in range(4)] if kind == datasets.Value("string") else [0, 1, 2] * 4
+    features = datasets.Features({"image": datasets.Image(), "label": label})
+    return datasets.Dataset.from_dict({"image": pictures, "label": values}, features=features)
+
+
+def write(folder, train, validation, form):
+    """A data set in one of the forms in which datasets reads folders."""
+    splits = {"train": train, "validation": validation}
+    if form == "saved":
+        datasets.DatasetDict(splits).save_to_disk(folder)
+    for split, rows in splits.items():
+        if form == "parquet":
+            rows.to_parquet(folder / f"{split}.parquet")
+        elif form == "nested":
+            (folder / "data").mkdir(parents=True, exist_ok=True)
+            rows.to_parquet(folder / "data" / f"{split}-00000-of-00001.parquet")
+        elif form == "arrow":
+            rows.save_to_disk(folder.parent / split)
+            folder.mkdir(exist_ok=True)
+            (file,) = (folder.parent / split).glob("*.arrow")
+            shutil.copy(file, folder / f"{split}.arrow")
+    return folder
+
+
+def open_data(source, cache, **options):
+    options = {"img_size": 16, "batch_size": 4, "num_workers": 0, "mean": [0.0], "std": [1.0]} | options
+    options |= {"train_samples": 12} if source.startswith("hfids/") else {}
+    module = image_data(name="test", source=source, root=str(cache), val_split="validation", test_split=None, **options)
+    module.prepare_data()
+    module.setup()
+    return module
+
+
+@pytest.mark.parametrize("kind", ["hfds", "hfids"])
+@pytest.mark.parametrize("form", ["parquet", "nested", "arrow", "saved"])
+def test_files_that_number_classes_otherwise_are_refused(form, kind, tmp_path):
+    """The library datasets gives the names of the training images to both splits."""
+    message = rf"{kind}/.*: class 0 is 'cat' in \S*train\S+ \(split train\), and 'dog' in \S*validation\S+ \(split va"
+    folder = write(tmp_path / "data", rows_of(NAMES), rows_of(OTHERS), form)
+    with pytest.raises(ValueError, match=message):
+        open_data(f"{kind}/{folder}", tmp_path / "cache")
+    same = write(tmp_path / "same", rows_of(NAMES), rows_of(NAMES), form)
+    module = open_data(f"{kind}/{same}", tmp_path / "cache")
+    assert module.info.class_names == NAMES
+    # A model that was trained on other data is not measured with the wrong labels, either.
+    with pytest.raises(ValueError, match=message):
+        ImageDataModule.for_evaluation(
+            {"data": vars(module.keys)},
+            {"source": f"{kind}/{folder}"},
+            split="val",
+            trained=module.info,
+            batch_size=4,
+        )
+
+
+def test_files_of_one_split_are_compared_and_those_of_no_split_are_not(tmp_path):
+    folder = tmp_path / "data"
+    for name, names in {"train-0": NAMES, "train-1": OTHERS, "validation-0": NAMES, "test-0": OTHERS}.items():
+        rows_of(names).to_parquet(folder / f"{name}.parquet")
+    source = f"hfds/{folder}"
+    for splits in (["train", "validation"], ["train[:50%]"], ["validation+train"], ["all"]):
+        with pytest.raises(ValueError, match=r"'cat' in train-0\.parquet .* 'dog' in (train-1|test-0)\.parquet"):
+            require_one_class_list(source, str(tmp_path), splits)
+    require_one_class_list(source, str(tmp_path), ["validation"])
+    # Its files agree, but the names are taken of the first file of all.
+    with pytest.raises(ValueError, match=r"'cat' in train-0\.parquet .* 'dog' in test-0\.parquet"):
+        require_one_class_list(source, str(tmp_path), ["test"])
+
+
+@pytest.mark.parametrize(
+    "other",
+    ["shorter", "longer", "numbers", "unnamed", "text", "text with names", "no metadata"],
+)
+def test_files_that_do_not_contradict_each_other_are_read(other, tmp_path):
+    rows = {
+        "shorter": lambda: rows_of(NAMES).select([0, 1]).cast_column("label", datasets.ClassLabel(names=NAMES[:2])),
+        "longer": lambda: rows_of(NAMES).cast_column("label", datasets.ClassLabel(names=[*NAMES, "fox"])),
+        "numbers": lambda: rows_of(None, datasets.ClassLabel(num_classes=3)),
+        "unnamed": lambda: rows_of(None, datasets.Value("int64")),
+        "text": lambda: rows_of(NAMES, datasets.Value("string")),
+    }
+    if other in rows:
+        found = rows[other]()
+        found.to_parquet(tmp_path / "data" / "validation.parquet")
+    else:
+        import pyarrow.parquet
+
+        table = rows_of(OTHERS, datasets.Value("string") if other == "text with names" else None).data.table
+        metadata = rows_of(OTHERS).data.table.schema.metadata if other == "text with names" else None
+        (tmp_path / "data").mkdir()
+        pyarrow.parquet.write_table(table.replace_schema_metadata(metadata), tmp_path / "data" / "validation.parquet")
+    rows_of(NAMES).to_parquet(tmp_path / "data" / "train.parquet")
+    require_one_class_list(f"hfds/{tmp_path / 'data'}", str(tmp_path), ["train", "validation"])
+    assert open_data(f"hfds/{tmp_path / 'data'}", tmp_path / "cache").info.class_names == NAMES
+
+
+def test_the_longest_list_is_what_others_are_compared_with(tmp_path):
+    rows = rows_of(NAMES).select([0, 1])
+    for number, names in enumerate((NAMES[:2], NAMES, [*NAMES[:2], "fox"])):
+        cast = rows.cast_column("label", datasets.ClassLabel(names=names))
+        cast.to_parquet(tmp_path / "data" / f"train-{number}.parquet")
+    with pytest.raises(ValueError, match=r"class 2 is 'emu' in train-1\.parquet .* 'fox' in train-2\.parquet"):
+        require_one_class_list(f"hfds/{tmp_path / 'data'}", str(tmp_path), ["train"])
+
+
+def test_of_files_elsewhere_the_first_of_each_split_is_asked(tmp_path, monkeypatch):
+    """Each costs requests, of which a large data set would take thousands."""
+    fsspec = pytest.importorskip("fsspec")
+    asked = []
+    given = {"train": NAMES, "validation": OTHERS}
+    for split, names in given.items():
+        rows_of(names).to_parquet(tmp_path / f"{split}.parquet")
+        with fsspec.open(f"memory://lists/{split}-0.parquet", "wb") as file:
+            file.write((tmp_path / f"{split}.parquet").read_bytes())
+    files = {split: [f"memory://lists/{split}-{number}.parquet" for number in range(2)] for split in given}
+    builder = SimpleNamespace(info=SimpleNamespace(builder_name="parquet"), config=SimpleNamespace(data_files=files))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: builder)
+    open_file = class_lists._open
+    monkeypatch.setattr(class_lists, "_open", lambda file: asked.append(file) or open_file(file))
+    with pytest.raises(ValueError, match=r"'dog' in memory://lists/validation-0\.parquet"):
+        require_one_class_list("hfids/owner/name", None, ["train", "validation"])
+    assert [Path(file).name for file in asked] == ["train-0.parquet", "validation-0.parquet"]
