@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
 Construct = TypeVar("Construct", bound=Callable[..., None])
 # For an option the cases in which it has no effect. A case is a mapping of other options to some of their values: it
 # holds if each of them has one of these. Example: {"eps": ({"normalizer": (False,)},)}.
 Inert = Mapping[str, tuple[Mapping[str, tuple[Any, ...]], ...]]
+
+# What messages call the types of numbers, the widest first.
+_NUMBERS = {float: "a number", int: "a whole number", bool: "true or false"}
 
 
 class KeepsArguments:
@@ -21,6 +24,8 @@ class KeepsArguments:
     If the constructor replaces an argument of None by a number or a word and keeps it under the argument's name, that
     value is recorded: `num_heads=None` becomes the computed `self.num_heads`. The constructor gives values that it
     resolves in another way to `resolve_arguments`.
+
+    Text in place of a number is refused by a ValueError: an argument that is annotated as a number is not "4".
 
     Class attributes:
         arguments_before: values of arguments that were added after the first release: what objects did before the
@@ -72,6 +77,7 @@ def _keep_arguments(construct: Callable[..., None]) -> Callable[..., None]:
         if not is_base:
             arguments = _bind(construct, self, args, kwargs)
             if arguments is not None:
+                _refuse_words(construct, arguments)
                 self.arguments = arguments
         construct(self, *args, **kwargs)
         if not is_base:
@@ -98,6 +104,28 @@ def _bind(construct: Callable[..., None], self: Any, args: Any, kwargs: Any) -> 
         else:
             arguments[name] = copy_containers(value)
     return arguments
+
+
+def _refuse_words(construct: Callable[..., None], arguments: Mapping[str, Any]) -> None:
+    """ValueError, in one line, for text in place of a number, such as num_heads="4".
+
+    The annotations of the constructor tell which arguments are numbers.
+    """
+    for name, value in arguments.items():
+        kinds = _kinds_of(construct).get(name, ()) if isinstance(value, str) else ()
+        numbers = [words for kind, words in _NUMBERS.items() if kind in kinds]
+        if numbers and {*kinds} <= {*_NUMBERS, NoneType}:
+            raise ValueError(f"{name}={value!r} must be {numbers[0]}, and is text")
+
+
+@functools.lru_cache
+def _kinds_of(construct: Callable[..., None]) -> dict[str, tuple[Any, ...]]:
+    """The types that each argument of a constructor may have; none for arguments that are not annotated."""
+    try:
+        hints = get_type_hints(construct)
+    except (NameError, TypeError):  # a plug-in's, with types that it imports for a type checker alone
+        return {}
+    return {name: get_args(hint) if isinstance(hint, UnionType) else (hint,) for name, hint in hints.items()}
 
 
 def copy_containers(value: Any) -> Any:

@@ -384,7 +384,12 @@ def _line(trial: Trial, row: Mapping[str, Any], report: str) -> str:
 
 
 def _conclude(results: Mapping[str, Any], plotted: bool, folder: Path) -> None:
-    """Write the table and the plot, and print where; ValueError if a run failed."""
+    """Write the table and the plot, and print where; ValueError if a run failed.
+
+    Those of earlier results are removed, also where no new ones take their place: the results are new already.
+    """
+    for name in (TABLE_FILE, PLOT_FILE):
+        (folder / name).unlink(missing_ok=True)
     report, written = results["report"], [RESULTS_FILE]
     finished = [row for row in results["rows"] if row["status"] == "finished"]
     rates, metric = {row["learning_rate"] for row in finished}, results["selected_by"]

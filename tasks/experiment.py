@@ -15,6 +15,7 @@ from longseq import mixers
 from longseq.mixers.pattern import options_by_name
 from longseq.tasks import registry
 from longseq.tasks.command_keys import TrainKeys
+from longseq.tasks.data.folders import refuse_pipe
 from longseq.tasks.training import automatic, targets
 from longseq.tasks.training.command import refuse_inert
 from longseq.tasks.training.length import WARMUPS, RunLength
@@ -155,6 +156,7 @@ def check_experiment(config: Mapping[str, Any], keys: type[TrainKeys] = TrainKey
     config = with_any_choice(config)
     task.check(config)
     read(task.data, config["data"], "data")
+    _refuse_pipes(config["data"])
     refuse_many(config["data"].get("num_workers"), "data.num_workers")
     _check_recipe(config["recipe"], task)
     scale = read(ScaleKeys, config["scale"], "scale")
@@ -170,6 +172,16 @@ def check_experiment(config: Mapping[str, Any], keys: type[TrainKeys] = TrainKey
     check_loggers(config.get("logger"))
     device_batch_size(config)
     parts.model.check(config)
+
+
+def _refuse_pipes(data: Mapping[str, Any]) -> None:
+    """ValueError, in one line, for a `data.root` that is a pipe, before a path to it is made that leads nowhere.
+
+    What a plug-in's class does with its root is its own.
+    """
+    roots = [] if targets.TARGET in data else data.get("root")
+    for root in [roots] if isinstance(roots, str) else roots or []:
+        refuse_pipe(root, f"data.root={root}")
 
 
 def choose(config: Mapping[str, Any], info: Any | None) -> tuple[dict[str, Any], str | None]:

@@ -109,18 +109,37 @@ def quiet_libraries() -> Iterator[None]:
 
 
 class _Lines(logging.Handler):
-    """Writes warnings, and what kernels tell, to stderr, from only one of several processes."""
+    """Writes warnings, and what kernels tell, to stderr, from only one of several processes.
+
+    What a program's own logging already shows there, such as that of `logging.basicConfig`, is not written again.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.WARNING or record.name.startswith(f"{_KERNELS}.")
+        is_wanted = record.levelno >= logging.WARNING or record.name.startswith(f"{_KERNELS}.")
+        return is_wanted and not any(_is_shown(record, by=handler) for handler in _handlers_of(record.name))
 
     @rank_zero_only
     def emit(self, record: logging.LogRecord) -> None:
         kind = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         print(f"longseq: {kind}{' '.join(record.getMessage().split())}", file=sys.stderr)
+
+
+def _handlers_of(name: str) -> Iterator[logging.Handler]:
+    """The handlers that hear a logger: its own, and those of the loggers above it."""
+    logger: logging.Logger | None = logging.getLogger(name)
+    while logger is not None:
+        yield from logger.handlers
+        logger = logger.parent if logger.propagate else None
+
+
+def _is_shown(record: logging.LogRecord, by: logging.Handler) -> bool:
+    """True if a handler writes a record to this process's output. That of rich has a console in place of a stream."""
+    stream = getattr(by, "stream", None) or getattr(getattr(by, "console", None), "file", None)
+    screens = (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__)
+    return stream is not None and stream in screens and record.levelno >= by.level
 
 
 @contextmanager

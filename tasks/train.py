@@ -40,7 +40,7 @@ from longseq.tasks.training.configuration import Config, resolve, spell_value, w
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.freeze import freeze
 from longseq.tasks.training.learning_rate_finder import TABLE, find_learning_rate, refuse_search
-from longseq.tasks.training.length import Epoch, RunLength, count_epoch
+from longseq.tasks.training.length import Epoch, RunLength, count_epoch, refuse_longer_minimum
 from longseq.tasks.training.lock import locked
 from longseq.tasks.training.logger import RunLogger, close_loggers, continue_loggers, log_parameters, writes_events
 from longseq.tasks.training.model import check_trainable, reads_mixer, refuse_mixer, values_in_force
@@ -135,8 +135,6 @@ def _train(config: dict[str, Any], folder: Path, names_mixer: bool) -> float | N
     if checkpoint is not None:
         given, config = config, runs.chosen_in(checkpoint, config)
         _tell_kept(given, config)
-        if _is_first_process():
-            runs.bring_best(checkpoint, folder)
     else:
         check_init(config)
     config, datamodule, reason = _open(config)
@@ -160,8 +158,15 @@ def _train(config: dict[str, Any], folder: Path, names_mixer: bool) -> float | N
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
         epoch = count_epoch(trainer, datamodule)
         if epoch is not None:
-            RunLength.from_recipe(config["recipe"]).check_units(epoch)
+            length = RunLength.from_recipe(config["recipe"])
+            length.check_units(epoch)
+            if module.has_gradients:
+                refuse_longer_minimum(trainer, length, epoch)
         _refuse_long_warmup(config, epoch)
+    if checkpoint is not None:
+        module.check_continues(runs.contents_of(checkpoint), trainer, datamodule)
+        if _is_first_process():
+            runs.bring_best(checkpoint, folder)  # after all that may refuse the run, which then leaves no folder
     # From 0: also after a run that ended in this folder before it had saved anything.
     continue_loggers(trainer.loggers, runs.updates_of(checkpoint) if checkpoint else 0)
     in_force = values_in_force(config, module.backbone)

@@ -1,4 +1,4 @@
-"""Folders that are searched on all levels, also through symbolic links."""
+"""Folders that are searched on all levels, also through symbolic links, and paths that are none."""
 
 import os
 from collections.abc import Sequence
@@ -23,6 +23,12 @@ def refuse_inside(output: str | os.PathLike[str], inputs: Sequence[str], key: st
                 f"{key}={output} lies in the folder {given}, which is read: the next run would read what is written "
                 "there, too; give a folder outside of it"
             )
+
+
+def refuse_pipe(path: str | os.PathLike[str], named: str) -> None:
+    """ValueError for a path that is neither a folder nor a file: a pipe, a device or a socket. `named` is its key."""
+    if os.path.exists(path) and not (os.path.isdir(path) or os.path.isfile(path)):
+        raise ValueError(f"{named} is a pipe or a device, which can be read once only: give a folder or a file")
 
 
 def written_name(path: str) -> str:

@@ -12,12 +12,13 @@ from longseq.backbones.document_pairs import PairClassifier
 from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.backbones.segments import check_segments
 from longseq.backbones.tokens import TokenBackbone
+from longseq.blocks.ngrams import HashedNgrams
 from longseq.tasks.document import linear
 from longseq.tasks.document.config import DocumentModelKeys
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.training.checkpoint import Loaded
 from longseq.tasks.training.command import refuse_inert
-from longseq.tasks.training.model import TaskModel, outlined
+from longseq.tasks.training.model import TaskModel, note, note_new_head, outlined
 from longseq.tasks.training.options import read
 from longseq.tasks.training.token_model import build_seeded, check_alike, check_tokenizer, have_one_tokenizer
 
@@ -66,7 +67,7 @@ class DocumentModel(TaskModel):
         """Copy the body of a language model or of another classifier (see `TextClassifier.load_body`).
 
         Of a classifier of the same kind and classes the head is copied, too, and the pooling and the n-grams if they
-        are the same.
+        are the same. Notes tell what begins new, and another pooling.
         """
         trained: Any = loaded.backbone
         if isinstance(model, LinearTextClassifier) or isinstance(trained, LinearTextClassifier):
@@ -84,14 +85,18 @@ class DocumentModel(TaskModel):
             model.load_body(body)
         except ValueError as error:
             raise ValueError(f"init={loaded.path}: {error}") from error
+        theirs = loaded.data.get("class_names") or []
         if not is_classifier:
-            return
-        if trained.pooling.kind == model.pooling.kind:
-            model.pooling.load_state_dict(trained.pooling.state_dict())
-        if model.ngrams is not None and _ngrams_of(trained) == _ngrams_of(model):
-            model.ngrams.load_state_dict(trained.ngrams.state_dict())
-        if type(trained) is type(model) and loaded.data.get("class_names") == info.class_names:
+            note(model, "the head is new: the weights are of a language model")
+        elif type(trained) is not type(model):
+            note(model, f"the head is new: it reads {_read_by(model)}, and that of the weights {_read_by(trained)}")
+        elif theirs != info.class_names:
+            note_new_head(model, info.class_names, [str(name) for name in theirs])
+        else:
             model.head.load_state_dict(trained.head.state_dict())
+        if is_classifier:
+            _take_pooling(model, trained)
+        _take_ngrams(model, trained.ngrams if is_classifier else None)
 
     def check_reads(self, model: Any, trained: DocumentInfo, found: DocumentInfo) -> None:
         """Raise ValueError if a model that was trained on documents of `trained` cannot read those of `found`."""
@@ -115,8 +120,29 @@ def build_classifier(config: Mapping[str, Any], num_classes: int, vocab_size: in
     return build_seeded(MODELS[name], config, longest, num_classes=num_classes, vocab_size=vocab_size)
 
 
-def _ngrams_of(model: TextClassifier) -> tuple[int, int] | None:
-    return None if model.ngrams is None else (model.ngrams.longest, model.ngrams.buckets)
+def _read_by(model: TextClassifier) -> str:
+    return "pairs of documents" if isinstance(model, PairClassifier) else "single documents"
+
+
+def _take_pooling(model: TextClassifier, trained: TextClassifier) -> None:
+    if trained.pooling.kind == model.pooling.kind:
+        model.pooling.load_state_dict(trained.pooling.state_dict())
+    else:
+        note(model, f"the features of tokens are pooled by {trained.pooling.kind}, and now by {model.pooling.kind}")
+
+
+def _take_ngrams(model: TextClassifier, theirs: HashedNgrams | None) -> None:
+    own = model.ngrams
+    if own is not None and theirs is not None and _size(own) == _size(theirs):
+        own.load_state_dict(theirs.state_dict())
+    elif own is not None:
+        note(model, f"the n-grams are new: the weights have {'none' if theirs is None else _size(theirs)}")
+    elif theirs is not None:
+        note(model, f"the n-grams of the weights are left out: give {_size(theirs)} to take them")
+
+
+def _size(ngrams: HashedNgrams) -> str:
+    return f"model.hashed_ngrams={ngrams.longest} model.ngram_buckets={ngrams.buckets}"
 
 
 def _check_positions(model: Any, info: DocumentInfo) -> None:

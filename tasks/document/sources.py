@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from longseq.tasks.data.folders import class_name, is_unicode, refuse_inside
+from longseq.tasks.data.folders import class_name, is_unicode, refuse_inside, refuse_pipe
 from longseq.tasks.data.labels import Labels, name_some, read_labels
 from longseq.tasks.data.tables import find_split_column
 from longseq.tasks.text.corpora import cache_folder
@@ -192,6 +192,7 @@ def _path_of(keys: DocumentDataKeys, split: str, given: str | None) -> str:
         return path
     if not os.path.exists(path):
         raise ValueError(f"{named} does not exist")
+    refuse_pipe(path, named)
     return os.path.realpath(path)
 
 

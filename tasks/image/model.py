@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import typing
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
@@ -23,10 +22,18 @@ from longseq.backbones.image import ImageBackbone, checkpoint_filter_fn
 from longseq.models import describe
 from longseq.plugin_models import TARGET, make_plugin_model
 from longseq.plugins import find_class
-from longseq.tasks.data.labels import name_some
+from longseq.tasks.image import weight_file
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.training.memory import machine_memory
-from longseq.tasks.training.model import TaskModel, copy_weights, mixer_options, outlined, refuse_difference
+from longseq.tasks.training.model import (
+    TaskModel,
+    copy_weights,
+    mixer_options,
+    note,
+    note_new_head,
+    outlined,
+    refuse_difference,
+)
 from longseq.tasks.training.options import check_call, signature_options
 from longseq.timm_models import DECISION, constructor_defaults, model_name, stated_by
 
@@ -36,9 +43,8 @@ if TYPE_CHECKING:
 # The endings of files that hold weights alone.
 _WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar")
 
-# What was found when a model took trained weights: of how they were trained, and of the head. A run tells it.
+# What was found of how the weights that a model took were trained. A run tells it.
 _REMARKS: MutableMapping[nn.Module, str] = WeakKeyDictionary()
-_NOTES: MutableMapping[nn.Module, list[str]] = WeakKeyDictionary()
 
 
 # The arguments of `ImageBackbone` that change what it computes of weights of the same shapes. Of another pooling a note
@@ -113,9 +119,6 @@ class ImageModel(TaskModel):
     def remarks(self, model: nn.Module) -> list[str]:
         return [line for line in (_find_unread(model), _REMARKS.get(model)) if line is not None]
 
-    def notes(self, model: nn.Module) -> list[str]:
-        return _NOTES.get(model, [])
-
     def initialize(self, model: nn.Module, trained: nn.Module) -> None:
         """As `TaskModel.initialize`; position embeddings are interpolated to the grid of the new model.
 
@@ -131,14 +134,14 @@ class ImageModel(TaskModel):
             state = checkpoint_filter_fn(state, model, theirs)
             if theirs is not None and theirs != here:
                 told = (f"{rows} x {columns}" for rows, columns in (theirs, here))
-                _note(model, "positions of {} patches are interpolated to {}".format(*told))
+                note(model, "positions of {} patches are interpolated to {}".format(*told))
         copy_weights(model, state)
         if type(model) is type(trained) is ImageBackbone:
             own, its = (describe(one)["model_args"] for one in (model, trained))
             refuse_difference(_function_of(own), _function_of(its))
             if own["global_pool"] != its["global_pool"]:
                 pools = its["global_pool"], own["global_pool"]
-                _note(model, "the features of patches are pooled by {}, and now by {}".format(*pools))
+                note(model, "the features of patches are pooled by {}, and now by {}".format(*pools))
 
     def start_from(self, model: nn.Module, loaded: Loaded, info: DataInfo) -> None:
         """As `TaskModel.start_from`; the head is new where the classes have other names or another order."""
@@ -149,8 +152,7 @@ class ImageModel(TaskModel):
         theirs = [str(name) for name in loaded.data.get("class_names") or []]
         if theirs != info.class_names:
             head.load_state_dict(drawn)
-            others = f"those of the weights are {name_some(theirs)}" if theirs else "the weights name none"
-            _note(model, f"the head is new: the classes are {name_some(info.class_names)}, and {others}")
+            note_new_head(model, info.class_names, theirs)
 
     def untrained(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         if not config["model"].get("pretrained"):
@@ -163,27 +165,36 @@ class ImageModel(TaskModel):
     def start_from_weights(self, model: nn.Module, config: Mapping[str, Any], info: DataInfo) -> None:
         """Load a file of timm's weights as timm does, which fits positions, patches and channels to the new model.
 
-        The head is new where the file has another number of classes.
+        The head is new where the file has another number of classes. Notes tell of it, and of what timm fits or leaves
+        out. ValueError also for weights that are missing: of some models timm takes whatever fits.
         """
         name, path = config["model"]["name"], config["init"]
         if TARGET in config["model"]:
             raise ValueError(
                 f"init={path} is for models of timm: load it in the constructor of {name}, or give a run's"
             )
+        weight_file.refuse_file_of_a_folder(path)
         try:
             # With a head as in the file, timm refuses weights of another model; with another head it takes what fits.
             state = load_state_dict(path)
-            count = _count_classes(name, state)
-            source = {"file": path, "num_classes": count} | _state_channels(model, name, info.in_chans, state)
+            count = weight_file.count_classes(name, state)
+            source = {"num_classes": count} | weight_file.state_channels(model, name, info.in_chans, state)
             as_saved = replace(info, num_classes=count)
-            theirs = self._create(config, as_saved, pretrained=True, pretrained_cfg_overlay=source)
-            copy_weights(model, theirs.state_dict())
+
+            def take(**weights: Any) -> nn.Module:
+                return self._create(config, as_saved, pretrained=True, pretrained_cfg_overlay=source | weights)
+
+            with weight_file.without_warnings():
+                new = weight_file.find_new(name, take(state_dict=weight_file.mark(state)))
+            copy_weights(model, take(file=path).state_dict())
         except (RuntimeError, KeyError, SafetensorError, UnpicklingError) as error:
-            raise ValueError(f"init={path} holds no weights of a {name}: {_why_unfit(error)}") from error
+            raise ValueError(f"init={path} holds no weights of a {name}: {weight_file.why_unfit(error)}") from error
+        for line in weight_file.tell_fit(model, name, state, new):
+            note(model, line)
         _compare_weights_of_timm(model, name, info)
         if count != info.num_classes:
             theirs_have = f"the weights are of {count}" if count else "the weights have no head"
-            _note(model, f"the head is new: there are {info.num_classes} classes, and {theirs_have}")
+            note(model, f"the head is new: there are {info.num_classes} classes, and {theirs_have}")
 
     def load_options(self, trained: DataInfo, changes: Mapping[str, Any]) -> dict[str, Any]:
         size = changes.get("img_size")
@@ -204,10 +215,6 @@ class ImageModel(TaskModel):
         except (AssertionError, RuntimeError, ValueError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(f"data.img_size={size} does not suit this {model_name(model)}: {reason}") from error
-
-
-def _note(model: nn.Module, line: str) -> None:
-    _NOTES.setdefault(model, []).append(line)
 
 
 def own_arguments(config: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
@@ -324,47 +331,6 @@ def state_decision(model: nn.Module, *, multi_label: bool, thresholds: list[floa
         setattr(described, DECISION, stated)
     elif isinstance(getattr(described, DECISION, None), Mapping):  # a model may have a layer of this name
         delattr(described, DECISION)
-
-
-def _count_classes(name: str, state: Mapping[str, Any]) -> int:
-    """The classes of a file of weights, 0 where it has no head for this model."""
-    cfg: Any = timm.get_pretrained_cfg(name)
-    heads = cfg.classifier if cfg is not None else None
-    head = heads[0] if isinstance(heads, list | tuple) else heads
-    weight = state.get(f"{head}.weight")
-    return 0 if weight is None else len(weight)
-
-
-def _state_channels(model: nn.Module, name: str, in_chans: int, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The key that tells timm for how many channels a file of weights is, which it takes to be three.
-
-    Empty where the first convolution does not tell: some models fold pixels into its channels.
-    """
-    cfg: Any = timm.get_pretrained_cfg(name)
-    first = cfg.first_conv if cfg is not None else None
-    weight = state.get(f"{first}.weight")
-    layer = dict(model.named_modules()).get(first) if isinstance(first, str) else None
-    if weight is None or weight.ndim != 4 or not isinstance(layer, nn.Conv2d) or layer.in_channels != in_chans:
-        return {}
-    return {"input_size": (weight.shape[1] * layer.groups, *cfg.input_size[1:])}
-
-
-def _why_unfit(error: Exception) -> str:
-    """What an error of `load_state_dict` says, with the numbers of its names and the first of them; of others its
-    first words.
-    """
-    text = " ".join(str(error).split())
-    found = {}
-    for what, key in (("missing", "Missing key"), ("unexpected", "Unexpected key")):
-        listed = re.search(rf'{key}\(s\) in state_dict: ((?:"[^"]+",? ?)+)', text)
-        found[what] = re.findall(r'"([^"]+)"', listed[1]) if listed else []
-    found["of another shape"] = re.findall(r"size mismatch for ([^:]+):", text)
-    parts = [
-        f"{len(names)} {what} ({', '.join(names[:3])}{', ...' * (len(names) > 3)})"
-        for what, names in found.items()
-        if names
-    ]
-    return " and ".join(parts) or text[:200] or type(error).__name__
 
 
 def _compare_weights_of_timm(model: nn.Module, name: str, info: DataInfo) -> None:

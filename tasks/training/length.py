@@ -197,3 +197,19 @@ class RunLength:
             told = " and ".join(f"{span.key}={span.count:g}" for span in spans)
             raise ValueError(f"{told} say the same in two units: give one, and set {spans[0].key}=null beside another")
         return spans[0] if spans else None
+
+
+def refuse_longer_minimum(trainer: Any, length: RunLength, epoch: Epoch) -> None:
+    """ValueError if the Trainer has a minimum beyond the length of the run, which would then not end there."""
+    loop, last, run = trainer.fit_loop, length.count_updates(epoch), length.run
+    if loop.min_epochs == 1 and loop.min_steps is not None and last < epoch.updates:
+        loop.min_epochs = 0  # Lightning sets one epoch where only steps are given
+    for key, value, most in (
+        ("min_epochs", loop.min_epochs, last // epoch.updates),
+        ("min_steps", loop.min_steps, last),
+    ):
+        if value is not None and value > most:
+            raise ValueError(
+                f"trainer.{key}={value} is longer than the run ({run.key}={run.count:g}): give at most {most}, or "
+                "a longer run"
+            )

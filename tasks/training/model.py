@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -17,6 +18,7 @@ from longseq.backbones.likeness import find_difference
 from longseq.mixers.pattern import options_by_name
 from longseq.models import PretrainedModel, describe, kind_of
 from longseq.parameters import count_parameters
+from longseq.tasks.data.labels import name_some
 from longseq.tasks.training.command import refuse_given
 from longseq.tasks.training.memory import machine_memory
 from longseq.tasks.training.options import spell
@@ -34,6 +36,9 @@ AVERAGES_BYTES = {"adam": 8, "muon": 4}
 
 # More layers than any published model has. A larger number is a slip, and takes hours to build.
 MOST_LAYERS = 4096
+
+# What was found when a model took trained weights. A run tells it.
+_NOTES: MutableMapping[nn.Module, list[str]] = WeakKeyDictionary()
 
 
 class TaskModel(ABC):
@@ -71,15 +76,19 @@ class TaskModel(ABC):
         return []
 
     def notes(self, model: nn.Module) -> list[str]:
-        """Which weights the model of a run begins with, as far as a user may want to know, in a line each."""
-        return []
+        """Which weights the model of a run begins with, as far as a user may want to know, in a line each.
+
+        These are the lines of `note`.
+        """
+        return _NOTES.get(model, [])
 
     def initialize(self, model: nn.Module, trained: nn.Module) -> None:
-        """Copy the weights of `trained`; a head with other shapes keeps its initial weights.
+        """Copy the weights of `trained`; a head with other shapes keeps its initial weights, and a note tells it.
 
         ValueError if other shapes differ, too.
         """
-        copy_weights(model, trained.state_dict())
+        if copy_weights(model, trained.state_dict()):
+            note(model, "the head is new: that of the weights has other shapes")
 
     def start_from(self, model: nn.Module, loaded: Loaded, info: Any) -> None:
         """Copy the weights of the checkpoint or folder that `init` names, for the data of `info`.
@@ -110,6 +119,17 @@ class TaskModel(ABC):
     def check_reads(self, model: nn.Module, trained: Any, found: Any) -> None:
         """Raise ValueError if a model, trained on data with the info `trained`, cannot read that of `found`."""
         return
+
+
+def note(model: nn.Module, line: str) -> None:
+    """Keep a line for `TaskModel.notes`."""
+    _NOTES.setdefault(model, []).append(line)
+
+
+def note_new_head(model: nn.Module, own: Sequence[str], theirs: Sequence[str]) -> None:
+    """Note that the head is new, as the classes `own` of the data are not those of the weights."""
+    others = f"those of the weights are {name_some(theirs)}" if theirs else "the weights name none"
+    note(model, f"the head is new: the classes are {name_some(own)}, and {others}")
 
 
 @contextmanager
@@ -195,8 +215,11 @@ def refuse_difference(own: Mapping[str, Any], its: Mapping[str, Any], ignored: C
     )
 
 
-def copy_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load `state`; the head (`model.get_classifier()`, if there is one) keeps its weights if the shapes differ."""
+def copy_weights(model: nn.Module, state: Mapping[str, Tensor]) -> bool:
+    """Load `state`; the head (`model.get_classifier()`, if there is one) keeps its weights if the shapes differ.
+
+    True if some of the head's weights were kept.
+    """
     wanted, classifier = model.state_dict(), getattr(model, "get_classifier", nn.Identity)()
     head = tuple(f"{name}." for name, module in model.named_modules() if name and module is classifier)
     kept = {
@@ -212,6 +235,7 @@ def copy_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             f"repeat its model, mixer and scale"
         )
     model.load_state_dict(kept, strict=False)
+    return not kept.keys() >= wanted.keys()
 
 
 def mixer_options(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from longseq.tasks.data.info import Info
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.training.callbacks.updates import updated
 from longseq.tasks.training.checkpoint import known_data
-from longseq.tasks.training.length import Epoch, RunLength, count_epoch, refuse_other_epoch
+from longseq.tasks.training.length import Epoch, count_epoch, refuse_longer_minimum, refuse_other_epoch
 from longseq.tasks.training.logger import log_metrics
 from longseq.tasks.training.precision import refuse_half_weights, widen_weights
 from longseq.tasks.training.recipe import Training
@@ -281,17 +281,24 @@ class TrainedModule(LightningModule):
         if run:
             checkpoint[CHECKPOINT_RUN] = run
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def check_continues(self, checkpoint: Mapping[str, Any], trainer: Any = None, data: Any = None) -> None:
+        """ValueError, in one line, if a checkpoint's run cannot go on with this model, Trainer and data module.
+
+        Without a Trainer the model alone is judged.
+        """
         try:
             check_continues(self.backbone, checkpoint.get(CHECKPOINT_CONFIG))
         except ValueError as error:
             raise ValueError(f"resume: the checkpoint cannot be continued: {error}") from error
-        if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
-            trainer: Any = self.trainer
-            if not trainer.fast_dev_run:
-                config = (checkpoint.get("hyper_parameters") or {}).get("config") or {}
-                if "trainer" in config:
-                    refuse_other_epoch(config["trainer"], trainer, trainer.datamodule)
+        config = (checkpoint.get("hyper_parameters") or {}).get("config") or {}
+        if trainer is not None and not trainer.fast_dev_run and "trainer" in config:
+            refuse_other_epoch(config["trainer"], trainer, data)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        is_fit = self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
+        trainer: Any = self.trainer if is_fit else None
+        self.check_continues(checkpoint, trainer, trainer.datamodule if is_fit else None)
+        if is_fit:
             saved = checkpoint.get("lr_schedulers") or []
             self._saved_schedules = [state for state in saved if _is_of_constant_rate(state)]
             self._saved_update = checkpoint["global_step"]
@@ -420,7 +427,7 @@ class TrainedModule(LightningModule):
         self.last_update = length.count_updates(epoch)
         # Lightning counts whole epochs; `on_before_optimizer_step` ends a run within one.
         trainer.fit_loop.max_epochs = math.ceil(self.last_update / epoch.updates)
-        self._check_minimum(length, epoch)
+        refuse_longer_minimum(trainer, length, epoch)
         validation = length.validation
         if validation is None or validation.unit == "epochs":
             every, shortened = length.count_validation_epochs(trainer.fit_loop.max_epochs)
@@ -432,22 +439,6 @@ class TrainedModule(LightningModule):
             updates = max(1, round(validation.in_updates(epoch)))
             trainer.val_check_interval = updates * trainer.accumulate_grad_batches  # type: ignore[attr-defined]
         self._check_after_validations()
-
-    def _check_minimum(self, length: RunLength, epoch: Epoch) -> None:
-        """ValueError if the Trainer has a minimum beyond the length of the run, which would then not end there."""
-        loop, last, run = self.trainer.fit_loop, self.last_update, length.run
-        assert last is not None
-        if loop.min_epochs == 1 and loop.min_steps is not None and last < epoch.updates:
-            loop.min_epochs = 0  # Lightning sets one epoch where only steps are given
-        for key, value, most in (
-            ("min_epochs", loop.min_epochs, last // epoch.updates),
-            ("min_steps", loop.min_steps, last),
-        ):
-            if value is not None and value > most:
-                raise ValueError(
-                    f"trainer.{key}={value} is longer than the run ({run.key}={run.count:g}): give at most {most}, or "
-                    "a longer run"
-                )
 
     def _check_after_validations(self) -> None:
         """Let early stopping read a metric of validation after each validation, unless one ends each epoch.

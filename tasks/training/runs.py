@@ -367,6 +367,11 @@ def as_begun(config: Mapping[str, Any], saved: Mapping[str, Any], words: Sequenc
     return {**config, "trainer": {**config["trainer"], **{name: earlier[name] for name in kept if name in earlier}}}
 
 
+def contents_of(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint holds; nothing for a file that cannot be read."""
+    return _read(checkpoint)
+
+
 def updates_of(checkpoint: Path) -> int:
     """The number of updates after which a checkpoint was written."""
     return _read(checkpoint).get("global_step", 0)

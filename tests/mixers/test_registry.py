@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 
 from longseq import mixers
+from longseq.backbones.tokens import TokenBackbone
 from longseq.mixers.linear_attention import LinearAttention
 
 
@@ -16,6 +20,18 @@ def test_unknown_name_lists_the_names_and_the_nearest() -> None:
 def test_unknown_option_lists_the_options() -> None:
     with pytest.raises(ValueError, match="'mamba' has no option heads; its options are expand, state_size"):
         mixers.create("mamba", 32, heads=4)
+
+
+def test_text_is_no_number() -> None:
+    refused: tuple[tuple[Any, dict[str, Any], str], ...] = (
+        (LinearAttention, {"d_model": 32, "num_heads": "4"}, "num_heads='4' must be a whole number"),
+        (LinearAttention, {"d_model": "32"}, "d_model='32' must be a whole number"),
+        (partial(mixers.create, "lattice", 32), {"sparsity": "1"}, "sparsity='1' must be a number"),
+        (TokenBackbone, {"vocab_size": 8, "d_model": 32, "depth": "4"}, "depth='4' must be a whole number"),
+    )
+    for make, given, kind in refused:
+        with pytest.raises(ValueError, match=f"^{kind}, and is text$"):
+            make(**given)
 
 
 def test_a_name_is_taken_once() -> None:

@@ -97,6 +97,7 @@ def test_failed_runs_are_told_and_tried_again(tmp_path, monkeypatch, capsys):
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("compared/runs/*/metrics.json")}
     assert len(before) == 4
     (tmp_path / "mended").touch()
+    (tmp_path / "compared" / "plot.png").write_text("of earlier results")
     monkeypatch.setenv(COMMIT_VARIABLE, "4567def 2026-01-02T03:04:05+00:00")
     assert comparing(monkeypatch, tmp_path, script, *sweep) == 0
     told = capsys.readouterr().out
@@ -108,6 +109,7 @@ def test_failed_runs_are_told_and_tried_again(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "compared" / "plot.png").exists()
     assert comparing(monkeypatch, tmp_path, script, *sweep, "report=test/top1") == 2
     assert "report=test/top1 was not measured: choose one of test/accuracy" in capsys.readouterr().err
+    assert not (tmp_path / "compared" / "table.md").exists(), "it is of the report before"
     monkeypatch.setenv("SILENT", "1")
     assert comparing(monkeypatch, tmp_path, script, *sweep, "seeds=[2]") == 2
     assert (

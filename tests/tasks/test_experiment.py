@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from typing import Any
 
 import pytest
 
+from longseq.tasks import train
 from longseq.tasks.experiment import check_experiment
 from longseq.tasks.training import targets
 from longseq.tasks.training.configuration import resolve
@@ -186,3 +188,31 @@ ACCEPTED = [
 @pytest.mark.parametrize(("task", "key", "value"), ACCEPTED, ids=name_part)
 def test_what_can_be_is_taken(configurations, task, key, value):
     check_experiment(changed(configurations[task], key, value))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words", [["data=image_folder"], ["task=lm", "data=text"], ["task=document", "data=documents"]]
+)
+def test_a_pipe_is_neither_a_folder_nor_a_file(words, compose_config, tmp_path):
+    """That of a shell, /dev/stdin, has no path of its own."""
+    os.mkfifo(tmp_path / "pipe")
+    reading, writing = os.pipe()
+    try:
+        for given in (tmp_path / "pipe", f"/dev/fd/{reading}", os.devnull):
+            config = resolve(compose_config("train", *words, f"data.root={given}", "output=here"))
+            with pytest.raises(
+                ValueError, match=f"^data.root={given} is a pipe or a device, .*: give a folder or a file$"
+            ):
+                check_experiment(config)
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+@pytest.mark.slow
+def test_a_split_of_documents_is_no_pipe(compose_config, tmp_path):
+    (tmp_path / "train.csv").write_text("text,label\nred,a\nblue,b\n")
+    words = ("task=document", "data=documents", f"data.root={tmp_path / 'train.csv'}", "data.test=/dev/null")
+    with pytest.raises(ValueError, match=r"^data.test=/dev/null is a pipe or a device"):
+        train.build(compose_config("train", *words, f"data.cache={tmp_path}", "output=here"))

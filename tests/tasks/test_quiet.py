@@ -6,6 +6,9 @@ import logging
 import threading
 import warnings
 
+from rich.console import Console
+from rich.logging import RichHandler
+
 from longseq.tasks import report
 from longseq.tasks.report import quiet_libraries
 
@@ -51,6 +54,25 @@ def test_the_lines_of_kernels_are_shown_and_those_of_other_modules_are_not(capsy
     kernels.info("later")
     assert capsys.readouterr() == ("", "longseq: compiling\nlongseq: warning: slow\n")
     assert logging.getLogger("longseq.kernels").level == before
+
+
+def test_a_line_that_the_root_logger_shows_is_shown_once(capsys, monkeypatch):
+    """That of a program with `logging.basicConfig`; a file, and a level above that of the line, show nothing."""
+    monkeypatch.setattr(logging.getLogger("longseq"), "level", logging.INFO)
+    kernels = logging.getLogger("longseq.kernels.self_test")
+    for own in (logging.StreamHandler(), RichHandler(console=Console(stderr=True), show_path=False, show_time=False)):
+        logging.root.addHandler(own)
+        try:
+            with quiet_libraries():
+                kernels.info("compiling")
+                kernels.warning("slow")
+                own.setLevel(logging.ERROR)
+                kernels.info("again")
+        finally:
+            logging.root.removeHandler(own)
+        error = capsys.readouterr().err
+        assert [error.count(word) for word in ("compiling", "slow", "longseq: again")] == [1, 1, 1], error
+        assert error.count("longseq: ") == 1
 
 
 def test_a_warning_of_torch_that_asks_for_nothing_is_not_shown():

@@ -377,6 +377,35 @@ def test_resuming_layers_that_compute_something_else_by_now_is_refused(tiny, tmp
 
 
 @pytest.mark.slow
+def test_a_run_that_is_refused_leaves_no_folder(tiny, tmp_path):
+    few = ("recipe.epochs=1", "+trainer.limit_train_batches=1")
+    with pytest.raises(ValueError, match=r"trainer\.min_epochs=3 is longer than the run \(recipe\.epochs=1\)"):
+        train.run(tiny(*few, "+trainer.min_epochs=3"))
+    assert not (tmp_path / "run").exists()
+    train.run(tiny(*few))
+    path = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    contents = read(path)
+    elsewhere = (*few, f"resume={path}", f"output={tmp_path / 'second'}")
+
+    def refused(told: str, *words: str, **changes: Any) -> None:
+        torch.save({**contents, **changes}, path)
+        with pytest.raises(ValueError, match=told):
+            train.run(tiny(*elsewhere, *words))
+        assert not (tmp_path / "second").exists()
+
+    described = contents["model_config"]
+    other = {**described, "revisions": dict.fromkeys(described["revisions"], 0)}
+    refused("resume: the checkpoint cannot be continued: its .* are of revision 0", model_config=other)
+    parameters = contents["hyper_parameters"]
+    names = [f"another {name}" for name in parameters["data"]["class_names"]]
+    of_others = {**parameters, "data": {**parameters["data"], "class_names": names}}
+    refused("was trained on other data: ", hyper_parameters=of_others)
+    torch.save(contents, path)
+    train.run(tiny(*elsewhere))
+    assert (tmp_path / "second" / "checkpoints" / "best.ckpt").is_file()
+
+
+@pytest.mark.slow
 def test_a_finished_run_is_neither_repeated_nor_overwritten(tiny, tmp_path):
     value = train.run(tiny("recipe.epochs=1"))
     before = (tmp_path / "run" / "checkpoints" / "last.ckpt").stat().st_mtime_ns

@@ -51,6 +51,12 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral window": ("Mistral", {"sliding_window": 7}),
     "mistral layers": ("Mistral", {"sliding_window": 7, "layer_types": ["full_attention", *["sliding_attention"] * 2]}),
+    "ministral": ("Ministral", {"sliding_window": 7, "head_dim": 8}),
+    "ministral full": ("Ministral", {"sliding_window": 7, "head_dim": 8, "layer_types": ["full_attention"] * 3}),
+    "ministral layers": (
+        "Ministral",
+        {"sliding_window": 7, "head_dim": 6, "layer_types": [*["sliding_attention"] * 2, "full_attention"]},
+    ),
     "qwen3": ("Qwen3", {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen3 windows": (
         "Qwen3", {"head_dim": 8, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
@@ -102,6 +108,8 @@ def test_a_transformer_becomes_ours_and_goes_back(name: str, tmp_path: Path, mon
     if name == "mamba2 groups" and Version(transformers.__version__) < Version("5.23"):
         pytest.skip("before version 5.23, which needs Python 3.11, transformers norms all groups of Mamba-2 together")
     family, options = PEERS[name]
+    if not hasattr(transformers, f"{family}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
     save_peer(family, tmp_path / "peer", options, max_shard_size="20KB")
     assert len(list((tmp_path / "peer").glob("*.safetensors"))) > 1
     # The file's class is not always that of the object: that of Mistral knows no kinds of layers.
@@ -133,6 +141,23 @@ def test_kinds_of_layers_that_were_changed_do_not_return(
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
     with torch.no_grad():
         torch.testing.assert_close(logits(tmp_path / "ours"), again(TOKENS).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_mistral_that_transformers_saved_again_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Newer versions take Mistral with kinds of layers for Ministral, and save it by that name."""
+    family, options = PEERS["mistral layers"]
+    save_peer(family, tmp_path / "peer", options)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "peer").eval()
+    again.save_pretrained(tmp_path / "again")
+    assert convert(monkeypatch, source=tmp_path / "again", output=tmp_path / "ours") == 0
+    with torch.no_grad():
+        torch.testing.assert_close(logits(tmp_path / "ours"), again(TOKENS).logits, rtol=1e-4, atol=1e-4)
+    source = edited(tmp_path / "again", tmp_path / "single", per_layer_config={"1": {"sliding_window": 3}})
+    words = "per_layer_config is not supported: it gives single layers other values"
+    refuses(monkeypatch, capsys, words, source=source, output=tmp_path / "none")
 
 
 FLA: dict[str, tuple[str, str, dict[str, Any]]] = {

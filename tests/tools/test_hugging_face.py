@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import itertools
 import json
 import sys
 from functools import partialmethod
@@ -212,16 +213,42 @@ def test_a_mask_of_other_tokens_than_the_cache_has_read_is_refused() -> None:
     torch.testing.assert_close(logits, model(TOKENS, attention_mask=hidden).logits[:, 5:].flip(0))
     # A cache of packed sequences, and one that an earlier version has pickled, do not know of padding.
     cache = model(TOKENS[:, :4])[CACHE_NAME]
-    del cache.padding
+    del cache.is_padding
     for column in (4, 5):
         logits = model(TOKENS[:, column : column + 1], attention_mask=hidden[:, : column + 1], cache=cache).logits
         torch.testing.assert_close(logits, whole[:, column : column + 1])
     cache.reset()
     model(TOKENS, attention_mask=hidden, cache=cache)
-    assert cache.padding.tolist() == [0, 3]
+    assert cache.is_padding.tolist() == [[False] * 6, [True] * 3 + [False] * 3]
     packed = model(TOKENS.reshape(1, -1), cu_seq_lens_q=torch.tensor([0, 6, 12]))[CACHE_NAME]
-    assert packed.padding is None
+    assert packed.is_padding is None
     model(TOKENS, attention_mask=torch.cat([hidden, mask], 1), cache=packed)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_mask_of_as_many_tokens_at_other_places_is_refused() -> None:
+    """What the cache has read as padding was a token, and the other way round."""
+    model = make("deltanet+attention", depth=2)
+    read = torch.tensor([[1, 1, 1, 1], [0, 1, 0, 1]])
+    for told, message in (
+        ([[1, 1, 1, 1], [1, 1, 0, 0]], "has read padding in column 0 of row 1, and attention_mask tells of a token"),
+        ([[1, 1, 1, 1], [0, 1, 1, 0]], "has read padding in column 2 of row 1, and attention_mask tells of a token"),
+        ([[1, 1, 1, 1], [0, 0, 1, 1]], "has read a token in column 1 of row 1, and attention_mask tells of padding"),
+    ):
+        # In one call, in two, and by a step: the places are those of all columns together.
+        for cuts in ((0, 4), (0, 2, 4), (0, 3, 4)):
+            cache = LongseqCache()
+            for begin, end in itertools.pairwise(cuts):
+                model(TOKENS[:, begin:end], attention_mask=read[:, :end], cache=cache)
+            with pytest.raises(ValueError, match=message):
+                model(TOKENS[:, 4:], attention_mask=functional.pad(torch.tensor(told), (0, 2), value=1), cache=cache)
+            # Padding that is cut from all rows, or put in front of all, hides no token.
+            behind = functional.pad(read, (1, 2), value=1)
+            behind[:, 0] = 0
+            logits = model(TOKENS[:, 4:], attention_mask=behind, cache=cache).logits
+            whole = model(TOKENS, attention_mask=behind[:, 1:]).logits
+            torch.testing.assert_close(logits, whole[:, 4:])
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])

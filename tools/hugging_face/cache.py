@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -29,11 +30,11 @@ class LongseqCache(Cache):
         state: None before the first token.
         tokens: how many columns of the batch were read, padding included.
         last: the last column `[B]` of them; None before the first, and for packed sequences.
-        padding: how many of each row's columns `[B]` were padding; None before the first, for packed sequences, and in
-            a cache that was pickled before it was counted.
+        is_padding: True at the columns `[B, C]` that were padding; the columns behind these are real tokens. None
+            before the first column, for packed sequences, and in a cache that was pickled before they were kept.
     """
 
-    padding: Tensor | None = None
+    is_padding: Tensor | None = None
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -45,14 +46,14 @@ class LongseqCache(Cache):
     def keep(self, state: TokenState | None, tokens: int, last: Tensor | None, mask: Tensor | None) -> None:
         """Replace the state by the one after `tokens` more columns, which `forward` has returned.
 
-        `mask` is False at padding. It is counted, and not the real tokens, as steps of one token then count nothing.
+        `mask` is False at padding. Columns without any are not written down, so that a step of one token adds nothing.
         """
         if last is None:
-            self.padding = None
+            self.is_padding = None
         elif self.state is None:
-            self.padding = torch.zeros_like(last, dtype=torch.long)
-        if self.padding is not None and mask is not None:
-            self.padding = self.padding + (~mask).sum(1).to(self.padding.device)
+            self.is_padding = torch.zeros(len(last), 0, dtype=torch.bool, device=last.device)
+        if self.is_padding is not None and mask is not None:
+            self.is_padding = torch.cat([self._all_padding(), ~mask.to(self.is_padding.device)], 1)
         self.state, self.last, self._room = state, last, 0
         self.tokens += tokens
 
@@ -74,21 +75,37 @@ class LongseqCache(Cache):
     def check_mask(self, mask: Tensor | None, tokens: int) -> None:
         """ValueError, in one line, where the columns before the last `tokens` of a mask tell of other tokens than read.
 
-        Of each row the number of real tokens is compared, once for a call. `generate` feeds padding to a row that has
-        ended, and its state keeps it, which a mask of the whole text says is no text.
+        A mask of as many columns as were read has its real tokens at the places of theirs. Of a mask of another width,
+        whose padding was cut or widened, the number of each row's real tokens is compared. `generate` feeds padding to
+        a row that has ended, and its state keeps it, which a mask of the whole text says is no text.
         """
-        if mask is None or mask.shape[1] <= tokens or self.state is None or self.padding is None:
+        if mask is None or mask.shape[1] <= tokens or self.state is None or self.is_padding is None:
             return
-        read = self.tokens - self.padding
-        told = (mask[:, :-tokens] == 1).sum(1).to(read.device).expand_as(read)
-        if torch.equal(told, read):
+        read = ~self._all_padding()
+        told = (mask[:, :-tokens] == 1).to(read.device)
+        told = told.expand(len(read), told.shape[1])
+        if told.shape == read.shape and torch.equal(told, read):
             return
-        row = int((told != read).nonzero()[0])
-        raise ValueError(
-            f"the cache has read {int(read[row])} tokens of row {row}, and attention_mask tells of {int(told[row])} in "
-            "front of the new ones; a state cannot forget or skip any: go on without the cache (cache=None), or with a "
-            "cache of the rows' own texts"
-        )
+        other = (told.sum(1) != read.sum(1)).nonzero().flatten().tolist()
+        remedy = "go on without the cache (cache=None), or with a cache of the rows' own texts"
+        if other:
+            row = other[0]
+            raise ValueError(
+                f"the cache has read {int(read[row].sum())} tokens of row {row}, and attention_mask tells of "
+                f"{int(told[row].sum())} in front of the new ones; a state cannot forget or skip any: {remedy}"
+            )
+        if told.shape == read.shape:
+            row, column = (told != read).nonzero()[0].tolist()
+            words = {True: "a token", False: "padding"}
+            raise ValueError(
+                f"the cache has read {words[bool(read[row, column])]} in column {column} of row {row}, and "
+                f"attention_mask tells of {words[bool(told[row, column])]} there: {remedy}"
+            )
+
+    def _all_padding(self) -> Tensor:
+        """True at padding, of all columns that were read: `[B, tokens]`."""
+        assert self.is_padding is not None
+        return functional.pad(self.is_padding, (0, self.tokens - self.is_padding.shape[1]))
 
     def check_positions(self, model: TokenBackbone, tokens: int) -> None:
         """ValueError, in one line, where `tokens` more go beyond the learned positions of the model."""
@@ -150,7 +167,7 @@ class LongseqCache(Cache):
         return False
 
     def reset(self) -> None:
-        self.state, self.tokens, self.last, self.padding, self._room = None, 0, None, None, 0
+        self.state, self.tokens, self.last, self.is_padding, self._room = None, 0, None, None, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -158,12 +175,12 @@ class LongseqCache(Cache):
     def batch_select_indices(self, indices: Tensor) -> None:
         self.state = select_state(self.state, indices)
         self.last = None if self.last is None else self.last[indices]
-        self.padding = None if self.padding is None else self.padding[indices]
+        self.is_padding = None if self.is_padding is None else self.is_padding[indices]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.state = map_state(lambda tensor: tensor.repeat_interleave(repeats, dim=0), self.state)
         self.last = None if self.last is None else self.last.repeat_interleave(repeats, dim=0)
-        self.padding = None if self.padding is None else self.padding.repeat_interleave(repeats, dim=0)
+        self.is_padding = None if self.is_padding is None else self.is_padding.repeat_interleave(repeats, dim=0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Nothing for 0; ValueError otherwise: a recurrent state cannot forget its last tokens."""

@@ -110,7 +110,7 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
         Args:
             input_ids: `[B, T]`.
             attention_mask: `[B, T]`, or longer with the tokens of the cache in front; 0 at padding. Of those in front a
-                row has as many real ones as the cache has read.
+                row has as many real ones as the cache has read, and the whole row has them at the same places.
             past_key_values: the cache of the tokens before, by the name that transformers has for it up to 5.23.
             labels: `[B, T]`, the tokens themselves, -100 where nothing is predicted; shifted here. The first token
                 behind padding is not predicted, either.

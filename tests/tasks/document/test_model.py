@@ -18,6 +18,7 @@ from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.model import DocumentModel
 from longseq.tasks.training.checkpoint import Loaded
 from longseq.tasks.training.configuration import resolve
+from longseq.tasks.training.model import TaskModel
 from longseq.tokenizer_files import BYTES
 
 WORDS = ("task=lm", "model=document", "mixer=gla", "model.d_model=16", "model.depth=2", "model.mlp=none")
@@ -99,6 +100,7 @@ def test_a_classifier_starts_from_a_language_model(configure: Any) -> None:
         own = state[f"body.blocks.1.mixer.mixers.{reading}.decay_proj.weight"]
         assert torch.equal(own, trained["blocks.1.mixer.decay_proj.weight"])
     assert torch.equal(model.head.weight, head)
+    assert DocumentModel().notes(model) == ["the head is new: the weights are of a language model"]
 
 
 def test_the_head_of_a_classifier_is_copied_for_the_same_classes(configure: Any) -> None:
@@ -110,6 +112,41 @@ def test_the_head_of_a_classifier_is_copied_for_the_same_classes(configure: Any)
         same = {name: torch.equal(value, trained.state_dict()[name]) for name, value in model.state_dict().items()}
         assert same.pop("head.weight") is copied
         assert all(same.values()), same
+        new = "the head is new: the classes are a, b, c, and those of the weights are c, b, a"
+        assert DocumentModel().notes(model) == ([] if copied else [new])
+
+
+@pytest.mark.slow
+def test_another_pooling_and_other_ngrams_are_told_in_a_line_each(configure: Any) -> None:
+    small = ("model.hashed_ngrams=2", "model.ngram_buckets=32")
+    trained = DocumentModel().build(configure(*small), INFO)
+    for words, told in (
+        ([*small], []),
+        (["model.pooling=last", *small], ["the features of tokens are pooled by mean, and now by last"]),
+        ([], [f"the n-grams of the weights are left out: give {' '.join(small)} to take them"]),
+        (["model.hashed_ngrams=3", small[1]], [f"the n-grams are new: the weights have {' '.join(small)}"]),
+    ):
+        model = DocumentModel().build(configure(*words), INFO)
+        DocumentModel().start_from(model, as_loaded(trained, "document", class_names=INFO.class_names), INFO)
+        assert DocumentModel().notes(model) == told
+    model = DocumentModel().build(configure(*small), INFO)
+    DocumentModel().start_from(model, as_loaded(text_model(configure())), INFO)
+    new = "the head is new: the weights are of a language model"
+    assert DocumentModel().notes(model) == [new, "the n-grams are new: the weights have none"]
+
+
+class OfAnyTask(TaskModel):
+    def build(self, config: Mapping[str, Any], info: Any) -> TextClassifier:
+        return TextClassifier(num_classes=info, vocab_size=9, d_model=16, depth=1)
+
+
+@pytest.mark.slow
+def test_a_head_of_other_shapes_is_told_by_any_task() -> None:
+    task, told = OfAnyTask(), ["the head is new: that of the weights has other shapes"]
+    for classes, notes in ((2, []), (3, told)):
+        model = task.build({}, 2)
+        task.initialize(model, task.build({}, classes))
+        assert task.notes(model) == notes
 
 
 @cases(
@@ -148,6 +185,8 @@ def test_a_classifier_of_pairs_lends_its_body_alone(configure: Any) -> None:
     DocumentModel().start_from(model, as_loaded(pairs, "document", class_names=INFO.class_names), INFO)
     assert torch.equal(model.body.embedding.weight, pairs.body.embedding.weight)
     assert torch.equal(model.head.weight, head)
+    told = "the head is new: it reads single documents, and that of the weights pairs of documents"
+    assert DocumentModel().notes(model) == [told]
 
 
 def test_the_linear_model_starts_from_no_other_and_no_other_from_it(configure: Any) -> None:

@@ -191,8 +191,12 @@ def test_timms_weights_are_tuned_with_a_new_head_for_other_classes(count, tmp_pa
     assert backbone.head.weight.shape[0] == 3
     assert torch.equal(backbone.head.weight, theirs.head.weight) == (count == 3)
     timms = registry.of({"task": {"name": "image"}}).model
+    fitted = [
+        "positions of 14 x 14 patches are interpolated to 8 x 8",
+        "fitted to other shapes, as timm does it: patch_embed.proj.weight",
+    ]
     new = ["the head is new: there are 3 classes, and the weights are of 5"]
-    assert timms.notes(backbone) == ([] if count == 3 else new)
+    assert timms.notes(backbone) == fitted + ([] if count == 3 else new)
     (told,) = timms.remarks(backbone)  # augreg's ViT has 0.5
     assert told == (
         "model.name=vit_tiny_patch16_224: its weights were trained with data.mean=[0.5,0.5,0.5] "
@@ -203,6 +207,48 @@ def test_timms_weights_are_tuned_with_a_new_head_for_other_classes(count, tmp_pa
         train.build(other)
     assert re.search(r"t: \d+ missing \(conv1\.0\.weight, \S+, \S+, \.\.\.\) and \d+ unexpected \(", str(refused.value))
     assert len(str(refused.value)) < 400 + len(str(tmp_path))
+
+
+@pytest.mark.slow
+def test_what_timm_takes_in_part_is_refused_or_told(tmp_path, compose_config, image_folder):
+    """Of some models timm loads whatever fits, and says nothing."""
+    path = tmp_path / "weights.safetensors"
+    data = ("data=image_folder", f"data.root={image_folder}", "data.num_workers=0", "data.img_size=32")
+
+    def begin(*words):
+        keys = ("model=timm", "recipe=finetune", f"init={path}", f"output={tmp_path}", "trainer=cpu")
+        return train.build(compose_config("train", *data, *keys, *words)).module.backbone
+
+    state = timm.create_model("dla46_c", num_classes=3).state_dict()
+    save_file({key: value for key, value in state.items() if not key.startswith("level3.")}, path)
+    with pytest.raises(ValueError, match=r"holds no weights of a dla46_c: \d+ missing \(level3\.\S+, ") as refused:
+        begin("model.name=dla46_c")
+    assert "\n" not in str(refused.value)
+    save_file(timm.create_model("test_resnet", num_classes=0).state_dict(), path)
+    with pytest.raises(ValueError, match=r"holds no weights of a dla46_c: \d+ missing \(base_layer\.0\.weight, "):
+        begin("model.name=dla46_c")
+    name, sizes = "vit_base_patch16_siglip_224", {"depth": 1, "embed_dim": 24, "num_heads": 2}
+    words = (f"model.name={name}", *(f"+model.{key}={value}" for key, value in sizes.items()))
+    theirs = timm.create_model(name, num_classes=3, img_size=32, patch_size=4, **sizes)
+    save_file(theirs.state_dict(), path)
+    timms = registry.of({"task": {"name": "image"}}).model
+    assert timms.notes(begin(*words)) == []
+    assert timms.notes(begin(*words, "+model.global_pool=avg")) == [
+        "new, as the file has none: fc_norm.weight, fc_norm.bias",
+        "the features of patches are pooled by map, and now by avg",
+    ]
+
+
+@pytest.mark.slow
+def test_the_file_of_weights_of_a_saved_folder_is_refused(tmp_path, compose_config, image_folder):
+    """Its config.json tells what the weights compute, and for which classes."""
+    words = ("data=image_folder", *SMALL, f"data.root={image_folder}", "trainer=cpu", f"output={tmp_path}")
+    train.build(compose_config("train", *words)).module.backbone.save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    with pytest.raises(ValueError, match=rf"the weights alone .*: give its folder, init={path.parent}$"):
+        train.build(compose_config("train", *words, f"init={path}"))
+    (path.parent / "config.json").write_text(json.dumps({"architecture": "longseq_tiny_patch16_224"}))
+    train.build(compose_config("train", *words, f"init={path}"))
 
 
 @pytest.mark.slow

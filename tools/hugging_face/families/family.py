@@ -59,6 +59,8 @@ class Family:
         Raises:
             ValueError: it lacks a key, or has a value that our models do not have.
         """
+        if found.get("per_layer_config"):
+            raise ValueError("per_layer_config is not supported: it gives single layers other values than the model's")
         values = {**self.defaults, **found}
         for key, allowed in self.expected.items():
             if key in values and values[key] not in allowed:

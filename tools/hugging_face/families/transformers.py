@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen3 and OLMo 2 as the library transformers saves them."""
+"""Llama, Mistral, Ministral, Qwen3 and OLMo 2 as the library transformers saves them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ from longseq.tools.hugging_face.families.family import (
 )
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+
+# The window of Ministral by default.
+_MINISTRAL_WINDOW = 4096
 
 # The window of each layer, None for a layer that sees all earlier tokens; and the keys of config.json that tell them.
 Windows = Sequence[int | None]
@@ -48,8 +51,15 @@ def _mistral_windows(values: Values) -> Windows:
 
 
 def _write_mistral_windows(windows: Windows) -> dict[str, Any]:
-    # With layer_types transformers takes the file for one of Ministral, which not all of its versions have.
+    # With layer_types transformers takes the file for one of Ministral, which not all of its versions have. Those that
+    # have it save such a model as Ministral.
     return _types_of(windows) if len(set(windows)) > 1 else {"sliding_window": windows[0]}
+
+
+def _write_ministral_windows(windows: Windows) -> dict[str, Any]:
+    types = _types_of(windows)
+    # transformers asks for a window also where no layer has one.
+    return {**types, "sliding_window": types["sliding_window"] or _MINISTRAL_WINDOW}
 
 
 def _qwen_windows(values: Values) -> Windows:
@@ -161,6 +171,15 @@ TRANSFORMERS = (
         write_windows=_write_mistral_windows,
         lacks=("attention_bias", "mlp_bias"),
         sliding_window=4096,
+    ),
+    _transformer(
+        "ministral",
+        "MinistralForCausalLM",
+        eps=1e-6,
+        read_windows=_mistral_windows,
+        write_windows=_write_ministral_windows,
+        lacks=("attention_bias", "mlp_bias"),
+        sliding_window=_MINISTRAL_WINDOW,
     ),
     _transformer(
         "qwen3",
