@@ -19,6 +19,7 @@ from rich.table import Table
 # epochs log less often, and damaged EXIF data leaves an image unchanged.
 UNWANTED = (
     ".*does not have many workers.*",
+    ".*`IterableDataset` has `__len__` defined.*",  # that of a stream counts what all of its workers give
     ".*exists and is not empty.*",
     ".*smaller than the logging interval.*",
     ".*Checkpoint directory.*",

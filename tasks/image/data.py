@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from timm.data.readers.reader_wds import ReaderWds
 from torch import Tensor
 
 from longseq.tasks.data.batch import Batch
@@ -43,6 +44,7 @@ from longseq.tasks.image.own_datamodule import OwnDataModule
 from longseq.tasks.image.own_dataset import DatasetSource, own_held_out, own_splits
 from longseq.tasks.image.ranges import warn_of_narrow_ranges
 from longseq.tasks.image.repeats import warn_of_repeats
+from longseq.tasks.image.shard_streams import check_shards
 from longseq.tasks.image.shards import read_manifest
 from longseq.tasks.image.sources import (
     SOURCES,
@@ -122,6 +124,7 @@ class ImageDataModule(TaskData):
         self.seed = seed
         self.augmentation, self.repeats = _augmentation(augment or {}, batch_size)
         self._unreadable = Unreadable(keys.on_error)
+        self._miscounted: set[str] = set()  # splits of a stream
         self._info: DataInfo | None = None
         self._splits: Splits | None = None
         self._order: Sequence[str] | None = None  # of the classes of a trained model
@@ -579,6 +582,10 @@ class ImageDataModule(TaskData):
         """The sizes of splits and the class names, as far as the reader knows them; the classes are of the first."""
         require_one_class_list(self.keys.source, self.root, [self._stream_split(kind) for kind in kinds])
         readers = {kind: self._stream(kind, training=kind == "train").reader for kind in kinds}
+        # Without a split of its own, the test is that of the validation.
+        for split, reader in {self._stream_split(kind): reader for kind, reader in readers.items()}.items():
+            if isinstance(reader, ReaderWds):
+                check_shards(reader, split, self.keys.on_error)
         names = {"train": "train", "validation": "val", "test": "test"}
         sizes = {
             names[kind]: reader.num_samples if reader.num_samples > 0 else None for kind, reader in readers.items()
@@ -606,7 +613,24 @@ class ImageDataModule(TaskData):
             rank=rank,
             world_size=world_size,
         )
-        return StreamLoader(batches, **options, epoch=lambda: self.trainer.current_epoch if self.trainer else 0)
+        is_counted = rank == 0 and isinstance(stream.reader, ReaderWds)
+        return StreamLoader(
+            batches,
+            **options,
+            epoch=lambda: self.trainer.current_epoch if self.trainer else 0,
+            finished=partial(self._compare_count, self._stream_split(kind), stream.reader) if is_counted else None,
+        )
+
+    def _compare_count(self, split: str, reader: Any, seen: int) -> None:
+        """Tell, once for each split, where its shards hold other samples than their number that was given."""
+        told = reader.num_samples
+        if told <= 0 or seen == told or split in self._miscounted:
+            return
+        self._miscounted.add(split)
+        message = f"the split {split} says {told} images, and its shards hold {seen}"
+        if seen < told and self.keys.on_error == "raise":
+            raise ValueError(f"{message}: is a shard cut off? data.on_error=skip measures those that are there")
+        _log.warning("%s: is a shard cut off?" if seen < told else "%s", message)
 
     def _fit_workers(self, workers: int, shards: int, world_size: int) -> int:
         """The data workers of a stream of `shards` files: one without a file gives none of the images of an epoch."""

@@ -33,6 +33,7 @@ from longseq.tasks.image.decoding import decode, first_line, image_endings, in_e
 from longseq.tasks.image.folder import Found, find_images
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.saliency import PICTURES, draw_saliency, saliency, write_picture
+from longseq.tasks.image.shard_streams import PassedOver, note_failures
 from longseq.tasks.image.sources import Split, number_of_class
 from longseq.tasks.image.split_folders import is_compressed
 from longseq.tasks.image.transforms import denormalize, evaluation_transform, normalize
@@ -163,10 +164,12 @@ class EvaluationBatches(Dataset[Batch]):
 class StreamBatches(IterableDataset[Batch]):
     """Batches of a timm IterableImageDataset, in its own order.
 
-    The stream itself skips images that it cannot decode, without counting them; images with values out of range are
-    skipped here, and named by their position. Training yields full batches only. In an evaluation, each rank takes
-    every `world_size`-th image of the whole stream: all ranks read the whole stream, so that no image is used twice or
-    left out.
+    Images that cannot be read are skipped: those of shards are named by shard and sample, and images with values out of
+    range by their position. Training yields full batches only. In an evaluation, each rank takes every `world_size`-th
+    image of the whole stream: all ranks read the whole stream, so that no image is used twice or left out, and the
+    first one reports what cannot be read. `seen` [workers] is then how many samples each data worker came upon.
+
+    A batch without images carries failures at the end of a stream.
     """
 
     def __init__(
@@ -183,6 +186,8 @@ class StreamBatches(IterableDataset[Batch]):
         self.dataset, self.transform, self.batch_size = dataset, transform, batch_size
         self.training, self.seed, self.rank, self.world_size = training, seed, rank, world_size
         self._epoch = SharedCount()
+        self._passed = PassedOver()
+        self.seen = torch.zeros(1, dtype=torch.long)
         if not training:
             dataset.reader.dist_rank, dataset.reader.dist_num_replicas = 0, 1
 
@@ -196,8 +201,11 @@ class StreamBatches(IterableDataset[Batch]):
         targets: list[Any] = []
         failures: list[Failure] = []
         worker = get_worker_info()
-        key = (self.seed, self._epoch.value, self.rank, worker.id if worker else 0)
+        place = worker.id if worker else 0
+        key = (self.seed, self._epoch.value, self.rank, place)
+        count = -1
         for count, (image, target) in enumerate(self._read()):
+            failures += self._take_passed()
             if not self.training and count % self.world_size != self.rank:
                 continue
             try:
@@ -215,10 +223,20 @@ class StreamBatches(IterableDataset[Batch]):
             if len(images) == self.batch_size:
                 yield Batch(torch.stack(images), torch.tensor(targets), failures)
                 images, targets, failures = [], [], []
+        failures += self._take_passed()
+        self.seen[place] = count + 1 + self._passed.samples
+        self._passed.samples = 0
         if images and not self.training:
             yield Batch(torch.stack(images), torch.tensor(targets), failures)
+        elif failures:
+            yield Batch(torch.empty(0), torch.empty(0), failures)
+
+    def _take_passed(self) -> list[Failure]:
+        taken = self._passed.take()
+        return taken if self.training or self.rank == 0 else []
 
     def _read(self) -> Iterator[tuple[Image.Image, Any]]:
+        note_failures(self.dataset.reader, self._passed)
         try:
             yield from self.dataset
         except KeyError as error:
@@ -231,7 +249,10 @@ class StreamBatches(IterableDataset[Batch]):
 
 
 class StreamLoader(BatchLoader):
-    """A BatchLoader over a stream; each training epoch begins at the start of the stream."""
+    """A BatchLoader over a stream; each training epoch begins at the start of the stream.
+
+    `finished` is told at the end of an evaluation how many samples the stream had, those that cannot be read included.
+    """
 
     def __init__(
         self,
@@ -241,14 +262,28 @@ class StreamLoader(BatchLoader):
         pin_memory: bool,
         report: Callable[[list[Failure]], None],
         epoch: Callable[[], int],
+        finished: Callable[[int], None] | None = None,
     ) -> None:
         dataset.dataset.set_loader_cfg(num_workers=num_workers)
+        dataset.seen = torch.zeros(max(1, num_workers), dtype=torch.long).share_memory_()
         super().__init__(dataset, None, num_workers=num_workers, pin_memory=pin_memory, report=report)
-        self._epoch = epoch
+        self._epoch, self._finished = epoch, finished
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:  # type: ignore[override]
-        self.dataset.set_epoch(self._epoch())  # type: ignore[attr-defined]
-        yield from super().__iter__()
+        stream: Any = self.dataset
+        stream.set_epoch(self._epoch())
+        count = 0
+        for inputs, targets in super().__iter__():
+            if len(targets):
+                count += 1
+                yield inputs, targets
+        if stream.training and count < len(self):
+            raise ValueError(
+                f"the training images end after {count} of the {len(self)} batches of an epoch: no sample of a data "
+                "worker's shards could be read (see the log)"
+            )
+        if not stream.training and self._finished is not None:
+            self._finished(int(stream.seen.sum()))
 
     def __len__(self) -> int:
         stream: Any = self.dataset

@@ -21,6 +21,7 @@ from longseq.tasks.data.folders import class_name, leads_above
 from longseq.tasks.data.inputs import PassedOver, describe_passed_over
 from longseq.tasks.data.labels import sort_names
 from longseq.tasks.image.decoding import image_endings, is_hidden, is_image
+from longseq.tasks.image.shard_streams import tell_cut_off
 from longseq.tasks.image.split_folders import refuse_pooled
 
 _log = logging.getLogger(__name__)
@@ -166,6 +167,7 @@ class TarImages(ReaderImageInTar):
     ) -> None:
         with _all_endings():
             super().__init__(root)
+        tell_cut_off([str(archive) for archive in self._archives()])
         kept = self._kept()
         names = [_class_in_archives(*self.samples[index]) for index in kept]
         if class_map is None:
@@ -198,8 +200,11 @@ class TarImages(ReaderImageInTar):
         last = {place: index for index, place in enumerate(places) if not _is_below_hidden(place[0])}
         return [index for _, index in sorted(last.items(), key=lambda one: (natural_order(one[0][0]), one[0][1:]))]
 
+    def _archives(self) -> list[Path]:
+        return [Path(self.root)] if Path(self.root).is_file() else sorted(Path(self.root).glob("*.tar"))
+
     def _others(self) -> list[PassedOver]:
-        archives = [Path(self.root)] if Path(self.root).is_file() else sorted(Path(self.root).glob("*.tar"))
+        archives = self._archives()
         if sum(archive.stat().st_size for archive in archives) > _LARGE_TAR:
             return []
         others = []

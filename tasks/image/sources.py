@@ -656,7 +656,7 @@ def open_stream(
             batch_size=batch_size,
             num_samples=num_samples,
             seed=seed,
-            class_map=_as_dict(class_map),
+            class_map=_by_number(_as_dict(class_map)) if is_shards else _as_dict(class_map),
             **_stream_options(source),
         )
         is_hub = source.lower().startswith("hfids/")
@@ -964,6 +964,16 @@ def _check_mapped(reader: Any, source: str, class_map: ClassMap) -> None:
             f"data.class_map gives no number to {name_some([str(name) for name in lacking])} of data.source={source}: "
             "give each of its classes one, or leave its rows out; only of folders and archives are classes picked"
         )
+
+
+def _by_number(class_map: Any) -> Any:
+    """The class map of shards, whose samples have numbers of classes: the lines of a file are their text."""
+    if not isinstance(class_map, Mapping):
+        return class_map
+    wrong = [str(name) for name in class_map if not str(name).strip().isdecimal()]
+    if wrong:
+        raise ValueError(f"the samples of shards have numbers of classes, and data.class_map has {name_some(wrong)}")
+    return {int(name): number for name, number in class_map.items()}
 
 
 def _as_dict(class_map: ClassMap, root: str = "") -> Any:

@@ -1,0 +1,146 @@
+"""WebDataset shards of which something cannot be read: counted, named, and never trained on in silence."""
+
+import io
+import tarfile
+
+import numpy as np
+import pytest
+from image_data import image_data
+from PIL import Image
+
+from longseq.tasks import train
+
+pytest.importorskip("webdataset", reason="wds/ sources need longseq[datasets]")
+pytestmark = pytest.mark.slow
+
+
+def picture(shade):
+    stream = io.BytesIO()
+    Image.fromarray(np.full((8, 8, 3), shade, dtype=np.uint8)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def write_shard(path, samples):
+    """A shard of samples, each with its files by their endings."""
+    with tarfile.open(path, "w") as archive:
+        for number, files in enumerate(samples):
+            for ending, content in files.items():
+                member = tarfile.TarInfo(f"{number:02}.{ending}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+
+
+def samples(count=8, **changes):
+    """Samples of two classes; `changes` has by number (as s3) what takes the place of a sample."""
+    usual = [{"png": picture(40 + 160 * (number % 2)), "cls": str(number % 2).encode()} for number in range(count)]
+    return [changes.get(f"s{number}", sample) for number, sample in enumerate(usual)]
+
+
+def open_shards(folder, **options):
+    options = {"val_split": "good.tar|8", "train_split": "good.tar|8", "num_workers": 0, "batch_size": 4} | options
+    options |= {"img_size": 8, "mean": [0.0], "std": [1.0], "num_classes": 2, "test_split": None}
+    write_shard(folder / "good.tar", samples())
+    module = image_data(name="test", source="wds/data", root=str(folder), **options)
+    module.setup("fit")
+    return module
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_that_cannot_be_read_are_counted_and_named(tmp_path, workers):
+    broken = {"s1": {"png": b"no image", "cls": b"1"}, "s6": {"txt": b"no picture", "cls": b"0"}}
+    for shard in range(2):
+        write_shard(tmp_path / f"bad-{shard}.tar", samples(**broken))
+    splits = {"val_split": "bad-{0..1}.tar|16", "train_split": "bad-{0..1}.tar|16"}
+    module = open_shards(tmp_path, **splits, num_workers=workers)
+    assert sum(len(targets) for _, targets in module.val_dataloader()) == 12
+    names = {f"bad-{shard}.tar/{name}" for shard in range(2) for name in ("01", "06")}
+    assert set(module.unreadable) == names
+    again = open_shards(tmp_path, **splits, num_workers=workers)
+    assert sum(len(targets) for _, targets in again.train_dataloader()) == 16
+    assert set(again.unreadable) == names
+    strict = open_shards(tmp_path, **splits, num_workers=workers, on_error="raise")
+    for loader in (strict.val_dataloader(), strict.train_dataloader()):
+        with pytest.raises(ValueError, match=r"bad-\d.tar/0[16] is not readable \(.*data.on_error=skip$"):
+            list(loader)
+
+
+@pytest.mark.parametrize(
+    ("sample", "told"),
+    [
+        ({"png": picture(9), "json": b'{"label": 1}'}, "shard.tar/03: it has no cls, the number of its class"),
+        ({"png": picture(9), "cls": b"cat\n"}, "shard.tar/03: its cls is 'cat', which is no number of a class"),
+    ],
+)
+def test_a_sample_without_the_number_of_its_class_stops_a_run(tmp_path, sample, told):
+    write_shard(tmp_path / "shard.tar", samples(s3=sample))
+    module = open_shards(tmp_path, train_split="shard.tar|8", val_split="shard.tar|8")
+    for loader in (module.train_dataloader(), module.val_dataloader()):
+        with pytest.raises(ValueError, match=told):
+            list(loader)
+
+
+def test_a_shard_that_is_cut_off_is_told(tmp_path, caplog):
+    """Between two files a reader finds nothing wrong: the end of a tar file is missing, and samples that were told."""
+    write_shard(tmp_path / "cut.tar", samples())
+    content, left = (tmp_path / "cut.tar").read_bytes(), 3
+    (tmp_path / "cut.tar").write_bytes(content[: left * 2 * 1024])  # a file takes 1,024 bytes, its header included
+    module = open_shards(tmp_path, val_split="cut.tar|8")
+    end = "cut.tar does not end as a tar file ends: it may be cut off"
+    assert sum(end in record.message for record in caplog.records) == 1
+    for _ in range(2):
+        assert sum(len(targets) for _, targets in module.val_dataloader()) == left
+    told = [record.message for record in caplog.records if "its shards hold" in record.message]
+    assert told == [f"the split cut.tar|8 says 8 images, and its shards hold {left}: is a shard cut off?"]
+    with pytest.raises(ValueError, match=end):
+        open_shards(tmp_path, val_split="cut.tar|8", on_error="raise")
+    module = open_shards(tmp_path, val_split="good.tar|9", on_error="raise")
+    with pytest.raises(ValueError, match=r"the split good.tar\|9 says 9 images, and its shards hold 8"):
+        list(module.val_dataloader())
+
+
+def test_an_archive_of_class_folders_that_is_cut_off_is_told(tmp_path, caplog):
+    for name, stop in (("whole", None), ("cut", 6 * 1024)):
+        (tmp_path / name).mkdir()
+        archive = tmp_path / name / "train.tar"
+        with tarfile.open(archive, "w") as opened:
+            for number in range(12):
+                content = picture(number)
+                member = tarfile.TarInfo(f"{'ab'[number % 2]}/{number:02}.png")
+                member.size = len(content)
+                opened.addfile(member, io.BytesIO(content))
+        archive.write_bytes(archive.read_bytes()[:stop])
+        caplog.clear()
+        options = {"img_size": 8, "mean": [0.0], "std": [1.0], "num_workers": 0, "batch_size": 2}
+        image_data(name="test", source="folder", root=str(archive), val_fraction=0.25, **options).setup("fit")
+        told = [record for record in caplog.records if "does not end as a tar file ends" in record.message]
+        assert len(told) == (name == "cut")
+
+
+def test_absent_shards_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"the split good-\{0..2\}.tar\|24 has shards that do not exist: .*good-0.tar"):
+        open_shards(tmp_path, train_split="good-{0..2}.tar|24")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_training_without_the_samples_of_an_epoch_stops(tmp_path, tiny, workers):
+    """One of two shards has nothing to read, or the only one has."""
+    write_shard(tmp_path / "a-0.tar", samples())
+    write_shard(tmp_path / "a-1.tar", [{"png": b"no image", "cls": b"0"}] * 8)
+    split = "a-{0..1}.tar|16" if workers else "a-1.tar|8"
+    data = ["data=image_folder", "recipe=digits", "data.source=wds/data", f"data.root={tmp_path}", "data.img_size=8"]
+    data += [f"data.train_split='{split}'", "data.val_split='a-0.tar|8'", "data.test_split=null"]
+    data += ["data.num_classes=2", f"data.num_workers={workers}", "recipe.batch_size=4", "recipe.epochs=2"]
+    planned, found = (4, r"[12]") if workers else (2, "0")
+    told = f"the training images end after {found} of the {planned} batches of an epoch: no sample of a data worker's"
+    with pytest.raises(ValueError, match=told):
+        train.run(tiny(*data))
+
+
+def test_a_class_map_of_lines_gives_numbers_to_numbers(tmp_path):
+    (tmp_path / "classes.txt").write_text("1\n0\n")
+    module = open_shards(tmp_path, class_map=str(tmp_path / "classes.txt"))
+    for images, targets in module.val_dataloader():
+        assert ((images[:, 0, 0, 0] > 100).long() == 1 - targets).all()
+    (tmp_path / "classes.txt").write_text("cat\ndog\n")
+    with pytest.raises(ValueError, match=r"shards have numbers of classes, and data.class_map has cat, dog"):
+        open_shards(tmp_path, class_map=str(tmp_path / "classes.txt"))
