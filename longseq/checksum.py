@@ -15,7 +15,10 @@ CHECKSUM = "longseq_crc32"
 
 
 def checksum(state: Mapping[str, Tensor]) -> str:
-    """CRC-32 of names, types, shapes and values, in hexadecimal digits; the tensors must be on the CPU."""
+    """CRC-32 of names, types, shapes and values, in hexadecimal digits.
+
+    Of tensors on another device few are on the CPU at a time.
+    """
     names = sorted(state)
     with ThreadPoolExecutor() as pool:  # zlib releases Python's lock while it computes
         values = pool.map(_checksum, (state[name] for name in names))
@@ -27,4 +30,4 @@ def checksum(state: Mapping[str, Tensor]) -> str:
 
 
 def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -20,6 +20,7 @@ from longseq.backbones.continuation import Continuation
 from longseq.backbones.sampling import Sampling, TokenSampler
 from longseq.backbones.step_graph import can_record, check_step_graph
 from longseq.backbones.tokens import TokenBackbone
+from longseq.checksum import checksum
 from longseq.files import Kind, json_keys, replacing
 from longseq.kernels.packing import Packing
 from longseq.models import describe
@@ -40,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 # The tasks whose models write text.
 TASKS = ("lm",)
-# What the file of a state holds.
+# What the file of a state holds; the checksum "weights" is not in those of earlier versions.
 STATE = {"state", "scores", "read", "written", "model"}
 
 
@@ -214,7 +215,12 @@ class Writer:
     def resume(self, path: Path, show: Callable[[str], None] | None = None) -> Written:
         """Continue the text whose state `save_state` has written, as if it had not been interrupted."""
         saved = _read_state(path)
-        if saved["model"] != _fingerprint(self.model):
+        if "weights" not in saved:
+            raise ValueError(
+                f"state={path} is of an earlier version, which does not tell all models apart: write it again from its "
+                "prompt"
+            )
+        if any(saved[key] != value for key, value in _fingerprint(self.model).items()):
             raise ValueError(f"state={path} is of another model, or dtype, than checkpoint={self.keys.checkpoint}")
         read, written = saved["read"], saved["written"]
         self._check_positions(len(read) + len(written), f"the text of state={path}")
@@ -387,14 +393,16 @@ def _save_state(
     tensors = {name: tensor.cpu() for name, tensor in state_tensors(state)}
     content = {"state": tensors, "scores": scores.cpu(), "read": request.tokens, "written": written}
     with replacing(path) as partial:
-        torch.save({**content, "model": _fingerprint(model)}, partial)
+        torch.save({**content, **_fingerprint(model)}, partial)
 
 
-def _fingerprint(model: TokenBackbone) -> str:
-    """Tells models apart: by their arguments, and by their embeddings, which every training changes."""
-    weights = model.embedding.weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+def _fingerprint(model: TokenBackbone) -> dict[str, str]:
+    """Tells models apart: by their arguments, and by all their weights."""
     arguments = json.dumps(describe(model)["model_args"], sort_keys=True, default=str).encode()
-    return hashlib.blake2b(arguments + weights, digest_size=16).hexdigest()
+    return {
+        "model": hashlib.blake2b(arguments, digest_size=16).hexdigest(),
+        "weights": checksum(model.state_dict()),
+    }
 
 
 def _read_state(path: Path) -> dict[str, Any]:

@@ -348,6 +348,58 @@ def test_what_our_models_cannot_be_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+# Keys that the code which all models of transformers share reads. Ours would compute something else without a word.
+SHARED_KEYS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "sees what follows": ("llama", {"is_causal": False}, "is_causal=False is not supported, only True"),
+    "sees what follows, unsaid": ("qwen3", {"is_causal": None}, "is_causal=None is not supported, only True"),
+    "chunks": ("llama", {"attention_chunk_size": 4}, "attention_chunk_size=4 is not supported, only None"),
+    "shared keys": ("olmo2", {"kv_sharing_modes": ["own", "reuse"]}, "kv_sharing_modes=['own', 'reuse'] is not"),
+    "a window of the cache": ("llama", {"sliding_window": 5}, "sliding_window=5 is not supported, only None"),
+    "windows of the cache": ("olmo2", {"layer_types": ["full_attention", "sliding_attention"]}, "for model_type=olmo2"),
+    "layers without a window": (
+        "qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "and no sliding_window is in use"
+    ),
+    "a layer too few": (
+        "mistral", {"layer_types": ["full_attention"], "sliding_window": 4},
+        "layer_types has 1 layers, and num_hidden_layers=2",
+    ),
+    "quantized": ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported"),
+    "other weights": ("llama", {"transformers_weights": "other.safetensors"}, "transformers_weights is not supported"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARED_KEYS)
+def test_keys_that_all_of_transformers_reads_are_not_dropped(
+    name: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind, changes, words = SHARED_KEYS[name]
+    source = edited(llama, tmp_path / "source", **{"model_type": kind, **changes})
+    refuses(monkeypatch, capsys, words, source=source, output=tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scaling", [LLAMA3, YARN], ids=["llama3", "yarn"])
+def test_the_context_of_the_training_beside_the_angles_comes_first(
+    scaling: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_peer("Llama", tmp_path / "peer", {"rope_parameters": scaling})
+    source = edited(tmp_path / "peer", tmp_path / "source", original_max_position_embeddings=40, is_causal=True)
+    with torch.no_grad():
+        expected = transformers.AutoModelForCausalLM.from_pretrained(source).eval()(TOKENS).logits
+        assert not torch.allclose(
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "peer").eval()(TOKENS).logits, expected
+        )
+    assert convert(monkeypatch, source=source, output=tmp_path / "ours") == 0
+    torch.testing.assert_close(logits(tmp_path / "ours"), expected, rtol=1e-4, atol=1e-4)
+    assert convert(monkeypatch, source=tmp_path / "ours", output=tmp_path / "back", format="llama") == 0
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    with torch.no_grad():
+        assert torch.equal(again(TOKENS).logits, expected)
+    kept = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert "original_max_position_embeddings" not in kept, "it is among the angles"
+
+
 def refuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, **keys: Any) -> None:
     capsys.readouterr()
     assert convert(monkeypatch, **keys) == 2

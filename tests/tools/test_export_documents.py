@@ -137,6 +137,20 @@ def test_every_pooling_in_every_format(exported: tuple[Any, dict[str, Path]]) ->
 
 
 @pytest.mark.slow
+def test_only_the_padding_may_have_numbers_of_no_token(exported: tuple[Any, dict[str, Path]]) -> None:
+    model, files = exported
+    tokens, padded = torch.tensor([[3, 4, 5, 6]]), torch.tensor([[3, 4, -1, 999]])
+    with torch.no_grad():
+        alone, whole = model(tokens[:, :2]).softmax(-1), model(tokens).softmax(-1)
+    for format, path in files.items():
+        call = FORMATS[format].open_file(path)
+        torch.testing.assert_close(call(padded, torch.tensor([2])), alone, atol=1e-5, rtol=0)
+        torch.testing.assert_close(call(tokens, torch.tensor([9])), whole, atol=1e-5, rtol=0)
+        with pytest.raises(Exception, match=r"(?i)out of (data )?(bounds|range)"):
+            call(padded, torch.tensor([3]))
+
+
+@pytest.mark.slow
 def test_pairs_of_documents(tmp_path: Path) -> None:
     model = build(kind=PairClassifier, separator=10)
     path = tmp_path / "model.pt"

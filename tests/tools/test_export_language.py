@@ -90,16 +90,32 @@ def test_every_mixer_reads_token_by_token(mixer: str, tmp_path: Path, captured_o
 
 
 @pytest.mark.slow
-def test_a_batch_may_be_empty(tmp_path: Path) -> None:
-    """RWKV-6 has a norm of groups, of which ONNX's runtime cannot find a size where there are no rows."""
+@pytest.mark.parametrize("mixer", ["rwkv6", "grouped keys"])
+def test_a_batch_may_be_empty(mixer: str, tmp_path: Path) -> None:
+    """A norm of groups, and keys that are repeated: ONNX's runtime cannot find their sizes where there are no rows."""
     if Version(onnxruntime.__version__) < Version("1.24"):
         pytest.skip("version 1.23 of onnxruntime, the newest for Python 3.10, ends the process at an empty batch")
-    model = build("rwkv6")
-    call = check_file(model, tmp_path / "model.onnx", "onnx")
-    starts = [state.starts(0) for state in state_spec(model, 1)]
-    logits, states = call(torch.zeros(0, dtype=torch.long), starts)
-    assert logits.shape == (0, 11)
+    grouped = mixer == "grouped keys"
+    options = {"mixer_options": {"num_heads": 4, "num_kv_heads": 2}} if grouped else {}
+    model = build("attention" if grouped else mixer, **options)
+    call = check_file(model, tmp_path / "model.onnx", "onnx", dynamic_length=grouped, max_length=80)
+    starts = [state.starts(0) for state in state_spec(model, 80)]
+    logits, states = call(torch.zeros((0, 3) if grouped else 0, dtype=torch.long), starts)
+    assert logits.shape == ((0, 3, 11) if grouped else (0, 11))
     assert [state.shape for state in states] == [start.shape for start in starts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_number_that_is_no_token_is_refused(format: str, tmp_path: Path) -> None:
+    """ONNX itself counts negative numbers from the end."""
+    model = build("linear_attention")
+    call = check_file(model, tmp_path / f"model{SUFFIXES[format]}", format)
+    starts = [state.starts(1) for state in state_spec(model, 80)]
+    call(torch.tensor([10]), starts)
+    for number in (-1, -11, 11):
+        with pytest.raises(Exception, match=NO_ROOM):
+            call(torch.tensor([number]), starts)
 
 
 @pytest.mark.slow

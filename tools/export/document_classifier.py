@@ -16,6 +16,7 @@ from longseq.tools.export import onnx_file
 from longseq.tools.export.checked_file import TRACED_BATCH, check_batch_sizes, float_copy, write_checked
 from longseq.tools.export.formats import find_target
 from longseq.tools.export.metadata import document_metadata
+from longseq.tools.export.numbers import refuse_negative
 from longseq.tools.export.parity import compare, expect, probe_tokens
 from longseq.tools.export.report import ExportReport
 from longseq.tools.export.spec import FileSpec
@@ -34,17 +35,20 @@ LEAST = 1e-12
 class DocumentClassifierFile(nn.Module):
     """The function that an exported file computes: tokens and the lengths of documents give probabilities.
 
-    Documents `[batch, length]` are padded at their end by any tokens; `lengths [batch]` counts the real ones. The
+    Documents `[batch, length]` are padded at their end by any numbers; `lengths [batch]` counts the real ones. The
     probabilities `[batch, classes]` of a row add up to 1; with `multi_label` each class has its own.
     """
 
-    def __init__(self, model: nn.Module, *, multi_label: bool) -> None:
+    def __init__(self, model: Any, *, multi_label: bool) -> None:
         super().__init__()
         self.model = model
+        self.vocab_size = model.body.vocab_size
         self.multi_label = multi_label
 
     def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         mask = torch.arange(tokens.shape[1], device=tokens.device) < lengths.unsqueeze(1)
+        # The number of a token that no embedding has, such as -1, may stand in the padding.
+        tokens = refuse_negative(tokens.masked_fill(~mask, 0), self.vocab_size)
         logits = self.model(tokens, mask=mask)
         return logits.sigmoid() if self.multi_label else logits.softmax(-1)
 

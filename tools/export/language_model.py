@@ -21,6 +21,7 @@ from longseq.tools.export import onnx_file
 from longseq.tools.export.checked_file import TRACED_BATCH, check_batch_sizes, float_copy, write_checked
 from longseq.tools.export.formats import find_target
 from longseq.tools.export.metadata import language_metadata
+from longseq.tools.export.numbers import refuse_negative
 from longseq.tools.export.parity import Comparison, Expected, compare, expect, probe_tokens
 from longseq.tools.export.report import ExportReport
 from longseq.tools.export.spec import FileSpec
@@ -53,6 +54,7 @@ class LanguageModelFile(nn.Module):
 
     def forward(self, tokens: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         state = fill_state(self.template, states)
+        tokens = refuse_negative(tokens, self.model.vocab_size)
         logits, following = self.model.step(tokens, state) if self.one_token else self.model(tokens, state)
         return logits, [tensor for _, tensor in state_tensors(following)]
 

@@ -59,6 +59,7 @@ def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpe
         custom_translation_table={
             torch.ops.aten.scalar_tensor.default: _number,
             torch.ops.aten.group_norm.default: _group_norm,
+            torch.ops.aten.repeat_interleave.self_int: _repeat_interleave,
         },
         optimize=False,
         verbose=False,
@@ -111,6 +112,23 @@ def _group_norm(
     shape = op.Constant(value_ints=[channels, *(1 for _ in others)])
     y = y if weight is None else op.Mul(y, op.Reshape(weight, shape))
     return y if bias is None else op.Add(y, op.Reshape(bias, shape))
+
+
+def _repeat_interleave(input: Any, repeats: int, dim: int | None = None, output_size: int | None = None) -> Any:
+    """Each slice of an axis, such as the heads of keys that several queries share, several times in turn.
+
+    The exporter's own form leaves the size of that axis to the runtime, which cannot find it where there are no rows.
+    """
+    from onnxscript import opset18 as op
+
+    assert dim is not None, "no mixer repeats all numbers"
+    assert isinstance(repeats, int), "no mixer repeats an open number of times"
+    rank, axis = len(input.shape), dim % len(input.shape)
+    size = input.shape[axis] * repeats if isinstance(input.shape[axis], int) else -1
+    times = [repeats if place == axis + 1 else 1 for place in range(rank + 1)]
+    repeated = op.Expand(op.Unsqueeze(input, op.Constant(value_ints=[axis + 1])), op.Constant(value_ints=times))
+    sizes = [op.Shape(input, start=0, end=axis), op.Constant(value_ints=[size]), op.Shape(input, start=axis + 1)]
+    return op.Reshape(repeated, op.Concat(*sizes, axis=0))
 
 
 def is_own(path: Path) -> bool:

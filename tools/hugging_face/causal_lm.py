@@ -13,6 +13,7 @@ one saves the other loads.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, ClassVar
 
 import torch
@@ -119,7 +120,8 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
             cache: the cache of the tokens before, by its name from transformers 5.24 on.
             kwargs: `position_ids [1, T]` that begin anew separate packed sequences, as do their numbers
                 `seq_idx [1, T]` and the borders `cu_seq_lens_q [N + 1]`. Each one is read from position 0 on. The loss
-                takes `num_items_in_batch`. Others must be None or False.
+                takes `num_items_in_batch`, the number of `labels[:, 1:]` that are not -100, of all batches that are
+                accumulated. Others must be None or False.
 
         Raises:
             ValueError: there are no tokens, or more than learned positions; the cache is another library's, of other
@@ -140,13 +142,29 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
             elif logits_to_keep:
                 features = features[:, -logits_to_keep:]
             logits = self.model.forward_head(features)
-        loss = None
-        if labels is not None:
-            if mask is not None:  # padding in front of a text predicts nothing, not the text's first token either
-                labels = labels.clone()
-                labels[:, 1:][~mask[:, :-1]] = -100
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        loss = None if labels is None else self._loss(logits, labels, mask, kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE_NAME: cache})
+
+    def _loss(self, logits: Tensor, labels: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
+        """The loss, in which padding in front of a text predicts nothing, not the text's first token either."""
+        counted = (labels[:, 1:] != -100).sum()
+        if mask is not None:
+            labels = labels.clone()
+            labels[:, 1:][~mask[:, :-1]] = -100
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)
+        number = options.get("num_items_in_batch")
+        if mask is None or number is None:
+            return loss
+        # The Trainer's number has those first tokens, too. It is of all accumulated batches and devices, and the first
+        # tokens of the others are unknown here: this batch has the share of the loss that it has of the number.
+        predicted = (labels[:, 1:] != -100).sum()
+        if bool((predicted != counted) & (torch.as_tensor(number, device=counted.device) != counted).any()):
+            warnings.warn(
+                "num_items_in_batch counts the first tokens behind padding, which are not predicted, so that the "
+                'accumulated batches weigh only about right: train with tokenizer.padding_side = "right"',
+                stacklevel=2,
+            )
+        return loss * (counted / predicted.clamp(min=1))
 
     @can_return_tuple
     def read(

@@ -28,7 +28,7 @@ from longseq.tools.hugging_face.weights import Weight, read_weights, write_weigh
 SOURCE_CONFIG = "source_config.json"
 
 # Keys of that file which are not written back: they tell what is computed, or its type, as the family's own keys do.
-COMPUTED = ("rope_parameters", "layer_types", "torch_dtype")
+COMPUTED = ("rope_parameters", "original_max_position_embeddings", "layer_types", "torch_dtype")
 
 # Files of a tokenizer's vocabulary, in the forms that transformers reads. Ours is the first.
 VOCABULARIES = (TOKENIZER_FILE, "tokenizer.model", "vocab.json")

@@ -124,6 +124,15 @@ def test_a_state_of_another_model_is_refused(tmp_path):
     make_writer(save_state=str(tmp_path / "a.state"), end=False).write(["x"])
     with pytest.raises(ValueError, match="is of another model, or dtype, than checkpoint="):
         make_writer("mamba2").resume(tmp_path / "a.state")
+    writer = make_writer()
+    with torch.no_grad():  # the same embeddings, and one other number
+        writer.model.blocks[0].mixer.out_proj.weight[-1, -1] += 1
+    with pytest.raises(ValueError, match="is of another model, or dtype, than checkpoint="):
+        writer.resume(tmp_path / "a.state")
+    saved = torch.load(tmp_path / "a.state")
+    torch.save({key: value for key, value in saved.items() if key != "weights"}, tmp_path / "old.state")
+    with pytest.raises(ValueError, match=r"old\.state is of an earlier version, .* write it again from its prompt"):
+        make_writer().resume(tmp_path / "old.state")
     (tmp_path / "b.state").write_bytes(b"nothing")
     with pytest.raises(ValueError, match="cannot be read"):
         make_writer().resume(tmp_path / "b.state")

@@ -23,6 +23,13 @@ ENDS = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_hea
 MLP = {"mlp.fc1_g": "mlp.gate_proj", "mlp.fc1_x": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"}
 SILU = ("silu", "swish")
 
+# Keys that transformers reads for every family and our models do not have, and why a file with one is refused.
+UNSUPPORTED = {
+    "per_layer_config": "it gives single layers other values than the model's",
+    "quantization_config": "it changes the weights when they are loaded: give the weights before they were quantized",
+    "transformers_weights": "it names another file of weights: leave the key out and give that file the usual name",
+}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -59,8 +66,9 @@ class Family:
         Raises:
             ValueError: it lacks a key, or has a value that our models do not have.
         """
-        if found.get("per_layer_config"):
-            raise ValueError("per_layer_config is not supported: it gives single layers other values than the model's")
+        for key, reason in UNSUPPORTED.items():
+            if found.get(key):
+                raise ValueError(f"{key} is not supported: {reason}")
         values = {**self.defaults, **found}
         for key, allowed in self.expected.items():
             if key in values and values[key] not in allowed:
@@ -139,6 +147,9 @@ def read_rotary(values: Values) -> dict[str, Any]:
     if kind == "default":
         return {"rotary": True, "rotary_base": float(base), "rotary_scaling": None}
     if kind in ("llama3", "yarn"):
+        # transformers takes the number beside the rope parameters before the one among them.
+        if "original_max_position_embeddings" in values:
+            rope["original_max_position_embeddings"] = values["original_max_position_embeddings"]
         rope.setdefault("original_max_position_embeddings", values.get("max_position_embeddings"))
     scaling = {"rope_type": kind, **{key: value for key, value in rope.items() if value is not None}}
     check_rotary(float(base), scaling)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,18 +25,40 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 # The window of Ministral by default.
 _MINISTRAL_WINDOW = 4096
 
+# What transformers reads for all of these families: its masks ask `is_causal`, its caches of keys the other two.
+_EXPECTED = {"hidden_act": SILU, "is_causal": (True,), "attention_chunk_size": (None,), "kv_sharing_modes": (None,)}
+
+# Llama and OLMo 2 have no windows, and yet their caches would drop what is outside of one.
+_NO_WINDOW = {"sliding_window": (None,)}
+
 # The window of each layer, None for a layer that sees all earlier tokens; and the keys of config.json that tell them.
 Windows = Sequence[int | None]
 
 
+def _layer_types(values: Values) -> Sequence[str] | None:
+    """The types of the layers, None if config.json does not tell them. ValueError for types that we do not have."""
+    types = values.get("layer_types")
+    if types is None:
+        return None
+    if strange := set(types) - {FULL, SLIDING}:
+        raise ValueError(f"layers of the type {min(strange)} are not supported")
+    if len(types) != values["num_hidden_layers"]:
+        raise ValueError(f"layer_types has {len(types)} layers, and num_hidden_layers={values['num_hidden_layers']}")
+    return types
+
+
 def _no_windows(values: Values) -> Windows:
+    if SLIDING in (_layer_types(values) or ()):
+        raise ValueError(f"layers of the type {SLIDING} are not supported for model_type={values['model_type']}")
     return [None] * values["num_hidden_layers"]
 
 
-def _windows_of(types: Sequence[str], window: int | None) -> Windows:
-    if strange := set(types) - {FULL, SLIDING}:
-        raise ValueError(f"layers of the type {min(strange)} are not supported")
-    return [window if kind == SLIDING else None for kind in types]
+def _windows_of(values: Values, window: int | None, types: Sequence[str]) -> Windows:
+    """The windows of layers with the types that config.json tells, and else of `types`."""
+    given = _layer_types(values)
+    if window is None and SLIDING in (given or ()):
+        raise ValueError(f"layer_types has layers of the type {SLIDING}, and no sliding_window is in use")
+    return [window if kind == SLIDING else None for kind in (types if given is None else given)]
 
 
 def _types_of(windows: Windows) -> dict[str, Any]:
@@ -47,7 +69,7 @@ def _types_of(windows: Windows) -> dict[str, Any]:
 
 
 def _mistral_windows(values: Values) -> Windows:
-    return _windows_of(values.get("layer_types") or [SLIDING] * values["num_hidden_layers"], values["sliding_window"])
+    return _windows_of(values, values["sliding_window"], [SLIDING] * values["num_hidden_layers"])
 
 
 def _write_mistral_windows(windows: Windows) -> dict[str, Any]:
@@ -65,8 +87,7 @@ def _write_ministral_windows(windows: Windows) -> dict[str, Any]:
 def _qwen_windows(values: Values) -> Windows:
     depth, first = values["num_hidden_layers"], values["max_window_layers"]
     window = values["sliding_window"] if values["use_sliding_window"] else None
-    types = values.get("layer_types") or [FULL if index < first else SLIDING for index in range(depth)]
-    return _windows_of(types, window)
+    return _windows_of(values, window, [FULL if index < first else SLIDING for index in range(depth)])
 
 
 def _write_qwen_windows(windows: Windows) -> dict[str, Any]:
@@ -144,6 +165,7 @@ def _transformer(
     read_windows: Callable[[Values], Windows] = _no_windows,
     write_windows: Callable[[Windows], dict[str, Any]] = lambda windows: {},
     lacks: Sequence[str] = (),
+    expected: Mapping[str, tuple[Any, ...]] | None = None,
     **defaults: Any,
 ) -> Family:
     """A transformer of the library transformers; `lacks` are keys that its config.json does not have."""
@@ -157,12 +179,12 @@ def _transformer(
         mixer_names=_attention_names,
         block_names={"norm1": norms[0], "norm2": norms[1], **MLP},
         defaults={**common, **defaults},
-        expected={"hidden_act": SILU},
+        expected={**_EXPECTED, **(expected or {})},
     )
 
 
 TRANSFORMERS = (
-    _transformer("llama", "LlamaForCausalLM", eps=1e-6),
+    _transformer("llama", "LlamaForCausalLM", eps=1e-6, expected=_NO_WINDOW),
     _transformer(
         "mistral",
         "MistralForCausalLM",
@@ -202,5 +224,6 @@ TRANSFORMERS = (
         norm_order="post",
         norms=("post_attention_layernorm", "post_feedforward_layernorm"),
         lacks=("mlp_bias", "head_dim"),
+        expected=_NO_WINDOW,
     ),
 )
