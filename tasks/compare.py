@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
 import queue
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import product
@@ -27,8 +29,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from longseq.files import Kind, check_replaced, json_keys
-from longseq.tasks import comparison, registry
-from longseq.tasks.circumstances import find_circumstances
+from longseq.tasks import comparison, comparison_runs, registry
+from longseq.tasks.circumstances import find_circumstances, find_commit
 from longseq.tasks.experiment import check_experiment
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.train import check_init
@@ -51,7 +53,6 @@ RUNS = "runs"
 SAMPLES = "samples"  # the folder of samples that the runs share
 RESULTS_FILE, TABLE_FILE, PLOT_FILE = "results.json", "table.md", "plot.png"
 LOG_FILE = "log.txt"
-MEASURED_FILE = "measured.json"  # the commit, the hardware and the versions of a run
 _RESULTS = Kind("results of `longseq compare`", lambda path: {"command", "selected_by", "rows"} <= json_keys(path))
 ERROR = "longseq: error: "  # how a run begins its error message
 
@@ -116,7 +117,8 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     The folder `cfg.output` receives results.json, table.md, plot.png and one run folder each below runs/. A finished
     run is not repeated, an interrupted one continues.
     """
-    words = HydraConfig.get().overrides.task
+    # As they were given: `${key}` means the key of each run, and not that of this command.
+    words: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     _check_overrides(words)
     own = _own_keys(cfg)
     if own.plot:
@@ -126,12 +128,13 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     folder = Path(own.output)
     _check_folder(folder)
     trials = plan(own, [override for override in words if _key(override).split(".")[0] not in OWN_KEYS])
-    firsts = [trial for trial in trials if trial.seed == own.seeds[0]]
-    composed = [_compose(trial) for trial in firsts]
+    firsts = trials[:: len(own.seeds)]
+    files = [compose("train", trial.overrides) for trial in firsts]
+    composed = [resolve(config) for config in files]
     trained = composed[0]
     metric, report = trained["task"]["metric"], own.report or trained["task"]["metric"].replace("val/", "test/")
     places = _places(trained)
-    waiting = [trial for trial in trials if runs.finished(trial.folder) is None]
+    waiting = [trial for trial in trials if comparison_runs.finished(trial.folder) is None]
     read_again = {trial._replace(seed=own.seeds[0]).describe() for trial in waiting}
     for trial, config in zip(firsts, composed, strict=True):
         check_experiment(config)  # a mistake is told before any run begins
@@ -141,18 +144,22 @@ def run(cfg: DictConfig) -> dict[str, Any]:
             registry.of(config).data.require_files(config)
             if not trial.folder.exists():  # a run that has begun goes on from its own checkpoint
                 check_init(config)
+    planned = [_with_seed(files[index // len(own.seeds)], trial) for index, trial in enumerate(trials)]
+    known = _check_earlier(trials, planned)
     jobs = own.jobs or max(1, len(places))
     print(
         f"{len(trials)} runs, {len(trials) - len(waiting)} of them finished before; writing to {shorten(folder)}",
         flush=True,
     )
     results: dict[str, Any] = {
-        "command": shlex.join(["longseq", "compare", *words]),
+        "command": shlex.join(["longseq", "compare", *_config_flags(), *words]),
         "report": report,
         "selected_by": metric,
         "measured": find_circumstances(_device(places[0] if places else None)),
         "jobs": jobs,
+        "planned": len(trials),  # an interrupted comparison has fewer rows
     }
+    _tell_other_data(results, known)
     started = time.monotonic()
     rows: dict[int, dict[str, Any]] = {}
     for index, row in _run_all(trials, jobs, places):
@@ -163,7 +170,12 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         results["training_seconds"] = round(sum(seconds), 1)  # of all runs, including those that had finished before
         results["summary"] = comparison.summarize(results["rows"], report, metric)
         folder.mkdir(parents=True, exist_ok=True)
+        if trials[index] in waiting:
+            known += comparison_runs.find_trained(trials[index].folder, planned[index])
+            _tell_other_data(results, known)
         write_text(folder / RESULTS_FILE, json.dumps(results, indent=2) + "\n")
+        for name in (TABLE_FILE, PLOT_FILE) if len(rows) == 1 else ():
+            (folder / name).unlink(missing_ok=True)  # of earlier results, also if this comparison is interrupted
         print(f"[{len(rows)}/{len(trials)}] {_line(trials[index], row, report)}", flush=True)
     _conclude(results, own.plot, folder)
     return results
@@ -234,9 +246,30 @@ def _own_keys(cfg: DictConfig) -> CompareKeys:
     )
 
 
-def _compose(trial: Trial) -> dict[str, Any]:
-    """The configuration of a run."""
-    return resolve(compose("train", trial.overrides))
+def _with_seed(composed: DictConfig, trial: Trial) -> dict[str, Any]:
+    """The configuration of a trial, from that of its row with another seed."""
+    config = copy.deepcopy(composed)
+    OmegaConf.update(config, "seed", trial.seed)
+    OmegaConf.update(config, "output", str(trial.folder))
+    return resolve(config)
+
+
+def _check_earlier(trials: Sequence[Trial], planned: Sequence[Mapping[str, Any]]) -> list[comparison_runs.Trained]:
+    """What the runs that have begun know of their data. ValueError if one of them is not the run that is planned."""
+    begun = [
+        (trial.folder, config)
+        for trial, config in zip(trials, planned, strict=True)
+        if trial.folder.exists() and not comparison_runs.is_untrained(trial.folder)
+    ]
+    comparison_runs.refuse_others(begun, find_commit())
+    return [known for folder, config in begun for known in comparison_runs.find_trained(folder, config)]
+
+
+def _tell_other_data(results: dict[str, Any], known: Sequence[comparison_runs.Trained]) -> None:
+    """Warn once if the runs were not trained on the same data, and note it in the results."""
+    if "other_data" not in results and (told := comparison_runs.find_other_data(known)) is not None:
+        results["other_data"] = told
+        print(f"longseq: warning: {told}", file=sys.stderr, flush=True)
 
 
 def _check_overrides(words: Sequence[str]) -> None:
@@ -303,18 +336,21 @@ def _run_one(trial: Trial, device: str | None, threads: int, started: set[subpro
     """Train one trial, unless it is finished, and return its row."""
     log_path = trial.folder / LOG_FILE
     code = told_before = 0
-    if runs.finished(trial.folder) is None:
+    if comparison_runs.finished(trial.folder) is None:
         environment = {"OMP_NUM_THREADS": str(threads), **os.environ, **processes.followed_by_child()}
         if device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = device
         trial.folder.mkdir(parents=True, exist_ok=True)
-        write_text(trial.folder / MEASURED_FILE, json.dumps(find_circumstances(_device(device))) + "\n")
+        if comparison_runs.is_untrained(trial.folder):  # `longseq train` would take it for finished
+            (trial.folder / runs.METRICS_FILE).unlink()
+            shutil.rmtree(trial.folder / "checkpoints", ignore_errors=True)
+        comparison_runs.record_measured(trial.folder, _device(device))
         told_before = log_path.stat().st_size if log_path.is_file() else 0
         command = [
             sys.executable,
             sys.argv[0],
             "train",
-            *_config_folder(),
+            *_config_folders(),
             *trial.overrides,
             "resume=true",
             f"hydra.run.dir={spell_value(str(trial.folder))}",
@@ -332,9 +368,12 @@ def _run_one(trial: Trial, device: str | None, threads: int, started: set[subpro
         "overrides": trial.overrides,
         "folder": f"{RUNS}/{trial.folder.name}",
     }
-    metrics = runs.finished(trial.folder)
-    with suppress(OSError, ValueError):
-        row["measured"] = json.loads((trial.folder / MEASURED_FILE).read_text(encoding="utf-8"))
+    metrics = comparison_runs.finished(trial.folder)
+    if (measured := comparison_runs.read_measured(trial.folder)) is not None:
+        row["measured"] = measured
+    if comparison_runs.is_untrained(trial.folder):
+        told = f"the run ended after 0 updates, so that nothing was trained; see {shorten(log_path)}"
+        return row | {"status": "failed", "error": told}
     if metrics is None:
         return row | {"status": "failed", "error": _last_error(log_path, told_before, code)}
     return row | {"status": "finished", "metrics": metrics}
@@ -344,10 +383,18 @@ def _device(place: str | None) -> torch.device:
     return torch.device("cuda" if place is not None and torch.cuda.is_available() else "cpu")
 
 
-def _config_folder() -> list[str]:
-    """The arguments that gave this command a folder of configuration beside ours."""
+def _config_folders() -> list[str]:
+    """The arguments that gave this command folders of configuration beside ours or in place of ours."""
+    flags = {"command-line": "--config-dir", "main": "--config-path"}
     sources = HydraConfig.get().runtime.config_sources
-    return [f"--config-dir={source.path}" for source in sources if source.provider == "command-line"]
+    given = [source for source in sources if source.provider in flags and source.schema == "file"]
+    return [f"{flags[source.provider]}={source.path}" for source in given]
+
+
+def _config_flags() -> list[str]:
+    """The flags of this command that chose its files of configuration."""
+    name = HydraConfig.get().job.config_name
+    return [*_config_folders(), *([] if name in (None, "compare") else [f"--config-name={name}"])]
 
 
 def _last_error(log: Path, start: int, code: int) -> str:
@@ -384,12 +431,7 @@ def _line(trial: Trial, row: Mapping[str, Any], report: str) -> str:
 
 
 def _conclude(results: Mapping[str, Any], plotted: bool, folder: Path) -> None:
-    """Write the table and the plot, and print where; ValueError if a run failed.
-
-    Those of earlier results are removed, also where no new ones take their place: the results are new already.
-    """
-    for name in (TABLE_FILE, PLOT_FILE):
-        (folder / name).unlink(missing_ok=True)
+    """Write the table and the plot, and print where; ValueError if a run failed."""
     report, written = results["report"], [RESULTS_FILE]
     finished = [row for row in results["rows"] if row["status"] == "finished"]
     rates, metric = {row["learning_rate"] for row in finished}, results["selected_by"]

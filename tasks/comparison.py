@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from math import inf, isfinite, isnan, nan
 from pathlib import Path
@@ -135,10 +136,20 @@ def markdown(results: Mapping[str, Any]) -> str:
     if any(entry["learning_rate"] is not None for entry in results["summary"]):
         chosen = ", ".join(_chosen(entry) for entry in results["summary"])
         notes.append(f"The learning rate with the best {results['selected_by']}: {chosen}.")
-    notes.append(f"`{results['command']}`")
+    if "other_data" in results:
+        notes.append(f"Not of the same data: {results['other_data']}.")
+    notes.append(_as_code(results["command"]))
     effort = f"{results['training_seconds']:.0f} s of training in all, {results['jobs']} run(s) at a time"
     notes.append(f"{describe(results['measured'])}; {effort}.")
     return text + "\n\n" + "\n\n".join(notes) + "\n"
+
+
+def _as_code(text: str) -> str:
+    """Text as code in Markdown, between more backticks than it has itself."""
+    if "`" not in text:
+        return f"`{text}`"
+    fence = "`" * (1 + max(map(len, re.findall("`+", text))))
+    return f"{fence} {text} {fence}"
 
 
 def _chosen(entry: Mapping[str, Any]) -> str:
