@@ -23,7 +23,7 @@ NOTHING = Path("nothing_is_started")
 
 IMAGES = (
     *("data=image_folder", "data.root=img", "data.img_size=8", "trainer=cpu", "model.embed_dim=16", "model.depth=1"),
-    *("recipe.batch_size=8", "plot=false"),
+    *("recipe.batch_size=8", "data.num_workers=0", "plot=false"),
 )
 RECIPE = """
 defaults: [digits, _self_]
