@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from longseq.tasks.image.decoding import decode, first_line, image_endings, in_e
 from longseq.tasks.image.folder import Found, find_images
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.saliency import PICTURES, draw_saliency, saliency, write_picture
-from longseq.tasks.image.shard_streams import PassedOver, note_failures
+from longseq.tasks.image.shard_streams import PassedOver, leave_encoded, note_failures
 from longseq.tasks.image.sources import Split, number_of_class
 from longseq.tasks.image.split_folders import is_compressed
 from longseq.tasks.image.transforms import denormalize, evaluation_transform, normalize
@@ -164,10 +164,11 @@ class EvaluationBatches(Dataset[Batch]):
 class StreamBatches(IterableDataset[Batch]):
     """Batches of a timm IterableImageDataset, in its own order.
 
-    Images that cannot be read are skipped: those of shards are named by shard and sample, and images with values out of
-    range by their position. Training yields full batches only. In an evaluation, each rank takes every `world_size`-th
-    image of the whole stream: all ranks read the whole stream, so that no image is used twice or left out, and the
-    first one reports what cannot be read. `seen` [workers] is then how many samples each data worker came upon.
+    Images that cannot be read are skipped: those of shards are named by shard and sample, and others by their path, or
+    by their position where they have none. Training yields full batches only. In an evaluation, each rank takes every
+    `world_size`-th image of the whole stream: all ranks read the whole stream, so that no image is used twice or left
+    out, and the first one reports what cannot be read. `seen` [workers] is then how many samples each data worker came
+    upon.
 
     A batch without images carries failures at the end of a stream.
     """
@@ -187,6 +188,7 @@ class StreamBatches(IterableDataset[Batch]):
         self.training, self.seed, self.rank, self.world_size = training, seed, rank, world_size
         self._epoch = SharedCount()
         self._passed = PassedOver()
+        self._decode: Callable[[Any], Any] | None = None
         self.seen = torch.zeros(1, dtype=torch.long)
         if not training:
             dataset.reader.dist_rank, dataset.reader.dist_num_replicas = 0, 1
@@ -203,28 +205,44 @@ class StreamBatches(IterableDataset[Batch]):
         worker = get_worker_info()
         place = worker.id if worker else 0
         key = (self.seed, self._epoch.value, self.rank, place)
-        count = -1
-        for count, (image, target) in enumerate(self._read()):
+        if self._decode is None:
+            self._decode = leave_encoded(self.dataset.reader)
+        drawn = full = 0  # samples of all passes, and batches
+        wanted: int | None = None
+        while wanted is None or full < wanted:
+            before = drawn
+            any_read = False
+            for found, target in self._read():
+                count, drawn = drawn, drawn + 1
+                failures += self._take_passed()
+                if not self.training and count % self.world_size != self.rank:
+                    continue
+                try:
+                    number = number_of_class(target, "the stream")
+                    image = in_eight_bits(upright(self._decode(found)))
+                except LabelError as error:
+                    raise ValueError(f"image {count}: {error}") from error
+                except UNREADABLE as error:
+                    name = found.get("path") if isinstance(found, Mapping) else None
+                    failures.append(Failure(name or f"image {count} of the stream", first_line(error)))
+                    continue
+                any_read = True
+                with preserved_random_state():
+                    seed_everything(derive_seed(*key, count))
+                    images.append(self.transform(image))
+                targets.append(number)
+                if len(images) == self.batch_size:
+                    yield Batch(torch.stack(images), torch.tensor(targets), failures)
+                    images, targets, failures = [], [], []
+                    full += 1
+                    if full == wanted:
+                        break
             failures += self._take_passed()
-            if not self.training and count % self.world_size != self.rank:
-                continue
-            try:
-                image = in_eight_bits(upright(image))
-                number = number_of_class(target, "the stream")
-            except LabelError as error:
-                raise ValueError(f"image {count}: {error}") from error
-            except UNREADABLE as error:
-                failures.append(Failure(f"image {count} of the stream", first_line(error)))
-                continue
-            with preserved_random_state():
-                seed_everything(derive_seed(*key, count))
-                images.append(self.transform(image))
-            targets.append(number)
-            if len(images) == self.batch_size:
-                yield Batch(torch.stack(images), torch.tensor(targets), failures)
-                images, targets, failures = [], [], []
-        failures += self._take_passed()
-        self.seen[place] = count + 1 + self._passed.samples
+            if not self.training or not any_read:
+                break
+            # timm counts samples that cannot be read as well: others of the stream take their places.
+            wanted = (drawn - before) // self.batch_size if wanted is None else wanted
+        self.seen[place] = drawn + self._passed.samples
         self._passed.samples = 0
         if images and not self.training:
             yield Batch(torch.stack(images), torch.tensor(targets), failures)

@@ -1,15 +1,15 @@
-"""What timm's reader of WebDataset shards passes over: samples that cannot be read, and shards that are cut off."""
+"""What timm's readers of streams cannot read: of WebDataset shards they pass over it, of others they stop at it."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from timm.data.readers import reader_wds
+from timm.data.readers import reader_hfids, reader_wds
 
 from longseq.tasks.data.batch import Failure
 from longseq.tasks.data.labels import name_some
@@ -66,6 +66,22 @@ def note_failures(reader: Any, passed: PassedOver) -> None:
         reader._lazy_init()
     finally:
         module._decode, module.log_and_continue = decode, handle
+
+
+def leave_encoded(reader: Any) -> Callable[[Any], Any]:
+    """Let a Hugging Face stream give its images as they are stored; returns the function that decodes one.
+
+    The library decodes them within its iterator, which an image that cannot be read ends. Called once in the process
+    that reads, before its first sample. Images of other readers are decoded already.
+    """
+    if isinstance(reader, reader_hfids.ReaderHfids):
+        reader._lazy_init()
+        stream: Any = reader.ds
+        feature = (stream.features or {}).get("image")
+        if type(feature).__name__ == "Image" and feature.decode:
+            reader.ds = stream.cast_column("image", type(feature)(mode=feature.mode, decode=False))
+            return feature.decode_example
+    return lambda image: image
 
 
 def _failure(sample: Mapping[str, Any], images: Sequence[str], error: Exception) -> Failure:

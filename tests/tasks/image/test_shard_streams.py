@@ -64,6 +64,45 @@ def test_samples_that_cannot_be_read_are_counted_and_named(tmp_path, workers):
             list(loader)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_broken_images_of_a_hugging_face_stream_are_counted_and_named(tmp_path, workers):
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["dark", "light"])})
+    pictures = [{"bytes": picture(40 + 160 * (number % 2)), "path": f"{number}.png"} for number in range(8)]
+    pictures[3]["bytes"] = b"no image"
+    rows = datasets.Dataset.from_dict({"image": pictures, "label": [0, 1] * 4}, features=features)
+    for split in ("train", "validation"):
+        rows.to_parquet(tmp_path / "data" / f"{split}.parquet")
+
+    def open_stream(**options):
+        options |= {"root": str(tmp_path / "cache"), "img_size": 8, "mean": [0.0], "std": [1.0], "batch_size": 4}
+        options |= {"num_workers": workers, "train_samples": 8, "val_split": "validation", "test_split": None}
+        module = image_data(name="test", source=f"hfids/{tmp_path / 'data'}", **options)
+        module.setup("fit")
+        return module
+
+    module = open_stream()
+    for loader, count in ((module.val_dataloader(), 7), (module.train_dataloader(), 8)):
+        batches = list(loader)
+        assert sum(len(targets) for _, targets in batches) == count
+        for images, targets in batches:
+            assert ((images.float().mean((1, 2, 3)) > 100).long() == targets).all()
+    assert module.unreadable == ["3.png"]
+    strict = open_stream(on_error="raise")
+    for loader in (strict.val_dataloader(), strict.train_dataloader()):
+        with pytest.raises(ValueError, match=r"3.png is not readable \(.*data.on_error=skip$"):
+            list(loader)
+
+
+def test_images_with_values_out_of_range_shorten_no_epoch(tmp_path):
+    stream = io.BytesIO()
+    Image.fromarray(np.full((8, 8), 1e6, dtype=np.float32)).save(stream, "TIFF")
+    write_shard(tmp_path / "wild.tar", samples(s2={"tif": stream.getvalue(), "cls": b"0"}))
+    module = open_shards(tmp_path, train_split="wild.tar|8")
+    assert [len(targets) for _, targets in module.train_dataloader()] == [4, 4]
+    assert module.num_unreadable == 1
+
+
 @pytest.mark.parametrize(
     ("sample", "told"),
     [
