@@ -77,7 +77,7 @@ def leave_encoded(reader: Any) -> Callable[[Any], Any]:
     if isinstance(reader, reader_hfids.ReaderHfids):
         reader._lazy_init()
         stream: Any = reader.ds
-        feature = (stream.features or {}).get("image")
+        feature: Any = (stream.features or {}).get("image")
         if type(feature).__name__ == "Image" and feature.decode:
             reader.ds = stream.cast_column("image", type(feature)(mode=feature.mode, decode=False))
             return feature.decode_example
