@@ -92,9 +92,8 @@ def tell_fit(model: nn.Module, name: str, state: Mapping[str, Any], new: list[st
         for key, value in own.items()
         if isinstance(state.get(key), Tensor) and state[key].numel() != value.numel() and not key.startswith(head)
     ]
-    grid = _tell_grid(model, state) if "pos_embed" in fitted else None
-    if grid is not None:
-        lines.append(grid)
+    if "pos_embed" in fitted and (grid := _tell_grid(model, state)) is not None:
+        lines += [grid] if grid else []
         fitted.remove("pos_embed")
     if fitted:
         lines.append(f"fitted to other shapes, as timm does it: {_first(fitted)}")
@@ -107,7 +106,7 @@ def tell_fit(model: nn.Module, name: str, state: Mapping[str, Any], new: list[st
 
 
 def _tell_grid(model: nn.Module, state: Mapping[str, Any]) -> str | None:
-    """A line about positions of another grid of patches; None if the model has no grid, or the same number of cells."""
+    """A line about positions of another grid of patches, empty for one of as many cells; None without a grid."""
     grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
     table = state["pos_embed"]
     if grid is None or table.ndim != 3:
