@@ -44,7 +44,7 @@ from longseq.tasks.image.own_datamodule import OwnDataModule
 from longseq.tasks.image.own_dataset import DatasetSource, own_held_out, own_splits
 from longseq.tasks.image.ranges import warn_of_narrow_ranges
 from longseq.tasks.image.repeats import warn_of_repeats
-from longseq.tasks.image.shard_streams import check_shards
+from longseq.tasks.image.shard_streams import check_shards, file_sizes
 from longseq.tasks.image.shards import read_manifest
 from longseq.tasks.image.sources import (
     SOURCES,
@@ -76,6 +76,8 @@ from longseq.tasks.training.targets import is_named
 _log = logging.getLogger(__name__)
 
 _MOST_WORKERS = 16
+_FILES_A_WORKER = 4  # of a stream, where they are of unequal sizes
+_UNEVEN = 1.25  # times the smallest file
 _DECODED_TOGETHER = 3  # batches
 _AHEAD = 6  # batches that are finished before they are asked for
 
@@ -124,7 +126,7 @@ class ImageDataModule(TaskData):
         self.seed = seed
         self.augmentation, self.repeats = _augmentation(augment or {}, batch_size)
         self._unreadable = Unreadable(keys.on_error)
-        self._miscounted: set[str] = set()  # splits of a stream
+        self._told: set[str] = set()  # what a warning has told of a stream
         self._info: DataInfo | None = None
         self._splits: Splits | None = None
         self._order: Sequence[str] | None = None  # of the classes of a trained model
@@ -602,8 +604,10 @@ class ImageDataModule(TaskData):
         rank, world_size, _ = find_place(self.trainer)
         stream = self._stream(kind, training)
         options = self._loader_options()
-        if training and (shards := getattr(stream.reader, "shards", None)) is not None:
-            options["num_workers"] = self._fit_workers(options["num_workers"], shards, world_size)
+        if (shards := getattr(stream.reader, "shards", None)) is not None:
+            sizes, workers = file_sizes(stream.reader, self._stream_split(kind)), options["num_workers"]
+            fitted = self._fit_workers(workers, shards, sizes, world_size) if training else min(workers, shards)
+            options["num_workers"] = fitted
         batches = StreamBatches(
             stream,
             transform,
@@ -624,16 +628,20 @@ class ImageDataModule(TaskData):
     def _compare_count(self, split: str, reader: Any, seen: int) -> None:
         """Tell, once for each split, where its shards hold other samples than their number that was given."""
         told = reader.num_samples
-        if told <= 0 or seen == told or split in self._miscounted:
+        if told <= 0 or seen == told or f"split {split}" in self._told:
             return
-        self._miscounted.add(split)
+        self._told.add(f"split {split}")
         message = f"the split {split} says {told} images, and its shards hold {seen}"
         if seen < told and self.keys.on_error == "raise":
             raise ValueError(f"{message}: is a shard cut off? data.on_error=skip measures those that are there")
         _log.warning("%s: is a shard cut off?" if seen < told else "%s", message)
 
-    def _fit_workers(self, workers: int, shards: int, world_size: int) -> int:
-        """The data workers of a stream of `shards` files: one without a file gives none of the images of an epoch."""
+    def _fit_workers(self, workers: int, shards: int, sizes: Sequence[int], world_size: int) -> int:
+        """The data workers of a stream of `shards` files: one without a file gives none of the images of an epoch.
+
+        Each takes an equal part of an epoch from files of its own, over and over again. So of files of unequal `sizes`
+        it needs several, or the images of a small file come more often than others.
+        """
         source = self.keys.source
         whole = source.lower().startswith("hfids/") and shards % world_size  # each device reads a part of every file
         own = shards if whole else shards // world_size
@@ -647,7 +655,21 @@ class ImageDataModule(TaskData):
                 f"data.num_workers={workers}: data.source={source} has {shards} file(s), and each worker of a device "
                 f"reads files of its own: give data.num_workers={own}"
             )
-        return min(workers, own)
+        fitted, even = min(workers, own), max(1, own // _FILES_A_WORKER)
+        if not sizes or max(sizes) <= _UNEVEN * min(sizes):
+            return fitted
+        if self.keys.num_workers is None:
+            fitted = min(fitted, even)
+        is_uneven = own < _FILES_A_WORKER * max(1, fitted) and max(1, fitted) * world_size > 1
+        if is_uneven and "sizes" not in self._told:
+            self._told.add("sizes")
+            _log.warning(
+                "data.source=%s has files of %d to %d bytes, of which %d data worker(s) of %d device(s) take equal "
+                "parts, so that images of small files come more often: give %sfiles of one size",
+                *(source, min(sizes), max(sizes), max(1, fitted), world_size),
+                f"data.num_workers={even}, or " if fitted > even else "",
+            )
+        return fitted
 
     def _loader_options(self) -> dict[str, Any]:
         workers = self.keys.num_workers

@@ -101,6 +101,19 @@ def _failure(sample: Mapping[str, Any], images: Sequence[str], error: Exception)
     return Failure(name, first_line(error))
 
 
+def file_sizes(reader: Any, split: str) -> list[int]:
+    """The bytes of each file of a stream; empty where they are not all here, or the reader is another one."""
+    if isinstance(reader, reader_wds.ReaderWds):
+        paths = [os.path.join(reader.root, name) for name in reader.split_info.filenames]
+    else:
+        files = getattr(getattr(getattr(reader, "builder", None), "config", None), "data_files", None) or {}
+        paths = [str(path) for path in files.get(split, [])]
+    try:
+        return [os.path.getsize(path) for path in paths]
+    except OSError:  # of another machine
+        return []
+
+
 def check_shards(reader: Any, split: str, on_error: str) -> None:
     """Raise ValueError for local shards of a split that do not exist, and tell of those that are cut off."""
     paths = [os.path.join(reader.root, name) for name in reader.split_info.filenames]

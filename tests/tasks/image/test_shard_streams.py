@@ -9,6 +9,7 @@ from image_data import image_data
 from PIL import Image
 
 from longseq.tasks import train
+from longseq.tasks.image import data
 
 pytest.importorskip("webdataset", reason="wds/ sources need longseq[datasets]")
 pytestmark = pytest.mark.slow
@@ -101,6 +102,28 @@ def test_images_with_values_out_of_range_shorten_no_epoch(tmp_path):
     module = open_shards(tmp_path, train_split="wild.tar|8")
     assert [len(targets) for _, targets in module.train_dataloader()] == [4, 4]
     assert module.num_unreadable == 1
+
+
+def test_shards_of_unequal_sizes_have_few_workers(tmp_path, caplog, monkeypatch):
+    """With a worker for each of two shards, the images of the smaller one would make up half of an epoch."""
+    monkeypatch.setattr(data, "usable_cores", lambda: 8)
+    for shard, count in enumerate([40, 40, 40, 40, 40, 40, 40, 8]):
+        write_shard(tmp_path / f"u-{shard}.tar", samples(count))
+        write_shard(tmp_path / f"e-{shard}.tar", samples(40))
+    uneven = "of which {} data worker(s) of 1 device(s) take equal parts"
+    for split, given, workers, told in (
+        ("u-{0..7}.tar|288", None, 2, None),
+        ("u-{6..7}.tar|48", None, 1, None),
+        ("e-{0..7}.tar|320", None, 8, None),
+        ("u-{6..7}.tar|48", 2, 2, uneven.format(2)),
+        ("e-{6..7}.tar|80", 2, 2, None),
+    ):
+        caplog.clear()
+        module = open_shards(tmp_path, train_split=split, num_workers=given)
+        assert [module.train_dataloader().num_workers for _ in range(2)] == [workers] * 2
+        found = [record.message for record in caplog.records if "take equal parts" in record.message]
+        assert len(found) == (told is not None)
+        assert told is None or (told in found[0] and found[0].endswith("give data.num_workers=1, or files of one size"))
 
 
 @pytest.mark.parametrize(
