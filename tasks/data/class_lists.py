@@ -92,10 +92,8 @@ def _declared(file: str, read: Callable[[IO[bytes]], Any], column: str) -> list[
     try:
         with _open(file) as stream:
             schema = read(stream)
-        feature, kind = (
-            json.loads(schema.metadata[b"huggingface"])["info"]["features"][column],
-            schema.field(column).type,
-        )
+        feature = json.loads(schema.metadata[b"huggingface"])["info"]["features"][column]
+        kind = schema.field(column).type
         while hasattr(kind, "value_type"):  # several labels of a sample
             feature, kind = feature[0] if isinstance(feature, list) else feature["feature"], kind.value_type
         # Another program may have put text into the column and kept the names: datasets goes by the text then.

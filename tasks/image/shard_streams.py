@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -56,8 +57,7 @@ def note_failures(reader: Any, passed: PassedOver) -> None:
     def note(error: Exception) -> bool:
         if isinstance(error, fatal):
             raise error
-        shard = error.args[-1] if error.args and isinstance(error.args[-1], str) else "a shard"
-        passed.failures.append(Failure(os.path.basename(shard), first_line(error)))
+        passed.failures.append(_failure_of_shard(error))
         return True
 
     # The reader takes both from its module when it builds its pipeline, and offers no other way to replace them.
@@ -66,6 +66,15 @@ def note_failures(reader: Any, passed: PassedOver) -> None:
         reader._lazy_init()
     finally:
         module._decode, module.log_and_continue = decode, handle
+
+
+def _failure_of_shard(error: Exception) -> Failure:
+    """Where a shard broke off. webdataset adds its path to the error, as the last argument or in the message."""
+    reason, *rest = map(str, error.args or [type(error).__name__])
+    reason, _, opened = reason.partition(" @ ")
+    named = re.search(r"name='([^']+)'", opened)
+    shard = named[1] if named else rest[-1] if rest else "a shard"
+    return Failure(os.path.basename(shard), first_line(ValueError(reason)))
 
 
 def leave_encoded(reader: Any) -> Callable[[Any], Any]:
@@ -104,7 +113,7 @@ def _failure(sample: Mapping[str, Any], images: Sequence[str], error: Exception)
 def file_sizes(reader: Any, split: str) -> list[int]:
     """The bytes of each file of a stream; empty where they are not all here, or the reader is another one."""
     if isinstance(reader, reader_wds.ReaderWds):
-        paths = [os.path.join(reader.root, name) for name in reader.split_info.filenames]
+        paths = _shards_of(reader)
     else:
         files = getattr(getattr(getattr(reader, "builder", None), "config", None), "data_files", None) or {}
         paths = [str(path) for path in files.get(split, [])]
@@ -114,10 +123,13 @@ def file_sizes(reader: Any, split: str) -> list[int]:
         return []
 
 
+def _shards_of(reader: Any) -> list[str]:
+    return [os.path.join(reader.root, name) for name in reader.split_info.filenames]
+
+
 def check_shards(reader: Any, split: str, on_error: str) -> None:
     """Raise ValueError for local shards of a split that do not exist, and tell of those that are cut off."""
-    paths = [os.path.join(reader.root, name) for name in reader.split_info.filenames]
-    local = [path for path in paths if "://" not in path and not path.startswith("pipe:")]
+    local = [path for path in _shards_of(reader) if "://" not in path and not path.startswith("pipe:")]
     if absent := [path for path in local if not os.path.isfile(path)]:
         raise ValueError(f"the split {split} has shards that do not exist: {name_some(absent)}")
     tell_cut_off(local, on_error)

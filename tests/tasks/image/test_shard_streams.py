@@ -160,6 +160,15 @@ def test_a_shard_that_is_cut_off_is_told(tmp_path, caplog):
         list(module.val_dataloader())
 
 
+def test_a_shard_that_is_cut_off_within_a_file_is_named_once(tmp_path):
+    write_shard(tmp_path / "cut.tar", samples())
+    content = (tmp_path / "cut.tar").read_bytes()
+    (tmp_path / "cut.tar").write_bytes(content[: 3 * 2 * 1024 + 512 + 20])  # within the data of the fourth image
+    module = open_shards(tmp_path, val_split="cut.tar|8")
+    assert sum(len(targets) for _, targets in module.val_dataloader()) == 3
+    assert module.unreadable == ["cut.tar"]
+
+
 def test_an_archive_of_class_folders_that_is_cut_off_is_told(tmp_path, caplog):
     for name, stop in (("whole", None), ("cut", 6 * 1024)):
         (tmp_path / name).mkdir()
