@@ -12,6 +12,7 @@ from typing import Any
 from longseq.tasks.circumstances import describe
 
 Row = Mapping[str, Any]
+SIDE_BY_SIDE = 0.3  # of the distance of two columns in a plot: the width over which the rows of a column are spread
 
 
 def summarize(rows: Sequence[Row], report: str, selected_by: str) -> list[dict[str, Any]]:
@@ -204,9 +205,13 @@ def _draw_bars(axes: Any, values: Mapping[str, Row | None], upwards: bool) -> No
 
 
 def _draw_lines(axes: Any, values: Mapping[str, Sequence[Row | None]]) -> None:
+    """Draw a line for each row. Where there are deviations, rows stand side by side, so that each can be read."""
     styles = ("-", "--", ":")
+    spread = any(value is not None and value["std"] for listed in values.values() for value in listed)
+    apart = SIDE_BY_SIDE / len(values) if spread else 0.0
     for number, (name, listed) in enumerate(values.items()):
-        places = [place for place, value in enumerate(listed) if value is not None]
+        aside = apart * (number - (len(values) - 1) / 2)
+        places = [place + aside for place, value in enumerate(listed) if value is not None]
         means = [value["mean"] for value in listed if value is not None]
         errors = [value["std"] or 0.0 for value in listed if value is not None]
         style = {"color": f"C{number % 10}", "linestyle": styles[number // 10 % 3], "marker": "o", "markersize": 4}
