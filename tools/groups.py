@@ -10,10 +10,13 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigSource
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from longseq.tasks.compare import OWN_KEYS
 from longseq.tasks.training.options import nearest
 
 # The group that chooses the others, then the one that defines the samples, and so on.
 _FIRST = ("experiment", "data", "model", "recipe")
+# What a file of comparison=NAME may hold: its runs read nothing of it but what `overrides` and the rows give them.
+_OF_COMPARISONS = {*OWN_KEYS, "defaults", "tasks", "hydra"}
 
 
 def check_choices(cfg: DictConfig, runtime: Any) -> None:
@@ -49,6 +52,20 @@ def _check_choice(
     tasks = groups.tasks(group, option)
     if tasks is not None and not served & set(tasks):
         raise ValueError(_wrong_task(groups, group, option, tasks, task, served))
+    if group == "comparison":
+        _check_comparison(groups, option)
+
+
+def _check_comparison(groups: _Groups, option: str) -> None:
+    """Raise ValueError if a file of a comparison sets what no run would read."""
+    content, package = groups.read("comparison", option)
+    if package != "_global_":
+        raise ValueError(f"comparison={option}: no key of its file counts: its first line must be # @package _global_")
+    if others := [str(key) for key in content if key not in _OF_COMPARISONS]:
+        key = f"{others[0]}.KEY" if OmegaConf.is_config(content[others[0]]) else others[0]
+        raise ValueError(
+            f"comparison={option} sets {others[0]}, which its runs do not read: write overrides: [{key}=VALUE] in its file"
+        )
 
 
 class _Groups:
@@ -75,6 +92,12 @@ class _Groups:
         parents = [name for name in content.get("defaults", []) if isinstance(name, str) and name != "_self_"]
         named = [tasks for parent in parents if (tasks := self.tasks(group, parent)) is not None]
         return named[-1] if named else None
+
+    def read(self, group: str, option: str) -> tuple[Any, str | None]:
+        """The content of an option's file, and the package that its first lines name."""
+        path = f"{group}/{option}"
+        loaded = next(source for source in self.sources if source.is_config(path)).load_config(path)
+        return loaded.config, loaded.header.get("package")
 
     def options(self, group: str, served: Iterable[str]) -> list[str]:
         """The options of a group for any of the tasks `served`, in alphabetical order."""

@@ -260,3 +260,21 @@ def test_an_interrupted_comparison_leaves_no_table_of_another_one(stand_in, tmp_
     results = results_of(tmp_path / "compared")
     assert (results["planned"], len(results["rows"])) == (2, 1)
     assert not (tmp_path / "compared" / "table.md").exists(), "its rows are others"
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("# @package _global_\nmixers: [gla]\nrecipe:\n  epochs: 3\n", "sets recipe, which its runs do not read: write overrides: [recipe.KEY=VALUE]"),
+        ("# @package _global_\nmixers: [gla]\ninit: a.ckpt\n", "sets init, which its runs do not read: write overrides: [init=VALUE]"),
+        ("mixers: [gla]\n", "its first line must be # @package _global_"),
+    ],
+)  # fmt: skip
+@pytest.mark.slow
+def test_a_comparisons_file_sets_nothing_that_its_runs_do_not_read(tmp_path, monkeypatch, capsys, content, told):
+    (tmp_path / "mine" / "comparison").mkdir(parents=True)
+    (tmp_path / "mine" / "comparison" / "own.yaml").write_text(content)
+    words = (f"--config-dir={tmp_path / 'mine'}", "comparison=own", "output=compared")
+    assert comparing(monkeypatch, tmp_path, NOTHING, *words) == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "compared").exists()
