@@ -83,6 +83,8 @@ def quiet_libraries() -> Iterator[None]:
     package = logging.getLogger("longseq")
     lines = None if any(isinstance(handler, _Lines) for handler in package.handlers) else _Lines()
     shown = {_KERNELS: logging.INFO, "lightning.pytorch": logging.WARNING, "lightning.fabric": logging.WARNING}
+    # timm tells of a file that a split of shards may have, and need not.
+    shown["timm.data.readers.reader_wds"] = logging.ERROR
     levels = {name: logging.getLogger(name).level for name in shown}
     told = threading.excepthook
 

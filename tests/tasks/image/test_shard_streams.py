@@ -10,6 +10,7 @@ from PIL import Image
 
 from longseq.tasks import train
 from longseq.tasks.image import data
+from longseq.tasks.report import quiet_libraries
 
 pytest.importorskip("webdataset", reason="wds/ sources need longseq[datasets]")
 pytestmark = pytest.mark.slow
@@ -215,3 +216,11 @@ def test_a_class_map_of_lines_gives_numbers_to_numbers(tmp_path):
     (tmp_path / "classes.txt").write_text("cat\ndog\n")
     with pytest.raises(ValueError, match=r"shards have numbers of classes, and data.class_map has cat, dog"):
         open_shards(tmp_path, class_map=str(tmp_path / "classes.txt"))
+
+
+def test_commands_do_not_tell_of_a_file_that_shards_need_not_have(tmp_path, capfd, caplog):
+    with quiet_libraries():
+        open_shards(tmp_path)
+    assert "info file" not in capfd.readouterr().err + caplog.text
+    open_shards(tmp_path)
+    assert "info file" in caplog.text, "a program's own logging is as before"
