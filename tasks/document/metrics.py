@@ -85,7 +85,7 @@ def make_scores(num_classes: int, multi_label: bool) -> dict[str, Metric]:
     accuracy: the share of documents whose class is right; of several labels, whose labels are all right.
     f1_micro, f1_macro: the F1 score over all decisions, and its mean over the classes that documents have or are given.
         With one class a document, the micro average equals the accuracy.
-    calibration_error: the distance between the probability of the chosen class and the share of right choices, in 15
+    calibration_error: the distance between the highest probability and the share of documents whose class has it, in 15
         bins of equal width, weighted by their documents (Guo et al., 2017, equation 3). Of several labels, the
         distance between the probability of a label and its frequency.
     average_precision: of several labels, the mean over those that documents have of the area under precision and
