@@ -307,7 +307,7 @@ def _run_verb(name: str, overrides: list[str]) -> None:
                 raise
             if line is not None:
                 _fail(line)
-            if trials.counted:
+            if trials.goes_on(error):
                 return None  # one bad trial does not end a sweep, and Hydra would print more lines about it
             if trials.count:
                 raise  # to a sweeper that counts failures itself

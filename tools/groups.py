@@ -64,7 +64,8 @@ def _check_comparison(groups: _Groups, option: str) -> None:
     if others := [str(key) for key in content if key not in _OF_COMPARISONS]:
         key = f"{others[0]}.KEY" if OmegaConf.is_config(content[others[0]]) else others[0]
         raise ValueError(
-            f"comparison={option} sets {others[0]}, which its runs do not read: write overrides: [{key}=VALUE] in its file"
+            f"comparison={option} sets {others[0]}, which its runs do not read: write overrides: [{key}=VALUE] in its "
+            "file"
         )
 
 

@@ -19,9 +19,13 @@ class BestTrial(Callback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         results = Path(config.hydra.sweep.dir) / RESULTS_FILE
-        if not results.is_file():  # trials failed, and their messages tell
+        if not results.is_file():  # a trial failed, and its message tells
             return
         found: Any = OmegaConf.to_container(OmegaConf.load(results))
         rows = [(f"best {config.optimized_metric}", f"{found['best_value']:.4f}")]
-        rows += [(str(key).lstrip("+"), f"{value:.4g}") for key, value in found["best_params"].items()]
+        rows += [(str(key).lstrip("+"), _spell(value)) for key, value in found["best_params"].items()]
         print_rows([*rows, ("written", shorten(results))])
+
+
+def _spell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,6 +35,8 @@ FLAGS = ("-m", "--multirun")
 SWITCHES = ("hydra.mode", "hparams_search")
 FOLDER_KEYS = ("output", "hydra.run.dir")  # of a run; those of a sweep's trials lie below hydra.sweep.dir
 RATE = "recipe.learning_rate"
+SEARCHED = (RATE, "++recipe.optimizer.weight_decay")  # as conf/hparams_search/optuna.yaml spells them
+SAMPLER_SEED = "hydra.sweeper.sampler.seed"
 # Keys of Optuna's sweeper whose values it refuses late, or reads as no search.
 SEARCH_KEYS: Mapping[str, Any] = {
     "hydra.sweeper.n_trials": Annotated[int, Range(1)],
@@ -68,7 +72,9 @@ def prepare(verb: str, flags: Sequence[str], overrides: Sequence[str]) -> list[s
         )
     if verb == "train":
         _check_search(given)
-        return _with_folder(given, overrides)
+        drawn = [f"{SAMPLER_SEED}=null"] if _storage(given) is not None and SAMPLER_SEED not in given else []
+        fixed = _fixed(given) if "hparams_search" in given else {}
+        return [*(fixed.get(one, one) for one in _with_folder(given, overrides)), *drawn]
     _refuse_one_file(verb, given)
     return list(overrides)
 
@@ -106,16 +112,61 @@ def _check_search(given: Mapping[str, Override]) -> None:
     for key, hint in SEARCH_KEYS.items():
         if key in given and not given[key].is_sweep_override():
             check_value(hint, given[key].value(), key)
-    storage, search, rate = (given.get(key) for key in ("hydra.sweeper.storage", "hparams_search", RATE))
-    if storage is not None and isinstance(storage.value(), str) and "://" not in str(storage.value()):
-        raise ValueError(f"{storage.input_line} is no address of a database: give one such as sqlite:///study.db")
+    search, rate = (given.get(key) for key in ("hparams_search", RATE))
+    if (storage := _storage(given)) is not None:
+        _check_storage(storage, given)
     if search is None:
         return
     if rate is not None and rate.value() == FIND:
         raise ValueError(f"{RATE}={FIND}: {search.input_line} searches that rate already: leave one of the two out")
+    for fixed in _fixed(given):
+        print(f"longseq: warning: {fixed} is given, and so is not searched", file=sys.stderr)
     metric = given.get("optimized_metric")
     if metric is not None and metric.value() is None:
         raise ValueError(f"optimized_metric=null: {search.input_line} needs a metric to optimize: leave the key out")
+
+
+def _fixed(given: Mapping[str, Override]) -> dict[str, str]:
+    """The overrides that fix a key which hparams_search would try values of, and each as the search spells its key.
+
+    The sweeper leaves a key out of the search if it is spelled as there, with the same plus signs.
+    """
+    searched = list(SEARCHED)
+    if (params := given.get("hydra.sweeper.params")) is not None and isinstance(params.value(), dict):
+        searched += [str(key) for key in params.value()]
+    spelled = {key.lstrip("+"): key for key in searched}
+    return {
+        str(one.input_line): f"{spelled[key]}={str(one.input_line).partition('=')[2]}"
+        for key, one in given.items()
+        if key in spelled and not one.is_sweep_override()
+    }
+
+
+def _storage(given: Mapping[str, Override]) -> Override | None:
+    """The override that keeps the study of a search."""
+    storage = given.get("hydra.sweeper.storage")
+    return None if storage is None or storage.value() in (None, "") else storage
+
+
+def _check_storage(storage: Override, given: Mapping[str, Override]) -> None:
+    if "://" not in str(storage.value()):
+        raise ValueError(f"{storage.input_line} is no address of a database: give one such as sqlite:///study.db")
+    if "hydra.sweeper.study_name" not in given:
+        raise ValueError(
+            f"{storage.input_line} keeps a study, which the same command finds by its name: add "
+            "hydra.sweeper.study_name=NAME"
+        )
+    # Optuna 2, which Hydra's sweeper needs, fails with an AssertionError there.
+    if installed_major("optuna") == 2 and (installed_major("sqlalchemy") or 0) >= 2:
+        raise ValueError(f"{storage.input_line}: optuna 2 keeps studies by SQLAlchemy 1.4: pip install 'sqlalchemy<2'")
+
+
+def installed_major(package: str) -> int | None:
+    """The first number of an installed package's version; None without the package."""
+    try:
+        return int(metadata.version(package).partition(".")[0])
+    except (metadata.PackageNotFoundError, ValueError):
+        return None
 
 
 def _with_folder(given: Mapping[str, Override], overrides: Sequence[str]) -> list[str]:
@@ -193,6 +244,11 @@ class Trials:
         self.failed[name if name not in self.failed else f"{name} (number {self.count})"] = told
         faulty = [word for word in self._own if word.partition("=")[2] in told]  # none: the fault is another key's
         return None if known else f"{told} (trial {' '.join(faulty)})" if faulty else told
+
+    def goes_on(self, error: Exception) -> bool:
+        """True if a sweep tries its other trials after this error of one. A search does so if that has diverged."""
+        # its class need not be imported here
+        return self.counted or (self.count > 0 and type(error).__name__ == "NonFiniteError")
 
     def knows(self, error: Exception) -> bool:
         """True for the error of a trial, which a sweeper may raise again at its end."""

@@ -100,7 +100,17 @@ class _Unfit(Exception):
 
     def __str__(self) -> str:
         hint = f"; did you mean {self.near}?" if self.near else ""
+        if not hint and "number" in self.needed and _is_number_as_text(self.value):
+            hint = ", and is text: give it without quotes, and a variable as '${oc.decode:${oc.env:NAME}}'"
         return f"{self.place}={spell(self.value)} must be {self.needed}{hint}"
+
+
+def _is_number_as_text(value: Any) -> bool:
+    """True for text that a variable of the environment, or quotes, have made of a number."""
+    try:
+        return isinstance(value, str) and math.isfinite(float(value))
+    except ValueError:
+        return False
 
 
 def read(cls: type[T], values: Any, place: str = "") -> T:

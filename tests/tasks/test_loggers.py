@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import struct
 from collections.abc import Iterator
 from datetime import timedelta
@@ -134,6 +135,30 @@ def test_a_search_returns_the_metric_of_its_best_trial(command_here, tmp_path: P
     assert done.returncode == 2
     assert "give hydra.sweeper.direction=maximize" in done.stderr
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.slow
+def test_a_search_goes_on_after_a_trial_that_diverges(command_here, tmp_path: Path, tiny_overrides):
+    """And names values that are words."""
+    words = (*tiny_overrides, "recipe.epochs=1", "logger=none", "data.num_workers=0", "seed=2")
+    search = ("hparams_search=optuna", "hydra.sweeper.n_trials=4", "recipe.optimizer.weight_decay=0.01")
+    params = (
+        """+hydra.sweeper.params={recipe.learning_rate: "choice(1e-3,1e25)", data.on_error: "choice(skip,raise)"}"""
+    )
+    done = command_here(tmp_path, "train", *words, *search, params, "hydra.sweep.dir=search")
+    assert done.returncode == 0, done.stderr
+    failed = re.search(r"(\d) of 4 trials failed", done.stderr)
+    assert failed is not None
+    assert "training diverged" in done.stderr
+    finished = list((tmp_path / "search").glob("*/metrics.json"))
+    assert len(finished) == 4 - int(failed[1])
+    found = yaml.safe_load((tmp_path / "search" / "optimization_results.yaml").read_text())
+    assert found["best_value"] == max(json.loads(path.read_text())["val/top1"] for path in finished)
+    assert re.search(rf"data.on_error +{found['best_params']['data.on_error']}", done.stdout)
+    assert "recipe.optimizer.weight_decay=0.01 is given, and so is not searched" in done.stderr
+    assert set(found["best_params"]) == {"recipe.learning_rate", "data.on_error"}
+    (kept, *_) = (yaml.safe_load(path.read_text()) for path in (tmp_path / "search").glob("*/config.yaml"))
+    assert kept["recipe"]["optimizer"]["weight_decay"] == 0.01
 
 
 # A training of two updates. Its last loss and its accuracy are in metrics.json, too.

@@ -158,6 +158,22 @@ def test_a_run_that_ends_before_its_model_is_written_is_finished_by_resume(tmp_p
 
 
 @pytest.mark.slow
+def test_a_finished_run_of_another_configuration_is_not_taken_for_this_one(tmp_path, command_here, tiny_overrides):
+    words = ("train", *tiny_overrides, "recipe.epochs=1", "output=run", "data.num_workers=0")
+    assert command_here(tmp_path, *words).returncode == 0
+    again = command_here(tmp_path, *words, "resume=true")
+    assert again.returncode == 0, again.stderr
+    assert "this run is finished: run; without resume=true, and with another output, it trains anew" in again.stdout
+    other = command_here(tmp_path, *words, "resume=true", "recipe.epochs=2", "seed=5")
+    assert other.returncode == 2
+    told = "run was trained with another configuration (recipe.epochs: 1 there, 2 here; seed: 0 there, 5 here)"
+    assert told in other.stderr
+    shutil.rmtree(tmp_path / "run" / "checkpoints")  # its config.yaml tells it, too
+    assert told in command_here(tmp_path, *words, "resume=true", "recipe.epochs=2", "seed=5").stderr
+    assert "this run is finished" in command_here(tmp_path, *words, "resume=true").stdout
+
+
+@pytest.mark.slow
 def test_a_run_without_an_end_in_sight_is_ended_by_its_time(tmp_path, command_here, tiny_overrides):
     words = ("recipe.epochs=100000000000000000000", "+trainer.max_time={seconds:3}", "output=run", "model.depth=1")
     done = command_here(tmp_path, "train", *tiny_overrides, *words)

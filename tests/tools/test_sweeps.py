@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from omegaconf import OmegaConf
 from wrong_folder import make_folder
 
-from longseq.tools import sweeps
+from longseq.tools import cli, sweeps
 
 SMALL = (
     *("trainer=cpu", "recipe.epochs=1", "recipe.schedule.warmup_epochs=0", "+trainer.limit_train_batches=1"),
@@ -81,3 +84,43 @@ def test_many_failed_trials_are_counted():
     trials.failed = {f"seed={seed}": f"message {seed}" for seed in range(10)}
     told = trials.describe_failures()
     assert told == f"10 of 12 trials failed: {', '.join(f'seed={seed}' for seed in range(8))} and 2 more"
+
+
+STUDY = ("hparams_search=optuna", "hydra.sweeper.storage=sqlite:///s.db", "hydra.sweeper.study_name=a")
+
+
+@pytest.mark.slow
+def test_a_study_that_is_kept_has_a_name_and_draws_other_values_each_time(monkeypatch):
+    monkeypatch.setattr(sweeps, "installed_major", {"optuna": 2, "sqlalchemy": 1}.get)
+    assert sweeps.prepare("train", [], STUDY) == [*STUDY, "hydra.sweeper.sampler.seed=null"]
+    seeded = [*STUDY, "hydra.sweeper.sampler.seed=3"]
+    assert sweeps.prepare("train", [], seeded) == seeded
+    with pytest.raises(ValueError, match=r"the same command finds by its name: add hydra.sweeper.study_name=NAME"):
+        sweeps.prepare("train", [], STUDY[:2])
+    monkeypatch.setattr(sweeps, "installed_major", {"optuna": 2, "sqlalchemy": 2}.get)
+    with pytest.raises(ValueError, match=r"pip install 'sqlalchemy<2'"):
+        sweeps.prepare("train", [], STUDY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["recipe.learning_rate=0.003"], True),
+        (["+hydra.sweeper.params={model.depth: 'choice(1,2)'}", "model.depth=1"], True),
+        (["model.depth=1"], False),
+        (["recipe.learning_rate=0.003,0.004"], False),
+    ],
+)
+def test_a_key_that_is_given_and_not_searched_is_told(capsys, words, told):
+    sweeps.prepare("train", [], ["hparams_search=optuna", *words])
+    warned = f"longseq: warning: {words[-1]} is given, and so is not searched\n"
+    assert capsys.readouterr().err == (warned if told else "")
+
+
+@pytest.mark.slow
+def test_the_searchs_own_keys_are_those_of_its_file():
+    file = OmegaConf.load(Path(cli.__file__).parents[1] / "conf" / "hparams_search" / "optuna.yaml")
+    assert set(sweeps.SEARCHED) == set(file.hydra.sweeper.params)
+    given = ["hparams_search=optuna", "recipe.optimizer.weight_decay=0.1"]
+    assert sweeps.prepare("train", [], given) == [given[0], "++recipe.optimizer.weight_decay=0.1"]
