@@ -132,8 +132,9 @@ def _fixed(given: Mapping[str, Override]) -> dict[str, str]:
     The sweeper leaves a key out of the search if it is spelled as there, with the same plus signs.
     """
     searched = list(SEARCHED)
-    if (params := given.get("hydra.sweeper.params")) is not None and isinstance(params.value(), dict):
-        searched += [str(key) for key in params.value()]
+    params = given.get("hydra.sweeper.params")
+    own: Any = None if params is None else params.value()
+    searched += [str(key) for key in own] if isinstance(own, Mapping) else []
     spelled = {key.lstrip("+"): key for key in searched}
     return {
         str(one.input_line): f"{spelled[key]}={str(one.input_line).partition('=')[2]}"

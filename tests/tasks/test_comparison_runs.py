@@ -262,14 +262,20 @@ def test_an_interrupted_comparison_leaves_no_table_of_another_one(stand_in, tmp_
     assert not (tmp_path / "compared" / "table.md").exists(), "its rows are others"
 
 
+HEAD = "# @package _global_\nmixers: [gla]\n"
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ("# @package _global_\nmixers: [gla]\nrecipe:\n  epochs: 3\n", "sets recipe, which its runs do not read: write overrides: [recipe.KEY=VALUE]"),
-        ("# @package _global_\nmixers: [gla]\ninit: a.ckpt\n", "sets init, which its runs do not read: write overrides: [init=VALUE]"),
+        (
+            f"{HEAD}recipe:\n  epochs: 3\n",
+            "sets recipe, which its runs do not read: write overrides: [recipe.KEY=VALUE]",
+        ),
+        (f"{HEAD}init: a.ckpt\n", "sets init, which its runs do not read: write overrides: [init=VALUE]"),
         ("mixers: [gla]\n", "its first line must be # @package _global_"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.slow
 def test_a_comparisons_file_sets_nothing_that_its_runs_do_not_read(tmp_path, monkeypatch, capsys, content, told):
     (tmp_path / "mine" / "comparison").mkdir(parents=True)

@@ -60,7 +60,7 @@ def test_values_become_a_dataclass_and_numbers_floats():
         ({"share": 1}, "data.share=1 must be a number of at least 0 and below 1"),
         ({"rate": float("inf")}, "data.rate=inf must be a number above 0 or null"),
         ({"rate": 0}, "data.rate=0 must be a number above 0 or null"),
-        ({"rate": "0.5"}, "data.rate=0.5 must be a number above 0 or null, and is text: give it without quotes, and a variable"),
+        ({"rate": "0.5"}, "data.rate=0.5 must be a number above 0 or null, and is text: give it without quotes, and a"),
         ({"flag": "yes"}, "data.flag=yes must be true or false"),
         ({"flag": 1}, "data.flag=1 must be true or false"),
         ({"mode": "skipp"}, "data.mode=skipp must be one of skip, raise; did you mean skip?"),
