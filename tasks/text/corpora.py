@@ -33,6 +33,13 @@ def open_corpora(keys: TextDataKeys) -> list[TokenStore]:
             _prepared("python_sources", list(group_files(installed_files(), format="python")), TEXT, fractions, keys)
         ]
     roots = require_roots(keys)
+    places = [os.path.realpath(root) for root in roots]
+    if twice := next((root for root, place in zip(roots, places, strict=True) if places.count(place) > 1), None):
+        _log.warning(
+            "data.root names %s more than once, and so often it is read, in validation and test too: name each once; "
+            "data.weights=[...] says how often the training reads each",
+            twice,
+        )
     if keys.source == "tokens":
         return [_open_tokens(root, check=keys.check) for root in roots]
     refuse_inside(cache_folder() if keys.cache is None else keys.cache, roots, "data.cache")

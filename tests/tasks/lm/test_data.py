@@ -378,6 +378,15 @@ def test_the_standard_library_is_split_by_file_and_measured_by_gzip() -> None:
     assert "def " in text or "import" in text or "self" in text
 
 
+@pytest.mark.slow
+def test_a_folder_that_is_named_twice_is_told(tokens: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "link").symlink_to(tokens)
+    make(source="tokens", root=[str(tokens)])
+    assert "more than once" not in caplog.text
+    make(source="tokens", root=[str(tokens), str(tmp_path / "link")])
+    assert f"data.root names {tokens} more than once, and so often it is read, in validation and test" in caplog.text
+
+
 def test_corpora_are_mixed_by_weights(tokens: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.mkdir()
