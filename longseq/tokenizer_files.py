@@ -3,7 +3,8 @@
 A tokenizer is a dictionary of plain values. `{"kind": "bytes"}` is the 256 bytes of UTF-8 and the separator, number
 256. `{"kind": "file", "json": TEXT, "separator": NAME}` is a file of the library `tokenizers`: `separator` names the
 token that begins and ends each document, None where the files do not tell. Its key `start` names the token in front of
-a text that the model continues, if that is another one, as in Llama. Reading and writing need no other library.
+a text that the model continues, if that is another one, as in Llama. `bare_prompts` is True where the model reads a
+prompt without a token in front, as Qwen and GPT-2 do. Reading and writing need no other library.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"
+# The config.json of a converted model's source (see `longseq.tools.hugging_face.conversion`).
+SOURCE_CONFIG = "source_config.json"
 
 # The tokens that end a text in the vocabularies of published models, in the order of preference.
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot|>", "[EOS]", "[SEP]")
@@ -70,15 +73,27 @@ def read_folder(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     tokenizer = read_tokenizer(path)
-    start = None if tokenizer["kind"] == "bytes" else _first_token(json.loads(tokenizer["json"]))
-    return tokenizer if start in (None, tokenizer.get("separator")) else {**tokenizer, "start": start}
+    if tokenizer["kind"] == "bytes":
+        return tokenizer
+    start = _first_token(json.loads(tokenizer["json"]))
+    if start is None and _reads_bare_prompts(folder):
+        return {**tokenizer, "bare_prompts": True}
+    return tokenizer if start in (None, tokenizer["separator"]) else {**tokenizer, "start": start}
+
+
+def _reads_bare_prompts(folder: Path) -> bool:
+    """True for the folder of a converted model, where its tokenizer file puts nothing in front of a text.
+
+    Somebody may have put such a file beside a model that longseq has trained, which reads the separator first.
+    """
+    return (folder / SOURCE_CONFIG).is_file() or _settings(folder).get("add_bos_token") is False
 
 
 def tokenizer_files(tokenizer: Mapping[str, Any], documents: Mapping[str, Any] | None = None) -> dict[str, str]:
     """The files of a tokenizer, their contents by name.
 
-    With them transformers does what `longseq generate` does: a text begins with the separator, or with `start`, and
-    ends with the separator; shorter texts of a batch are padded on the left.
+    With them transformers does what `longseq generate` does: a text begins with the separator, with `start`, or with
+    nothing where `bare_prompts` is True, and ends with the separator; shorter texts of a batch are padded on the left.
 
     `documents` is for the tokenizer of a classifier, whose documents begin with the separator: its `truncation` and
     `max_length` say how longer ones are cut. With truncation=True transformers then cuts as `head` and `tail` do; it
@@ -96,7 +111,10 @@ def tokenizer_files(tokenizer: Mapping[str, Any], documents: Mapping[str, Any] |
         start = (tokenizer.get("start") if documents is None else None) or name
         first = number if start == name else _numbers(content)[start]
         settings |= {"bos_token": start, "eos_token": name, "pad_token": name}
-        if _first_token(content) != start or _ends_texts(content):
+        if documents is None and tokenizer.get("bare_prompts"):
+            settings["add_bos_token"] = False
+            content = {**content, "post_processor": None} if _ends_texts(content) else content
+        elif _first_token(content) != start or _ends_texts(content):
             content = {**content, "post_processor": _beginning_with(start, first)}
         generation = {"bos_token_id": first, "eos_token_id": number, "pad_token_id": number}
         if documents is None:
@@ -120,6 +138,15 @@ def find_separator(tokenizer: Mapping[str, Any]) -> tuple[str, int] | None:
     numbers = _numbers(json.loads(tokenizer["json"]))
     name = tokenizer["separator"]
     return (name, numbers[name]) if name in numbers else None
+
+
+def find_start(tokenizer: Mapping[str, Any]) -> int | None:
+    """The number of the token with which a document begins: `start`, or else the separator; None without either."""
+    start = tokenizer.get("start")
+    if start is not None:
+        return _numbers(json.loads(tokenizer["json"])).get(start)
+    found = find_separator(tokenizer)
+    return None if found is None else found[1]
 
 
 def count_tokens(tokenizer: Mapping[str, Any]) -> int:
@@ -154,11 +181,17 @@ def _numbers(content: Mapping[str, Any]) -> dict[str, int]:
 
 def _end_token(folder: Path) -> str | None:
     """The eos_token in the settings: a text, or a dictionary with the text as `content`."""
-    try:
-        token = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8")).get("eos_token")
-    except (OSError, ValueError, AttributeError):
-        return None
+    token = _settings(folder).get("eos_token")
     return token.get("content") if isinstance(token, dict) else token
+
+
+def _settings(folder: Path) -> Mapping[str, Any]:
+    """The settings beside a tokenizer file; empty where there are none that can be read."""
+    try:
+        settings = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def _is_of_bytes(content: Mapping[str, Any]) -> bool:

@@ -79,6 +79,13 @@ def run(cfg: DictConfig) -> dict[str, float]:
     trained = task.data.info_class.from_dict(loaded.data)
     if options := task.model.load_options(trained, changes):
         loaded = checkpoints.load(checkpoint, weights=keys.weights, tasks=registry.names(), **options)
+    if loaded.task_name in DOCUMENT_TASKS and loaded.data.get("window_is_assumed") and "window" not in changes:
+        _log.warning(
+            "checkpoint=%s does not tell the length of its texts in training: windows of %d tokens are measured; "
+            "data.window=N chooses others",
+            checkpoint,
+            loaded.data["window"],
+        )
     datamodule = task.data.for_evaluation(
         loaded.config, changes, split=split, trained=trained, batch_size=EVALUATION_BATCH
     )

@@ -167,6 +167,14 @@ def read_prompts(path: Path) -> list[str]:
         _check_prompt(prompts[-1], f"{path}, line {number}: prompt")
     if not prompts:
         raise ValueError(f"{path} holds no prompt")
+    empty = sum(not line.strip() for line in lines[: -1 if not lines[-1].strip() else None])
+    if empty and not is_json:
+        _log.warning(
+            "%s: %d line(s) without text are no prompts, so that results count the others; a .jsonl file may hold "
+            "empty prompts",
+            path,
+            empty,
+        )
     return prompts
 
 
@@ -302,7 +310,7 @@ class Writer:
             written.reason = "stop"
 
     def _encode(self, prompt: str) -> list[int]:
-        tokens = [self.tokenizer.start, *map(int, self.tokenizer.encode(prompt))]
+        tokens = self.tokenizer.encode_prompt(prompt)
         if max(tokens) >= self.model.vocab_size:
             raise ValueError(
                 f"the prompt has the token {max(tokens)}, and the model knows {self.model.vocab_size}: the tokenizer "

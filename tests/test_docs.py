@@ -200,7 +200,8 @@ OF_HYDRA = ("hydra.", "hydra/", "hparams_search=")  # what Hydra runs, and where
 def compose_command(words: list[str]) -> None:
     """Check an example that is not run: its groups and keys exist."""
     verb = next(name for name in cli.VERBS if words[: len(name.split())] == name.split())
-    given = [word for word in words[len(verb.split()) :] if word not in FLAGS and not word.startswith(OF_HYDRA)]
+    given = words[len(verb.split()) :]
+    given = [word for word in given if word not in FLAGS and not word.lstrip("+").startswith(OF_HYDRA)]
     overrides = [word.split(",")[0] if FLAGS & set(words) else word for word in given]  # the first trial of a sweep
     with initialize_config_module("longseq.conf", version_base="1.3"):
         compose(verb.replace(" ", "_"), cli.overrides_for_hydra(verb, overrides))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from longseq.tasks.data.unreadable import LabelError
 from longseq.tasks.training.options import Range, refuse_unknown, spell
 
 Labels = tuple[str, ...]
@@ -260,6 +262,12 @@ def unknown_label(
     return None
 
 
+def wrong_class(targets: npt.NDArray[Any], classes: int) -> int | None:
+    """The position of the first of targets `[N]` that is no number of `classes`; None without one, as of `[N, C]`."""
+    wrong = np.flatnonzero((targets < 0) | (targets >= classes))
+    return int(wrong[0]) if targets.ndim == 1 and wrong.size else None
+
+
 def count_classes(targets: npt.NDArray[Any], classes: int) -> list[int]:
     """The samples of each class, from the targets of `targets_of`."""
     counts = np.bincount(targets, minlength=classes) if targets.ndim == 1 else targets.sum(0)
@@ -275,6 +283,19 @@ def rarest_labels(targets: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         return targets.astype(np.int64)
     frequency = np.where(targets > 0, targets.sum(0), np.inf)
     return np.where((targets > 0).any(1), frequency.argmin(1), -1).astype(np.int64)
+
+
+def number_of_class(target: Any, label: str) -> int:
+    """A label as the number of its class. LabelError for one that is no whole number, which would be rounded.
+
+    A column of whole numbers has the type of fractions where pandas wrote it with a missing one.
+    """
+    is_whole = isinstance(target, float | np.floating) and float(target).is_integer()
+    try:
+        return int(target) if is_whole else operator.index(target)
+    except TypeError as error:
+        told = f"{label}: the label {target!r} must be the number of a class; data.class_map numbers others"
+        raise LabelError(told) from error
 
 
 def find_weights(

@@ -15,7 +15,7 @@ from timm.data.readers.reader_wds import ReaderWds
 from torch import Tensor
 
 from longseq.tasks.data.batch import Batch
-from longseq.tasks.data.labels import count_classes, find_weights, name_some, rarest_labels
+from longseq.tasks.data.labels import count_classes, find_weights, name_some, rarest_labels, wrong_class
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData, refuse_training_keys
 from longseq.tasks.data.place import find_place, follow
@@ -26,6 +26,7 @@ from longseq.tasks.image.config import LABEL_KEYS, OWN, OWN_KEYS, ImageDataKeys,
 from longseq.tasks.image.datasets import (
     EvaluationBatches,
     ImageFiles,
+    ReadInClasses,
     StreamBatches,
     StreamLoader,
     TrainingBatches,
@@ -318,7 +319,7 @@ class ImageDataModule(TaskData):
             )
         self._info = self._describe(class_names, sizes)
         if keys.sampling == "balanced":  # a source that cannot do it is told before a run begins
-            self._training_targets(_BALANCED)
+            self._training_targets(_BALANCED, self._info.num_classes)
 
     def setup_evaluation(self, split: str, class_names: Sequence[str], *, foreign: bool) -> None:
         """Open only what an evaluation of `split` (val, test) needs, with the class numbers of a trained model.
@@ -447,28 +448,46 @@ class ImageDataModule(TaskData):
     def _find_weights(self, class_names: list[str]) -> list[float] | None:
         choice, counts, samples = self.keys.class_weights, [0] * len(class_names), 0
         if choice == "balanced":
-            targets = self._training_targets("data.class_weights=balanced")
+            targets = self._training_targets("data.class_weights=balanced", len(class_names))
             counts, samples = count_classes(targets, len(class_names)), len(targets)
         return find_weights(choice, counts, samples, class_names, multi_label=self.keys.multi_label)
 
-    def _training_targets(self, key: str) -> np.ndarray:
-        """The classes or labels of the training images; ValueError if finding them would take reading the images."""
+    def _training_targets(self, key: str, classes: int) -> np.ndarray:
+        """The classes or labels of the training images.
+
+        ValueError, in one line, if finding them would take reading the images, and for one that is not among `classes`.
+        """
         targets = None if self._splits is None else self._splits.train.source.targets()
         if targets is None or self._splits is None:
             raise ValueError(
                 f"{key}: the classes of data.source={self.keys.source} are not known without reading all images: give "
                 "data.class_weights={NAME: NUMBER}"
             )
-        return targets[self._splits.train.indices]
+        train = self._splits.train
+        found = targets[train.indices]
+        if (wrong := wrong_class(found, classes)) is not None:
+            raise ValueError(
+                f"{train.source.path(int(train.indices[wrong]))}: the label {found[wrong]} is not among the classes 0 "
+                f"to {classes - 1}"
+            )
+        return found
 
     def _sampler(self, train: Split) -> TrainingSampler:
         options: dict[str, Any] = {"seed": self.seed, "repeats": self.repeats, **find_place(self.trainer)._asdict()}
         if self.keys.sampling is None:
             return TrainingSampler(len(train), self.batch_size, **options)
-        return BalancedSampler(rarest_labels(self._training_targets(_BALANCED)), self.batch_size, **options)
+        targets = self._training_targets(_BALANCED, self.info.num_classes)
+        return BalancedSampler(rarest_labels(targets), self.batch_size, **options)
 
     def train_dataloader(self) -> TrainingLoader | StreamLoader:
         if self._splits is None:
+            if self.repeats > 1 and "repeats" not in self._told:
+                self._told.add("repeats")
+                _log.warning(
+                    "recipe.augment.repeats=%d has no effect on a stream, and data.source=%s is one: give 1, or a "
+                    "source that is read by index",
+                    *(self.repeats, self.keys.source),
+                )
             transform = training_transform(self.info, self.augmentation)
             return self._stream_loader("train", transform, training=True)
         split = self._splits.train
@@ -482,6 +501,7 @@ class ImageDataModule(TaskData):
             batches = EncodedTrainingBatches(split, draws, self.seed)
             finish = DeviceTransform(split, self.info, device, seed=self.seed, fill=draws.fill, exact=False)
             options |= _finishing(finish, options)
+        batches.read = ReadInClasses(batches.read, self.info.num_classes)
         return TrainingLoader(batches, sampler, **options, **follow(self.trainer))
 
     def val_dataloader(self) -> BatchLoader:
@@ -527,10 +547,13 @@ class ImageDataModule(TaskData):
         rank, world_size, _ = find_place(self.trainer)
         sampler = EvaluationSampler(len(split), self.eval_batch_size, rank=rank, world_size=world_size)
         options = self._loader_options()
+        batches: EvaluationBatches
         if (device := self._decoding_device(split)) is None:
-            return BatchLoader(EvaluationBatches(split, transform, self.info), sampler, **options)
-        batches = EncodedEvaluationBatches(split, EvaluationDraws(self.info), self.info)
-        options |= _finishing(DeviceTransform(split, self.info, device), options)
+            batches = EvaluationBatches(split, transform, self.info)
+        else:
+            batches = EncodedEvaluationBatches(split, EvaluationDraws(self.info), self.info)
+            options |= _finishing(DeviceTransform(split, self.info, device), options)
+        batches.read = ReadInClasses(batches.read, self.info.num_classes)
         return BatchLoader(batches, sampler, **options)
 
     def _training_draws(self) -> TrainingDraws:

@@ -24,7 +24,7 @@ from longseq.tasks.data.folders import written_name
 from longseq.tasks.data.input_keys import InputKeys
 from longseq.tasks.data.inputs import InputFiles
 from longseq.tasks.data.inputs import Unreadable as NotRead
-from longseq.tasks.data.labels import name_some
+from longseq.tasks.data.labels import name_some, number_of_class
 from longseq.tasks.data.loader import BatchLoader
 from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.data.seeds import derive_seed
@@ -34,7 +34,7 @@ from longseq.tasks.image.folder import Found, find_images
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.saliency import PICTURES, draw_saliency, saliency, write_picture
 from longseq.tasks.image.shard_streams import PassedOver, leave_encoded, note_failures
-from longseq.tasks.image.sources import Split, number_of_class
+from longseq.tasks.image.sources import Split
 from longseq.tasks.image.split_folders import is_compressed
 from longseq.tasks.image.transforms import denormalize, evaluation_transform, normalize
 from longseq.tasks.training.options import nearest
@@ -219,6 +219,8 @@ class StreamBatches(IterableDataset[Batch]):
                     continue
                 try:
                     number = number_of_class(target, "the stream")
+                    if found is None:
+                        raise ValueError("its row has no image")
                     image = in_eight_bits(upright(self._decode(found)))
                 except LabelError as error:
                     raise ValueError(f"image {count}: {error}") from error
@@ -457,3 +459,17 @@ def read_or_failure(split: Split, position: int) -> tuple[Image.Image, Any] | Fa
         return Failure(split.source.path(index), str(error), stops=True)
     except UNREADABLE as error:
         return Failure(split.source.path(index), first_line(error))
+
+
+class ReadInClasses:
+    """A way to read a position of a split, such as `read_or_failure`, that stops the run at a label of no class."""
+
+    def __init__(self, read: Callable[[Split, int], tuple[Any, Any] | Failure], num_classes: int) -> None:
+        self.read, self.num_classes = read, num_classes
+
+    def __call__(self, split: Split, position: int) -> tuple[Any, Any] | Failure:
+        found = self.read(split, position)
+        if isinstance(found, Failure) or not isinstance(found[1], int) or 0 <= found[1] < self.num_classes:
+            return found
+        told = f"the label {found[1]} is not among the classes 0 to {self.num_classes - 1}"
+        return Failure(split.source.path(int(split.indices[position])), told, stops=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import operator
 import os
 import tarfile
 import zlib
@@ -27,21 +26,28 @@ from torchvision import datasets as torchvision_datasets
 from longseq.tasks.data.class_lists import require_one_list
 from longseq.tasks.data.folders import is_unicode
 from longseq.tasks.data.inputs import PassedOver, describe_passed_over
-from longseq.tasks.data.labels import alike, name_some, rarest_labels
+from longseq.tasks.data.labels import alike, name_some, number_of_class, rarest_labels
 from longseq.tasks.data.unreadable import UNREADABLE, LabelError
 from longseq.tasks.image.decoding import (
     decode,
     first_line,
     image_endings,
-    in_eight_bits,
     is_hidden,
     is_image,
     open_regular,
-    upright,
 )
-from longseq.tasks.image.folder import ClassFolders, TarImages, find_images, report_passed_over
+from longseq.tasks.image.folder import ClassFolders, TarImages, report_passed_over
 from longseq.tasks.image.shards import ShardSource, holds_shards, open_shards
 from longseq.tasks.image.split_folders import find_split, is_compressed, refuse_compressed, require_named
+from longseq.tasks.image.torchvision_sets import (
+    TorchvisionSource,
+    find_folders,
+    held_out_folder,
+    is_class_folders,
+    open_torchvision,
+    part_of,
+    parts_of,
+)
 from longseq.tasks.training.options import spell
 
 _log = logging.getLogger(__name__)
@@ -194,14 +200,28 @@ class ReaderSource:
 
     def read_file(self, index: int) -> tuple[bytes, int]:
         """The bytes of the image's file, and its class."""
-        stream, target = self.reader[index]
+        try:
+            stream, target = self.reader[index]
+        except (AssertionError, TypeError) as error:
+            if self._has_image(index):
+                raise
+            raise ValueError("its row has no image") from error
         with stream:
             return stream.read(), number_of_class(target, self.label)
 
     def path(self, index: int) -> str:
-        name = self.reader.filename(index, absolute=True)
+        try:
+            name = self.reader.filename(index, absolute=True)
+        except TypeError:  # a row without an image
+            name = None
         whole = name and (Path(name).is_absolute() or Path(name).is_relative_to(self.label))
         return str(name) if whole else f"{self.label}/{name or index}"
+
+    def _has_image(self, index: int) -> bool:
+        """False for a row of a Hugging Face data set whose cell of the image is empty."""
+        column = getattr(self.reader, "image_key", None)
+        cell = {} if column is None else self.reader.dataset[index][column]
+        return column is None or (cell is not None and any(cell.get(key) for key in ("bytes", "path")))
 
     def size(self, index: int) -> int:
         """The bytes of the image's file in an archive."""
@@ -255,46 +275,6 @@ class DecodedSource:
             return np.asarray(self.source.read(index)[0].convert("RGB"))
         except UNREADABLE:
             return None
-
-
-class TorchvisionSource:
-    """A data set of torchvision."""
-
-    def __init__(self, dataset: Any, label: str) -> None:
-        self.dataset, self.label = dataset, label
-        targets = getattr(dataset, "targets", None)
-        self._targets = None if targets is None else np.asarray(targets, dtype=np.int64)
-        names = getattr(dataset, "classes", None)
-        if names is None:
-            names = [] if self._targets is None else range(int(self._targets.max()) + 1)
-        self.class_names = [name[0] if isinstance(name, tuple) else str(name) for name in names]
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def read(self, index: int) -> tuple[Image.Image, int]:
-        image, target = self.dataset[index]
-        return in_eight_bits(upright(image)), number_of_class(target, self.label)
-
-    def path(self, index: int) -> str:
-        samples = getattr(self.dataset, "samples", None)
-        return str(samples[index][0]) if samples else f"{self.label}#{index}"
-
-    def targets(self) -> np.ndarray | None:
-        return self._targets
-
-
-def number_of_class(target: Any, label: str) -> int:
-    """A label as the number of its class. LabelError for one that is no whole number, which would be rounded.
-
-    A column of whole numbers has the type of fractions where pandas wrote it with a missing one.
-    """
-    is_whole = isinstance(target, float | np.floating) and float(target).is_integer()
-    try:
-        return int(target) if is_whole else operator.index(target)
-    except TypeError as error:
-        told = f"{label}: the label {target!r} must be the number of a class; data.class_map numbers others"
-        raise LabelError(told) from error
 
 
 def size_of(path: str) -> int | None:
@@ -503,16 +483,31 @@ def timm_splits(
                 f"data.source={source} is no local path: give hfds/PATH, or data.download=true to fetch it"
             )
         require_one_class_list(source, root, [names["train"] or "train", *filter(None, names.values())])
-        train_source = _open(source, root, names["train"] or "train", class_map, download)
-        held_out = {
-            kind: _open(source, root, name, class_map, download)
-            for kind, name in names.items()
-            if kind != "train" and name is not None
-        }
+        parts = _parts(source, root, names)
+        train_source = _open(source, root, parts["train"], class_map, download)
+        if "test" in parts and parts["test"] == parts.get("validation"):
+            _log.warning(
+                "data.val_split=%s and data.test_split=%s are the same images of data.source=%s: the validation images "
+                "are also the test images; data.val_split=null sets a part of the training images apart",
+                *(names["validation"], names["test"], source),
+            )
+        of_kinds = {kind: part for kind, part in parts.items() if kind != "train"}
+        opened = {part: _open(source, root, part, class_map, download) for part in dict.fromkeys(of_kinds.values())}
+        held_out = {kind: opened[part] for kind, part in of_kinds.items()}
         for kind, other in held_out.items():
             require_same_numbers(other.class_names, train_source.class_names, source, kind)
     tell_joined(getattr(train_source, "class_to_idx", {}), root or source)
     return finish_splits(train_source, held_out, val_fraction, split_seed, root or source)
+
+
+def _parts(source: str, root: str | None, names: Mapping[str, str | None]) -> dict[str, str]:
+    """What `_open` takes for each split of a source other than folder; without the splits that do not exist."""
+    names = {**names, "train": names["train"] or "train"}
+    if is_class_folders(source):
+        names = find_folders(require_folder(root), names)
+    elif source.startswith("torch/"):
+        return parts_of(source, names)
+    return {kind: name for kind, name in names.items() if name is not None}
 
 
 def require_same_numbers(held_out: Sequence[str], train: Sequence[str], label: str, kind: str) -> None:
@@ -521,8 +516,9 @@ def require_same_numbers(held_out: Sequence[str], train: Sequence[str], label: s
     Each split of such a source has its own list of classes. Classes without names are not compared, and the last ones
     may be missing.
     """
-    named = all(list(names) != [str(number) for number in range(len(names))] for names in (held_out, train))
-    if named and list(held_out) != list(train[: len(held_out)]):
+    # Without names, numbers from 0 on stand for them.
+    unnamed = all(list(names) == [str(number) for number in range(len(names))] for names in (held_out, train))
+    if train and not unnamed and list(held_out) != list(train[: len(held_out)]):
         raise ValueError(
             f"{label}: the {kind} images have the classes {name_some(held_out)}, and the training images have "
             f"{name_some(train)}: numbers follow from these lists, so give both the same list, or take "
@@ -540,6 +536,8 @@ def finish_splits(
     else:
         train, validation = split_off(train, val_fraction, split_seed)
     if "test" in held_out:
+        if held_out["test"] is held_out.get("validation"):
+            return Splits(train, validation, validation)
         return Splits(train, validation, Split.whole(held_out["test"]))
     _log.warning("%s has no test split: the validation images are also the test images", label)
     return Splits(train, validation, validation)
@@ -587,12 +585,16 @@ def held_out_split(
     the split as a whole; ValueError if such a folder has training images only.
     """
     if source != "folder":
-        name = names[kind] or names["validation"]
-        if name is None:
+        if is_class_folders(source):
+            name = part = held_out_folder(require_folder(root), kind, names, whole=whole)
+        else:
+            name = names[kind] or names["validation"]
+            part = name and part_of(source, kind if names[kind] else "validation", name)
+        if name is None or part is None:
             return None
         require_one_class_list(source, root, [name])
-        opened = _open(source, root, name, class_map, download)
-        if whole and names[kind] is None:
+        opened = _open(source, root, part, class_map, download)
+        if whole and names[kind] is None and name != root:
             _log.warning("data.test_split is not given, and the split %s is measured: name another one by it", name)
         return Split.whole(opened)
     folder = require_folder(root)
@@ -685,12 +687,7 @@ def _take_columns(reader: Any, source: str, stream: Any, *, named: bool) -> None
     features = stream.features
     if features is None:  # as of files of JSON, whose columns the first samples tell
         return
-    for column in ("image", "label"):
-        if column not in features:
-            raise ValueError(
-                f"data.source={source} has no column {column}, but {name_some(list(features))}: give a data set with "
-                "the columns image and label"
-            )
+    _require_columns(source, list(features))
     kind = type(features["image"]).__name__
     if kind != "Image":
         told = "bytes or paths" if isinstance(features["image"], Mapping) or kind == "Value" else kind
@@ -893,27 +890,30 @@ def _open(
 ) -> TorchvisionSource | ReaderSource:
     try:
         if source.startswith("torch/"):
-            return TorchvisionSource(_torchvision(source, root, name, download), source)
+            return open_torchvision(source, root, name, download)
         reader = create_reader(source, root=root, split=name, class_map=_as_dict(class_map))
     except Exception as error:
         raise ValueError(_unopened(source, name, error)) from error
+    if (dataset := getattr(reader, "dataset", None)) is not None:
+        # The reader casts a column of images that is not there to one of empty cells.
+        columns = [one for one in dataset.column_names if one != "image" or not _is_empty(dataset.data[one])]
+        _require_columns(source, columns)
     _check_mapped(reader, source, class_map)
     return ReaderSource(reader, source)
 
 
-def _torchvision(source: str, root: str | None, name: str, download: bool) -> Any:
-    """A data set of torchvision, with the decoding of all sources here."""
-    options: dict[str, Any] = {}
-    if folder := source.lower() in ("torch/image_folder", "torch/folder"):
-        options = {"is_valid_file": lambda path: is_image(Path(path).name)}
-    dataset: Any = create_dataset(source, root=root, split=name, download=download, **options)
-    if hasattr(dataset, "loader"):
-        dataset.loader = decode
-    if folder:
-        if hidden := [one for one in dataset.classes if is_hidden(one)]:
-            raise ValueError(f"class {hidden[0]} is a hidden folder: remove it, or give data.source=folder")
-        report_passed_over(find_images(dataset.root).passed_over, dataset.root)
-    return dataset
+def _is_empty(column: Any) -> bool:
+    return 0 < len(column) == column.null_count
+
+
+def _require_columns(source: str, columns: Sequence[str]) -> None:
+    """Raise ValueError, in one line, for a Hugging Face data set without the columns of images and classes."""
+    for column in ("image", "label"):
+        if column not in columns:
+            raise ValueError(
+                f"data.source={source} has no column {column}, but {name_some(list(columns))}: give a data set with "
+                "the columns image and label"
+            )
 
 
 def names_by_number(class_to_idx: Mapping[Any, int]) -> list[str]:

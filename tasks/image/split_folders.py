@@ -27,7 +27,7 @@ _COMPRESSED = re.compile(r"\.((tar\.)?(gz|bz2|xz|zst|lz4)|tgz|tbz2?|txz|tzst|zip
 _USUAL = {"train": "train", "validation": "val", "test": "test"}
 
 # The keys of `data` that name the splits.
-_KEYS = {"train": "train_split", "validation": "val_split", "test": "test_split"}
+SPLIT_KEYS = {"train": "train_split", "validation": "val_split", "test": "test_split"}
 
 
 def find_split(root: str, kind: str, name: str | None = None) -> str | None:
@@ -55,7 +55,8 @@ def require_named(root: str, names: Mapping[str, str | None], found: Mapping[str
     for kind, name in names.items():
         if name is not None and name != kind and found.get(kind) is None:
             raise ValueError(
-                f"data.{_KEYS[kind]}={name}: {root} holds no {name}: name a split that it holds, or leave the key out"
+                f"data.{SPLIT_KEYS[kind]}={name}: {root} holds no {name}: name a split that it holds, or leave the key "
+                "out"
             )
 
 
@@ -73,7 +74,7 @@ def refuse_compressed(root: str, names: Mapping[str, str | None]) -> None:
         for kind, name in names.items():
             own = name is not None and stem.lower() in (name.lower(), *(SPLIT_NAMES[kind] if name == kind else ()))
             if own and find_split(root, kind, name) is None:
-                leave = "" if kind == "train" else f", or leave it out by data.{_KEYS[kind]}=null"
+                leave = "" if kind == "train" else f", or leave it out by data.{SPLIT_KEYS[kind]}=null"
                 raise ValueError(
                     f"{entry.path} is compressed, and its images would be in no split: unpack it to "
                     f"{Path(root, stem)}, or pack it anew as {stem}.tar{leave}"
@@ -90,7 +91,7 @@ def refuse_compressed_tables(root: str, names: Mapping[str, str | None]) -> None
             usual = SPLIT_NAMES[kind] if name == kind else (str(name).removesuffix(".csv"),)
             there = any(Path(root, f"{one}.csv").is_file() for one in usual)
             if name is not None and stem.removesuffix(".csv") in usual and not there:
-                leave = "" if kind == "train" else f", or leave it out by data.{_KEYS[kind]}=null"
+                leave = "" if kind == "train" else f", or leave it out by data.{SPLIT_KEYS[kind]}=null"
                 raise ValueError(
                     f"{entry.path} is compressed, and its images would be in no split: decompress it to "
                     f"{Path(root, stem)}{leave}"
@@ -126,7 +127,7 @@ def refuse_pooled(path: str, folders: Iterable[str]) -> None:
     keys = " ".join(
         [
             *([f"data.root={Path(path, above)}"] if above else []),
-            *(f"data.{_KEYS[kind]}={name}" for kind, name in by_kind.items()),
+            *(f"data.{SPLIT_KEYS[kind]}={name}" for kind, name in by_kind.items()),
         ]
     )
     raise ValueError(f"{told}: rename them to {_join([_USUAL[kind] for kind in by_kind])}, or give {keys}")

@@ -20,8 +20,9 @@ from longseq.tasks.text.sampler import EveryStream, EveryWindow, MixedSampler, S
 from longseq.tasks.text.store import Corpus, TokenStore
 from longseq.tasks.text.tokenizer import require_tokenizer
 from longseq.tasks.text.windows import Assembler, Concatenated, Documents, Windows, most_sequences
+from longseq.tasks.training.checkpoint import WINDOW
 from longseq.tasks.training.options import read
-from longseq.tokenizer_files import same_tokenizer
+from longseq.tokenizer_files import find_start, same_tokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +60,8 @@ class LanguageModelData(TaskData):
         # The streams of all devices in which a split is measured, unless a key gives those of each: a run is measured
         # again in those of its training, for each stream begins without a state.
         self._streams: int | None = None
+        # The token with which documents begin for the model that is measured; None: the separator, as in training.
+        self._start: int | None = None
         self._stages: tuple[str, ...] = tuple(STAGES)  # the stages that are run: their splits must not be empty
         self._stores: list[TokenStore] = []
         self._windows: dict[str, list[Windows]] = {}
@@ -120,8 +123,10 @@ class LanguageModelData(TaskData):
             name = STAGES[split]
             share, own_share = ({name: fractions_of(one)[name]} for one in (keys, run))
             refuse_larger_shares(share, own_share, "give other text by data.root")
-        # By default as many tokens as the windows of the training held.
-        rows = max(1, batch_size * trained.window // keys.window)
+        # By default as many tokens as the windows of the training held. A model without a run may state how much it can
+        # read, which may be too much for a batch of several.
+        longest = trained.window if run is not None or keys.packing == "streams" else min(trained.window, WINDOW)
+        rows = max(1, batch_size * longest // keys.window)
         datamodule = cls(keys, batch_size=rows, seed=config.get("seed", 0))
         datamodule._stages = (split,)
         if keys.packing == "streams" and (own.get("packing"), own.get("window")) == (keys.packing, keys.window):
@@ -130,6 +135,7 @@ class LanguageModelData(TaskData):
         if not same_tokenizer(datamodule.info.tokenizer, trained.tokenizer):
             raise ValueError(_another_tokenizer(keys, trained))
         datamodule._check_tokens(STAGES[split], trained.vocab_size)
+        datamodule._start = find_start(trained.tokenizer)
         return datamodule
 
     @property
@@ -262,6 +268,7 @@ class LanguageModelData(TaskData):
             rows,
             sequences=most_sequences(cut, rows),
             separator=self.info.separator,
+            start=self._start,
             reset_state=self.keys.reset_state,
             carries=self.keys.packing == "streams",
         )

@@ -183,9 +183,10 @@ class LanguageModelTask(TrainedModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        if self._at_update:
-            # The state after the latest update: an interrupted run can be inside the next one.
-            checkpoint[_CARRIED] = _gather([tensor.cpu() for tensor in self._at_update])
+        # The state after the latest update: an interrupted run can be inside the next one. A run that resumed, and has
+        # validated alone since, has it from its checkpoint.
+        if carried := self._at_update or self._restored:
+            checkpoint[_CARRIED] = _gather([tensor.cpu() for tensor in carried])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)

@@ -23,12 +23,14 @@ class Tokenizer(ABC):
     """Maps text to numbers below `vocab_size` and back.
 
     `separator` is the token that begins and ends each document. No text maps to it. `start` is the token in front of a
-    text that a model continues: the separator, or what a model of another library was trained with.
+    text that a model continues: the separator, or what a model of another library was trained with. With
+    `bare_prompts` it stands in front of whole documents and of an empty text alone.
     """
 
     vocab_size: int
     separator: int
     start: int
+    bare_prompts: bool = False
 
     @abstractmethod
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
@@ -49,6 +51,11 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> Tokens:
         """The tokens of one text."""
         return self.encode_all([text])[0]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The tokens that a model reads before it continues a text: at least one."""
+        tokens = self.encode(text).tolist()
+        return tokens if self.bare_prompts and tokens else [self.start, *tokens]
 
 
 class ByteTokenizer(Tokenizer):
@@ -75,14 +82,19 @@ class FileTokenizer(Tokenizer):
     """A tokenizer of the library `tokenizers`, from the JSON text of its file.
 
     `separator` is the name of a token; by default the end-of-text token of well-known vocabularies. `start` is the name
-    of the token in front of a text, by default the separator. Tokens that a
-    tokenizer adds around a text by itself are left out. `special_names` are the names of its special tokens, which are
-    ordinary text where a text holds them. ValueError if the text is not a tokenizer, if it has no such
-    token, or if the library is not installed.
+    of the token in front of a text, by default the separator. Tokens that a tokenizer adds around a text by itself are
+    left out. `special_names` are the names of its special tokens, which are ordinary text where a text holds them.
+    ValueError if the text is not a tokenizer, if it has no such token, or if the library is not installed.
     """
 
     def __init__(
-        self, text: str, separator: str | None = None, name: str = "the tokenizer", start: str | None = None
+        self,
+        text: str,
+        separator: str | None = None,
+        name: str = "the tokenizer",
+        start: str | None = None,
+        *,
+        bare_prompts: bool = False,
     ) -> None:
         try:
             from tokenizers import Tokenizer as Library
@@ -113,6 +125,7 @@ class FileTokenizer(Tokenizer):
         if begins is None:
             raise ValueError(f"{name} has no {start!r}, with which its texts begin")
         self.start_name, self.start = begins
+        self.bare_prompts = bare_prompts
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
         for text in texts:
@@ -129,7 +142,8 @@ class FileTokenizer(Tokenizer):
         return self._tokenizer.decode([t for t in tokens if t != self.separator], skip_special_tokens=False)
 
     def to_dict(self) -> dict[str, Any]:
-        own = {} if self.start == self.separator else {"start": self.start_name}
+        own: dict[str, Any] = {} if self.start == self.separator else {"start": self.start_name}
+        own |= {"bare_prompts": True} if self.bare_prompts else {}
         return {"kind": "file", "separator": self.separator_name, "json": self._text, **own}
 
     def describe(self) -> str:
@@ -171,7 +185,8 @@ def tokenizer_from_dict(values: Mapping[str, Any], name: str = "the tokenizer") 
     if values["kind"] == "bytes":
         return ByteTokenizer()
     if values["kind"] == "file":
-        return FileTokenizer(values["json"], values["separator"], name, values.get("start"))
+        bare = bool(values.get("bare_prompts"))
+        return FileTokenizer(values["json"], values["separator"], name, values.get("start"), bare_prompts=bare)
     raise ValueError(f"tokenizers of the kind {values['kind']!r} are unknown: this file is of a later version")
 
 

@@ -146,7 +146,8 @@ class Assembler:
 
     `sequences` is how many sequences a batch holds at the most, from which the length of `cu_seqlens` follows: kernels
     have programs for them all. A batch with more gets twice the length. Without `reset_state` rows are not packed:
-    `[B, T]`, whatever documents are in them.
+    `[B, T]`, whatever documents are in them. `start` is the token that is read at the beginning of a document, by
+    default the separator; the separator alone is predicted.
     """
 
     def __init__(
@@ -159,9 +160,11 @@ class Assembler:
         separator: int,
         reset_state: bool,
         carries: bool,
+        start: int | None = None,
     ) -> None:
         self.corpora, self.length, self.rows, self.separator = corpora, length, rows, separator
         self.reset_state, self.carries = reset_state, carries
+        self.start = separator if start is None else start
         self._slots = -(-sequences // _STEP) * _STEP
 
     def __call__(self, rows: Sequence[Row | None]) -> TokenBatch:
@@ -220,7 +223,9 @@ class Assembler:
             covered += bytes_here
             done += stop - start
             start = 0
-        return tokens, targets, np.concatenate(starts), covered
+        begins = np.concatenate(starts)
+        tokens[begins] = self.start  # targets are a copy
+        return tokens, targets, begins, covered
 
     def _documents(self, number: int, start: int, stop: int) -> tuple[Integers, int, list[tuple[int, int]]]:
         """For the places from `start` to `stop`: where documents begin, the targets' bytes, the targets left out."""

@@ -95,8 +95,8 @@ class RunLength:
     validations.
 
     At most one of the three keys of the warm-up is given, and of those of the validation. Without any, there is no
-    warm-up, and a validation follows each epoch. A run that ends within an epoch ends with a validation. An update
-    trains on an effective batch; tokens are those of all devices.
+    warm-up, and a validation follows each epoch. Every run ends with a validation. An update trains on an effective
+    batch; tokens are those of all devices.
     """
 
     epochs: Annotated[int, Range(1)] | None = None

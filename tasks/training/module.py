@@ -302,6 +302,8 @@ class TrainedModule(LightningModule):
             saved = checkpoint.get("lr_schedulers") or []
             self._saved_schedules = [state for state in saved if _is_of_constant_rate(state)]
             self._saved_update = checkpoint["global_step"]
+            if self._saved_update == self.last_update:  # whose validation may be due
+                self._validate_at_end()
             # These schedules are functions of the update alone, and this run may end elsewhere.
             checkpoint["lr_schedulers"] = [{} if _is_of_constant_rate(state) else state for state in saved]
             self._check_ends()
@@ -384,11 +386,16 @@ class TrainedModule(LightningModule):
         self._learning_rate = max(group["lr"] for group in optimizer.param_groups)
         if self._logs_update(self.global_step + 1):
             self._gradient_norm = _gradient_norm(optimizer)
-        if self.global_step + 1 == self.last_update and not self._ends_an_epoch():
+        if self.global_step + 1 == self.last_update:
             # The run ends here, with a validation. This is set before the callbacks of the batch run.
-            self.trainer.should_stop = True
-            if self.trainer.check_val_every_n_epoch is not None:
-                self.trainer.check_val_every_n_epoch = 1
+            self._validate_at_end()
+            if not self._ends_an_epoch():  # Lightning counts the epochs itself
+                self.trainer.should_stop = True
+
+    def _validate_at_end(self) -> None:
+        """Let a validation follow the last update also where one follows every few epochs, and this is none of them."""
+        if self.trainer.check_val_every_n_epoch is not None:
+            self.trainer.check_val_every_n_epoch = 1
 
     def _loss_of_update(self) -> Tensor | None:
         """The loss of the update over all processes, which is logged; None for a step that logs its own."""

@@ -50,7 +50,7 @@ def run(tmp_path_factory, compose_config, tiny_overrides):
 @SLOW
 def test_without_a_terminal_lines_tell_the_progress(run):
     assert not any("━" in line for line in run.lines)
-    epochs = [line for line in run.lines if re.match(r"epoch \d/2  train/loss \S+  val/loss \S+  val/top1 ", line)]
+    epochs = [line for line in run.lines if re.match(r"epoch \d/2  last train/loss \S+  val/loss \S+  val/top1 ", line)]
     assert len(epochs) == 2
     assert re.search(r"  \d+ images/s  val \d+ images/s  \d+\.\d\d GiB  0:\d\d:\d\d left$", epochs[0])
     assert epochs[1].endswith(" GiB"), "nothing is left"
@@ -69,7 +69,7 @@ def test_lines_have_the_values_of_a_validation_once(tiny, monkeypatch):
         "callbacks.telemetry=null",
     )
     train.run(tiny(*often, "recipe.validate_every_epochs=null", "+trainer.num_sanity_val_steps=1"))
-    lines = re.findall(r"^((?:epoch|update) \d+)/\d+  train/loss(.*)", printed.getvalue(), re.MULTILINE)
+    lines = re.findall(r"^((?:epoch|update) \d+)/\d+  last train/loss(.*)", printed.getvalue(), re.MULTILINE)
     told = {place: ("val/loss" in facts, "val/top1" in facts, "  val " in facts) for place, facts in lines}
     none, values = (False,) * 3, (True,) * 3
     # An epoch has 20 updates: the second validation is that of the third epoch's end.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import longseq
+import longseq.tools.hugging_face.causal_lm  # noqa: F401  enters the classes in the tables of transformers
 from longseq.backbones.tokens import TokenBackbone
-from longseq.tokenizer_files import BYTES
+from longseq.tasks.training.checkpoint import load as load_checkpoint
+from longseq.tokenizer_files import BYTES, tokenizer_files
 from longseq.tools.cli import main
+from longseq.tools.export.metadata import language_metadata
 from longseq.tools.hugging_face.conversion import read_model, write_model
 
 TOKENS = torch.randint(3, 50, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -514,6 +518,100 @@ def test_a_tokenizer_and_its_window_come_along(tmp_path: Path, monkeypatch: pyte
     assert longseq.from_pretrained(tmp_path / "gsa").text == {"tokenizer": BYTES, "window": 64}
     assert convert(monkeypatch, source=tmp_path / "ours", output=tmp_path / "theirs", format="llama") == 0
     assert (tmp_path / "theirs" / "tokenizer_config.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", [None, "attention+gsa"])
+def test_the_printed_command_can_be_given_to_a_shell(
+    mixer: str | None, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A shell makes several words of {a,b}, and of blanks."""
+    source = edited(llama, tmp_path / "source", rope_theta=100.0, rope_scaling=LLAMA3)
+    output = tmp_path / "with a blank"
+    keys = {} if mixer is None else {"mixer": mixer}
+    assert convert(monkeypatch, source=source, output=output, **keys) == 0
+    for line in capsys.readouterr().out.splitlines()[-2:]:
+        command = line.partition(": longseq ")[2]
+        told = subprocess.run(["bash", "-c", f"printf '%s\\n' {command}"], capture_output=True, text=True, check=True)
+        words = told.stdout.splitlines()
+        assert f"init={output}" in words
+        key = "mixer.options.rotary_scaling" if mixer is None else "+mixer.options.attention.rotary_scaling"
+        (value,) = [word.partition("=")[2] for word in words if word.startswith(f"{key}=")]
+        assert value.startswith("{rope_type:llama3,factor:4.0,")
+        assert all("=" in word for word in words[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ids", [{"bos_token_id": 7, "eos_token_id": 9}, {"eos_token_id": [9, 8], "pad_token_id": 3}])
+def test_a_source_without_generation_config_keeps_the_tokens_that_end_a_text(
+    ids: dict[str, Any], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = edited(llama, tmp_path / "source", **ids)
+    assert not (source / "generation_config.json").exists()
+    assert convert(monkeypatch, source=source, output=tmp_path / "ours") == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    expected = transformers.AutoModelForCausalLM.from_pretrained(source).generation_config
+    for key in ids:
+        assert getattr(model.generation_config, key) == getattr(expected, key) == ids[key]
+    asked = {"attention_mask": torch.ones_like(TOKENS[:1]), "max_new_tokens": 20, "do_sample": False}
+    free = model.generate(TOKENS[:1], **asked, eos_token_id=None)[0, TOKENS.shape[1] :]
+    end = int(free[4])  # a token that the model writes
+    other = edited(llama, tmp_path / "other", eos_token_id=end)
+    assert convert(monkeypatch, source=other, output=tmp_path / "ends") == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ends")
+    written = model.generate(TOKENS[:1], **asked, pad_token_id=0)[0, TOKENS.shape[1] :]
+    assert written.tolist() == free[: free.tolist().index(end) + 1].tolist()
+    shutil.copytree(source, tmp_path / "told")
+    (tmp_path / "told" / "generation_config.json").write_text('{"eos_token_id": 5}')
+    assert convert(monkeypatch, source=tmp_path / "told", output=tmp_path / "kept") == 0
+    assert json.loads((tmp_path / "kept" / "generation_config.json").read_text()) == {"eos_token_id": 5}
+
+
+@pytest.mark.slow
+def test_the_length_of_the_source_is_that_of_the_converted_model(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    byte_files = tokenizer_files(BYTES)
+    for length, tokens in ((48, "48"), (None, "2048 (assumed: the model does not tell a length)")):
+        torch.manual_seed(0)
+        mixing = {"num_heads": 4, "rotary": True, "qkv_bias": False, "out_bias": False}
+        model = TokenBackbone(vocab_size=257, d_model=16, mixer="attention", mixer_options=mixing)
+        place = tmp_path / str(length)
+        model.save_pretrained(place / "ours")
+        assert convert(monkeypatch, source=place / "ours", output=place / "llama", format="llama") == 0
+        for name, text in byte_files.items():
+            (place / "llama" / name).write_text(text)
+        source = place / "llama"
+        if length is not None:
+            source = edited(place / "llama", place / "told", max_position_embeddings=length)
+        assert convert(monkeypatch, source=source, output=place / "gsa", mixer="gsa") == 0
+        assert json.loads((place / "gsa" / "config.json").read_text()).get("window") == length
+        capsys.readouterr()
+        monkeypatch.setattr("sys.argv", ["longseq", "describe", f"checkpoint={place / 'gsa'}"])
+        assert main() in (0, None)
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│ tokens ")]
+        assert line.split("│")[2].strip() == tokens
+        loaded = load_checkpoint(place / "gsa", tasks=("lm",))
+        metadata = language_metadata(loaded.backbone, loaded.data, [], limit=None, dynamic_length=False, extra={})
+        assert metadata.get("window") == length, "an exported file tells no window that is assumed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mistral window", "ministral layers", "qwen3 windows"])
+def test_a_window_that_is_written_as_a_fraction_is_a_number_of_tokens(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    family, options = PEERS[name]
+    save_peer(family, tmp_path / "peer", options)
+    window = options["sliding_window"]
+    assert convert(monkeypatch, source=tmp_path / "peer", output=tmp_path / "ours") == 0
+    source = edited(tmp_path / "peer", tmp_path / "float", sliding_window=float(window))
+    assert convert(monkeypatch, source=source, output=tmp_path / "same") == 0
+    assert torch.equal(logits(tmp_path / "same"), logits(tmp_path / "ours"))
+    for wrong in (window + 0.5, "7", True, 0, float("inf")):
+        source = edited(tmp_path / "peer", tmp_path / f"wrong {wrong}", sliding_window=wrong)
+        words = f"sliding_window={wrong} is no number of tokens: give a whole number from 1 on, or null"
+        refuses(monkeypatch, capsys, words, source=source, output=tmp_path / "refused")
 
 
 @pytest.mark.parametrize("format", ["longseq", "llama"])

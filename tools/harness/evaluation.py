@@ -25,8 +25,8 @@ from longseq.tools.harness.workers import Workers
 class Adapter(TemplateLM):
     """Answers the requests of lm-evaluation-harness with the models of `workers`.
 
-    A context is read behind the token with which documents begin in training. So an empty context is the start of a
-    document.
+    A context is read behind the token with which documents begin in training, or behind none where the model reads bare
+    prompts. An empty context is the start of a document.
     """
 
     def __init__(self, workers: Workers) -> None:
@@ -43,7 +43,7 @@ class Adapter(TemplateLM):
         return self.tokenizer.start
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        start = [] if add_special_tokens is False else [self.prefix_token_id]
+        start = [] if add_special_tokens is False or self.tokenizer.bare_prompts else [self.prefix_token_id]
         return start + self.tokenizer.encode(string).tolist()
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
@@ -59,13 +59,17 @@ class Adapter(TemplateLM):
         for texts, _, continuation in requests:
             if not continuation:  # without a word, the sum over no token would be a probability of 1
                 raise _without_token(*texts)
-        rows = [Row([*context, *continuation], len(context)) for _, context, continuation in requests]
+        rows = []
+        for _, context, continuation in requests:
+            read = context or [self.prefix_token_id]
+            rows.append(Row([*read, *continuation], len(read)))
         return [tuple(one) for one in self.workers.score(rows)]  # type: ignore[misc]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         rows, owners = [], []
         for index, request in enumerate(requests):
-            own = document_rows(self.workers.first.model, self.tok_encode(*request.args))
+            tokens = self.tok_encode(request.args[0], add_special_tokens=False)
+            own = document_rows(self.workers.first.model, [self.prefix_token_id, *tokens])
             rows += own
             owners += [index] * len(own)
         sums = [0.0] * len(requests)

@@ -19,15 +19,13 @@ from longseq.files import replacing
 from longseq.mixers import check_revisions
 from longseq.mixers.pattern import Pattern, expand_pattern, options_by_name
 from longseq.model_card import model_card
-from longseq.tokenizer_files import TOKENIZER_FILE, read_folder, tokenizer_files
+from longseq.tokenizer_files import GENERATION_FILE, SOURCE_CONFIG, TOKENIZER_FILE, read_folder, tokenizer_files
 from longseq.tools.hugging_face.families import FAMILIES
 from longseq.tools.hugging_face.families.family import Family, Values, choose_layers, layers_of
 from longseq.tools.hugging_face.weights import Weight, read_weights, write_weights
 
-# The config.json of a converted model's source: its keys that our models do not have return on the way back.
-SOURCE_CONFIG = "source_config.json"
-
-# Keys of that file which are not written back: they tell what is computed, or its type, as the family's own keys do.
+# Keys of a source's config.json, which is kept as SOURCE_CONFIG, that are not written back: they tell what is computed,
+# or its type, as the family's own keys do.
 COMPUTED = ("rope_parameters", "original_max_position_embeddings", "layer_types", "torch_dtype")
 
 # Files of a tokenizer's vocabulary, in the forms that transformers reads. Ours is the first.
@@ -42,8 +40,11 @@ COPIED = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
-    "generation_config.json",
+    GENERATION_FILE,
 )
+
+# Keys of a source's config.json with which transformers writes text where there is no generation_config.json.
+GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class TokenModel:
     """A token model whose weights are not read yet: the arguments of `TokenBackbone`, and the weights by name.
 
     `label` names its source in messages, and `folder` is the source if it is a folder. `text` is that of
-    `longseq.models.PretrainedModel`.
+    `longseq.models.PretrainedModel`; its tokenizer may be None, as the files of a folder are copied.
     """
 
     label: str
@@ -87,19 +88,25 @@ def read_model(source: Path) -> TokenModel:
     if not isinstance(config, dict):
         raise ValueError(f"{path} is damaged: it is no dictionary")
     if config.get("library_name") == "longseq":
-        tokenizer = read_folder(source)
-        text = None if tokenizer is None else {"tokenizer": tokenizer, "window": config.get("window")}
+        text = {"tokenizer": read_folder(source), "window": config.get("window")}
         return _ours(str(source), config, read_weights(source), source, text)
     kind = config.get("model_type")
     if kind not in FAMILIES:
         raise ValueError(f"{path}: model_type={kind} is unknown; longseq converts {', '.join(FAMILIES)}")
     try:
         arguments = FAMILIES[kind].read_config(config)
-        model = TokenModel(str(source), arguments, {}, source)
+        text = {"tokenizer": None, "window": _positions(config)}
+        model = TokenModel(str(source), arguments, {}, source, text)
         backbone = model.backbone()
     except (TypeError, ValueError) as error:  # a value of another type
         raise ValueError(f"{path}: {error}") from error
-    return TokenModel(str(source), arguments, _join(FAMILIES[kind], backbone, read_weights(source), source), source)
+    return replace(model, weights=_join(FAMILIES[kind], backbone, read_weights(source), source))
+
+
+def _positions(config: Values) -> int | None:
+    """The length of the texts that a source was made for, None if its config.json does not tell it."""
+    found = config.get("max_position_embeddings")
+    return found if type(found) is int and found > 0 else None
 
 
 def write_model(model: TokenModel, folder: Path, max_shard_size: int | str = "5GB") -> None:
@@ -114,11 +121,27 @@ def write_model(model: TokenModel, folder: Path, max_shard_size: int | str = "5G
     _copy_files(model, folder, (*COPIED, SOURCE_CONFIG))
     if model.folder is not None and not _is_ours(model.folder):
         shutil.copyfile(model.folder / models.CONFIG_FILE, folder / SOURCE_CONFIG)
+    _write_generation(folder)
     write_weights(folder, model.weights, max_shard_size)
     card = model_card(backbone, config, {}, has_tokenizer=(folder / TOKENIZER_FILE).is_file())
     with replacing(folder / models.CARD_FILE) as partial:
         partial.write_text(card, encoding="utf-8")
     _write_json(folder / models.CONFIG_FILE, config)
+
+
+def _write_generation(folder: Path) -> None:
+    """Write the generation_config.json of a source that had none: transformers takes the tokens of its config.json."""
+    if (folder / GENERATION_FILE).is_file() or not (folder / SOURCE_CONFIG).is_file():
+        return
+    source = json.loads((folder / SOURCE_CONFIG).read_text(encoding="utf-8"))
+    if told := {key: source[key] for key in GENERATION if _is_token(source.get(key))}:
+        _write_json(folder / GENERATION_FILE, told)
+
+
+def _is_token(value: Any) -> bool:
+    """True for the number of a token, or several; some files have -1 where there is none."""
+    numbers = value if isinstance(value, list) else [value]
+    return bool(numbers) and all(type(number) is int and number >= 0 for number in numbers)
 
 
 def write_family(model: TokenModel, family: Family, folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -86,12 +87,12 @@ def _written_whole(folder: Path) -> Iterator[None]:
 
 
 def train_command(backbone: TokenBackbone, folder: Path, task: str) -> str:
-    """The command of a task that starts from a saved model: its options where they are not the defaults."""
+    """The command of a task that starts from a saved model, quoted for a shell: options that are not the defaults."""
     arguments = describe(backbone)["model_args"]
     pattern = arguments["mixer"]
     chosen = options_by_name(pattern, arguments["mixer_options"])
     hybrid = len(chosen) > 1
-    words = [f"init={folder}", f"mixer=hybrid mixer.name={pattern}" if hybrid else f"mixer={pattern}"]
+    words = [f"init={folder}", *(["mixer=hybrid", f"mixer.name={pattern}"] if hybrid else [f"mixer={pattern}"])]
     for name, options in chosen.items():
         usual = mixers.options(name)
         place = f"+mixer.options.{name}" if hybrid else "mixer.options"
@@ -100,7 +101,7 @@ def train_command(backbone: TokenBackbone, folder: Path, task: str) -> str:
     for key in (entry.name for entry in fields(TokenModelKeys if task == "lm" else BodyKeys)):
         if key in arguments and (key in ("d_model", "depth", "mlp_ratio") or arguments[key] != usual[key]):
             words.append(f"model.{key}={_write(arguments[key])}")
-    return " ".join([f"longseq train task={task}", *words])
+    return shlex.join(["longseq", "train", f"task={task}", *words])
 
 
 def _write(value: Any) -> str:

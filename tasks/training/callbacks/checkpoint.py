@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -22,6 +23,8 @@ from longseq.tasks.training.runs import is_readable
 from longseq.tasks.training.signals import answered
 
 _log = logging.getLogger(__name__)
+
+_DUE = "validation_due"  # the key of a checkpoint that is of the moment before a validation
 
 
 class BestCheckpoint(ModelCheckpoint):
@@ -94,8 +97,9 @@ class LastCheckpoint(Checkpoint):
 
     A checkpoint always has the state after an update, so that a resumed run repeats the uninterrupted one. After an
     interruption within a step, or between the accumulated batches of an update, the checkpoint is that of the update
-    before, also in the statistics of batch norms. After an interruption during the optimizer's step or a validation,
-    the previous checkpoint remains.
+    before, also in the statistics of batch norms. After an interruption in a validation, it is that of the update
+    before, and a resumed run begins with this validation. After an interruption during the optimizer's step, the
+    previous checkpoint remains.
     """
 
     FILES = ("last.ckpt",)
@@ -120,6 +124,8 @@ class LastCheckpoint(Checkpoint):
         self._buffers: list[torch.Tensor] = []
         self._kept: list[torch.Tensor] = []
         self._interrupted = False
+        self._validates = False  # whether the resume point is of the moment before a validation
+        self._resumes_validation = False  # whether the run continues a checkpoint of such a moment
         self.has_ended = False  # whether it was told of the error that ended the run, and has saved what it can
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -128,6 +134,8 @@ class LastCheckpoint(Checkpoint):
         saved = pl_module.state_dict().keys()
         self._buffers = [buffer for name, buffer in pl_module.named_buffers() if name in saved]
         self._kept = [buffer.clone() for buffer in self._buffers]
+        if self._resumes_validation and trainer.enable_validation:
+            _validate_first(trainer)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
@@ -137,9 +145,25 @@ class LastCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # The checkpoint waits for the validation after its update, which Lightning would skip after a resume.
+        # The checkpoint waits for the validation after its update, which is not repeated after a resume.
         if updated(trainer, batch_idx) and not trainer.is_last_batch and not validation_follows(trainer):
             self._pass(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+            return
+        if self._resumes_validation:
+            self._resumes_validation = False
+            # as the last update has done, after which a run may end within an epoch
+            trainer.should_stop = trainer.global_step == getattr(pl_module, "last_update", None)
+        if updated(trainer, trainer.fit_loop.batch_idx):
+            self._record(trainer)
+            self._validates = True
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # From here on the result is logged, and callbacks count it, which a resumed run must not do again.
+        if self._validates:
+            self._resume_point, self._validates = None, False
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         training = trainer.state.fn == TrainerFn.FITTING and not trainer.is_last_batch and not trainer.should_stop
@@ -147,7 +171,8 @@ class LastCheckpoint(Checkpoint):
             self._pass(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._save(trainer)
+        # A run that resumed before its last validation has the checkpoint of its last update without the result.
+        self._save(trainer, again=trainer.should_stop)
         self._resume_point = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -165,7 +190,7 @@ class LastCheckpoint(Checkpoint):
         self.has_ended = True
         if not self.path.exists() and isinstance(exception, SIGTERMException) and trainer.is_global_zero:
             update = trainer.global_step
-            moment = f"in the validation after update {update}" if update else "before the first update"
+            moment = f"after update {update}" if update else "before the first update"
             print(f"stopped {moment}; nothing is saved", file=sys.stderr)
         remedy = f"init={self.path} starts a new run from these weights"
         line = self.describe_end(remedy) if isinstance(exception, NonFiniteError) else self.describe_end()
@@ -188,13 +213,22 @@ class LastCheckpoint(Checkpoint):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._interrupted:
             checkpoint["loops"]["fit_loop"] = self._resume_point
+            checkpoint[_DUE] = self._validates
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        # Lightning calls this also before the test, for the best checkpoint.
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._resumes_validation = checkpoint.get(_DUE, False)
 
     def _pass(self, trainer: Trainer) -> None:
         """Record the state from which a run can continue, and save it if that is due."""
-        self._resume_point = trainer.fit_loop.state_dict()
-        _copy(self._buffers, self._kept)
+        self._record(trainer)
         if self._is_due(trainer):
             self._save(trainer)
+
+    def _record(self, trainer: Trainer) -> None:
+        self._resume_point = trainer.fit_loop.state_dict()
+        _copy(self._buffers, self._kept)
 
     def _is_due(self, trainer: Trainer) -> bool:
         if self.every_n_train_steps is not None and trainer.global_step % self.every_n_train_steps == 0:
@@ -207,12 +241,25 @@ class LastCheckpoint(Checkpoint):
         # The processes' clocks differ, and agreeing costs a collective.
         return trainer.global_step % 50 == 0 and trainer.strategy.reduce_boolean_decision(elapsed, all=False)
 
-    def _save(self, trainer: Trainer) -> None:
-        if trainer.fast_dev_run or trainer.global_step == self._saved_step:  # type: ignore[attr-defined]
+    def _save(self, trainer: Trainer, *, again: bool = False) -> None:
+        saved = trainer.global_step == self._saved_step and not again
+        if trainer.fast_dev_run or saved:  # type: ignore[attr-defined]
             return
         trainer.save_checkpoint(self.path)
         self._saved_at = time.monotonic()
         self._saved_step = trainer.global_step
+
+
+def _validate_first(trainer: Trainer) -> None:
+    """Let a resumed training begin with the validation that follows its last update.
+
+    Lightning does so where a checkpoint was written within a validation. It asks twice whether one is due: before it
+    takes a batch, and before it validates.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    ask, answers = loop._should_check_val_fx, iter((True, True))
+    loop._should_check_val_fx = lambda fetcher: next(answers, False) or ask(fetcher)
+    loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
 
 
 @torch.no_grad()

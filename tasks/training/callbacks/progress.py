@@ -42,9 +42,10 @@ class TrainingProgress(ProgressBar):
     """Shows the whole run as one bar in a terminal; elsewhere prints a line at least every `line_seconds`.
 
     Each epoch also has a line with its metrics, the rates of training and validation, the memory that was taken, and
-    the time left. Lines have the values of a validation once, where it was. Values (the losses and `metric`) are read
-    from the device only when the bar is redrawn, at most once in `refresh_seconds`, and when a line is printed. `unit`
-    is the unit of `count_units`.
+    the time left; `last train/loss` in it is the loss of one update, beside means over the validation data. Lines have
+    the values of a validation once, where it was. Values (the losses and `metric`) are read from the device only when
+    the bar is redrawn, at most once in `refresh_seconds`, and when a line is printed. `unit` is the unit of
+    `count_units`.
     """
 
     def __init__(
@@ -197,8 +198,9 @@ class TrainingProgress(ProgressBar):
         """The facts of the line of an epoch or a validation."""
         self._told = time.monotonic()
         validated, self._untold_validation = self._untold_validation, False
-        names = ("train/loss", "val/loss", self.metric) if validated else ("train/loss",)
-        facts = [*_values(trainer, names), self._per_second(rate)]
+        last = [f"last {value}" for value in _values(trainer, ("train/loss",))]
+        values = _values(trainer, ("val/loss", self.metric)) if validated else []
+        facts = [*last, *values, self._per_second(rate)]
         callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
         evaluated = next((one.evaluation_rate for one in callbacks if isinstance(one, Throughput)), None)
         if validated and evaluated is not None:

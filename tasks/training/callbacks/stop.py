@@ -22,7 +22,7 @@ def stoppable(trainer: Trainer) -> Iterator[None]:
     """Exit with 143 if SIGTERM ended a training or a test; with 129 after SIGHUP and 130 after Ctrl-C.
 
     SIGHUP, which a closed terminal sends, is taken for SIGTERM unless it is ignored, as under nohup. So is Ctrl-C where
-    several processes have to stop together; Lightning answers it where one runs alone.
+    several processes have to stop together; where one runs alone, Lightning answers it, and exits with 1.
     """
     received: list[int] = []
 
@@ -54,6 +54,10 @@ def stoppable(trainer: Trainer) -> Iterator[None]:
             sys.stderr.flush()
             os._exit(0)
         raise SystemExit(128 + (received[0] if received else signal.SIGTERM)) from None
+    except SystemExit as leaving:
+        if isinstance(leaving.__context__, KeyboardInterrupt):
+            raise SystemExit(128 + signal.SIGINT) from None
+        raise
 
 
 def find_early_end(trainer: Trainer) -> str | None:
@@ -92,9 +96,9 @@ class StopTogether(Callback):
     SLURM's signal before the end of a job's time, which Lightning answers with a checkpoint, is one more of this kind.
     Lightning 2.6 hangs in two ways. It calls a collective operation in the signal handler while other processes wait in
     another collective, and the first process stops one batch before the others. Here the handler only records the
-    signal. The processes agree about it before each training batch, and before every tenth batch of an evaluation.
-    Evaluations of streams are excluded, because the number of batches differs between processes. A run of one process
-    stops as Lightning does it.
+    signal. The processes agree about it before each training batch, before each validation, and before every tenth
+    batch of an evaluation. Batches of evaluated streams are excluded, because their number differs between processes. A
+    run of one process stops as Lightning does it, and before a validation.
 
     In training they stop one batch late, because the answer to a question is read only after the next one is asked.
     So a processor can launch a batch while its GPU works on the one before it.
@@ -117,6 +121,12 @@ class StopTogether(Callback):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, EarlyStopping) and _has_stopped(callback, trainer):
                 trainer.should_stop = True  # it had ended the run, which was interrupted before the test
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.world_size > 1:
+            self._agree(trainer)
+        elif trainer.received_sigterm:
+            raise SIGTERMException
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0

@@ -543,3 +543,71 @@ def test_the_repeats_of_an_image_share_its_decoding(folder, monkeypatch):
     assert len(read) == 3
     assert torch.equal(together.inputs, torch.cat([batch.inputs for batch in alone]))
     assert together.targets.tolist() == [int(batch.targets) for batch in alone]
+
+
+@pytest.mark.slow
+def test_rows_without_an_image_are_skipped_and_named(folder, tmp_path):
+    datasets = pytest.importorskip("datasets", reason="Hugging Face sources need longseq[datasets]")
+    pictures = [{"bytes": path.read_bytes(), "path": None} for path in sorted(folder.glob("train/*/*"))[:24]]
+    pictures[3] = None
+    rows = datasets.Dataset.from_dict(
+        {"image": pictures, "label": [0] * 12 + [1] * 12},
+        features=datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=CLASSES[:2])}),
+    )
+    for split in ("train", "validation"):
+        rows.to_parquet(tmp_path / "parquet" / f"{split}.parquet")
+    options = {"root": tmp_path / "cache", "val_split": "validation", "test_split": None}
+    for kind, name in (("hfds", "/3"), ("hfids", "image 3 of the stream")):
+        source = f"{kind}/{tmp_path / 'parquet'}"
+        options |= {"train_samples": 24} if kind == "hfids" else {}
+        module = open_data(source, **options)
+        assert len(gather(module.val_dataloader())[1]) == 23
+        (found,) = module.unreadable
+        assert found.endswith(name)
+        assert len(gather(module.train_dataloader())[1]) == 24
+        with pytest.raises(ValueError, match=rf"{name} is not readable \(its row has no image\)"):
+            gather(open_data(source, **options, on_error="raise").val_dataloader())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("columns", "told"),
+    [
+        ({"image": "img"}, "no column image, but img, label:"),
+        ({"image": "png", "label": "cls"}, "no column image, but png, cls:"),
+        ({"label": "fine_label"}, "no column label, but image, fine_label:"),
+        ({"label": None}, "no column label, but image:"),
+    ],
+)
+def test_columns_of_other_names_are_told(columns, told, folder, tmp_path):
+    datasets = pytest.importorskip("datasets", reason="Hugging Face sources need longseq[datasets]")
+    rows = datasets.load_dataset(str(folder), cache_dir=tmp_path / "cache")["train"]
+    for one, other in columns.items():
+        rows = rows.remove_columns(one) if other is None else rows.rename_column(one, other)
+    for split in ("train", "validation"):
+        rows.to_parquet(tmp_path / "parquet" / f"{split}.parquet")
+    with pytest.raises(ValueError, match=f"has {told} give a data set with the columns image and label$"):
+        open_data(f"hfds/{tmp_path / 'parquet'}", tmp_path / "again", val_split="validation", test_split=None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["class_weights", "sampling", None])
+def test_a_label_that_is_none_of_the_classes_is_told_with_its_sample(key, folder, tmp_path):
+    datasets = pytest.importorskip("datasets", reason="Hugging Face sources need longseq[datasets]")
+    pictures = [{"bytes": path.read_bytes(), "path": None} for path in sorted(folder.glob("train/*/*"))[:6]]
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    for label in (-1, 2):
+        rows = {"image": pictures, "label": [0, 1, 0, 1, label, 0]}
+        root = tmp_path / str(label)
+        for split in ("train", "validation"):
+            datasets.Dataset.from_dict(rows, features=features).to_parquet(root / f"{split}.parquet")
+        options = {"val_split": "validation", "test_split": None, "num_classes": 2}
+        message = f"/4: the label {label} is not among the classes 0 to 1$"
+        if key is not None:
+            with pytest.raises(ValueError, match=message):
+                open_data(f"hfds/{root}", tmp_path / "cache", **options, **{key: "balanced"})
+            continue
+        module = open_data(f"hfds/{root}", tmp_path / "cache", **options, batch_size=6)
+        for loader in (module.train_dataloader(), module.val_dataloader()):
+            with pytest.raises(ValueError, match=message):
+                gather(loader)

@@ -224,3 +224,13 @@ def test_commands_do_not_tell_of_a_file_that_shards_need_not_have(tmp_path, capf
     assert "info file" not in capfd.readouterr().err + caplog.text
     open_shards(tmp_path)
     assert "info file" in caplog.text, "a program's own logging is as before"
+
+
+def test_repeats_of_an_image_have_no_effect_on_a_stream_and_that_is_told_once(tmp_path, caplog):
+    module = open_shards(tmp_path, augment={"repeats": 3})
+    assert [len(targets) for _, targets in module.train_dataloader()] == [4, 4]
+    list(module.train_dataloader())
+    assert caplog.text.count("recipe.augment.repeats=3 has no effect on a stream, and data.source=wds/data is one") == 1
+    caplog.clear()
+    list(open_shards(tmp_path).train_dataloader())
+    assert "augment.repeats" not in caplog.text

@@ -11,6 +11,7 @@ import pytest
 from image_data import image_data
 from PIL import Image
 
+from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.folder import TarImages
 from longseq.tasks.image.sources import held_out_split
 from longseq.tasks.image.split_folders import refuse_pooled
@@ -164,3 +165,93 @@ def test_an_evaluation_names_the_split_that_it_takes_for_one_that_is_not_there(t
         assert split.source.label == str(root / measured)
         told = f"{root} holds no mime, and {root / 'val'} is measured: name a split that it holds"
         assert (told in caplog.messages) == (name == "mime")
+
+
+def open_torch(root: Path, **options):
+    options = {"val_split": "validation", "test_split": "test"} | options
+    module = image_data(name="t", source="torch/image_folder", root=str(root), img_size=8, batch_size=2, **options)
+    module.setup()
+    return module
+
+
+@pytest.mark.slow
+def test_folders_of_torchvision_are_measured_on_no_training_image(tmp_path, caplog):
+    flat = write_images(tmp_path / "flat")
+    write_splits(tmp_path / "alone", "train")
+    for root in (flat, tmp_path / "alone"):
+        with pytest.raises(ValueError, match=r"holds no validation images: add .*/val, or .*data\.source=folder"):
+            open_torch(root)
+        splits = open_torch(root, val_split=None, val_fraction=0.25).splits
+        trained, measured = (
+            {split.source.path(index) for index in split.indices} for split in (splits.train, splits.test)
+        )
+        assert (len(trained), len(measured)) == (6, 2)
+        assert not trained & measured
+        assert splits.test is splits.validation
+    assert "alone has no test split: the validation images are also the test images" in caplog.text
+    assert "flat has no test split: the validation images are also the test images" in caplog.text
+    write_splits(tmp_path / "years", "train2017", "val2017")
+    with pytest.raises(ValueError, match="holds the splits train2017 and val2017"):
+        open_torch(tmp_path / "years", val_split=None)
+
+
+@pytest.mark.slow
+def test_a_missing_folder_of_torchvision_is_not_the_whole_of_the_root(tmp_path, caplog):
+    root = write_splits(tmp_path / "root", "train", "val")
+    for folder in root.glob("*/cat"):
+        folder.rename(folder.with_name("0"))
+    for folder in root.glob("*/dog"):
+        folder.rename(folder.with_name("1"))
+    module = open_torch(root)
+    assert module.info.class_names == ["0", "1"]
+    assert module.info.sizes == {"train": 8, "val": 8, "test": 8}
+    assert module.splits.test is module.splits.validation
+    assert caplog.text.count("has no test split: the validation images are also the test images") == 1
+    for key, name in (("train_split", "trian"), ("val_split", "vall"), ("test_split", "tset")):
+        with pytest.raises(ValueError, match=rf"data\.{key}={name}: .* holds no {name}: name a split that it holds"):
+            open_torch(root, **{key: name})
+    again = evaluated(module)
+    assert {again.splits.test.source.path(index) for index in range(8)} == {str(one) for one in root.glob("val/*/*")}
+    other = write_images(tmp_path / "other", 5)
+    for one, number in (("cat", "0"), ("dog", "1")):
+        (other / one).rename(other / number)
+    assert evaluated(module, root=str(other)).info.sizes == {"test": 8}
+    (root / "val").rename(root / "later")
+    with pytest.raises(ValueError, match=r"holds training images only: give data\.root="):
+        evaluated(module, root=str(shutil.copytree(root, tmp_path / "copy")))
+    (root / "later" / "0").rename(root / "later" / "2")
+    (root / "later").rename(root / "val")
+    with pytest.raises(
+        ValueError, match="the validation images have the classes 1, 2, and the training images have 0, 1"
+    ):
+        open_torch(root)
+
+
+def evaluated(module, **changes):
+    known = {"data": vars(module.keys)}
+    return ImageDataModule.for_evaluation(known, changes, split="test", trained=module.info, batch_size=4)
+
+
+@pytest.mark.slow
+def test_sets_of_two_parts_tell_what_they_measure(fashion_mnist, caplog):
+    def open_set(**options):
+        options = {"val_split": "validation", "test_split": "test", "in_chans": 1} | options
+        module = image_data(name="t", source="torch/fashion_mnist", root=str(fashion_mnist), img_size=8, **options)
+        module.setup()
+        return module
+
+    module = open_set()
+    assert module.info.sizes == {"train": 64, "val": 64, "test": 64}
+    assert "the validation images are also the test images; data.val_split=null sets a part" in caplog.text
+    assert open_set(val_split=None, val_fraction=0.25).info.sizes == {"train": 44, "val": 20, "test": 64}
+    for key, name in (("train_split", "Train"), ("val_split", "vall"), ("test_split", "tset")):
+        with pytest.raises(
+            ValueError, match=rf"data\.{key}={name}: .*called train or training, and test images"
+        ) as error:
+            open_set(**{key: name})
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=r"data\.train_split=test and data\.val_split=validation are the same images"):
+        open_set(train_split="test")
+    assert evaluated(module).info.sizes == {"test": 64}
+    with pytest.raises(ValueError, match=r"data\.test_split=tset"):
+        evaluated(module, test_split="tset")

@@ -16,7 +16,7 @@ from longseq.tasks import evaluate
 from longseq.tasks.lm import documents
 from longseq.tasks.lm.documents import score_documents
 from longseq.tasks.text.sources import Columns, find_parts
-from longseq.tasks.text.tokenizer import ByteTokenizer
+from longseq.tasks.text.tokenizer import ByteTokenizer, train_tokenizer
 
 LINES = ['{"text": "été"}', '{"text": 3}', "no json", '{"text": ""}', '{"text": "a longer line", "ask": "why?"}', '"x"']
 
@@ -116,6 +116,48 @@ def test_the_documents_of_a_text_add_up_to_what_its_windows_measure(trained, com
     windows = evaluate.run(compose_config("evaluate", *words, *data, *splits))
     for name, value in found.items():
         assert windows[f"test/{name}"] == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["documents", "concatenated", "streams"])
+def test_windows_of_a_converted_model_begin_documents_as_the_documents_alone_do(packing, compose_config, tmp_path):
+    """Llama begins a document with <s> and ends it with </s>."""
+    texts = [f"{'x' * (number + 3)} is text {number}." for number in range(9)]
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    torch.manual_seed(0)
+    model = TokenBackbone(vocab_size=300, d_model=16, depth=1, mixer="gated_deltanet")
+    with torch.no_grad():
+        model.embedding.weight.mul_(10)
+    words = ("trainer=cpu", f"checkpoint={tmp_path / 'model'}")
+    data = ("data.source=files", f"data.root={path}", f"data.cache={tmp_path}", "data.window=64")
+    data += (f"data.tokenizer={tmp_path / 'model'}", f"data.packing={packing}", "data.eval_batch_size=1")
+    splits = ("data.test=0.999999", "data.validation=0", f"output={tmp_path / 'out.json'}")
+    losses = []
+    for own in ({}, {"start": "x"}):
+        model.text = {"tokenizer": {**train_tokenizer(texts, 270).to_dict(), **own}, "window": 64}
+        model.save_pretrained(tmp_path / "model")
+        alone = evaluate.run(compose_config("evaluate", *words, f"input={path}", f"output={tmp_path / 'out.jsonl'}"))
+        windows = evaluate.run(compose_config("evaluate", *words, *data, *splits))
+        losses.append(windows["test/loss"])
+        if packing != "concatenated":  # which cuts documents, and begins their second parts without a state
+            assert windows["test/loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    assert abs(losses[0] - losses[1]) > 0.01
+
+
+@pytest.mark.slow
+def test_a_model_that_does_not_tell_its_window_is_measured_in_one_that_is_told(compose_config, tmp_path, caplog):
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": f"text {number}"}) + "\n" for number in range(20)))
+    model = make_model()
+    words = (f"checkpoint={tmp_path / 'model'}", "trainer=cpu", "data.source=files", f"data.root={path}")
+    words += (f"data.cache={tmp_path}", "data.test=0.5", "data.validation=0", "data.eval_batch_size=1")
+    for window, more, is_told in ((None, (), True), (None, ("data.window=64",), False), (64, (), False)):
+        model.text = {"tokenizer": {"kind": "bytes"}, "window": window}
+        model.save_pretrained(tmp_path / "model")
+        caplog.clear()
+        evaluate.run(compose_config("evaluate", *words, *more, f"output={tmp_path / 'out.json'}"))
+        assert ("windows of 2048 tokens are measured; data.window=N chooses others" in caplog.text) == is_told
 
 
 @pytest.mark.slow

@@ -81,6 +81,21 @@ def test_a_text_begins_with_the_token_that_the_tokenizer_names():
     assert writer.write(["some"])[0].tokens == wanted.tolist()
 
 
+@pytest.mark.slow
+def test_nothing_is_read_in_front_of_a_bare_prompt():
+    writer = make_writer(temperature=0.0, max_new_tokens=6, end=False)
+    with torch.no_grad():  # the first token must count
+        for weight in writer.model.blocks.parameters():
+            weight.mul_(5 if weight.ndim > 1 else 1)
+    behind = writer.write(["some"])[0].tokens
+    writer.tokenizer.bare_prompts = True
+    for prompt, read in (("some", [*b"some"]), ("", [256])):
+        wanted = writer.model.generate(torch.tensor([read]), 6, temperature=0)[0, -6:]
+        assert writer.write([prompt])[0].tokens == wanted.tolist() != behind
+    together = writer.write(["some", "", "longer"])
+    assert [one.tokens for one in together] == [writer.write([one])[0].tokens for one in ("some", "", "longer")]
+
+
 def check_that_graphs_change_nothing(mixer, device, folder):
     options = {"temperature": 5.0, "repetition_penalty": 1.2, "device": device}
     plain, graph = (make_writer(mixer, cuda_graph=cuda_graph, **options) for cuda_graph in (False, True))
@@ -201,6 +216,18 @@ def test_text_that_comes_token_by_token_is_that_of_all_tokens(text):
     assert "".join(stream.push(token) for token in text) + stream.finish() == text.decode(errors="replace")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "empty"), [("one\n\n  \ntwo\n", 2), ("one\ntwo\n", 0), ("one\ntwo", 0), ("\none\n\n", 2)]
+)
+def test_lines_that_are_no_prompts_are_told(tmp_path, caplog, text, empty):
+    (tmp_path / "a.txt").write_text(text)
+    assert "" not in generate.read_prompts(tmp_path / "a.txt")
+    told = f"{tmp_path / 'a.txt'}: {empty} line(s) without text are no prompts"
+    assert (told in caplog.text) == bool(empty)
+    assert len(caplog.records) == bool(empty)
+
+
 def test_prompts_come_from_lines_and_from_json(tmp_path):
     (tmp_path / "a.txt").write_text("one\n\ntwo words\n")
     assert generate.read_prompts(tmp_path / "a.txt") == ["one", "two words"]
@@ -306,7 +333,7 @@ def test_text_is_shown_on_terminals_of_any_encoding(monkeypatch):
 
 def test_a_prompt_that_the_model_cannot_read_is_one_line(tmp_path):
     writer = make_writer()
-    writer.tokenizer = SimpleNamespace(separator=256, start=256, encode=lambda text: [300])
+    writer.tokenizer = SimpleNamespace(separator=256, encode_prompt=lambda text: [256, 300])
     with pytest.raises(ValueError, match=r"the prompt has the token 300, and the model knows 257"):
         writer.write(["x"])
     model = TokenBackbone(

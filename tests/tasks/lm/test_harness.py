@@ -107,6 +107,21 @@ def test_likelihoods_are_those_of_the_continuation_whatever_the_batch(trained):
         assert rolling == pytest.approx([directly(workers.first.model, "", text) for text in texts], rel=1e-9)
 
 
+@pytest.mark.slow
+def test_a_bare_prompt_is_scored_with_nothing_in_front(trained):
+    """As lm-evaluation-harness itself does for Qwen and GPT-2; there, too, documents stand behind the separator."""
+    adapter = Adapter(make_workers(trained))
+    adapter.tokenizer.bare_prompts = True
+    model = adapter.workers.first.model
+    found = adapter.loglikelihood([request("a question", " answer"), request("", "start"), request(" ", "word")])
+    with torch.no_grad():
+        scores = model(torch.tensor([[*b"a question answer"]]))[0][0].log_softmax(-1)
+    wanted = sum(scores[len("a question") - 1 + place, token].item() for place, token in enumerate(b" answer"))
+    others = [directly(model, "", "start"), directly(model, "", " word")]
+    assert [one for one, _ in found] == pytest.approx([wanted, *others], rel=1e-6)
+    assert adapter.loglikelihood_rolling([request("text")]) == pytest.approx([directly(model, "", "text")], rel=1e-9)
+
+
 def test_a_continuation_without_a_token_of_its_own_is_refused(trained):
     adapter = Adapter(make_workers(trained))
 

@@ -171,6 +171,27 @@ def test_a_published_model_begins_with_its_own_token(tmp_path: Path) -> None:
     assert same_tokenizer(of_model, of_data)
 
 
+@pytest.mark.slow
+def test_a_converted_model_reads_a_prompt_as_its_tokenizer_does(tmp_path: Path) -> None:
+    """Qwen and GPT-2 put nothing in front of a text; a model that longseq has trained reads the separator first."""
+    values = train_tokenizer(TEXTS * 20, 300).to_dict()
+    (tmp_path / "tokenizer.json").write_text(values["json"], encoding="utf-8")
+    assert read_folder(tmp_path) == values, "a file that somebody has put beside a model of longseq"
+    (tmp_path / "source_config.json").write_text("{}")
+    found = read_folder(tmp_path)
+    assert found == {**values, "bare_prompts": True}
+    tokenizer = tokenizer_from_dict(found)
+    assert tokenizer.to_dict() == found
+    assert tokenizer.encode_prompt("cat") == tokenizer.encode("cat").tolist()
+    assert tokenizer.encode_prompt("") == [tokenizer.separator]
+    again = tmp_path / "again"
+    again.mkdir()
+    for name, text in tokenizer_files(found).items():
+        (again / name).write_text(text, encoding="utf-8")
+    assert Library.from_file(str(again / "tokenizer.json")).encode("cat").ids == tokenizer.encode_prompt("cat")
+    assert (read_folder(again) or {}).get("bare_prompts") is True, "a folder of save_pretrained keeps it"
+
+
 def test_a_folder_names_its_separator(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(train_tokenizer(TEXTS, 300).to_dict()["json"], encoding="utf-8")
     settings = tmp_path / "tokenizer_config.json"

@@ -121,6 +121,29 @@ def test_a_run_shorter_than_its_interval_is_validated_at_its_end(compose_config,
     assert (folder / "checkpoints" / "best.ckpt").is_file()
 
 
+@pytest.mark.slow
+def test_the_last_epoch_is_validated_whatever_the_interval(tiny, tmp_path, monkeypatch):
+    words = ("recipe.epochs=3", "+trainer.limit_train_batches=6", "callbacks.checkpoint.every_n_train_steps=1")
+
+    def validated(folder: str) -> list[int]:
+        events = EventAccumulator(str(tmp_path / folder)).Reload().Scalars("val/top1")
+        return sorted({event.step + 1 for event in events})
+
+    train.run(tiny(*words, f"output={tmp_path / 'each'}"))
+    train.run(tiny(*words, f"output={tmp_path / 'whole'}", "recipe.validate_every_epochs=2"))
+    interrupt_at(14, monkeypatch, tiny(*words, "recipe.validate_every_epochs=2"))
+    train.run(tiny(*words, "recipe.validate_every_epochs=2", "resume=true"))
+    assert (validated("each"), validated("whole"), validated("run")) == ([6, 12, 18], [12, 18], [12, 18])
+    for name, value in read(tmp_path / "each")["state_dict"].items():
+        for folder in ("whole", "run"):
+            assert torch.equal(read(tmp_path / folder)["state_dict"][name], value), name
+    for folder in ("whole", "run"):
+        metrics = json.loads((tmp_path / folder / "metrics.json").read_text())
+        assert metrics["val/top1"] == EventAccumulator(str(tmp_path / folder)).Reload().Scalars("val/top1")[-1].value
+        best = torch.load(tmp_path / folder / "checkpoints" / "best.ckpt", weights_only=True)
+        assert best["global_step"] == 18, "the last epoch is the best one"
+
+
 # Two epochs have 40 updates.
 IN_UPDATES = (
     "recipe.epochs=null",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import pty
@@ -12,11 +13,15 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from forked import start_fork
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from longseq.tasks import train
+from longseq.tasks.image.module import ImageClassifier
 from longseq.tasks.training import processes
 from longseq.tasks.training.lock import is_locked
 
@@ -354,3 +359,121 @@ def test_the_log_of_a_run_tells_how_it_was_stopped(tmp_path, tiny_overrides, lea
     line = errors.splitlines()[-1]
     assert "stopped; saved as of update" in line
     assert (last.parent.parent / "train.log").read_text().splitlines()[-1].endswith(line)
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_with_130(tmp_path, tiny_overrides, leave_nothing):
+    process = launch(tmp_path, *tiny_overrides, *LONG)
+    leave_nothing.append(process)
+    last = wait_for_checkpoint(tmp_path, process)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    told = [line for line in errors.splitlines() if line.strip() and not line.startswith("epoch ")]
+    assert len(told) == 1, errors
+    assert f"saved as of update {torch.load(last, weights_only=True)['global_step']}:" in told[0]
+
+
+# An epoch has six updates.
+EPOCHS = ("recipe.epochs=3", "recipe.validate_every_epochs=2", "+trainer.limit_train_batches=6")
+UPDATES = ("recipe.epochs=null", "recipe.updates=11", "recipe.validate_every_updates=4")
+UPDATES += ("trainer.accumulate_grad_batches=2", "+trainer.limit_train_batches=16")
+WRITTEN = ("logger=[tensorboard,csv]", "trainer.log_every_n_steps=1", "recipe.ema.warmup=true")
+
+
+def result(folder: Path) -> Any:
+    """What a run has trained, measured and logged, without times."""
+    saved = [torch.load(folder / "checkpoints" / name, weights_only=True) for name in ("last.ckpt", "best.ckpt")]
+    states = [{name: one[name] for name in ("state_dict", "optimizer_states", "global_step", "epoch")} for one in saved]
+    metrics = json.loads((folder / "metrics.json").read_text())
+    with (folder / "metrics.csv").open() as file:
+        rows = [{name: row[name] for name in row if not name.startswith("throughput/")} for row in csv.DictReader(file)]
+    board = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    tags = [tag for tag in board.Tags()["scalars"] if not tag.startswith("throughput/")]
+    curves = {tag: [(event.step, event.value) for event in board.Scalars(tag)] for tag in tags}
+    measured = {name: value for name, value in metrics.items() if name.startswith(("val/", "test/", "epochs"))}
+    rows = [row for row in rows if len(set(row.values())) > 2]
+    return as_lists([*states, saved[0]["loops"], measured, rows, curves])
+
+
+def as_lists(value: Any) -> Any:
+    """The value with its tensors as lists, which can be compared."""
+    if isinstance(value, dict):
+        return {name: as_lists(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_lists(part) for part in value]
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, compose_config, tiny_overrides):
+    """What the uninterrupted run of these words gives."""
+    known: dict[tuple[str, ...], Any] = {}
+
+    def find(words: tuple[str, ...]) -> Any:
+        if words not in known:
+            folder = tmp_path_factory.mktemp("whole") / "run"
+            train.run(compose_config("train", *tiny_overrides, *WRITTEN, *words, f"output={folder}"))
+            known[words] = result(folder)
+        return known[words]
+
+    return find
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "update"),
+    [(EPOCHS, 12), (EPOCHS, 18), (UPDATES, 4), (UPDATES, 8), (UPDATES, 11)],
+    ids=["an epoch", "the last epoch", "updates", "the updates of an epoch", "a run within an epoch"],
+)
+@pytest.mark.parametrize("within", ["update", "validation"])
+def test_a_stop_at_a_validation_saves_the_update_and_resumes_with_the_validation(
+    words, update, within, whole, tiny, tmp_path, capsys
+):
+    method, before = ("training_step", 1) if within == "update" else ("validation_step", 0)
+    step = getattr(ImageClassifier, method)
+
+    def stop(self: ImageClassifier, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == update - before:
+            if within == "validation":
+                raise OSError("unplugged")
+            if (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:  # the last batch of the update
+                signal.raise_signal(signal.SIGTERM)
+        return step(self, batch, batch_idx)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ImageClassifier, method, stop)
+        with pytest.raises((SystemExit, OSError)) as left:
+            train.run(tiny(*WRITTEN, *words))
+    assert getattr(left.value, "code", 143) == 143
+    assert f"stopped; saved as of update {update}: " in capsys.readouterr().err
+    validated: list[int] = []
+    start = ImageClassifier.on_validation_epoch_start
+
+    def note(self: ImageClassifier) -> None:
+        validated.append(self.global_step)
+        start(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ImageClassifier, "on_validation_epoch_start", note)
+        train.run(tiny(*WRITTEN, *words, "resume=true"))
+    due = (12, 18) if words is EPOCHS else (4, 8, 11)
+    assert validated == [number for number in due if number >= update]
+    assert result(tmp_path / "run") == whole(words)
+
+
+@pytest.mark.slow
+def test_two_processes_stop_before_a_validation(tmp_path, tiny_overrides):
+    words = (*tiny_overrides, *WRITTEN, *EPOCHS, "trainer=ddp_sim", "plugins=[stopper]")
+    for output, more, environment, code in (
+        ("whole", (), {}, 0),
+        ("run", (), {"STOP": "12"}, 143),
+        ("run", ("resume=true",), {}, 0),
+    ):
+        process = start_fork(
+            ["train", *words, f"output={output}", *more], tmp_path, environment={**os.environ, **environment}
+        )
+        _, errors = process.communicate(timeout=100)
+        assert process.returncode == code, errors
+        assert ("stopped; saved as of update 12: " in errors) == (code == 143), errors
+    assert result(tmp_path / "run") == result(tmp_path / "whole")

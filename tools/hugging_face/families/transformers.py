@@ -53,6 +53,16 @@ def _no_windows(values: Values) -> Windows:
     return [None] * values["num_hidden_layers"]
 
 
+def _sliding_window(values: Values) -> int | None:
+    """The window that config.json tells; 7.0 is 7. ValueError for what is no number of tokens."""
+    window = values["sliding_window"]
+    if window is None:
+        return None
+    if isinstance(window, bool) or not isinstance(window, int | float) or window < 1 or window % 1 != 0:
+        raise ValueError(f"sliding_window={window} is no number of tokens: give a whole number from 1 on, or null")
+    return int(window)
+
+
 def _windows_of(values: Values, window: int | None, types: Sequence[str]) -> Windows:
     """The windows of layers with the types that config.json tells, and else of `types`."""
     given = _layer_types(values)
@@ -69,7 +79,7 @@ def _types_of(windows: Windows) -> dict[str, Any]:
 
 
 def _mistral_windows(values: Values) -> Windows:
-    return _windows_of(values, values["sliding_window"], [SLIDING] * values["num_hidden_layers"])
+    return _windows_of(values, _sliding_window(values), [SLIDING] * values["num_hidden_layers"])
 
 
 def _write_mistral_windows(windows: Windows) -> dict[str, Any]:
@@ -86,7 +96,7 @@ def _write_ministral_windows(windows: Windows) -> dict[str, Any]:
 
 def _qwen_windows(values: Values) -> Windows:
     depth, first = values["num_hidden_layers"], values["max_window_layers"]
-    window = values["sliding_window"] if values["use_sliding_window"] else None
+    window = _sliding_window(values) if values["use_sliding_window"] else None
     return _windows_of(values, window, [FULL if index < first else SLIDING for index in range(depth)])
 
 
