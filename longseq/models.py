@@ -17,7 +17,8 @@ config.json:
     config_version: of this list of keys, `CONFIG_VERSION`.
     kind: the name under which the model's class is registered.
     model_args: all arguments of the constructor but those in `RUN_ARGUMENTS`. Those of image models repeat the keys
-        above and the next two as `saved_by`, because timm keeps nothing else.
+        above and the next two as `saved_by`, because timm keeps nothing else, and leave out num_classes, which is a key
+        below: transformers gives timm both.
     revisions: which function of its weights each kind of layer computes (see `longseq.mixers.check_revisions`).
     plugins: the modules outside longseq that define the model's class and mixers (see `longseq.plugins`).
     architectures, model_type: of language models and classifiers of documents, so that transformers loads the folder
@@ -106,6 +107,10 @@ _PROBLEM_TYPES = {False: "single_label_classification", True: "multi_label_class
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # Where a file or folder could stand, a repository of the hub has this before its name, as in timm.
 HUB = "hf-hub:"
+# Archives begin with these bytes; those of an export have one of these records. Files of weights have these endings.
+_ZIP = b"PK"
+_OF_EXPORTED = ("/constants.pkl", "/extra/longseq.json", "/archive_format")
+_CHECKPOINT_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".tar", "")
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _KINDS: dict[str, type[PretrainedModel]] = {}
 
@@ -252,7 +257,7 @@ def save_pretrained(
     state = model.state_dict()
     _check_description(config, state)
     folder = Path(folder)
-    texts = {CONFIG_FILE: json.dumps(config, indent=2) + "\n"}
+    texts = {CONFIG_FILE: json.dumps(_as_written(config), indent=2) + "\n"}
     if isinstance(model, PretrainedModel) and model.text is not None and model.text["tokenizer"] is not None:
         texts |= tokenizer_files(model.text["tokenizer"], documents=model.text if "truncation" in model.text else None)
     card = model_card(model, config, metrics or {}, has_tokenizer=TOKENIZER_FILE in texts)
@@ -266,6 +271,19 @@ def save_pretrained(
     finally:
         distributed.barrier()  # if the first process cannot write, the others must not wait for it
     return folder
+
+
+def _as_written(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A description as config.json has it: an image model's number of classes stands once, where timm has it."""
+    if not _is_of_timm(config):
+        return dict(config)
+    arguments = {name: value for name, value in config["model_args"].items() if name != "num_classes"}
+    return {**config, "model_args": arguments}
+
+
+def _is_of_timm(config: Mapping[str, Any]) -> bool:
+    states_classes = "num_classes" in config and isinstance(config.get("model_args"), Mapping)
+    return states_classes and config.get("kind") != PLUGIN
 
 
 def _write(
@@ -608,6 +626,8 @@ def _read_config(path: Path, label: str) -> dict[str, Any]:
     arguments = config.get("model_args")
     # In a file of timm's `save_for_hf` the origin of an image model is among the arguments.
     origin = arguments.get("saved_by", {}) if isinstance(arguments, Mapping) else {}
+    if _is_of_timm(config):  # see `_as_written`
+        config["model_args"] = {"num_classes": config["num_classes"], **config["model_args"]}
     return {**origin, **config}
 
 
@@ -623,6 +643,13 @@ def _read_checkpoint(path: Path, weights: str, label: str) -> SavedModel:
         raise ValueError(f"{label} holds weights alone: give the folder with its {CONFIG_FILE}, {path.parent}")
     if not path.stat().st_size:
         raise ValueError(f"{label} is empty: take another checkpoint of the run, such as last.ckpt")
+    if path.name == CONFIG_FILE:
+        raise ValueError(f"{label} describes a model without its weights: give the folder, {path.parent}")
+    if (other := _other_kind(path)) is not None:
+        raise ValueError(
+            f"{label} is {other}: give a checkpoint of `longseq train`, such as checkpoints/best.ckpt, or a folder of "
+            "save_pretrained"
+        )
     if not _is_whole(path):
         raise ValueError(
             f"{label} is damaged, cut short or no checkpoint: take another one of the run, such as last.ckpt"
@@ -666,6 +693,24 @@ def _read_checkpoint(path: Path, weights: str, label: str) -> SavedModel:
 
 def _is_backbone(name: str) -> bool:
     return name.startswith(CHECKPOINT_PREFIX)
+
+
+def _other_kind(file: Path) -> str | None:
+    """What a file is that is no checkpoint by its contents or its name, damaged or not; None if it may be one."""
+    with file.open("rb") as opened:
+        start = opened.read(32)
+    exported = "an exported file, which holds no model to build again"
+    if start.startswith(_ZIP):
+        try:
+            with ZipFile(file) as archive:
+                names = archive.namelist()
+        except (BadZipFile, EOFError):
+            return None
+        # Those of TorchScript; torch.load reads them with two lines of warnings before its error.
+        return exported if any(name.endswith(_OF_EXPORTED) for name in names) else None
+    if file.suffix == ".onnx":
+        return exported
+    return None if file.suffix in _CHECKPOINT_SUFFIXES or file.name.endswith(".pth.tar") else "no checkpoint"
 
 
 def _is_whole(file: Path) -> bool:

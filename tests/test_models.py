@@ -364,12 +364,27 @@ def test_timm_saves_and_loads(tmp_path: Path) -> None:
     theirs, ours = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("timm", "ours"))
     rates = dict.fromkeys(("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate"), 0.0)
     rates |= {"drop_path_rate": 0.1, "img_size": 16}
-    assert ours["model_args"] == theirs["model_args"] | rates
+    assert {"num_classes": 3, **ours["model_args"]} == theirs["model_args"] | rates
     assert {key: ours[key] for key in theirs if key != "model_args"} == {
         key: value for key, value in theirs.items() if key != "model_args"
     }
     fewer = timm.create_model(f"local-dir:{tmp_path / 'ours'}", pretrained=True, num_classes=2)
     assert fewer.head.weight.shape == (2, 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["image", "vit", "timm"])
+def test_transformers_loads_image_models(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = MODELS[name]()
+    longseq.save_pretrained(model, tmp_path)
+    theirs = transformers.AutoModelForImageClassification.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(theirs(IMAGES).logits, logits(model))
+    edit(tmp_path, lambda config: config["model_args"].update(num_classes=3))  # as earlier versions wrote it
+    assert torch.equal(logits(longseq.from_pretrained(tmp_path)), logits(model))
+    by_timm = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    assert torch.equal(logits(by_timm), logits(model))
 
 
 def test_timm_refuses_layers_that_compute_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,12 +154,17 @@ def _describe(model: nn.Module, data: Mapping[str, Any], device: str, dtype: tor
         tokens = data.get("window", data.get("longest"))  # of a text, or of a probe
         if tokens is None:
             raise ValueError("the checkpoint does not tell the length of its sequences: give one of `longseq train`")
-        return describe_token_model(model, tokens, device, dtype)
+        return describe_token_model(model, tokens, device, dtype) | _assumed(data)
     if isinstance(model, TextClassifier | LinearTextClassifier):
-        return describe_document_model(model, data["window"], device, dtype)
+        return describe_document_model(model, data["window"], device, dtype) | _assumed(data)
     if "img_size" not in data:
         raise ValueError(f"longseq describe takes models of images, tokens and documents, not {type(model).__name__}")
     return describe_image_model(model, data, device)
+
+
+def _assumed(data: Mapping[str, Any]) -> dict[str, Any]:
+    """That the number of tokens is none that the model tells."""
+    return {"tokens_are_assumed": True} if data.get("window_is_assumed") else {}
 
 
 def _info(config: Mapping[str, Any], batch_size: int) -> Any:
@@ -500,7 +505,8 @@ def _figures(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         if facts.get("pooling") is not None:
             rows.append(("pooling", facts["pooling"]))
     if facts["tokens"] is not None:
-        rows.append(("tokens", str(facts["tokens"])))
+        told = " (assumed: the model does not tell a length)" if facts.get("tokens_are_assumed") else ""
+        rows.append(("tokens", f"{facts['tokens']}{told}"))
     rows.append(("parameters", f"{parameters['total']:,}"))
     if parameters["trainable"] != parameters["total"]:
         rows.append(("  trainable", f"{parameters['trainable']:,}"))

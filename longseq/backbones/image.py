@@ -705,6 +705,9 @@ def create_variant(
     if saved_by is not None:  # all arguments come from a file that timm has read
         check_config_version(saved_by, f"the file of this {variant}")
         known = inspect.signature(ImageBackbone).parameters
+        if "num_classes" not in options:  # `longseq.save_pretrained` writes it outside the arguments
+            stated: Any = options.get("pretrained_cfg") or {}
+            options["num_classes"] = (stated if isinstance(stated, Mapping) else vars(stated))["num_classes"]
         saved = {name: value for name, value in options.items() if name in known}
         options |= ImageBackbone.complete_arguments(saved, TRAINING_ARGUMENTS)
         if _keeps_stride_of_other_patches(options):

@@ -30,7 +30,7 @@ from longseq.tokenizer_files import SETTINGS_FILE, TOKENIZER_FILE, find_separato
 
 _log = logging.getLogger(__name__)
 
-# The tokens of a window in which a language model is measured if the length of its training windows is not known.
+# The tokens of a window in which a language model is described and measured if that of its training is not known.
 WINDOW = 2048
 
 __all__ = ["Loaded", "known_data", "load", "refuse_hub", "sha256"]
@@ -43,8 +43,8 @@ class Loaded:
     `path` is what the user gave. `config` is the resolved configuration of the run. It is empty for a model that
     `longseq train` did not write, such as a folder of `save_pretrained`. `data` is what the model had to know of its
     data (for images class_names, num_classes, img_size, in_chans, mean, std, interpolation, crop_pct; for a probe see
-    `ProbeInfo`). `weights` is "ema" or "model", whichever were loaded. `file` holds the weights: the checkpoint, or in
-    a folder the first file of weights.
+    `ProbeInfo`; `window_is_assumed` is True for a model of text that does not tell its `window`). `weights` is "ema" or
+    "model", whichever were loaded. `file` holds the weights: the checkpoint, or in a folder the first file of weights.
     """
 
     path: Path
@@ -207,7 +207,7 @@ def _task_of(saved: SavedModel) -> str | None:
 def _text_data(saved: SavedModel, model: nn.Module) -> dict[str, Any]:
     """What `TextInfo` or `DocumentInfo` holds of the text of a model that is saved without its run."""
     if saved.text is not None and "class_names" in saved.text:
-        return {**saved.text, "window": saved.text["window"] or saved.text["max_length"] or WINDOW}
+        return {**saved.text, **_window(saved.text["window"] or saved.text["max_length"])}
     if saved.text is None or not isinstance(model, TokenBackbone):
         return {}
     tokenizer = saved.text["tokenizer"]
@@ -219,6 +219,10 @@ def _text_data(saved: SavedModel, model: nn.Module) -> dict[str, Any]:
     return {
         "vocab_size": model.vocab_size,
         "separator": separator[1],
-        "window": saved.text["window"] or model.max_length or WINDOW,
         "tokenizer": tokenizer,
+        **_window(saved.text["window"] or model.max_length),
     }
+
+
+def _window(known: int | None) -> dict[str, Any]:
+    return {"window": known} if known else {"window": WINDOW, "window_is_assumed": True}

@@ -22,6 +22,8 @@ from longseq.models import describe
 from longseq.tasks import evaluate, predict, train
 from longseq.tasks.training.checkpoint import load, sha256
 from longseq.tools import export
+from longseq.tools.export import export_image_classifier
+from longseq.tools.export.formats import SUFFIXES
 
 
 def change(checkpoint: Path, target: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
@@ -127,6 +129,33 @@ def test_files_that_are_no_checkpoint(
         load(path)
     assert "\n" not in str(raised.value)
     assert "file.ckpt" in str(raised.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", SUFFIXES)
+def test_an_exported_file_is_told_as_such(
+    format: str, checkpoint: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    path = tmp_path / f"model{SUFFIXES[format]}"
+    export_image_classifier(load(checkpoint).backbone, path, format=format, batch_sizes=[1])
+    recwarn.clear()
+    with pytest.raises(ValueError, match=r"is an exported file.*: give a checkpoint") as raised:
+        load(path)
+    assert "damaged" not in str(raised.value)
+    assert not recwarn.list
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "message"), [("rows.jsonl", "is no checkpoint: give"), ("config.json", "give the folder, .*files")]
+)
+def test_other_files_are_not_told_as_damaged(name: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "files" / name
+    path.parent.mkdir()
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=message) as raised:
+        load(path)
+    assert "damaged" not in str(raised.value)
 
 
 def test_damaged_bytes_are_noticed(checkpoint: Path, tmp_path: Path) -> None:

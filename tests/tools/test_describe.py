@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import longseq  # noqa: F401  registers the models
 from longseq import mixers
 from longseq.backbones.classifier import TextClassifier
+from longseq.backbones.tokens import TokenBackbone
 from longseq.blocks.positions import Layout
 from longseq.kernels import dispatch
 from longseq.tools.describe import (
@@ -228,6 +229,21 @@ def test_describes_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixtur
     printed = capsys.readouterr().out
     assert "256 more" in printed
     assert "FLOPs of one sequence" in printed
+
+
+@pytest.mark.slow
+def test_a_length_that_the_model_does_not_tell_is_told_as_assumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = TokenBackbone(vocab_size=257, d_model=16, depth=1, mixer="deltanet")
+    for window, told, assumed in ((None, "2048 (assumed: the model does not tell a length)", True), (64, "64", None)):
+        model.text = {"tokenizer": {"kind": "bytes"}, "window": window}
+        model.save_pretrained(tmp_path)
+        run(compose_describe(f"checkpoint={tmp_path}"))
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│ tokens ")]
+        assert line.split("│")[2].strip() == told
+        run(compose_describe(f"checkpoint={tmp_path}", "format=json"))
+        assert json.loads(capsys.readouterr().out).get("tokens_are_assumed") is assumed
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ from longseq.tools.export import (
     checked_file,
     export_image_classifier,
     onnx_file,
+    pt2_file,
     run,
     torchscript_file,
 )
@@ -238,6 +239,62 @@ def test_dynamic_resolution(
         path = tmp_path / ("model" + SUFFIXES[format])
         export_image_classifier(model, path, format=format, data=DATA, dynamic_resolution=True, batch_sizes=(1, 3))
         torch.testing.assert_close(FORMATS[format].open_file(path)(images), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mixer", "options"), [("deltanet", {}), ("mamba", {"direction": "cross"}), ("gsa", {"stride": 2, "img_size": 12})]
+)
+def test_a_pt2_file_takes_one_patch_and_no_rows(mixer: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model = build(mixer=mixer, dynamic_img_size=True, **options)
+    data, path = {**DATA, "img_size": options.get("img_size", 36)}, tmp_path / "model.pt2"
+    report = export_image_classifier(
+        model, path, format="pt2", data=data, dynamic_resolution=True, batch_sizes=[1], tolerance=1e-3
+    )
+    assert {row.shape[2:] for row in report.comparisons} >= {(4, 4), (4, data["img_size"]), (data["img_size"], 4)}
+    call = FORMATS["pt2"].open_file(path)
+    for shape in ((3, 1, 4, 4), (2, 1, 4, 50), (1, 1, 23, 5), (5, 1, 20, 36)):
+        images = torch.randn(shape)
+        with torch.no_grad():
+            torch.testing.assert_close(call(images), model(images), atol=1e-3, rtol=0)
+    assert call(torch.zeros(0, 1, 20, 24)).shape == (0, 5)
+
+
+@pytest.mark.slow
+def test_a_pt2_file_of_timm_takes_images_of_32_pixels(tmp_path: Path) -> None:
+    model = timm.create_model("test_resnet", num_classes=3).eval()
+    path = tmp_path / "model.pt2"
+    export_image_classifier(model, path, format="pt2", data={"img_size": 64}, dynamic_resolution=True, batch_sizes=[1])
+    for shape in ((2, 3, 32, 128), (1, 3, 64, 32)):
+        images = torch.randn(shape)
+        with torch.no_grad():
+            torch.testing.assert_close(FORMATS["pt2"].open_file(path)(images), model(images), atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_file_that_takes_less_than_the_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pt2_file, "_open_sizes", lambda *arguments: None)
+    model = build(mixer="deltanet", dynamic_img_size=True)
+    with pytest.raises(ValueError, match=r"no file was written: .*Guard failed"):
+        export_image_classifier(model, tmp_path / "model.pt2", format="pt2", data=DATA, dynamic_resolution=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_file_refuses_parts_of_patches_as_the_model_does(format: str, tmp_path: Path) -> None:
+    """A Vision Transformer of timm: its own check is Python, which ONNX and TorchScript do not keep."""
+    options = {"embed_dim": 24, "depth": 1, "num_heads": 2, "num_classes": 5, "dynamic_img_size": True}
+    model, path = timm.create_model("vit_tiny_patch16_224", **options).eval(), tmp_path / f"model{SUFFIXES[format]}"
+    report = export_image_classifier(
+        model, path, format=format, data={"img_size": 64}, dynamic_resolution=True, batch_sizes=[1]
+    )
+    assert report.metadata["patch_size"] == [16, 16]
+    call, images = FORMATS[format].open_file(path), torch.randn(2, 3, 80, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(call(images), model(images), atol=1e-4, rtol=0)
+    for height, width in ((70, 65), (64, 65), (70, 64)):
+        with pytest.raises(Exception, match=r"whole patches|out of data bounds|Guard failed"):
+            call(torch.randn(2, 3, height, width))
 
 
 @pytest.mark.parametrize(

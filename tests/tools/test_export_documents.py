@@ -72,6 +72,16 @@ def compare_with_single_documents(model: Any, call: Callable[..., Tensor]) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mixer", ["gla", "mamba", "mamba2", "longhorn", "deltanet"])
+def test_a_pt2_file_takes_no_documents(mixer: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt2"
+    check_file(build(mixer, direction="bidirectional"), path, "pt2")
+    call = FORMATS["pt2"].open_file(path)
+    for length in (1, 5, 70):
+        assert call(torch.zeros(0, length).long(), torch.zeros(0).long()).shape == (0, 3)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mixers", "direction"), [(cover_operations(), "bidirectional"), (["deltanet", "attention"], "forward")]
 )

@@ -106,6 +106,16 @@ def test_a_batch_may_be_empty(mixer: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_states_have_no_more_room_than_a_model_has_positions(tmp_path: Path) -> None:
+    model = build("attention", positions="learned", max_length=20)
+    call = check_file(model, tmp_path / "model.onnx", "onnx", dynamic_length=True, max_length=60)
+    tokens = torch.randint(11, (3, 20))
+    logits, _ = call(tokens, [state.starts(3) for state in state_spec(model, 60)])
+    with torch.no_grad():
+        torch.testing.assert_close(logits, model(tokens)[0], atol=1e-3, rtol=0)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_number_that_is_no_token_is_refused(format: str, tmp_path: Path) -> None:
     """ONNX itself counts negative numbers from the end."""
@@ -363,7 +373,13 @@ def write_client(folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mixer", "tokenizer"),
-    [("lattice", "bytes"), ("gated_deltanet+attention", "learnt"), ("hyena+window_attention", "bytes")],
+    [
+        ("lattice", "bytes"),
+        ("gated_deltanet+attention", "learnt"),
+        ("hyena+window_attention", "bytes"),
+        ("deltanet", "with a token of its own in front"),
+        ("deltanet", "with nothing in front"),
+    ],
 )
 def test_a_program_without_longseq_continues_a_text_as_generate_does(
     mixer: str, tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -373,7 +389,9 @@ def test_a_program_without_longseq_continues_a_text_as_generate_does(
     else:
         pytest.importorskip("tokenizers")
         learnt = train_tokenizer(["so it was, and so it is"] * 3, 270)
-        kind, vocab_size = learnt.to_dict(), learnt.vocab_size
+        # As those of Llama and Qwen; any token is a token of its own for a model of random weights.
+        own = {"with a token of its own in front": {"start": "s"}, "with nothing in front": {"bare_prompts": True}}
+        kind, vocab_size = {**learnt.to_dict(), **own.get(tokenizer, {})}, learnt.vocab_size
     save_model(tmp_path / "model", mixer, kind, vocab_size)
     output = tmp_path / "step.onnx"
     words = (f"checkpoint={tmp_path / 'model'}", f"output={output}", "latency=false", "batch_sizes=[1]")

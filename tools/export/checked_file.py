@@ -7,11 +7,13 @@ import os
 import shutil
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from longseq.blocks.convolution import ShortConvolution
 from longseq.files import refusal_in
@@ -23,7 +25,7 @@ from longseq.tools.export.quiet import quiet
 from longseq.tools.export.report import ExportReport
 from longseq.tools.export.spec import FileSpec
 
-__all__ = ["TRACED_BATCH", "check_batch_sizes", "float_copy", "write_checked"]
+__all__ = ["TRACED_BATCH", "check_batch_sizes", "float_copy", "readable", "without_rows", "write_checked"]
 
 # An axis of size 1 would be traced as a constant.
 TRACED_BATCH = 2
@@ -54,6 +56,25 @@ def check_batch_sizes(batch_sizes: Sequence[int]) -> None:
         raise ValueError(f"batch_sizes has {largest}, and is of at most {_LARGEST_BATCH}: a comparison needs no more")
 
 
+def without_rows(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of a file with none of their rows."""
+    return tree_map(lambda tensor: tensor[:0], arguments)
+
+
+@torch.no_grad()
+def readable(module: nn.Module, candidates: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """The arguments that the model itself reads: some of other packages take no empty batch, or no small image."""
+    read = []
+    for arguments in candidates:
+        try:
+            results = tree_leaves(module(*arguments))
+        except (AssertionError, RuntimeError, ValueError, ZeroDivisionError, IndexError, TypeError):
+            continue
+        if all(result.isfinite().all() for result in results):
+            read.append(arguments)
+    return read
+
+
 def write_checked(
     module: nn.Module,
     example: tuple[Any, ...],
@@ -71,10 +92,11 @@ def write_checked(
     """Write `module` to `target`, after `compare` has found the file equal to the model.
 
     The file is traced with the arguments `example`; `compare` gets it as a function. `timed` are the arguments of one
-    call that is timed, in the module and in the file; None leaves that out. `model` and `unit` (what a batch holds)
-    are named in messages, and so is `narrower`, a key with which the file would be easier to write. Raises ValueError
-    if the format cannot represent the module, or the file differs too much, and OSError, which names `target`, if the
-    system refuses to write, as on a full disk. An existing file of that name then remains as it is.
+    call that is timed, in the module and in the file; None leaves that out. Those of `spec.reads` without rows are run,
+    too, in formats that take them. `model` and `unit` (what a batch holds) are named in messages, and so is `narrower`,
+    a key with which the file would be easier to write. Raises ValueError if the format cannot represent the module, or
+    the file differs too much, and OSError, which names `target`, if the system refuses to write, as on a full disk. An
+    existing file of that name then remains as it is.
     """
     started = time.perf_counter()
     # Before a runtime is loaded: its idle threads slow down the rest of the process.
@@ -91,6 +113,8 @@ def write_checked(
             nodes = FORMATS[format].write(module, example, partial, spec)
             call = FORMATS[format].open_file(partial)
             comparisons = compare(call)
+            if getattr(FORMATS[format], "takes_no_rows", lambda: False)():
+                _check_without_rows(call, module, spec)
             if timed is not None:
                 file_ms = latency_ms(call, *timed)
         _check_comparisons(comparisons, unit, tolerance)
@@ -132,6 +156,17 @@ def _refusal_in(error: Exception, folder: Path, partial: Path) -> OSError | None
     if isinstance(error, OSError) and error.filename is not None:
         return error if Path(error.filename).is_relative_to(folder) else None
     return refusal_in(error, partial)
+
+
+@torch.no_grad()
+def _check_without_rows(call: Callable[..., Any], module: nn.Module, spec: FileSpec) -> None:
+    """Raise RuntimeError unless the file gives the model's shapes for those arguments that have no rows."""
+    for arguments in spec.reads:
+        if len(tree_leaves(arguments)[0]):
+            continue
+        found, expected = ([tuple(each.shape) for each in tree_leaves(run(*arguments))] for run in (call, module))
+        if found != expected:
+            raise RuntimeError(f"for no rows the file gives {found}, the model {expected}")
 
 
 def _check_comparisons(comparisons: Sequence[Comparison], unit: str, tolerance: float) -> None:

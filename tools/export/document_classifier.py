@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from longseq.backbones.classifier import TextClassifier
 from longseq.timm_models import model_name
 from longseq.tools.export import onnx_file
-from longseq.tools.export.checked_file import TRACED_BATCH, check_batch_sizes, float_copy, write_checked
+from longseq.tools.export.checked_file import (
+    TRACED_BATCH,
+    check_batch_sizes,
+    float_copy,
+    readable,
+    without_rows,
+    write_checked,
+)
 from longseq.tools.export.formats import find_target
 from longseq.tools.export.metadata import document_metadata
 from longseq.tools.export.numbers import refuse_negative
@@ -113,16 +120,20 @@ def export_document_classifier(
     if not all(batch.output.isfinite().all() for batch in expected):
         raise ValueError(f"{model_name(model)} gives values that are not finite: its weights are not worth exporting")
     traced = probe_tokens(TRACED_BATCH, min(TRACED_TOKENS, limit or TRACED_TOKENS), vocab_size)
+    module = DocumentClassifierFile(copied, multi_label=multi_label).eval()
+    example = traced, _compared_lengths(traced)
+    compared = [(batch.batch, _compared_lengths(batch.batch)) for batch in expected]
     spec = FileSpec(
         inputs={"tokens": {0: "batch", 1: "length"}, "lengths": {0: "batch"}},
         outputs=("probabilities",),
         metadata=document_metadata(copied, data, extra=extra_metadata),
         opset=opset,
+        reads=[*compared, *readable(module, [without_rows(example)])],
     )
     whole = traced[:1], torch.tensor([traced.shape[1]])
     return write_checked(
-        DocumentClassifierFile(copied, multi_label=multi_label).eval(),
-        (traced, _compared_lengths(traced)),
+        module,
+        example,
         target,
         spec,
         format=format,

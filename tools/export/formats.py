@@ -22,6 +22,7 @@ class FileFormat(Protocol):
 
     `longseq export` replaces an existing file only if the format's function `is_own(path)`, where it has one, says that
     the format wrote it. With a function `find_beside(module, path)`, a format names the files that it makes beside it.
+    If its function `takes_no_rows()` says so, the export also runs the file on a batch of no rows.
 
     A file takes the arguments of the module that it is written from, and gives its results. `example` holds arguments:
     tensors, and lists of tensors. The module returns a tensor, or a tensor and a list of tensors.

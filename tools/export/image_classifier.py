@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from longseq.timm_models import model_name, stated_data, takes_any_resolution
 from longseq.tools.export import onnx_file
-from longseq.tools.export.checked_file import TRACED_BATCH, check_batch_sizes, float_copy, write_checked
+from longseq.tools.export.checked_file import (
+    TRACED_BATCH,
+    check_batch_sizes,
+    float_copy,
+    readable,
+    without_rows,
+    write_checked,
+)
 from longseq.tools.export.formats import find_target
 from longseq.tools.export.metadata import classifier_metadata
 from longseq.tools.export.parity import compare, expect, probe_images
@@ -27,6 +34,7 @@ class ImageClassifierFile(nn.Module):
 
     With `multi_label`, `softmax` gives each label its own probability, which is the sigmoid of its logit.
     With `image_size` it refuses other sizes; without this check, sizes with the same number of positions would pass.
+    With `patch_size` it refuses images that are no whole number of patches, as the model does.
     """
 
     mean: Tensor
@@ -37,6 +45,7 @@ class ImageClassifierFile(nn.Module):
         backbone: nn.Module,
         *,
         image_size: tuple[int, int] | None,
+        patch_size: tuple[int, int] | None = None,
         normalise: tuple[Sequence[float], Sequence[float]] | None,
         softmax: bool,
         multi_label: bool = False,
@@ -45,6 +54,7 @@ class ImageClassifierFile(nn.Module):
         self.multi_label = multi_label
         self.backbone = backbone
         self.image_size = image_size
+        self.patch_size = patch_size
         self.softmax = softmax
         self.preprocess = normalise is not None
         mean, std = normalise or ((), ())
@@ -54,6 +64,8 @@ class ImageClassifierFile(nn.Module):
     def forward(self, images: Tensor) -> Tensor:  # [B, C, H, W] -> [B, classes]
         if self.image_size is not None:
             images = _require_size(images, *self.image_size)
+        if self.patch_size is not None:
+            images = _require_whole_patches(images, *self.patch_size)
         if self.preprocess:
             images = (images.to(self.mean.dtype) / 255 - self.mean) / self.std
         logits = self.backbone(images)
@@ -66,6 +78,21 @@ class ImageClassifierFile(nn.Module):
 def _require_size(images: Tensor, height: int, width: int) -> Tensor:
     if images.size(2) != height or images.size(3) != width:
         raise RuntimeError("this file takes one image size: see img_size in its metadata")
+    return images
+
+
+def _require_whole_patches(images: Tensor, height: int, width: int) -> Tensor:
+    if not torch.compiler.is_exporting():
+        return _raise_for_part_of_patch(images, height, width)
+    # ONNX has no error to raise, but refuses an index that is not there.
+    rest = torch.tensor(0) + images.shape[2] % height + images.shape[3] % width
+    return images + images.new_zeros(1).index_select(0, rest.reshape(1))
+
+
+@torch.jit.script_if_tracing
+def _raise_for_part_of_patch(images: Tensor, height: int, width: int) -> Tensor:
+    if images.size(2) % height != 0 or images.size(3) % width != 0:
+        raise RuntimeError("this file takes whole patches: see patch_size in its metadata")
     return images
 
 
@@ -100,9 +127,12 @@ def export_image_classifier(
     data = {**stated_data(model), **(data or {})}
     _check_request(model, data, format, preprocess, dynamic_resolution, opset, batch_sizes)
     height, width = _pair(data["img_size"])
+    copied = float_copy(model)
+    whole_patches = _whole_patches(copied, data["in_chans"], height, width) if dynamic_resolution else None
     module = ImageClassifierFile(
-        float_copy(model),
+        copied,
         image_size=None if dynamic_resolution else (height, width),
+        patch_size=whole_patches,
         normalise=(data["mean"], data["std"]) if preprocess else None,
         softmax=softmax,
         multi_label=bool(data.get("multi_label")),
@@ -115,14 +145,22 @@ def export_image_classifier(
         for size in sizes[:-1] or sizes
         for batch in batch_sizes
     ]
+    if dynamic_resolution:
+        smallest = [
+            (probe_images(min(batch_sizes), data["in_chans"], *size, pixels=preprocess),)
+            for size in _smallest(model, height, width)
+        ]
+        probes += [images for (images,) in readable(module, smallest)]
     expected = expect(module, probes)
     for batch in expected:
         _check_output(model, batch.output, data)
+    extra = {**({} if whole_patches is None else {"patch_size": list(whole_patches)}), **extra_metadata}
     spec = FileSpec(
         inputs={"images": AXES if dynamic_resolution else {0: AXES[0]}},
         outputs=("probabilities" if softmax else "logits",),
-        metadata=classifier_metadata(model, data, preprocess=preprocess, softmax=softmax, extra=extra_metadata),
+        metadata=classifier_metadata(model, data, preprocess=preprocess, softmax=softmax, extra=extra),
         opset=opset,
+        reads=[*((images,) for images in probes), *readable(module, [without_rows((example,))])],
     )
     return write_checked(
         module,
@@ -162,14 +200,32 @@ def _check_request(
         )
 
 
+def _patch_size(model: nn.Module) -> tuple[int, int]:
+    """The size of a patch; for a model without patches, that by which most of them reduce an image."""
+    return _pair(getattr(getattr(model, "patch_embed", None), "patch_size", 32))
+
+
+def _whole_patches(model: nn.Module, channels: int, height: int, width: int) -> tuple[int, int] | None:
+    """The size of a patch, if the model reads whole patches only: neither leaves a rest out nor pads it."""
+    rows, columns = _patch_size(model)
+    part = probe_images(1, channels, height + rows // 2, width + columns // 2, pixels=False)
+    return None if readable(model, [(part,)]) else (rows, columns)
+
+
+def _smallest(model: nn.Module, height: int, width: int) -> list[tuple[int, int]]:
+    """Images one patch high, one patch wide, and both."""
+    rows, columns = _patch_size(model)
+    return [(rows, width), (height, columns), (rows, columns)]
+
+
 def _resolutions(model: nn.Module, height: int, width: int) -> list[tuple[int, int]]:
     """The sizes to compare at, and the size to trace with, which is not square.
 
     All are whole numbers of patches, but for one of a model that pads images.
     """
-    embed = getattr(model, "patch_embed", None)
-    rows, columns = _pair(getattr(embed, "patch_size", 32))
-    padded = [(height + 1, width + columns - 1)] if getattr(embed, "dynamic_img_pad", False) else []
+    rows, columns = _patch_size(model)
+    pads = getattr(getattr(model, "patch_embed", None), "dynamic_img_pad", False)
+    padded = [(height + 1, width + columns - 1)] if pads else []
     steps = ((0, 0), (1, 0), (4, 6), (0, 2))
     return padded + [(height + down * rows, width + across * columns) for down, across in steps]
 

@@ -18,7 +18,14 @@ from longseq.mixers.registry import name_of
 from longseq.state import fill_state, state_tensors
 from longseq.timm_models import model_name
 from longseq.tools.export import onnx_file
-from longseq.tools.export.checked_file import TRACED_BATCH, check_batch_sizes, float_copy, write_checked
+from longseq.tools.export.checked_file import (
+    TRACED_BATCH,
+    check_batch_sizes,
+    float_copy,
+    readable,
+    without_rows,
+    write_checked,
+)
 from longseq.tools.export.formats import find_target
 from longseq.tools.export.metadata import language_metadata
 from longseq.tools.export.numbers import refuse_negative
@@ -132,6 +139,7 @@ def export_language_model(
         with torch.no_grad():
             _, start = copied(earlier, start)
     input_name, axes = ("tokens", {0: "batch", 1: "length"}) if dynamic_length else ("token", {0: "batch"})
+    example = (tokens if dynamic_length else tokens[:, 0]), [tensor for _, tensor in state_tensors(start)]
     spec = FileSpec(
         inputs={input_name: axes, **{state.input_name: state.axes for state in states}},
         outputs=["logits", *(state.output_name for state in states)],
@@ -139,12 +147,13 @@ def export_language_model(
             model, data, states, limit=limit, dynamic_length=dynamic_length, extra=extra_metadata
         ),
         opset=opset,
+        reads=readable(module, [without_rows(example)]),
     )
     read: Reader = _read_pieces if dynamic_length else _read_one_by_one
     one = tokens[:1, :1] if dynamic_length else tokens[:1, 0]
     return write_checked(
         module,
-        (tokens if dynamic_length else tokens[:, 0], [tensor for _, tensor in state_tensors(start)]),
+        example,
         target,
         spec,
         format=format,

@@ -16,7 +16,7 @@ from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.image.decoding import DECODING, RESIZING
 from longseq.tasks.training.decisions import HALF
 from longseq.timm_models import model_name, stated_by
-from longseq.tokenizer_files import without_dropout
+from longseq.tokenizer_files import find_start, without_dropout
 from longseq.tools.export.states import StateSpec
 
 __all__ = [
@@ -88,6 +88,8 @@ def language_metadata(
     fewer tokens.
     """
     metadata = _told_of_text(data, TEXT)
+    if "tokenizer" in metadata:
+        metadata["start"] = _first_of_prompts(metadata["tokenizer"], metadata.get("separator"))
     metadata["vocab_size"] = model.vocab_size
     if limit is not None:
         metadata["max_length"] = limit
@@ -98,9 +100,18 @@ def language_metadata(
     return {**metadata, **_origin(model), **extra}
 
 
+def _first_of_prompts(tokenizer: Mapping[str, Any], separator: int | None) -> int | None:
+    """The token in front of a text that the model continues, None where it reads the text alone."""
+    if tokenizer.get("bare_prompts"):
+        return None
+    return find_start(tokenizer) if "start" in tokenizer else separator
+
+
 def _told_of_text(data: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     """What is known of `keys`; the tokenizer gives a text the same tokens each time."""
     told: dict[str, Any] = {key: data[key] for key in keys if data.get(key) is not None}
+    if data.get("window_is_assumed"):
+        told.pop("window", None)
     return {**told, "tokenizer": without_dropout(told["tokenizer"])} if "tokenizer" in told else told
 
 

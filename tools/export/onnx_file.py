@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from longseq.tools.export.graph import arrange, capture
 from longseq.tools.export.metadata import encode
 from longseq.tools.export.spec import FileSpec
 
-__all__ = ["check", "find_beside", "is_own", "open_file", "optimize", "write"]
+__all__ = ["check", "find_beside", "is_own", "open_file", "optimize", "takes_no_rows", "write"]
 
 # A protobuf message ends at 2 GiB; the graph around the weights takes some of it. Weights of more bytes lie beside it.
 LARGEST_WEIGHTS = 2**31 - 64 * 2**20
@@ -203,6 +204,13 @@ def _graphs(graph: Any) -> list[Any]:
 
 def _nodes(graph: Any) -> list[Any]:
     return [node for found in _graphs(graph) for node in found.node]
+
+
+def takes_no_rows() -> bool:
+    """Whether the runtime reads a batch of no rows: an older one ends the whole process."""
+    from packaging.version import Version
+
+    return Version(version("onnxruntime")) >= Version("1.24")
 
 
 def open_file(path: Path) -> Callable[..., Any]:

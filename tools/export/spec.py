@@ -14,9 +14,13 @@ AXES = {0: "batch", 2: "height", 3: "width"}
 
 @dataclass(frozen=True)
 class FileSpec:
-    """The names of inputs and outputs in order, the inputs' open axes by index, the metadata, and ONNX's opset."""
+    """The names of inputs and outputs in order, the inputs' open axes by index, the metadata, and ONNX's opset.
+
+    `reads` holds further arguments of sizes that the file must take, as the model does: no rows, smallest images.
+    """
 
     inputs: Mapping[str, Mapping[int, str]]
     outputs: Sequence[str]
     metadata: Mapping[str, Any]
     opset: int
+    reads: Sequence[tuple[Any, ...]] = ()

@@ -72,8 +72,9 @@ class StateSpec:
 def state_spec(model: TokenBackbone, max_length: int | None = None) -> list[StateSpec]:
     """The states of a language model, in the order of `longseq.state.state_tensors`.
 
-    With `max_length`, attention has room for so many tokens in all, as `TokenBackbone.preallocate` gives it. Without
-    it, its state grows with each token, as that of Hyena always does.
+    With `max_length`, attention has room for so many tokens in all, as `TokenBackbone.preallocate` gives it, but for no
+    more than the model has learned positions. Without it, its state grows with each token, as that of Hyena always
+    does.
 
     Raises:
         ValueError: the model does not read forward.
@@ -81,7 +82,7 @@ def state_spec(model: TokenBackbone, max_length: int | None = None) -> list[Stat
     device = next(model.parameters()).device
     start = model.initial_state(1, device)
     if max_length is not None:
-        start = model.preallocate(start, max_length)
+        start = model.preallocate(start, min(max_length, model.max_length or max_length))
     with torch.no_grad():
         _, after = model(torch.zeros(1, 1, dtype=torch.long, device=device), start)
     pairs = zip(state_tensors(start), state_tensors(after), strict=True)

@@ -15,7 +15,7 @@ from torch import nn
 from longseq.tools.export.metadata import EXTRA_FILE, holds_metadata
 from longseq.tools.export.spec import FileSpec
 
-__all__ = ["is_own", "open_file", "write"]
+__all__ = ["is_own", "open_file", "takes_no_rows", "write"]
 
 # The version of an archive's operators: torch's writer puts it below .data from version 6 on.
 VERSIONS = ("version", ".data/version")
@@ -87,6 +87,11 @@ def _kinds(block: Any) -> list[str]:
 def is_own(path: Path) -> bool:
     """True for a file of `write`."""
     return holds_metadata(path)
+
+
+def takes_no_rows() -> bool:
+    """Whether a file reads a batch of no rows."""
+    return True
 
 
 def open_file(path: Path) -> Callable[..., Any]:
