@@ -10,13 +10,13 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigSource
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from longseq.tasks.compare import OWN_KEYS
 from longseq.tasks.training.options import nearest
 
 # The group that chooses the others, then the one that defines the samples, and so on.
 _FIRST = ("experiment", "data", "model", "recipe")
-# What a file of comparison=NAME may hold: its runs read nothing of it but what `overrides` and the rows give them.
-_OF_COMPARISONS = {*OWN_KEYS, "defaults", "tasks", "hydra"}
+# What a file of comparison=NAME may hold beside the keys of `longseq compare`: its runs read nothing of it but what
+# `overrides` and the rows give them.
+_OF_ANY = ("defaults", "tasks", "hydra")
 
 
 def check_choices(cfg: DictConfig, runtime: Any) -> None:
@@ -58,10 +58,12 @@ def _check_choice(
 
 def _check_comparison(groups: _Groups, option: str) -> None:
     """Raise ValueError if a file of a comparison sets what no run would read."""
+    from longseq.tasks.compare import OWN_KEYS  # imports torch, without which other commands are checked
+
     content, package = groups.read("comparison", option)
     if package != "_global_":
         raise ValueError(f"comparison={option}: no key of its file counts: its first line must be # @package _global_")
-    if others := [str(key) for key in content if key not in _OF_COMPARISONS]:
+    if others := [str(key) for key in content if key not in (*OWN_KEYS, *_OF_ANY)]:
         key = f"{others[0]}.KEY" if OmegaConf.is_config(content[others[0]]) else others[0]
         raise ValueError(
             f"comparison={option} sets {others[0]}, which its runs do not read: write overrides: [{key}=VALUE] in its "

@@ -139,7 +139,7 @@ def _fixed(given: Mapping[str, Override]) -> dict[str, str]:
     return {
         str(one.input_line): f"{spelled[key]}={str(one.input_line).partition('=')[2]}"
         for key, one in given.items()
-        if key in spelled and not one.is_sweep_override()
+        if key in spelled and not one.is_sweep_override() and not one.is_delete()
     }
 
 

@@ -109,6 +109,7 @@ def test_a_study_that_is_kept_has_a_name_and_draws_other_values_each_time(monkey
         (["recipe.learning_rate=0.003"], True),
         (["+hydra.sweeper.params={model.depth: 'choice(1,2)'}", "model.depth=1"], True),
         (["model.depth=1"], False),
+        (["~recipe.optimizer.weight_decay"], False),
         (["recipe.learning_rate=0.003,0.004"], False),
     ],
 )

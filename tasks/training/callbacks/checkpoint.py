@@ -126,6 +126,7 @@ class LastCheckpoint(Checkpoint):
         self._interrupted = False
         self._validates = False  # whether the resume point is of the moment before a validation
         self._resumes_validation = False  # whether the run continues a checkpoint of such a moment
+        self._is_due_on_disk = False  # whether the file is of such a moment, and is written anew after the validation
         self.has_ended = False  # whether it was told of the error that ended the run, and has saved what it can
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -136,6 +137,8 @@ class LastCheckpoint(Checkpoint):
         self._kept = [buffer.clone() for buffer in self._buffers]
         if self._resumes_validation and trainer.enable_validation:
             _validate_first(trainer)
+        elif trainer.global_step and _is_at_end(trainer, pl_module):
+            trainer.should_stop = True  # the run was stopped within the epoch in which it had ended
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
@@ -155,7 +158,7 @@ class LastCheckpoint(Checkpoint):
         if self._resumes_validation:
             self._resumes_validation = False
             # as the last update has done, after which a run may end within an epoch
-            trainer.should_stop = trainer.global_step == getattr(pl_module, "last_update", None)
+            trainer.should_stop = _is_at_end(trainer, pl_module)
         if updated(trainer, trainer.fit_loop.batch_idx):
             self._record(trainer)
             self._validates = True
@@ -166,13 +169,15 @@ class LastCheckpoint(Checkpoint):
             self._resume_point, self._validates = None, False
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        training = trainer.state.fn == TrainerFn.FITTING and not trainer.is_last_batch and not trainer.should_stop
+        training = trainer.state.fn == TrainerFn.FITTING and not trainer.is_last_batch
         if training and updated(trainer, trainer.fit_loop.batch_idx):
-            self._pass(trainer)
+            if trainer.should_stop:  # the run ends here, and saves at the end of its epoch unless it is stopped before
+                self._record(trainer)
+            else:
+                self._pass(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # A run that resumed before its last validation has the checkpoint of its last update without the result.
-        self._save(trainer, again=trainer.should_stop)
+        self._save(trainer)
         self._resume_point = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -218,7 +223,7 @@ class LastCheckpoint(Checkpoint):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # Lightning calls this also before the test, for the best checkpoint.
         if trainer.state.fn == TrainerFn.FITTING:
-            self._resumes_validation = checkpoint.get(_DUE, False)
+            self._resumes_validation = self._is_due_on_disk = checkpoint.get(_DUE, False)
 
     def _pass(self, trainer: Trainer) -> None:
         """Record the state from which a run can continue, and save it if that is due."""
@@ -241,13 +246,19 @@ class LastCheckpoint(Checkpoint):
         # The processes' clocks differ, and agreeing costs a collective.
         return trainer.global_step % 50 == 0 and trainer.strategy.reduce_boolean_decision(elapsed, all=False)
 
-    def _save(self, trainer: Trainer, *, again: bool = False) -> None:
-        saved = trainer.global_step == self._saved_step and not again
+    def _save(self, trainer: Trainer) -> None:
+        saved = trainer.global_step == self._saved_step and (self._validates or not self._is_due_on_disk)
         if trainer.fast_dev_run or saved:  # type: ignore[attr-defined]
             return
         trainer.save_checkpoint(self.path)
+        self._is_due_on_disk = self._validates
         self._saved_at = time.monotonic()
         self._saved_step = trainer.global_step
+
+
+def _is_at_end(trainer: Trainer, pl_module: LightningModule) -> bool:
+    """Whether the run's last update is done."""
+    return trainer.global_step == getattr(pl_module, "last_update", None)
 
 
 def _validate_first(trainer: Trainer) -> None:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -459,6 +460,59 @@ def test_a_stop_at_a_validation_saves_the_update_and_resumes_with_the_validation
         train.run(tiny(*WRITTEN, *words, "resume=true"))
     due = (12, 18) if words is EPOCHS else (4, 8, 11)
     assert validated == [number for number in due if number >= update]
+    assert result(tmp_path / "run") == whole(words)
+
+
+@contextmanager
+def stopping(method: str, update: int, error: Exception | None = None):
+    """In the block a run is stopped where the model's `method` ends after `update`: by SIGTERM, or by an error."""
+    before = getattr(ImageClassifier, method)
+
+    def stop(self: ImageClassifier, *arguments: Any) -> Any:
+        found = before(self, *arguments)
+        if self.trainer.global_step == update and not self.trainer.sanity_checking:
+            if error is not None:
+                raise error
+            signal.raise_signal(signal.SIGTERM)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ImageClassifier, method, stop)
+        yield
+
+
+@pytest.mark.slow
+def test_a_stop_after_the_last_validation_of_a_run_within_an_epoch_loses_nothing(whole, tiny, tmp_path, capsys):
+    with stopping("on_validation_end", 11), pytest.raises(SystemExit):
+        train.run(tiny(*WRITTEN, *UPDATES))
+    assert "stopped; saved as of update 11: " in capsys.readouterr().err
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ImageClassifier, "training_step", lambda *_: pytest.fail("all updates are done"))
+        train.run(tiny(*WRITTEN, *UPDATES, "resume=true"))
+    last, best, _, measured, *_ = result(tmp_path / "run")
+    states = whole(UPDATES)
+    assert (last["state_dict"], last["optimizer_states"], best) == (
+        states[0]["state_dict"],
+        states[0]["optimizer_states"],
+        states[1],
+    )
+    assert measured == states[3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "update"), [(EPOCHS, 12), (UPDATES, 4)], ids=["an epoch", "updates"])
+def test_a_validation_that_a_resumed_run_has_done_is_not_done_again(words, update, whole, tiny, tmp_path):
+    for stop in (
+        stopping("on_validation_epoch_start", update, OSError("unplugged")),
+        stopping("on_validation_end", update),
+    ):
+        with stop, pytest.raises((SystemExit, OSError)):
+            train.run(tiny(*WRITTEN, *words, "resume=true"))
+    validated: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ImageClassifier, "on_validation_start", lambda self: validated.append(self.global_step))
+        train.run(tiny(*WRITTEN, *words, "resume=true"))
+    assert validated == [number for number in ((18,) if words is EPOCHS else (8, 11)) if number > update]
     assert result(tmp_path / "run") == whole(words)
 
 
