@@ -183,10 +183,9 @@ class LanguageModelTask(TrainedModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        # The state after the latest update: an interrupted run can be inside the next one. A run that resumed, and has
-        # validated alone since, has it from its checkpoint.
-        if carried := self._at_update or self._restored:
-            checkpoint[_CARRIED] = _gather([tensor.cpu() for tensor in carried])
+        if self._at_update:
+            # The state after the latest update: an interrupted run can be inside the next one.
+            checkpoint[_CARRIED] = _gather([tensor.cpu() for tensor in self._at_update])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
@@ -198,7 +197,8 @@ class LanguageModelTask(TrainedModule):
                 f"the checkpoint holds the states of streams on {len(carried)} device(s), and there are "
                 f"{self.trainer.world_size}: resume on as many"
             )
-        self._restored = carried[self.global_rank]
+        # A run that has validated since it resumed is saved before its first update.
+        self._restored = self._at_update = carried[self.global_rank]
 
     def _features(self, inputs: TokenInputs, stage: str) -> Tensor:
         read = self._train_forward if stage == "train" else self._read

@@ -192,6 +192,27 @@ def test_a_run_that_is_interrupted_anywhere_ends_as_one_that_is_not(packing, run
 
 
 @pytest.mark.slow
+def test_streams_keep_their_state_over_stops_at_a_validation(run, monkeypatch):
+    """A stop in the validation of update 6, and one in the batch after it, before the resumed run has an update."""
+    words = (*PACKINGS["streams_of_rows"], "mixer=gated_deltanet", "callbacks.checkpoint.every_n_train_steps=null")
+    whole = run("whole", *words)
+    for method in ("on_validation_epoch_start", "backward"):
+        inner = getattr(LanguageModelTask, method)
+
+        def stop(self, *arguments, inner=inner, **options):
+            if self.trainer.global_step == 6:
+                raise OSError("unplugged")
+            inner(self, *arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(LanguageModelTask, method, stop)
+            with pytest.raises(OSError, match="unplugged"):
+                run("cut", *words, "resume=true")
+    cut = run("cut", *words, "resume=true")
+    assert_same_run(whole, cut)
+
+
+@pytest.mark.slow
 def test_a_run_from_before_keys_of_the_model_goes_on_with_what_it_did(run, tmp_path):
     whole, cut = run("whole"), run("cut", stop=4)
     path = cut / "checkpoints" / "last.ckpt"
