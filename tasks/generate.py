@@ -167,7 +167,7 @@ def read_prompts(path: Path) -> list[str]:
         _check_prompt(prompts[-1], f"{path}, line {number}: prompt")
     if not prompts:
         raise ValueError(f"{path} holds no prompt")
-    empty = sum(not line.strip() for line in lines[: -1 if not lines[-1].strip() else None])
+    empty = sum(not line.strip() for line in lines) - (not lines[-1].strip())  # a line break may end the last prompt
     if empty and not is_json:
         _log.warning(
             "%s: %d line(s) without text are no prompts, so that results count the others; a .jsonl file may hold "

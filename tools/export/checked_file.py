@@ -25,7 +25,7 @@ from longseq.tools.export.quiet import quiet
 from longseq.tools.export.report import ExportReport
 from longseq.tools.export.spec import FileSpec
 
-__all__ = ["TRACED_BATCH", "check_batch_sizes", "float_copy", "readable", "without_rows", "write_checked"]
+__all__ = ["TRACED_BATCH", "check_batch_sizes", "float_copy", "no_rows", "readable", "write_checked"]
 
 # An axis of size 1 would be traced as a constant.
 TRACED_BATCH = 2
@@ -56,11 +56,6 @@ def check_batch_sizes(batch_sizes: Sequence[int]) -> None:
         raise ValueError(f"batch_sizes has {largest}, and is of at most {_LARGEST_BATCH}: a comparison needs no more")
 
 
-def without_rows(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments of a file with none of their rows."""
-    return tree_map(lambda tensor: tensor[:0], arguments)
-
-
 @torch.no_grad()
 def readable(module: nn.Module, candidates: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """The arguments that the model itself reads: some of other packages take no empty batch, or no small image."""
@@ -73,6 +68,11 @@ def readable(module: nn.Module, candidates: Iterable[tuple[Any, ...]]) -> list[t
         if all(result.isfinite().all() for result in results):
             read.append(arguments)
     return read
+
+
+def no_rows(module: nn.Module, example: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """The arguments `example` with none of their rows, if the model itself reads them."""
+    return readable(module, [tree_map(lambda tensor: tensor[:0], example)])
 
 
 def write_checked(

@@ -13,14 +13,7 @@ from torch import Tensor, nn
 from longseq.backbones.classifier import TextClassifier
 from longseq.timm_models import model_name
 from longseq.tools.export import onnx_file
-from longseq.tools.export.checked_file import (
-    TRACED_BATCH,
-    check_batch_sizes,
-    float_copy,
-    readable,
-    without_rows,
-    write_checked,
-)
+from longseq.tools.export.checked_file import TRACED_BATCH, check_batch_sizes, float_copy, no_rows, write_checked
 from longseq.tools.export.formats import find_target
 from longseq.tools.export.metadata import document_metadata
 from longseq.tools.export.numbers import refuse_negative
@@ -128,7 +121,7 @@ def export_document_classifier(
         outputs=("probabilities",),
         metadata=document_metadata(copied, data, extra=extra_metadata),
         opset=opset,
-        reads=[*compared, *readable(module, [without_rows(example)])],
+        reads=[*compared, *no_rows(module, example)],
     )
     whole = traced[:1], torch.tensor([traced.shape[1]])
     return write_checked(

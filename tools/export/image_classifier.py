@@ -16,8 +16,8 @@ from longseq.tools.export.checked_file import (
     TRACED_BATCH,
     check_batch_sizes,
     float_copy,
+    no_rows,
     readable,
-    without_rows,
     write_checked,
 )
 from longseq.tools.export.formats import find_target
@@ -160,7 +160,7 @@ def export_image_classifier(
         outputs=("probabilities" if softmax else "logits",),
         metadata=classifier_metadata(model, data, preprocess=preprocess, softmax=softmax, extra=extra),
         opset=opset,
-        reads=[*((images,) for images in probes), *readable(module, [without_rows((example,))])],
+        reads=[*((images,) for images in probes), *no_rows(module, (example,))],
     )
     return write_checked(
         module,

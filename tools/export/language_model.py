@@ -18,14 +18,7 @@ from longseq.mixers.registry import name_of
 from longseq.state import fill_state, state_tensors
 from longseq.timm_models import model_name
 from longseq.tools.export import onnx_file
-from longseq.tools.export.checked_file import (
-    TRACED_BATCH,
-    check_batch_sizes,
-    float_copy,
-    readable,
-    without_rows,
-    write_checked,
-)
+from longseq.tools.export.checked_file import TRACED_BATCH, check_batch_sizes, float_copy, no_rows, write_checked
 from longseq.tools.export.formats import find_target
 from longseq.tools.export.metadata import language_metadata
 from longseq.tools.export.numbers import refuse_negative
@@ -147,7 +140,7 @@ def export_language_model(
             model, data, states, limit=limit, dynamic_length=dynamic_length, extra=extra_metadata
         ),
         opset=opset,
-        reads=readable(module, [without_rows(example)]),
+        reads=no_rows(module, example),
     )
     read: Reader = _read_pieces if dynamic_length else _read_one_by_one
     one = tokens[:1, :1] if dynamic_length else tokens[:1, 0]
