@@ -88,6 +88,14 @@ def plugin_of(part: Any) -> str | None:
     return max(own, key=len) if own else next(iter(kin), None)
 
 
+def is_foreign(part: Any) -> bool:
+    """True for a class or a function that longseq does not define: limits that fit its own parts may not fit this one.
+
+    It may be that of a plug-in, or of a program that registers its own.
+    """
+    return not f"{getattr(part, '__module__', None) or ''}.".startswith("longseq.")
+
+
 def place_of(error: BaseException, names: Iterable[str] = ()) -> str | None:
     """Where the code of a plug-in raised an error, or called what raised it: `FILE, line N, in FUNCTION`.
 

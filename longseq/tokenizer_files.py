@@ -33,7 +33,7 @@ _BYTE_SEPARATOR = (SEPARATORS[0], 256)
 def read_tokenizer(path: Path, separator: str | None = None) -> dict[str, Any]:
     """The tokenizer of a file tokenizer.json; the eos_token of the settings beside it is the default of `separator`.
 
-    Dropout of merges is left out, so that a text has the same tokens in every command and program.
+    What would give a text other tokens in other commands and programs is left out (see `as_read`).
     ValueError, in one line, for a file that is not JSON text.
     """
     try:
@@ -52,19 +52,21 @@ def read_tokenizer(path: Path, separator: str | None = None) -> dict[str, Any]:
         raise ValueError(f"{path} is no tokenizer file of the library tokenizers") from error
     usual = next((name for name in SEPARATORS if name in numbers), None)
     found = {"kind": "file", "separator": separator or _end_token(path.parent) or usual, "json": text}
-    return without_dropout(found)
+    return as_read(found)
 
 
-def without_dropout(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
-    """A tokenizer without dropout of merges, with which a text would have other tokens each time it is read.
+def as_read(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+    """A tokenizer without what a file may hold beside the tokens of a text.
 
-    Checkpoints of earlier versions may hold one with it.
+    That is dropout of merges, with which a text would have other tokens each time, and truncation and padding.
+
+    Checkpoints of earlier versions may hold one with them.
     """
     content = json.loads(tokenizer["json"]) if tokenizer["kind"] == "file" else {}
-    if not (content.get("model") or {}).get("dropout"):
-        return dict(tokenizer)
-    text = json.dumps({**content, "model": {**content["model"], "dropout": None}}, ensure_ascii=False)
-    return {**tokenizer, "json": text}
+    off: dict[str, Any] = {key: None for key in ("truncation", "padding") if content.get(key) is not None}
+    if (content.get("model") or {}).get("dropout"):
+        off["model"] = {**content["model"], "dropout": None}
+    return {**tokenizer, "json": json.dumps({**content, **off}, ensure_ascii=False)} if off else dict(tokenizer)
 
 
 def read_folder(folder: Path) -> dict[str, Any] | None:
@@ -99,7 +101,7 @@ def tokenizer_files(tokenizer: Mapping[str, Any], documents: Mapping[str, Any] |
     `max_length` say how longer ones are cut. With truncation=True transformers then cuts as `head` and `tail` do; it
     has no form of the others.
     """
-    content = _byte_tokenizer() if tokenizer["kind"] == "bytes" else json.loads(without_dropout(tokenizer)["json"])
+    content = _byte_tokenizer() if tokenizer["kind"] == "bytes" else json.loads(as_read(tokenizer)["json"])
     files = {}
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -26,6 +26,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from longseq.files import Kind, check_replaced, json_keys
@@ -196,7 +197,8 @@ def plan(own: CompareKeys, given: Sequence[str]) -> list[Trial]:
     """All trials. The folder of each is named by everything that its outcome depends on.
 
     `own` are the keys of this command, `given` the overrides of every run. If a key is given several times, the last
-    value counts: the overrides of a row replace those of every run, and those of the sweep replace both.
+    value counts: the overrides of a row replace those of every run, and those of the sweep replace both. Dictionaries
+    are merged, and what is added after a deletion does not bring the deleted values back, as in `longseq train`.
     """
     rates: Sequence[float | None] = own.learning_rates or [None]
     swept = own.sweep or {}
@@ -209,7 +211,7 @@ def plan(own: CompareKeys, given: Sequence[str]) -> list[Trial]:
         overrides = [*(own.overrides or []), *given, *words, f"seed={seed}"]
         overrides += [f"{key}={spell_value(value)}" for key, value in setting.items()]
         overrides += [] if rate is None else [f"recipe.learning_rate={rate}"]
-        overrides = _last_of_each_key(overrides)
+        overrides = _leave_out_replaced(overrides)
         digest = hashlib.sha256(json.dumps(overrides).encode()).hexdigest()[:10]
         place = output / RUNS / f"{re.sub('[^A-Za-z0-9_]+', '_', name.split()[0])}_{seed}_{digest}"
         if _makes_samples(overrides):
@@ -232,9 +234,45 @@ def _are_drawn(groups: tuple[str, ...]) -> bool:
     return "draw_seed" in compose("train", list(groups)).data
 
 
-def _last_of_each_key(overrides: Sequence[str]) -> list[str]:
-    last = {_key(override): index for index, override in enumerate(overrides)}
-    return [override for index, override in enumerate(overrides) if last[_key(override)] == index]
+def _leave_out_replaced(overrides: Sequence[str]) -> list[str]:
+    """The overrides without those that a later one of the same key replaces."""
+    kept: list[str] = []
+    for override in reversed(overrides):
+        later = next((one for one in kept if _key(one) == _key(override)), None)
+        if later is None or _needs(later, override):
+            kept.insert(0, override)
+    return kept
+
+
+def _needs(later: str, earlier: str) -> bool:
+    """True if the later one of two overrides of a key has another effect without the earlier one."""
+    value, before = _dictionary(later), _dictionary(earlier)
+    if before is not None and value is None and "." not in _key(later):
+        return True  # the file of a group is read before keys are set, wherever it stands
+    if _is_addition(earlier) and not later.startswith("+"):
+        return True  # there may be nothing else that the later one could change or delete
+    if later.startswith("~"):
+        return False
+    if value is None or before is None:
+        brings_back = _is_addition(later) and not _after_equals(later).startswith("[")
+        return value is not None or (earlier.startswith("~") and brings_back)
+    return OmegaConf.to_container(OmegaConf.merge(before, value)) != value
+
+
+def _is_addition(override: str) -> bool:
+    return override.startswith("+") and not override.startswith("++")
+
+
+def _dictionary(override: str) -> dict[Any, Any] | None:
+    """The value of an override that is a dictionary, else None."""
+    if not _after_equals(override).startswith("{"):
+        return None
+    value: Any = OverridesParser.create().parse_override(override).value()
+    return value if isinstance(value, dict) else None
+
+
+def _after_equals(override: str) -> str:
+    return override.partition("=")[2].lstrip()
 
 
 def _own_keys(cfg: DictConfig) -> CompareKeys:

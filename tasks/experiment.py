@@ -13,6 +13,7 @@ from timm.scheduler import create_scheduler_v2
 
 from longseq import mixers
 from longseq.mixers.pattern import options_by_name
+from longseq.plugins import is_foreign
 from longseq.tasks import registry
 from longseq.tasks.command_keys import TrainKeys
 from longseq.tasks.data.folders import refuse_pipe
@@ -347,12 +348,13 @@ def _check_mixer(mixer: MixerKeys, scale: ScaleKeys) -> None:
     chosen = options_by_name(mixer.name, mixer.options)
     for name, options in chosen.items():
         place = f"mixer.options.{name}" if len(chosen) > 1 else "mixer.options"
+        least = None if is_foreign(mixers.get(name)) else 0
         in_turn = [key for key in mixers.get(name).options_in_turn if isinstance(options.get(key), list | tuple)]
         for key in in_turn:
             for value in options[key]:
-                check_call(mixers.get(name), {key: value}, place, given=("d_model",), least=0)
+                check_call(mixers.get(name), {key: value}, place, given=("d_model",), least=least)
         single = {key: value for key, value in options.items() if key not in in_turn}
-        check_call(mixers.get(name), single, place, given=("d_model",), least=0)
+        check_call(mixers.get(name), single, place, given=("d_model",), least=least)
         refuse_inert(place, {**mixers.options(name), **options}, mixers.get(name).inert_with)
     for key, value in scale.mixer.items():
         if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:

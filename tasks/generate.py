@@ -30,7 +30,7 @@ from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.devices import choose_device, is_out_of_memory
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.text.info import TextInfo
-from longseq.tasks.text.sources import JSON_LINES, JsonObject
+from longseq.tasks.text.sources import JSON_LINES, JsonObject, is_array, why_no_text
 from longseq.tasks.text.stream import StopStrings, TextStream
 from longseq.tasks.text.tokenizer import Tokenizer
 from longseq.tasks.training import checkpoint
@@ -41,6 +41,8 @@ _log = logging.getLogger(__name__)
 
 # The tasks whose models write text.
 TASKS = ("lm",)
+# Files whose lines are no prompts: the columns of a table.
+_WITH_COLUMNS = (".csv", ".tsv", ".parquet")
 # What the file of a state holds; the checksum "weights" is not in those of earlier versions.
 STATE = {"state", "scores", "read", "written", "model"}
 
@@ -138,44 +140,69 @@ def tell_escapes(key: str, texts: Iterable[str]) -> None:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file: of JSON_LINES the `prompt` of each line, which may be empty, else each line with text.
+    """The prompts of a file: of JSON the `prompt` of each line or row, which may be empty, else each line with text.
 
-    ValueError, in one line, for a file without a prompt, one that is no UTF-8 and a line that cannot be read.
+    JSON are the files of JSON_LINES and .json, which may be one array. ValueError, in one line, for a file without a
+    prompt, one that is no UTF-8, one of another format with columns and a row that cannot be read.
     """
+    ending = path.suffix.lower()
+    if ending in _WITH_COLUMNS:
+        raise ValueError(f"{path}: prompts are read from .jsonl and .json, in the key prompt, and from lines of text")
+    content = path.read_bytes()
     try:
         # Not splitlines(), which also splits at characters that JSON texts may hold as they are, such as U+2028.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        text = content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no UTF-8: {error.reason} at byte {error.start}") from error
-    prompts = []
-    is_json = path.suffix.lower() in JSON_LINES
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        if not is_json:
-            prompts.append(line)  # a file that was decoded has characters alone
-            continue
-        try:
-            found = json.loads(line, object_pairs_hook=JsonObject)
-            prompts.append(found if isinstance(found, str) else found["prompt"])
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}: no JSON object with the key prompt") from error
-        if isinstance(found, JsonObject) and "prompt" in found.repeated:
-            raise ValueError(f"{path}, line {number}: the key prompt twice")
-        if not isinstance(prompts[-1], str):
-            raise ValueError(f"{path}, line {number}: prompt is no text")
-        _check_prompt(prompts[-1], f"{path}, line {number}: prompt")
+        raise ValueError(f"{path} is no UTF-8: {why_no_text(content)}, {error.reason} at byte {error.start}") from error
+    lines = text.split("\n")
+    if ending == ".json" and is_array(path):
+        prompts = _prompts_of_array(path, text)
+    elif ending in (*JSON_LINES, ".json"):
+        places = [(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+        prompts = [_read_prompt(place, line) for place, line in places]
+    else:
+        prompts = [line for line in lines if line.strip()]
+        empty = len(lines) - len(prompts) - (not lines[-1].strip())  # a line break may end the last prompt
+        if empty:
+            _log.warning(
+                "%s: %d line(s) without text are no prompts, so that results count the others; a .jsonl file may hold "
+                "empty prompts",
+                path,
+                empty,
+            )
     if not prompts:
         raise ValueError(f"{path} holds no prompt")
-    empty = sum(not line.strip() for line in lines) - (not lines[-1].strip())  # a line break may end the last prompt
-    if empty and not is_json:
-        _log.warning(
-            "%s: %d line(s) without text are no prompts, so that results count the others; a .jsonl file may hold "
-            "empty prompts",
-            path,
-            empty,
-        )
     return prompts
+
+
+def _prompts_of_array(path: Path, text: str) -> list[str]:
+    try:
+        rows = json.loads(text, object_pairs_hook=JsonObject)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    return [_find_prompt(f"{path}, row {number}", row) for number, row in enumerate(rows)]
+
+
+def _read_prompt(place: str, line: str) -> str:
+    try:
+        found = json.loads(line, object_pairs_hook=JsonObject)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place}: no JSON object with the key prompt") from error
+    return _find_prompt(place, found)
+
+
+def _find_prompt(place: str, found: Any) -> str:
+    """The prompt of a value of JSON: a text, or an object with the key prompt."""
+    if isinstance(found, JsonObject) and "prompt" in found:
+        if "prompt" in found.repeated:
+            raise ValueError(f"{place}: the key prompt twice")
+        found = found["prompt"]
+        if not isinstance(found, str):
+            raise ValueError(f"{place}: prompt is no text")
+    if not isinstance(found, str):
+        raise ValueError(f"{place}: no JSON object with the key prompt")
+    _check_prompt(found, f"{place}: prompt")
+    return found
 
 
 class Writer:

@@ -21,6 +21,7 @@ from longseq.kernels.checks import check_mask
 from longseq.kernels.dispatch import backend_of_local, backend_of_step, is_exporting
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse
+from longseq.plugins import is_foreign
 from longseq.state import StateT, loadable, map_state
 
 
@@ -93,8 +94,12 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
     in_proj: nn.Linear | None
     out_proj: nn.Linear | None
 
+    # True where the class, or one that it derives from, is outside longseq and defines `scan`.
+    _scan_is_foreign: ClassVar[bool] = False
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        cls._scan_is_foreign = is_foreign(cls.scan)
         states = [state for base in getattr(cls, "__orig_bases__", ()) for state in get_args(base)]
         for state in states:
             for each in get_args(state) or (state,):  # a union has several
@@ -153,8 +158,9 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
             `y [B, T, d_model]` and the state after the last real token, or None.
 
         Raises:
-            ValueError: `cu_seqlens` or `mask` does not fit `x`, or both are given.
+            ValueError: `x` is no batch of sequences, or `cu_seqlens`, `mask` or `state` does not fit it.
         """
+        check_dimensions(x, "[B, T, d_model]")
         packing = check_rows(x, cu_seqlens, mask)
         check_state_rows(state, x.shape[0] if packing is None else packing.count)
         y, state = self.read(
@@ -192,6 +198,8 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
         packing = cu_seqlens
         options |= {"cu_seqlens": packing, "mask": mask, "output_final_state": output_final_state}
         y, last = checkpoint_if(self.recompute and self.recomputable, self.scan, projected, state, **options)
+        if self._scan_is_foreign and not is_exporting():
+            _check_scanned(self, projected, y)
         if turned:
             y, last = y.flip(1), last if packing is None else map_state(_flip_rows, last)
         return y, last
@@ -202,7 +210,13 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
 
     @gathers_parameters
     def step(self, x: Tensor, state: StateT) -> tuple[Tensor, StateT]:
-        """Mix one more token: `x [B, d_model]` and the state before it give `y [B, d_model]` and the state after it."""
+        """Mix one more token: `x [B, d_model]` and the state before it give `y [B, d_model]` and the state after it.
+
+        Raises:
+            ValueError: `x` is no batch of tokens, or the state is one of another number of sequences.
+        """
+        check_dimensions(x, "[B, d_model]")
+        check_state_rows(state, x.shape[0])
         if has_observers(self):
             return step_by_call(self, x, state)
         y, state = self.scan_step(self.project_in(x), state)
@@ -322,6 +336,13 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
 register_notrace_module(Mixer)
 
 
+def check_dimensions(x: Tensor, layout: str) -> None:
+    """Raise ValueError unless `x` has as many dimensions as `layout`, such as "[B, T, d_model]", names."""
+    wanted = layout.count(",") + 1
+    if x.dim() != wanted:
+        raise ValueError(f"x has the shape {list(x.shape)}, and must have {wanted} dimensions, {layout}: reshape it")
+
+
 def check_rows(x: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | None) -> Packing | None:
     """Return the packing of tokens `x [B, T, ...]`, or None; raise ValueError if it or the mask does not fit them."""
     if cu_seqlens is not None and mask is not None:
@@ -333,15 +354,35 @@ def check_rows(x: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | No
 
 def check_state_rows(state: Any, rows: int) -> None:
     """Raise ValueError for a state of another number of sequences than are read: its tensors begin with that number."""
-    if state is None or is_exporting():
-        return
+    if not is_exporting():
+        _check_rows_of(state, rows)
 
-    def check(x: Tensor) -> Tensor:
-        if x.dim() and x.shape[0] != rows:
-            raise ValueError(f"the state is one of {x.shape[0]} sequences, and {rows} are read: give each its state")
-        return x
 
-    map_state(check, state)
+def _check_rows_of(state: Any, rows: int) -> None:
+    # A loop of its own: every step of decoding checks the state of each layer.
+    if isinstance(state, Tensor):
+        shape = state.shape
+        if shape and shape[0] != rows:
+            raise ValueError(f"the state is one of {shape[0]} sequences, and {rows} are read: give each its state")
+    elif isinstance(state, tuple | list):
+        for part in state:
+            _check_rows_of(part, rows)
+    else:
+        map_state(lambda x: x, state)  # tells what is no state
+
+
+def _check_scanned(mixer: Mixer[Any], projected: Tensor, y: Tensor) -> None:
+    """Raise ValueError for outputs of a plug-in's scan with which only what follows it would fail, and not name it."""
+    kind = type(mixer)
+    place = f"{kind.__module__}.{kind.__qualname__}.scan"
+    if y.shape[:2] != projected.shape[:2]:
+        raise ValueError(
+            f"{place} returns outputs {list(y.shape)} for tokens {list(projected.shape)}: return one for each token"
+        )
+    # Autocast converts every type but float64.
+    converted = torch.float64 not in (y.dtype, projected.dtype) and torch.is_autocast_enabled(y.device.type)
+    if y.dtype != projected.dtype and not converted and kind.project_out is Mixer.project_out:
+        raise ValueError(f"{place} returns {y.dtype} for tokens of {projected.dtype}: return y.to(projected.dtype)")
 
 
 def hide_padding(x: Tensor, mask: Tensor | None) -> Tensor:

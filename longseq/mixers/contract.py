@@ -1,8 +1,8 @@
 """The laws that every mixer keeps, as checks of a mixer's class: `check("deltanet")`.
 
-A whole sequence, any split of it with the state carried over, and token-by-token steps give the same numbers. Packed
-and padded sequences are each as if alone. Gradients are the derivatives. The tests of longseq check its own mixers with
-these laws, and a plug-in's tests can do so with theirs:
+A whole sequence, any split of it with the state carried over, and token-by-token steps give the same numbers. Rows of a
+batch, and packed and padded sequences, are each as if alone. Gradients are the derivatives. The tests of longseq check
+its own mixers with these laws, and a plug-in's tests can do so with theirs:
 
     @pytest.mark.parametrize("law", contract.LAWS)
     def test_my_mixer(law):
@@ -283,6 +283,60 @@ def outputs_depend_on_the_past_only(mixer: Mixer[Any]) -> None:
     y, y_changed = mixer(x)[0], mixer(changed)[0]
     assert_same(y_changed[:, :20], y[:, :20], "before a changed token")
     _require(bool((y_changed[:, 20:] - y[:, 20:]).abs().max() > 1e-12), "no output shows the change of a token")
+
+
+@_law
+def training_depends_on_the_past_only(mixer: Mixer[Any]) -> None:
+    """In training mode, too, a changed token changes no output before it; both calls draw the same dropout."""
+    mixer.train()
+    x = draw(mixer, 1)
+    changed = x.clone()
+    changed[:, 20] += 1.0
+    outputs = []
+    for tokens in (x, changed):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2)
+            outputs.append(mixer(tokens)[0])
+    assert_same(outputs[1][:, :20], outputs[0][:, :20], "before a changed token, in training mode")
+
+
+@_law
+def outputs_do_not_depend_on_the_wish_for_a_state(mixer: Mixer[Any]) -> None:
+    """`output_final_state=False`, as in training, returns the same outputs, and None in place of the state."""
+    x = draw(mixer, 2)
+    for state in (None, mixer(draw(mixer, 2, 4))[1]):
+        (expected, _), (y, none) = mixer(x, state), mixer(x, state, output_final_state=False)
+        assert_same(y, expected, "with output_final_state=False")
+        _require(none is None, f"with output_final_state=False the state is {type(none).__name__}, not None")
+
+
+@_law
+def rows_are_separate(mixer: Mixer[Any]) -> None:
+    """Each row of a batch gives the outputs and the state that it gives alone, also in steps."""
+    rows = 5  # more than the batches of other laws: a layer may not count on few of them
+    x, state = draw(mixer, rows), mixer(draw(mixer, rows, 4))[1]
+    calls = (("", lambda *given: mixer(*given)), (" in a step", lambda x, state: mixer.step(x[:, 0], state)))
+    for place, call in calls:
+        y, last = call(x, state)
+        for row in range(rows):
+            index = torch.tensor([row])
+            alone, alone_last = call(x[index], select_state(state, index))
+            assert_same(y[index], alone, f"a row of a batch is not as if alone{place}")
+            assert_same_state(select_state(last, index), alone_last, f"a row of a batch{place}")
+
+
+@_law
+def a_state_dict_holds_all_that_was_drawn(mixer: Mixer[Any]) -> None:
+    """A second layer of the same arguments, with the `state_dict` of the first one, gives the same outputs."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        other = type(mixer)(**mixer.arguments).double().eval()
+    other.load_state_dict(mixer.state_dict())
+    x = draw(mixer, 2)
+    (expected, expected_state), (y, state) = mixer(x), other(x)
+    message = "a layer of the same arguments and state_dict"
+    assert_same(y, expected, message)
+    assert_same_state(state, expected_state, message)
 
 
 @_law

@@ -25,7 +25,7 @@ from longseq.blocks.reading import (
 from longseq.blocks.traces import NotScriptable, whole_in_traces
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, check_rows, hide_padding
+from longseq.mixers.base import Mixer, check_dimensions, check_rows, hide_padding
 from longseq.mixers.registry import create, get
 
 SHARING = ("projections", "all", "none")
@@ -105,11 +105,12 @@ class Directions(NotScriptable):
             `y [B, T, D]` and None: later tokens change every output, so that there is no state to continue from.
 
         Raises:
-            ValueError: a state is given; an order of columns has no layout, or packed rows; `cu_seqlens` or `mask` does
-                not fit `x`, or both are given.
+            ValueError: a state is given; `x` is no batch of sequences; an order of columns has no layout, or packed
+                rows; `cu_seqlens` or `mask` does not fit `x`, or both are given.
         """
         if state is not None:
             raise ValueError(NO_STATE)
+        check_dimensions(x, "[B, T, d_model]")
         packing = check_rows(x, cu_seqlens, mask)
         x = hide_padding(x, mask)
         if COLUMNS in self.orders or COLUMNS_BACKWARD in self.orders:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from collections.abc import Callable, Mapping
+from types import NoneType
 from typing import Any, TypeVar
 
 from longseq.mixers.base import Mixer
@@ -19,18 +21,39 @@ def register(name: str) -> Callable[[MixerClass], MixerClass]:
     """Enter a mixer class under `name`: `@register("deltanet")`.
 
     Raises:
-        ValueError: the name is taken, or the class's `inert_with` has another form than `longseq.arguments.Inert` or
-            names an option that the class does not have.
+        ValueError: the name is taken; an option of the constructor is not keyword-only, or has no default that a
+            configuration can hold; or the class's `inert_with` has another form than `longseq.arguments.Inert` or names
+            an option that the class does not have.
     """
 
     def enter(mixer: MixerClass) -> MixerClass:
         if name in _REGISTRY:
             raise ValueError(f"the mixer name {name!r} is taken by {_REGISTRY[name].__qualname__}; choose another name")
+        _check_constructor(mixer)
         _check_inert(mixer)
         _REGISTRY[name] = mixer
         return mixer
 
     return enter
+
+
+def _check_constructor(mixer: type[Mixer[Any]]) -> None:
+    """Raise ValueError for options that a configuration or a saved model could not hold by their names and values."""
+    _, *rest = inspect.signature(mixer).parameters.values()
+    for option in rest:
+        if option.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
+            raise ValueError(
+                f"{mixer.__qualname__}: the option {option.name} must be keyword-only: put * after d_model in __init__"
+            )
+        if option.kind is not inspect.Parameter.KEYWORD_ONLY:
+            continue
+        if option.default is inspect.Parameter.empty:
+            raise ValueError(f"{mixer.__qualname__}: the option {option.name} needs a default, such as {option.name}=1")
+        if not isinstance(option.default, bool | int | float | str | list | tuple | Mapping | NoneType):
+            raise ValueError(
+                f"{mixer.__qualname__}: the option {option.name} has the default {option.default!r}: give a number, "
+                "text, a list, a dictionary or None, which configurations and saved models can hold"
+            )
 
 
 def _check_inert(mixer: type[Mixer[Any]]) -> None:
@@ -85,10 +108,23 @@ def create(name: str, d_model: int, **chosen: Any) -> Mixer[Any]:
     """Build the mixer `name` for `d_model` channels; the further keywords are its constructor's options.
 
     Raises:
-        ValueError: the name or an option is unknown; the message lists the valid ones.
+        ValueError: the name or an option is unknown, and the message lists the valid ones; or a number is NaN, or
+            infinite where the default is not.
     """
     known = options(name)
     unknown = sorted(set(chosen) - set(known))
     if unknown:
         raise ValueError(f"mixer {name!r} has no option {', '.join(unknown)}; its options are {', '.join(known)}")
+    for option, value in chosen.items():
+        if _is_not_finite(value) and not _is_not_finite(known[option]):
+            raise ValueError(f"{option}={value} of the mixer {name!r} is not finite: give a finite number")
     return get(name)(d_model, **chosen)
+
+
+def _is_not_finite(value: Any) -> bool:
+    """True for NaN and infinity, also as one of several numbers."""
+    if isinstance(value, Mapping):
+        return any(map(_is_not_finite, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_is_not_finite, value))
+    return isinstance(value, float) and not math.isfinite(value)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from longseq.tasks.data.batch import Batch, Failure
 from longseq.tasks.data.parcel import Packer, unpack
@@ -31,23 +32,32 @@ class BatchLoader(DataLoader[Batch]):
     Workers send a batch as one tensor (see `longseq.tasks.data.parcel`) where it moves on to a device, which is where
     there is a `finish` or memory is pinned. Its tensors are then views: one that is kept keeps the memory of all, which
     the worker otherwise fills again.
+
+    Lightning makes a loader anew for a prediction, for `overfit_batches` and for several devices. It then passes the
+    arguments that are attributes of the same names, and `sampler`, `shuffle` and `batch_sampler`. `own_sampler` stays
+    the sampler, for no other one gives whole batches. The exception is a loader for one process in a run of several,
+    whose batches Lightning's sampler divides.
     """
 
     def __init__(
         self,
         dataset: Dataset[Batch],
-        sampler: UpdateSampler[Any] | EvaluationSampler | None,
+        own_sampler: UpdateSampler[Any] | EvaluationSampler | None,
         *,
         num_workers: int = 0,
         pin_memory: bool = False,
         report: Callable[[list[Failure]], None] | None = None,
         finish: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
+        sampler: Any = None,
+        shuffle: bool = False,
+        batch_sampler: None = None,
     ) -> None:
+        self.own_sampler, self.report, self.finish = own_sampler, report, finish
         self._packed = num_workers > 0 and (finish is not None or pin_memory)
         super().__init__(
             dataset,
             batch_size=None,
-            sampler=sampler,
+            sampler=sampler if _divides(sampler, own_sampler) else own_sampler,
             num_workers=num_workers,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
@@ -77,6 +87,8 @@ class TrainingLoader(BatchLoader):
     `trained` returns the number of batches of the epoch on which the model was trained; a batch that was yielded but
     failed is yielded again. `respread(then, now)` is called if a checkpoint is continued with another number of
     accumulated batches.
+
+    With `overfit_batches` Lightning asks for a sequential order: every epoch then has the batches of the first one.
     """
 
     sampler: UpdateSampler[Any]
@@ -84,7 +96,7 @@ class TrainingLoader(BatchLoader):
     def __init__(
         self,
         dataset: Dataset[Batch],
-        sampler: UpdateSampler[Any],
+        own_sampler: UpdateSampler[Any],
         *,
         num_workers: int = 0,
         pin_memory: bool = False,
@@ -92,10 +104,20 @@ class TrainingLoader(BatchLoader):
         finish: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
         trained: Callable[[], int] | None = None,
         respread: Callable[[int, int], None] | None = None,
+        sampler: Any = None,
+        shuffle: bool = False,
+        batch_sampler: None = None,
     ) -> None:
-        super().__init__(dataset, sampler, num_workers=num_workers, pin_memory=pin_memory, report=report, finish=finish)
-        self._trained = trained
-        self._respread = respread
+        if _divides(sampler, own_sampler):
+            raise ValueError(
+                f"a training loader for one process is given to a run of {sampler.num_replicas}: give the Trainer the "
+                "data module (datamodule=...), which divides the samples"
+            )
+        self._repeats_epoch = isinstance(sampler, SequentialSampler)
+        super().__init__(
+            dataset, own_sampler, num_workers=num_workers, pin_memory=pin_memory, report=report, finish=finish
+        )
+        self.trained, self.respread = trained, respread
         self._position = (0, 0)  # epoch, batches that were yielded
         self._resuming = False
 
@@ -104,6 +126,8 @@ class TrainingLoader(BatchLoader):
         self.sampler.start = batches if self._resuming and epoch == self.sampler.epoch else 0
         self._resuming = False
         self._position = (self.sampler.epoch, self.sampler.start)
+        if self._repeats_epoch:
+            self.sampler.set_epoch(0)
         for inputs, targets in super().__iter__():
             if not len(targets):
                 raise ValueError("one sample after the other is not readable (see the log): check the training data")
@@ -113,8 +137,8 @@ class TrainingLoader(BatchLoader):
     def state_dict(self) -> dict[str, int]:
         """Integers: the position in the epoch, and the values that determine the order of samples."""
         epoch, batches = self._position
-        if self._trained is not None and not self._resuming:
-            batches = min(batches, self._trained())
+        if self.trained is not None and not self._resuming:
+            batches = min(batches, self.trained())
         return {"epoch": epoch, "batches": batches, **self._read_sampler(SAME + SPREAD)}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
@@ -149,8 +173,8 @@ class TrainingLoader(BatchLoader):
                     _spell(then),
                     _spell(now),
                 )
-            if self._respread is not None:
-                self._respread(then["accumulate"], now["accumulate"])
+            if self.respread is not None:
+                self.respread(then["accumulate"], now["accumulate"])
         self._position = (then["epoch"], batches)
         self._resuming = True
 
@@ -163,6 +187,13 @@ def _spell(state: Mapping[str, int]) -> str:
         f"{state['batch_size']} at a time on {state['world_size']} device(s) x {state['accumulate']} accumulated "
         "batch(es)"
     )
+
+
+def _divides(sampler: Any, own: Any) -> bool:
+    """True for Lightning's sampler of a run of several processes, if the loader's own gives a process all batches."""
+    if not isinstance(sampler, DistributedSampler) or sampler.num_replicas == 1:
+        return False
+    return getattr(own, "world_size", None) == 1
 
 
 def _refuse(failures: list[Failure]) -> None:

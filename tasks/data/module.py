@@ -76,6 +76,10 @@ class TaskData(LightningDataModule, ABC):
         A version before may have sorted them otherwise. Without a part in it, the resumed run is refused then.
         """
 
+    def predict_dataloader(self) -> Any:
+        """For Lightning's `Trainer.predict`: the test samples, in the order in which they are measured."""
+        return self.test_dataloader()
+
     @property
     @abstractmethod
     def info(self) -> Any:

@@ -68,6 +68,7 @@ from longseq.tasks.image.sources import (
     tell_joined,
     timm_splits,
 )
+from longseq.tasks.image.split_folders import SPLIT_KEYS
 from longseq.tasks.image.table import find_table, held_out_table, table_splits
 from longseq.tasks.image.transforms import evaluation_transform, normalize, training_transform
 from longseq.tasks.training.options import read, spell
@@ -501,7 +502,7 @@ class ImageDataModule(TaskData):
             batches = EncodedTrainingBatches(split, draws, self.seed)
             finish = DeviceTransform(split, self.info, device, seed=self.seed, fill=draws.fill, exact=False)
             options |= _finishing(finish, options)
-        batches.read = ReadInClasses(batches.read, self.info.num_classes)
+        batches.read, batches.info = ReadInClasses(batches.read, self.info.num_classes), self.info
         return TrainingLoader(batches, sampler, **options, **follow(self.trainer))
 
     def val_dataloader(self) -> BatchLoader:
@@ -509,6 +510,14 @@ class ImageDataModule(TaskData):
 
     def test_dataloader(self) -> BatchLoader:
         return self._evaluation_loader("test")
+
+    def predict_dataloader(self) -> BatchLoader:
+        """The test images, or without a test split the validation images, for Lightning's `Trainer.predict`.
+
+        They are in the order of `splits.test`, those of a stream in its own. An image that cannot be read has no
+        prediction: it is logged and listed in `unreadable`, or stops the run with `on_error=raise`.
+        """
+        return self._evaluation_loader("test", in_order=True)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> tuple[Tensor, Tensor]:
         """Normalise on the device: the host then transfers a quarter of the bytes."""
@@ -539,13 +548,14 @@ class ImageDataModule(TaskData):
         options |= {"names": self.split_names, "class_map": keys.class_map, "order": self._order}
         return timm_splits(keys.source, self.root, **options)
 
-    def _evaluation_loader(self, kind: str) -> BatchLoader:
+    def _evaluation_loader(self, kind: str, *, in_order: bool = False) -> BatchLoader:
         transform = evaluation_transform(self.info)
         if self._splits is None:
             return self._stream_loader(kind, transform, training=False)
         split: Split = getattr(self._splits, kind)
         rank, world_size, _ = find_place(self.trainer)
-        sampler = EvaluationSampler(len(split), self.eval_batch_size, rank=rank, world_size=world_size)
+        place: dict[str, Any] = {"rank": rank, "world_size": world_size, "in_order": in_order}
+        sampler = EvaluationSampler(len(split), self.eval_batch_size, **place)
         options = self._loader_options()
         batches: EvaluationBatches
         if (device := self._decoding_device(split)) is None:
@@ -606,6 +616,13 @@ class ImageDataModule(TaskData):
     def _describe_stream(self, kinds: Sequence[str]) -> tuple[dict[str, int | None], list[str]]:
         """The sizes of splits and the class names, as far as the reader knows them; the classes are of the first."""
         require_one_class_list(self.keys.source, self.root, [self._stream_split(kind) for kind in kinds])
+        for kind in kinds if "train" in kinds else ():
+            if kind != "train" and self.split_names[kind] == self.split_names["train"]:
+                _log.warning(
+                    "data.%s and data.train_split are the same images of data.source=%s (%s): figures of images that "
+                    "were trained on flatter; name another split",
+                    *(SPLIT_KEYS[kind], self.keys.source, self.split_names[kind]),
+                )
         readers = {kind: self._stream(kind, training=kind == "train").reader for kind in kinds}
         # Without a split of its own, the test is that of the validation.
         for split, reader in {self._stream_split(kind): reader for kind, reader in readers.items()}.items():
@@ -640,6 +657,7 @@ class ImageDataModule(TaskData):
             rank=rank,
             world_size=world_size,
         )
+        batches.info = self.info
         is_counted = rank == 0 and isinstance(stream.reader, ReaderWds)
         return StreamLoader(
             batches,

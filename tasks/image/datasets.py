@@ -90,6 +90,7 @@ class TrainingBatches(Dataset[Batch]):
 
     def __init__(self, split: Split, transform: Callable[[Image.Image], Any], seed: int) -> None:
         self.split, self.transform, self.seed = split, transform, seed
+        self.info: DataInfo | None = None  # of the data, for a module without their data module
         self.read: Callable[[Split, int], tuple[Any, Any] | Failure] = read_or_failure
 
     def __len__(self) -> int:
@@ -138,6 +139,7 @@ class EvaluationBatches(Dataset[Batch]):
 
     def __init__(self, split: Split, transform: Callable[[Image.Image], Any], info: DataInfo) -> None:
         self.split, self.transform = split, transform
+        self.info: DataInfo | None = info
         self.shape = (info.in_chans, info.img_size, info.img_size)
         self.num_labels = info.num_classes if info.multi_label else None
         self.read: Callable[[Split, int], tuple[Any, Any] | Failure] = read_or_failure
@@ -185,6 +187,7 @@ class StreamBatches(IterableDataset[Batch]):
         world_size: int,
     ) -> None:
         self.dataset, self.transform, self.batch_size = dataset, transform, batch_size
+        self.info: DataInfo | None = None
         self.training, self.seed, self.rank, self.world_size = training, seed, rank, world_size
         self._epoch = SharedCount()
         self._passed = PassedOver()
@@ -272,26 +275,30 @@ class StreamLoader(BatchLoader):
     """A BatchLoader over a stream; each training epoch begins at the start of the stream.
 
     `finished` is told at the end of an evaluation how many samples the stream had, those that cannot be read included.
+    A stream has no sampler, also where Lightning makes its loader anew.
     """
 
     def __init__(
         self,
         dataset: StreamBatches,
         *,
-        num_workers: int,
-        pin_memory: bool,
+        num_workers: int = 0,
+        pin_memory: bool = False,
         report: Callable[[list[Failure]], None],
         epoch: Callable[[], int],
         finished: Callable[[int], None] | None = None,
+        sampler: None = None,
+        shuffle: bool = False,
+        batch_sampler: None = None,
     ) -> None:
         dataset.dataset.set_loader_cfg(num_workers=num_workers)
         dataset.seen = torch.zeros(max(1, num_workers), dtype=torch.long).share_memory_()
         super().__init__(dataset, None, num_workers=num_workers, pin_memory=pin_memory, report=report)
-        self._epoch, self._finished = epoch, finished
+        self.epoch, self.finished = epoch, finished
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:  # type: ignore[override]
         stream: Any = self.dataset
-        stream.set_epoch(self._epoch())
+        stream.set_epoch(self.epoch())
         count = 0
         for inputs, targets in super().__iter__():
             if len(targets):
@@ -302,8 +309,8 @@ class StreamLoader(BatchLoader):
                 f"the training images end after {count} of the {len(self)} batches of an epoch: no sample of a data "
                 "worker's shards could be read (see the log)"
             )
-        if not stream.training and self._finished is not None:
-            self._finished(int(stream.seen.sum()))
+        if not stream.training and self.finished is not None:
+            self.finished(int(stream.seen.sum()))
 
     def __len__(self) -> int:
         stream: Any = self.dataset

@@ -85,6 +85,14 @@ def find_images(root: str) -> Found:
     return Found(images, others, empty)
 
 
+def find_archives(root: str) -> list[Path]:
+    """The archive `root`, or the .tar files of a folder that are not hidden, by name."""
+    path = Path(root)
+    if path.is_file():
+        return [path]
+    return sorted(one for one in path.glob("*.tar") if one.is_file() and not is_hidden(one.name))
+
+
 def report_passed_over(passed_over: Sequence[PassedOver], root: str) -> None:
     """Log in one line which files of `root` are not read, if there are any."""
     if passed_over:
@@ -95,14 +103,20 @@ class ClassFolders:
     """Images by class: the class of an image is the innermost folder that holds it.
 
     Classes are numbered as `sort_classes` has them, or by `class_to_idx`; then images of other classes are passed over.
+    `found` is what `find_images` finds in `root`, if that is known.
     ValueError if images lie outside class folders, in a folder below that of a class, or in several splits.
     """
 
     def __init__(
-        self, root: str, class_to_idx: Mapping[str, int] | None = None, order: Sequence[str] | None = None
+        self,
+        root: str,
+        class_to_idx: Mapping[str, int] | None = None,
+        order: Sequence[str] | None = None,
+        *,
+        found: Found | None = None,
     ) -> None:
         self.root = root
-        found = find_images(root)
+        found = find_images(root) if found is None else found
         self.passed_over = [*found.passed_over, *found.empty]
         folders = defaultdict(list)
         for path in found.images:
@@ -159,15 +173,27 @@ class TarImages(ReaderImageInTar):
     counts, as for tar.
 
     `passed_over` lists the other files and all links, except those of tar files inside tar files, and those of archives
-    above 10 GiB. ValueError if images are of several splits.
+    above 10 GiB, and what is `beside` the archives of a folder. RuntimeError if there are no images, ValueError if they
+    are of several splits.
     """
 
     def __init__(
-        self, root: str, class_map: Mapping[str, int] | None = None, order: Sequence[str] | None = None
+        self,
+        root: str,
+        class_map: Mapping[str, int] | None = None,
+        order: Sequence[str] | None = None,
+        *,
+        beside: Sequence[PassedOver] = (),
     ) -> None:
-        with _all_endings():
-            super().__init__(root)
-        tell_cut_off([str(archive) for archive in self._archives()])
+        try:
+            with _all_endings():
+                super().__init__(root)
+        except ValueError as error:
+            if "unpack" in str(error):  # timm has found no image
+                raise RuntimeError(f"{root} holds no images") from error
+            raise
+        self._beside = beside
+        tell_cut_off([str(archive) for archive in find_archives(root)])
         kept = self._kept()
         names = [_class_in_archives(*self.samples[index]) for index in kept]
         if class_map is None:
@@ -178,7 +204,7 @@ class TarImages(ReaderImageInTar):
         self.samples = self.samples[[index for index, _ in known]]
         self.targets = np.array([target for _, target in known], dtype=np.int64)
         some = self.samples[:: max(1, len(self.samples) // _COMPARED)]
-        refuse_pooled(root, {_folder_in_archives(*sample) for sample in some})
+        refuse_pooled(root, {_folder_in_archives(*sample) for sample in some}, packed=True)
         self.passed_over = self._others()
         self._opened_by: int | None = None
 
@@ -200,14 +226,11 @@ class TarImages(ReaderImageInTar):
         last = {place: index for index, place in enumerate(places) if not _is_below_hidden(place[0])}
         return [index for _, index in sorted(last.items(), key=lambda one: (natural_order(one[0][0]), one[0][1:]))]
 
-    def _archives(self) -> list[Path]:
-        return [Path(self.root)] if Path(self.root).is_file() else sorted(Path(self.root).glob("*.tar"))
-
     def _others(self) -> list[PassedOver]:
-        archives = self._archives()
+        archives = find_archives(self.root)
+        others = list(self._beside)
         if sum(archive.stat().st_size for archive in archives) > _LARGE_TAR:
-            return []
-        others = []
+            return others
         for archive in archives:
             outer = None if archive == Path(self.root) else archive.name
             seen = set()

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longseq.tasks.data.given import IMAGES, TARGETS, as_pair, check_class_numbers, check_several_labels, find_entry
+from longseq.tasks.data.loader import BatchLoader
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.mixing import BatchMixing
 from longseq.tasks.image.model import state_data, state_decision
+from longseq.tasks.image.transforms import normalize
 from longseq.tasks.training.classification import make_metrics
 from longseq.tasks.training.classifier import ClassifierModule
 from longseq.tasks.training.keys import Criterion
@@ -143,6 +145,9 @@ class ImageClassifier(ClassifierModule):
     def read_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
         """(images, labels) of a pair, or of a dictionary: images, image, pixel_values, img or x, and labels, label,
         targets, target or y. A batch to predict needs no labels.
+
+        Images of 8 bits of a loader of `ImageDataModule`, which the Trainer has without its data module, are
+        normalised. ValueError for those of another loader.
         """
         if isinstance(batch, Mapping):
             images = find_entry(batch, IMAGES, "images")
@@ -151,6 +156,8 @@ class ImageClassifier(ClassifierModule):
             images, targets = batch if isinstance(batch, Tensor) else batch[0], None
         else:
             images, targets = as_pair(batch, "images, labels")
+        if isinstance(images, Tensor) and images.dtype == torch.uint8:
+            images = normalize(images, self._info_of_loader())
         if targets is None:
             targets = torch.zeros(len(images), dtype=torch.long)
             return images, targets.float() if self.multi_label else targets
@@ -168,6 +175,25 @@ class ImageClassifier(ClassifierModule):
         if targets.ndim == 1:
             return images, targets.long()
         return images, targets if targets.is_floating_point() else targets.float()
+
+    def _info_of_loader(self) -> DataInfo:
+        """The info of the data whose loader gives the batches of the stage. ValueError for a loader of other data."""
+        found: Any = None
+        if (trainer := self._trainer) is not None:
+            if trainer.training:
+                found = trainer.train_dataloader
+            elif trainer.predicting:
+                found = trainer.predict_dataloaders
+            else:
+                found = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
+        loaders = found if isinstance(found, list | tuple) else [found]
+        infos = [one.dataset.info if isinstance(one, BatchLoader) else None for one in loaders]  # type: ignore[attr-defined]
+        if not infos or infos[0] is None or any(info != infos[0] for info in infos):
+            raise ValueError(
+                "the images of a batch are integers of 8 bits, and must be normalised: let the loader give floats, or "
+                "give the Trainer the data module (datamodule=...)"
+            )
+        return infos[0]
 
     def _check_labels(self, targets: Tensor) -> None:
         """ValueError for labels that do not fit the classes.
@@ -205,7 +231,9 @@ class ImageClassifier(ClassifierModule):
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Logits `[B, num_classes]` of the images of a batch, with labels or without."""
-        return self(self.read_batch(batch)[0])
+        images = self.read_batch(batch)[0]
+        # A batch is empty where none of its images can be read.
+        return self(images) if len(images) else torch.zeros(0, self.num_classes, device=self.device)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits [B, num_classes] for normalised images [B, C, H, W]."""

@@ -21,6 +21,7 @@ from PIL import Image
 from timm.data import create_dataset
 from timm.data.readers import create_reader
 from timm.data.readers.class_map import load_class_map
+from timm.data.readers.reader_image_in_tar import CACHE_FILENAME_SUFFIX
 from torchvision import datasets as torchvision_datasets
 
 from longseq.tasks.data.class_lists import require_one_list
@@ -36,9 +37,23 @@ from longseq.tasks.image.decoding import (
     is_image,
     open_regular,
 )
-from longseq.tasks.image.folder import ClassFolders, TarImages, report_passed_over
+from longseq.tasks.image.folder import (
+    ClassFolders,
+    Found,
+    TarImages,
+    find_archives,
+    find_images,
+    report_passed_over,
+)
 from longseq.tasks.image.shards import ShardSource, holds_shards, open_shards
-from longseq.tasks.image.split_folders import find_split, is_compressed, refuse_compressed, require_named
+from longseq.tasks.image.split_folders import (
+    SPLIT_KEYS,
+    SPLIT_NAMES,
+    find_split,
+    is_compressed,
+    refuse_compressed,
+    require_named,
+)
 from longseq.tasks.image.torchvision_sets import (
     TorchvisionSource,
     find_folders,
@@ -502,11 +517,14 @@ def timm_splits(
 
 def _parts(source: str, root: str | None, names: Mapping[str, str | None]) -> dict[str, str]:
     """What `_open` takes for each split of a source other than folder; without the splits that do not exist."""
-    names = {**names, "train": names["train"] or "train"}
+    named = names = {**names, "train": names["train"] or "train"}
     if is_class_folders(source):
         names = find_folders(require_folder(root), names)
+        _refuse_trained(named, names)
     elif source.startswith("torch/"):
         return parts_of(source, names)
+    else:
+        _refuse_trained(named, names, label=f" of data.source={source}")
     return {kind: name for kind, name in names.items() if name is not None}
 
 
@@ -607,6 +625,9 @@ def held_out_split(
         path = path or find_split(folder, usual)
     if missed and path is not None:
         _log.warning("%s holds no %s, and %s is measured: name a split that it holds", folder, names[kind], path)
+    if path is not None and whole:
+        splits = (find_split(folder, name, names.get(name)) for name in SPLIT_NAMES)
+        _report_beside(folder, [path, *(one for one in splits if one is not None)])
     if path is None and whole:
         if training := find_split(folder, "train"):
             raise ValueError(
@@ -622,7 +643,7 @@ def held_out_split(
 def _unnamed_test(folder: str) -> str | None:
     """The test split of a folder, of which nobody has said whether it has one; None for one without classes."""
     path = find_split(folder, "test")
-    if path is None or not (os.path.isfile(path) or any(entry.is_dir() for entry in os.scandir(path))):
+    if path is None or not (find_archives(path) or any(entry.is_dir() for entry in os.scandir(path))):
         return None
     if other := find_split(folder, "validation"):
         _log.warning("%s is measured, and not %s: data.test_split=NAME names another split", path, other)
@@ -742,6 +763,7 @@ def open_folders(
     require_named(root, names, paths)
     if any(paths.values()) and paths.get("train") is None:
         raise ValueError(f"{root} holds no training images: add {root}/train, or give data.train_split=NAME")
+    _refuse_trained(names, paths)
     _report_beside(root, [path for path in paths.values() if path is not None])
     train = _folder(paths.get("train") or root, class_map, order=order)
     held_out: dict[str, Source] = {
@@ -750,6 +772,27 @@ def open_folders(
         if kind != "train" and path is not None
     }
     return train, held_out
+
+
+def _refuse_trained(names: Mapping[str, str | None], parts: Mapping[str, str | None], *, label: str = "") -> None:
+    """Raise ValueError, in one line, for a split that is measured and the training split, too.
+
+    `names` are those of the keys; `parts` what they mean: folders and archives, or names of the splits of a source.
+    """
+    train = parts.get("train")
+    for kind, part in parts.items():
+        if kind == "train" or train is None or part is None or not _are_same(part, train):
+            continue
+        key = SPLIT_KEYS[kind]
+        instead = "the validation images" if kind == "test" else "a part of the training images that is set apart"
+        raise ValueError(
+            f"data.{key}={names[kind]} and data.train_split={names['train']} are the same images{label} ({part}): give "
+            f"another name, or data.{key}=null, which measures {instead}"
+        )
+
+
+def _are_same(part: str, train: str) -> bool:
+    return part == train or (os.path.exists(part) and os.path.realpath(part) == os.path.realpath(train))
 
 
 def _report_beside(root: str, splits: Sequence[str]) -> None:
@@ -763,7 +806,7 @@ def _report_beside(root: str, splits: Sequence[str]) -> None:
         if entry.is_dir():
             if any(is_image(name) for _, _, names in os.walk(entry) for name in names):
                 beside.append(f"{entry.name}/")
-        elif is_image(entry.name) or entry.suffix == ".tar":
+        elif is_image(entry.name) or entry.suffix == ".tar" or is_compressed(str(entry)):
             beside.append(entry.name)
     if beside:
         _log.warning(
@@ -771,7 +814,7 @@ def _report_beside(root: str, splits: Sequence[str]) -> None:
             "data.test_split",
             root,
             name_some(beside),
-            ", ".join(Path(path).name for path in splits),
+            ", ".join(dict.fromkeys(Path(path).name for path in splits)),
         )
 
 
@@ -804,15 +847,23 @@ def _numbered_folder(path: str, class_names: Sequence[str], class_map: ClassMap)
 def _folder(
     path: str, class_map: ClassMap = None, *, order: Sequence[str] | None = None, reported: bool = True
 ) -> FolderSource | ReaderSource:
-    """A folder of class folders, a .tar of them, or a folder of .tar files; files that are passed over are logged."""
+    """A folder of class folders, a .tar of them, or a folder of .tar files; files that are passed over are logged.
+
+    Class folders count, and not the archives beside them: these may hold the same images, from which the folders were
+    unpacked.
+    """
     numbers = _class_numbers(class_map, path)
     try:
         source: FolderSource | ReaderSource
-        if Path(path).is_file() or any(Path(path).glob("*.tar")):
-            source = ReaderSource(TarImages(path, numbers, order), path)
+        archives, found = find_archives(path), None if os.path.isfile(path) else find_images(path)
+        if found is None or (archives and not found.images):
+            beside = [] if found is None else _beside_archives(path, found, archives)
+            source = ReaderSource(TarImages(path, numbers, order, beside=beside), path)
             passed_over = source.reader.passed_over
         else:
-            source = FolderSource(ClassFolders(path, numbers, order))
+            if archives:
+                _refuse_loose_images(path, found.images, archives)
+            source = FolderSource(ClassFolders(path, numbers, order, found=found))
             passed_over = source.folders.passed_over
     except (RuntimeError, AssertionError, OSError, tarfile.TarError) as error:
         raise ValueError(_no_images(path)) from error
@@ -828,6 +879,26 @@ def _folder(
     if "" in source.class_to_idx:
         raise ValueError(f"{path} has images outside class folders: move each into the folder of its class")
     return source
+
+
+def _refuse_loose_images(path: str, images: Sequence[str], archives: Sequence[Path]) -> None:
+    """Raise ValueError for images in no folder beside archives: nobody says which of the two are the data."""
+    if all(os.path.dirname(one) == path.rstrip(os.sep) for one in images):
+        packed, loose = name_some([one.name for one in archives]), name_some([os.path.basename(one) for one in images])
+        raise ValueError(
+            f"{path} holds {packed} and images outside class folders ({loose}): move the images away to read the "
+            "archives, or each into the folder of its class to read these"
+        )
+
+
+def _beside_archives(path: str, found: Found, archives: Sequence[Path]) -> list[PassedOver]:
+    """What lies in a folder of archives beside these and timm's index of them."""
+    names = {one.name for one in archives}
+    return [
+        one
+        for one in (*found.passed_over, *found.empty)
+        if os.path.relpath(one.path, path) not in names and not one.path.endswith(CACHE_FILENAME_SUFFIX)
+    ]
 
 
 def _refuse_unwritable(path: str, names: Iterable[Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -17,8 +18,10 @@ SPLIT_NAMES = {
 }
 _KINDS = {name: kind for kind, names in SPLIT_NAMES.items() for name in names}
 
-# Names such as train2017, val_1 and test-00 are of splits, too.
-_NUMBERED = re.compile(rf"({'|'.join(sorted(_KINDS, key=len, reverse=True))})[-_]?\d*", re.IGNORECASE)
+# Names such as train2017, val_1, test-00 and training_set are of splits, too.
+_SPLIT = re.compile(
+    rf"({'|'.join(sorted(_KINDS, key=len, reverse=True))})([-_ ]?(set|data|dataset|images))?[-_ ]?\d*", re.IGNORECASE
+)
 
 # Archives that are read through from their beginning to reach one image, or that nothing here reads.
 _COMPRESSED = re.compile(r"\.((tar\.)?(gz|bz2|xz|zst|lz4)|tgz|tbz2?|txz|tzst|zip|7z|rar)$", re.IGNORECASE)
@@ -98,11 +101,11 @@ def refuse_compressed_tables(root: str, names: Mapping[str, str | None]) -> None
                 )
 
 
-def refuse_pooled(path: str, folders: Iterable[str]) -> None:
+def refuse_pooled(path: str, folders: Iterable[str], *, packed: bool = False) -> None:
     """Raise ValueError, in one line, if the images of several splits lie below one `path` that is read as one set.
 
-    `folders` are those of the images, below `path`. A class, which the innermost folder names, may be called as a split
-    is, unless all classes are.
+    `folders` are those of the images, below `path`, or `packed` in the archives there. A class, which the innermost
+    folder names, may be called as a split is, unless all classes are, or it lies beside another split with classes.
     """
     parts_of = {PurePosixPath(one).parts for one in folders}
     if found := _splits_side_by_side(parts_of):
@@ -116,7 +119,7 @@ def refuse_pooled(path: str, folders: Iterable[str]) -> None:
             "image into the folder of its class, such as train/CLASS/*"
         )
     told = f"{path} holds the splits {_join(names)}{f' in {above}' if above else ''}, which would be one set"
-    if not os.path.isdir(path) or any(Path(path).glob("*.tar")):
+    if packed:
         raise ValueError(
             f"{told}: unpack it and give data.root=FOLDER, or put a .tar of each split into a folder, such as "
             "train.tar and val.tar"
@@ -127,20 +130,26 @@ def refuse_pooled(path: str, folders: Iterable[str]) -> None:
     keys = " ".join(
         [
             *([f"data.root={Path(path, above)}"] if above else []),
-            *(f"data.{SPLIT_KEYS[kind]}={name}" for kind, name in by_kind.items()),
+            *(shlex.quote(f"data.{key}={by_kind[kind]}") for kind, key in SPLIT_KEYS.items() if kind in by_kind),
         ]
     )
     raise ValueError(f"{told}: rename them to {_join([_USUAL[kind] for kind in by_kind])}, or give {keys}")
 
 
 def _splits_side_by_side(folders: set[tuple[str, ...]]) -> tuple[str, list[str]] | None:
-    """The folder that holds folders of several splits with classes below them, and the names of these; the highest."""
+    """The folder that holds folders of several splits, and the names of these; the highest.
+
+    One of the splits at least has classes below it. Test images often have none.
+    """
     held: dict[tuple[str, ...], set[str]] = defaultdict(set)
+    divided = set()
     for parts in folders:
-        for depth, name in enumerate(parts[:-1]):
+        for depth, name in enumerate(parts):
             if _kind_of(name):
                 held[parts[:depth]].add(name)
-    several = [above for above, names in held.items() if len({*map(_kind_of, names)}) > 1]
+                if depth < len(parts) - 1:
+                    divided.add(parts[:depth])
+    several = [above for above in divided if len({*map(_kind_of, held[above])}) > 1]
     if not several:
         return None
     above = min(several, key=lambda one: (len(one), one))
@@ -149,7 +158,7 @@ def _splits_side_by_side(folders: set[tuple[str, ...]]) -> tuple[str, list[str]]
 
 def _kind_of(name: str) -> str | None:
     """train, validation or test for the name of a folder that is a split's; None for others."""
-    match = _NUMBERED.fullmatch(name)
+    match = _SPLIT.fullmatch(name)
     return None if match is None else _KINDS[match[1].lower()]
 
 

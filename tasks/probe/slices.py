@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longseq.tasks.data.generators.samples import Integers
+from longseq.plugins import is_foreign
+from longseq.tasks.data.generators.samples import Integers, Make
 from longseq.tasks.data.seeds import derive_seed
-from longseq.tasks.probe.generators import GENERATORS, IGNORED, Samples, check_options, draw, generator_options
+from longseq.tasks.probe.generators import (
+    GENERATORS,
+    IGNORED,
+    Samples,
+    check_options,
+    check_samples,
+    draw,
+    generator_options,
+)
 
 # Increased when a generator makes other samples than before, so that files of earlier versions are not read.
 _VERSION = 1
@@ -64,15 +74,31 @@ def make_splits(
     With `folder`, the result is saved there in a file, and read from it if the file has the same description.
     """
     check_slices(generator, options, splits)
-    description = json.dumps([_VERSION, generator, dict(options), _as_dicts(splits), seed], sort_keys=True)
-    if folder is None:
+    described = _describe(generator, options, splits, seed)
+    if folder is None or described is None:
         return _make(generator, options, splits, seed)
-    path = Path(folder) / f"{generator}_{hashlib.sha256(description.encode()).hexdigest()[:16]}.npz"
+    path = Path(folder) / f"{generator}_{hashlib.sha256(described.encode()).hexdigest()[:16]}.npz"
     found = _read(path, splits)
     if found is None:
         found = _make(generator, options, splits, seed)
         _write(path, found)
     return found
+
+
+def _describe(
+    generator: str, options: Mapping[str, Any], splits: Mapping[str, Sequence[Mapping[str, Any]]], seed: int
+) -> str | None:
+    """All that the samples depend on, defaults of the generator included; None if its source is not known."""
+    function, source = GENERATORS[generator], None
+    if is_foreign(function):  # _VERSION tells of changes of ours
+        try:
+            # The whole file: the generator may call what stands beside it.
+            lines, _ = inspect.findsource(inspect.unwrap(function))
+        except (OSError, TypeError):
+            return None
+        source = hashlib.sha256("".join(lines).encode()).hexdigest()
+    chosen = generator_options(generator) | dict(options)
+    return json.dumps([_VERSION, generator, source, chosen, _as_dicts(splits), seed], sort_keys=True, default=repr)
 
 
 def check_slices(generator: str, options: Mapping[str, Any], splits: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
@@ -100,16 +126,30 @@ def slice_names(listed: Sequence[Mapping[str, Any]]) -> list[str]:
 def _make(
     generator: str, options: Mapping[str, Any], splits: Mapping[str, Sequence[Mapping[str, Any]]], seed: int
 ) -> Splits:
+    usual = generator_options(generator) | dict(options)
     seen: Integers = np.zeros(0, dtype=np.uint64)
     made: Splits = {}
     for number, (split, listed) in enumerate(splits.items()):
         made[split] = []
         for index, (described, name) in enumerate(zip(listed, slice_names(listed), strict=True)):
             own = {key: value for key, value in described.items() if key not in _OWN_KEYS}
-            chosen = generator_options(generator) | dict(options) | own
             random = np.random.default_rng(derive_seed(seed, number, index))
-            samples, seen = draw(partial(GENERATORS[generator], **chosen), random, described["samples"], seen)
+            make = partial(GENERATORS[generator], **(usual | own))
+            if is_foreign(GENERATORS[generator]):
+                make = partial(_make_checked, generator, make, usual["vocab_size"])
+            samples, seen = draw(make, random, described["samples"], seen)
+            if not (samples.labels != IGNORED).any():
+                raise ValueError(f"data.generator={generator}: no sample of the slice {name} of {split} has a question")
             made[split].append(_pack(name, samples))
+    return made
+
+
+def _make_checked(generator: str, make: Make, vocab_size: int, random: np.random.Generator, count: int) -> Samples:
+    made = make(random, count)
+    try:
+        check_samples(made, count, vocab_size)
+    except ValueError as error:
+        raise ValueError(f"data.generator={generator}: {error}") from None
     return made
 
 

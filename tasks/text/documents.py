@@ -105,8 +105,8 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer, fractions: Fract
             if tokenizer.separator in prompt or tokenizer.separator in text:
                 where = "a document" if one.place is None else one.place.describe()
                 raise ValueError(
-                    f"{where} holds the separator, token {tokenizer.separator}: give separator=TOKEN, "
-                    "one that no text has"
+                    f"{where} holds the separator, token {tokenizer.separator}: give separator=TOKEN (in a training "
+                    "data.separator=TOKEN), one that no text has"
                 )
             parts += [np.array(separator, dtype), prompt.astype(dtype), text.astype(dtype)]
             content = one.text.encode()

@@ -235,7 +235,7 @@ def _parts_of_file(path: Path, columns: Columns, size: int) -> Iterator[Part]:
         yield Part("text", str(path.parent), total, files=(str(path),))
     elif format == "parquet":
         yield from _parts_of_parquet(path, columns, size)
-    elif format == "jsonl" and _is_array(path):
+    elif format == "jsonl" and is_array(path):
         yield Part("array", str(path), total)
     elif format == "jsonl":
         _check_first_line(path, columns)
@@ -309,7 +309,7 @@ def _parts_of_stream(given: str, columns: Columns) -> Iterator[Part]:
         yield Part("stream", given, 0, shard, shard + 1)
 
 
-def _is_array(path: Path) -> bool:
+def is_array(path: Path) -> bool:
     """True for a file .json that is one array in place of lines, such as many sets of instructions."""
     if path.suffix.lower() != ".json":
         return False
@@ -491,10 +491,10 @@ def _read_texts(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
         try:
             text = content.decode("utf-8-sig")
         except UnicodeDecodeError:
-            yield Malformed(Place(path), _why_no_text(content))
+            yield Malformed(Place(path), why_no_text(content))
             continue
         # Latin letters in UTF-16 are UTF-8 as well, with a NUL between them.
-        yield Malformed(Place(path), _why_no_text(content)) if _is_wide(content) else Document(text, place=Place(path))
+        yield Malformed(Place(path), why_no_text(content)) if _is_wide(content) else Document(text, place=Place(path))
 
 
 class JsonObject(dict[str, Any]):
@@ -527,7 +527,7 @@ def _is_wide(content: bytes) -> bool:
     return len(head) >= 4 and any(2 * half.count(0) > len(half) for half in (head[::2], head[1::2]))
 
 
-def _why_no_text(content: bytes) -> str:
+def why_no_text(content: bytes) -> str:
     """Why the content of a file is no UTF-8."""
     kind = next((kind for begin, kind in _COMPRESSED.items() if content.startswith(begin)), None)
     if content.startswith(_ARROW):

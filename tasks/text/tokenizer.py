@@ -118,7 +118,8 @@ class FileTokenizer(Tokenizer):
         if found is None:
             wanted = repr(separator) if separator else f"end-of-text token ({', '.join(SEPARATORS)})"
             raise ValueError(
-                f"{name} has no {wanted}: give separator=TOKEN, a token of its vocabulary that no text has"
+                f"{name} has no {wanted}: give separator=TOKEN (in a training data.separator=TOKEN), a token of its "
+                "vocabulary that no text has"
             )
         self.separator_name, self.separator = found
         begins = _find_separator(self._tokenizer, start) if start else found

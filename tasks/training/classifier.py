@@ -120,6 +120,16 @@ class ClassifierModule(TrainedModule):
         for name, metric in metrics.items():
             self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True)
 
+    def on_validation_epoch_start(self) -> None:
+        self._begin_confusion()
+
+    def on_test_epoch_start(self) -> None:
+        self._begin_confusion()
+
+    def _begin_confusion(self) -> None:
+        # What an earlier measurement has left is of its inference mode, in which no training may change it.
+        self.confusion.reset()
+
     def on_validation_epoch_end(self) -> None:
         if self._scores is not None and self._criterion is not None:
             self.thresholds = self._scores.choose(self._criterion, multi_label=self.multi_label)

@@ -242,6 +242,56 @@ class PaddedForward(GatedLinearAttention):
         return super().scan(projected, state, mask=mask, reverse=reverse, **options)
 
 
+class PeekingInTraining(Mean):
+    def scan(self, projected, state=None, **options):
+        return super().scan(projected + 0.1 * projected.roll(-1, 1) if self.training else projected, state, **options)
+
+
+class Dropping(Mean):
+    """It draws, in training mode alone, what it leaves out."""
+
+    def scan(self, projected, state=None, **options):
+        return super().scan(nn.functional.dropout(projected, 0.5, self.training), state, **options)
+
+
+class Stateful(Mean):
+    def scan(self, projected, state=None, *, output_final_state=True, **options):
+        y, last = super().scan(projected, state, **options)
+        return y if output_final_state else y.flip(1), last if output_final_state else None
+
+
+class Talkative(Mean):
+    def scan(self, projected, state=None, *, output_final_state=True, **options):
+        return super().scan(projected, state, **options)
+
+
+class Mixing(Refusing):
+    """The rows of a batch see each other, and packed and padded sequences, where this would show, are refused."""
+
+    def scan_step(self, projected, state):
+        y, last = super().scan_step(projected, state)
+        return y - 0.5 * y.mean(0, keepdim=True), last
+
+
+class Crowded(Mean):
+    """Four rows and more are read otherwise than a few."""
+
+    def scan(self, projected, state=None, **options):
+        y, last = super().scan(projected, state, **options)
+        return y if projected.shape[0] < 4 else 2 * y, last
+
+
+class Shuffled(Mean):
+    """Its order of channels is drawn, and not saved."""
+
+    def __init__(self, d_model, *, backend="auto"):
+        super().__init__(d_model, backend=backend)
+        self.register_buffer("order", torch.randperm(d_model), persistent=False)
+
+    def project_in(self, x):
+        return super().project_in(x[..., self.order])
+
+
 class RefusingBackwards(GatedLinearAttention):
     def scan(self, projected, state=None, *, cu_seqlens=None, mask=None, **options):
         if cu_seqlens is not None or mask is not None:
@@ -273,6 +323,12 @@ BROKEN = [
     (Stepless, "steps_are_the_whole", "Stepless does not define scan_step"),
     (Misnamed, "parameters_without_weight_decay_exist", "rates, which is no parameter"),
     (Silent, "watched_scans_report_numbers", "does not report its norm as state_norm"),
+    (PeekingInTraining, "training_depends_on_the_past_only", "before a changed token, in training mode"),
+    (Stateful, "outputs_do_not_depend_on_the_wish_for_a_state", "with output_final_state=False"),
+    (Talkative, "outputs_do_not_depend_on_the_wish_for_a_state", "the state is MeanState, not None"),
+    (Mixing, "rows_are_separate", "a row of a batch is not as if alone"),
+    (Crowded, "rows_are_separate", "a row of a batch is not as if alone"),
+    (Shuffled, "a_state_dict_holds_all_that_was_drawn", "a layer of the same arguments and state_dict"),
     (PairForward, "a_pair_is_the_sum_of_its_scans", "a pair with another mixer: "),
     (PairAlone, "a_pair_is_the_sum_of_its_scans", "a pair with another mixer: "),
     (PairPadded, "a_pair_is_the_sum_of_its_scans", "a pair with another mixer with padding: "),
@@ -300,11 +356,12 @@ def test_a_mixer_may_refuse_packed_and_padded_sequences() -> None:
     mixers.register("mean")(Mean)
     mixers.register("reporting")(Reporting)
     mixers.register("idle")(Idle)
+    mixers.register("dropping")(Dropping)
     refused = ("packed_sequences_are_separate", "packed_sequences_go_on", "padding_leaves_no_trace")
     assert mixers.check("refusing") == refused
     backwards = ("reading_backwards_is_reading_turned_tokens", "packed_sequences_are_read_backwards")
     assert mixers.check("refusing_backwards") == (*refused, *backwards, "a_pair_is_the_sum_of_its_scans")
-    assert mixers.check("mean") == mixers.check("reporting") == ()
+    assert mixers.check("mean") == mixers.check("reporting") == mixers.check("dropping") == ()
     assert mixers.check("idle", laws=["a_long_sequence_is_its_parts"]) == ()  # another law tells of its parameter
     with pytest.raises(ValueError, match="no law is named unknown; the laws are outputs_"):
         mixers.check("mean", laws=["unknown"])

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from loop_mixers import Mean
 from torch import Tensor
 
 from longseq import mixers
@@ -85,6 +86,54 @@ def test_a_state_of_other_rows_is_refused(name: str) -> None:
     _, state = mixer(torch.randn(2, 3, D_MODEL))
     with pytest.raises(ValueError, match="the state is one of 2 sequences, and 3 are read"):
         mixer(torch.randn(3, 3, D_MODEL), state)
+    for rows in (1, 3):
+        with pytest.raises(ValueError, match=f"the state is one of 2 sequences, and {rows} are read"):
+            mixer.step(torch.randn(rows, D_MODEL), state)
+    with pytest.raises(ValueError, match="the state is one of 1 sequences, and 2 are read"):
+        mixer.step(torch.randn(2, D_MODEL), mixer.initial_state(1))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_no_batch_of_sequences_is_refused(name: str) -> None:
+    mixer = mixers.create(name, D_MODEL)
+    both = Directions(partial(mixers.create, name, D_MODEL), reading_orders("bidirectional"))
+    for shape in ((4, D_MODEL), (D_MODEL,), (2, 2, 4, D_MODEL)):
+        for layer in (mixer, both):
+            with pytest.raises(ValueError, match=r"^x has the shape .*, and must have 3 dimensions, \[B, T, d_model\]"):
+                layer(torch.randn(shape))
+    for shape in ((D_MODEL,), (2, 1, D_MODEL)):
+        with pytest.raises(ValueError, match=r"^x has the shape \[.*\], and must have 2 dimensions, \[B, d_model\]"):
+            mixer.step(torch.randn(shape), mixer.initial_state(2))
+
+
+class Shorter(Mean):
+    def scan(self, projected, state=None, **options):
+        y, last = super().scan(projected, state, **options)
+        return y[:, :-1], last
+
+
+class Double(Mean):
+    def scan(self, projected, state=None, **options):
+        y, last = super().scan(projected, state, **options)
+        return y.double(), last
+
+
+def test_outputs_of_a_plug_in_that_do_not_fit_name_it() -> None:
+    x = torch.randn(2, 5, 8)
+    for kind, message in (
+        (Shorter, r"Shorter\.scan returns outputs \[2, 4, 8\] for tokens \[2, 5, 8\]: return one for each token$"),
+        (
+            Double,
+            r"Double\.scan returns torch\.float64 for tokens of torch\.float32: return y\.to\(projected\.dtype\)$",
+        ),
+    ):
+        for layer in (kind(8), Directions(partial(kind, 8), reading_orders("bidirectional"))):
+            with pytest.raises(ValueError, match=message):
+                layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert Mean(8)(x)[0].shape == x.shape
+        with pytest.raises(ValueError, match=r"Double\.scan returns"):
+            Double(8)(x)
 
 
 @pytest.mark.parametrize("name", ["deltanet", "lattice", "gated_deltanet"])

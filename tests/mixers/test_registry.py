@@ -78,6 +78,50 @@ def test_a_mixer_inherits_cases_of_options_that_it_leaves_out(monkeypatch: pytes
     assert mixers.register("plain")(Plain).inert_with
 
 
+def test_options_that_no_configuration_could_hold_are_refused() -> None:
+    class Placed(LinearAttention):
+        def __init__(self, d_model: int, size: int = 4, *, backend: str = "auto") -> None:
+            super().__init__(d_model, backend=backend)
+
+    class Required(LinearAttention):
+        def __init__(self, d_model: int, *, size: int, backend: str = "auto") -> None:
+            super().__init__(d_model, backend=backend)
+
+    class Unspoken(LinearAttention):
+        def __init__(self, d_model: int, *, map: object = len, backend: str = "auto") -> None:
+            super().__init__(d_model, backend=backend)
+
+    for own, message in (
+        (Unspoken, "Unspoken: the option map has the default <built-in function len>: give a number, text, a list"),
+        (Placed, r"Placed: the option size must be keyword-only: put \* after d_model in __init__$"),
+        (Required, "Required: the option size needs a default, such as size=1$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mixers.register("own")(own)
+    assert "own" not in mixers.mixer_names()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_options_that_are_not_finite_are_refused(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("deltanet", {"norm_eps": value}),
+        ("retnet", {"rotary_base": value}),
+        ("attention", {"rotary": True, "rotary_scaling": {"rope_type": "linear", "factor": value}}),
+    )
+    for name, options in refused:
+        option = list(options)[-1]
+        with pytest.raises(ValueError, match=f"^{option}=.* of the mixer '{name}' is not finite: give"):
+            mixers.create(name, 32, **options)
+    monkeypatch.setattr("longseq.mixers.registry._REGISTRY", {})
+
+    class Limited(LinearAttention):
+        def __init__(self, d_model: int, *, limit: float = float("inf"), backend: str = "auto") -> None:
+            super().__init__(d_model, backend=backend)
+
+    mixers.register("limited")(Limited)
+    assert mixers.create("limited", 32, limit=float("inf")).arguments["limit"] == float("inf")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

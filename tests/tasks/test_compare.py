@@ -230,6 +230,64 @@ def test_values_and_folders_are_spelled_so_that_hydra_reads_them(output, tmp_pat
     assert composed.data.cache == str(tmp_path / output / "samples")
 
 
+def plan_of(folder: Path, *given: str, **keys: Any) -> compare.Trial:
+    """The only trial of a comparison of one mixer."""
+    absent = dict.fromkeys(("learning_rates", "rows", "jobs", "report", "sweep", "overrides"))
+    own = compare.CompareKeys(
+        **{**absent, "output": str(folder), "mixers": ["gla"], "seeds": [0], "plot": False, **keys}
+    )
+    (trial,) = compare.plan(own, ["task=probe", "data=mqar", *given])
+    return trial
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("~data.options", "+data.options={vocab_size: 64}"),
+        ("~data.options", "++data.options={vocab_size: 64}"),
+        ("~data.options", "+data.options={vocab_size: 64}", "data.options={vocab_size: 32}"),
+        ("~data.options", "+data.options={vocab_size: 64}", "data.options.vocab_size=32", "+data.options={tokens: 32}"),
+        ("data.options=null", "data.options={vocab_size: 64}"),
+        ("~data.options.filler", "+data.options.filler=random"),
+        ("~data.options.filler", "++data.options.filler=random"),
+        ("~data.test", "+data.test=[{samples: 5}]"),
+        ("data.options={vocab_size: 64}", "data.options={tokens: 32}"),
+        ("data.options={vocab_size: 64}", "data.options={vocab_size: 32}"),
+        ("data={draw_seed: 3}", "data=copy"),
+        ("data=copy", "data={draw_seed: 3}"),
+        ("data.options.tokens=32", "~data.options.tokens"),
+        ("~data.options.filler", "+data.options.filler=random", "data.options.filler=zero"),
+        ("+trainer.profiler=simple", "trainer.profiler=advanced"),
+        ("+trainer.profiler=simple", "~trainer.profiler"),
+    ],
+    ids=" ".join,
+)
+def test_a_run_has_the_configuration_that_the_same_words_train(words, tmp_path):
+    with initialize_config_module("longseq.conf", version_base="1.3"):
+        planned = compose("train", plan_of(tmp_path, *words).overrides)
+        trained = compose("train", ["task=probe", "data=mqar", *words, "mixer=gla"])
+    trained.data.cache = planned.data.cache
+    assert planned == trained
+
+
+def test_the_name_of_a_run_leaves_out_what_is_replaced(tmp_path):
+    """Finished runs are found by it."""
+    replaced = (
+        (("recipe.epochs=2",), ("recipe.epochs=1", "++recipe.epochs=3", "recipe.epochs=2")),
+        (("data=copy",), ("data=mqar", "data=copy")),
+        (("++data.options.tokens=32",), ("~data.options.tokens", "++data.options.tokens=32")),
+        (("+data.test=[{samples: 5}]",), ("~data.test", "+data.test=[{samples: 5}]")),
+        (("data.options={tokens: 32}",), ("data.options={tokens: 16}", "data.options={tokens: 32}")),
+        (("~data.cache",), ("data.cache=samples", "~data.cache")),
+    )
+    with initialize_config_module("longseq.conf", version_base="1.3"):
+        for short, long in replaced:
+            assert plan_of(tmp_path, *long) == plan_of(tmp_path, *short)
+        swept = plan_of(tmp_path, overrides=["recipe.epochs=4"], sweep={"recipe.epochs": [5]}).overrides
+    assert [word for word in swept if "epochs" in word] == ["recipe.epochs=5"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

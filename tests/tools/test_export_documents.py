@@ -189,11 +189,12 @@ def test_learned_positions_limit_the_length_of_a_document(tmp_path: Path) -> Non
         FORMATS["torchscript"].open_file(path)(torch.zeros(1, 13, dtype=torch.long), torch.tensor([13]))
 
 
-def test_a_tokenizer_of_an_older_checkpoint_is_told_without_its_dropout() -> None:
-    """With it, a program without longseq would read other tokens each time."""
+def test_a_tokenizer_of_an_older_checkpoint_is_told_as_longseq_reads_it() -> None:
+    """With its dropout, truncation and padding, a program without longseq would read other tokens."""
     content = json.loads(train_tokenizer(["the cat sat on the mat"] * 20, 280).to_dict()["json"])
     content["model"]["dropout"] = 0.5
-    data = {"tokenizer": {"kind": "file", "separator": "<|endoftext|>", "json": json.dumps(content)}, "window": 8}
+    held = {**content, "truncation": {"max_length": 3}, "padding": {"strategy": {"Fixed": 9}}}
+    data = {"tokenizer": {"kind": "file", "separator": "<|endoftext|>", "json": json.dumps(held)}, "window": 8}
     model = build()
     exported = (
         document_metadata(model, data, extra={}),

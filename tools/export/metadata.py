@@ -16,7 +16,7 @@ from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.image.decoding import DECODING, RESIZING
 from longseq.tasks.training.decisions import HALF
 from longseq.timm_models import model_name, stated_by
-from longseq.tokenizer_files import find_start, without_dropout
+from longseq.tokenizer_files import as_read, find_start
 from longseq.tools.export.states import StateSpec
 
 __all__ = [
@@ -112,7 +112,7 @@ def _told_of_text(data: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any
     told: dict[str, Any] = {key: data[key] for key in keys if data.get(key) is not None}
     if data.get("window_is_assumed"):
         told.pop("window", None)
-    return {**told, "tokenizer": without_dropout(told["tokenizer"])} if "tokenizer" in told else told
+    return {**told, "tokenizer": as_read(told["tokenizer"])} if "tokenizer" in told else told
 
 
 def document_metadata(model: Any, data: Mapping[str, Any], *, extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,20 +5,33 @@ A plug-in adds its own with `@register("name")` on a function (random, samples, 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Any, TypeVar
 
+from hydra.core.config_store import ConfigStore
+
+from longseq.plugins import is_foreign
 from longseq.tasks.data.generators.listops import listops
 from longseq.tasks.data.generators.options import check_values, options_of
-from longseq.tasks.data.generators.samples import IGNORED, Samples, draw
+from longseq.tasks.data.generators.samples import IGNORED, Samples, check_samples, draw
 from longseq.tasks.probe.generators.copying import copy, selective_copying
 from longseq.tasks.probe.generators.mad import compression, fuzzy_recall, memorization, recall
 from longseq.tasks.probe.generators.mqar import mqar
 from longseq.tasks.probe.generators.mqar_vla import mqar_vla
 from longseq.tasks.probe.generators.regbench import regbench
 
-__all__ = ["GENERATORS", "IGNORED", "Samples", "check_options", "draw", "generator_options", "register"]
+__all__ = [
+    "GENERATORS",
+    "IGNORED",
+    "Samples",
+    "check_options",
+    "check_samples",
+    "draw",
+    "generator_options",
+    "register",
+]
 
 Generator = TypeVar("Generator", bound=Callable[..., Samples])
 
@@ -38,15 +51,48 @@ GENERATORS: Mapping[str, Callable[..., Samples]] = MappingProxyType(_GENERATORS)
 
 
 def register(name: str) -> Callable[[Generator], Generator]:
-    """Register a generator, which `data.generator=NAME` then chooses; its keyword arguments are `data.options`."""
+    """Register a generator, which `task=probe data=NAME` then chooses; its keyword arguments are `data.options`.
+
+    Where no file `conf/data/NAME.yaml` of a plug-in says otherwise, `data.options` are then the defaults, and the
+    numbers of samples those of conf/data/mqar.yaml.
+
+    Raises:
+        ValueError: the name is taken, an option has no default, or there is no option `vocab_size`.
+    """
 
     def enter(generator: Generator) -> Generator:
         if name in _GENERATORS:
             raise ValueError(f"the generator {name!r} is there already; choose another name")
+        options = options_of(generator)
+        if required := [option for option, default in options.items() if default is inspect.Parameter.empty]:
+            key = required[0]
+            raise ValueError(f"the generator {name!r}: the option {key} needs a default, such as {key}=1")
+        if not isinstance(options.get("vocab_size"), int):
+            raise ValueError(
+                f"the generator {name!r} needs the keyword-only option vocab_size with a default, such as vocab_size=16"
+            )
         _GENERATORS[name] = generator
+        ConfigStore.instance().store(group="data", name=name, node=_preset(name, options))
         return generator
 
     return enter
+
+
+def _preset(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file of the group `data` has for a generator that has none."""
+    plain = (bool, int, float, str, list, tuple, dict, NoneType)  # other defaults stand in no configuration
+    return {
+        "tasks": ["probe"],
+        "name": name,
+        "generator": name,
+        "options": {key: default for key, default in options.items() if isinstance(default, plain)},
+        "train": [{"samples": 10000}],
+        "validation": [{"samples": 500}],
+        "test": [{"samples": 1000}],
+        "eval_batch_size": 250,
+        "draw_seed": 0,
+        "cache": None,
+    }
 
 
 def generator_options(name: str) -> dict[str, Any]:
@@ -58,4 +104,4 @@ def generator_options(name: str) -> dict[str, Any]:
 
 def check_options(name: str, chosen: Mapping[str, Any]) -> None:
     """Raise ValueError for an option that the generator does not have, or a value of another type than its default."""
-    check_values(name, generator_options(name), chosen)
+    check_values(name, generator_options(name), chosen, foreign=is_foreign(GENERATORS[name]))

@@ -1,14 +1,17 @@
 """WebDataset shards of which something cannot be read: counted, named, and never trained on in silence."""
 
 import io
+import math
 import tarfile
 
 import numpy as np
 import pytest
+import torch
 from image_data import image_data
+from lightning.pytorch import Trainer
 from PIL import Image
 
-from longseq.tasks import train
+from longseq.tasks import ImageClassifier, Training, train
 from longseq.tasks.image import data
 from longseq.tasks.report import quiet_libraries
 
@@ -224,6 +227,26 @@ def test_commands_do_not_tell_of_a_file_that_shards_need_not_have(tmp_path, capf
     assert "info file" not in capfd.readouterr().err + caplog.text
     open_shards(tmp_path)
     assert "info file" in caplog.text, "a program's own logging is as before"
+
+
+def test_shards_that_are_trained_on_and_measured_are_told(tmp_path, caplog):
+    open_shards(tmp_path)
+    assert "data.val_split and data.train_split are the same images of data.source=wds/data" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_stream_serves_a_trainer_without_its_data_module(tmp_path):
+    module = open_shards(tmp_path)
+    info = module.info
+    shape = (info.in_chans, info.img_size, info.img_size)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(math.prod(shape), info.num_classes))
+    task = ImageClassifier(model, num_classes=info.num_classes, training=Training(learning_rate=1e-3))
+    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = Trainer(accelerator="cpu", max_epochs=1, **silent)
+    trainer.fit(task, module.train_dataloader(), module.val_dataloader())
+    whole = torch.cat(trainer.predict(task, datamodule=module))
+    assert len(whole) == sum(len(targets) for _, targets in module.test_dataloader())
+    torch.testing.assert_close(torch.cat(trainer.predict(task, module.val_dataloader())), whole)
 
 
 def test_repeats_of_an_image_have_no_effect_on_a_stream_and_that_is_told_once(tmp_path, caplog):

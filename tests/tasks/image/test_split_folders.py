@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import tarfile
 from pathlib import Path
@@ -85,6 +86,54 @@ def test_the_folder_above_the_splits_is_not_one_training_set(tmp_path, caplog):
     assert open_folder(inner).info.sizes == {"train": 8, "val": 8, "test": 8}
     given = dict(one.removeprefix("data.").split("=") for one in remedy.split())
     assert open_folder(years, **given).info.sizes == {"train": 8, "val": 8, "test": 8}
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("training_set", "test_set"),
+        ("Training_Set", "Test_Set"),
+        ("train-set", "testing-set"),
+        ("trainset", "testing"),
+        ("Train Data", "Test Data"),
+    ],
+)
+def test_sets_that_are_called_otherwise_are_not_one_training_set(train, test, tmp_path):
+    root = write_splits(tmp_path / "images", train, test)
+    told = refusal(root)
+    assert f"{root} holds the splits " in told
+    given = dict(one.removeprefix("data.").split("=") for one in shlex.split(told[told.index("or give ") + 8 :]))
+    assert given == {"train_split": train, "test_split": test}
+    assert open_folder(root, val_split=None, **given).info.sizes == {"train": 6, "val": 2, "test": 8}
+    for folder in (root / test).iterdir():  # test images without labels are no class
+        shutil.rmtree(folder)
+    Image.new("RGB", (8, 8)).save(root / test / "0.png")
+    assert "which would be one set" in refusal(root)
+
+
+def test_among_other_classes_one_may_be_called_as_a_set_is(tmp_path):
+    root = write_images(tmp_path / "images")
+    for name in ("test", "training_set", "Validation"):
+        shutil.copytree(root / "cat", root / name)
+    assert open_folder(root).info.class_names == ["cat", "dog", "test", "training_set", "Validation"]
+
+
+@pytest.mark.parametrize(("key", "kind"), [("val_split", "val"), ("test_split", "test")])
+def test_no_split_is_measured_that_is_the_training(key, kind, tmp_path):
+    root = write_splits(tmp_path / "images", "train", "val", "test")
+    told = refusal(root, **{key: "train"})
+    assert told.startswith(f"data.{key}=train and data.train_split=train are the same images ({root / 'train'}): give ")
+    assert f"or data.{key}=null, which measures" in told
+    shutil.rmtree(root / kind)
+    (root / kind).symlink_to("train")
+    names = {"val_split": "validation", "test_split": "test"}
+    assert f"data.{key}={names[key]} and data.train_split=train are the same images" in refusal(root, **names)
+
+
+def test_a_split_of_two_kinds_is_named_once(tmp_path, caplog):
+    root = write_splits(tmp_path / "images", "train", "val", "other")
+    open_folder(root, test_split="val")
+    assert "the images of other/ are in no split, beside train, val: name a split" in caplog.text
 
 
 def test_splits_without_classes_are_not_the_classes(tmp_path):
@@ -225,6 +274,9 @@ def test_a_missing_folder_of_torchvision_is_not_the_whole_of_the_root(tmp_path, 
         ValueError, match="the validation images have the classes 1, 2, and the training images have 0, 1"
     ):
         open_torch(root)
+    for key in ("val_split", "test_split"):
+        with pytest.raises(ValueError, match=rf"data\.{key}=train and data\.train_split=train are the same images"):
+            open_torch(root, **{key: "train"})
 
 
 def evaluated(module, **changes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 from types import SimpleNamespace
@@ -239,6 +240,20 @@ def test_prompts_come_from_lines_and_from_json(tmp_path):
     for name, content in (("d.txt", "film"), ("d.jsonl", same), ("d.JSONL", same), ("d.ndjson", same)):
         (tmp_path / name).write_text(content, encoding="utf-8-sig")  # with the mark that some editors write first
         assert generate.read_prompts(tmp_path / name) == ["film"]
+    (tmp_path / "e.json").write_text('[{"prompt": "film"},\n "book"]')
+    assert generate.read_prompts(tmp_path / "e.json") == ["film", "book"], "an array in place of lines"
+    (tmp_path / "f.json").write_text('{"prompt": "film"}\n"book"\n')
+    assert generate.read_prompts(tmp_path / "f.json") == ["film", "book"]
+    for name, content, message in (
+        ("g.json", b'[{"prompt": "film"}, 3]', r"g\.json, row 1: no JSON object with the key prompt"),
+        ("g.json", b"[1,", r"g\.json is no JSON"),
+        ("g.json", b"[]", "holds no prompt"),
+        ("g.jsonl.gz", gzip.compress(b'"film"'), "compressed by gzip: decompress it"),
+        ("g.csv", b"prompt\nfilm\n", r"g\.csv: prompts are read from \.jsonl and \.json"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            generate.read_prompts(tmp_path / name)
     for content, message in (
         (b"{}\n", "line 1: no JSON object"),
         (b"\xff", "is no UTF-8"),

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from cases import cases
 
 from longseq.tasks.data.generators.listops import CLOSE, MAX, MED, MIN, PADDING
 from longseq.tasks.data.generators.samples import distinct, row_hashes
-from longseq.tasks.probe.generators import GENERATORS, IGNORED, Samples, draw, generator_options
+from longseq.tasks.probe import generators
+from longseq.tasks.probe.generators import GENERATORS, IGNORED, Samples, check_options, draw, generator_options
 from longseq.tasks.probe.slices import make_splits, slice_names
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -300,6 +305,144 @@ def test_the_cache_gives_the_same_samples(tmp_path: Any) -> None:
     assert np.array_equal(again["train"][0].tokens, made["train"][0].tokens)
     make_splits("copy", {"tokens": 8}, described, seed=4, folder=str(tmp_path))
     assert len(list(tmp_path.glob("copy_*.npz"))) == 2
+
+
+OWN = """
+import numpy as np
+from longseq.tasks.probe.generators import Samples
+
+OFFSET = 0
+
+def own(random, samples, *, vocab_size=16, tokens=12, offset=0):
+    drawn = random.integers(0, 8, (samples, tokens))
+    return Samples(drawn, (drawn + offset + OFFSET) % vocab_size)
+"""
+
+
+@pytest.mark.parametrize(
+    "change", [("offset=0", "offset=1"), ("OFFSET = 0", "OFFSET = 1"), ("% vocab_size", "* 3 % vocab_size")], ids=str
+)
+def test_the_cache_knows_the_source_of_a_plug_in(
+    change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described, made = {"train": [{"samples": 20}]}, []
+    for number, source in enumerate((OWN, OWN, OWN.replace(*change))):
+        file = tmp_path / f"{number}" / "own.py"
+        file.parent.mkdir()
+        file.write_text(source)
+        module = ModuleType("own")
+        exec(compile(source, file, "exec"), vars(module))
+        monkeypatch.setitem(generators._GENERATORS, "own", module.own)
+        made.append(make_splits("own", {}, described, seed=0, folder=str(tmp_path))["train"][0].answers)
+        if number == 1:
+            assert len(list(tmp_path.glob("own_*.npz"))) == 1
+    assert len(list(tmp_path.glob("own_*.npz"))) == 2
+    assert np.array_equal(made[0], made[1])
+    assert not np.array_equal(made[0], made[2])
+
+
+def test_samples_of_a_source_that_is_not_known_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: dict[str, Any] = {}
+    exec(OWN, names)
+    monkeypatch.setitem(generators._GENERATORS, "own", names["own"])
+    make_splits("own", {}, {"train": [{"samples": 20}]}, seed=0, folder=str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_cache_knows_the_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    described = {"train": [{"samples": 20}]}
+    for vocab_size, files in ((10, 1), (10, 1), (12, 2)):
+        monkeypatch.setitem(generators.copy.__kwdefaults__, "vocab_size", vocab_size)
+        make_splits("copy", {"tokens": 8}, described, seed=0, folder=str(tmp_path))
+        assert len(list(tmp_path.glob("copy_*.npz"))) == files
+
+
+def drawn(random: np.random.Generator, samples: int, tokens: int = 8) -> Any:
+    return random.integers(0, 4, (samples, tokens))
+
+
+MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda x: x, "it returns ndarray: return Samples(tokens, labels)"),
+    (lambda x: Samples(x, x + 1), "labels has 4 where vocab_size=4: return numbers from 0 to 3, or -100 without a"),
+    (lambda x: Samples(x, x - 1), "labels has -1 where vocab_size=4"),
+    (lambda x: Samples(x + 1, x), "tokens has 4 where vocab_size=4: return numbers from 0 to 3"),
+    (lambda x: Samples(x - 1, x), "tokens has -1 where vocab_size=4"),
+    (lambda x: Samples(x / 8, x), "tokens is an array of float64: return a NumPy array of integers"),
+    (lambda x: Samples(x, x.tolist()), "labels is list: return a NumPy array of integers"),
+    (lambda x: Samples(x, None), "labels is NoneType: return a NumPy array of integers"),
+    (lambda x: Samples(x[:10], x[:10]), "tokens has the shape [10, 8]: return [20, T] for 20 samples"),
+    (lambda x: Samples(x[0], x[0]), "tokens has the shape [8]: return [20, T] for 20 samples"),
+    (lambda x: Samples(x, x[:, 1:]), "labels has the shape [20, 7], and tokens [20, 8]: make them fit"),
+    (lambda x: Samples(x, x, x[0]), "allowed has the shape [8], and tokens [20, 8]: make them fit"),
+    (lambda x: Samples(x, x, None, x[1:]), "identity has the shape [19, 8], and tokens [20, 8]: make them fit"),
+    (lambda x: Samples(x, np.full_like(x, IGNORED)), "no sample of the slice slice0 of train has a question"),
+]
+
+
+@cases(("change", "message"), MISTAKES)
+def test_what_a_plug_in_returns_is_checked(
+    change: Callable[[Any], Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def own(random: np.random.Generator, samples: int, *, vocab_size: int = 4) -> Any:
+        return change(drawn(random, samples))
+
+    monkeypatch.setitem(generators._GENERATORS, "own", own)
+    with pytest.raises(ValueError, match=f"^data.generator=own: {re.escape(message)}"):
+        make_splits("own", {}, {"train": [{"samples": 20}]}, seed=0)
+
+
+def test_a_plug_in_may_return_what_samples_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(random: np.random.Generator, samples: int, *, vocab_size: int = 4) -> Samples:
+        tokens = drawn(random, samples)
+        labels = np.where(tokens == 1, IGNORED, tokens)
+        return Samples(tokens > 1, labels, 1 << tokens, np.arange(samples) + random.integers(2**40))
+
+    monkeypatch.setitem(generators._GENERATORS, "own", own)
+    (made,) = make_splits("own", {}, {"train": [{"samples": 20}]}, seed=0)["train"]
+    assert made.tokens.shape == (20, 8)
+
+
+def test_options_of_a_plug_in_have_types_and_no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(random, samples, *, vocab_size=4, offset=-2, gain=-1.5, span=(-3, 3), names=("a",), any=None, on=True):
+        raise AssertionError
+
+    monkeypatch.setitem(generators._GENERATORS, "own", own)
+    for right in (
+        {"offset": -4},
+        {"gain": -2},
+        {"span": [5, -1, 2]},
+        {"span": []},
+        {"names": ["b", "c"]},
+        {"any": "x"},
+    ):
+        check_options("own", right)
+    for wrong, message in (
+        ({"offset": 0.5}, "data.options.offset=0.5 must be a whole number"),
+        ({"gain": "low"}, "data.options.gain='low' must be a number"),
+        ({"span": [0.5, 1]}, r"data.options.span=\[0.5, 1\] must be a list of entries such as \[-3, 3\]"),
+        ({"span": 3}, r"data.options.span=3 must be a list of entries such as \[-3, 3\]"),
+        ({"names": [1]}, r"data.options.names=\[1\] must be a list of entries such as \['a'\]"),
+        ({"on": 1}, "data.options.on=1 must be true or false"),
+        ({"pairs": 2}, "has no option pairs: .*; data=own, in place of data.generator=own, sets these alone"),
+    ):
+        with pytest.raises(ValueError, match=f"{message}$"):
+            check_options("own", wrong)
+
+
+def test_a_generator_whose_options_no_command_could_give_is_refused() -> None:
+    def required(random: Any, samples: int, *, size: int, vocab_size: int = 4) -> Samples:
+        raise AssertionError
+
+    def endless(random: Any, samples: int, vocab_size: int = 4) -> Samples:
+        raise AssertionError
+
+    for own, message in (
+        (required, "'own': the option size needs a default, such as size=1"),
+        (endless, "'own' needs the keyword-only option vocab_size with a default, such as vocab_size=16"),
+    ):
+        with pytest.raises(ValueError, match=f"the generator {message}$"):
+            generators.register("own")(own)
+    assert "own" not in GENERATORS
 
 
 def test_slices_are_named_by_what_they_set() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from tiny_probe import TINY
 
 import longseq.conf
+from longseq import mixers, plugins
 from longseq.tasks import evaluate, train
+from longseq.tasks.probe import generators
 from longseq.tasks.probe.batches import MixtureSampler, SliceSampler
 from longseq.tasks.probe.data import ProbeDataModule
 from longseq.tasks.probe.generators import IGNORED
@@ -267,3 +270,46 @@ def test_wrong_input_is_one_line_with_the_remedy(overrides, message, compose_con
 def test_probes_are_no_image_data(compose_config, tmp_path):
     with pytest.raises(ValueError, match=r"data\.generator is unknown: the keys of data are name, source"):
         train.run(compose_config("train", "data=mqar", "recipe=digits", f"output={tmp_path}"))
+
+
+OWN = """
+from longseq.mixers import register as register_mixer
+from longseq.mixers.linear_attention import LinearAttention
+from longseq.tasks.probe.generators import Samples, register
+
+@register("shifted")
+def shifted(random, samples, *, vocab_size: int = 16, tokens: int = 12, offset: int = -1, span=(-2, 2)):
+    drawn = random.integers(0, 16, (samples, tokens))
+    return Samples(drawn, (drawn + offset) % 16)
+
+@register_mixer("negative")
+class Negative(LinearAttention):
+    def __init__(self, d_model, *, gain: float = -4.0, backend="auto"):
+        super().__init__(d_model, backend=backend)
+        self.gain = gain
+"""
+
+
+@pytest.mark.slow
+def test_a_generator_of_a_plug_in_is_a_choice_of_data(command_here, tmp_path, monkeypatch):
+    (tmp_path / "shifting.py").write_text(OWN)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    monkeypatch.setattr(plugins, "_LOADED", dict(plugins._LOADED))
+    for registered in (generators._GENERATORS, mixers.registry._REGISTRY):
+        for name in ("shifted", "negative"):
+            monkeypatch.setitem(registered, name, None)
+            del registered[name]
+    words = [word for word in TINY if "options" not in word and word != "data=mqar"]
+    started = (tmp_path, "train", "plugins=[shifting]", *words, "recipe.epochs=1", "output=run")
+    refused = command_here(*started, "data=mqar", "data.generator=shifted")
+    assert refused.returncode == 2
+    assert refused.stderr.endswith("; data=shifted, in place of data.generator=shifted, sets these alone\n")
+    own = ("data=shifted", "data.options.offset=-2", "data.options.span=[3,-5]")
+    trained = command_here(*started, *own, "mixer=negative", "mixer.options.gain=-2.5")
+    assert trained.returncode == 0, trained.stderr
+    config = read(tmp_path / "run" / "checkpoints" / "best.ckpt")["hyper_parameters"]["config"]
+    assert config["data"]["options"] == {"vocab_size": 16, "tokens": 12, "offset": -2, "span": [3, -5]}
+    assert config["mixer"] == {"name": "negative", "options": {"gain": -2.5}}
+    wrong = command_here(*started, "data=shifted", "recipe=digits")
+    assert wrong.returncode == 2
+    assert "task=probe" in wrong.stderr

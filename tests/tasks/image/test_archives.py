@@ -1,0 +1,165 @@
+"""Archives beside class folders: the folders are read, and what is not read is told."""
+
+from __future__ import annotations
+
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from image_data import image_data
+from PIL import Image
+
+from longseq.tasks.image.data import ImageDataModule
+
+
+def write_image(path: Path, shade: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.full((8, 8, 3), shade, dtype=np.uint8)).save(path)
+
+
+def write_classes(root: Path, *names: str, count: int = 4, first: int = 0) -> Path:
+    for number, name in enumerate(names):
+        for index in range(count):
+            write_image(root / name / f"{index}.png", first + 10 * number + index)
+    return root
+
+
+def write_tar(path: Path, folder: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        archive.add(folder, arcname=".")
+    return path
+
+
+def open_folder(root: Path, **keys: Any) -> ImageDataModule:
+    module = image_data(name="test", source="folder", root=str(root), img_size=8, **keys)
+    module.setup()
+    return module
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    """A .tar of the classes cat and dog."""
+    return write_tar(tmp_path / "packed.tar", write_classes(tmp_path / "older", "cat", "dog", count=2, first=100))
+
+
+@pytest.mark.parametrize("name", ["all.tar", "bird.tar", "cat.tar"])
+def test_class_folders_count_and_not_an_archive_beside_them(name, packed, tmp_path, caplog):
+    root = write_classes(tmp_path / "images", "cat", "dog", "bird")
+    shutil.copy(packed, root / name)
+    module = open_folder(root)
+    assert module.info.class_names == ["bird", "cat", "dog"]
+    assert sum(len(split) for split in (module.splits.train, module.splits.validation)) == 12
+    assert f"{root}: 1 passed over (1 .tar: {name})" in caplog.messages
+
+
+def test_archives_in_the_folders_of_splits_and_further_above_are_passed_over(packed, tmp_path, caplog):
+    root = write_classes(tmp_path / "images", "train/cat", "train/dog", "val/cat", "val/dog")
+    shutil.copy(packed, root / "train" / "more.tar")
+    shutil.copy(packed, root / "val" / "old.tar")
+    assert open_folder(root).info.sizes == {"train": 8, "val": 8, "test": 8}
+    for split, name in (("train", "more.tar"), ("val", "old.tar")):
+        assert f"{root / split}: 1 passed over (1 .tar: {name})" in caplog.messages
+    nested = write_classes(tmp_path / "nested", "pets/cat", "pets/dog", "wild/elk")
+    shutil.copy(packed, nested / "pets.tar")
+    assert open_folder(nested).info.class_names == ["cat", "dog", "elk"]
+    assert f"{nested}: 1 passed over (1 .tar: pets.tar)" in caplog.messages
+
+
+def test_an_evaluation_measures_the_class_folders(packed, tmp_path, caplog):
+    trained = open_folder(write_classes(tmp_path / "images", "cat", "dog"))
+    other = write_classes(tmp_path / "other", "cat", "dog", first=50)
+
+    def measure() -> Any:
+        changes = {"root": str(other)}
+        known = {"data": vars(trained.keys)}
+        return ImageDataModule.for_evaluation(known, changes, split="test", trained=trained.info, batch_size=4)
+
+    shutil.copy(packed, other / "some.tar")
+    assert measure().info.sizes == {"test": 8}
+    assert f"{other}: 1 passed over (1 .tar: some.tar)" in caplog.messages
+    (other / "some.tar").rename(other / "test.tar")  # the name of a split, which is measured then
+    assert measure().info.sizes == {"test": 4}
+    assert f"{other}: the images of cat/, dog/ are in no split, beside test.tar" in caplog.text
+
+
+def test_a_hidden_archive_is_none(tmp_path, packed, caplog):
+    root = write_classes(tmp_path / "images", "cat", "dog")
+    (root / "._backup.tar").write_bytes(b"Mac OS X        ")
+    assert sum(open_folder(root).info.sizes[split] for split in ("train", "val")) == 8
+    assert f"{root}: 1 passed over (1 hidden: ._backup.tar)" in caplog.messages
+    archives = tmp_path / "archives"
+    archives.mkdir()
+    shutil.copy(packed, archives)
+    shutil.copy(root / "._backup.tar", archives)
+    assert open_folder(archives).info.class_names == ["cat", "dog"]
+    (archives / "packed.tar").unlink()
+    with pytest.raises(ValueError, match=r"holds no images in class folders \(1 passed over: 1 hidden: \._backup"):
+        open_folder(archives)
+
+
+def test_an_archive_without_images_is_told_in_one_line(tmp_path):
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "a.py").write_text("")
+    archive = write_tar(tmp_path / "code.tar", tmp_path / "code")
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(archive, alone)
+    for root in (archive, alone):
+        with pytest.raises(ValueError, match=r"holds no images in class folders: give a folder") as error:
+            open_folder(root)
+        assert str(error.value).startswith(f"{root} holds")
+    folders = write_classes(tmp_path / "images", "cat", "dog")
+    shutil.copy(archive, folders)
+    assert open_folder(folders).info.class_names == ["cat", "dog"]
+
+
+@pytest.mark.parametrize("given", [None, {"cat": 0, "dog": 1}])
+def test_archives_and_images_outside_class_folders_are_refused(given, packed, tmp_path):
+    root = tmp_path / "mixed"
+    write_image(root / "one.png", 0)
+    shutil.copy(packed, root)
+    with pytest.raises(
+        ValueError, match=r"mixed holds packed\.tar and images outside class folders \(one\.png\): move"
+    ):
+        open_folder(root, class_map=given)
+
+
+def test_what_lies_beside_archives_is_told(packed, tmp_path, caplog):
+    root = tmp_path / "archives"
+    (root / "elk").mkdir(parents=True)
+    shutil.copy(packed, root)
+    for name in ("notes.txt", "more.zip", "part.tar.gz"):
+        (root / name).write_bytes(b"any")
+    assert sum(open_folder(root).info.sizes[split] for split in ("train", "val")) == 4
+    told = "4 passed over (1 .zip, 1 .txt, 1 .gz, 1 empty: more.zip, notes.txt, part.tar.gz, elk/)"
+    assert f"{root}: {told}" in caplog.messages
+
+
+def test_class_folders_of_broken_images_are_no_archive(packed, tmp_path):
+    root = tmp_path / "images"
+    for name in ("cat", "dog"):
+        for index in range(4):
+            write_image(root / name / f"{index}.png", 0)
+            (root / name / f"{index}.png").write_bytes(b"")
+    shutil.copy(packed, root)
+    with pytest.raises(ValueError, match="none of the 2 validation images can be read"):
+        open_folder(root, val_fraction=0.25)
+
+
+def test_archives_beside_splits_are_told(packed, tmp_path, caplog):
+    root = write_classes(tmp_path / "images", "train/cat", "train/dog", "val/cat", "val/dog")
+    shutil.copy(packed, root / "more.tar")
+    (root / "most.zip").write_bytes(b"packed")
+    open_folder(root)
+    assert f"{root}: the images of more.tar, most.zip are in no split, beside train, val" in caplog.text
+
+
+def test_pooled_splits_beside_an_archive_are_refused_as_folders(packed, tmp_path):
+    root = write_classes(tmp_path / "years", "train2017/cat", "train2017/dog", "val2017/cat", "val2017/dog")
+    shutil.copy(packed, root)
+    with pytest.raises(ValueError, match=r"or give data\.train_split=train2017 data\.val_split=val2017$"):
+        open_folder(root)

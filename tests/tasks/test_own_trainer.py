@@ -1,0 +1,153 @@
+"""Lightning's own Trainer on the loaders of our data modules, with the data module and without it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from documents import make_rows, write_jsonl
+from documents import open_data as open_documents
+from image_data import image_data
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
+from torch.utils.data import DataLoader
+
+from longseq.backbones.classifier import TextClassifier
+from longseq.backbones.tokens import TokenBackbone
+from longseq.tasks import ImageClassifier
+from longseq.tasks.data.loader import BatchLoader, TrainingLoader
+from longseq.tasks.document.module import DocumentTask
+from longseq.tasks.image.transforms import normalize
+from longseq.tasks.lm.data import LanguageModelData
+from longseq.tasks.lm.module import LanguageModelTask
+from longseq.tasks.probe.config import ProbeDataKeys
+from longseq.tasks.probe.data import ProbeDataModule
+from longseq.tasks.probe.module import ProbeTask
+from longseq.tasks.text.keys import TextDataKeys
+from longseq.tasks.training.recipe import Training
+
+TRAINING = Training(learning_rate=1e-3)
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+def trainer(**options: Any) -> Trainer:
+    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return Trainer(accelerator="cpu", max_epochs=2, **silent, **options)
+
+
+def open_images(folder: Path, num_workers: int = 0) -> tuple[Any, Any]:
+    keys = {"img_size": 8, "in_chans": 1, "num_workers": num_workers, "mean": [0.2], "std": [0.4]}
+    data = image_data(name="digits", source="digits", batch_size=64, seed=5, **keys)
+    options = {"img_size": 8, "patch_size": 4, "in_chans": 1, "num_classes": 10, "embed_dim": 16, "depth": 1}
+    model = timm.create_model("longseq_tiny_patch16_224", mixer="linear_attention", **options)
+    return ImageClassifier(model, num_classes=10, training=TRAINING), data
+
+
+def open_images_with_workers(folder: Path) -> tuple[Any, Any]:
+    return open_images(folder, num_workers=1)
+
+
+def open_texts(folder: Path) -> tuple[Any, Any]:
+    write_jsonl(folder / "rows.jsonl", make_rows())
+    data = open_documents(folder, root=str(folder / "rows.jsonl"))
+    model = TextClassifier(num_classes=3, vocab_size=data.info.vocab_size, d_model=16, depth=1, mixer="deltanet")
+    return DocumentTask(model, info=data.info, training=TRAINING), data
+
+
+def open_corpus(folder: Path) -> tuple[Any, Any]:
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": row["text"]}) + "\n" for row in make_rows()))
+    keys = {"source": "files", "root": str(folder / "text.jsonl"), "cache": str(folder / "cache"), "window": 16}
+    data = LanguageModelData(TextDataKeys(name="made", validation=0.2, test=0.2, **keys), batch_size=8)
+    data.setup()
+    model = TokenBackbone(vocab_size=data.info.vocab_size, d_model=16, depth=1, mixer="deltanet")
+    return LanguageModelTask(model, info=data.info, training=TRAINING), data
+
+
+def open_probe(folder: Path) -> tuple[Any, Any]:
+    options = {"vocab_size": 32, "tokens": 16, "pairs": 2}
+    counts = {"train": [{"samples": 64}], "validation": [{"samples": 32}], "test": [{"samples": 32}]}
+    data = ProbeDataModule(ProbeDataKeys(name="mqar", generator="mqar", options=options, **counts), batch_size=16)
+    data.setup()
+    model = TokenBackbone(vocab_size=32, d_model=16, depth=1, mixer="deltanet")
+    return ProbeTask(model, slices=data.info.slices, training=TRAINING), data
+
+
+TASKS = [open_images, open_images_with_workers, open_texts, open_corpus, open_probe]
+
+
+class Noted(Callback):
+    """The first inputs of each training batch, by epoch."""
+
+    def __init__(self) -> None:
+        self.batches: dict[int, list[torch.Tensor]] = {}
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        inputs = getattr(batch[0], "tokens", batch[0])
+        self.batches.setdefault(trainer.current_epoch, []).append(inputs.detach().clone())
+
+
+@pytest.mark.parametrize("opened", TASKS)
+def test_loaders_measure_and_train_without_their_data_module(opened, tmp_path):
+    module, data = opened(tmp_path)
+    data.setup()
+    (whole,) = trainer().validate(module, datamodule=data, verbose=False)
+    (alone,) = trainer().validate(module, data.val_dataloader(), verbose=False)
+    assert alone == pytest.approx(whole)
+    noted = Noted()
+    trainer(callbacks=[noted]).fit(module, data.train_dataloader(), data.val_dataloader())
+    assert not torch.equal(noted.batches[0][0], noted.batches[1][0])
+
+
+@pytest.mark.parametrize("opened", TASKS)
+def test_overfit_batches_repeats_the_batches_of_the_first_epoch(opened, tmp_path):
+    module, data = opened(tmp_path)
+    noted = Noted()
+    trainer(overfit_batches=2, callbacks=[noted]).fit(module, datamodule=data)
+    first, second = noted.batches[0], noted.batches[1]
+    assert len(first) == len(second) <= 2
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("opened", TASKS[:-1])
+def test_predictions_are_those_of_the_test_set(opened, tmp_path):
+    module, data = opened(tmp_path)
+    given = trainer().predict(module, datamodule=data)
+    alone = trainer().predict(module, data.predict_dataloader())
+    assert len(given) == len(data.predict_dataloader())
+    torch.testing.assert_close(given, alone)
+    assert len(trainer().predict(module, data.val_dataloader())) == len(data.val_dataloader())
+
+
+def test_predictions_of_images_are_in_the_order_of_the_split(tmp_path):
+    module, data = open_images(tmp_path)
+    found = torch.cat(trainer().predict(module, datamodule=data))
+    split = data.splits.test
+    images = torch.stack([torch.from_numpy(split.source.images[index])[None] for index in split.indices])
+    with torch.no_grad():
+        torch.testing.assert_close(found, module.eval()(normalize(images, data.info)), atol=1e-5, rtol=1e-4)
+
+
+def test_images_of_eight_bits_of_another_loader_are_refused(tmp_path):
+    module, _ = open_images(tmp_path)
+    rows = [(torch.zeros(1, 8, 8, dtype=torch.uint8), 0)] * 4
+    for measure in (trainer().validate, trainer().predict):
+        with pytest.raises(ValueError, match=r"^the images of a batch are integers of 8 bits, and must .*datamodule="):
+            measure(module, DataLoader(rows, 2))
+
+
+def test_a_loader_for_one_process_is_divided_and_one_of_several_is_not():
+    _, data = open_images(Path())
+    data.setup()
+    whole, part = data.val_dataloader(), data.val_dataloader()
+    part.own_sampler.world_size = 2
+    divided = UnrepeatedDistributedSamplerWrapper(whole.sampler, num_replicas=2, rank=1)
+    assert BatchLoader(whole.dataset, whole.own_sampler, sampler=divided).sampler is divided
+    assert BatchLoader(part.dataset, part.own_sampler, sampler=divided).sampler is part.own_sampler
+    loader = data.train_dataloader()
+    with pytest.raises(ValueError, match=r"for one process is given to a run of 2: give the Trainer the data module"):
+        TrainingLoader(loader.dataset, loader.own_sampler, sampler=divided)
