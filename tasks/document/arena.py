@@ -20,10 +20,10 @@ from longseq.tasks.data.generators.listops import CLOSE, listops
 from longseq.tasks.data.generators.options import check_values, options_of
 from longseq.tasks.data.generators.samples import IGNORED, draw
 from longseq.tasks.data.seeds import derive_seed
+from longseq.tasks.data.stamps import stamp
 from longseq.tasks.data.unreadable import UNREADABLE
 from longseq.tasks.document.sources import Opened, Reader, Sample, Source, register
 from longseq.tasks.text.documents import Place
-from longseq.tasks.text.prepare import stamp
 from longseq.tasks.text.sources import Malformed
 
 if TYPE_CHECKING:

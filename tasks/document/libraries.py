@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from longseq.tasks.data.stamps import stamp
 from longseq.tasks.document.sources import _TEXT, Opened, Reader, Sample, Source, register
 from longseq.tasks.text.documents import Place
-from longseq.tasks.text.prepare import stamp
 from longseq.tasks.text.python_sources import modules_of
 from longseq.tasks.text.sources import Malformed
 

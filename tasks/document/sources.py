@@ -28,10 +28,10 @@ import numpy.typing as npt
 
 from longseq.tasks.data.folders import class_name, is_unicode, refuse_inside, refuse_pipe
 from longseq.tasks.data.labels import Labels, name_some, read_labels
+from longseq.tasks.data.stamps import stamp
 from longseq.tasks.data.tables import find_split_column
 from longseq.tasks.text.corpora import cache_folder
 from longseq.tasks.text.documents import Document, Place
-from longseq.tasks.text.prepare import stamp
 from longseq.tasks.text.sources import STREAM, Columns, Malformed, find_parts, read_part
 from longseq.tasks.training.options import spell
 

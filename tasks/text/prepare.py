@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 
 from longseq.files import crc32_of
 from longseq.tasks.data.folders import refuse_inside
+from longseq.tasks.data.stamps import stamp
 from longseq.tasks.report import progress_bar, quiet_libraries, shorten
 from longseq.tasks.text.documents import (
     Encoded,
@@ -188,21 +189,6 @@ def _files_of_tokenizer(tokenizer: str) -> list[str]:
     if tokenizer == "bytes" or trained_size(tokenizer) is not None:
         return []
     return [tokenizer, *([] if os.path.isdir(tokenizer) else [str(Path(tokenizer).with_name(SETTINGS_FILE))])]
-
-
-def stamp(path: str) -> list[Any]:
-    """The size and the times of a file, by which a later one is told from it; of a folder those of its files.
-
-    Archives and copies give a file the time of its content, also one that other files had before. The time of its last
-    change on the disk (`st_ctime_ns`) cannot be given.
-    """
-    try:
-        if os.path.isdir(path):
-            return [[name, *stamp(os.path.join(path, name))] for name in sorted(os.listdir(path))]
-        found = os.stat(path)
-    except OSError:
-        return []
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
 def _continue_plan(partial: Path, plan: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import hashlib
 import io
 import json
 import logging
@@ -23,6 +24,7 @@ from typing import IO, Any, NamedTuple
 
 from longseq.tasks.data.class_lists import require_one_list
 from longseq.tasks.data.folders import leads_above
+from longseq.tasks.data.stamps import stamp
 from longseq.tasks.data.tables import check_header
 from longseq.tasks.text.compressed import open_bzip2, open_xz
 from longseq.tasks.text.delimited import DELIMITERS, PARTED, Row, read_rows
@@ -77,8 +79,8 @@ DATA_KEYS = ("data.column", "data.prompt_column", "data.label_column", "data.roo
 class Part(NamedTuple):
     """A part of an input from `start` to `stop`: bytes (jsonl), row groups (parquet), rows (saved), shards (stream).
 
-    `files` are the files of a part that consists of whole files, one document each; `size` is the approximate number of
-    bytes.
+    `files` are the files of a part that consists of whole files, one document each, and of a stream one text, which is
+    another one when the set has changed; `size` is the approximate number of bytes.
     """
 
     format: str
@@ -305,8 +307,9 @@ def _parts_of_stream(given: str, columns: Columns) -> Iterator[Part]:
     stream = _load_stream(given, columns)
     if stream.column_names is not None:
         _check_columns(given, columns, stream.column_names)
+    version = _version_of_stream(given, columns)
     for shard in range(stream.num_shards):
-        yield Part("stream", given, 0, shard, shard + 1)
+        yield Part("stream", given, 0, shard, shard + 1, (version,))
 
 
 def is_array(path: Path) -> bool:
@@ -437,6 +440,14 @@ def _warn_of_doubtful(first: Place, count: int, doubt: str) -> None:
     others = f" ({count} such cells)" if count > 1 else ""
     remedy = "if it is one text" if doubt == PARTED else "if they are rows"
     _log.warning("%s: a quoted cell %s%s; %s, give jsonl or parquet", first.describe(), doubt, others, remedy)
+
+
+def _has_no_file(path: Path) -> bool:
+    """True for a saved set without rows, which the library does not open."""
+    try:
+        return json.loads((path / "state.json").read_bytes()).get("_data_files") == []
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _read_parquet(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
@@ -683,9 +694,27 @@ def _load_stream(given: str, columns: Columns) -> Any:
         raise ValueError(f"{columns.spell(given)} cannot be opened: {error}") from error
 
 
+def _version_of_stream(given: str, columns: Columns) -> str:
+    """A text for a set and a split, another one when the set has other files; the hub names these with their commit."""
+    name, configuration, _ = _name_stream(given)
+    try:
+        builder = _datasets().load_dataset_builder(name, configuration)
+    except Exception as error:  # as in `_load_stream`
+        raise ValueError(f"{columns.spell(given)} cannot be opened: {error}") from error
+    named = {str(split): [str(file) for file in files] for split, files in (builder.config.data_files or {}).items()}
+    listed = [
+        given,
+        builder.hash,
+        [[split, [[file, *stamp(file)] for file in files]] for split, files in named.items()],
+    ]
+    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
+
+
 def _load_saved(path: str, columns: Columns) -> Any:
     datasets = _datasets()
     try:
         return datasets.load_from_disk(path)
     except Exception as error:  # the library and pyarrow raise many kinds
+        if _has_no_file(Path(path)):
+            raise ValueError(f"{columns.spell(path)} is empty") from error
         raise ValueError(f"{columns.spell(path)} cannot be read as a saved data set: {error}") from error

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -563,6 +564,8 @@ def test_a_stream_is_read_shard_by_shard(tmp_path: Path, monkeypatch: pytest.Mon
         return load("json", data_files=files, split="train", streaming=streaming, cache_dir=str(tmp_path / "cache"))
 
     monkeypatch.setattr(datasets, "load_dataset", local)
+    hub = SimpleNamespace(hash="a commit", config=SimpleNamespace(data_files=None))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *rest, **options: hub)
     columns = Columns()
     parts = find_parts(["hfids/owner/name:small@validation"], columns)
     assert (len(parts), asked) == (3, [("owner/name", "small", "validation")])
@@ -575,6 +578,36 @@ def test_a_stream_is_read_shard_by_shard(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(datasets, "load_dataset", lambda *rest, **options: 1 / 0)
     with pytest.raises(ValueError, match="input=hfids/owner/name cannot be opened: division by zero"):
         find_parts(["hfids/owner/name"], columns)
+
+
+@pytest.mark.slow
+def test_a_stream_with_other_files_is_other_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache of a training and an unfinished preparation are known by the parts; a set keeps its name."""
+    pytest.importorskip("datasets")
+    for name, texts in (("a", TEXTS[:20]), ("b", TEXTS[20:40])):
+        (tmp_path / name / "set").mkdir(parents=True)
+        write_jsonl(tmp_path / name / "set" / "train.jsonl", texts)
+    found = {}
+    for name in "ab":
+        monkeypatch.chdir(tmp_path / name)
+        found[name] = find_parts(["hfids/set"], Columns())
+        assert found[name] == find_parts(["hfids/set"], Columns())
+    assert found["a"] != found["b"], "one name in two folders"
+    write_jsonl(tmp_path / "b" / "set" / "train.jsonl", TEXTS[40:50])
+    assert find_parts(["hfids/set"], Columns()) != found["b"], "written again"
+    monkeypatch.setattr(module, "encode_part", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        prepare(find_parts(["hfids/set"], Columns()), tmp_path / "out", fractions=FRACTIONS, processes=1)
+    write_jsonl(tmp_path / "b" / "set" / "train.jsonl", TEXTS[:10])
+    with pytest.raises(ValueError, match="unfinished preparation of other input"):
+        prepare(find_parts(["hfids/set"], Columns()), tmp_path / "out", fractions=FRACTIONS, processes=1)
+
+
+def test_a_saved_set_without_rows_is_told(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": ["one"]}).select([]).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(ValueError, match=r"input=.*saved is empty$"):
+        find_parts([str(tmp_path / "saved")], Columns())
 
 
 @pytest.mark.slow
