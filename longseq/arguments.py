@@ -128,6 +128,15 @@ def _kinds_of(construct: Callable[..., None]) -> dict[str, tuple[Any, ...]]:
     return {name: get_args(hint) if isinstance(hint, UnionType) else (hint,) for name, hint in hints.items()}
 
 
+def is_plain(value: Any) -> bool:
+    """True for a value that JSON and configurations hold: a number, text, None, and lists and dictionaries of them."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and is_plain(one) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    return isinstance(value, bool | int | float | str | NoneType)
+
+
 def copy_containers(value: Any) -> Any:
     """Copy nested dictionaries and lists: later changes of the original do not affect the copy. Tuples become lists."""
     if isinstance(value, Mapping):

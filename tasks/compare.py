@@ -27,6 +27,7 @@ import torch
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from longseq.files import Kind, check_replaced, json_keys
@@ -237,11 +238,25 @@ def _are_drawn(groups: tuple[str, ...]) -> bool:
 def _leave_out_replaced(overrides: Sequence[str]) -> list[str]:
     """The overrides without those that a later one of the same key replaces."""
     kept: list[str] = []
-    for override in reversed(overrides):
+    for index, override in reversed(list(enumerate(overrides))):
         later = next((one for one in kept if _key(one) == _key(override)), None)
-        if later is None or _needs(later, override):
+        if later is not None and _is_addition(override) and not later.startswith("+"):
+            needed = not _composes((*overrides[:index], *kept)) or _needs(later, override)
+        else:
+            needed = later is None or _needs(later, override)
+        if needed:
             kept.insert(0, override)
     return kept
+
+
+@lru_cache
+def _composes(overrides: tuple[str, ...]) -> bool:
+    """True if each of the overrides has a key to change or to delete."""
+    try:
+        compose("train", list(overrides))
+    except HydraException:
+        return False
+    return True
 
 
 def _needs(later: str, earlier: str) -> bool:
@@ -249,8 +264,6 @@ def _needs(later: str, earlier: str) -> bool:
     value, before = _dictionary(later), _dictionary(earlier)
     if before is not None and value is None and "." not in _key(later):
         return True  # the file of a group is read before keys are set, wherever it stands
-    if _is_addition(earlier) and not later.startswith("+"):
-        return True  # there may be nothing else that the later one could change or delete
     if later.startswith("~"):
         return False
     if value is None or before is None:

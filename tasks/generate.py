@@ -30,7 +30,7 @@ from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.devices import choose_device, is_out_of_memory
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.text.info import TextInfo
-from longseq.tasks.text.sources import JSON_LINES, JsonObject, is_array, why_no_text
+from longseq.tasks.text.sources import JSON_LINES, JsonObject, compression_of, is_array
 from longseq.tasks.text.stream import StopStrings, TextStream
 from longseq.tasks.text.tokenizer import Tokenizer
 from longseq.tasks.training import checkpoint
@@ -153,7 +153,9 @@ def read_prompts(path: Path) -> list[str]:
         # Not splitlines(), which also splits at characters that JSON texts may hold as they are, such as U+2028.
         text = content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no UTF-8: {why_no_text(content)}, {error.reason} at byte {error.start}") from error
+        told = compression_of(content)
+        reason = f"compressed by {told}: decompress it" if told else f"{error.reason} at byte {error.start}"
+        raise ValueError(f"{path} is no UTF-8: {reason}") from error
     lines = text.split("\n")
     if ending == ".json" and is_array(path):
         prompts = _prompts_of_array(path, text)

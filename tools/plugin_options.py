@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +32,30 @@ def load_plugins(overrides: Sequence[str]) -> list[str]:
     """Load the plug-ins that a command declares, and add their options to Hydra; return the overrides for Hydra.
 
     A plug-in's mixer without a file in the group `mixer` becomes an option of the group, with its constructor's
-    defaults. If `mixer.name=NAME` names one mixer and the command does not choose the group, it means `mixer=NAME`: the
-    options of the group's default belong to another mixer.
+    defaults, and so does its generator of samples in the group `data`. If `mixer.name=NAME` names one mixer and the
+    command does not choose the group, it means `mixer=NAME`: the options of the group's default belong to another
+    mixer.
     """
     plugins.load(_declared(overrides))
     if plugins.loaded():
         from longseq import mixers
+        from longseq.tasks.probe import generators
 
         Plugins.instance().register(PluginFolders)
-        folders = [Path(longseq.conf.__path__[0]), *plugins.conf_folders()]
-        for name in mixers.mixer_names():
-            if not any((folder / "mixer" / f"{name}.yaml").is_file() for folder in folders):
-                options = {key: value for key, value in mixers.options(name).items() if key not in _DECIDED}
-                ConfigStore.instance().store(group="mixer", name=name, node={"name": name, "options": options})
+        store = ConfigStore.instance().store
+        for name in _without_file("mixer", mixers.mixer_names()):
+            options = {key: value for key, value in mixers.options(name).items() if key not in _DECIDED}
+            store(group="mixer", name=name, node={"name": name, "options": options})
+        foreign = [name for name, generator in generators.GENERATORS.items() if plugins.is_foreign(generator)]
+        for name in _without_file("data", foreign):
+            store(group="data", name=name, node=generators.preset(name))
     return [_as_group(override, overrides) for override in overrides]
+
+
+def _without_file(group: str, names: Iterable[str]) -> list[str]:
+    """Those names that no file of a group of ours or of a plug-in has; Hydra would merge a file with what is stored."""
+    folders = [Path(longseq.conf.__path__[0], group), *(folder / group for folder in plugins.conf_folders())]
+    return [name for name in names if not any((folder / f"{name}.yaml").is_file() for folder in folders)]
 
 
 def _declared(overrides: Sequence[str]) -> Iterator[str]:

@@ -373,16 +373,11 @@ def _check_rows_of(state: Any, rows: int) -> None:
 
 def _check_scanned(mixer: Mixer[Any], projected: Tensor, y: Tensor) -> None:
     """Raise ValueError for outputs of a plug-in's scan with which only what follows it would fail, and not name it."""
-    kind = type(mixer)
-    place = f"{kind.__module__}.{kind.__qualname__}.scan"
     if y.shape[:2] != projected.shape[:2]:
         raise ValueError(
-            f"{place} returns outputs {list(y.shape)} for tokens {list(projected.shape)}: return one for each token"
+            f"{type(mixer).__module__}.{type(mixer).__qualname__}.scan returns outputs {list(y.shape)} for tokens "
+            f"{list(projected.shape)}: return one for each token"
         )
-    # Autocast converts every type but float64.
-    converted = torch.float64 not in (y.dtype, projected.dtype) and torch.is_autocast_enabled(y.device.type)
-    if y.dtype != projected.dtype and not converted and kind.project_out is Mixer.project_out:
-        raise ValueError(f"{place} returns {y.dtype} for tokens of {projected.dtype}: return y.to(projected.dtype)")
 
 
 def hide_padding(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -6,10 +6,11 @@ import difflib
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from types import NoneType
 from typing import Any, TypeVar
 
+from longseq.arguments import is_plain
 from longseq.mixers.base import Mixer
+from longseq.plugins import is_foreign
 
 _REGISTRY: dict[str, type[Mixer[Any]]] = {}
 _INERT_EXAMPLE = 'as {"eps": ({"normalizer": (False,)},)} is'
@@ -39,7 +40,9 @@ def register(name: str) -> Callable[[MixerClass], MixerClass]:
 
 def _check_constructor(mixer: type[Mixer[Any]]) -> None:
     """Raise ValueError for options that a configuration or a saved model could not hold by their names and values."""
-    _, *rest = inspect.signature(mixer).parameters.values()
+    first, *rest = inspect.signature(mixer).parameters.values() or (None,)
+    if first is None:
+        raise ValueError(f"{mixer.__qualname__}.__init__ has no parameter d_model: put it first")
     for option in rest:
         if option.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
             raise ValueError(
@@ -49,7 +52,7 @@ def _check_constructor(mixer: type[Mixer[Any]]) -> None:
             continue
         if option.default is inspect.Parameter.empty:
             raise ValueError(f"{mixer.__qualname__}: the option {option.name} needs a default, such as {option.name}=1")
-        if not isinstance(option.default, bool | int | float | str | list | tuple | Mapping | NoneType):
+        if not is_plain(option.default):
             raise ValueError(
                 f"{mixer.__qualname__}: the option {option.name} has the default {option.default!r}: give a number, "
                 "text, a list, a dictionary or None, which configurations and saved models can hold"
@@ -108,17 +111,18 @@ def create(name: str, d_model: int, **chosen: Any) -> Mixer[Any]:
     """Build the mixer `name` for `d_model` channels; the further keywords are its constructor's options.
 
     Raises:
-        ValueError: the name or an option is unknown, and the message lists the valid ones; or a number is NaN, or
-            infinite where the default is not.
+        ValueError: the name or an option is unknown, and the message lists the valid ones; or a number of a mixer of
+            longseq is NaN or infinite where the default is not.
     """
     known = options(name)
     unknown = sorted(set(chosen) - set(known))
     if unknown:
         raise ValueError(f"mixer {name!r} has no option {', '.join(unknown)}; its options are {', '.join(known)}")
-    for option, value in chosen.items():
+    mixer = get(name)
+    for option, value in ({} if is_foreign(mixer) else chosen).items():
         if _is_not_finite(value) and not _is_not_finite(known[option]):
             raise ValueError(f"{option}={value} of the mixer {name!r} is not finite: give a finite number")
-    return get(name)(d_model, **chosen)
+    return mixer(d_model, **chosen)
 
 
 def _is_not_finite(value: Any) -> bool:

@@ -35,8 +35,8 @@ class BatchLoader(DataLoader[Batch]):
 
     Lightning makes a loader anew for a prediction, for `overfit_batches` and for several devices. It then passes the
     arguments that are attributes of the same names, and `sampler`, `shuffle` and `batch_sampler`. `own_sampler` stays
-    the sampler, for no other one gives whole batches. The exception is a loader for one process in a run of several,
-    whose batches Lightning's sampler divides.
+    the sampler, for no other one gives whole batches. ValueError for a loader for one process in a run of several:
+    Lightning's sampler would repeat batches, so that all processes have as many, and figures would count them twice.
     """
 
     def __init__(
@@ -52,12 +52,17 @@ class BatchLoader(DataLoader[Batch]):
         shuffle: bool = False,
         batch_sampler: None = None,
     ) -> None:
+        if _divides(sampler, own_sampler):
+            raise ValueError(
+                f"a loader for one process is given to a run of {sampler.num_replicas}: give the Trainer the data "
+                "module (datamodule=...), which divides the samples"
+            )
         self.own_sampler, self.report, self.finish = own_sampler, report, finish
         self._packed = num_workers > 0 and (finish is not None or pin_memory)
         super().__init__(
             dataset,
             batch_size=None,
-            sampler=sampler if _divides(sampler, own_sampler) else own_sampler,
+            sampler=own_sampler,
             num_workers=num_workers,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
@@ -108,14 +113,15 @@ class TrainingLoader(BatchLoader):
         shuffle: bool = False,
         batch_sampler: None = None,
     ) -> None:
-        if _divides(sampler, own_sampler):
-            raise ValueError(
-                f"a training loader for one process is given to a run of {sampler.num_replicas}: give the Trainer the "
-                "data module (datamodule=...), which divides the samples"
-            )
         self._repeats_epoch = isinstance(sampler, SequentialSampler)
         super().__init__(
-            dataset, own_sampler, num_workers=num_workers, pin_memory=pin_memory, report=report, finish=finish
+            dataset,
+            own_sampler,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            report=report,
+            finish=finish,
+            sampler=sampler,
         )
         self.trained, self.respread = trained, respread
         self._position = (0, 0)  # epoch, batches that were yielded

@@ -54,8 +54,11 @@ def image_endings() -> frozenset[str]:
 
 
 def is_hidden(name: str) -> bool:
-    """True if the name begins with a dot, as those of files that systems and editors keep for themselves."""
-    return name.startswith(".")
+    """True if the name begins with a dot, as those of files that systems and editors keep for themselves.
+
+    The folder `__MACOSX` is one of these: macOS packs it beside the images, with files of their names.
+    """
+    return name.startswith(".") or name == "__MACOSX"
 
 
 def is_image(name: str) -> bool:

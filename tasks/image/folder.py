@@ -7,8 +7,8 @@ import os
 import re
 import tarfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from decimal import Decimal
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -64,7 +64,8 @@ def find_images(root: str) -> Found:
     """Search a folder on all levels, also through symbolic links; images are recognised by their endings.
 
     Hidden files and folders are passed over: those of version control and of notebooks, and the second file that macOS
-    writes beside each image. So are links to a folder that holds them, below which images would be found many times.
+    writes beside each image, or below `__MACOSX`. So are links to a folder that holds them, below which images would be
+    found many times.
     """
     images, others, empty = [], [], []
     for folder, folders, files in os.walk(root, followlinks=True):
@@ -91,6 +92,32 @@ def find_archives(root: str) -> list[Path]:
     if path.is_file():
         return [path]
     return sorted(one for one in path.glob("*.tar") if one.is_file() and not is_hidden(one.name))
+
+
+def classes_in_archives(archives: Iterable[Path], known: Set[str]) -> set[str]:
+    """The classes of the images in archives of a folder; the search ends where all that are `known` are found.
+
+    An archive that cannot be read is passed over from there on.
+    """
+    found: set[str] = set()
+    for archive in archives:
+        with suppress(OSError, tarfile.TarError), tarfile.open(archive) as content:
+            for member, inner in _members(content):
+                if member.isfile() and is_image(member.path) and not _is_below_hidden(member.path):
+                    found.add(_class_in_archives(member, archive.name, inner))
+                    if known <= found:
+                        return found
+    return found
+
+
+def _members(content: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo, tarfile.TarInfo | None]]:
+    """The members of an archive and of the archives in it, with these."""
+    for member in content:
+        if member.isfile() and member.path.lower().endswith(".tar"):
+            with suppress(tarfile.TarError), tarfile.open(fileobj=content.extractfile(member)) as inner:
+                yield from ((one, member) for one in inner)
+        else:
+            yield member, None
 
 
 def report_passed_over(passed_over: Sequence[PassedOver], root: str) -> None:
@@ -273,8 +300,8 @@ def _folder_in_archives(image: tarfile.TarInfo, archive: str | None, inner: tarf
 
 
 def _is_below_hidden(path: str) -> bool:
-    # Archives have millions of names, of which few have a part that begins with a dot.
-    if "/." not in f"/{path.removeprefix('./')}":
+    # Archives have millions of names, of which few have such a part.
+    if "/." not in f"/{path.removeprefix('./')}" and "__MACOSX" not in path:
         return False
     return any(is_hidden(part) for part in PurePosixPath(path).parts if part != "..")
 

@@ -1,6 +1,6 @@
 """The image classification task: loss, metrics, optimizer and schedule around a backbone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -147,7 +147,7 @@ class ImageClassifier(ClassifierModule):
         targets, target or y. A batch to predict needs no labels.
 
         Images of 8 bits of a loader of `ImageDataModule`, which the Trainer has without its data module, are
-        normalised. ValueError for those of another loader.
+        normalised. Those of another loader stay as they are: the model may do it.
         """
         if isinstance(batch, Mapping):
             images = find_entry(batch, IMAGES, "images")
@@ -156,8 +156,8 @@ class ImageClassifier(ClassifierModule):
             images, targets = batch if isinstance(batch, Tensor) else batch[0], None
         else:
             images, targets = as_pair(batch, "images, labels")
-        if isinstance(images, Tensor) and images.dtype == torch.uint8:
-            images = normalize(images, self._info_of_loader())
+        if isinstance(images, Tensor) and images.dtype == torch.uint8 and (info := self._info_of_loaders()) is not None:
+            images = normalize(images, info)
         if targets is None:
             targets = torch.zeros(len(images), dtype=torch.long)
             return images, targets.float() if self.multi_label else targets
@@ -176,8 +176,11 @@ class ImageClassifier(ClassifierModule):
             return images, targets.long()
         return images, targets if targets.is_floating_point() else targets.float()
 
-    def _info_of_loader(self) -> DataInfo:
-        """The info of the data whose loader gives the batches of the stage. ValueError for a loader of other data."""
+    def _info_of_loaders(self) -> DataInfo | None:
+        """The info of the data whose loaders give the batches of the stage; None for loaders that are not longseq's.
+
+        ValueError for loaders of several data: nothing tells of which of them a batch is.
+        """
         found: Any = None
         if (trainer := self._trainer) is not None:
             if trainer.training:
@@ -186,14 +189,14 @@ class ImageClassifier(ClassifierModule):
                 found = trainer.predict_dataloaders
             else:
                 found = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
-        loaders = found if isinstance(found, list | tuple) else [found]
-        infos = [one.dataset.info if isinstance(one, BatchLoader) else None for one in loaders]  # type: ignore[attr-defined]
-        if not infos or infos[0] is None or any(info != infos[0] for info in infos):
+        datasets = [one.dataset if isinstance(one, BatchLoader) else None for one in _each_loader(found)]
+        infos = [getattr(dataset, "info", None) for dataset in datasets]
+        if any(info != infos[0] for info in infos):
             raise ValueError(
-                "the images of a batch are integers of 8 bits, and must be normalised: let the loader give floats, or "
-                "give the Trainer the data module (datamodule=...)"
+                "the loaders of the Trainer are of several data, and their images of 8 bits must be normalised: give "
+                "the Trainer one loader at a time, or the data module (datamodule=...)"
             )
-        return infos[0]
+        return infos[0] if infos else None
 
     def _check_labels(self, targets: Tensor) -> None:
         """ValueError for labels that do not fit the classes.
@@ -319,3 +322,14 @@ class ImageClassifier(ClassifierModule):
 def _class_numbers(targets: Tensor) -> Tensor:
     """Class numbers `[B]`, of probabilities of the classes the most probable ones."""
     return targets.argmax(dim=1) if targets.ndim == 2 else targets
+
+
+def _each_loader(given: Any) -> Iterator[Any]:
+    """The loaders of the Trainer: one, or lists and dictionaries of them on any level."""
+    if isinstance(given, Mapping):
+        given = list(given.values())
+    if isinstance(given, list | tuple):
+        for one in given:
+            yield from _each_loader(one)
+    else:
+        yield given

@@ -25,7 +25,7 @@ from timm.data.readers.reader_image_in_tar import CACHE_FILENAME_SUFFIX
 from torchvision import datasets as torchvision_datasets
 
 from longseq.tasks.data.class_lists import require_one_list
-from longseq.tasks.data.folders import is_unicode
+from longseq.tasks.data.folders import class_name, is_unicode
 from longseq.tasks.data.inputs import PassedOver, describe_passed_over
 from longseq.tasks.data.labels import alike, name_some, number_of_class, rarest_labels
 from longseq.tasks.data.unreadable import UNREADABLE, LabelError
@@ -41,6 +41,7 @@ from longseq.tasks.image.folder import (
     ClassFolders,
     Found,
     TarImages,
+    classes_in_archives,
     find_archives,
     find_images,
     report_passed_over,
@@ -50,6 +51,7 @@ from longseq.tasks.image.split_folders import (
     SPLIT_KEYS,
     SPLIT_NAMES,
     find_split,
+    has_folders,
     is_compressed,
     refuse_compressed,
     require_named,
@@ -520,11 +522,11 @@ def _parts(source: str, root: str | None, names: Mapping[str, str | None]) -> di
     named = names = {**names, "train": names["train"] or "train"}
     if is_class_folders(source):
         names = find_folders(require_folder(root), names)
-        _refuse_trained(named, names)
+        refuse_trained(named, names)
     elif source.startswith("torch/"):
         return parts_of(source, names)
     else:
-        _refuse_trained(named, names, label=f" of data.source={source}")
+        refuse_trained(named, names, label=f" of data.source={source}")
     return {kind: name for kind, name in names.items() if name is not None}
 
 
@@ -643,7 +645,7 @@ def held_out_split(
 def _unnamed_test(folder: str) -> str | None:
     """The test split of a folder, of which nobody has said whether it has one; None for one without classes."""
     path = find_split(folder, "test")
-    if path is None or not (find_archives(path) or any(entry.is_dir() for entry in os.scandir(path))):
+    if path is None or not (find_archives(path) or has_folders(path)):
         return None
     if other := find_split(folder, "validation"):
         _log.warning("%s is measured, and not %s: data.test_split=NAME names another split", path, other)
@@ -763,7 +765,7 @@ def open_folders(
     require_named(root, names, paths)
     if any(paths.values()) and paths.get("train") is None:
         raise ValueError(f"{root} holds no training images: add {root}/train, or give data.train_split=NAME")
-    _refuse_trained(names, paths)
+    refuse_trained(names, paths)
     _report_beside(root, [path for path in paths.values() if path is not None])
     train = _folder(paths.get("train") or root, class_map, order=order)
     held_out: dict[str, Source] = {
@@ -774,7 +776,7 @@ def open_folders(
     return train, held_out
 
 
-def _refuse_trained(names: Mapping[str, str | None], parts: Mapping[str, str | None], *, label: str = "") -> None:
+def refuse_trained(names: Mapping[str, str | None], parts: Mapping[str, str | None], *, label: str = "") -> None:
     """Raise ValueError, in one line, for a split that is measured and the training split, too.
 
     `names` are those of the keys; `parts` what they mean: folders and archives, or names of the splits of a source.
@@ -849,8 +851,8 @@ def _folder(
 ) -> FolderSource | ReaderSource:
     """A folder of class folders, a .tar of them, or a folder of .tar files; files that are passed over are logged.
 
-    Class folders count, and not the archives beside them: these may hold the same images, from which the folders were
-    unpacked.
+    Class folders count, and not the archives beside them, if one of the two has the classes of the other: the folders
+    were unpacked from the archives, or packed into them. ValueError where both have classes of their own.
     """
     numbers = _class_numbers(class_map, path)
     try:
@@ -863,6 +865,7 @@ def _folder(
         else:
             if archives:
                 _refuse_loose_images(path, found.images, archives)
+                _refuse_other_archives(path, found.images, archives)
             source = FolderSource(ClassFolders(path, numbers, order, found=found))
             passed_over = source.folders.passed_over
     except (RuntimeError, AssertionError, OSError, tarfile.TarError) as error:
@@ -888,6 +891,19 @@ def _refuse_loose_images(path: str, images: Sequence[str], archives: Sequence[Pa
         raise ValueError(
             f"{path} holds {packed} and images outside class folders ({loose}): move the images away to read the "
             "archives, or each into the folder of its class to read these"
+        )
+
+
+def _refuse_other_archives(path: str, images: Sequence[str], archives: Sequence[Path]) -> None:
+    """Raise ValueError for class folders beside archives of other classes: nobody says which are the data."""
+    folders = {os.path.dirname(one) for one in images} - {path.rstrip(os.sep)}
+    classes = {class_name(folder) for folder in folders}
+    packed = classes_in_archives(archives, classes)
+    if not (packed <= classes or classes <= packed):
+        raise ValueError(
+            f"{path} holds {name_some([one.name for one in archives])} of the classes {name_some(sorted(packed))}, and "
+            f"folders of other images ({name_some(sorted(os.path.relpath(one, path) for one in folders))}): move the "
+            "folders away to read the archives, or the archives to read the folders"
         )
 
 

@@ -45,9 +45,14 @@ def find_split(root: str, kind: str, name: str | None = None) -> str | None:
             if (path := Path(root, wanted)).exists():
                 return str(path)
             for other in (Path(root, one) for one in present if usual and one.lower() == wanted):
-                if other.is_file() or any(entry.is_dir() for entry in other.iterdir()):
+                if other.is_file() or has_folders(other):
                     return str(other)
     return None
+
+
+def has_folders(path: str | Path) -> bool:
+    """True if a folder has folders that are not hidden, which may be those of classes."""
+    return any(entry.is_dir() and not is_hidden(entry.name) for entry in os.scandir(path))
 
 
 def require_named(root: str, names: Mapping[str, str | None], found: Mapping[str, object]) -> None:

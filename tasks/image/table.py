@@ -16,7 +16,16 @@ from longseq.tasks.data.labels import LABEL_COLUMN, Labels, read_labels, remarks
 from longseq.tasks.data.tables import check_header, find_split_column
 from longseq.tasks.image.decoding import decode
 from longseq.tasks.image.folder import sort_classes
-from longseq.tasks.image.sources import MOST_FILES, RealPaths, Source, Split, Splits, finish_splits, size_of
+from longseq.tasks.image.sources import (
+    MOST_FILES,
+    RealPaths,
+    Source,
+    Split,
+    Splits,
+    finish_splits,
+    refuse_trained,
+    size_of,
+)
 from longseq.tasks.image.split_folders import SPLIT_NAMES, is_compressed, refuse_compressed_tables, require_named
 
 if TYPE_CHECKING:
@@ -95,6 +104,7 @@ def open_tables(
     tables = {kind: find_table(root, kind, name) for kind, name in names.items()}
     if Path(str(root)).is_dir():
         require_named(str(root), names, tables)
+    refuse_trained(names, {kind: None if path is None else str(path) for kind, path in tables.items()})
     if tables["train"] is None:
         raise ValueError(f"{root} holds no {names['train']}.csv: add it, or give data.root=FILE.csv")
     rows = _read_rows(tables["train"], keys)

@@ -21,6 +21,13 @@ from longseq.tasks.image.split_folders import SPLIT_KEYS, find_split, refuse_poo
 _WORDS = {"train": ("train", "training"), "validation": ("val", "valid", "validation", "eval", "evaluation")}
 # Sets of two parts: timm takes every name that is none of training for the test images.
 _TWO_PARTS = ("cifar10", "cifar100", "fashion_mnist", "kmnist", "mnist", "qmnist")
+# The names of other sets that timm takes its words for: those of training, and those of validation.
+_MEANT = {
+    "imagenet": ("train", "val"),
+    "places365": ("train-standard", "val"),
+    "inaturalist": ("2021_train", "2021_valid"),
+    "inat": ("2021_train", "2021_valid"),
+}
 
 
 class TorchvisionSource:
@@ -147,13 +154,20 @@ def part_of(source: str, kind: str, name: str) -> str:
 def parts_of(source: str, names: Mapping[str, str | None]) -> dict[str, str]:
     """The parts of the splits (see `part_of`), without those that have no name.
 
-    ValueError, in one line, if a part of two would be trained on and measured.
+    ValueError, in one line, if a part would be trained on and measured.
     """
     parts = {kind: part_of(source, kind, name) for kind, name in names.items() if name is not None}
     for kind, part in parts.items():
-        if kind != "train" and part == parts["train"] and source.lower().rpartition("/")[2] in _TWO_PARTS:
+        if kind != "train" and _meant(source, part) == _meant(source, parts["train"]):
             raise ValueError(
                 f"data.train_split={names['train']} and data.{SPLIT_KEYS[kind]}={names[kind]} are the same images of "
                 f"data.source={source}: give another name, or data.{SPLIT_KEYS[kind]}=null"
             )
     return parts
+
+
+def _meant(source: str, part: str) -> str:
+    """The name by which torchvision knows a part; that of INaturalist may begin with the level of its classes."""
+    name = part.rpartition("/")[2]
+    meant = _MEANT.get(source.lower().rpartition("/")[2], ())
+    return next((one for one, words in zip(meant, _WORDS.values(), strict=False) if name in words), name)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longseq.arguments import is_plain
 from longseq.plugins import is_foreign
 from longseq.tasks.data.generators.samples import Integers, Make
 from longseq.tasks.data.seeds import derive_seed
@@ -88,7 +89,7 @@ def make_splits(
 def _describe(
     generator: str, options: Mapping[str, Any], splits: Mapping[str, Sequence[Mapping[str, Any]]], seed: int
 ) -> str | None:
-    """All that the samples depend on, defaults of the generator included; None if its source is not known."""
+    """All that the samples depend on, defaults of the generator included; None if not all of it is known."""
     function, source = GENERATORS[generator], None
     if is_foreign(function):  # _VERSION tells of changes of ours
         try:
@@ -98,7 +99,9 @@ def _describe(
             return None
         source = hashlib.sha256("".join(lines).encode()).hexdigest()
     chosen = generator_options(generator) | dict(options)
-    return json.dumps([_VERSION, generator, source, chosen, _as_dicts(splits), seed], sort_keys=True, default=repr)
+    if not is_plain(chosen):
+        return None  # what a function or an object does, which is a default of a plug-in's, is not known
+    return json.dumps([_VERSION, generator, source, chosen, _as_dicts(splits), seed], sort_keys=True)
 
 
 def check_slices(generator: str, options: Mapping[str, Any], splits: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:

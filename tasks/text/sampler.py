@@ -147,7 +147,7 @@ class EveryWindow(Sampler[list[WindowIndex]]):
 
     def __init__(self, counts: Sequence[int], batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
         self.ends = np.cumsum(counts)
-        self.counts = counts
+        self.counts, self.world_size = counts, world_size
         self.positions = EvaluationSampler(int(self.ends[-1]), batch_size, rank=rank, world_size=world_size)
 
     def __len__(self) -> int:
@@ -166,7 +166,7 @@ class EveryStream(Sampler[list[WindowIndex | None]]):
     """Yields batches for evaluation of streams: the windows are cut into streams of nearly equal length."""
 
     def __init__(self, count: int, batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
-        self.count, self.batch_size, self.rank = count, batch_size, rank
+        self.count, self.batch_size, self.rank, self.world_size = count, batch_size, rank, world_size
         self.streams = batch_size * world_size
 
     def __len__(self) -> int:

@@ -502,10 +502,10 @@ def _read_texts(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
         try:
             text = content.decode("utf-8-sig")
         except UnicodeDecodeError:
-            yield Malformed(Place(path), why_no_text(content))
+            yield Malformed(Place(path), _why_no_text(content))
             continue
         # Latin letters in UTF-16 are UTF-8 as well, with a NUL between them.
-        yield Malformed(Place(path), why_no_text(content)) if _is_wide(content) else Document(text, place=Place(path))
+        yield Malformed(Place(path), _why_no_text(content)) if _is_wide(content) else Document(text, place=Place(path))
 
 
 class JsonObject(dict[str, Any]):
@@ -538,9 +538,14 @@ def _is_wide(content: bytes) -> bool:
     return len(head) >= 4 and any(2 * half.count(0) > len(half) for half in (head[::2], head[1::2]))
 
 
-def why_no_text(content: bytes) -> str:
+def compression_of(content: bytes) -> str | None:
+    """The program that has compressed the content of a file, by its first bytes; None if none has."""
+    return next((kind for begin, kind in _COMPRESSED.items() if content.startswith(begin)), None)
+
+
+def _why_no_text(content: bytes) -> str:
     """Why the content of a file is no UTF-8."""
-    kind = next((kind for begin, kind in _COMPRESSED.items() if content.startswith(begin)), None)
+    kind = compression_of(content)
     if content.startswith(_ARROW):
         return "a file of Arrow: give parquet, or the folder of the Hugging Face data set that it is a part of"
     if kind is None:

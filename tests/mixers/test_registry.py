@@ -91,7 +91,17 @@ def test_options_that_no_configuration_could_hold_are_refused() -> None:
         def __init__(self, d_model: int, *, map: object = len, backend: str = "auto") -> None:
             super().__init__(d_model, backend=backend)
 
+    class Nested(LinearAttention):
+        def __init__(self, d_model: int, *, maps: object = (1, len), backend: str = "auto") -> None:
+            super().__init__(d_model, backend=backend)
+
+    class Empty(LinearAttention):
+        def __init__(self) -> None:
+            super().__init__(8)
+
     for own, message in (
+        (Nested, r"Nested: the option maps has the default \(1, <built-in function len>\): give"),
+        (Empty, r"Empty\.__init__ has no parameter d_model: put it first$"),
         (Unspoken, "Unspoken: the option map has the default <built-in function len>: give a number, text, a list"),
         (Placed, r"Placed: the option size must be keyword-only: put \* after d_model in __init__$"),
         (Required, "Required: the option size needs a default, such as size=1$"),
@@ -118,8 +128,13 @@ def test_options_that_are_not_finite_are_refused(value: float, monkeypatch: pyte
         def __init__(self, d_model: int, *, limit: float = float("inf"), backend: str = "auto") -> None:
             super().__init__(d_model, backend=backend)
 
-    mixers.register("limited")(Limited)
-    assert mixers.create("limited", 32, limit=float("inf")).arguments["limit"] == float("inf")
+    class Unlimited(LinearAttention):
+        def __init__(self, d_model: int, *, limit: float | None = None, backend: str = "auto") -> None:
+            super().__init__(d_model, backend=backend)
+
+    for name, own in (("limited", Limited), ("unlimited", Unlimited)):  # the constructor of a plug-in decides
+        mixers.register(name)(own)
+        assert mixers.create(name, 32, limit=float("inf")).arguments["limit"] == float("inf")
 
 
 @pytest.mark.parametrize(

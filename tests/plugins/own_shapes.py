@@ -77,15 +77,15 @@ class Batches(LightningDataModule):
 
     num_classes = 2
 
-    def __init__(self, batch_size: int, labels: int = 2) -> None:
+    def __init__(self, batch_size: int, labels: int = 2, raw: bool = False) -> None:
         super().__init__()
-        self.batch_size, self.labels, self.loaders, self.stages = batch_size, labels, 0, []
+        self.batch_size, self.labels, self.raw, self.loaders, self.stages = batch_size, labels, raw, 0, []
 
     def setup(self, stage: str) -> None:
         self.stages.append(stage)
         squares = Squares(32)
-        images = torch.stack([squares[place][0] for place in range(32)]) / 127.5 - 1
-        self.rows = TensorDataset(images, torch.arange(32) % self.labels)
+        images = torch.stack([squares[place][0] for place in range(32)])
+        self.rows = TensorDataset(images if self.raw else images / 127.5 - 1, torch.arange(32) % self.labels)
 
     def on_before_batch_transfer(self, batch, dataloader_idx: int):
         if self.trainer.global_step == 5 and (mark := Path("stop")).exists():

@@ -209,6 +209,10 @@ def test_an_error_of_the_users_code_is_one_line_with_its_place(
         ),
         (["data.datamodule={_target_: own_shapes.Batches, labels: 3}"], "the label 2 is not among the classes 0 to 1"),
         (["data.datamodule={_target_: own_shapes.Batches}", "data.img_size=9"], "must be ['B', 3, 9, 9] of floats"),
+        (
+            ["data.datamodule={_target_: own_shapes.Batches, raw: true}"],
+            "own_shapes.Batches: the images of a batch are [32, 3, 8, 8] of torch.uint8, and must be ['B', 3, 8, 8] of",
+        ),
     ],
 )
 @pytest.mark.slow

@@ -280,6 +280,7 @@ def test_the_name_of_a_run_leaves_out_what_is_replaced(tmp_path):
         (("+data.test=[{samples: 5}]",), ("~data.test", "+data.test=[{samples: 5}]")),
         (("data.options={tokens: 32}",), ("data.options={tokens: 16}", "data.options={tokens: 32}")),
         (("~data.cache",), ("data.cache=samples", "~data.cache")),
+        (("mixer.options.num_heads=2",), ("+mixer.options.num_heads=1", "mixer.options.num_heads=2")),
     )
     with initialize_config_module("longseq.conf", version_base="1.3"):
         for short, long in replaced:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from types import MappingProxyType, NoneType
+from types import MappingProxyType
 from typing import Any, TypeVar
 
-from hydra.core.config_store import ConfigStore
-
+from longseq.arguments import is_plain
 from longseq.plugins import is_foreign
 from longseq.tasks.data.generators.listops import listops
 from longseq.tasks.data.generators.options import check_values, options_of
@@ -30,6 +29,7 @@ __all__ = [
     "check_samples",
     "draw",
     "generator_options",
+    "preset",
     "register",
 ]
 
@@ -53,8 +53,7 @@ GENERATORS: Mapping[str, Callable[..., Samples]] = MappingProxyType(_GENERATORS)
 def register(name: str) -> Callable[[Generator], Generator]:
     """Register a generator, which `task=probe data=NAME` then chooses; its keyword arguments are `data.options`.
 
-    Where no file `conf/data/NAME.yaml` of a plug-in says otherwise, `data.options` are then the defaults, and the
-    numbers of samples those of conf/data/mqar.yaml.
+    Where there is no file `conf/data/NAME.yaml`, of longseq or of a plug-in, the command takes `preset(NAME)` for it.
 
     Raises:
         ValueError: the name is taken, an option has no default, or there is no option `vocab_size`.
@@ -72,20 +71,21 @@ def register(name: str) -> Callable[[Generator], Generator]:
                 f"the generator {name!r} needs the keyword-only option vocab_size with a default, such as vocab_size=16"
             )
         _GENERATORS[name] = generator
-        ConfigStore.instance().store(group="data", name=name, node=_preset(name, options))
         return generator
 
     return enter
 
 
-def _preset(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file of the group `data` has for a generator that has none."""
-    plain = (bool, int, float, str, list, tuple, dict, NoneType)  # other defaults stand in no configuration
+def preset(name: str) -> dict[str, Any]:
+    """A file of the group `data` for a generator that has none: its defaults, and mqar's numbers of samples.
+
+    A default that no configuration holds, such as a function, is left out.
+    """
     return {
         "tasks": ["probe"],
         "name": name,
         "generator": name,
-        "options": {key: default for key, default in options.items() if isinstance(default, plain)},
+        "options": {key: default for key, default in generator_options(name).items() if is_plain(default)},
         "train": [{"samples": 10000}],
         "validation": [{"samples": 500}],
         "test": [{"samples": 1000}],

@@ -56,6 +56,67 @@ def test_class_folders_count_and_not_an_archive_beside_them(name, packed, tmp_pa
     assert f"{root}: 1 passed over (1 .tar: {name})" in caplog.messages
 
 
+def test_class_folders_are_read_beside_archives_of_more_classes(packed, tmp_path, caplog):
+    root = write_classes(tmp_path / "images", "cat", "dog")
+    shutil.copy(packed, root / "all.tar")
+    write_tar(root / "bird.tar", root / "dog")
+    assert open_folder(root).info.class_names == ["cat", "dog"]
+    assert f"{root}: 2 passed over (2 .tar: all.tar, bird.tar)" in caplog.messages
+
+
+def test_class_folders_are_read_beside_an_archive_of_their_archives(tmp_path, caplog):
+    root = write_classes(tmp_path / "images", "cat", "dog")
+    for name in ("cat", "elk"):
+        write_tar(tmp_path / "inner" / f"{name}.tar", root / "cat")
+    write_tar(root / "all.tar", tmp_path / "inner")
+    with pytest.raises(ValueError, match=r"holds all\.tar of the classes cat, elk, and folders of other images"):
+        open_folder(root)
+    (tmp_path / "inner" / "elk.tar").unlink()
+    write_tar(root / "all.tar", tmp_path / "inner")
+    assert open_folder(root).info.class_names == ["cat", "dog"]
+    (root / "broken.tar").write_bytes(b"no archive")
+    assert open_folder(root).info.class_names == ["cat", "dog"]
+    assert f"{root}: 2 passed over (2 .tar: all.tar, broken.tar)" in caplog.messages
+
+
+@pytest.mark.parametrize("split", ["", "train", "val"])
+@pytest.mark.parametrize("given", [None, {"cat": 0, "dog": 1}])
+def test_archives_and_folders_of_other_images_are_refused(given, split, packed, tmp_path):
+    root = tmp_path / "mixed"
+    if split:
+        write_classes(root, "train/cat", "train/dog", "val/cat", "val/dog")
+        shutil.rmtree(root / split)
+    write_image(root / split / "thumbs" / "preview.png", 0)
+    write_image(root / split / "more" / "thumbs" / "preview.png", 0)
+    shutil.copy(packed, root / split / "s0.tar")
+    with pytest.raises(ValueError, match="move the folders away to read the archives, or the archives to") as error:
+        open_folder(root, class_map=given)
+    told = "holds s0.tar of the classes cat, dog, and folders of other images (more/thumbs, thumbs): move"
+    assert str(error.value).startswith(f"{root / split} {told}")
+    assert "\n" not in str(error.value)
+    shutil.rmtree(root / split / "thumbs")
+    shutil.rmtree(root / split / "more")
+    assert open_folder(root, class_map=given).info.class_names == ["cat", "dog"]
+
+
+def test_folders_that_macos_packs_are_no_classes(packed, tmp_path, caplog):
+    root = tmp_path / "archives"
+    write_image(root / "__MACOSX" / "cat" / "0.png", 0)
+    write_image(root / ".thumbs" / "cat" / "0.png", 0)
+    shutil.copy(packed, root / "s0.tar")
+    assert sum(open_folder(root).info.sizes[split] for split in ("train", "val")) == 4
+    assert f"{root}: 2 passed over (2 hidden: .thumbs/, __MACOSX/)" in caplog.messages
+    folders = write_classes(tmp_path / "images", "cat", "dog", "__MACOSX/elk", "__MACOSX")
+    assert open_folder(folders).info.class_names == ["cat", "dog"]
+    assert f"{folders}: 1 passed over (1 hidden: __MACOSX/)" in caplog.messages
+    archive = write_tar(tmp_path / "images.tar", folders)
+    assert open_folder(archive).info.class_names == ["cat", "dog"]
+    splits = write_classes(tmp_path / "splits", "train/cat", "train/dog", "Test/__MACOSX/cat", "train/__MACOSX/cat")
+    module = open_folder(splits)
+    assert module.info.class_names == ["cat", "dog"]
+    assert sum(module.info.sizes[split] for split in ("train", "val")) == 8
+
+
 def test_archives_in_the_folders_of_splits_and_further_above_are_passed_over(packed, tmp_path, caplog):
     root = write_classes(tmp_path / "images", "train/cat", "train/dog", "val/cat", "val/dog")
     shutil.copy(packed, root / "train" / "more.tar")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import tarfile
@@ -16,6 +17,7 @@ from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.folder import TarImages
 from longseq.tasks.image.sources import held_out_split
 from longseq.tasks.image.split_folders import refuse_pooled
+from longseq.tasks.image.torchvision_sets import parts_of
 
 
 def write_images(folder: Path, shade: int = 0) -> Path:
@@ -277,6 +279,35 @@ def test_a_missing_folder_of_torchvision_is_not_the_whole_of_the_root(tmp_path, 
     for key in ("val_split", "test_split"):
         with pytest.raises(ValueError, match=rf"data\.{key}=train and data\.train_split=train are the same images"):
             open_torch(root, **{key: "train"})
+
+
+@pytest.mark.parametrize(
+    ("source", "train", "measured"),
+    [
+        ("torch/imagenet", "val", "validation"),
+        ("torch/imagenet", "train", "train"),
+        ("torch/places365", "train", "train-standard"),
+        ("torch/inaturalist", "full/2021_train", "training"),
+        ("torch/INAT", "2021_valid", "kingdom/val"),
+    ],
+)
+def test_sets_of_torchvision_are_not_measured_on_their_training_images(source, train, measured):
+    names = {"train": train, "validation": measured, "test": None}
+    told = f"data.train_split={train} and data.val_split={measured} are the same images of data.source={source}: give"
+    with pytest.raises(ValueError, match=f"^{re.escape(told)}"):
+        parts_of(source, names)
+    named = names | {"validation": "2021_train_mini"}
+    assert parts_of(source, named) == {"train": train, "validation": "2021_train_mini"}
+
+
+@pytest.mark.parametrize("key", ["val_split", "test_split"])
+def test_no_table_is_measured_that_is_the_training(key, tmp_path):
+    write_images(tmp_path)
+    rows = [f"{name}/{index}.png,{name}" for name in ("cat", "dog") for index in range(4)]
+    (tmp_path / "train.csv").write_text("\n".join(["file,label", *rows, ""]))
+    module = image_data(name="t", source="csv", root=str(tmp_path), img_size=8, **{key: "train"})
+    with pytest.raises(ValueError, match=rf"^data\.{key}=train and data\.train_split=train are the same images \("):
+        module.setup()
 
 
 def evaluated(module, **changes):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from tiny_probe import TINY
 
 import longseq.conf
@@ -313,3 +314,36 @@ def test_a_generator_of_a_plug_in_is_a_choice_of_data(command_here, tmp_path, mo
     wrong = command_here(*started, "data=shifted", "recipe=digits")
     assert wrong.returncode == 2
     assert "task=probe" in wrong.stderr
+
+
+OWN_FILE = """
+from longseq.tasks.probe.generators import IGNORED, Samples, register
+
+@register("filed")
+def filed(random, samples, *, vocab_size=16, tokens=8, weights={"a": 1}):
+    drawn = random.integers(0, vocab_size, (samples, tokens))
+    return Samples(drawn, drawn)
+
+@register("digits")
+def digits(random, samples, *, vocab_size=16):
+    raise AssertionError
+"""
+
+
+@pytest.mark.slow
+def test_the_file_of_a_plug_in_has_a_generators_options_alone(command_here, tmp_path):
+    """Hydra would merge it with what is stored under the same name."""
+    package = tmp_path / "filed_package"
+    (package / "conf" / "data").mkdir(parents=True)
+    (package / "__init__.py").write_text(OWN_FILE)
+    options = {"vocab_size": 8, "weights": {"b": 2}}
+    sets = {split: [{"samples": 8}] for split in ("train", "validation", "test")}
+    file = {"tasks": ["probe"], "name": "filed", "generator": "filed", "options": options, **sets}
+    file |= {"eval_batch_size": 8, "draw_seed": 0, "cache": None}
+    OmegaConf.save(file, package / "conf" / "data" / "filed.yaml")
+    told = command_here(tmp_path, "train", "plugins=[filed_package]", "task=probe", "data=filed", "--cfg", "job")
+    assert told.returncode == 0, told.stderr
+    assert OmegaConf.create(told.stdout).data.options == options
+    assert "ConfigStore" not in told.stderr
+    told = command_here(tmp_path, "train", "plugins=[filed_package]", "data=digits", "--cfg", "job")
+    assert "generator" not in OmegaConf.create(told.stdout).data
