@@ -93,6 +93,7 @@ def test_a_state_of_other_rows_is_refused(name: str) -> None:
         mixer.step(torch.randn(2, D_MODEL), mixer.initial_state(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_no_batch_of_sequences_is_refused(name: str) -> None:
     mixer = mixers.create(name, D_MODEL)
@@ -112,6 +113,7 @@ class Shorter(Mean):
         return y[:, :-1], last
 
 
+@pytest.mark.slow
 def test_outputs_of_a_plug_in_that_do_not_fit_name_it() -> None:
     x = torch.randn(2, 5, 8)
     message = r"Shorter\.scan returns outputs \[2, 4, 8\] for tokens \[2, 5, 8\]: return one for each token$"

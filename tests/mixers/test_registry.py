@@ -78,6 +78,7 @@ def test_a_mixer_inherits_cases_of_options_that_it_leaves_out(monkeypatch: pytes
     assert mixers.register("plain")(Plain).inert_with
 
 
+@pytest.mark.slow
 def test_options_that_no_configuration_could_hold_are_refused() -> None:
     class Placed(LinearAttention):
         def __init__(self, d_model: int, size: int = 4, *, backend: str = "auto") -> None:
@@ -111,6 +112,7 @@ def test_options_that_no_configuration_could_hold_are_refused() -> None:
     assert "own" not in mixers.mixer_names()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_options_that_are_not_finite_are_refused(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
     refused: tuple[tuple[str, dict[str, Any]], ...] = (

@@ -271,6 +271,7 @@ def test_a_run_has_the_configuration_that_the_same_words_train(words, tmp_path):
     assert planned == trained
 
 
+@pytest.mark.slow
 def test_the_name_of_a_run_leaves_out_what_is_replaced(tmp_path):
     """Finished runs are found by it."""
     replaced = (

@@ -189,6 +189,7 @@ def test_learned_positions_limit_the_length_of_a_document(tmp_path: Path) -> Non
         FORMATS["torchscript"].open_file(path)(torch.zeros(1, 13, dtype=torch.long), torch.tensor([13]))
 
 
+@pytest.mark.slow
 def test_a_tokenizer_of_an_older_checkpoint_is_told_as_longseq_reads_it() -> None:
     """With its dropout, truncation and padding, a program without longseq would read other tokens."""
     content = json.loads(train_tokenizer(["the cat sat on the mat"] * 20, 280).to_dict()["json"])

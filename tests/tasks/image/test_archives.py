@@ -46,6 +46,7 @@ def packed(tmp_path: Path) -> Path:
     return write_tar(tmp_path / "packed.tar", write_classes(tmp_path / "older", "cat", "dog", count=2, first=100))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["all.tar", "bird.tar", "cat.tar"])
 def test_class_folders_count_and_not_an_archive_beside_them(name, packed, tmp_path, caplog):
     root = write_classes(tmp_path / "images", "cat", "dog", "bird")
@@ -56,6 +57,7 @@ def test_class_folders_count_and_not_an_archive_beside_them(name, packed, tmp_pa
     assert f"{root}: 1 passed over (1 .tar: {name})" in caplog.messages
 
 
+@pytest.mark.slow
 def test_class_folders_are_read_beside_archives_of_more_classes(packed, tmp_path, caplog):
     root = write_classes(tmp_path / "images", "cat", "dog")
     shutil.copy(packed, root / "all.tar")
@@ -64,6 +66,7 @@ def test_class_folders_are_read_beside_archives_of_more_classes(packed, tmp_path
     assert f"{root}: 2 passed over (2 .tar: all.tar, bird.tar)" in caplog.messages
 
 
+@pytest.mark.slow
 def test_class_folders_are_read_beside_an_archive_of_their_archives(tmp_path, caplog):
     root = write_classes(tmp_path / "images", "cat", "dog")
     for name in ("cat", "elk"):
@@ -79,6 +82,7 @@ def test_class_folders_are_read_beside_an_archive_of_their_archives(tmp_path, ca
     assert f"{root}: 2 passed over (2 .tar: all.tar, broken.tar)" in caplog.messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["", "train", "val"])
 @pytest.mark.parametrize("given", [None, {"cat": 0, "dog": 1}])
 def test_archives_and_folders_of_other_images_are_refused(given, split, packed, tmp_path):
@@ -99,6 +103,7 @@ def test_archives_and_folders_of_other_images_are_refused(given, split, packed, 
     assert open_folder(root, class_map=given).info.class_names == ["cat", "dog"]
 
 
+@pytest.mark.slow
 def test_folders_that_macos_packs_are_no_classes(packed, tmp_path, caplog):
     root = tmp_path / "archives"
     write_image(root / "__MACOSX" / "cat" / "0.png", 0)
@@ -117,6 +122,7 @@ def test_folders_that_macos_packs_are_no_classes(packed, tmp_path, caplog):
     assert sum(module.info.sizes[split] for split in ("train", "val")) == 8
 
 
+@pytest.mark.slow
 def test_archives_in_the_folders_of_splits_and_further_above_are_passed_over(packed, tmp_path, caplog):
     root = write_classes(tmp_path / "images", "train/cat", "train/dog", "val/cat", "val/dog")
     shutil.copy(packed, root / "train" / "more.tar")
@@ -130,6 +136,7 @@ def test_archives_in_the_folders_of_splits_and_further_above_are_passed_over(pac
     assert f"{nested}: 1 passed over (1 .tar: pets.tar)" in caplog.messages
 
 
+@pytest.mark.slow
 def test_an_evaluation_measures_the_class_folders(packed, tmp_path, caplog):
     trained = open_folder(write_classes(tmp_path / "images", "cat", "dog"))
     other = write_classes(tmp_path / "other", "cat", "dog", first=50)
@@ -147,6 +154,7 @@ def test_an_evaluation_measures_the_class_folders(packed, tmp_path, caplog):
     assert f"{other}: the images of cat/, dog/ are in no split, beside test.tar" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_hidden_archive_is_none(tmp_path, packed, caplog):
     root = write_classes(tmp_path / "images", "cat", "dog")
     (root / "._backup.tar").write_bytes(b"Mac OS X        ")
@@ -162,6 +170,7 @@ def test_a_hidden_archive_is_none(tmp_path, packed, caplog):
         open_folder(archives)
 
 
+@pytest.mark.slow
 def test_an_archive_without_images_is_told_in_one_line(tmp_path):
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "a.py").write_text("")
@@ -178,6 +187,7 @@ def test_an_archive_without_images_is_told_in_one_line(tmp_path):
     assert open_folder(folders).info.class_names == ["cat", "dog"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [None, {"cat": 0, "dog": 1}])
 def test_archives_and_images_outside_class_folders_are_refused(given, packed, tmp_path):
     root = tmp_path / "mixed"
@@ -189,6 +199,7 @@ def test_archives_and_images_outside_class_folders_are_refused(given, packed, tm
         open_folder(root, class_map=given)
 
 
+@pytest.mark.slow
 def test_what_lies_beside_archives_is_told(packed, tmp_path, caplog):
     root = tmp_path / "archives"
     (root / "elk").mkdir(parents=True)
@@ -200,6 +211,7 @@ def test_what_lies_beside_archives_is_told(packed, tmp_path, caplog):
     assert f"{root}: {told}" in caplog.messages
 
 
+@pytest.mark.slow
 def test_class_folders_of_broken_images_are_no_archive(packed, tmp_path):
     root = tmp_path / "images"
     for name in ("cat", "dog"):
@@ -211,6 +223,7 @@ def test_class_folders_of_broken_images_are_no_archive(packed, tmp_path):
         open_folder(root, val_fraction=0.25)
 
 
+@pytest.mark.slow
 def test_archives_beside_splits_are_told(packed, tmp_path, caplog):
     root = write_classes(tmp_path / "images", "train/cat", "train/dog", "val/cat", "val/dog")
     shutil.copy(packed, root / "more.tar")
@@ -219,6 +232,7 @@ def test_archives_beside_splits_are_told(packed, tmp_path, caplog):
     assert f"{root}: the images of more.tar, most.zip are in no split, beside train, val" in caplog.text
 
 
+@pytest.mark.slow
 def test_pooled_splits_beside_an_archive_are_refused_as_folders(packed, tmp_path):
     root = write_classes(tmp_path / "years", "train2017/cat", "train2017/dog", "val2017/cat", "val2017/dog")
     shutil.copy(packed, root)

@@ -90,6 +90,7 @@ def test_the_folder_above_the_splits_is_not_one_training_set(tmp_path, caplog):
     assert open_folder(years, **given).info.sizes == {"train": 8, "val": 8, "test": 8}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("train", "test"),
     [
@@ -113,6 +114,7 @@ def test_sets_that_are_called_otherwise_are_not_one_training_set(train, test, tm
     assert "which would be one set" in refusal(root)
 
 
+@pytest.mark.slow
 def test_among_other_classes_one_may_be_called_as_a_set_is(tmp_path):
     root = write_images(tmp_path / "images")
     for name in ("test", "training_set", "Validation"):
@@ -120,6 +122,7 @@ def test_among_other_classes_one_may_be_called_as_a_set_is(tmp_path):
     assert open_folder(root).info.class_names == ["cat", "dog", "test", "training_set", "Validation"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("key", "kind"), [("val_split", "val"), ("test_split", "test")])
 def test_no_split_is_measured_that_is_the_training(key, kind, tmp_path):
     root = write_splits(tmp_path / "images", "train", "val", "test")
@@ -132,6 +135,7 @@ def test_no_split_is_measured_that_is_the_training(key, kind, tmp_path):
     assert f"data.{key}={names[key]} and data.train_split=train are the same images" in refusal(root, **names)
 
 
+@pytest.mark.slow
 def test_a_split_of_two_kinds_is_named_once(tmp_path, caplog):
     root = write_splits(tmp_path / "images", "train", "val", "other")
     open_folder(root, test_split="val")
@@ -281,6 +285,7 @@ def test_a_missing_folder_of_torchvision_is_not_the_whole_of_the_root(tmp_path, 
             open_torch(root, **{key: "train"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "train", "measured"),
     [
@@ -300,6 +305,7 @@ def test_sets_of_torchvision_are_not_measured_on_their_training_images(source, t
     assert parts_of(source, named) == {"train": train, "validation": "2021_train_mini"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["val_split", "test_split"])
 def test_no_table_is_measured_that_is_the_training(key, tmp_path):
     write_images(tmp_path)

@@ -229,6 +229,7 @@ def test_lines_that_are_no_prompts_are_told(tmp_path, caplog, text, empty):
     assert len(caplog.records) == bool(empty)
 
 
+@pytest.mark.slow
 def test_prompts_come_from_lines_and_from_json(tmp_path):
     (tmp_path / "a.txt").write_text("one\n\ntwo words\n")
     assert generate.read_prompts(tmp_path / "a.txt") == ["one", "two words"]

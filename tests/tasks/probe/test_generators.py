@@ -320,6 +320,7 @@ def own(random, samples, *, vocab_size=16, tokens=12, offset=0):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", [("offset=0", "offset=1"), ("OFFSET = 0", "OFFSET = 1"), ("% vocab_size", "* 3 % vocab_size")], ids=str
 )
@@ -342,6 +343,7 @@ def test_the_cache_knows_the_source_of_a_plug_in(
     assert not np.array_equal(made[0], made[2])
 
 
+@pytest.mark.slow
 def test_samples_of_a_source_that_is_not_known_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, Any] = {}
     exec(OWN, names)
@@ -350,6 +352,7 @@ def test_samples_of_a_source_that_is_not_known_are_not_kept(tmp_path: Path, monk
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_samples_of_a_function_among_the_defaults_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def own(random: np.random.Generator, samples: int, *, vocab_size: int = 4, rule: Any = abs) -> Samples:
         return Samples(drawn(random, samples), drawn(random, samples))
@@ -360,6 +363,7 @@ def test_samples_of_a_function_among_the_defaults_are_not_kept(tmp_path: Path, m
     assert generators.preset("own")["options"] == {"vocab_size": 4}
 
 
+@pytest.mark.slow
 def test_the_cache_knows_the_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     described = {"train": [{"samples": 20}]}
     for vocab_size, files in ((10, 1), (10, 1), (12, 2)):
@@ -390,6 +394,7 @@ MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
 ]
 
 
+@pytest.mark.slow
 @cases(("change", "message"), MISTAKES)
 def test_what_a_plug_in_returns_is_checked(
     change: Callable[[Any], Any], message: str, monkeypatch: pytest.MonkeyPatch
@@ -402,6 +407,7 @@ def test_what_a_plug_in_returns_is_checked(
         make_splits("own", {}, {"train": [{"samples": 20}]}, seed=0)
 
 
+@pytest.mark.slow
 def test_a_plug_in_may_return_what_samples_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     def own(random: np.random.Generator, samples: int, *, vocab_size: int = 4) -> Samples:
         tokens = drawn(random, samples)
@@ -413,6 +419,7 @@ def test_a_plug_in_may_return_what_samples_allow(monkeypatch: pytest.MonkeyPatch
     assert made.tokens.shape == (20, 8)
 
 
+@pytest.mark.slow
 def test_options_of_a_plug_in_have_types_and_no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     def own(random, samples, *, vocab_size=4, offset=-2, gain=-1.5, span=(-3, 3), names=("a",), any=None, on=True):
         raise AssertionError
@@ -440,6 +447,7 @@ def test_options_of_a_plug_in_have_types_and_no_limits(monkeypatch: pytest.Monke
             check_options("own", wrong)
 
 
+@pytest.mark.slow
 def test_a_generator_whose_options_no_command_could_give_is_refused() -> None:
     def required(random: Any, samples: int, *, size: int, vocab_size: int = 4) -> Samples:
         raise AssertionError

@@ -603,6 +603,7 @@ def test_a_stream_with_other_files_is_other_text(tmp_path: Path, monkeypatch: py
         prepare(find_parts(["hfids/set"], Columns()), tmp_path / "out", fractions=FRACTIONS, processes=1)
 
 
+@pytest.mark.slow
 def test_a_saved_set_without_rows_is_told(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"text": ["one"]}).select([]).save_to_disk(str(tmp_path / "saved"))

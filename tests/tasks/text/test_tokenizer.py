@@ -61,6 +61,7 @@ def test_a_token_that_a_file_puts_behind_texts_is_not_in_the_folder_of_a_model(t
     assert Library.from_str(written).encode(TEXTS[0]).ids == [number, *plain]
 
 
+@pytest.mark.slow
 def test_dropout_of_a_tokenizer_file_leaves_a_text_its_tokens(tmp_path: Path) -> None:
     trained = train_tokenizer(TEXTS * 20, 300)
     content = json.loads(trained.to_dict()["json"])
@@ -78,6 +79,7 @@ def test_dropout_of_a_tokenizer_file_leaves_a_text_its_tokens(tmp_path: Path) ->
     assert json.loads(written)["model"]["dropout"] is None, "so does the folder that an older checkpoint is saved to"
 
 
+@pytest.mark.slow
 def test_truncation_and_padding_of_a_tokenizer_file_are_left_out(tmp_path: Path) -> None:
     """Training reads whole texts; a program that reads the file of the saved or exported model must, too."""
     trained = train_tokenizer(TEXTS * 20, 300)
