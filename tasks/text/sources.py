@@ -706,13 +706,9 @@ def _version_of_stream(given: str, columns: Columns) -> str:
         builder = _datasets().load_dataset_builder(name, configuration)
     except Exception as error:  # as in `_load_stream`
         raise ValueError(f"{columns.spell(given)} cannot be opened: {error}") from error
-    named = {str(split): [str(file) for file in files] for split, files in (builder.config.data_files or {}).items()}
-    listed = [
-        given,
-        builder.hash,
-        [[split, [[file, *stamp(file)] for file in files]] for split, files in named.items()],
-    ]
-    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
+    splits = builder.config.data_files or {}
+    files = [[str(split), str(file), *stamp(str(file))] for split, listed in splits.items() for file in listed]
+    return hashlib.sha256(json.dumps([given, builder.hash, files]).encode()).hexdigest()
 
 
 def _load_saved(path: str, columns: Columns) -> Any:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import tarfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from image_data import image_data
+from image_data import open_folder, write_tar
 from PIL import Image
 
 from longseq.tasks.image.data import ImageDataModule
@@ -25,19 +24,6 @@ def write_classes(root: Path, *names: str, count: int = 4, first: int = 0) -> Pa
         for index in range(count):
             write_image(root / name / f"{index}.png", first + 10 * number + index)
     return root
-
-
-def write_tar(path: Path, folder: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as archive:
-        archive.add(folder, arcname=".")
-    return path
-
-
-def open_folder(root: Path, **keys: Any) -> ImageDataModule:
-    module = image_data(name="test", source="folder", root=str(root), img_size=8, **keys)
-    module.setup()
-    return module
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from image_data import image_data
+from image_data import image_data, write_tar
 from PIL import Image
 
 from longseq.tasks.data.place import Place
@@ -40,12 +40,6 @@ def write_folder(root, train=12, val=5):
             for index in range(count):
                 (folder / f"{index}.png").write_bytes(png(80 * label + index))
     return root
-
-
-def write_tar(path, folder):
-    with tarfile.open(path, "w") as archive:
-        archive.add(folder, arcname=".")
-    return path
 
 
 def open_data(source, root=None, **options):

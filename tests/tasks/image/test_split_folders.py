@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-from image_data import image_data
+from image_data import image_data, open_folder, write_tar
 from PIL import Image
 
 from longseq.tasks.image.data import ImageDataModule
@@ -34,19 +33,6 @@ def write_splits(root: Path, *names: str) -> Path:
     for shade, name in enumerate(names):
         write_images(root / name, shade)
     return root
-
-
-def write_tar(path: Path, folder: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as archive:
-        archive.add(folder, arcname=".")
-    return path
-
-
-def open_folder(root: Path, source: str = "folder", **keys):
-    module = image_data(name="test", source=source, root=str(root), img_size=8, **keys)
-    module.setup()
-    return module
 
 
 def refusal(root: Path, **keys) -> str:
