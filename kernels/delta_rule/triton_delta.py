@@ -28,7 +28,7 @@ from longseq.kernels.delta_rule.triton_backward import (
 )
 from longseq.kernels.delta_rule.triton_forward import advance, prepare, read_out, read_through
 from longseq.kernels.delta_rule.triton_kept import TILE, count_gradient_units, count_units
-from longseq.kernels.delta_rule.triton_segments import connect, summarize
+from longseq.kernels.delta_rule.triton_segments import BOTH, QUERIES, connect, summarize
 from longseq.kernels.devices import channels_adjacent, longseq_shared_memory
 from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.segments import find_span
@@ -224,7 +224,7 @@ class _Plan(NamedTuple):
         return gated or (self.scaled and (self.key[1] == 256 or self.small))
 
     def weighs(self, q: Tensor, write_key: Tensor, gated: bool) -> bool:
-        """Whether the walks make e^b Q and e^{b_C - b} W from q and write keys."""
+        """Whether the walks make e^b Q and e^{b_C - b} W from q and write keys; forward in segments, only e^b Q."""
         halves = q.element_size() == write_key.element_size() == 2
         return self.scaled and halves and not self.keeps_rows(gated)
 
@@ -387,13 +387,15 @@ def delta_rule(
         )  # fmt: skip
         launch(q, k, v, beta, write, g, initial_state, cu_seqlens, output, final)
         return output, final, []
-    # Walks of segments, which all run at the same time, take longer to weigh rows than `prepare` takes to store them.
-    weigh = not plan.span and plan.weighs(q, write, g is not None)
-    if weigh:
+    # Write keys are read by two walks of a segment, which take longer to weigh them than `prepare` takes to store them.
+    weigh = 0
+    if plan.weighs(q, write, g is not None):
+        weigh = QUERIES.value if plan.span else BOTH.value
+    if weigh == BOTH.value:
         kept = kept._replace(queries=q, writes=write)
     elif not plan.keeps_rows(g is not None):
-        rows = v.new_empty((2, plan.slots * heads * plan.chunk * key_dim), dtype=plan.dtype)
-        kept = kept._replace(queries=rows[0], writes=rows[1])
+        rows = v.new_empty((2 - weigh, plan.slots * heads * plan.chunk * key_dim), dtype=plan.dtype)
+        kept = kept._replace(queries=q if weigh else rows[0], writes=rows[-1])
     launches = _prepare_forward(
         plan, plan.forward_entries(g is not None), q.device, tokens, heads, key_dim, value_dim, score_dtype, raw, scale,
         reverse, g is not None, cu_seqlens is not None, initial_state is not None, write_key is not None, save, weigh,
@@ -436,7 +438,7 @@ class _Forward(NamedTuple):
 def _prepare_forward(
     plan: _Plan, entries: tuple[Launch, ...], device: torch.device, tokens: int, heads: int, key_dim: int,
     value_dim: int, scores: torch.dtype, raw: bool, scale: float, reverse: int, gated: bool, packed: bool,
-    has_initial: bool, own_write_key: bool, save: bool, weigh: bool, strides: tuple[tuple[int, ...], ...],
+    has_initial: bool, own_write_key: bool, save: bool, weigh: int, strides: tuple[tuple[int, ...], ...],
 ) -> _Forward:  # fmt: skip
     """`entries` are those of the table, which may change between calls."""
     q_strides, _, _, beta_strides, write_strides, g_strides = strides
@@ -444,6 +446,7 @@ def _prepare_forward(
     constants = _constants(plan, key_dim, value_dim, packed)
     places = plan.slots * heads
     name = _prepare_name(gated)
+    rows = min(2 - weigh, 2 if save or plan.along else 1)
     # The second launch computes the chunks that are not mild again, if there are any: in the first one, the registers
     # of this would make all chunks slower, the whole forward pass of a long sequence by a third. A program looks at
     # several. Read in both directions, none may look at both halves of the batch.
@@ -452,7 +455,7 @@ def _prepare_forward(
         Prepared(
             prepare, device, cdiv(places, again or 1),
             (scale, places, tokens, heads, *[stride for own in strides for stride in own]),
-            GATED=gated, REVERSE=reverse, SAVE=save, ROWS=0 if weigh else 2 if save or plan.along else 1, RAW=raw,
+            GATED=gated, REVERSE=reverse, SAVE=save, ROWS=rows, RAW=raw,
             DTYPE=TRITON_DTYPES[scores], AGAIN=again, OWN_WRITE_KEY=own_write_key,
             BLOCK=plan.tiles(name, max(key_dim, value_dim)), **constants, **plan.options(name),
         )

@@ -40,6 +40,7 @@ from longseq.kernels.delta_rule.triton_kept import (
     unpack_writes,
 )
 from longseq.kernels.delta_rule.triton_segments import (
+    BOTH,
     across,
     end_walk,
     find_segment,
@@ -390,8 +391,8 @@ def advance(
 ):  # fmt: skip
     """BLOCK value columns of one head of one sequence or segment, with the state in pieces of STEP key columns.
 
-    SAVE leaves U in place of X V and the states before each chunk, READ the output. WEIGH: `queries` and `writes` are q
-    and write keys as they came (see `load_rows`).
+    SAVE leaves U in place of X V and the states before each chunk, READ the output. WEIGH: `queries` are q as it
+    came, with BOTH also `writes` write keys (see `load_rows`).
     """
     blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
     column = tl.program_id(0) % blocks * BLOCK
@@ -404,8 +405,9 @@ def advance(
     NEXT = direction(REVERSE)
     tokens = (end - start).to(tl.int32)
     output += ((row * T + token_after(0, start, end, REVERSE)) * H + head) * V
-    if WEIGH:
+    if WEIGH > 0:
         queries += row * q_row + head * q_head
+    if WEIGH == BOTH:
         writes += row * write_row + head * write_head
         beta += row * beta_row + head * beta_head
     if not SEGMENTED:
@@ -430,7 +432,7 @@ def advance(
     if SCALED:
         later_packed = tl.load(units + first * UNITS + PACKED_UNITS)
         later_size = tl.load(units + first * UNITS + SIZE)
-    if WEIGH:
+    if WEIGH == BOTH:
         later_strength = load_strengths(beta, beta_token, begin, start, end, REVERSE, CHUNK)
     for m in range(begin, stop):
         place = (slot + m) * H + head
@@ -452,10 +454,12 @@ def advance(
             later_size = tl.load(units + following * UNITS + SIZE)
         query_rows, write_rows = queries + place * CHUNK * K, writes + place * CHUNK * K
         query_weight, write_weight = scale, 1.0
-        if WEIGH:
-            t = token_after(m * CHUNK, start, end, REVERSE)
-            query_rows, write_rows = queries + t * q_token, writes + t * write_token
+        t = token_after(m * CHUNK, start, end, REVERSE)
+        if WEIGH > 0:
+            query_rows = queries + t * q_token
             query_weight = scale * two_to(-unpack_queries(packed))
+        if WEIGH == BOTH:
+            write_rows = writes + t * write_token
             write_weight = (later_strength * two_to(-unpack_writes(packed)))[:, None]
             later_strength = load_strengths(beta, beta_token, next_chunk, start, end, REVERSE, CHUNK)
 

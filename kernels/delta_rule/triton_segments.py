@@ -57,6 +57,9 @@ from longseq.kernels.triton_units import (
 
 # Borders of packed sequences that are compared at a time.
 BORDERS = tl.constexpr(128)
+# Which rows a walk makes itself from what the call gave: queries, or write keys as well.
+QUERIES = tl.constexpr(1)
+BOTH = tl.constexpr(2)
 
 
 @triton.jit
@@ -217,7 +220,7 @@ def walk_through(
             store_block(states + place * K * V, column, e, before, V, K, BLOCK, STEP)
         u = tl.dot(before, tl.trans(erase), u, input_precision=PRECISION)
         if READ_EARLY:
-            query = load_rows(queries, q_token, live, query_weight, e, K, WEIGH, SCALED, CUT, CHUNK, STEP)
+            query = load_rows(queries, q_token, live, query_weight, e, K, WEIGH > 0, SCALED, CUT, CHUNK, STEP)
             o = tl.dot(before, tl.trans(query), o, input_precision=PRECISION)
     read_exponent, u_exponent, after_exponent, weight = 0, 0, 0, whole
     if SCALED:
@@ -236,10 +239,10 @@ def walk_through(
     u = as_tile(u, SCALED)
     after = ()
     for e in tl.static_range(0, K, STEP):
-        write = load_rows(writes, write_token, live, write_weight, e, K, WEIGH, SCALED, CUT, CHUNK, STEP)
+        write = load_rows(writes, write_token, live, write_weight, e, K, WEIGH == BOTH, SCALED, CUT, CHUNK, STEP)
         after = after + (tl.dot(u, write, state[e // STEP] * weight, input_precision=PRECISION),)
         if READ and not READ_EARLY:
-            query = load_rows(queries, q_token, live, query_weight, e, K, WEIGH, SCALED, CUT, CHUNK, STEP)
+            query = load_rows(queries, q_token, live, query_weight, e, K, WEIGH > 0, SCALED, CUT, CHUNK, STEP)
             before = as_tile(state[e // STEP], SCALED)
             o = tl.dot(before, tl.trans(query), o, input_precision=PRECISION)
     return u, u_exponent, after, after_exponent, o, read_exponent
@@ -327,7 +330,7 @@ def summarize(
         walked = walk_through(
             state, exponent, offered, offered_unit, offered_exponent, erased, rows, 0, 1.0, rows, 0, 1.0,
             tokens - m * CHUNK, packed, size, offsets, units, place, column, whole,
-            K, V, False, False, False, SCALED, CUT, PRECISION, CHUNK, BLOCK, STEP,
+            K, V, False, False, 0, SCALED, CUT, PRECISION, CHUNK, BLOCK, STEP,
         )  # fmt: skip
         state = walked[2]
         if SCALED:
