@@ -76,8 +76,9 @@ WAYS = (REVERSED, BOTH_WAYS)
 MANY = 80
 # The widest states whose walks weigh queries and write keys, and the bytes of keys that are then not kept.
 HALF_WIDTH, KEY_BYTES = 128, 1 << 24
-# Rows of a scan of 128 channels with more warps than run at once with all registers.
-CROWD = 260
+# Rows of a scan, and its channels: with the fewest, more warps than run at once with all registers; then more than half
+# as many again, and more than twice as many.
+CROWD, SEVERAL_CHANNELS = 260, (128, 192, 256)
 # Without gradients: heads of a sequence with fewer programs than a GPU runs side by side; heads with more, and those of
 # four packed sequences.
 READ_HEADS, FILLING_HEADS, PACKED_HEADS = 64, 208, 64
@@ -110,19 +111,19 @@ def _delta_rule(variant: str, way: dict[str, Any]) -> tuple[Case, ...]:
 
 
 def _scan(way: dict[str, Any]) -> tuple[Case, ...]:
-    """Calls whose time is split into parts, and calls with more warps than run side by side, also twice as many."""
+    """Calls whose time is split into parts, and calls with more warps than run side by side, up to twice as many."""
     parts = Case("plain", 530, way, has_state=False)
-    crowded = Case("plain", 18, way, has_state=False, batch=CROWD, channels=128)
-    queued = crowded._replace(channels=256)
+    crowded = Case("plain", 18, way, has_state=False, batch=CROWD)
+    several = tuple(crowded._replace(channels=width) for width in SEVERAL_CHANNELS)
     if way == BOTH_WAYS:
-        return parts, crowded, queued
+        return parts, *several
     bounds = tuple(range(0, 18 * CROWD + 1, 18))
     packed = (
         _pack(Case("plain", 70, way)),
         _pack(Case("plain", 2100, way, has_state=False)),
-        *(Case("plain", 18 * CROWD, way, has_state=False, channels=width, bounds=bounds) for width in (128, 256)),
+        *(Case("plain", 18 * CROWD, way, has_state=False, channels=width, bounds=bounds) for width in SEVERAL_CHANNELS),
     )
-    return parts, crowded, queued, *packed
+    return parts, *several, *packed
 
 
 TRIALS: dict[str, Trial] = {
@@ -207,7 +208,7 @@ TRIALS: dict[str, Trial] = {
             *(Case("plain", 70), Case("plain", 80, channels=128)),
             # Sizes at which the scan inside it has other kernels. The scan reads every row in both directions.
             Case("plain", 530),
-            *(Case("plain", 18, batch=CROWD // 2, channels=width) for width in (128, 256)),
+            *(Case("plain", 18, batch=CROWD // 2, channels=width) for width in SEVERAL_CHANNELS),
         ),
         channels=70,
         mixed=("taps", "offset", "selection", "rate", "rate_offset", "skip"),

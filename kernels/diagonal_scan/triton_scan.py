@@ -63,13 +63,16 @@ CHECKPOINT = 16
 STACKED = 4  # the most tokens whose gradients the backward kernel stores at a time
 # Time is split into parts until there are about WARPS warps: as many as an H200 runs at once if each thread has 255
 # registers. With 168 registers, half as many again run at once: launches with more than WARPS warps are "crowded" and
-# have this limit. Longhorn's forward launches with more than twice WARPS warps are "queued": half as many warps, each
-# of twice as many channels, then still fill the GPU. Warps are counted for FORWARD and BACKWARD, whatever the table
-# holds. Mamba's forward launches have names of their own: A takes registers, so that Longhorn's launch of 16 tokens at
-# a time would have more numbers than registers.
+# have this limit. With 128 registers, twice WARPS run at once, each of them slower: "doubled" forward launches have
+# this limit. Longhorn's forward launches with more than twice WARPS warps can be "queued": half as many warps, each of
+# twice as many channels, then still fill the GPU. Warps are counted for FORWARD and BACKWARD, whatever the table holds.
+# Mamba's forward launches have names of their own: A takes registers, so that Longhorn's launch of 16 tokens at a time
+# would have more numbers than registers. They are never queued: with more than twice WARPS warps, 168 registers take as
+# much time as any other launch, to a few percent.
 WARPS = 1024
 REGISTERS = 255
 REGISTERS_CROWDED = 168
+REGISTERS_DOUBLED = 128
 FORWARD = Walk(8, 2, 8, REGISTERS)  # also of summaries
 BACKWARD = Walk(4, 4, 4, REGISTERS)
 # By the bytes of a state's numbers (float32 whatever the inputs are) and by W, the state's padded width. The launches
@@ -80,9 +83,11 @@ LAUNCHES: dict[tuple[int, int], dict[str, Walk]] = {
         "summarize_crowded": FORWARD._replace(registers=REGISTERS_CROWDED),
         "forward": FORWARD,
         "forward_crowded": FORWARD._replace(registers=REGISTERS_CROWDED),
+        "forward_doubled": FORWARD._replace(registers=REGISTERS_DOUBLED),
         "forward_queued": FORWARD._replace(registers=REGISTERS_CROWDED),
         "forward_selective": FORWARD,
         "forward_selective_crowded": FORWARD._replace(registers=REGISTERS_CROWDED),
+        "forward_selective_doubled": FORWARD._replace(tokens=4, registers=REGISTERS_DOUBLED),
         "backward": BACKWARD,
         "backward_crowded": BACKWARD._replace(tokens=2, registers=REGISTERS_CROWDED),
     }
@@ -112,13 +117,21 @@ class _Plan(NamedTuple):
     constants: dict[str, Any]  # the compile-time arguments of every kernel that works on parts
 
     def name(self, kernel: str, channels: int) -> str:
-        """The kernel's name in the table: with more warps than run at once with 255 registers, it is another."""
+        """The kernel's name in the table, by the number of warps.
+
+        Above those that run at once with 168 registers, Longhorn's forward kernel is doubled, unless as queued it takes
+        fewer rounds, of as many warps as run at once.
+        """
         tile = (BACKWARD if kernel == "backward" else FORWARD).tile(self.width)
         warps = self.slots * cdiv(channels, tile["BLOCK_D"])
-        if kernel == "forward" and not self.constants["LONGHORN"]:
-            kernel = "forward_selective"
-        elif kernel == "forward" and warps > 2 * WARPS:
-            return "forward_queued"
+        if kernel == "forward":
+            longhorn = self.constants["LONGHORN"]
+            kernel = "forward" if longhorn else "forward_selective"
+            rounds, rounds_queued = cdiv(warps, 2 * WARPS), cdiv(warps, 3 * WARPS)
+            if longhorn and rounds > rounds_queued:
+                return "forward_queued"
+            if 2 * warps > 3 * WARPS and (longhorn or rounds == 1):
+                return f"{kernel}_doubled"
         return f"{kernel}_crowded" if warps > WARPS else kernel
 
     def walk(self, kernel: str, channels: int) -> Walk:

@@ -763,9 +763,9 @@ def test_cases_reach_every_launch_of_the_scans(plans, op):
 
     found = collect(find_launches())
     assert set(found) == ({(False, False, "")} if op == "longhorn_pair" else set(list_calls("")))
-    forward = ("forward", "forward_crowded", "forward_queued")
+    forward = ("forward", "forward_crowded", "forward_doubled", "forward_queued")
     if op == "selective_scan":
-        forward = ("forward_selective", "forward_selective_crowded")
+        forward = ("forward_selective", "forward_selective_crowded", "forward_selective_doubled")
     crowded = {f"{name} and backward_crowded" for name in forward[1:]}
     assert all(launches == {"in parts", *crowded, f"{forward[0]} and backward"} for launches in found.values())
 

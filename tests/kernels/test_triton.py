@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from contextlib import contextmanager
 from unittest import mock
 
@@ -999,15 +1000,55 @@ def test_diagonal_scans_in_parts_of_time_read_half_of_the_rows_in_reverse(interp
         assert_as_accurate_as_torch(inputs.map(torch.Tensor.float), exact, reverse="second_half")
 
 
-@pytest.mark.parametrize("op", ["longhorn_scan", "selective_scan"])
-@pytest.mark.slow
-def test_diagonal_scans_of_more_warps_than_run_at_once(interpreted, monkeypatch, op):
-    from longseq.kernels.diagonal_scan import triton_scan as kernels
+SCAN_LAUNCHES = [
+    *(("longhorn_scan", f"forward_{name}") for name in ("crowded", "doubled", "queued")),
+    *(("selective_scan", f"forward_selective_{name}") for name in ("crowded", "doubled")),
+]
 
-    monkeypatch.setattr(kernels, "WARPS", 0)
+
+def launch_as(monkeypatch, forward):
+    """Have the scans launched as with many warps; return how often the forward kernel was."""
+    from longseq.kernels.diagonal_scan.triton_scan import _Plan
+
+    asked = Counter()
+
+    def name(plan, kernel, channels):
+        asked[kernel] += 1
+        return forward if kernel == "forward" else f"{kernel}_crowded"
+
+    monkeypatch.setattr(_Plan, "name", name)
+    return asked
+
+
+@pytest.mark.parametrize(("op", "forward"), SCAN_LAUNCHES)
+@pytest.mark.slow
+def test_diagonal_scans_of_more_warps_than_run_at_once(interpreted, monkeypatch, op, forward):
+    asked = launch_as(monkeypatch, forward)
     inputs = make_inputs(op, batch=1, tokens=21, sizes={"N": 5})
     exact = gradients(inputs, backend="reference")
     assert_as_accurate_as_torch(inputs.map(torch.Tensor.float), exact)
+    assert asked["forward"] >= 1 <= asked["backward"]
+
+
+@pytest.mark.slow
+def test_launches_of_the_scans_by_the_number_of_warps():
+    from longseq.kernels.diagonal_scan.triton_scan import WARPS, _plan
+
+    def name(warps, longhorn):
+        x, key = torch.empty((warps, 20, 32), device="meta"), torch.empty((warps, 20, 16), device="meta")
+        return _plan(x, key, None if longhorn else torch.empty((32, 16), device="meta"), None, 0).name("forward", 32)
+
+    half = WARPS // 2
+    names = {warps: name(warps, True) for warps in (WARPS, WARPS + 1, 3 * half, 3 * half + 1, 2 * WARPS, 4 * WARPS)}
+    ends = ["", *["_crowded"] * 2, *["_doubled"] * 3]
+    assert list(names.values()) == [f"forward{end}" for end in ends]
+    # With half as many warps of twice as many channels, one round is enough in place of two, and two in place of three.
+    numbers = (2 * WARPS + 1, 3 * WARPS, 4 * WARPS + 1, 12 * WARPS)
+    assert {name(warps, True) for warps in numbers} == {"forward_queued"}
+    assert name(3 * WARPS + 1, True) == "forward_doubled"
+    ends = ["", *["_crowded"] * 2, *["_doubled"] * 2, *["_crowded"] * 2]
+    numbers = (WARPS, WARPS + 1, 3 * half, 3 * half + 1, 2 * WARPS, 2 * WARPS + 1, 4 * WARPS)
+    assert [name(warps, False) for warps in numbers] == [f"forward_selective{end}" for end in ends]
 
 
 @pytest.mark.slow
@@ -1616,12 +1657,11 @@ def test_least_squares_from_a_state_backwards_on_the_gpu(op, reading, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("op", ["longhorn_scan", "selective_scan"])
-def test_diagonal_scans_of_more_warps_than_run_at_once_on_the_gpu(monkeypatch, op, dtype):
-    from longseq.kernels.diagonal_scan import triton_scan as kernels
-
-    monkeypatch.setattr(kernels, "WARPS", 0)
+@pytest.mark.parametrize(("op", "forward"), SCAN_LAUNCHES)
+def test_diagonal_scans_of_more_warps_than_run_at_once_on_the_gpu(monkeypatch, op, forward, dtype):
+    asked = launch_as(monkeypatch, forward)
     assert_accurate_in_every_run(*gpu_arguments(op, 2, 197, 384, 16, dtype), dtype)
+    assert asked["forward"] >= 1 <= asked["backward"]
 
 
 @pytest.mark.gpu
