@@ -18,7 +18,7 @@ from command import read_json, run_script
 HERE = Path(__file__).parent
 ABOUT = ("task", "model", "mixer", "pixels", "tokens", "document_tokens", "batch", "recompute")
 ABOUT = (*ABOUT, "op", "variant", "shape", "dtype", "implementation", "call")
-ABOUT = (*ABOUT, "part", "decode", "repeats", "compile", "together")
+ABOUT = (*ABOUT, "part", "decode", "repeats", "compile", "together", "then", "gpu")
 
 
 def subject(row: Mapping[str, Any]) -> tuple[Any, ...]:
