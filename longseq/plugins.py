@@ -13,14 +13,17 @@ Nothing else is imported: a checkpoint records the plug-ins of its run, and load
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 import re
 import sys
+import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -94,6 +97,24 @@ def is_foreign(part: Any) -> bool:
     It may be that of a plug-in, or of a program that registers its own.
     """
     return not f"{getattr(part, '__module__', None) or ''}.".startswith("longseq.")
+
+
+def source_of(function: Any) -> str | None:
+    """A hash of the source that a function of a plug-in depends on, or None if it is not known.
+
+    That is its whole file, and the modules that it imports, and those import, at their top: those of its own package,
+    and others outside the folders where Python and pip install. Imports within functions and files of data are not
+    seen.
+    """
+    own = inspect.unwrap(function)
+    try:
+        lines, _ = inspect.findsource(own)
+        digest = hashlib.sha256("".join(lines).encode())
+        for module in _imports_of(sys.modules.get(getattr(own, "__module__", None) or "")):
+            digest.update(inspect.getsource(module).encode())
+    except (OSError, TypeError):
+        return None
+    return digest.hexdigest()
 
 
 def place_of(error: BaseException, names: Iterable[str] = ()) -> str | None:
@@ -186,6 +207,31 @@ def _last_place(frames: Iterable[_Frame], names: Iterable[str]) -> str | None:
     path = Path(last.file)
     file = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     return f"{file}, line {last.line}, in {last.function}"
+
+
+def _imports_of(first: ModuleType | None) -> Iterator[ModuleType]:
+    """The modules outside longseq whose parts a module has, and these have, by name."""
+    if first is None:
+        return
+    package = first.__name__.partition(".")[0]
+    found, waiting = {first.__name__: first}, [first]
+    while waiting:
+        for part in list(vars(waiting.pop()).values()):
+            name = part.__name__ if isinstance(part, ModuleType) else getattr(part, "__module__", None)
+            other = sys.modules.get(name) if isinstance(name, str) else None
+            if other is not None and name not in found and _may_change(other, package):
+                found[str(name)] = other
+                waiting.append(other)
+    yield from (found[name] for name in sorted(found) if name != first.__name__)
+
+
+def _may_change(module: ModuleType, package: str) -> bool:
+    """True for a module of `package`, and for one that is not installed; never for longseq's, whose version tells."""
+    top, file = module.__name__.partition(".")[0], getattr(module, "__file__", None)
+    if top == "longseq" or file is None:
+        return False
+    installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return top == package or not any(Path(file).is_relative_to(folder) for folder in installed)
 
 
 def _is_own(part: Any, module: str, base: type) -> bool:

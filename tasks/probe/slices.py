@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from longseq.arguments import is_plain
-from longseq.plugins import is_foreign
+from longseq.plugins import is_foreign, source_of
 from longseq.tasks.data.generators.samples import Integers, Make
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.probe.generators import (
@@ -91,13 +90,8 @@ def _describe(
 ) -> str | None:
     """All that the samples depend on, defaults of the generator included; None if not all of it is known."""
     function, source = GENERATORS[generator], None
-    if is_foreign(function):  # _VERSION tells of changes of ours
-        try:
-            # The whole file: the generator may call what stands beside it.
-            lines, _ = inspect.findsource(inspect.unwrap(function))
-        except (OSError, TypeError):
-            return None
-        source = hashlib.sha256("".join(lines).encode()).hexdigest()
+    if is_foreign(function) and (source := source_of(function)) is None:  # _VERSION tells of changes of ours
+        return None
     chosen = generator_options(generator) | dict(options)
     if not is_plain(chosen):
         return None  # what a function or an object does, which is a default of a plug-in's, is not known

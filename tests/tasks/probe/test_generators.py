@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -339,6 +341,39 @@ def test_the_cache_knows_the_source_of_a_plug_in(
         if number == 1:
             assert len(list(tmp_path.glob("own_*.npz"))) == 1
     assert len(list(tmp_path.glob("own_*.npz"))) == 2
+    assert np.array_equal(made[0], made[1])
+    assert not np.array_equal(made[0], made[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("package", "line", "call"),
+    [
+        ("", "import own_rules", "own_rules.near.shift(1)"),
+        ("", "from own_rules import shift", "shift(1)"),
+        ("own_package", "from . import own_rules", "own_rules.shift(1)"),
+    ],
+    ids=["module", "function", "package"],
+)
+def test_the_cache_knows_what_a_plug_in_imports(
+    package: str, line: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described, made = {"train": [{"samples": 20}]}, []
+    rules = "from .own_shift import shift" if package else "import own_shift as near; from own_shift import shift"
+    for number, rule in enumerate(("x", "x", "x + 1")):
+        folder = tmp_path / f"{number}" / package
+        folder.mkdir(parents=True)
+        (folder / "own.py").write_text(f"{line}\n{OWN.replace('+ OFFSET', f'+ {call}')}")
+        (folder / "own_rules.py").write_text(rules)
+        (folder / "own_shift.py").write_text(f"def shift(x):\n    return {rule}\n")
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "path", [str(folder.parent if package else folder), *sys.path])
+            patched.setattr(sys, "modules", dict(sys.modules))
+            importlib.invalidate_caches()
+            module = importlib.import_module(f"{package}.own".lstrip("."))
+            patched.setitem(generators._GENERATORS, "own", module.own)
+            made.append(make_splits("own", {}, described, seed=0, folder=str(tmp_path))["train"][0].answers)
+        assert len(list(tmp_path.glob("own_*.npz"))) == (2 if number == 2 else 1)
     assert np.array_equal(made[0], made[1])
     assert not np.array_equal(made[0], made[2])
 
