@@ -102,6 +102,7 @@ class SliceSampler(Sampler[BatchIndices]):
     """
 
     def __init__(self, sizes: Sequence[int], batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
+        self.world_size = world_size
         self.samplers = [EvaluationSampler(size, batch_size, rank=rank, world_size=world_size) for size in sizes]
 
     def __len__(self) -> int:

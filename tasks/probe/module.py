@@ -62,6 +62,13 @@ class ProbeTask(TrainedModule):
         """The number of questions in a batch; sequences may have different numbers."""
         return (batch[1].answers != IGNORED).sum()
 
+    def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """The model's answers `[B, A]` to the questions of each sequence, IGNORED behind the last one of a sequence."""
+        tokens, targets = batch
+        if not len(tokens):
+            return targets.answers
+        return self(tokens, targets.places).argmax(dim=-1).masked_fill(targets.answers == IGNORED, IGNORED)
+
     def evaluate_batch(self, batch: Batch, metrics: Any, stage: str) -> None:
         """Update the metrics of a stage; a process's part of a distributed batch may be empty."""
         tokens, targets = batch

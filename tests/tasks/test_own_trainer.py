@@ -28,6 +28,7 @@ from longseq.tasks.lm.data import LanguageModelData
 from longseq.tasks.lm.module import LanguageModelTask
 from longseq.tasks.probe.config import ProbeDataKeys
 from longseq.tasks.probe.data import ProbeDataModule
+from longseq.tasks.probe.generators import IGNORED
 from longseq.tasks.probe.module import ProbeTask
 from longseq.tasks.text.keys import TextDataKeys
 from longseq.tasks.training.recipe import Training
@@ -115,7 +116,7 @@ def test_overfit_batches_repeats_the_batches_of_the_first_epoch(opened, tmp_path
     assert all(map(torch.equal, first, second))
 
 
-@pytest.mark.parametrize("opened", TASKS[:-1])
+@pytest.mark.parametrize("opened", TASKS)
 def test_predictions_are_those_of_the_test_set(opened, tmp_path):
     module, data = opened(tmp_path)
     given = trainer().predict(module, datamodule=data)
@@ -123,6 +124,16 @@ def test_predictions_are_those_of_the_test_set(opened, tmp_path):
     assert len(given) == len(data.predict_dataloader())
     torch.testing.assert_close(given, alone)
     assert len(trainer().predict(module, data.val_dataloader())) == len(data.val_dataloader())
+
+
+def test_predictions_of_a_probe_are_its_answers(tmp_path):
+    module, data = open_probe(tmp_path)
+    (measured,) = trainer().test(module, datamodule=data, verbose=False)
+    given = torch.cat(trainer().predict(module, datamodule=data))
+    answers = torch.cat([targets.answers for _, targets in data.test_dataloader()])
+    counted = answers != IGNORED
+    assert torch.equal(given != IGNORED, counted)
+    assert ((given == answers) & counted).sum() / counted.sum() == pytest.approx(measured["test/accuracy"])
 
 
 def test_predictions_of_images_are_in_the_order_of_the_split(tmp_path):
@@ -172,7 +183,7 @@ def test_loaders_in_dictionaries_and_lists_are_measured(tmp_path):
         trainer().predict(module, {"a": data.val_dataloader(), "b": rows})
 
 
-@pytest.mark.parametrize("opened", TASKS[:-1])  # each process reads all samples of a probe
+@pytest.mark.parametrize("opened", TASKS)
 def test_a_loader_for_one_process_is_refused_in_a_run_of_several(opened, tmp_path):
     _, data = opened(tmp_path)
     data.setup()
