@@ -233,7 +233,8 @@ def _number_tokens(borders: Tensor, tokens: int) -> Tensor:
 def _once(found: dict[Any, Any], key: Any, find: Callable[[], Found]) -> Found:
     if key in found:
         return found[key]
-    value = find()
+    with torch.inference_mode(False):  # a packing may be read in inference mode first, and trained on later
+        value = find()
     # While a CUDA graph is captured, results have no values yet: they must not be kept.
     if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         found[key] = value

@@ -159,7 +159,8 @@ class _DeltaRule(torch.autograd.Function):
         read = q if wanted.through_updates else None
         offered, starts = (v, states) if wanted.of_updates else (None, None)
         ctx.save_for_backward(read, k, offered, beta, write_key, g, inverse, starts)
-        return output, final
+        # The caller may change results in place, which autograd refuses for views.
+        return output.detach(), final.detach()
 
     @staticmethod
     @once_differentiable

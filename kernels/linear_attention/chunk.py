@@ -167,7 +167,8 @@ class _LinearAttention(torch.autograd.Function):
             g_value,
             states if gated or wanted.q else None,
         )
-        return output, final
+        # The caller may change results in place, which autograd refuses for views.
+        return output.detach(), final.detach()
 
     @staticmethod
     @once_differentiable

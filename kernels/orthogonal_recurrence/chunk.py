@@ -195,7 +195,9 @@ class _OrthogonalRecurrence(torch.autograd.Function):
         needs_query = _Wanted(*ctx.needs_input_grad[:7]).through_states
         ctx.save_for_backward(q if needs_query else None, k, v, gamma, g, threshold, torch.stack(kept))
         ctx.options = q.dtype, objective, unit, scale, chunk_size
-        return join_chunks(torch.stack(outputs), batch, heads, tokens), running.reshape(state.shape)
+        # The caller may change results in place, which autograd refuses for views.
+        output = join_chunks(torch.stack(outputs), batch, heads, tokens)
+        return output.detach(), running.reshape(state.shape).detach()
 
     @staticmethod
     @once_differentiable

@@ -20,11 +20,11 @@ Batch = tuple[Tensor, ProbeTargets]
 class ProbeTask(TrainedModule):
     """Trains and evaluates a token model on the questions of a probe.
 
-    Logs `train/{loss,lr}` and `{val,test}/{loss,accuracy,sequence_accuracy}`: the share of right answers, and of
-    sequences without a wrong answer. With several slices, it also logs `accuracy_SLICE` for each. An answer is right if
-    it is the label, or one of the allowed ones if the generator allows several. The head reads only the positions of
-    questions: its scores for a large vocabulary would otherwise take most of the memory. `slices` names those of val
-    and test.
+    Logs `train/{loss,lr}` and `{val,test}/{loss,accuracy,sequence_accuracy}`: the share of right answers, and, of the
+    sequences with a question, the share without a wrong answer. With several slices, it also logs `accuracy_SLICE` for
+    each. An answer is right if it is the label, or one of the allowed ones if the generator allows several. The head
+    reads only the positions of questions: its scores for a large vocabulary would otherwise take most of the memory.
+    `slices` names those of val and test.
     """
 
     def __init__(
@@ -78,10 +78,12 @@ class ProbeTask(TrainedModule):
             scores = self(tokens, targets.places).float()
             counted = targets.answers != IGNORED
             right = is_right(scores.argmax(dim=-1), targets.answers, targets.allowed)
-            questions = counted.sum()
-            share = right.sum() / questions
-            metrics["loss"].update(_summed_loss(scores, targets.answers) / questions, weight=questions)
-            metrics["sequence_accuracy"].update((right | ~counted).all(dim=1).float().mean(), weight=len(tokens))
+            questions, asked = counted.sum(), counted.any(dim=1)
+            some = questions.clamp(min=1)  # a batch may have no question, and then no weight
+            share = right.sum() / some
+            metrics["loss"].update(_summed_loss(scores, targets.answers) / some, weight=questions)
+            without_error = ((right | ~counted).all(dim=1) & asked).sum()
+            metrics["sequence_accuracy"].update(without_error / asked.sum().clamp(min=1), weight=asked.sum())
             for key in ("accuracy", *names[3:]):
                 metrics[key].update(share, weight=questions)
         for key in names:

@@ -48,6 +48,20 @@ def gradients_of_recurrence(op, variant, tokens):
     return gradients(make_inputs(op, variant, tokens=tokens), backend="reference")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "backend"), BACKENDS)
+def test_outputs_may_be_changed_in_place(op, backend):
+    inputs = make_inputs(op, tokens=37)
+    leaves = {name: x.requires_grad_() for name, x in inputs.sequences.items() if x.is_floating_point()}
+    inputs = inputs.replace(leaves)
+    found = []
+    for change in (torch.Tensor.mul_, torch.Tensor.mul):
+        output, _ = inputs.run(backend=backend)
+        loss = change(output, 2).square().sum()
+        found.append(torch.autograd.grad(loss, list(leaves.values()), allow_unused=True))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("op", list_ops())
 @cases("variant", list_variants)
 @cases("tokens", [1, 37])

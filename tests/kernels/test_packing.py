@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils import _pytree as pytree
 
+from longseq import kernels
 from longseq.kernels import linear_attention, packing, recurrence
 from longseq.kernels.dispatch import explain, list_ops
 from longseq.kernels.packed_attention import packed_attention, varlen
@@ -56,6 +57,22 @@ def test_what_is_found_for_borders_is_kept_in_inference_mode() -> None:
     with torch.inference_mode():
         borders = Packing(torch.tensor([0, 4, 9])).cu_seqlens
         assert packing.sequence_of_tokens(borders, 9) is packing.sequence_of_tokens(borders, 9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["delta_rule", "linear_attention"])
+def test_borders_read_in_inference_mode_serve_a_training(op: str) -> None:
+    inputs = make_inputs(op, batch=1, tokens=9)
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.sequences.items()}
+    borders = Packing(torch.tensor([0, 4, 9]))
+    with torch.inference_mode():
+        read = getattr(kernels, op)(**leaves, cu_seqlens=borders)[0]
+    output = getattr(kernels, op)(**leaves, cu_seqlens=borders)[0]
+    torch.testing.assert_close(output.detach(), read.clone())
+    given = torch.autograd.grad(output.square().sum(), list(leaves.values()))
+    output = getattr(kernels, op)(**leaves, cu_seqlens=torch.tensor([0, 4, 9]))[0]
+    expected = torch.autograd.grad(output.square().sum(), list(leaves.values()))
+    torch.testing.assert_close(given, expected)
 
 
 def test_nothing_waits_for_a_device() -> None:

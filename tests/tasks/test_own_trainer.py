@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -16,6 +17,7 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from torch import nn
+from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from longseq.backbones.classifier import TextClassifier
@@ -26,9 +28,10 @@ from longseq.tasks.document.module import DocumentTask
 from longseq.tasks.image.transforms import normalize
 from longseq.tasks.lm.data import LanguageModelData
 from longseq.tasks.lm.module import LanguageModelTask
+from longseq.tasks.probe import generators
 from longseq.tasks.probe.config import ProbeDataKeys
 from longseq.tasks.probe.data import ProbeDataModule
-from longseq.tasks.probe.generators import IGNORED
+from longseq.tasks.probe.generators import IGNORED, Samples
 from longseq.tasks.probe.module import ProbeTask
 from longseq.tasks.text.keys import TextDataKeys
 from longseq.tasks.training.recipe import Training
@@ -134,6 +137,34 @@ def test_predictions_of_a_probe_are_its_answers(tmp_path):
     counted = answers != IGNORED
     assert torch.equal(given != IGNORED, counted)
     assert ((given == answers) & counted).sum() / counted.sum() == pytest.approx(measured["test/accuracy"])
+
+
+def test_sequences_without_a_question_do_not_count(tmp_path, monkeypatch):
+    def own(random, samples, *, vocab_size=8, tokens=6, asked=0.3):
+        drawn = random.integers(0, vocab_size, (samples, tokens))
+        return Samples(drawn, np.where(random.random((samples, 1)) < asked, drawn, IGNORED))
+
+    monkeypatch.setitem(generators._GENERATORS, "own", own)
+    counts = {"train": [{"samples": 64}], "validation": [{"samples": 20}], "test": [{"samples": 20}]}
+    keys = ProbeDataKeys(name="own", generator="own", options={}, eval_batch_size=2, **counts)
+    data = ProbeDataModule(keys, batch_size=16)
+    data.setup()
+    torch.manual_seed(0)
+    model = TokenBackbone(vocab_size=8, d_model=16, depth=1, mixer="deltanet")
+    module = ProbeTask(model, slices=data.info.slices, training=TRAINING)
+    (measured,) = trainer().test(module, datamodule=data, verbose=False)
+    (one,) = data.slices("test")
+    answers = one.answers.long()
+    counted = answers != IGNORED
+    assert not counted.any(dim=1).unfold(0, 2, 2).any(dim=1).all(), "no batch is without a question"
+    with torch.no_grad():
+        scores = module.eval()(one.tokens.long(), one.places.long())
+    right = scores.argmax(-1) == answers
+    asked = counted.any(dim=1)
+    assert measured["test/accuracy"] == pytest.approx(float(right[counted].float().mean()))
+    assert measured["test/loss"] == pytest.approx(float(functional.cross_entropy(scores[counted], answers[counted])))
+    expected = (right | ~counted).all(dim=1)[asked].float().mean()
+    assert measured["test/sequence_accuracy"] == pytest.approx(float(expected))
 
 
 def test_predictions_of_images_are_in_the_order_of_the_split(tmp_path):
