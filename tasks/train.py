@@ -157,6 +157,8 @@ def _train(config: dict[str, Any], folder: Path, names_mixer: bool) -> float | N
     _check_direction(config["optimized_metric"], module)
     facts = {**runs.shared_keys(config), "the update to go on from": runs.updates_of(checkpoint) if checkpoint else 0}
     trainer = build_trainer(config, [Agreement(facts), *build_callbacks(config, module)])
+    # As Lightning does later: the batches of an epoch depend on the processes and on the accumulated batches.
+    datamodule.trainer = trainer
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
         epoch = count_epoch(trainer, datamodule)
         if epoch is not None:

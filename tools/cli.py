@@ -113,7 +113,7 @@ STREAMED = "generate"
 # The exit code where nobody has read all that was printed: that of programs which SIGPIPE ends.
 UNREAD = 128 + 13
 # Keys of each verb whose value is text as it stands.
-TEXTS = {"generate": ("prompt",)}
+TEXTS = {"generate": ("prompt",), "prepare": ("separator",)}
 # Keys of any verb whose value is a path: as it stands, too, where Hydra's grammar has no other meaning for it.
 PATHS = (
     *("checkpoint", "input", "output", "source", "state", "save_state", "init", "resume", "root", "include"),

@@ -146,6 +146,8 @@ class ScoresByLength(nn.Module):
             # a bin may have no document of a label
             warnings.filterwarnings("ignore", ".*Average precision score for one or more classes.*")
             warnings.filterwarnings("ignore", ".*No positive samples found.*")
+            # nor a process any document of a bin: others have it
+            warnings.filterwarnings("ignore", "The ``compute`` method of metric .* was called before")
             for name, scores in self.scores.items():
                 if counts[name]:
                     found |= {f"{key}_{name}": float(metric.compute()) for key, metric in scores.items()}  # type: ignore[operator, attr-defined]

@@ -17,10 +17,15 @@ SHORTENED = 0.1
 
 
 class Epoch(NamedTuple):
-    """The updates in an epoch of the data, and the tokens of an update (None for data without tokens)."""
+    """The updates in an epoch of the data, and the tokens of an update (None for data without tokens).
+
+    Of a loader without a length nobody knows the first before it is read: `counted` is False, and `updates` are those
+    of the whole run, which reads the data as often as it takes.
+    """
 
     updates: int
     tokens_per_update: float | None = None
+    counted: bool = True
 
 
 def count_epoch(trainer: Any, data: Any) -> Epoch | None:
@@ -202,8 +207,13 @@ class RunLength:
 def refuse_longer_minimum(trainer: Any, length: RunLength, epoch: Epoch) -> None:
     """ValueError if the Trainer has a minimum beyond the length of the run, which would then not end there."""
     loop, last, run = trainer.fit_loop, length.count_updates(epoch), length.run
-    if loop.min_epochs == 1 and loop.min_steps is not None and last < epoch.updates:
+    if loop.min_epochs == 1 and loop.min_steps is not None and (last < epoch.updates or not epoch.counted):
         loop.min_epochs = 0  # Lightning sets one epoch where only steps are given
+    if loop.min_epochs and not epoch.counted:
+        raise ValueError(
+            f"trainer.min_epochs={loop.min_epochs}: the training loader has no length, and the run ends with update "
+            f"{last} in any epoch: leave min_epochs out, or give min_steps"
+        )
     for key, value, most in (
         ("min_epochs", loop.min_epochs, last // epoch.updates),
         ("min_steps", loop.min_steps, last),

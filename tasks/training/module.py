@@ -12,15 +12,15 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from timm.optim import create_optimizer_v2, get_optimizer_class
-from timm.scheduler import create_scheduler_v2
 from timm.scheduler.multistep_lr import MultiStepLRScheduler
+from timm.scheduler.scheduler import Scheduler
 from timm.scheduler.wsd_lr import WSDLRScheduler
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -34,7 +34,7 @@ from longseq.tasks.training.checkpoint import known_data
 from longseq.tasks.training.length import Epoch, count_epoch, refuse_longer_minimum, refuse_other_epoch
 from longseq.tasks.training.logger import log_metrics
 from longseq.tasks.training.precision import refuse_half_weights, widen_weights
-from longseq.tasks.training.recipe import Training
+from longseq.tasks.training.recipe import Training, is_of_timm
 from longseq.tasks.training.update_mean import UpdateMean, multiply_gradients
 
 _log = logging.getLogger(__name__)
@@ -96,6 +96,7 @@ class TrainedModule(LightningModule):
         self._saved_schedules: list[Mapping[str, Any]] = []
         self._saved_update = 0
         self._mean: UpdateMean | None = None  # for batches that differ in their number of targets
+        self._was_empty = False  # the latest epoch
 
     @property
     def learning_rate(self) -> float | None:
@@ -311,6 +312,32 @@ class TrainedModule(LightningModule):
     def on_fit_start(self) -> None:
         self._check_ends()
 
+    def on_train_start(self) -> None:
+        # Lightning ends runs after epochs: it would go on after a checkpoint of the last update, within an epoch.
+        if self._is_over() and not self.trainer.fit_loop.epoch_loop.val_loop.restarted_mid_evaluation:
+            self.trainer.should_stop = True
+
+    def on_validation_start(self) -> None:
+        trainer = self.trainer
+        if self._saved_update and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            # the validation with which a continued run begins may be the last thing that it does
+            trainer.should_stop = trainer.should_stop or (self._saved_update == self.global_step and self._is_over())
+
+    def _is_over(self) -> bool:
+        """Whether the last update of the run is done."""
+        return self.last_update is not None and self.global_step >= self.last_update
+
+    def on_train_epoch_end(self) -> None:
+        loop = self.trainer.fit_loop
+        was_empty, self._was_empty = self._was_empty, loop.epoch_loop.batch_progress.current.ready == 0
+        if loop.max_epochs == -1 and self._was_empty and was_empty:
+            # Lightning would ask an empty stream for ever. One epoch is empty where a loader continues at its end.
+            end = f" of {self.last_update}" if self.last_update is not None else ""
+            raise ValueError(
+                f"the training loader gives no more batches after update {self.global_step}{end}: give data that can "
+                "be read again in each epoch, or fewer updates"
+            )
+
     def _check_ends(self) -> None:
         """Called when the checkpoint is loaded and when the fit starts: schedules are built before one of them."""
         schedules = [config.scheduler for config in self.trainer.lr_scheduler_configs]
@@ -389,7 +416,8 @@ class TrainedModule(LightningModule):
         if self.global_step + 1 == self.last_update:
             # The run ends here, with a validation. This is set before the callbacks of the batch run.
             self._validate_at_end()
-            if not self._ends_an_epoch():  # Lightning counts the epochs itself
+            # Lightning counts the epochs itself, unless nobody knows how many there are.
+            if not self._ends_an_epoch() or not self._epoch().counted:
                 self.trainer.should_stop = True
 
     def _validate_at_end(self) -> None:
@@ -418,13 +446,15 @@ class TrainedModule(LightningModule):
         """Set the Trainer's length and validation interval, if `Training.length` defines them.
 
         ValueError if the Trainer keeps weights in half precision, or was given no data to train on, or several loaders
-        to measure.
+        to measure, or a callback that changes the number of accumulated batches.
         """
         trainer, length = self.trainer, self.recipe.length if self.recipe else None
         self._check_loaders(stage)
         refuse_half_weights(trainer.precision)
         widen_weights(self, trainer.precision)
-        self._known_epoch = None  # of an earlier Trainer
+        if stage == TrainerFn.FITTING and self.recipe is not None and self.has_gradients:
+            _refuse_other_accumulation(trainer.callbacks)  # type: ignore[attr-defined]
+        self._known_epoch, self._was_empty = None, False  # of an earlier Trainer
         if self.info is None:
             told = getattr(trainer.datamodule, "info", None)  # type: ignore[attr-defined]
             self.info = told if isinstance(told, Info) else None
@@ -433,11 +463,13 @@ class TrainedModule(LightningModule):
         epoch = self._epoch()
         self.last_update = length.count_updates(epoch)
         # Lightning counts whole epochs; `on_before_optimizer_step` ends a run within one.
-        trainer.fit_loop.max_epochs = math.ceil(self.last_update / epoch.updates)
+        trainer.fit_loop.max_epochs = math.ceil(self.last_update / epoch.updates) if epoch.counted else -1
         refuse_longer_minimum(trainer, length, epoch)
         validation = length.validation
         if validation is None or validation.unit == "epochs":
-            every, shortened = length.count_validation_epochs(trainer.fit_loop.max_epochs)
+            # Of a loader without a length, each update may be an epoch.
+            most = trainer.fit_loop.max_epochs if epoch.counted else self.last_update
+            every, shortened = length.count_validation_epochs(most)
             trainer.check_val_every_n_epoch = every
             if shortened:
                 _log.warning(shortened)
@@ -496,16 +528,18 @@ class TrainedModule(LightningModule):
             )
         optimizer = recipe.optimizer(self.backbone, lr=recipe.learning_rate, **self._fused(recipe.optimizer))
         epoch, options = self._epoch(), getattr(recipe.schedule, "keywords", {})
+        if not epoch.counted:
+            _refuse_warmup_in_epochs(recipe)
+        warmup = {"warmup_epochs": options["warmup_epochs"]} if "warmup_epochs" in options else {}
         if recipe.length is None:
             total: float = self._trainer_updates(epoch)
-            warmup = {"warmup_epochs": options["warmup_epochs"]} if "warmup_epochs" in options else {}
         else:
             total = recipe.length.count_updates(epoch)
             warmup_epochs, shortened = recipe.length.count_warmup_epochs(epoch)
-            warmup = {"warmup_epochs": warmup_epochs}
+            warmup = warmup or {"warmup_epochs": warmup_epochs}
             if shortened and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
                 _log.warning(shortened)
-        of_timm = getattr(recipe.schedule, "func", None) is create_scheduler_v2
+        of_timm = is_of_timm(recipe.schedule)
         lengths = {"num_epochs": _whole(total / epoch.updates), "updates_per_epoch": epoch.updates, **warmup}
         if options.get("sched") == "wsd":
             lengths = _with_whole_decay(lengths, total, options.get("decay_epochs"))
@@ -514,7 +548,15 @@ class TrainedModule(LightningModule):
         for idle in (_find_idle_steps(options, total / epoch.updates), _find_idle_cycles(options) if of_timm else None):
             if idle is not None:
                 _log.warning(idle)
-        scheduler, _ = recipe.schedule(optimizer, **lengths)
+        by_update = {"step_on_epochs": False} if of_timm else {}  # timm's default is a step after each epoch
+        scheduler, _ = recipe.schedule(optimizer, **lengths, **by_update)
+        if isinstance(scheduler, Scheduler) and scheduler.t_in_epochs:
+            raise ValueError(
+                f"the schedule is timm's {type(scheduler).__name__} in epochs, and the learning rate is set after each "
+                "update: give one in updates, by create_scheduler_v2(..., step_on_epochs=False) or t_in_epochs=False"
+            )
+        if isinstance(scheduler, LRScheduler):
+            _scale_by_layer(scheduler)
         if of_timm and isinstance(scheduler, MultiStepLRScheduler):
             # timm lets the rate fall at the last index before a milestone, which is here an update and no epoch
             scheduler.decay_t = [milestone + 1 for milestone in scheduler.decay_t]
@@ -588,7 +630,7 @@ class TrainedModule(LightningModule):
                 "the training loader has no length, which a schedule needs: give the Trainer limit_train_batches, the "
                 "batches of an epoch, or give max_steps (Training(length=RunLength(updates=...)) where it has a length)"
             )
-        return Epoch(updates)
+        return Epoch(updates, counted=False)
 
     def _trainer_updates(self, epoch: Epoch) -> int:
         """The updates of a run whose length was given to the Trainer."""
@@ -609,9 +651,13 @@ class TrainedModule(LightningModule):
         if not isinstance(scheduler, LRScheduler):
             scheduler.step_update(self.global_step)  # timm's
             return
-        scheduler.step()  # that of Lightning's search of a rate, which knows no rates by layer
+        # Torch's know no rates by layer, nor do those of Lightning's search of a rate and of its averaging of weights.
+        # Some compute a rate from the one before, others from the first one or from a highest one of their own: each
+        # finds the rates that it has set itself.
         for group in scheduler.optimizer.param_groups:
-            group["lr"] *= group.get("lr_scale", 1.0)
+            group["lr"] /= group.get("lr_scale", 1.0) or 1.0
+        scheduler.step()
+        _scale_by_layer(scheduler)
 
 
 def _refuse_further_loader(verb: str, index: int) -> None:
@@ -621,6 +667,37 @@ def _refuse_further_loader(verb: str, index: int) -> None:
             f"several loaders to {verb}, and a module measures one at a time: give one of them, and measure each other "
             f"one by trainer.{verb}(module, LOADER)"
         )
+
+
+def _refuse_other_accumulation(callbacks: Sequence[Any]) -> None:
+    """ValueError for Lightning's callback that changes the number of accumulated batches between epochs.
+
+    The schedule would not end with the run, and the number of an update, which its draws depend on, would come twice.
+    """
+    for callback in callbacks:
+        if isinstance(callback, GradientAccumulationScheduler) and callback.going_to_accumulate_grad_batches():
+            raise ValueError(
+                f"GradientAccumulationScheduler({callback.scheduling}) changes the updates of an epoch, over which the "
+                "schedule is laid out before: leave it out, and give the Trainer accumulate_grad_batches=N"
+            )
+
+
+def _refuse_warmup_in_epochs(recipe: Training) -> None:
+    """ValueError for a warm-up in epochs where nobody knows the updates of one."""
+    length, epochs = recipe.length, getattr(recipe.schedule, "keywords", {}).get("warmup_epochs", 0.0)
+    if length is not None and length.warmup is not None and length.warmup.unit == "epochs":
+        epochs = length.warmup.count
+    if epochs:
+        raise ValueError(
+            f"the training loader has no length, and a warm-up of {epochs:g} epochs cannot be counted: give "
+            "Training(length=RunLength(updates=..., warmup_updates=...))"
+        )
+
+
+def _scale_by_layer(scheduler: LRScheduler) -> None:
+    """Multiply the rates that a scheduler of torch has set by those of the layers (`layer_decay`)."""
+    for group in scheduler.optimizer.param_groups:
+        group["lr"] *= group.get("lr_scale", 1.0)
 
 
 def _is_of_constant_rate(state: Mapping[str, Any]) -> bool:

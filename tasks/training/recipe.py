@@ -26,8 +26,10 @@ class Training:
     Trainer and the schedule. `optimizer(model, lr=...)` and `schedule(optimizer, num_epochs=..., warmup_epochs=...,
     updates_per_epoch=...)` are partials, such as those of `timm.optim.create_optimizer_v2` and
     `timm.scheduler.create_scheduler_v2`: by default AdamW and a cosine to zero, without a warm-up unless `length` has
-    one. `compile_mode` compiles the training pass (see `torch.compile`); the first step then takes about a minute.
-    `hyperparameters` are numbers, strings, lists and dictionaries for the checkpoint (see
+    one. The rate is set after each update: timm's schedules take `step_on_epochs=False` here where it is not given, and
+    a scheduler of torch is stepped by updates, too. A warm-up stands in `length` or as `warmup_epochs` in the partial
+    of the schedule, not in both. `compile_mode` compiles the training pass (see `torch.compile`); the first step then
+    takes about a minute. `hyperparameters` are numbers, strings, lists and dictionaries for the checkpoint (see
     `longseq.tasks.training.checkpoint`).
     """
 
@@ -38,6 +40,26 @@ class Training:
     seed: int = 0
     compile_mode: str | None = None
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """ValueError, in one line, for a schedule in epochs, and for a warm-up in two places."""
+        options = getattr(self.schedule, "keywords", {})
+        if is_of_timm(self.schedule) and options.get("step_on_epochs", False) is not False:
+            raise ValueError(
+                f"Training(schedule=...) has step_on_epochs={options['step_on_epochs']}: it must be False, since the "
+                "learning rate is set after each update; leave it out"
+            )
+        if is_of_timm(self.schedule) and options.get("sched") == "plateau":
+            raise ValueError(
+                "Training(schedule=...) has sched=plateau, which reads a metric after each epoch, and the learning "
+                "rate is set after each update: give another, such as cosine or wsd"
+            )
+        warmup = None if self.length is None else self.length.warmup
+        if warmup is not None and "warmup_epochs" in options:
+            raise ValueError(
+                f"the schedule's warmup_epochs={options['warmup_epochs']} and the length's "
+                f"warmup_{warmup.unit}={warmup.count:g} are two warm-ups: give one of them"
+            )
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], info: Any) -> Training:
@@ -53,6 +75,11 @@ class Training:
             compile_mode=config.get("compile"),
             hyperparameters={"config": dict(config), "data": info.to_dict()},
         )
+
+
+def is_of_timm(schedule: Any) -> bool:
+    """Whether a schedule is timm's `create_scheduler_v2`, or a partial of it."""
+    return getattr(schedule, "func", schedule) is create_scheduler_v2
 
 
 def device_count(config: Mapping[str, Any]) -> int:

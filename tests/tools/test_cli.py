@@ -350,6 +350,10 @@ def test_a_prompt_is_the_text_as_it_stands() -> None:
     # Hydra's own quotes, as they had to be before, and no prompt.
     assert cli.quote_texts("generate", ["prompt='def '", "prompt=null"]) == ["prompt='def '", "prompt=null"]
     assert cli.quote_texts("train", ["prompt=a b"]) == ["prompt=a b"]
+    assert cli.quote_texts("prepare", ["separator=[SEP]", "separator=</s>"]) == [
+        "separator='[SEP]'",
+        "separator='</s>'",
+    ]
 
 
 def test_a_path_needs_no_quotes_of_its_own(tmp_path, monkeypatch, capsys) -> None:

@@ -379,6 +379,7 @@ def write_client(folder: Path) -> Path:
         ("hyena+window_attention", "bytes"),
         ("deltanet", "with a token of its own in front"),
         ("deltanet", "with nothing in front"),
+        ("deltanet", "of special tokens"),
     ],
 )
 def test_a_program_without_longseq_continues_a_text_as_generate_does(
@@ -392,6 +393,12 @@ def test_a_program_without_longseq_continues_a_text_as_generate_does(
         # As those of Llama and Qwen; any token is a token of its own for a model of random weights.
         own = {"with a token of its own in front": {"start": "s"}, "with nothing in front": {"bare_prompts": True}}
         kind, vocab_size = {**learnt.to_dict(), **own.get(tokenizer, {})}, learnt.vocab_size
+        if tokenizer == "of special tokens":  # most tokens that a model of random weights draws
+            rules, vocab_size = json.loads(kind["json"]), 2000
+            flags = {"normalized": False, "rstrip": False, "lstrip": False, "single_word": False, "special": True}
+            numbers = range(learnt.vocab_size, vocab_size)
+            rules["added_tokens"] += [{"id": n, "content": f"<{n}>", **flags} for n in numbers]
+            kind["json"] = json.dumps(rules)
     save_model(tmp_path / "model", mixer, kind, vocab_size)
     output = tmp_path / "step.onnx"
     words = (f"checkpoint={tmp_path / 'model'}", f"output={output}", "latency=false", "batch_sizes=[1]")

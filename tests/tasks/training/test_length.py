@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -315,3 +316,27 @@ def test_a_batch_tells_its_units():
     packed = PackedBatch(torch.zeros(2, 16), [[5, 9], [16]])
     assert count_units(packed) == count_units((packed, torch.zeros(2, 16))) == 30
     assert count_units((torch.zeros(7, 3), torch.zeros(7))) == 7
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_accumulated_batches(tiny, tmp_path, monkeypatch):
+    # 12 updates of 100 of the 1,295 images; half of the images would make an odd number of smaller batches.
+    words = (
+        "recipe.batch_size=100",
+        "recipe.epochs=2",
+        "recipe.ema=null",
+        "callbacks.checkpoint.every_n_train_steps=1",
+    )
+    interrupt_at(8, monkeypatch, tiny(*words))
+    train.run(tiny(*words, "trainer.accumulate_grad_batches=2", "resume=true"))
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert (metrics["updates"], metrics["epochs"]) == (24, 2)
+
+
+@pytest.mark.slow
+def test_the_updates_of_an_epoch_are_those_of_all_processes(tiny, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [__file__])  # a run of several processes needs a file to start; xdist has none
+    words = ("recipe.batch_size=100", "recipe.epochs=null", "recipe.updates=30", "+trainer.min_epochs=3")
+    for devices in ("cpu", "ddp_sim"):  # refused before the second process starts
+        with pytest.raises(ValueError, match=r"^trainer\.min_epochs=3 is longer than the run .*: give at most 2, or"):
+            train.run(tiny(*words, f"trainer={devices}"))

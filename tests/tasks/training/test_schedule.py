@@ -1,4 +1,4 @@
-"""The rates of timm's schedules in a run of updates, and the Trainer's minimum length beside the recipe's."""
+"""The rates of timm's and torch's schedules in a run of updates, and the Trainer's limits beside the recipe's."""
 
 from __future__ import annotations
 
@@ -9,9 +9,17 @@ from functools import partial
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import EarlyStopping
-from timm.scheduler import create_scheduler_v2
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.tuner import Tuner
+from timm.scheduler import CosineLRScheduler, create_scheduler_v2
 from torch import nn
+from torch.optim import lr_scheduler
 
 from longseq.tasks.training.length import Epoch, RunLength
 from longseq.tasks.training.module import TrainedModule
@@ -162,3 +170,289 @@ def test_a_run_with_a_minimum_ends_where_the_recipe_says(updates, options):
 def test_early_stopping_waits_for_the_minimum(options, updates):
     stopping = EarlyStopping("constant", patience=1, check_on_train_epoch_end=True)
     assert fit(RunLength(epochs=EPOCHS), stopping, **options) == updates
+
+
+class Rates(Callback):
+    """Keeps the rates of the parameter groups at each update, and the updates after which a validation began."""
+
+    def __init__(self):
+        self.rates, self.validated = [], []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.rates.append([group["lr"] for group in optimizer.param_groups])
+
+    def on_validation_start(self, trainer, module):
+        self.validated.append(trainer.global_step)
+
+
+class Measured(Plain):
+    """Its validation measures nothing."""
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        pass
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """So many samples without a known number, for so many readings."""
+
+    def __init__(self, count=EPOCH, readings=math.inf):
+        self.count, self.readings = count, readings
+
+    def __iter__(self):
+        self.readings -= 1
+        return iter(torch.zeros(self.count if self.readings >= 0 else 0, 1))
+
+
+def train(training, *callbacks, data=None, ckpt_path=None, **options):
+    """The Trainer after a fit, and what `Rates` has kept."""
+    kept = Rates()
+    limits = {"max_epochs": EPOCHS, "accelerator": "cpu", **SILENT, **options}
+    loader = torch.utils.data.DataLoader(torch.zeros(EPOCH, 1) if data is None else data)
+    trainer = Trainer(callbacks=[kept, *callbacks], **limits)
+    trainer.fit(Measured(training), loader, torch.utils.data.DataLoader(torch.zeros(1, 1)), ckpt_path=ckpt_path)
+    return trainer, kept
+
+
+def rates_of(schedule, length=None, **options):
+    training = Training(learning_rate=1.0, optimizer=plain_sgd, schedule=schedule, length=length)
+    return [rates[0] for rates in train(training, **options)[1].rates]
+
+
+COSINE = [(1 + math.cos(math.pi * update / LAST)) / 2 for update in range(LAST)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [None, RunLength(epochs=EPOCHS)])
+@pytest.mark.parametrize("schedule", [partial(create_scheduler_v2, sched="cosine"), create_scheduler_v2])
+def test_a_schedule_of_timm_is_one_of_updates_where_it_does_not_say(schedule, length):
+    assert rates_of(schedule, length) == pytest.approx(COSINE)
+
+
+@pytest.mark.slow
+def test_a_schedule_in_epochs_is_refused():
+    with pytest.raises(ValueError, match=r"^Training\(schedule=\.\.\.\) has step_on_epochs=True: it must be") as raised:
+        Training(learning_rate=1.0, schedule=partial(create_scheduler_v2, step_on_epochs=True))
+    assert "\n" not in str(raised.value)
+    with pytest.raises(ValueError, match=r"has sched=plateau, which reads a metric .* give another, such as"):
+        Training(learning_rate=1.0, schedule=partial(create_scheduler_v2, sched="plateau"))
+    for schedule in (
+        lambda optimizer, **_: create_scheduler_v2(optimizer, num_epochs=EPOCHS),
+        lambda optimizer, **_: (CosineLRScheduler(optimizer, t_initial=EPOCHS), EPOCHS),
+    ):
+        with pytest.raises(
+            ValueError, match=r"LRScheduler in epochs, and the learning rate is set after each"
+        ) as raised:
+            rates_of(schedule)
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [None, RunLength(epochs=EPOCHS)])
+@pytest.mark.parametrize("sched", ["cosine", "wsd"])
+def test_the_warmup_of_a_schedule_serves_where_the_length_has_none(sched, length):
+    schedule = partial(create_scheduler_v2, sched=sched, warmup_epochs=1, warmup_lr=0.0)
+    rates = rates_of(schedule, length)
+    assert rates[:EPOCH] == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8])
+    if sched == "cosine":
+        assert rates[EPOCH:] == pytest.approx(COSINE[EPOCH:])
+    else:
+        assert rates[EPOCH] == 1.0 > rates[-1] > 0.0
+
+
+@pytest.mark.slow
+def test_two_warmups_are_refused():
+    told = r"^the schedule's warmup_epochs=1 and the length's warmup_updates=3 are two warm-ups: give one of them$"
+    with pytest.raises(ValueError, match=told):
+        make(RunLength(updates=9, warmup_updates=3), warmup_epochs=1)
+
+
+SCALES = (0.25, 1.0)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.other = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+
+
+def by_layer(model, lr, scales=SCALES):
+    groups = zip((model.weight, model.other), scales, strict=True)
+    return torch.optim.SGD([{"params": [weight], "lr_scale": scale} for weight, scale in groups], lr=lr, momentum=0.9)
+
+
+SCHEDULES = {
+    "cosine": partial(lr_scheduler.CosineAnnealingLR, T_max=LAST, eta_min=0.1),
+    "restarts": partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=7, eta_min=0.1),
+    "lambda": partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
+    "multiplied": partial(lr_scheduler.MultiplicativeLR, lr_lambda=lambda step: 0.9),
+    "exponential": partial(lr_scheduler.ExponentialLR, gamma=0.9),
+    "steps": partial(lr_scheduler.StepLR, step_size=4),
+    "polynomial": partial(lr_scheduler.PolynomialLR, total_iters=LAST),
+    "one cycle": partial(lr_scheduler.OneCycleLR, max_lr=2.0, total_steps=LAST + 1),
+    "cycles": partial(lr_scheduler.CyclicLR, base_lr=0.1, max_lr=0.5, step_size_up=3),
+    "sequence": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.CosineAnnealingLR(optimizer, LAST - 4)],
+        milestones=[4],
+    ),
+    "chain": lambda optimizer: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(optimizer, 0.1, total_iters=4), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    ),
+}
+
+
+def layered(schedule, **options):
+    training = Training(
+        learning_rate=1.0,
+        optimizer=options.pop("optimizer", by_layer),
+        schedule=lambda optimizer, **_: (schedule(optimizer), 0),
+    )
+    kept = Rates()
+    module = Measured(training)
+    module.backbone = TwoLayers()
+    return module, kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_rates_by_layer_hold_at_every_update_with_schedules_of_torch(name, tmp_path):
+    schedule, loader = SCHEDULES[name], torch.utils.data.DataLoader(torch.zeros(EPOCH, 1))
+    group = by_layer(TwoLayers(), 1.0, (1.0, 1.0))
+    alone, wanted = schedule(group), []
+    for _ in range(LAST):
+        wanted.append(group.param_groups[0]["lr"])
+        group.step()
+        alone.step()
+    module, kept = layered(schedule)
+    Trainer(max_epochs=EPOCHS, accelerator="cpu", callbacks=[kept], **SILENT).fit(module, loader)
+    for index, scale in enumerate(SCALES):
+        assert [rates[index] / scale for rates in kept.rates] == pytest.approx(wanted, rel=1e-9), name
+    module, kept = layered(schedule)
+    trainer = Trainer(max_epochs=2, accelerator="cpu", callbacks=[kept], **SILENT)
+    trainer.fit(module, loader)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    module, kept = layered(schedule)
+    trainer = Trainer(max_epochs=EPOCHS, accelerator="cpu", callbacks=[kept], **SILENT)
+    trainer.fit(module, loader, ckpt_path=tmp_path / "half.ckpt", weights_only=False)
+    assert [rates[0] / SCALES[0] for rates in kept.rates] == pytest.approx(wanted[2 * EPOCH :], rel=1e-9)
+
+
+@pytest.mark.slow
+def test_a_layer_of_rate_zero_stays_as_it_is():
+    module, kept = layered(SCHEDULES["cosine"], optimizer=partial(by_layer, scales=(0.0, 1.0)))
+    loader = torch.utils.data.DataLoader(torch.zeros(EPOCH, 1))
+    Trainer(max_epochs=1, accelerator="cpu", callbacks=[kept], **SILENT).fit(module, loader)
+    assert {rates[0] for rates in kept.rates} == {0.0}
+
+
+@pytest.mark.slow
+def test_rates_by_layer_hold_where_lightning_brings_the_schedule():
+    loader = torch.utils.data.DataLoader(torch.zeros(EPOCH, 1))
+    averaging = StochasticWeightAveraging(swa_lrs=0.5, swa_epoch_start=1, annealing_epochs=3)
+    module, kept = layered(SCHEDULES["lambda"])
+    Trainer(max_epochs=EPOCHS, accelerator="cpu", callbacks=[kept, averaging], **SILENT).fit(module, loader)
+    assert all(first == pytest.approx(SCALES[0] * last) for first, last in kept.rates)
+    assert len({rates[1] for rates in kept.rates[EPOCH:]}) > 2
+    module, kept = layered(SCHEDULES["cosine"])
+    trainer = Trainer(max_epochs=EPOCHS, accelerator="cpu", **SILENT)
+    seen = []
+    module.on_before_zero_grad = lambda optimizer: seen.append([group["lr"] for group in optimizer.param_groups])
+    found = Tuner(trainer).lr_find(
+        module, loader, num_training=LAST, min_lr=1e-3, max_lr=1.0, early_stop_threshold=None, update_attr=False
+    )
+    assert all(first == pytest.approx(SCALES[0] * last) for first, last in seen[1:])
+    assert found.results["lr"][-1] == pytest.approx(1.0, rel=0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [None, RunLength(epochs=EPOCHS)])
+@pytest.mark.parametrize("scheduling", [{0: 1, 2: 5}, {0: 2}])
+def test_another_number_of_accumulated_batches_between_epochs_is_refused(scheduling, length):
+    training = Training(learning_rate=1.0, optimizer=plain_sgd, length=length)
+    told = r"^GradientAccumulationScheduler\(.*give the Trainer accumulate_grad_batches=N$"
+    with pytest.raises(ValueError, match=told) as raised:
+        train(training, GradientAccumulationScheduler(scheduling))
+    assert "\n" not in str(raised.value)
+
+
+def counted(updates=2 * EPOCH + 2, **options):
+    return Training(learning_rate=1.0, optimizer=plain_sgd, length=RunLength(updates=updates, **options))
+
+
+def cosine_over(updates):
+    return [(1 + math.cos(math.pi * update / updates)) / 2 for update in range(updates)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("updates", [3, EPOCH, 2 * EPOCH, 2 * EPOCH + 2])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_loader_without_a_length_is_read_until_the_last_update(updates, accumulate):
+    trainer, kept = train(counted(updates), data=Stream(), accumulate_grad_batches=accumulate)
+    assert trainer.global_step == updates
+    assert [rates[0] for rates in kept.rates] == pytest.approx(cosine_over(updates))
+    epoch = math.ceil(EPOCH / accumulate)
+    assert kept.validated[-1] == updates
+    assert [update for update in kept.validated[1:] if update < updates] == list(range(epoch, updates, epoch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "validated"),
+    [({"validate_every_epochs": 2}, [10, 12]), ({"validate_every_updates": 4}, [4, 8, 12])],
+)
+def test_its_validations_are_those_of_the_length(options, validated):
+    assert train(counted(**options), data=Stream(), num_sanity_val_steps=0)[1].validated == validated
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [3, EPOCH, 7, 2 * EPOCH, 12])
+def test_it_continues_until_the_last_update(stop, tmp_path):
+    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer, kept = train(counted(), save, data=Stream(), enable_checkpointing=True)
+    assert trainer.global_step == len(kept.rates) == 12
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    trainer, kept = train(counted(), data=Stream(), ckpt_path=tmp_path / f"step={stop}.ckpt")
+    assert trainer.global_step == 12
+    assert [rates[0] for rates in kept.rates] == pytest.approx(cosine_over(12)[stop:])
+    trainer, kept = train(counted(), data=Stream(), ckpt_path=tmp_path / "end.ckpt")
+    assert (trainer.global_step, kept.rates) == (12, [])
+
+
+@pytest.mark.slow
+def test_a_run_that_ended_within_an_epoch_trains_no_more(tmp_path):
+    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    train(counted(), save, enable_checkpointing=True)
+    trainer, kept = train(counted(), ckpt_path=tmp_path / "step=12.ckpt")
+    assert (trainer.global_step, kept.rates) == (12, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "readings", "update"), [(0, math.inf, 0), (EPOCH, 2, EPOCH)])
+def test_a_stream_that_is_empty_ends_the_run(count, readings, update):
+    """The first of two readings counts the batches, and has no length."""
+    with pytest.raises(ValueError, match=rf"gives no more batches after update {update} of 12: give data") as raised:
+        train(counted(), data=Stream(count, readings))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("length", "options", "told"),
+    [
+        (RunLength(updates=12, warmup_epochs=0.5), {}, r"a warm-up of 0\.5 epochs cannot be counted: give"),
+        (RunLength(updates=12), {"warmup_epochs": 1}, r"a warm-up of 1 epochs cannot be counted: give"),
+    ],
+)
+def test_a_warmup_in_epochs_of_a_loader_without_a_length_is_refused(length, options, told):
+    schedule = partial(create_scheduler_v2, **options)
+    with pytest.raises(ValueError, match=told):
+        train(Training(learning_rate=1.0, optimizer=plain_sgd, schedule=schedule, length=length), data=Stream())
+
+
+@pytest.mark.slow
+def test_a_minimum_of_epochs_of_a_loader_without_a_length_is_refused():
+    with pytest.raises(
+        ValueError, match=r"^trainer\.min_epochs=1: the training loader has no length, .* give min_steps$"
+    ):
+        train(counted(), data=Stream(), min_epochs=1)
+    assert train(counted(3), data=Stream(), min_steps=2)[0].global_step == 3
