@@ -1,8 +1,9 @@
 """The laws that every mixer keeps, as checks of a mixer's class: `check("deltanet")`.
 
 A whole sequence, any split of it with the state carried over, and token-by-token steps give the same numbers. Rows of a
-batch, and packed and padded sequences, are each as if alone. Gradients are the derivatives. The tests of longseq check
-its own mixers with these laws, and a plug-in's tests can do so with theirs:
+batch, and packed and padded sequences, are each as if alone. Training mode changes nothing but what is drawn. Gradients
+are the derivatives, in each of these calls. The tests of longseq check its own mixers with these laws, and a plug-in's
+tests can do so with theirs:
 
     @pytest.mark.parametrize("law", contract.LAWS)
     def test_my_mixer(law):
@@ -12,13 +13,14 @@ its own mixers with these laws, and a plug-in's tests can do so with theirs:
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from timm.layers import DropPath
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -78,7 +80,7 @@ def check(name: str, d_model: int = 32, *, laws: Iterable[str] = (), **options: 
         except _Refused:
             refused.append(law)
         except Exception as error:
-            told = str(error).strip() or type(error).__name__
+            told = " ".join(str(error).split()) or type(error).__name__  # torch tells of numbers in several lines
             raise ContractError(f"the mixer {name} breaks the law {law}: {told}") from error
     return tuple(refused)
 
@@ -140,6 +142,51 @@ def _may_refuse() -> Iterator[None]:
 
 def _floating(state: Any) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for name, tensor in state_tensors(state) if tensor.is_floating_point()]
+
+
+def _numbers(y: Tensor, *states: Any) -> list[Tensor]:
+    """An output, and all of some states that can have a gradient."""
+    return [y, *(tensor for state in states for _, tensor in _floating(state))]
+
+
+def _as_leaves(state: Any) -> Any:
+    return map_state(lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()), state)
+
+
+def _leaves(mixer: Mixer[Any], x: Tensor, state: Any = None) -> dict[str, Tensor]:
+    """What gradients are taken of, by name."""
+    held = {f"{name} of the state": tensor for name, tensor in _floating(state)}
+    return {"the input": x, **dict(mixer.named_parameters()), **held}
+
+
+def _weigh(tensors: Sequence[Tensor], place: str = "") -> Tensor:
+    """A sum of all numbers, with weights that are the same in every call."""
+    generator = torch.Generator().manual_seed(3)
+    drawn = (torch.randn(tensor.shape, generator=generator, dtype=torch.float64) for tensor in tensors)
+    total = torch.stack([(weights * tensor).sum() for weights, tensor in zip(drawn, tensors, strict=True)]).sum()
+    _require(total.requires_grad, f"{place}no output has a gradient")
+    return total
+
+
+def assert_same_gradients(
+    leaves: Mapping[str, Tensor], actual: Sequence[Tensor], expected: Sequence[Tensor], message: str = ""
+) -> None:
+    """Require that tensors which two calls gave have the same gradients, but for rounding in float64.
+
+    One call is held to differences (see `gradients_are_the_derivatives`), and every other one to an equal call.
+    """
+    place = f"{message}: " if message else ""
+    # Both calls may share a part of the graph, such as the projection of the input.
+    gradients, wanted = (
+        torch.autograd.grad(
+            _weigh(each, place), [*leaves.values()], allow_unused=True, materialize_grads=True, retain_graph=True
+        )
+        for each in (actual, expected)
+    )
+    for name, one, other in zip(leaves, gradients, wanted, strict=True):
+        error, norm = float((one - other).norm()), float(other.norm())
+        told = f"{place}the gradient of {name} differs by {error:.2g}, and has the norm {norm:.2g}"
+        _require(error <= 1e-8 * norm + 1e-10, told)
 
 
 def _read_in_parts(mixer: Mixer[Any], x: Tensor, split: list[int]) -> tuple[Tensor, Any]:
@@ -204,6 +251,34 @@ def bfloat16_autocast_stays_close(mixer: Mixer[Any]) -> None:
 
 
 @_law
+def float32_is_close_to_float64(mixer: Mixer[Any]) -> None:
+    """Within 1e-4 of float64, outputs and gradients: a rounding to half precision anywhere shows.
+
+    longseq's own mixers are within 2e-6, and bfloat16 rounds to 1e-3. States show in what is read after them.
+    """
+    results: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+    for dtype in (torch.float64, torch.float32):
+        mixer.to(dtype)
+        x, following = (draw(mixer, 2, tokens).float().to(dtype).requires_grad_() for tokens in (TOKENS, 4))
+        y, state = mixer(x)
+        stepped, state = mixer.step(following[:, 0], state)
+        rest, _ = mixer(following[:, 1:], state)
+        outputs = {"a scan": y, "a step": stepped, "a scan from a given state": rest}
+        leaves = _leaves(mixer, x)
+        total = _weigh([*outputs.values()])
+        slopes = torch.autograd.grad(total, [*leaves.values()], allow_unused=True, materialize_grads=True)
+        found = {f"the outputs of {name}": tensor.detach() for name, tensor in outputs.items()}
+        results.append((found, {f"the gradients of {name}": x for name, x in zip(leaves, slopes, strict=True)}))
+    (expected, wanted), (found, gradients) = results
+    # The gradient of a number without effect, as of the bias of keys below a softmax, is nothing but rounding.
+    least = 0.1 * float(torch.stack([gradient.norm() for gradient in wanted.values()]).norm())
+    for one, other, floor in ((found, expected, 1e-30), (gradients, wanted, least)):
+        for name in other:
+            error = float((one[name] - other[name]).norm()) / max(float(other[name].norm()), floor)
+            _require(error < 1e-4, f"{name} in float32 and in float64 differ by {error:.1g} of their norm")
+
+
+@_law
 def no_state_is_the_initial_state(mixer: Mixer[Any]) -> None:
     """`state=None` begins a sequence."""
     x = draw(mixer, 2)
@@ -239,21 +314,11 @@ def steps_are_the_whole(mixer: Mixer[Any]) -> None:
 @_law
 def a_long_sequence_is_its_parts(mixer: Mixer[Any]) -> None:
     """Outputs, the state and all gradients of 300 tokens, which are several chunks, equal those of two parts."""
-    leaves = [draw(mixer, 2, LONG).requires_grad_(), *mixer.parameters()]
-    weights = draw(mixer, 2, LONG).sin()
-    results = []
-    for split in ([LONG], [131, LONG - 131]):
-        y, state = _read_in_parts(mixer, leaves[0], split)
-        loss = (weights * y).sum() + sum(tensor.square().sum() for _, tensor in _floating(state))
-        gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-        results.append((y, state, gradients))
-    (expected, expected_state, expected_gradients), (y, state, gradients) = results
+    x = draw(mixer, 2, LONG).requires_grad_()
+    (expected, expected_state), (y, state) = (_read_in_parts(mixer, x, split) for split in ([LONG], [131, LONG - 131]))
     assert_same(y, expected)
     assert_same_state(state, expected_state)
-    names = ["the input", *(name for name, _ in mixer.named_parameters())]
-    for name, gradient, wanted in zip(names, gradients, expected_gradients, strict=True):
-        error, norm = float((gradient - wanted).norm()), float(wanted.norm())
-        _require(error <= 1e-8 * norm, f"the gradient of {name} differs by {error:.2g}, and has the norm {norm:.2g}")
+    assert_same_gradients(_leaves(mixer, x), _numbers(y, state), _numbers(expected, expected_state))
 
 
 @_law
@@ -288,31 +353,42 @@ def outputs_depend_on_the_past_only(mixer: Mixer[Any]) -> None:
 @_law
 def training_depends_on_the_past_only(mixer: Mixer[Any]) -> None:
     """In training mode, too, a changed token changes no output before it; both calls draw the same dropout."""
-    mixer.train()
     x = draw(mixer, 1)
     changed = x.clone()
     changed[:, 20] += 1.0
+    y, y_changed = _in_training(mixer, x, changed)
+    assert_same(y_changed[:, :20], y[:, :20], "before a changed token, in training mode")
+
+
+def _in_training(mixer: Mixer[Any], *inputs: Tensor) -> list[Tensor]:
+    """The outputs of calls in training mode that draw the same random numbers."""
+    mixer.train()
     outputs = []
-    for tokens in (x, changed):
+    for x in inputs:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(2)
-            outputs.append(mixer(tokens)[0])
-    assert_same(outputs[1][:, :20], outputs[0][:, :20], "before a changed token, in training mode")
+            outputs.append(mixer(x)[0])
+    mixer.eval()
+    return outputs
 
 
 @_law
 def outputs_do_not_depend_on_the_wish_for_a_state(mixer: Mixer[Any]) -> None:
-    """`output_final_state=False`, as in training, returns the same outputs, and None in place of the state."""
-    x = draw(mixer, 2)
-    for state in (None, mixer(draw(mixer, 2, 4))[1]):
+    """`output_final_state=False`, as in training, returns the same outputs, with the same gradients, and no state."""
+    x = draw(mixer, 2).requires_grad_()
+    for state in (None, _as_leaves(mixer(draw(mixer, 2, 4))[1])):
         (expected, _), (y, none) = mixer(x, state), mixer(x, state, output_final_state=False)
         assert_same(y, expected, "with output_final_state=False")
         _require(none is None, f"with output_final_state=False the state is {type(none).__name__}, not None")
+        assert_same_gradients(_leaves(mixer, x, state), [y], [expected], "with output_final_state=False")
 
 
 @_law
 def rows_are_separate(mixer: Mixer[Any]) -> None:
-    """Each row of a batch gives the outputs and the state that it gives alone, also in steps."""
+    """Each row of a batch gives the outputs and the state that it gives alone, also in steps.
+
+    In training mode another row has no effect: rows alone would draw other dropout.
+    """
     rows = 5  # more than the batches of other laws: a layer may not count on few of them
     x, state = draw(mixer, rows), mixer(draw(mixer, rows, 4))[1]
     calls = (("", lambda *given: mixer(*given)), (" in a step", lambda x, state: mixer.step(x[:, 0], state)))
@@ -323,6 +399,57 @@ def rows_are_separate(mixer: Mixer[Any]) -> None:
             alone, alone_last = call(x[index], select_state(state, index))
             assert_same(y[index], alone, f"a row of a batch is not as if alone{place}")
             assert_same_state(select_state(last, index), alone_last, f"a row of a batch{place}")
+    changed, others = x.clone(), torch.arange(rows) != 2
+    changed[2] += 1.0
+    y, y_changed = _in_training(mixer, x, changed)
+    assert_same(y_changed[others], y[others], "beside a changed row of the batch, in training mode")
+
+
+@_law
+def training_reads_as_evaluation_does(mixer: Mixer[Any]) -> None:
+    """Training mode gives the outputs and gradients of evaluation, in calls like those of training steps.
+
+    Dropout is off. A layer that draws other random numbers in training mode may differ.
+    """
+    for module in mixer.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        elif isinstance(module, DropPath):
+            module.drop_prob = 0.0
+    if _draws_in_training(mixer):
+        return
+    real = _pad()[:3]
+    x, state = draw(mixer, len(real)).requires_grad_(), _as_leaves(mixer(draw(mixer, len(real), 4))[1])
+    calls: list[tuple[str, Tensor, dict[str, Any]]] = [
+        ("", x[:2], {}),
+        (" from a given state", x, {"state": state, "output_final_state": True}),
+        (" with packed sequences", x[:1], {"cu_seqlens": torch.tensor([0, 5, 6, TOKENS])}),
+        (" with padding", x, {"mask": real}),
+        (" backwards", x[:2], {"reverse": True}),
+    ]
+    for place, read, options in calls:
+        try:
+            expected, expected_state = mixer.eval()(read, **options)
+        except ValueError:
+            continue  # another law tells that the layer refuses such sequences
+        y, last = mixer.train()(read, **{"output_final_state": False, **options})
+        own = options.get("mask", torch.ones(y.shape[:2], dtype=torch.bool))
+        message = f"in training mode{place}"
+        assert_same(y[own], expected[own], message)
+        if last is not None:
+            assert_same_state(last, expected_state, message)
+        wanted = _numbers(expected[own], None if last is None else expected_state)
+        assert_same_gradients(_leaves(mixer, x, state), _numbers(y[own], last), wanted, message)
+
+
+def _draws_in_training(mixer: Mixer[Any]) -> bool:
+    """True if torch's generator moves on in a call, or two calls differ: they have a source of their own."""
+    with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        one, other = (mixer.train()(draw(mixer, 2))[0] for _ in range(2))
+        moved = not torch.equal(before, torch.get_rng_state())
+    mixer.eval()
+    return moved or not torch.equal(one, other)
 
 
 @_law
@@ -341,65 +468,107 @@ def a_state_dict_holds_all_that_was_drawn(mixer: Mixer[Any]) -> None:
 
 @_law
 def packed_sequences_are_separate(mixer: Mixer[Any]) -> None:
-    """Each of several sequences packed into one row gives the numbers that it gives alone, with its own state."""
+    """Each of several sequences packed into one row gives the numbers that it gives alone, with its own state.
+
+    So it is with their gradients, and with the state of a sequence without tokens.
+    """
     borders = torch.tensor([0, 5, 5, 6, TOKENS])
-    x = draw(mixer, 1)
+    x = draw(mixer, 1).requires_grad_()
     with _may_refuse():
         mixer(x, cu_seqlens=borders)
-    for before in (None, mixer(draw(mixer, 4, 7))[1]):
-        check_separate(mixer, x, borders.tolist(), before, assert_same)
+    for before in (None, _as_leaves(mixer(draw(mixer, 4, 7))[1])):
+        packed, alone = check_separate(mixer, x, borders.tolist(), before, assert_same)
+        assert_same_gradients(_leaves(mixer, x, before), packed, alone, "with packed sequences")
 
 
 def check_separate(
     mixer: Mixer[Any], x: Tensor, borders: list[int], before: Any, same: Callable[[Any, Any, str], None]
-) -> None:
-    """Compare the packed sequences of `x [1, T, d_model]` with each alone by `same`, from the states `before`."""
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Compare the packed sequences of `x [1, T, d_model]` with each alone by `same`, from the states `before`.
+
+    Returns:
+        What can have a gradient, of the packed sequences and of each alone.
+    """
     packed, packed_state = mixer(x, before, cu_seqlens=torch.tensor(borders, device=x.device))
-    states = []
+    outputs, states = [], []
     for row, (start, end) in enumerate(pairwise(borders)):
-        if start == end:
-            continue
         index = torch.tensor([row], device=x.device)
-        alone, alone_state = mixer(x[:, start:end], None if before is None else select_state(before, index))
-        same(packed[:, start:end], alone, f"tokens {start} to {end - 1} of a packed row are not as if alone")
-        states.append((f"of packed tokens {start} to {end - 1}", select_state(packed_state, index), alone_state))
+        given = None if before is None else select_state(before, index)
+        if start == end:
+            alone_state, place = _read_nothing(mixer, x, given), f"of packed sequence {row}, which is empty,"
+        else:
+            alone, alone_state = mixer(x[:, start:end], given)
+            same(packed[:, start:end], alone, f"tokens {start} to {end - 1} of a packed row are not as if alone")
+            outputs.append(alone)
+            place = f"of packed tokens {start} to {end - 1}"
+        states.append((place, select_state(packed_state, index), alone_state))
+    found, wanted = [packed], [torch.cat(outputs, dim=1)]
     if mixer.growing_state:
-        return  # states have room for the longest sequence; `packed_sequences_go_on` compares outputs
+        return found, wanted  # states have room for the longest sequence; `packed_sequences_go_on` compares outputs
     for place, actual, expected in states:
         for (name, one), (_, other) in zip(state_tensors(actual), state_tensors(expected), strict=True):
             same(one, other, f"{name} of the state {place} is not as if alone")
+            if one.is_floating_point():
+                found.append(one)
+                wanted.append(other)
+    return found, wanted
+
+
+def _read_nothing(mixer: Mixer[Any], x: Tensor, state: Any) -> Any:
+    """The state after no tokens: the given one, in the form that the mixer returns if it takes no tokens."""
+    try:
+        return mixer(x[:, :0], state)[1]
+    except Exception:  # a layer need not take a batch without tokens, and it is its own how it fails
+        return mixer.initial_state(1, x.device, x.dtype) if state is None else state
 
 
 @_law
 def packed_sequences_go_on(mixer: Mixer[Any]) -> None:
-    """The states of packed sequences continue them as rows."""
-    x, following = draw(mixer, 1, 9), draw(mixer, 2, 3)
-    with _may_refuse():
-        _, packed_state = mixer(x, cu_seqlens=torch.tensor([0, 2, 9]))
-    continued, _ = mixer(following, packed_state)
-    for row, part in enumerate((x[:, :2], x[:, 2:])):
-        alone, _ = mixer(torch.cat([part, following[row : row + 1]], dim=1))
-        assert_same(continued[row : row + 1], alone[:, -3:])
+    """The states of packed sequences, of those without tokens too, continue them as rows."""
+    borders = [0, 2, 2, 9]
+    x, following = draw(mixer, 1, 9), draw(mixer, 3, 3)
+    for before in (None, mixer(draw(mixer, 3, 4))[1]):
+        with _may_refuse():
+            _, packed_state = mixer(x, before, cu_seqlens=torch.tensor(borders))
+        continued, _ = mixer(following, packed_state)
+        for row, (start, end) in enumerate(pairwise(borders)):
+            index = torch.tensor([row])
+            part = torch.cat([x[:, start:end], following[index]], dim=1)
+            alone, _ = mixer(part, None if before is None else select_state(before, index))
+            place = f"going on after packed tokens {start} to {end - 1}" if end > start else "going on after no tokens"
+            assert_same(continued[index], alone[:, -3:], place)
 
 
 @_law
 def padding_leaves_no_trace(mixer: Mixer[Any]) -> None:
-    """Padding on the left or on the right changes neither outputs of real tokens nor what follows from the state."""
-    lengths = [TOKENS, 20, 1]
-    x, following, position = draw(mixer, 3), draw(mixer, 3, 2), torch.arange(TOKENS)
-    state = mixer(draw(mixer, 3, 4))[1]
+    """Padding on the left, on the right or between tokens changes neither outputs and gradients of real tokens nor what
+    follows from the state.
+    """
+    position, rows = torch.arange(TOKENS), torch.arange(3)
+    lengths = torch.tensor([[TOKENS], [20], [1]])
+    x, following = draw(mixer, 3).requires_grad_(), draw(mixer, 3, 2)
+    state = _as_leaves(mixer(draw(mixer, 3, 4))[1])
     with _may_refuse():
         mixer(x, state, mask=torch.ones(3, TOKENS, dtype=torch.bool))
-    for side in ("left", "right"):
-        real = torch.stack([position < n if side == "right" else position >= TOKENS - n for n in lengths])
-        padded, padded_state = mixer(x, state, mask=real)
+    sides = {"on the left": position >= TOKENS - lengths, "on the right": position < lengths}
+    # One by one, many in a row, and on both sides, too.
+    between = torch.stack([position % 3 != 1, (position < 5) | (position > 20), position % 7 == 3])
+    for side, real in {**sides, "between tokens": between}.items():
+        # A layer may take padding on the sides alone.
+        with nullcontext() if side in sides else _may_refuse():
+            padded, padded_state = mixer(x, state, mask=real)
         continued, _ = mixer(following, padded_state)
-        _require(bool(padded.isfinite().all()), f"with padding on the {side} an output is not finite")
-        for row in range(3):
-            alone, alone_state = mixer(x[row : row + 1, real[row]], select_state(state, torch.tensor([row])))
-            assert_same(padded[row : row + 1, real[row]], alone, f"with padding on the {side}")
-            alone_continued, _ = mixer(following[row : row + 1], alone_state)
-            assert_same(continued[row : row + 1], alone_continued, f"going on after padding on the {side}")
+        _require(bool(padded.isfinite().all()), f"with padding {side} an output is not finite")
+        outputs = []
+        for row in rows.split(1):
+            own = real[row[0]]
+            alone, alone_state = mixer(x[row][:, own], select_state(state, row))
+            assert_same(padded[row][:, own], alone, f"with padding {side}")
+            alone_continued, _ = mixer(following[row], alone_state)
+            assert_same(continued[row], alone_continued, f"going on after padding {side}")
+            outputs.append((alone[0], alone_continued))
+        wanted = [torch.cat(part) for part in zip(*outputs, strict=True)]
+        assert_same_gradients(_leaves(mixer, x, state), [padded[real], continued], wanted, f"with padding {side}")
 
 
 @_law
@@ -408,21 +577,30 @@ def reading_backwards_is_reading_turned_tokens(mixer: Mixer[Any]) -> None:
     if not mixer.reads_backwards:
         return
     scan: Callable[..., tuple[Tensor, Any]] = mixer.scan
-    real = _pad_sides()
-    projected, state = mixer.project_in(draw(mixer, len(real))), mixer(draw(mixer, len(real), 4))[1]
+    real = _pad()
+    projected = mixer.project_in(draw(mixer, len(real))).detach().requires_grad_()
+    state = _as_leaves(mixer(draw(mixer, len(real), 4))[1])
+    leaves = _leaves(mixer, projected, state)
     for mask, told in ((None, ""), (real, " with padding")):
         with nullcontext() if mask is None else _may_refuse():
-            ahead = scan(projected, state, mask=mask)
+            ahead, ahead_last = scan(projected, state, mask=mask)
             turned, turned_last = scan(projected.flip(1), state, mask=None if mask is None else mask.flip(1))
             back, back_last = scan(projected, state, mask=mask, reverse=True)
             halves, halves_last = scan(projected, state, mask=mask, reverse="second_half")
         own = torch.ones_like(real) if mask is None else mask
-        assert_same(back[own], turned.flip(1)[own], f"all rows backwards{told}")
-        assert_same_state(back_last, turned_last, f"all rows backwards{told}")
-        for rows, (y, last) in zip(torch.arange(len(real)).chunk(2), (ahead, (back, back_last)), strict=True):
-            assert_same(halves[rows][own[rows]], y[rows][own[rows]], f"half of the rows backwards{told}")
-            half_last = select_state(halves_last, rows)
-            assert_same_state(half_last, select_state(last, rows), f"half of the rows backwards{told}")
+        message, wanted = f"all rows backwards{told}", turned.flip(1)[own]
+        assert_same(back[own], wanted, message)
+        assert_same_state(back_last, turned_last, message)
+        assert_same_gradients(leaves, _numbers(back[own], back_last), _numbers(wanted, turned_last), message)
+        message = f"half of the rows backwards{told}"
+        first, second = torch.arange(len(real)).chunk(2)
+        wanted = torch.cat([ahead[first], back[second]])[own]
+        lasts = [(select_state(ahead_last, first), first), (select_state(back_last, second), second)]
+        assert_same(halves[own], wanted, message)
+        for last, half in lasts:
+            assert_same_state(select_state(halves_last, half), last, message)
+        found = _numbers(halves[own], *(select_state(halves_last, half) for _, half in lasts))
+        assert_same_gradients(leaves, found, _numbers(wanted, *(last for last, _ in lasts)), message)
 
 
 @_law
@@ -433,14 +611,17 @@ def packed_sequences_are_read_backwards(mixer: Mixer[Any]) -> None:
     scan: Callable[..., tuple[Tensor, Any]] = mixer.scan
     packing = Packing(torch.tensor([0, 0, 5, 5, 6, TOKENS]))
     last_first = torch.arange(packing.count).flip(0)
-    projected = mixer.project_in(draw(mixer, 1))
-    for state in (None, mixer(draw(mixer, packing.count, 4))[1]):
+    projected = mixer.project_in(draw(mixer, 1)).detach().requires_grad_()
+    for state in (None, _as_leaves(mixer(draw(mixer, packing.count, 4))[1])):
         before = None if state is None else select_state(state, last_first)
         with _may_refuse():
             y, last = scan(projected, state, cu_seqlens=packing, reverse=True)
             expected, expected_last = scan(projected.flip(1), before, cu_seqlens=packing.turned())
-        assert_same(y, expected.flip(1), "packed sequences backwards")
-        assert_same_state(last, select_state(expected_last, last_first), "packed sequences backwards")
+        expected, expected_last = expected.flip(1), select_state(expected_last, last_first)
+        assert_same(y, expected, "packed sequences backwards")
+        assert_same_state(last, expected_last, "packed sequences backwards")
+        leaves, wanted = _leaves(mixer, projected, state), _numbers(expected, expected_last)
+        assert_same_gradients(leaves, _numbers(y, last), wanted, "packed sequences backwards")
 
 
 @_law
@@ -448,8 +629,8 @@ def a_pair_is_the_sum_of_its_scans(mixer: Mixer[Any]) -> None:
     """With `reads_pairs`: `scan_pair` adds what one mixer reads forward and what another, or itself, reads backward."""
     if not mixer.reads_pairs:
         return
-    real = _pad_sides()
-    projected = mixer.project_in(draw(mixer, len(real)))
+    real = _pad()[:3]
+    projected = mixer.project_in(draw(mixer, len(real))).detach().requires_grad_()
     other = copy.deepcopy(mixer)
     other.release_projections()  # as in a layer whose directions share them
     generator = torch.Generator().manual_seed(2)
@@ -457,6 +638,7 @@ def a_pair_is_the_sum_of_its_scans(mixer: Mixer[Any]) -> None:
         for parameter in other.parameters():
             # Initial norms of ones would be alike.
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    leaves = {**_leaves(mixer, projected), **{f"{name} of the other mixer": p for name, p in other.named_parameters()}}
     for mask, padding in ((None, ""), (real, " with padding")):
         own = torch.ones_like(real) if mask is None else mask
         with nullcontext() if mask is None else _may_refuse():
@@ -465,14 +647,16 @@ def a_pair_is_the_sum_of_its_scans(mixer: Mixer[Any]) -> None:
             with nullcontext() if mask is None else _may_refuse():
                 pair = mixer.scan_pair(backward, projected, mask)
                 back, _ = backward.read(projected, reverse=True, mask=mask)
-            assert_same(pair[own], (ahead + back)[own], f"a pair with {partner}{padding}")
+            wanted, message = (ahead + back)[own], f"a pair with {partner}{padding}"
+            assert_same(pair[own], wanted, message)
+            if backward is other:  # whose gradients are not in one sum with the first one's
+                assert_same_gradients(leaves, [pair[own]], [wanted], message)
 
 
-def _pad_sides() -> Tensor:
-    """A mask `[4, T]`: padding on the right and on the left in turns, so that each half of the rows has both."""
-    real = torch.ones(4, TOKENS, dtype=torch.bool)
-    real[0, 20:] = real[1, :5] = real[2, 20:] = real[3, :5] = False
-    return real
+def _pad() -> Tensor:
+    """A mask `[6, T]`: padding on the left, on the right and between tokens, in each half of the rows."""
+    position = torch.arange(TOKENS)
+    return torch.stack([position < 20, position >= 5, position % 3 != 1] * 2)
 
 
 @_law
@@ -498,12 +682,7 @@ def gradients_are_the_derivatives(mixer: Mixer[Any]) -> None:
     """
     x, following = draw(mixer, 2, 6).requires_grad_(), draw(mixer, 2, 4)
     state = _as_leaves(mixer(draw(mixer, 2, 5))[1])
-    leaves = [
-        ("the input", x),
-        *mixer.named_parameters(),
-        *((f"{name} of the state", t) for name, t in _floating(state)),
-    ]
-    tensors = [tensor for _, tensor in leaves]
+    leaves = _leaves(mixer, x, state)
     generator = torch.Generator().manual_seed(2)
 
     def like(tensor: Tensor) -> Tensor:
@@ -517,9 +696,9 @@ def gradients_are_the_derivatives(mixer: Mixer[Any]) -> None:
         rest, _ = mixer(following[:, 1:], final)
         return (weights * y).sum() + (more_weights * torch.cat([stepped[:, None], rest], dim=1)).sum()
 
-    gradients = torch.autograd.grad(loss(), tensors, allow_unused=True, materialize_grads=True)
+    gradients = torch.autograd.grad(loss(), [*leaves.values()], allow_unused=True, materialize_grads=True)
     step = 1e-6
-    for (name, tensor), gradient in zip(leaves, gradients, strict=True):
+    for (name, tensor), gradient in zip(leaves.items(), gradients, strict=True):
         direction = like(tensor)
         with torch.no_grad():
             ahead, behind = (_moved(tensor, sign * step * direction, loss) for sign in (1, -1))
@@ -536,10 +715,6 @@ def _moved(tensor: Tensor, change: Tensor, function: Callable[[], Tensor]) -> Te
         return function()
     finally:
         tensor.copy_(kept)
-
-
-def _as_leaves(state: Any) -> Any:
-    return map_state(lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()), state)
 
 
 @_law

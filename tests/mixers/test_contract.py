@@ -7,6 +7,7 @@ import itertools
 import sys
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from cases import cases
@@ -346,6 +347,221 @@ def test_a_mixer_that_breaks_a_law_is_told_which(broken: type[mixers.Mixer], law
         mixers.check("broken", laws=[law])
     with pytest.raises(mixers.ContractError):
         mixers.check("broken")
+
+
+class HalfOfTheGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient / 2
+
+
+def halve_gradient(where, base: type[mixers.Mixer] = Mean) -> type[mixers.Mixer]:
+    """A mixer whose gradient is wrong where `where(mixer, state, options of the scan)` is true."""
+
+    class Wrong(base):
+        def scan(self, projected, state=None, **options):
+            wrong = where(self, state, options)
+            return super().scan(HalfOfTheGradient.apply(projected) if wrong else projected, state, **options)
+
+    return Wrong
+
+
+class PairHalved(GatedLinearAttention):
+    """The gradient of its pairs is wrong with padding."""
+
+    def scan_pair(self, backward, projected, mask=None):
+        return super().scan_pair(backward, projected if mask is None else HalfOfTheGradient.apply(projected), mask)
+
+
+class LoudInTraining(Mean):
+    def scan(self, projected, state=None, **options):
+        y, last = super().scan(projected, state, **options)
+        return 2 * y if self.training else y, last
+
+
+class LoudBehindDropout(Mean):
+    def __init__(self, d_model, *, backend="auto"):
+        super().__init__(d_model, backend=backend)
+        self.dropout = nn.Dropout(0.5)
+
+    def scan(self, projected, state=None, **options):
+        return super().scan(self.dropout(projected) * (2 if self.training else 1), state, **options)
+
+
+class MixingInTraining(Mean):
+    def scan(self, projected, state=None, **options):
+        mixed = projected - 0.5 * projected.mean(0, keepdim=True) if self.training else projected
+        return super().scan(mixed, state, **options)
+
+
+class Filling(Mean):
+    """It reads all tokens from the first real one to the last."""
+
+    def scan(self, projected, state=None, *, mask=None, **options):
+        if mask is not None:
+            mask = mask.cumsum(1).bool() & mask.flip(1).cumsum(1).flip(1).bool()
+        return super().scan(projected, state, mask=mask, **options)
+
+
+class Emptying(Mean):
+    """The state of a packed sequence without tokens is lost."""
+
+    def scan(self, projected, state=None, *, cu_seqlens=None, **options):
+        y, last = super().scan(projected, state, cu_seqlens=cu_seqlens, **options)
+        if cu_seqlens is not None and last is not None:
+            last = MeanState(last.mean.masked_fill(cu_seqlens.lengths[:, None] == 0, 7.0))
+        return y, last
+
+
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        return round_float32(gradient)
+
+
+def round_float32(x):
+    return x.bfloat16().float() if x.dtype == torch.float32 else x
+
+
+class Rounding(Mean):
+    def scan(self, projected, state=None, **options):
+        return super().scan(round_float32(projected), state, **options)
+
+
+class RoundingSteps(Mean):
+    def step(self, x, state):
+        return super().step(round_float32(x), state)
+
+
+class RoundingGradients(Mean):
+    def scan(self, projected, state=None, **options):
+        return super().scan(Rounded.apply(projected), state, **options)
+
+
+BACKWARDS = "reading_backwards_is_reading_turned_tokens"
+TRAINING = "training_reads_as_evaluation_does"
+WRONG_CALLS = [
+    (
+        halve_gradient(lambda mixer, state, options: not options.get("output_final_state", True)),
+        "outputs_do_not_depend_on_the_wish_for_a_state",
+        "with output_final_state=False: the gradient of the input differs by",
+    ),
+    (
+        halve_gradient(lambda mixer, state, options: options.get("cu_seqlens") is not None),
+        "packed_sequences_are_separate",
+        "with packed sequences: the gradient of the input differs by",
+    ),
+    (
+        halve_gradient(lambda mixer, state, options: options.get("mask") is not None),
+        "padding_leaves_no_trace",
+        "with padding on the left: the gradient of the input differs by",
+    ),
+    (
+        halve_gradient(lambda mixer, state, options: options.get("reverse") is True, GatedLinearAttention),
+        BACKWARDS,
+        "all rows backwards: the gradient of the input differs by",
+    ),
+    (
+        halve_gradient(lambda mixer, state, options: options.get("reverse") == "second_half", GatedLinearAttention),
+        BACKWARDS,
+        "half of the rows backwards: the gradient of the input differs by",
+    ),
+    (
+        halve_gradient(
+            lambda mixer, state, options: options.get("reverse") and options.get("cu_seqlens") is not None,
+            GatedLinearAttention,
+        ),
+        "packed_sequences_are_read_backwards",
+        "packed sequences backwards: the gradient of the input differs by",
+    ),
+    (PairHalved, "a_pair_is_the_sum_of_its_scans", "a pair with another mixer with padding: the gradient of the input"),
+    (
+        halve_gradient(lambda mixer, state, options: mixer.training),
+        TRAINING,
+        "in training mode: the gradient of the input differs by",
+    ),
+    (
+        halve_gradient(lambda mixer, state, options: mixer.training and state is not None),
+        TRAINING,
+        "in training mode from a given state: the gradient of the input differs by",
+    ),
+    (
+        halve_gradient(lambda mixer, state, options: mixer.training and options.get("cu_seqlens") is not None),
+        TRAINING,
+        "in training mode with packed sequences: the gradient of the input differs by",
+    ),
+    (
+        halve_gradient(lambda mixer, state, options: mixer.training and options.get("mask") is not None),
+        TRAINING,
+        "in training mode with padding: the gradient of the input differs by",
+    ),
+    (
+        halve_gradient(lambda mixer, state, options: mixer.training and options.get("reverse"), GatedLinearAttention),
+        TRAINING,
+        "in training mode backwards: the gradient of the input differs by",
+    ),
+    (LoudInTraining, TRAINING, "in training mode: Tensor-likes are not close"),
+    (LoudBehindDropout, TRAINING, "in training mode: Tensor-likes are not close"),
+    (MixingInTraining, "rows_are_separate", "beside a changed row of the batch, in training mode"),
+    (Filling, "padding_leaves_no_trace", "with padding between tokens: "),
+    (Emptying, "packed_sequences_are_separate", "mean of the state of packed sequence 1, which is empty, is not as"),
+    (Emptying, "packed_sequences_go_on", "going on after no tokens"),
+    (Rounding, "float32_is_close_to_float64", "the outputs of a scan in float32 and in float64 differ by 0.00"),
+    (RoundingSteps, "float32_is_close_to_float64", "the outputs of a step in float32 and in float64 differ by 0.00"),
+    (RoundingGradients, "float32_is_close_to_float64", "the gradients of the input in float32 and in float64 differ"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_mixers")
+@pytest.mark.parametrize(("wrong", "law", "message"), WRONG_CALLS)
+def test_a_mixer_that_is_wrong_in_some_calls_is_told_in_which(wrong, law: str, message: str) -> None:
+    mixers.register("wrong")(wrong)
+    with pytest.raises(mixers.ContractError, match=f"^the mixer wrong breaks the law {law}: {message}") as raised:
+        mixers.check("wrong", laws=[law])
+    assert "\n" not in str(raised.value)
+
+
+class WithDropout(LoudBehindDropout):
+    def scan(self, projected, state=None, **options):
+        return Mean.scan(self, self.dropout(projected), state, **options)
+
+
+class Noisy(Mean):
+    """What it draws in training mode comes from a generator of its own."""
+
+    def __init__(self, d_model, *, backend="auto"):
+        super().__init__(d_model, backend=backend)
+        self.random = np.random.default_rng(0)
+
+    def scan(self, projected, state=None, **options):
+        return super().scan(projected * (self.random.uniform(1, 2) if self.training else 1), state, **options)
+
+
+class RefusingHoles(Mean):
+    def scan(self, projected, state=None, *, mask=None, **options):
+        if mask is not None and (mask.diff(dim=1).sum(1) > 1).any():
+            raise ValueError("no padding between tokens")
+        return super().scan(projected, state, mask=mask, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_mixers")
+def test_a_mixer_may_draw_in_training_and_refuse_holes() -> None:
+    mixers.register("with_dropout")(WithDropout)
+    assert mixers.check("with_dropout") == ()
+    mixers.register("noisy")(Noisy)
+    assert mixers.check("noisy", laws=[TRAINING]) == ()
+    mixers.register("refusing")(RefusingHoles)
+    assert mixers.check("refusing") == ("padding_leaves_no_trace",)
 
 
 @pytest.mark.slow
