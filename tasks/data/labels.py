@@ -153,22 +153,23 @@ def name_some(names: Sequence[str]) -> str:
 
 
 def alike(names: Iterable[str]) -> str | None:
-    """A warning, in one line, where names of classes differ only in what nobody sees; None if all can be told apart.
+    """A warning, in one line, where names of classes differ in what is easily overlooked; None if none do.
 
     Such are blanks at the ends, several blanks for one, letters with accents that Unicode spells in two ways, and
-    numbers with more zeros than they need: 1, 1.0 and 01.
+    numbers with more zeros than they need: 1, 1.0 and 01. So are capitals, but those of single letters: a and A are
+    two classes of handwriting.
     """
     groups: dict[str, list[str]] = {}
     for name in names:
         seen = unicodedata.normalize("NFC", " ".join(name.split()))
-        groups.setdefault(_as_number(seen), []).append(name)
+        groups.setdefault(_as_number(seen.lower() if len(seen) > 1 else seen), []).append(name)
     found = [" and ".join(ascii(name) for name in group) for group in groups.values() if len(group) > 1]
     if not found:
         return None
     more = f"; {len(found) - 3} more" if len(found) > 3 else ""
     return (
         f"classes that look alike are trained as different ones: {', '.join(found[:3])}{more} "
-        "(blanks, two spellings of Unicode, or 1, 1.0 and 01): write them in one way if they are one class"
+        "(blanks, capitals, two spellings of Unicode, or 1, 1.0 and 01): write them in one way if they are one class"
     )
 
 

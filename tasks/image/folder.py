@@ -7,7 +7,7 @@ import os
 import re
 import tarfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from decimal import Decimal
 from pathlib import Path, PurePosixPath
@@ -19,10 +19,10 @@ from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 
 from longseq.tasks.data.folders import class_name, leads_above
 from longseq.tasks.data.inputs import PassedOver, describe_passed_over
-from longseq.tasks.data.labels import sort_names
+from longseq.tasks.data.labels import name_some, sort_names
 from longseq.tasks.image.decoding import image_endings, is_hidden, is_image
 from longseq.tasks.image.shard_streams import tell_cut_off
-from longseq.tasks.image.split_folders import refuse_pooled
+from longseq.tasks.image.split_folders import is_of_images, refuse_masks, refuse_pooled
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +31,13 @@ _COMPARED = 10_000
 
 # timm caches the index of larger tar files, because reading through them takes minutes.
 _LARGE_TAR = 10 * 2**30
+
+
+# Parts of a set of one class, which are no classes of their own.
+_PART = re.compile(r"(cv|fold|part|batch|chunk|shard|split|subset|set|group)[-_ ]?\d+", re.IGNORECASE)
+
+# What messages recommend where no folder tells the class of an image.
+AS_TABLE = "list the files and their classes in a table (data.source=csv data.root=FILE.csv)"
 
 
 class Found(NamedTuple):
@@ -82,8 +89,16 @@ def find_images(root: str) -> Found:
             if is_image(name):
                 images.append(path)
             else:
-                others.append(PassedOver(path, _why_no_image(name)))
+                others.append(PassedOver(path, "broken link" if _is_broken(path) else _why_no_image(name)))
     return Found(images, others, empty)
+
+
+def _is_broken(path: str) -> bool:
+    """True for a link to nothing without an ending, such as one to a folder of a class that has moved.
+
+    Files with an ending are not asked for on the disk: there may be a million of them.
+    """
+    return "." not in os.path.basename(path) and os.path.islink(path) and not os.path.exists(path)
 
 
 def find_archives(root: str) -> list[Path]:
@@ -129,6 +144,7 @@ def report_passed_over(passed_over: Sequence[PassedOver], root: str) -> None:
 class ClassFolders:
     """Images by class: the class of an image is the innermost folder that holds it.
 
+    Where all of these have one name that tells nothing, as in CLASS/images, it is the folder above.
     Classes are numbered as `sort_classes` has them, or by `class_to_idx`; then images of other classes are passed over.
     `found` is what `find_images` finds in `root`, if that is known.
     ValueError if images lie outside class folders, in a folder below that of a class, or in several splits.
@@ -148,16 +164,24 @@ class ClassFolders:
         folders = defaultdict(list)
         for path in found.images:
             folders[os.path.dirname(path)].append(path)
-        kept = (one for one in folders if class_to_idx is None or class_name(one) in class_to_idx)
-        refuse_pooled(root, [os.path.relpath(folder, root) for folder in kept])
+        named = {folder: class_name(folder) for folder in folders}
+        above = _classes_above(root, folders, class_to_idx or ())
+        if above is not None:
+            named = above
+        kept = [os.path.relpath(one, root) for one in folders if class_to_idx is None or named[one] in class_to_idx]
+        refuse_pooled(root, kept)
+        refuse_masks(root, kept)
         if class_to_idx is None:
-            self._check(set(folders))
-            names = sort_classes(map(class_name, folders), order)
+            if above is None:
+                self._check(set(folders))
+            else:
+                self._tell_above(above)
+            names = sort_classes(named.values(), order)
             class_to_idx = {name: index for index, name in enumerate(names)}
         self.class_to_idx = dict(class_to_idx)
         samples = []
         for folder, paths in folders.items():
-            name = "" if folder == root.rstrip(os.sep) else class_name(folder)
+            name = "" if folder == root.rstrip(os.sep) else named[folder]
             if name in self.class_to_idx:
                 samples += [(path, self.class_to_idx[name]) for path in paths]
             else:
@@ -172,7 +196,9 @@ class ClassFolders:
     def _check(self, folders: set[str]) -> None:
         root = self.root.rstrip(os.sep)
         if root in folders:
-            raise ValueError(f"{self.root} has images outside class folders: move each into the folder of its class")
+            raise ValueError(
+                f"{self.root} has images outside class folders: move each into the folder of its class, or {AS_TABLE}"
+            )
         for folder in sorted(folders):
             above = os.path.dirname(folder)
             while above not in folders and len(above) > len(root):
@@ -185,11 +211,38 @@ class ClassFolders:
         parents = defaultdict(list)
         for folder in sorted(folders):
             parents[os.path.basename(folder)].append(os.path.relpath(folder, root))
-        for several in parents.values():
-            if len(several) > 1:
-                _log.warning(
-                    "%s: %s are one class, because the innermost folder names it", self.root, " and ".join(several[:3])
-                )
+        pooled = [several for several in parents.values() if len(several) > 1]
+        if pooled:
+            _log.warning(
+                "%s: %s are one class, because the innermost folder names it%s",
+                self.root,
+                " and ".join(pooled[0][:3]),
+                f", and so are those of {len(pooled) - 1} more" if len(pooled) > 1 else "",
+            )
+
+    def _tell_above(self, named: Mapping[str, str]) -> None:
+        _log.warning(
+            "%s: all images lie in folders called %s, so the folders above these are the classes: %s",
+            self.root,
+            os.path.basename(next(iter(named))),
+            name_some(sort_classes(named.values())),
+        )
+
+
+def _classes_above(root: str, folders: Iterable[str], known: Container[str]) -> dict[str, str] | None:
+    """The classes of images in root/.../CLASS/images by their folders, as Tiny ImageNet has them; None of others.
+
+    All folders have one name, which says no more than images, and those above lie side by side. Parts of one set, such
+    as fold1 and fold2, are no classes. A class that is `known` may be called images.
+    """
+    named = {folder: class_name(os.path.dirname(folder)) for folder in folders}
+    inner = {os.path.basename(folder) for folder in named}
+    places = {os.path.dirname(os.path.dirname(folder)) for folder in named}
+    if len(named) < 2 or len(inner) > 1 or len(places) > 1 or root.rstrip(os.sep) in named:
+        return None
+    (name,) = inner
+    is_told = not is_of_images(name) or name in known or all(map(_PART.fullmatch, named.values()))
+    return None if is_told else named
 
 
 class TarImages(ReaderImageInTar):
@@ -231,7 +284,9 @@ class TarImages(ReaderImageInTar):
         self.samples = self.samples[[index for index, _ in known]]
         self.targets = np.array([target for _, target in known], dtype=np.int64)
         some = self.samples[:: max(1, len(self.samples) // _COMPARED)]
-        refuse_pooled(root, {_folder_in_archives(*sample) for sample in some}, packed=True)
+        inside = {_folder_in_archives(*sample) for sample in some}
+        refuse_pooled(root, inside, packed=True)
+        refuse_masks(root, inside, packed=True)
         self.passed_over = self._others()
         self._opened_by: int | None = None
 

@@ -127,7 +127,9 @@ def open_input(keys: PrepareImagesKeys) -> dict[str, Source]:
         return {"train": images, **others}
     except ValueError as error:  # of a training, which has other names for these keys
         told = _SPLIT_KEYS.sub("", str(error))
-        raise ValueError(told.replace("data.root=", "input=").replace("data.", "")) from error
+        raise ValueError(
+            told.replace("data.source=csv data.root=", "input=").replace("data.root=", "input=").replace("data.", "")
+        ) from error
 
 
 def _class_folders(root: str) -> str | None:

@@ -8,7 +8,7 @@ import os
 import tarfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,7 @@ from longseq.tasks.image.decoding import (
     open_regular,
 )
 from longseq.tasks.image.folder import (
+    AS_TABLE,
     ClassFolders,
     Found,
     TarImages,
@@ -53,6 +54,7 @@ from longseq.tasks.image.split_folders import (
     find_split,
     has_folders,
     is_compressed,
+    is_of_images,
     refuse_compressed,
     require_named,
 )
@@ -768,12 +770,46 @@ def open_folders(
     refuse_trained(names, paths)
     _report_beside(root, [path for path in paths.values() if path is not None])
     train = _folder(paths.get("train") or root, class_map, order=order)
+    _refuse_unsorted(paths, train)
     held_out: dict[str, Source] = {
         kind: _held_out_folder(path, train, class_map)
         for kind, path in paths.items()
         if kind != "train" and path is not None
     }
     return train, held_out
+
+
+def _refuse_unsorted(paths: Mapping[str, str | None], train: FolderSource | ReaderSource) -> None:
+    """Raise ValueError, in one line, for folders that are held out whose images lie in no class folders.
+
+    Such are ImageNet's val/ before its images are sorted, Tiny ImageNet's val/images and test images without labels.
+    """
+    found = {
+        kind: path
+        for kind, path in paths.items()
+        if kind != "train" and path is not None and _is_unsorted(path, train.class_to_idx)
+    }
+    if found:
+        (path, *others), keys = found.values(), [f"data.{SPLIT_KEYS[kind]}=null" for kind in found]
+        too = f", and so has {others[0]}" if others and others[0] != path else ""
+        raise ValueError(
+            f"{path} has images outside class folders{too}: move each into the folder of its class, list all images "
+            "and their classes in tables train.csv and val.csv (data.source=csv data.root=FOLDER), or give "
+            f"{' '.join(keys)}, which leaves them out"
+        )
+
+
+def _is_unsorted(path: str, classes: Mapping[str, int]) -> bool:
+    """True for a folder with images and no folders, or with one alone that says no more than images."""
+    if not os.path.isdir(path) or find_archives(path):
+        return False
+    with os.scandir(path) as entries:
+        present = [entry for entry in entries if not is_hidden(entry.name)]
+    folders = [entry.name for entry in present if entry.is_dir()]
+    if len(folders) == 1:
+        (name,) = folders
+        return is_of_images(name) and name not in classes and not has_folders(Path(path, name))
+    return not folders and any(is_image(entry.name) for entry in present)
 
 
 def refuse_trained(names: Mapping[str, str | None], parts: Mapping[str, str | None], *, label: str = "") -> None:
@@ -801,23 +837,29 @@ def _report_beside(root: str, splits: Sequence[str]) -> None:
     """Warn, in one line, of images beside the folders of the splits, which no split has."""
     if not splits:
         return
-    beside = []
-    for entry in sorted(Path(root).iterdir()):
-        if is_hidden(entry.name) or str(entry) in splits:
-            continue
-        if entry.is_dir():
-            if any(is_image(name) for _, _, names in os.walk(entry) for name in names):
-                beside.append(f"{entry.name}/")
-        elif is_image(entry.name) or entry.suffix == ".tar" or is_compressed(str(entry)):
-            beside.append(entry.name)
-    if beside:
+    paths = [Path(path) for path in splits]
+    if beside := list(_images_beside(Path(root), paths)):
         _log.warning(
             "%s: the images of %s are in no split, beside %s: name a split by data.train_split, data.val_split or "
             "data.test_split",
             root,
-            name_some(beside),
-            ", ".join(dict.fromkeys(Path(path).name for path in splits)),
+            name_some([f"{one.relative_to(root)}{'/' * one.is_dir()}" for one in beside]),
+            ", ".join(dict.fromkeys(os.path.relpath(path, root) for path in paths)),
         )
+
+
+def _images_beside(folder: Path, splits: Sequence[Path]) -> Iterator[Path]:
+    """What holds images in a folder and is none of the splits; a folder on the way to a split is looked into."""
+    for entry in sorted(folder.iterdir()):
+        if is_hidden(entry.name) or entry in splits:
+            continue
+        if any(split.is_relative_to(entry) for split in splits):
+            yield from _images_beside(entry, splits)
+        elif entry.is_dir():
+            if any(is_image(name) for _, _, names in os.walk(entry) for name in names):
+                yield entry
+        elif is_image(entry.name) or entry.suffix == ".tar" or is_compressed(str(entry)):
+            yield entry
 
 
 def require_folder(root: str | None) -> str:
@@ -842,6 +884,7 @@ def _numbered_folder(path: str, class_names: Sequence[str], class_map: ClassMap)
         raise ValueError(
             f"{path} has {len(extra)} class folder(s) that the {len(class_names)} classes of the checkpoint lack "
             f"({', '.join(extra[:3])}): remove them, or give data.class_map"
+            + (f"; or {AS_TABLE}" if all(map(is_of_images, own)) else "")
         )
     return _folder(path, {name: index for index, name in enumerate(class_names)})
 
@@ -854,7 +897,7 @@ def _folder(
     Class folders count, and not the archives beside them, if one of the two has the classes of the other: the folders
     were unpacked from the archives, or packed into them. ValueError where both have classes of their own.
     """
-    numbers = _class_numbers(class_map, path)
+    numbers = class_numbers(class_map, path)
     try:
         source: FolderSource | ReaderSource
         archives, found = find_archives(path), None if os.path.isfile(path) else find_images(path)
@@ -880,7 +923,9 @@ def _folder(
     if reported and (told := alike(map(str, source.class_to_idx))) is not None:
         _log.warning("%s: %s", path, told)
     if "" in source.class_to_idx:
-        raise ValueError(f"{path} has images outside class folders: move each into the folder of its class")
+        raise ValueError(
+            f"{path} has images outside class folders: move each into the folder of its class, or {AS_TABLE}"
+        )
     return source
 
 
@@ -936,7 +981,7 @@ def _no_class_of(path: str, numbers: Mapping[str, int], others: Iterable[str]) -
     )
 
 
-def _class_numbers(class_map: ClassMap, root: str) -> dict[str, int] | None:
+def class_numbers(class_map: ClassMap, root: str) -> dict[str, int] | None:
     if class_map is None:
         return None
     try:
@@ -952,7 +997,7 @@ def check_class_map(source: str, class_map: ClassMap, class_names: Sequence[str]
     """Raise ValueError, in one line, for a `data.class_map` that a source does not read, unless it says the same."""
     if class_map is None or source == "folder" or source.startswith("hfds/") or is_stream(source):
         return
-    numbers = _class_numbers(class_map, "")
+    numbers = class_numbers(class_map, "")
     if numbers != {name: number for number, name in enumerate(class_names)}:
         raise ValueError(
             f"data.class_map={spell(class_map)} does not fit data.source={source}, whose {len(class_names)} classes "
@@ -1059,7 +1104,10 @@ def _by_number(class_map: Any) -> Any:
         return class_map
     wrong = [str(name) for name in class_map if not str(name).strip().isdecimal()]
     if wrong:
-        raise ValueError(f"the samples of shards have numbers of classes, and data.class_map has {name_some(wrong)}")
+        raise ValueError(
+            f"the samples of shards have numbers of classes, and data.class_map has {name_some(wrong)}: give the "
+            "number of each number, such as {0: 1, 1: 0}"
+        )
     return {int(name): number for name, number in class_map.items()}
 
 

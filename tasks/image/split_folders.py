@@ -7,8 +7,10 @@ import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path, PurePosixPath
 
+from longseq.tasks.data.labels import name_some
 from longseq.tasks.image.decoding import is_hidden
 
 SPLIT_NAMES = {
@@ -22,6 +24,19 @@ _KINDS = {name: kind for kind, names in SPLIT_NAMES.items() for name in names}
 _SPLIT = re.compile(
     rf"({'|'.join(sorted(_KINDS, key=len, reverse=True))})([-_ ]?(set|data|dataset|images))?[-_ ]?\d*", re.IGNORECASE
 )
+
+# Names such as seg_train are of splits where another one beside them has the same beginning.
+_PREFIXED = re.compile(rf"(?P<prefix>.+?)[-_ .]+(?P<split>{_SPLIT.pattern})", re.IGNORECASE)
+
+# Folders of images whatever their classes, and of pictures that belong to them.
+_IMAGES = re.compile(r"(jpe?g|rgb)?[-_ ]?(images?|imgs?|pictures?|photos?)|jpe?gs?|pngs?", re.IGNORECASE)
+_MASKS = re.compile(
+    r"((seg|segmentation|image)[-_ ]?)?(masks?|annotations?|labels?)|segmentations?|trimaps?|ground[-_ ]?truths?",
+    re.IGNORECASE,
+)
+
+# The innermost folders below each folder of a folder, by its path and their names.
+_Tree = Mapping[tuple[str, ...], Mapping[str, set[str]]]
 
 # Archives that are read through from their beginning to reach one image, or that nothing here reads.
 _COMPRESSED = re.compile(r"\.((tar\.)?(gz|bz2|xz|zst|lz4)|tgz|tbz2?|txz|tzst|zip|7z|rar)$", re.IGNORECASE)
@@ -111,25 +126,30 @@ def refuse_pooled(path: str, folders: Iterable[str], *, packed: bool = False) ->
 
     `folders` are those of the images, below `path`, or `packed` in the archives there. A class, which the innermost
     folder names, may be called as a split is, unless all classes are, or it lies beside another split with classes.
+    So may one be called as seg_train is, unless seg_test lies beside it with the same class folders.
     """
     parts_of = {PurePosixPath(one).parts for one in folders}
-    if found := _splits_side_by_side(parts_of):
-        above, names = found
+    tree = _tree(parts_of)
+    if found := _splits_side_by_side(parts_of) or _prefixed_splits(tree):
+        inner, kinds = found
     else:
-        above, names = "", sorted({parts[-1] for parts in parts_of if parts})
+        names = sorted({parts[-1] for parts in parts_of if parts})
         if not all(map(_kind_of, names)) or len({*map(_kind_of, names)}) < 2:
             return
         raise ValueError(
             f"{path} holds the splits {_join(names)} without class folders, and they would be the classes: move each "
             "image into the folder of its class, such as train/CLASS/*"
         )
+    above, names = "/".join(inner), sorted(kinds)
     told = f"{path} holds the splits {_join(names)}{f' in {above}' if above else ''}, which would be one set"
+    if others := sorted(set(tree[inner]) - set(kinds)):
+        told += f", and {name_some(others)} in no split"
     if packed:
         raise ValueError(
             f"{told}: unpack it and give data.root=FOLDER, or put a .tar of each split into a folder, such as "
             "train.tar and val.tar"
         )
-    by_kind = {str(_kind_of(name)): name for name in names}
+    by_kind = {kinds[name]: name for name in names}
     if all(name.lower() in _KINDS for name in names):
         raise ValueError(f"{told}: give data.root={Path(path, above)}")
     keys = " ".join(
@@ -141,8 +161,62 @@ def refuse_pooled(path: str, folders: Iterable[str], *, packed: bool = False) ->
     raise ValueError(f"{told}: rename them to {_join([_USUAL[kind] for kind in by_kind])}, or give {keys}")
 
 
-def _splits_side_by_side(folders: set[tuple[str, ...]]) -> tuple[str, list[str]] | None:
-    """The folder that holds folders of several splits, and the names of these; the highest.
+def refuse_masks(path: str, folders: Iterable[str], *, packed: bool = False) -> None:
+    """Raise ValueError, in one line, if the masks or annotations of images below `path` would be images of a class.
+
+    `folders` are as in `refuse_pooled`. Both lie side by side with the same class folders below, or with nothing but
+    files and nothing else beside them: a class may be called so, too.
+    """
+    tree = _tree({PurePosixPath(one).parts for one in folders})
+    for above, held in sorted(tree.items(), key=lambda one: (len(one[0]), one[0])):
+        images, masks = (sorted(filter(pattern.fullmatch, held)) for pattern in (_IMAGES, _MASKS))
+        alone = len(images) + len(masks) == len(held)
+        for one, other in ((one, other) for one in images for other in masks):
+            flat = alone and not held[one] and not held[other]
+            if flat or _are_same_classes(held[one], held[other]):
+                place = f" in {'/'.join(above)}" if above else ""
+                remedy = f"pack it anew without {other}" if packed else f"move {other} out of {path}"
+                if not (flat or packed):
+                    remedy += f", or give data.root={Path(path, *above, one)}"
+                raise ValueError(
+                    f"{path} holds {other} beside {one}{place}, and both would be images to classify: {remedy}"
+                )
+
+
+def is_of_images(name: str) -> bool:
+    """True for the name of a folder that tells no more than that images are in it."""
+    return _IMAGES.fullmatch(name) is not None
+
+
+def _tree(folders: Iterable[tuple[str, ...]]) -> _Tree:
+    tree: dict[tuple[str, ...], dict[str, set[str]]] = defaultdict(dict)
+    for parts in folders:
+        for depth, name in enumerate(parts):
+            tree[parts[:depth]].setdefault(name, set()).update(parts[max(depth + 1, len(parts) - 1) :])
+    return tree
+
+
+def _are_same_classes(one: set[str], other: set[str]) -> bool:
+    """True where one has all class folders of the other: a split may lack some."""
+    return bool(one and other) and (one <= other or other <= one)
+
+
+def _prefixed_splits(tree: _Tree) -> tuple[tuple[str, ...], dict[str, str]] | None:
+    """What `_splits_side_by_side` gives, of splits whose names have a beginning in common, such as seg_train."""
+    for above, held in sorted(tree.items(), key=lambda one: (len(one[0]), one[0])):
+        groups: dict[str, dict[str, str]] = defaultdict(dict)
+        for name in sorted(held):
+            if match := _PREFIXED.fullmatch(name):
+                groups[match["prefix"].lower()][name] = str(_kind_of(match["split"]))
+        for kinds in groups.values():
+            for one, other in combinations(kinds, 2):
+                if kinds[one] != kinds[other] and _are_same_classes(held[one], held[other]):
+                    return above, kinds
+    return None
+
+
+def _splits_side_by_side(folders: set[tuple[str, ...]]) -> tuple[tuple[str, ...], dict[str, str]] | None:
+    """The folder that holds folders of several splits, and the kinds of these by their names; the highest.
 
     One of the splits at least has classes below it. Test images often have none.
     """
@@ -158,7 +232,7 @@ def _splits_side_by_side(folders: set[tuple[str, ...]]) -> tuple[str, list[str]]
     if not several:
         return None
     above = min(several, key=lambda one: (len(one), one))
-    return "/".join(above), sorted(held[above])
+    return above, {name: str(_kind_of(name)) for name in held[above]}
 
 
 def _kind_of(name: str) -> str | None:

@@ -378,6 +378,60 @@ def test_classes_that_look_alike_are_told(tmp_path, caplog):
     assert "classes that look alike are trained as different ones" in caplog.text
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["folder", "csv"])
+def test_classes_that_differ_in_capitals_alone_are_told(source, tmp_path, caplog):
+    names = ("Cat", "cat", "a", "A")
+    for name in names:
+        for index in range(2):
+            write(tmp_path / "images" / name / f"{index}.png", Image.fromarray(GREY))
+    rows = [f"{name}/{index}.png,{name}" for name in names for index in range(2)]
+    (tmp_path / "images" / "train.csv").write_text("\n".join(["file_name,label", *rows]))
+    assert open_folder(tmp_path / "images", source=source, val_fraction=0.5).info.num_classes == 4
+    (told,) = (one for one in caplog.messages if "look alike" in one)
+    assert "are trained as different ones: 'Cat' and 'cat' (blanks, capitals, " in told
+
+
+@pytest.mark.slow
+def test_a_link_to_nothing_is_told_as_one(tmp_path, caplog):
+    root = write_mixed(tmp_path)
+    (root / "train" / "grey").symlink_to(tmp_path / "gone")
+    open_folder(root)
+    assert "1 broken link, 1 without an ending" in caplog.text or "1 without an ending, 1 broken link" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_model_measures_a_table_with_other_labels_by_their_numbers(tmp_path):
+    root = write_mixed(tmp_path)
+    trained = open_folder(root).info
+    paths = sorted((root / "val").glob("[dl]*/?.png"))
+    lines = [f"{one},{trained.class_names.index(one.parent.name)}" for one in paths]
+    table = tmp_path / "table.csv"
+    table.write_text("\n".join(["file_name,label", *lines]))
+    run = {"data": {"name": "mixed", "source": "folder", "root": str(root), "img_size": 8, "num_workers": 0}}
+
+    def measure(**changes):
+        changes = {"source": "csv", "root": str(table)} | changes
+        return ImageDataModule.for_evaluation(run, changes, split="test", trained=trained, batch_size=4)
+
+    with pytest.raises(
+        ValueError, match=r"label 0 is not among .* or give the number of each by data\.class_map, such"
+    ):
+        measure()
+    for numbers in ({0: 0, 1: 1}, {"0": 0, "1": 1}):
+        module = measure(class_map=numbers)
+        assert module.info.class_names == trained.class_names
+        assert module.splits.test.source.targets().tolist() == [
+            trained.class_names.index(one.parent.name) for one in paths
+        ]
+    with pytest.raises(ValueError, match="label 1 is not among"):
+        measure(class_map={0: 0})
+    with pytest.raises(ValueError, match="gives two labels of a table one number"):
+        measure(class_map={0: 0, 1: 0})
+    with pytest.raises(ValueError, match="has the number 2, and the model's 2 classes have 0 to 1"):
+        measure(class_map={0: 0, 1: 2})
+
+
 def test_a_pipe_is_no_image(tmp_path):
     root = write_mixed(tmp_path)
     os.mkfifo(root / "train" / "dark" / "pipe.png")

@@ -217,7 +217,8 @@ def test_a_class_map_of_lines_gives_numbers_to_numbers(tmp_path):
     for images, targets in module.val_dataloader():
         assert ((images[:, 0, 0, 0] > 100).long() == 1 - targets).all()
     (tmp_path / "classes.txt").write_text("cat\ndog\n")
-    with pytest.raises(ValueError, match=r"shards have numbers of classes, and data.class_map has cat, dog"):
+    told = r"shards have numbers of classes, and data.class_map has cat, dog: give .*, such as \{0: 1, 1: 0\}"
+    with pytest.raises(ValueError, match=told):
         open_shards(tmp_path, class_map=str(tmp_path / "classes.txt"))
 
 

@@ -101,6 +101,160 @@ def test_sets_that_are_called_otherwise_are_not_one_training_set(train, test, tm
 
 
 @pytest.mark.slow
+def test_splits_with_one_beginning_are_not_one_training_set(tmp_path):
+    """Kaggle's Intel scenes: seg_train/seg_train/CLASS, and images without labels in seg_pred/seg_pred."""
+    root = write_splits(tmp_path / "intel", "seg_train/seg_train", "seg_test/seg_test")
+    (root / "seg_pred" / "seg_pred").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(root / "seg_pred" / "seg_pred" / "0.png")
+    told = refusal(root)
+    assert told == (
+        f"{root} holds the splits seg_test and seg_train, which would be one set, and seg_pred in no split: rename "
+        "them to test and train, or give data.train_split=seg_train data.test_split=seg_test"
+    )
+    given = {"train_split": "seg_train", "test_split": "seg_test"}
+    assert open_folder(root, **given).info.sizes == {"train": 6, "val": 2, "test": 8}
+    module = open_folder(root, train_split="seg_train", val_split="seg_test", test_split=None)
+    assert module.info.class_names == ["cat", "dog"]
+    assert module.info.sizes == {"train": 8, "val": 8, "test": 8}
+    assert "holds the splits seg_test and seg_train" in refusal(write_tar(tmp_path / "all.tar", root))
+
+
+@pytest.mark.slow
+def test_a_class_may_be_called_as_a_split_with_another_beginning(tmp_path):
+    root = write_images(tmp_path / "trains")
+    for name in ("bullet_train", "steam_train", "crash_test", "bullet_test"):
+        shutil.copytree(root / "cat", root / name)
+    for name, inner in (("model_train", "engine"), ("model_test", "bench"), ("toy_train", "cat")):
+        shutil.copytree(root / "cat", root / name / inner)
+    names = ["bench", "bullet_test", "bullet_train", "cat", "crash_test", "dog", "engine", "steam_train"]
+    assert open_folder(root).info.class_names == names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("images", "masks"), [("images", "masks"), ("Images", "annotations"), ("img", "seg_labels")])
+def test_masks_are_not_trained_on(images, masks, tmp_path, caplog):
+    root = write_splits(tmp_path / "pets", images, masks)
+    told = f"{root} holds {masks} beside {images}, and both would be images to classify: move {masks} out of {root}"
+    with pytest.raises(ValueError, match=f"^{re.escape(told)}, or give data.root={root / images}$"):
+        open_folder(root)
+    assert not caplog.messages
+    assert open_folder(root / images).info.class_names == ["cat", "dog"]
+    with pytest.raises(ValueError, match=f"would be images to classify: pack it anew without {masks}$"):
+        open_folder(write_tar(tmp_path / "all.tar", root))
+    inner = tmp_path / "radiography"
+    for name, folder in ((images, "cat"), (masks, "dog")):
+        for kind in ("covid", "normal"):
+            shutil.copytree(root / images / folder, inner / kind / name)
+    with pytest.raises(ValueError, match=f"holds {masks} beside {images} in covid, .*: move {masks} out of {inner}$"):
+        open_folder(inner)
+    for kind in ("covid", "normal"):  # among other classes one may be called so
+        shutil.copytree(root / images / "cat", inner / kind / "cat")
+    assert {images, masks, "cat"} == set(open_folder(inner).info.class_names)
+
+
+@pytest.mark.slow
+def test_folds_are_pooled_in_one_line(tmp_path, caplog):
+    root = write_splits(tmp_path / "folds", "fold1", "fold2")
+    assert open_folder(root).info.class_names == ["cat", "dog"]
+    (told,) = (one for one in caplog.messages if "one class" in one)
+    assert told == (
+        f"{root}: fold1/cat and fold2/cat are one class, because the innermost folder names it, and so are those of 1 "
+        "more"
+    )
+
+
+def write_tiny(root: Path) -> Path:
+    """The layout of Tiny ImageNet: train/CLASS/images, and the images of val/ and test/ in one folder."""
+    write_images(root / "made")
+    for name in ("cat", "dog"):
+        shutil.move(root / "made" / name, root / "train" / name / "images")
+        (root / "train" / name / f"{name}_boxes.txt").write_text("0.png 0 0 8 8")
+    shutil.rmtree(root / "made")
+    for number, split in enumerate(("val", "test")):
+        (root / split / "images").mkdir(parents=True)
+        for index in range(2):
+            shade = np.full((8, 8, 3), 90 + 20 * number + index, dtype=np.uint8)
+            Image.fromarray(shade).save(root / split / "images" / f"{index}.png")
+    return root
+
+
+@pytest.mark.slow
+def test_the_class_of_tiny_imagenet_is_the_folder_above_images(tmp_path, caplog):
+    root = write_tiny(tmp_path / "tiny")
+    told = refusal_of_unsorted(root, test_split="test")
+    assert told == (
+        f"{root / 'val'} has images outside class folders, and so has {root / 'test'}: move each into the folder of "
+        "its class, list all images and their classes in tables train.csv and val.csv (data.source=csv "
+        "data.root=FOLDER), or give data.val_split=null data.test_split=null, which leaves them out"
+    )
+    caplog.clear()
+    module = open_folder(root, val_split=None, test_split=None, val_fraction=0.25)
+    assert module.info.class_names == ["cat", "dog"]
+    assert module.info.sizes["train"] == 6
+    source = module.splits.train.source
+    found = {Path(source.path(index)).parts[-3]: int(target) for index, target in enumerate(source.targets())}
+    assert found == {"cat": 0, "dog": 1}
+    line = "all images lie in folders called images, so the folders above these are the classes: cat, dog"
+    assert f"{root / 'train'}: {line}" in caplog.messages
+    picked = open_folder(root / "train", class_map={"dog": 0, "cat": 1})
+    assert picked.info.class_names == ["dog", "cat"]
+    for name in ("cat", "dog"):  # sorted as the training images are
+        shutil.copytree(root / "val" / "images", root / "sorted" / name / "images")
+    assert open_folder(root, val_split="sorted").info.sizes["val"] == 4
+    assert evaluated(module, root=str(root / "sorted")).info.sizes == {"test": 4}
+    with pytest.raises(ValueError, match=r"val has 1 class folder.* lack \(images\): .*\(data\.source=csv data\.root="):
+        evaluated(module, root=str(root / "val"))
+
+
+def refusal_of_unsorted(root: Path, **keys) -> str:
+    with pytest.raises(ValueError, match="outside class folders") as error:
+        open_folder(root, **keys)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("fold1/images", "fold2/images"), ("a/cat", "b/cat"), ("a/images", "b/c/images")])
+def test_the_folder_above_is_no_class_where_it_may_be_none(names, tmp_path):
+    for name in names:
+        shutil.move(write_images(tmp_path / "made") / "cat", tmp_path / "root" / name)
+        shutil.rmtree(tmp_path / "made")
+    with pytest.raises(ValueError, match=r"one class alone, (images|cat), .*, or, if no folder tells the class, list "):
+        open_folder(tmp_path / "root")
+
+
+@pytest.mark.slow
+def test_images_in_no_class_folder_are_told_of_a_table(tmp_path):
+    root = write_splits(tmp_path / "imagenet", "train", "val")
+    flat = [path.rename(root / "val" / f"{path.parent.name}{path.name}") for path in sorted(root.glob("val/*/*"))]
+    shutil.rmtree(root / "val" / "cat")
+    shutil.rmtree(root / "val" / "dog")
+    assert refusal_of_unsorted(root).endswith(
+        "(data.source=csv data.root=FOLDER), or give data.val_split=null, which leaves them out"
+    )
+    assert open_folder(root, val_split=None).info.sizes == {"train": 6, "val": 2, "test": 2}
+    assert refusal_of_unsorted(root / "val") == (
+        f"{root / 'val'} has images outside class folders: move each into the folder of its class, or list the files "
+        "and their classes in a table (data.source=csv data.root=FILE.csv)"
+    )
+    rows = {
+        "train": [f"train/{path.parent.name}/{path.name},{path.parent.name}" for path in root.glob("train/*/*")],
+        "val": [f"val/{path.name},{path.name[:3]}" for path in flat],
+    }
+    for split, lines in rows.items():
+        (root / f"{split}.csv").write_text("\n".join(["file_name,label", *lines]))
+    assert open_folder(root, source="csv").info.sizes == {"train": 8, "val": 8, "test": 8}
+
+
+@pytest.mark.slow
+def test_a_folder_on_the_way_to_a_split_is_in_it(tmp_path, caplog):
+    root = write_splits(tmp_path / "intel", "seg_train/seg_train", "seg_test/seg_test", "seg_test/more", "seg_pred")
+    open_folder(root, train_split="seg_train/seg_train", val_split="seg_test/seg_test", test_split=None)
+    (told,) = (one for one in caplog.messages if "in no split" in one)
+    assert "the images of seg_pred/, seg_test/more/ are in no split, beside seg_train/seg_train, seg_test/seg_" in told
+
+
+@pytest.mark.slow
 def test_among_other_classes_one_may_be_called_as_a_set_is(tmp_path):
     root = write_images(tmp_path / "images")
     for name in ("test", "training_set", "Validation"):
