@@ -18,6 +18,13 @@ WEIGHT_SOURCES = ("url", "file", "hf_hub_id", "hf_hub_filename", "source", "stat
 # `multi_label` and `thresholds`, as `longseq.tasks.image.info.DataInfo` has them. timm's `pretrained_cfg` has no place.
 DECISION = "decision"
 
+# How timm cuts an image to the model's size where it does not crop the centre.
+OTHER_CROPS = ("squash", "border")
+
+# The key of a checkpoint's `data` for one of `OTHER_CROPS` that its model states. It is not `crop_mode`, because runs
+# that wrote no `crop_mode` of their own cut the centre, whatever a model of timm stated: see `crop_mode_of`.
+STATED_CROP_MODE = "stated_crop_mode"
+
 # Options that timm records of a call but that are not needed to build the model again.
 UNSAVED_OPTIONS = (*WEIGHT_OPTIONS, "pretrained_model_args", "scriptable", "exportable", "no_jit")
 
@@ -163,6 +170,7 @@ def stated_data(model: nn.Module) -> dict[str, Any]:
     if "input_size" not in stated:
         return {}
     channels, height, width = get_model_input_config(model)["input_size"]
+    mode = stated_crop_mode(stated)
     names = stated.get("label_names") or ()
     return {
         **({"class_names": list(names), "num_classes": len(names)} if len(names) == stated.get("num_classes") else {}),
@@ -173,7 +181,25 @@ def stated_data(model: nn.Module) -> dict[str, Any]:
         "std": _of_channels(stated["std"], channels),
         "interpolation": stated.get("interpolation", "bicubic"),
         "crop_pct": stated.get("crop_pct", 1.0),
+        STATED_CROP_MODE if mode in OTHER_CROPS else "crop_mode": mode,
     }
+
+
+def stated_crop_mode(stated: Mapping[str, Any]) -> str:
+    """The `crop_mode` of a model's `pretrained_cfg`; timm takes any but the two `OTHER_CROPS` for center."""
+    mode = stated.get("crop_mode")
+    return mode if mode in OTHER_CROPS else "center"
+
+
+def crop_mode_of(data: Mapping[str, Any]) -> str:
+    """How the images of a checkpoint's `data` were cut: center, squash or border.
+
+    What a run wrote holds, and a run that wrote none cut the centre. Without a run, which would have told its sizes, it
+    is what the model states.
+    """
+    if "crop_mode" in data:
+        return str(data["crop_mode"])
+    return "center" if "sizes" in data else str(data.get(STATED_CROP_MODE, "center"))
 
 
 def _of_channels(values: Sequence[float], channels: int) -> list[float]:

@@ -40,6 +40,7 @@ from longseq.tasks.image.encoded import (
     decoded_tensors,
     has_nvjpeg,
 )
+from longseq.tasks.image.folder import AS_TABLE
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.own_datamodule import OwnDataModule
 from longseq.tasks.image.own_dataset import DatasetSource, own_held_out, own_splits
@@ -52,6 +53,7 @@ from longseq.tasks.image.sources import (
     Split,
     Splits,
     check_class_map,
+    class_numbers,
     classes_at_hand,
     held_out_shards,
     held_out_split,
@@ -206,7 +208,11 @@ class ImageDataModule(TaskData):
             own = {key: value for key, value in own.items() if key not in OWN_KEYS}
         if changes.get("source", own.get("source")) != own.get("source"):  # how the run's source names labels
             own = {key: value for key, value in own.items() if key not in LABEL_KEYS}
-        keys = read(ImageDataKeys, {**own, **changes, **_EVALUATED}, "data")
+        measured = {**own, **changes, **_EVALUATED}
+        labels = None  # of a table, by the numbers of the model's classes
+        if measured["source"] == "csv" and changes.get("class_map") is not None:
+            labels = _labels_by_number(measured.pop("class_map"), trained.class_names)
+        keys = read(ImageDataKeys, measured, "data")
         refuse_training_keys(changes, _EVALUATED)
         if "train_samples" in changes:
             raise ValueError(
@@ -221,7 +227,7 @@ class ImageDataModule(TaskData):
             return given
         datamodule = cls(keys, batch_size=batch_size, seed=config.get("seed", 0))
         foreign = keys.source != own.get("source") or _absolute(datamodule.root) != _absolute(own.get("root"))
-        datamodule.setup_evaluation(split, trained.class_names, foreign=foreign)
+        datamodule.setup_evaluation(split, trained.class_names, foreign=foreign, labels=labels)
         if keys.source == own.get("source") and datamodule.splits is not None:
             run = cls(read(ImageDataKeys, {**own, **_EVALUATED, "root": keys.root}, "data"), batch_size=batch_size)
             run._order = trained.class_names
@@ -234,7 +240,7 @@ class ImageDataModule(TaskData):
                     keys.root,
                 )
                 datamodule = cls(keys, batch_size=batch_size, seed=config.get("seed", 0))
-                datamodule.setup_evaluation(split, trained.class_names, foreign=False)
+                datamodule.setup_evaluation(split, trained.class_names, foreign=False, labels=labels)
                 datamodule._refuse_trained_images(run, split)
         source = datamodule.splits and datamodule.splits.test.source
         numbers = getattr(source, "class_to_idx", None) or _numbers(datamodule.info)
@@ -322,21 +328,24 @@ class ImageDataModule(TaskData):
         if keys.sampling == "balanced":  # a source that cannot do it is told before a run begins
             self._training_targets(_BALANCED, self._info.num_classes)
 
-    def setup_evaluation(self, split: str, class_names: Sequence[str], *, foreign: bool) -> None:
+    def setup_evaluation(
+        self, split: str, class_names: Sequence[str], *, foreign: bool, labels: Sequence[str] | None = None
+    ) -> None:
         """Open only what an evaluation of `split` (val, test) needs, with the class numbers of a trained model.
 
         Folders, and sources that timm reads by index, then need no training images. `foreign` means that the model was
         not trained on this data: of a folder with class folders only, all images are then evaluated, and nothing is
-        split off.
+        split off. `labels` are those of a table by the numbers of the classes, if it has others than the model.
         """
         self._order = class_names
         if self.keys.source == "csv":
             kind = {"val": "validation", "test": "test"}[split]
             name = self.split_names[kind]
-            table = held_out_table(self.keys, self.root, kind, name, class_names, whole=foreign)
+            labels = list(class_names if labels is None else labels)
+            table = _open_measured(self.keys, self.root, kind, name, labels, whole=foreign)
             if table is not None:
                 self._splits = Splits(Split(table.source, table.indices[:0]), table, table)
-                self._info = self._describe(list(class_names), {split: len(table)})
+                self._info = self._describe(labels, {split: len(table)})
                 require_readable(table, split)
                 return
         if self.keys.source == "shards":
@@ -416,6 +425,7 @@ class ImageDataModule(TaskData):
             raise ValueError(
                 f"the training images of {train.source.label} are of one class alone, "  # type: ignore[attr-defined]
                 f"{train.source.class_names[present[0]]}, and there is nothing to tell apart: add images of another"
+                + (f", or, if no folder tells the class, {AS_TABLE}" if self.keys.source == "folder" else "")
             )
         names = [] if self.keys.multi_label else train.source.class_names
         if absent := [name for number, name in enumerate(names) if number not in present]:
@@ -723,6 +733,43 @@ class ImageDataModule(TaskData):
         }
 
 
+def _labels_by_number(class_map: Any, class_names: Sequence[str]) -> list[str]:
+    """The labels of a table by the numbers of a model's classes: those of `data.class_map`, and the model's own names.
+
+    ValueError, in one line, for numbers that no class has, and where two labels have one number.
+    """
+    numbers = class_numbers(class_map, "") or {}
+    if (most := max(numbers.values(), default=0)) >= len(class_names):
+        raise ValueError(
+            f"data.class_map={spell(class_map)} has the number {most}, and the model's {len(class_names)} classes have "
+            f"0 to {len(class_names) - 1}"
+        )
+    if len(set(numbers.values())) < len(numbers):
+        raise ValueError(
+            f"data.class_map={spell(class_map)} gives two labels of a table one number: give each its own, or write "
+            "both in one way"
+        )
+    labels = [name if name not in numbers else "" for name in class_names]  # no label of a table is empty
+    for name, number in numbers.items():
+        labels[number] = name
+    return labels
+
+
+def _open_measured(
+    keys: ImageDataKeys, root: str | None, kind: str, name: str | None, labels: Sequence[str], *, whole: bool
+) -> Split | None:
+    """`held_out_table` for a trained model: only then has `data.class_map` numbers for other labels."""
+    try:
+        return held_out_table(keys, root, kind, name, labels, whole=whole)
+    except ValueError as error:
+        if "is not among those of the training images" not in str(error):
+            raise
+        raise ValueError(
+            f"{error}: write the labels as the model has them, or give the number of each by data.class_map, such as "
+            '"data.class_map={NAME: 0, OTHER: 1}"'
+        ) from error
+
+
 def _adopt_classes(found: DataInfo, trained: DataInfo, numbers: Mapping[str, int] | None) -> DataInfo:
     """`found`, of data, with the class names of the trained model. ValueError if the data's own names differ.
 
@@ -755,6 +802,7 @@ def _adopt_classes(found: DataInfo, trained: DataInfo, numbers: Mapping[str, int
         num_classes=trained.num_classes,
         class_weights=trained.class_weights,
         thresholds=trained.thresholds,
+        crop_mode=trained.crop_mode,
     )
 
 

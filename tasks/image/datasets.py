@@ -140,7 +140,7 @@ class EvaluationBatches(Dataset[Batch]):
     def __init__(self, split: Split, transform: Callable[[Image.Image], Any], info: DataInfo) -> None:
         self.split, self.transform = split, transform
         self.info: DataInfo | None = info
-        self.shape = (info.in_chans, info.img_size, info.img_size)
+        self.shape = (info.in_chans, *info.sides)
         self.num_labels = info.num_classes if info.multi_label else None
         self.read: Callable[[Split, int], tuple[Any, Any] | Failure] = read_or_failure
 
@@ -322,7 +322,7 @@ class StreamLoader(BatchLoader):
 class ImageFiles(InputFiles):
     """The image files of a folder (all levels), or one file, in the order of their paths, transformed for a model.
 
-    Items are (uint8 [C, S, S], path), or of an image that cannot be read the reason, which is logged. `passed_over`
+    Items are (uint8 [C, H, W], path), or of an image that cannot be read the reason, which is logged. `passed_over`
     lists the files of the folder that are hidden or have no image ending. ValueError if there are no images.
     """
 
@@ -340,7 +340,7 @@ class ImageFiles(InputFiles):
             raise ValueError(f"input={path} holds no images: the endings looked for are {endings}")
         self.info = info
         self.transform = evaluation_transform(info)
-        self.shape = (info.in_chans, info.img_size, info.img_size)
+        self.shape = (info.in_chans, *info.sides)
         self._root = str(root.parent if root.is_file() else root)
         self._notes: list[str] = []
 
@@ -374,7 +374,7 @@ class ImageFiles(InputFiles):
             return NotRead(path, f"unreadable: {first_line(error)}")
 
     def collate(self, items: list[tuple[Tensor, str] | NotRead]) -> tuple[Tensor, list[str], list[NotRead]]:
-        """Images uint8 [B, C, S, S], their paths, and the images that cannot be read."""
+        """Images uint8 [B, C, H, W], their paths, and the images that cannot be read."""
         read = [item for item in items if not isinstance(item, NotRead)]
         images = _stack([image for image, _ in read], self.shape)
         return images, [path for _, path in read], [item for item in items if isinstance(item, NotRead)]

@@ -24,11 +24,26 @@ DECODING = (
     "floats in 0..1 multiplied by 255, both rounded; of 16-bit colours the upper 8 bits (PPM: rounded as grey); "
     "colour profiles not applied; transparency dropped; converted to RGB, or grey for one channel"
 )
-# The same of `transforms.evaluation_transform`.
-RESIZING = (
-    "the short side becomes img_size / crop_pct pixels, the long side as many in proportion, both rounded down, by "
-    "Pillow's filter of the name interpolation; of these img_size x img_size are cut out, from "
-    "round((side - img_size) / 2), halves to the even number"
+# The same of `transforms.evaluation_transform`, of squares and of other sizes, by its `crop_mode`.
+_FILTER = "by Pillow's filter of the name interpolation"
+_CUT = "from round((side - that of img_size) / 2), halves to the even number"
+_SCALED = "those of img_size / crop_pct, rounded down"
+RESIZING = {
+    "center": (
+        f"the short side becomes img_size / crop_pct pixels, the long side as many in proportion, both rounded down, "
+        f"{_FILTER}; of these img_size x img_size are cut out, from round((side - img_size) / 2), halves to the even "
+        "number"
+    ),
+    "squash": f"height and width become {_SCALED}, {_FILTER}; of these img_size are cut out, {_CUT}",
+    "border": (
+        f"height and width are divided by the larger of their ratios to {_SCALED}, and rounded, {_FILTER}; of these "
+        f"img_size are cut out, {_CUT}; a side that is shorter has (that of img_size - side) // 2 pixels of "
+        "round(255 * mean) before it, and the others behind it"
+    ),
+}
+RESIZING_OBLONG = (
+    f"height and width are divided by the smaller of their ratios to {_SCALED}, and rounded, {_FILTER}; of these "
+    f"img_size (height, width) are cut out, {_CUT}"
 )
 
 # Formats that Pillow recognises but does not decode itself, or only with another program (Ghostscript).

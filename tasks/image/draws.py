@@ -97,10 +97,12 @@ class TrainingDraws:
     """
 
     def __init__(self, info: DataInfo, augmentation: Augmentation) -> None:
-        self.size = info.img_size
+        if found := _find_other_cut(info):
+            raise ValueError(f"{found} has no batched form")
+        self.size = info.side
         self.channels = info.in_chans
         self.mode, self.geometry, colour, self.erasing = training_steps(info, augmentation)
-        self.colour = [_ColourDraws(operation, info.img_size) for operation in colour]
+        self.colour = [_ColourDraws(operation, info.side) for operation in colour]
         self.fill = _find_fill(colour)
         self.inner_channels = 1 if self.mode.mode == "L" else 3  # of the image between crop and erasing
 
@@ -156,10 +158,12 @@ class TrainingDraws:
 
 
 class EvaluationDraws:
-    """The parameters of `evaluation_transform`."""
+    """The parameters of `evaluation_transform`. ValueError for another cut than that of a square in the centre."""
 
     def __init__(self, info: DataInfo) -> None:
-        self.size = info.img_size
+        if found := _find_other_cut(info):
+            raise ValueError(f"data.decode=gpu: {found} has no batched form; give data.decode=cpu")
+        self.size = info.side
         self.mode, self.resize, self.cut, _ = evaluation_transform(info).transforms
         self.inner_channels = info.in_chans
 
@@ -197,6 +201,14 @@ class _ColourDraws:
         found = [(functions[number], factors[number]) for number in order.tolist() if number < len(functions)]
         steps = [_step(function, self.size, factor) for function, factor in found if factor is not None]
         return [step for step in steps if step is not None]
+
+
+def _find_other_cut(info: DataInfo) -> str | None:
+    """What asks for another cut than that of a square in the centre, None where nothing does."""
+    if info.crop_mode != "center":
+        return f"crop_mode={info.crop_mode}"
+    height, width = info.sides
+    return None if height == width else f"img_size={[height, width]}"
 
 
 def _find_fill(colour: list[Any]) -> tuple[int, ...]:

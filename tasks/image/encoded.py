@@ -267,7 +267,7 @@ class DeviceTransform:
         return images
 
     def _empty(self, count: int, encoded: EncodedImages) -> Tensor:
-        size = self.info.img_size
+        size = self.info.side
         return torch.empty(count, encoded.cropped.shape[1], size, size, dtype=torch.uint8, device=self.device)
 
     def _crop(self, encoded: EncodedImages, decoded: Mapping[int, Tensor | None], images: Tensor) -> None:
@@ -277,7 +277,7 @@ class DeviceTransform:
         images[[encoded.draws.resized[place] for place in places]] = image_resize(
             [decoded[encoded.file_of[place]] for place in places],  # type: ignore[misc]
             type(geometries)(*(values[places] for values in geometries)),
-            self.info.img_size,
+            self.info.side,
             channels=images.shape[1],
             interpolation=self.info.interpolation,
             exact=self.exact,

@@ -35,7 +35,14 @@ from longseq.tasks.training.model import (
     refuse_difference,
 )
 from longseq.tasks.training.options import check_call, signature_options
-from longseq.timm_models import DECISION, constructor_defaults, model_name, stated_by
+from longseq.timm_models import (
+    DECISION,
+    constructor_defaults,
+    crop_mode_of,
+    model_name,
+    stated_by,
+    stated_crop_mode,
+)
 
 if TYPE_CHECKING:
     from longseq.tasks.training.checkpoint import Loaded
@@ -82,9 +89,9 @@ class ImageModel(TaskModel):
         options = (config["recipe"].get("model") or {}) | {k: v for k, v in options.items() if v is not None}
         if name.startswith("longseq_"):
             options |= {"mixer": config["mixer"]["name"], "mixer_options": mixer_options(config)}
-            options = _patches(info.img_size, overlapping=True) | options | {"img_size": info.img_size}
+            options = _patches(info.side, overlapping=True) | options | {"img_size": info.side}
         else:
-            options = _sizes(name, info.img_size) | options
+            options = _sizes(name, info.side) | options
         torch.manual_seed(config["seed"])
         try:
             return timm.create_model(
@@ -120,12 +127,13 @@ class ImageModel(TaskModel):
         return [line for line in (_find_unread(model), _REMARKS.get(model)) if line is not None]
 
     def initialize(self, model: nn.Module, trained: nn.Module) -> None:
-        """As `TaskModel.initialize`; position embeddings are interpolated to the grid of the new model.
+        """As `TaskModel.initialize`; position embeddings are interpolated to the grid of the new model, and the first
+        convolution is fitted to its channels.
 
-        A note tells both grids: a stride or a size that the command does not name may be the reason. ValueError also if
-        two of our models compute different functions of the same weights.
+        Notes tell of both: a stride or a size that the command does not name may be the reason for another grid.
+        ValueError also if two of our models compute different functions of the same weights.
         """
-        state = trained.state_dict()
+        state, fitted = weight_file.fit_channels(model, trained)
         if isinstance(model, ImageBackbone):
             here, theirs = (
                 model.patch_embed.grid_size,
@@ -136,6 +144,8 @@ class ImageModel(TaskModel):
                 told = (f"{rows} x {columns}" for rows, columns in (theirs, here))
                 note(model, "positions of {} patches are interpolated to {}".format(*told))
         copy_weights(model, state)
+        if fitted:
+            note(model, fitted)
         if type(model) is type(trained) is ImageBackbone:
             own, its = (describe(one)["model_args"] for one in (model, trained))
             refuse_difference(_function_of(own), _function_of(its))
@@ -198,6 +208,13 @@ class ImageModel(TaskModel):
 
     def load_options(self, trained: DataInfo, changes: Mapping[str, Any]) -> dict[str, Any]:
         size = changes.get("img_size")
+        height, width = trained.sides
+        if size is None and height != width:
+            raise ValueError(
+                f"the model reads images of {height} x {width} px, and data.img_size is the side of a square: give "
+                f"data.img_size={max(height, width)}, to which the model is fitted, or measure what `longseq predict` "
+                "writes of these images"
+            )
         return {} if size in (None, trained.img_size) else {"any_resolution": True}
 
     def check_reads(self, model: nn.Module, trained: DataInfo, found: DataInfo) -> None:
@@ -206,7 +223,13 @@ class ImageModel(TaskModel):
                 f"data.in_chans={found.in_chans}: the model was trained with images of {trained.in_chans} channel(s); "
                 "leave it out"
             )
-        size = found.img_size
+        if found.crop_mode != trained.crop_mode:
+            raise ValueError(
+                f"the model states crop_mode={trained.crop_mode}, and evaluate makes images by "
+                f"crop_mode={found.crop_mode}: measure what `longseq predict` writes of them, or write "
+                f'"crop_mode": "{found.crop_mode}" into the pretrained_cfg of its config.json'
+            )
+        size = found.side
         if size == trained.img_size:
             return
         try:
@@ -245,7 +268,7 @@ def _create_own(config: Mapping[str, Any], info: DataInfo) -> nn.Module:
 
 def _check_logits(model: nn.Module, info: DataInfo) -> None:
     """ValueError, in one line, for a model that does not map images to a logit for each class."""
-    name, images = type(model).__name__, torch.zeros(2, info.in_chans, info.img_size, info.img_size)
+    name, images = type(model).__name__, torch.zeros(2, info.in_chans, info.side, info.side)
     needed = f"images {list(images.shape)} must become logits {[len(images), info.num_classes]}"
     if not any(True for _ in model.parameters()):
         raise ValueError(f"{name} has no parameters, and nothing to train")
@@ -307,11 +330,12 @@ def state_data(model: nn.Module, info: DataInfo) -> None:
     stated = {
         "num_classes": info.num_classes,
         "label_names": tuple(info.class_names),
-        "input_size": (info.in_chans, info.img_size, info.img_size),
+        "input_size": (info.in_chans, *info.sides),
         "mean": tuple(info.mean),
         "std": tuple(info.std),
         "interpolation": info.interpolation,
         "crop_pct": info.crop_pct,
+        "crop_mode": info.crop_mode,
     }
     # what the pretrained weights of a timm model stated
     former = {key: value for key, value in stated_by(model).items() if not key.startswith(("test_", "label_"))}
@@ -336,17 +360,21 @@ def state_decision(model: nn.Module, *, multi_label: bool, thresholds: list[floa
 def _compare_weights_of_timm(model: nn.Module, name: str, info: DataInfo) -> None:
     cfg: Any = timm.get_pretrained_cfg(name)
     if cfg is not None:
-        _compare_preprocessing(model, f"model.name={name}", {"mean": cfg.mean, "std": cfg.std}, info)
+        stated = {"mean": cfg.mean, "std": cfg.std, "crop_mode": stated_crop_mode({"crop_mode": cfg.crop_mode})}
+        _compare_preprocessing(model, f"model.name={name}", stated, info)
 
 
 def _compare_preprocessing(model: nn.Module, origin: str, theirs: Mapping[str, Any], info: DataInfo) -> None:
-    """Remark, in one line, if trained weights saw images that were normalised otherwise."""
+    """Remark, in one line, if trained weights saw images that were normalised or cut otherwise."""
     stated = {key: [float(value) for value in theirs.get(key) or ()] for key in ("mean", "std")}
     ours = {"mean": info.mean, "std": info.std}
     other = [key for key, values in stated.items() if len(values) == info.in_chans and values != ours[key]]
     if other:
         told, own = (" ".join(f"data.{key}={_digits(one[key])}" for key in other) for one in (stated, ours))
         _REMARKS[model] = f"{origin}: its weights were trained with {told}, and this run has {own}"
+    if (mode := crop_mode_of(theirs)) != info.crop_mode:
+        before = f"{_REMARKS[model]}; they were" if model in _REMARKS else f"{origin}: its weights were"
+        _REMARKS[model] = f"{before} measured with crop_mode={mode}, and this run measures with {info.crop_mode}"
 
 
 def _digits(values: Sequence[float]) -> str:

@@ -13,9 +13,11 @@ from typing import Any
 
 import timm
 import torch
+from timm.models import adapt_input_conv, get_model_input_config
 from torch import Tensor, nn
 
 from longseq.models import CONFIG_FILE
+from longseq.timm_models import stated_data
 
 # Weights between the blocks and the head, of which some files have none: the norm of pooled features.
 _AFTER_BLOCKS = ("fc_norm.",)
@@ -42,6 +44,41 @@ def state_channels(model: nn.Module, name: str, in_chans: int, state: Mapping[st
     if weight is None or weight.ndim != 4 or not isinstance(layer, nn.Conv2d) or layer.in_channels != in_chans:
         return {}
     return {"input_size": (weight.shape[1] * layer.groups, *cfg.input_size[1:])}
+
+
+def fit_channels(model: nn.Module, trained: nn.Module) -> tuple[dict[str, Any], str | None]:
+    """The weights of `trained` with first convolutions for the channels of `model`, as timm fits them, and a line that
+    tells it; None where nothing is fitted.
+
+    ValueError, in one line, for other channels to which timm cannot fit the weights.
+    """
+    state = trained.state_dict()
+    here, there = (stated_data(one).get("in_chans") for one in (model, trained))
+    if here == there or here is None or there is None:
+        return state, None
+    named: Any = get_model_input_config(model).get("first_conv") or ()
+    keys = [f"{name}.weight" for name in ([named] if isinstance(named, str) else named)]
+    own = model.state_dict()
+    fitted = []
+    for key in keys:
+        if key not in state or key not in own or own[key].ndim != 4 or own[key].shape[1] == state[key].shape[1]:
+            continue
+        try:
+            weight = adapt_input_conv(here, state[key], base_chans=there)
+        except (NotImplementedError, AssertionError):
+            continue
+        if weight.shape[1] == own[key].shape[1]:
+            state[key] = weight
+            fitted.append(key)
+    # only the classes of a head change the first dimension alone
+    if not fitted and any(key in state and state[key].shape[1:] != value.shape[1:] for key, value in own.items()):
+        raise ValueError(
+            f"init: the model of the file reads images of {there} channel(s), and its first layer cannot be fitted to "
+            f"{here}: give data.in_chans={there}"
+        )
+    if not fitted:
+        return state, None
+    return state, f"fitted from {there} to {here} channel(s), as timm does it: {_first(fitted)}"
 
 
 def mark(state: Mapping[str, Any]) -> dict[str, Any]:

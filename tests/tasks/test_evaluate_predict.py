@@ -11,13 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
+import longseq
 from longseq.tasks import evaluate, predict, train
+from longseq.tasks.training.checkpoint import load
 from longseq.tasks.training.class_figures import per_class
 from longseq.tools import cli
+from longseq.tools.export import run as run_export
 
 pytestmark = pytest.mark.slow  # they share a trained model
 
@@ -47,6 +51,86 @@ def pictures(tmp_path):
     (folder / "broken.png").write_bytes(b"no image")
     (folder / "notes.txt").write_text("no picture")
     return tmp_path / "pictures"
+
+
+@pytest.mark.slow
+def test_a_run_that_wrote_no_crop_mode_is_measured_by_the_centre(run, checkpoint, compose_config, tmp_path):
+    """Models of timm stated another one in the checkpoints of runs, which cut the centre all the same."""
+    saved = torch.load(checkpoint, weights_only=False)
+    saved["model_config"]["pretrained_cfg"]["crop_mode"] = "squash"
+    assert saved["hyper_parameters"]["data"].pop("crop_mode") == "center"
+    torch.save(saved, tmp_path / "old.ckpt")
+    assert load(tmp_path / "old.ckpt").data["stated_crop_mode"] == "squash"
+    words = (f"checkpoint={tmp_path / 'old.ckpt'}", "trainer=cpu")
+    metrics = evaluate.run(compose_config("evaluate", *words))
+    assert metrics["test/top1"] == json.loads((run / "metrics.json").read_text())["test/top1"]
+    assert run_export(compose_config("export", words[0])).metadata["crop_mode"] == "center"
+
+
+def save_model(folder: Path, **options) -> torch.nn.Module:
+    torch.manual_seed(0)
+    small = {"mixer": "deltanet", "embed_dim": 32, "depth": 1, "patch_size": 8, "num_classes": 4, "img_size": 48}
+    model = timm.create_model("longseq_vit_tiny_patch16_224", **small | options).eval()
+    torch.nn.init.normal_(model.head.weight)
+    model.save_pretrained(folder)
+    return longseq.from_pretrained(folder)  # its pretrained_cfg states its size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pretrained_cfg_overlay": {"crop_mode": "squash", "crop_pct": 0.9}},
+        {"pretrained_cfg_overlay": {"crop_mode": "border"}},
+        {"img_size": (48, 80)},
+        {"img_size": (80, 48), "pretrained_cfg_overlay": {"crop_mode": "squash"}},
+    ],
+)
+def test_predict_cuts_images_as_timm_does_for_the_model(options, compose_config, tmp_path):
+    model, files = save_model(tmp_path / "model", **options), tmp_path / "files"
+    files.mkdir()
+    for number, size in enumerate([(48, 80), (300, 40), (40, 300), (9, 7)]):
+        pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), np.uint8)
+        Image.fromarray(pixels).resize(size).save(files / f"{number}.png")
+    words = (f"checkpoint={tmp_path / 'model'}", f"input={files}", f"output={tmp_path / 'out.json'}", "device=cpu")
+    predict.run(compose_config("predict", *words, f"saliency={tmp_path / 'maps'}"))
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    for found in json.loads((tmp_path / "out.json").read_text())["predictions"]:
+        with torch.no_grad():
+            expected = model(transform(Image.open(found["path"]))[None]).softmax(1)[0]
+        given = torch.zeros(4)
+        for one in found["classes"]:
+            given[int(one["class"])] = one["probability"]
+        torch.testing.assert_close(given, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["squash", "border"])
+def test_evaluate_cuts_images_as_timm_does_for_the_model(mode, compose_config, tmp_path):
+    model = save_model(tmp_path / "model", pretrained_cfg_overlay={"crop_mode": mode})
+    transform, losses = timm.data.create_transform(**timm.data.resolve_model_data_config(model)), []
+    for number, size in enumerate([(48, 80), (300, 40), (40, 300), (90, 70)]):
+        name, label = ("a", 0) if number % 2 else ("b", 3)
+        (tmp_path / "images" / name).mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "images" / name / f"{number}.png")
+        with torch.no_grad():
+            losses.append(-float(model(transform(Image.fromarray(pixels))[None]).log_softmax(1)[0, label]))
+    words = (f"checkpoint={tmp_path / 'model'}", "data.source=folder", f"data.root={tmp_path / 'images'}")
+    metrics = evaluate.run(compose_config("evaluate", *words, "data.class_map={a: 0, b: 3}", "trainer=cpu"))
+    assert metrics["test/loss"] == pytest.approx(sum(losses) / 4, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_model_of_four_channels_or_of_an_oblong_is_refused_in_a_line(compose_config, image_folder, tmp_path):
+    save_model(tmp_path / "four", in_chans=4)
+    words = (f"checkpoint={tmp_path / 'four'}", f"input={image_folder}", f"output={tmp_path / 'out.csv'}")
+    with pytest.raises(ValueError, match=r"^in_chans=4 must be 1 or 3: .*$"):
+        predict.run(compose_config("predict", *words, "device=cpu"))
+    save_model(tmp_path / "oblong", img_size=(48, 80))
+    words = (f"checkpoint={tmp_path / 'oblong'}", "data.source=folder", f"data.root={image_folder}", "trainer=cpu")
+    with pytest.raises(ValueError, match=r"^the model reads images of 48 x 80 px, .*: give data\.img_size=80, .*$"):
+        evaluate.run(compose_config("evaluate", *words))
 
 
 @pytest.mark.slow

@@ -308,10 +308,7 @@ def test_a_program_without_longseq_prepares_images(
     data |= {"mean": [0.5] * channels, "std": [0.5] * channels}
     facts = encode(classifier_metadata(build(), data, preprocess=True, softmax=False, extra={}))
     assert "short side" in facts["resizing"]
-    found = re.search(r"<!-- file read_image\.py -->\n```python\n(.*?)```", PAGE.read_text(), re.S)
-    assert found is not None
-    program: dict[str, Any] = {}
-    exec(found[1], program)
+    program = page_program()
     transform = evaluation_transform(DataInfo(**data, num_classes=5))
     for number, size in enumerate([(36, 36), (41, 67), (67, 41), (20, 133), (500, 38)]):
         pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), np.uint8)
@@ -321,6 +318,15 @@ def test_a_program_without_longseq_prepares_images(
     for path in write_modes(tmp_path):
         read = program["read_image"](path, facts)
         np.testing.assert_array_equal(read, transform(decode(path)).numpy(), err_msg=path.name)
+
+
+def page_program() -> dict[str, Any]:
+    """The names of read_image.py on the page."""
+    found = re.search(r"<!-- file read_image\.py -->\n```python\n(.*?)```", PAGE.read_text(), re.S)
+    assert found is not None
+    program: dict[str, Any] = {}
+    exec(found[1], program)
+    return program
 
 
 def write_modes(folder: Path) -> Iterator[Path]:
@@ -355,7 +361,43 @@ def write_modes(folder: Path) -> Iterator[Path]:
 def test_another_cut_that_a_model_of_timm_states_is_not_told_as_ours() -> None:
     model = timm.create_model("test_resnet", num_classes=3, pretrained_cfg_overlay={"crop_mode": "squash"})
     data = {"img_size": 160, "crop_pct": 1.0}
-    assert "resizing" not in classifier_metadata(model, data, preprocess=False, softmax=False, extra={})
+    facts = classifier_metadata(model, data, preprocess=False, softmax=False, extra={})
+    assert facts["crop_mode"] == "squash"
+    assert "short side" not in facts["resizing"]
+    # A run cut the centre, whatever its model stated before runs stated it themselves.
+    facts = classifier_metadata(model, {**data, "sizes": {"train": 3}}, preprocess=False, softmax=False, extra={})
+    assert facts["crop_mode"] == "center"
+    assert "short side" in facts["resizing"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("crop_pct", [0.8, 1.0])
+@pytest.mark.parametrize("img_size", [36, [48, 80], [80, 48]])
+@pytest.mark.parametrize("mode", ["center", "squash", "border"])
+def test_a_program_without_longseq_cuts_images_as_their_model_states(
+    mode: str, img_size: int | list[int], crop_pct: float, channels: int, tmp_path: Path
+) -> None:
+    data = {**DATA, "img_size": img_size, "in_chans": channels, "crop_pct": crop_pct, "crop_mode": mode}
+    data |= {"mean": [0.5, 0.2, 0.7][:channels], "std": [0.5] * channels}
+    facts = encode(classifier_metadata(build(), data, preprocess=True, softmax=False, extra={}))
+    read_image, transform = page_program()["read_image"], evaluation_transform(DataInfo(**data, num_classes=5))
+    for number, size in enumerate([(36, 36), (41, 67), (67, 41), (20, 133), (500, 38), (2, 400), (400, 2)]):
+        pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), np.uint8)
+        path = tmp_path / f"{number}.png"
+        Image.fromarray(pixels).save(path)
+        np.testing.assert_array_equal(read_image(path, facts), transform(decode(path)).numpy())
+
+
+@pytest.mark.slow
+def test_a_file_of_four_channels_tells_no_way_from_pictures_to_its_pixels(tmp_path: Path) -> None:
+    model, path = build(in_chans=4, img_size=8, num_classes=2), tmp_path / "model.onnx"
+    report = export_image_classifier(model, path, batch_sizes=[1])
+    assert report.metadata["in_chans"] == 4
+    assert not {"decoding", "resizing"} & set(report.metadata)
+    Image.new("RGB", (9, 9)).save(tmp_path / "a.png")
+    with pytest.raises(ValueError, match="tells no way from pictures"):
+        page_program()["read_image"](tmp_path / "a.png", encode(report.metadata))
 
 
 @pytest.mark.slow

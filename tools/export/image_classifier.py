@@ -116,8 +116,8 @@ def export_image_classifier(
     The file takes images [batch, channels, height, width] with any batch size: normalised float32, or uint8 pixels with
     `preprocess`. It gives logits [batch, classes], or probabilities with `softmax`. It is written in float32 from a
     copy on the CPU; the model does not change. `data` is what a checkpoint knows (img_size, in_chans, mean, std,
-    interpolation, crop_pct, class_names; multi_label and thresholds of decisions); missing entries are those that the
-    model states. With multi_label, the probabilities of a row are each label's own.
+    interpolation, crop_pct, crop_mode, class_names; multi_label and thresholds of decisions); missing entries are those
+    that the model states. With multi_label, the probabilities of a row are each label's own.
 
     `longseq.tools.export.parity.compare` defines how far the file may be from the model. Raises ValueError if the
     format cannot represent the model, or the file differs too much, and OSError if the system refuses to write

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from longseq.backbones.tokens import TokenBackbone
-from longseq.tasks.image.decoding import DECODING, RESIZING
+from longseq.tasks.image.decoding import DECODING, RESIZING, RESIZING_OBLONG
 from longseq.tasks.training.decisions import HALF
-from longseq.timm_models import model_name, stated_by
+from longseq.timm_models import crop_mode_of, model_name, stated_data
 from longseq.tokenizer_files import as_read, find_start
 from longseq.tools.export.states import StateSpec
 
@@ -42,10 +42,11 @@ def classifier_metadata(
 ) -> dict[str, Any]:
     """Facts about an image classifier's file: classes, preprocessing, input and output, and its origin."""
     metadata: dict[str, Any] = {key: data[key] for key in PREPROCESSING if data.get(key) is not None}
-    metadata["decoding"] = DECODING
-    # A model of timm may state another way to cut its images.
-    if isinstance(data["img_size"], int) and stated_by(model).get("crop_mode", "center") == "center":
-        metadata["resizing"] = RESIZING
+    mode = metadata["crop_mode"] = crop_mode_of({**stated_data(model), **data})
+    if data.get("in_chans", 3) in (1, 3):  # files are read as grey or RGB, and other channels are the program's own
+        metadata["decoding"] = DECODING
+        oblong = mode == "center" and not isinstance(data["img_size"], int)
+        metadata["resizing"] = RESIZING_OBLONG if oblong else RESIZING[mode]
     if data.get("class_names"):
         metadata["class_names"] = list(data["class_names"])
     metadata |= _decision(data, "an image")

@@ -2,6 +2,7 @@
 
 import random
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,9 +10,11 @@ import torch
 from cases import cases
 from image_data import image_info
 from PIL import Image
+from timm.data import create_transform
 
 from longseq.tasks.image import transforms
 from longseq.tasks.image.datasets import preserved_random_state, seed_everything
+from longseq.tasks.image.draws import EvaluationDraws, TrainingDraws
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.transforms import (
     Augmentation,
@@ -67,6 +70,60 @@ def test_evaluation_resizes_by_crop_pct_and_takes_the_centre():
     pixels = evaluation_transform(image_info(img_size=32, crop_pct=0.5))(image)
     assert pixels.shape == (3, 32, 32)
     assert pixels.float().mean() > 250
+
+
+@pytest.mark.slow
+@cases("in_chans", [1, 3])
+@cases("crop_pct", [0.8, 0.875, 1.0, 1.25])
+@cases("img_size", [48, [48, 80], [80, 48]])
+@cases("mode", ["center", "squash", "border"])
+def test_evaluation_is_that_of_timm(mode, img_size, crop_pct, in_chans):
+    about = replace(image_info(in_chans=in_chans, crop_pct=crop_pct), img_size=img_size, crop_mode=mode)
+    theirs = create_transform(
+        (in_chans, *about.sides),
+        interpolation=about.interpolation,
+        crop_pct=crop_pct,
+        crop_mode=mode,
+        mean=tuple(about.mean),
+        std=tuple(about.std),
+    )
+    for size in [(300, 40), (40, 300), (7, 9), (48, 80), (101, 77)]:
+        image = picture("RGB" if in_chans == 3 else "L", size)
+        torch.testing.assert_close(normalize(evaluation_transform(about)(image), about), theirs(image))
+
+
+@pytest.mark.slow
+@cases("mode", ["center", "squash", "border"])
+@cases("img_size", [48, [48, 80]])
+@cases("size", [(65535, 1), (1, 65535)])
+def test_a_line_of_pixels_is_an_image(size, img_size, mode):
+    about = replace(image_info(), img_size=img_size, crop_mode=mode)
+    assert evaluation_transform(about)(Image.new("RGB", size)).shape == (3, *about.sides)
+
+
+@pytest.mark.slow
+@cases("size", [(3000, 7), (7, 3000)])
+def test_of_a_long_image_the_centre_alone_is_resized_to_an_oblong(size, monkeypatch):
+    about = replace(image_info(crop_pct=0.8), img_size=[48, 80])
+    whole = evaluation_transform(about)(picture(size=size))
+    monkeypatch.setattr(transforms, "_MOST_PIXELS", 1)
+    assert (evaluation_transform(about)(picture(size=size)).int() - whole.int()).abs().max() <= 1
+
+
+@pytest.mark.slow
+@cases("change", [{"crop_mode": "squash"}, {"crop_mode": "border"}, {"img_size": [32, 48]}])
+def test_a_gpu_cuts_no_other_images_than_squares_in_the_centre(change):
+    about, told = replace(image_info(), **change), rf"{next(iter(change))}=.* has no batched form"
+    with pytest.raises(ValueError, match=rf"^data\.decode=gpu: {told}; give data\.decode=cpu$"):
+        EvaluationDraws(about)
+    with pytest.raises(ValueError, match=f"^{told}$"):
+        TrainingDraws(about, Augmentation())
+
+
+@pytest.mark.slow
+def test_images_of_four_channels_are_refused():
+    with pytest.raises(ValueError, match=r"^in_chans=4 must be 1 or 3: "):
+        evaluation_transform(replace(image_info(), in_chans=4))
 
 
 @cases("crop_pct", [0.8, 1.0, 1.25])

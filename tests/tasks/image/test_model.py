@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import timm
 import torch
+from torch import nn
 
 from longseq.backbones.image import ImageBackbone
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.image.model import ImageModel
+from longseq.tasks.image.model import ImageModel, state_data
+from longseq.tasks.training.checkpoint import Loaded
 from longseq.tasks.training.configuration import resolve
+from longseq.timm_models import crop_mode_of, stated_data
 
 
 def info(img_size: int) -> DataInfo:
@@ -104,6 +110,86 @@ def test_weights_of_another_function_are_refused(mixer, there, here, message):
     model = ImageBackbone(**SMALL_BACKBONE | {"mixer": mixer} | here)
     with pytest.raises(ValueError, match=f"init: .*{message}"):
         ImageModel().initialize(model, trained)
+
+
+@pytest.mark.slow
+def test_a_trained_model_states_the_crop_of_its_run():
+    model = timm.create_model("test_resnet", num_classes=2, pretrained_cfg_overlay={"crop_mode": "squash"})
+    assert crop_mode_of(stated_data(model)) == "squash"
+    state_data(model, replace(info(64), class_names=["a", "b"], num_classes=2))
+    assert model.pretrained_cfg["crop_mode"] == "center"
+    assert timm.data.resolve_model_data_config(model)["crop_mode"] == "center"
+    assert DataInfo.from_dict(stated_data(model)).crop_mode == "center"
+
+
+@pytest.mark.slow
+def test_what_a_run_wrote_goes_before_what_its_model_states():
+    model = timm.create_model("test_resnet", num_classes=2, pretrained_cfg_overlay={"crop_mode": "border"})
+    stated, run = {"class_names": ["a", "b"], "num_classes": 2, **stated_data(model)}, info(64).to_dict()
+    assert DataInfo.from_dict(stated).crop_mode == "border"
+    assert DataInfo.from_dict({**stated, **run, "crop_mode": "squash"}).crop_mode == "squash"
+    del run["crop_mode"]  # of a run of before it was written, which cut the centre
+    assert DataInfo.from_dict({**stated, **run}).crop_mode == "center"
+    assert crop_mode_of(stated_data(timm.create_model("test_resnet", pretrained_cfg_overlay={"crop_mode": "x"}))) == (
+        "center"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("there", "here"), [(3, 1), (1, 3), (4, 3), (4, 1)])
+def test_the_first_convolution_is_fitted_to_other_channels_as_timm_does_it(there, here, tmp_path):
+    options = {**SMALL_BACKBONE, "mixer": "deltanet"}
+    trained = timm.create_model("longseq_vit_tiny_patch16_224", **options, in_chans=there)
+    trained.save_pretrained(tmp_path / "saved")
+    theirs = timm.create_model(f"local-dir:{tmp_path / 'saved'}", pretrained=True, in_chans=here)
+    model = timm.create_model("longseq_vit_tiny_patch16_224", **options, in_chans=here)
+    ImageModel().initialize(model, trained)
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, msg=name)
+    told = f"fitted from {there} to {here} channel(s), as timm does it: patch_embed.proj.weight"
+    assert ImageModel().notes(model) == [told]
+
+
+@pytest.mark.slow
+def test_channels_to_which_nothing_can_be_fitted_are_named():
+    def make(channels: int) -> nn.Module:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64 * channels, 2))
+        state_data(model, replace(info(8), in_chans=channels, mean=[0.5] * channels, std=[0.5] * channels))
+        return model
+
+    with pytest.raises(ValueError, match=r"^init: the model of the file reads images of 3 channel.* data\.in_chans=3$"):
+        ImageModel().initialize(make(1), make(3))
+
+
+@pytest.mark.slow
+def test_a_run_tells_weights_that_were_measured_with_another_crop(compose_config, tmp_path):
+    def remarks(**known: Any) -> list[str]:
+        model = timm.create_model("longseq_vit_tiny_patch16_224", **SMALL_BACKBONE, mixer="deltanet")
+        trained = timm.create_model(
+            "longseq_vit_tiny_patch16_224",
+            **SMALL_BACKBONE,
+            mixer="deltanet",
+            pretrained_cfg_overlay={"crop_mode": "squash", "mean": (0.5,) * 3, "std": (0.5,) * 3},
+        )
+        data = {**stated_data(trained), **known}
+        loaded = Loaded(tmp_path, tmp_path, trained, "image", {}, data, "model", 0, 0)
+        ImageModel().start_from(model, loaded, info(32))
+        return ImageModel().remarks(model)
+
+    told = f"init={tmp_path}: its weights were measured with crop_mode=squash, and this run measures with center"
+    assert remarks() == [told]
+    assert remarks(**info(32).to_dict()) == []
+
+
+@pytest.mark.slow
+def test_evaluation_refuses_images_that_it_would_make_otherwise():
+    square, model = info(64), timm.create_model("test_resnet")
+    with pytest.raises(ValueError, match=r"^the model states crop_mode=squash, and evaluate .*crop_mode=center: "):
+        ImageModel().check_reads(model, replace(square, crop_mode="squash"), square)
+    oblong = replace(square, img_size=[48, 80])
+    with pytest.raises(ValueError, match=r"reads images of 48 x 80 px, .* square: give data\.img_size=80, "):
+        ImageModel().load_options(oblong, {})
+    assert ImageModel().load_options(oblong, {"img_size": 80}) == {"any_resolution": True}
 
 
 @pytest.mark.slow
