@@ -306,26 +306,13 @@ class TrainedModule(LightningModule):
             if self._saved_update == self.last_update:  # whose validation may be due
                 self._validate_at_end()
             # These schedules are functions of the update alone, and this run may end elsewhere.
-            checkpoint["lr_schedulers"] = [{} if _is_of_constant_rate(state) else state for state in saved]
+            # So are timm's others, of which earlier versions saved some that were never stepped.
+            kept = [{} if _is_of_constant_rate(state) or state.get("t_in_epochs") else state for state in saved]
+            checkpoint["lr_schedulers"] = kept
             self._check_ends()
 
     def on_fit_start(self) -> None:
         self._check_ends()
-
-    def on_train_start(self) -> None:
-        # Lightning ends runs after epochs: it would go on after a checkpoint of the last update, within an epoch.
-        if self._is_over() and not self.trainer.fit_loop.epoch_loop.val_loop.restarted_mid_evaluation:
-            self.trainer.should_stop = True
-
-    def on_validation_start(self) -> None:
-        trainer = self.trainer
-        if self._saved_update and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            # the validation with which a continued run begins may be the last thing that it does
-            trainer.should_stop = trainer.should_stop or (self._saved_update == self.global_step and self._is_over())
-
-    def _is_over(self) -> bool:
-        """Whether the last update of the run is done."""
-        return self.last_update is not None and self.global_step >= self.last_update
 
     def on_train_epoch_end(self) -> None:
         loop = self.trainer.fit_loop
@@ -387,13 +374,18 @@ class TrainedModule(LightningModule):
         assert self._mean is not None, f"{type(self).__name__}.count_targets gives None"
         return self._mean.scale(loss)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        if self.last_update is not None and self.global_step >= self.last_update:
+            # Lightning ends runs after epochs: from a checkpoint of the last update, within one, it would go on.
+            self.trainer.should_stop = True
+            return -1  # the rest of the epoch is left out
         count = self.count_targets(self.read_batch(batch))
         if count is not None:
             self._mean = self._mean or UpdateMean()
             targets = count if isinstance(count, Tensor) else torch.full((), count, device=self.device)
             first = batch_idx % self.trainer.accumulate_grad_batches == 0
             self._mean.begin(targets, first=first, last=updated(self.trainer, batch_idx))
+        return None
 
     def on_after_backward(self) -> None:
         # before anything reads or clips the gradients of the update
@@ -455,6 +447,8 @@ class TrainedModule(LightningModule):
         if stage == TrainerFn.FITTING and self.recipe is not None and self.has_gradients:
             _refuse_other_accumulation(trainer.callbacks)  # type: ignore[attr-defined]
         self._known_epoch, self._was_empty = None, False  # of an earlier Trainer
+        if stage == TrainerFn.FITTING:
+            self.last_update = None  # of an earlier fit
         if self.info is None:
             told = getattr(trainer.datamodule, "info", None)  # type: ignore[attr-defined]
             self.info = told if isinstance(told, Info) else None
@@ -529,7 +523,7 @@ class TrainedModule(LightningModule):
         optimizer = recipe.optimizer(self.backbone, lr=recipe.learning_rate, **self._fused(recipe.optimizer))
         epoch, options = self._epoch(), getattr(recipe.schedule, "keywords", {})
         if not epoch.counted:
-            _refuse_warmup_in_epochs(recipe)
+            _refuse_spans_in_epochs(recipe)
         warmup = {"warmup_epochs": options["warmup_epochs"]} if "warmup_epochs" in options else {}
         if recipe.length is None:
             total: float = self._trainer_updates(epoch)
@@ -539,6 +533,11 @@ class TrainedModule(LightningModule):
             warmup = warmup or {"warmup_epochs": warmup_epochs}
             if shortened and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
                 _log.warning(shortened)
+        if options.get("warmup_epochs", 0) * epoch.updates >= total and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+            _log.warning(
+                "the schedule's warmup_epochs=%g is no shorter than the run, which ends before the full rate",
+                options["warmup_epochs"],
+            )
         of_timm = is_of_timm(recipe.schedule)
         lengths = {"num_epochs": _whole(total / epoch.updates), "updates_per_epoch": epoch.updates, **warmup}
         if options.get("sched") == "wsd":
@@ -682,9 +681,15 @@ def _refuse_other_accumulation(callbacks: Sequence[Any]) -> None:
             )
 
 
-def _refuse_warmup_in_epochs(recipe: Training) -> None:
-    """ValueError for a warm-up in epochs where nobody knows the updates of one."""
-    length, epochs = recipe.length, getattr(recipe.schedule, "keywords", {}).get("warmup_epochs", 0.0)
+def _refuse_spans_in_epochs(recipe: Training) -> None:
+    """ValueError for a warm-up or a decay in epochs where nobody knows the updates of one."""
+    options = getattr(recipe.schedule, "keywords", {})
+    length, epochs = recipe.length, options.get("warmup_epochs", 0.0)
+    if options.get("sched") in ("step", "multistep"):
+        raise ValueError(
+            f"the training loader has no length, and the epochs after which sched={options['sched']} falls cannot be "
+            "counted: give another schedule, such as cosine"
+        )
     if length is not None and length.warmup is not None and length.warmup.unit == "epochs":
         epochs = length.warmup.count
     if epochs:

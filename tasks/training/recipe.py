@@ -55,7 +55,7 @@ class Training:
                 "rate is set after each update: give another, such as cosine or wsd"
             )
         warmup = None if self.length is None else self.length.warmup
-        if warmup is not None and "warmup_epochs" in options:
+        if warmup is not None and warmup.count and options.get("warmup_epochs"):
             raise ValueError(
                 f"the schedule's warmup_epochs={options['warmup_epochs']} and the length's "
                 f"warmup_{warmup.unit}={warmup.count:g} are two warm-ups: give one of them"

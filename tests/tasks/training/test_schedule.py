@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -209,7 +210,7 @@ def train(training, *callbacks, data=None, ckpt_path=None, **options):
     limits = {"max_epochs": EPOCHS, "accelerator": "cpu", **SILENT, **options}
     loader = torch.utils.data.DataLoader(torch.zeros(EPOCH, 1) if data is None else data)
     trainer = Trainer(callbacks=[kept, *callbacks], **limits)
-    trainer.fit(Measured(training), loader, torch.utils.data.DataLoader(torch.zeros(1, 1)), ckpt_path=ckpt_path)
+    trainer.fit(Measured(training), loader, torch.utils.data.DataLoader(torch.zeros(3, 1)), ckpt_path=ckpt_path)
     return trainer, kept
 
 
@@ -424,6 +425,61 @@ def test_a_run_that_ended_within_an_epoch_trains_no_more(tmp_path):
     train(counted(), save, enable_checkpointing=True)
     trainer, kept = train(counted(), ckpt_path=tmp_path / "step=12.ckpt")
     assert (trainer.global_step, kept.rates) == (12, [])
+
+
+class SaveInLastValidation(Callback):
+    """Ends the run in its last validation, and saves it then."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def on_validation_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
+        if trainer.global_step == 12 and batch_idx == 1 and not self.file.exists():
+            trainer.save_checkpoint(self.file)
+            raise InterruptedError
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [None, 4, 5])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_run_that_ended_in_its_last_validation_trains_no_more(streams, every, tmp_path):
+    data = {"data": Stream()} if streams else {}
+    save = SaveInLastValidation(tmp_path / "last.ckpt")
+    with pytest.raises(InterruptedError):
+        train(counted(validate_every_updates=every), save, **data)
+    trainer, kept = train(counted(validate_every_updates=every), save, ckpt_path=save.file, **data)
+    assert (trainer.global_step, kept.rates) == (12, [])
+
+
+@pytest.mark.slow
+def test_a_module_without_the_length_that_it_had_trains_as_the_trainer_says():
+    module = Measured(counted(updates=3))
+    loader = torch.utils.data.DataLoader(torch.zeros(EPOCH, 1))
+    for length, updates in ((module.recipe.length, 3), (None, 2 * EPOCH)):
+        module.recipe = replace(module.recipe, length=length)
+        trainer = Trainer(max_epochs=2, **SILENT)
+        trainer.fit(module, loader, loader)
+        assert trainer.global_step == updates
+
+
+@pytest.mark.slow
+def test_a_schedule_in_epochs_of_an_earlier_checkpoint_is_stepped_by_update(tmp_path):
+    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    train(counted(), save, enable_checkpointing=True)
+    saved = torch.load(tmp_path / "step=6.ckpt", weights_only=False)
+    saved["lr_schedulers"][0]["t_in_epochs"] = True
+    torch.save(saved, tmp_path / "earlier.ckpt")
+    _, kept = train(counted(), ckpt_path=tmp_path / "earlier.ckpt")
+    assert [rates[0] for rates in kept.rates] == pytest.approx(cosine_over(12)[6:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sched", ["step", "multistep"])
+def test_a_rate_that_falls_after_epochs_is_refused_for_a_loader_without_a_length(sched):
+    schedule = partial(create_scheduler_v2, sched=sched, decay_epochs=1, decay_milestones=[1])
+    training = Training(learning_rate=1.0, optimizer=plain_sgd, schedule=schedule, length=RunLength(updates=12))
+    with pytest.raises(ValueError, match=rf"^the training loader has no length, and the epochs .* sched={sched} falls"):
+        train(training, data=Stream())
 
 
 @pytest.mark.slow
