@@ -524,7 +524,8 @@ class TrainedModule(LightningModule):
         epoch, options = self._epoch(), getattr(recipe.schedule, "keywords", {})
         if not epoch.counted:
             _refuse_spans_in_epochs(recipe)
-        warmup = {"warmup_epochs": options["warmup_epochs"]} if "warmup_epochs" in options else {}
+        own_warmup = options.get("warmup_epochs") or 0
+        warmup = {"warmup_epochs": own_warmup} if own_warmup else {}
         if recipe.length is None:
             total: float = self._trainer_updates(epoch)
         else:
@@ -533,10 +534,10 @@ class TrainedModule(LightningModule):
             warmup = warmup or {"warmup_epochs": warmup_epochs}
             if shortened and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
                 _log.warning(shortened)
-        if options.get("warmup_epochs", 0) * epoch.updates >= total and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if own_warmup * epoch.updates >= total and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             _log.warning(
                 "the schedule's warmup_epochs=%g is no shorter than the run, which ends before the full rate",
-                options["warmup_epochs"],
+                own_warmup,
             )
         of_timm = is_of_timm(recipe.schedule)
         lengths = {"num_epochs": _whole(total / epoch.updates), "updates_per_epoch": epoch.updates, **warmup}

@@ -261,6 +261,26 @@ def test_the_warmup_of_a_schedule_serves_where_the_length_has_none(sched, length
 
 
 @pytest.mark.slow
+def test_a_warmup_of_no_epochs_leaves_that_of_the_length():
+    schedule = partial(create_scheduler_v2, sched="cosine", warmup_epochs=0, warmup_lr=0.0)
+    assert rates_of(schedule, RunLength(epochs=EPOCHS, warmup_updates=4))[:5] == pytest.approx(
+        [0.0, 0.25, 0.5, 0.75, COSINE[4]]
+    )
+    schedule = partial(create_scheduler_v2, sched="cosine", warmup_epochs=1, warmup_lr=0.0)
+    rates = rates_of(schedule, RunLength(epochs=EPOCHS, warmup_updates=0))
+    assert rates[:EPOCH] == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8])
+
+
+@pytest.mark.slow
+def test_a_warmup_of_a_schedule_as_long_as_the_run_is_told(caplog):
+    schedule = partial(create_scheduler_v2, sched="cosine", warmup_epochs=1, warmup_lr=0.0)
+    rates_of(schedule, RunLength(updates=EPOCH))
+    assert (
+        "the schedule's warmup_epochs=1 is no shorter than the run, which ends before the full rate" in caplog.messages
+    )
+
+
+@pytest.mark.slow
 def test_two_warmups_are_refused():
     told = r"^the schedule's warmup_epochs=1 and the length's warmup_updates=3 are two warm-ups: give one of them$"
     with pytest.raises(ValueError, match=told):
