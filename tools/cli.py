@@ -113,7 +113,7 @@ STREAMED = "generate"
 # The exit code where nobody has read all that was printed: that of programs which SIGPIPE ends.
 UNREAD = 128 + 13
 # Keys of each verb whose value is text as it stands.
-TEXTS = {"generate": ("prompt",), "prepare": ("separator",)}
+TEXTS = {"generate": ("prompt",)}
 # Keys of any verb whose value is a path: as it stands, too, where Hydra's grammar has no other meaning for it.
 PATHS = (
     *("checkpoint", "input", "output", "source", "state", "save_state", "init", "resume", "root", "include"),
@@ -388,13 +388,20 @@ def quote_texts(name: str, arguments: list[str]) -> list[str]:
         key, _, value = argument.partition("=")
         if value in ("", "null") or _QUOTED.fullmatch(value):
             quoted.append(argument)
-        elif key in TEXTS.get(name, ()) or _is_table(key, value) or (key in NAMES and _NUMBER.fullmatch(value)):
+        elif _is_text(name, key, value) or _is_table(key, value):
             quoted.append(f"{key}={_quote(value)}")
         elif key in PATHS and not _is_readable(key, value):
             quoted.append(f"{key}={_quote(os.path.expanduser(value))}")
         else:
             quoted.append(argument)
     return quoted
+
+
+def _is_text(name: str, key: str, value: str) -> bool:
+    """True for a text, for a name that looks like a number, and for a token such as [SEP] or </s>."""
+    if key == "separator":
+        return value[0] == "[" or not _is_grammatical(key, value)
+    return key in TEXTS.get(name, ()) or (key in NAMES and _NUMBER.fullmatch(value) is not None)
 
 
 def _is_table(key: str, value: str) -> bool:

@@ -350,6 +350,7 @@ def test_a_prompt_is_the_text_as_it_stands() -> None:
     # Hydra's own quotes, as they had to be before, and no prompt.
     assert cli.quote_texts("generate", ["prompt='def '", "prompt=null"]) == ["prompt='def '", "prompt=null"]
     assert cli.quote_texts("train", ["prompt=a b"]) == ["prompt=a b"]
+    assert cli.quote_texts("prepare", ["separator=-1", "separator=None"]) == ["separator=-1", "separator=None"]
     assert cli.quote_texts("prepare", ["separator=[SEP]", "separator=</s>"]) == [
         "separator='[SEP]'",
         "separator='</s>'",
