@@ -53,6 +53,12 @@ def find_largest_of_both(x, y):
 
 
 @triton.jit
+def keep_larger(x, y):
+    """The larger magnitude at each place of two tensors of one shape and type, in that type."""
+    return tl.maximum(tl.abs(x.to(tl.float32)), tl.abs(y.to(tl.float32))).to(x.dtype)
+
+
+@triton.jit
 def power_of_two(largest):
     """The unit for numbers up to `largest`, and its inverse: the least power of two that brings them below LIMIT.
 

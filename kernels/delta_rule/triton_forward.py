@@ -35,6 +35,7 @@ from longseq.kernels.delta_rule.triton_kept import (
     pack_units,
     store_by_columns,
     store_by_rows,
+    store_packed,
     unpack_among,
     unpack_queries,
     unpack_writes,
@@ -51,6 +52,7 @@ from longseq.kernels.delta_rule.triton_segments import (
 )
 from longseq.kernels.triton_tiles import (
     MILD,
+    SECOND_HALF,
     SIZES_AND_STRIDES,
     chunk,
     decay_between,
@@ -84,6 +86,7 @@ from longseq.kernels.triton_units import (
     find_largest_of_rows,
     find_unit,
     in_units,
+    keep_larger,
     mix_rows,
     power_of_two,
     store_column_units,
@@ -166,9 +169,12 @@ def _prepare_place(
     K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
     REVERSE: tl.constexpr, SCALED: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr,
     RAW: tl.constexpr, DTYPE: tl.constexpr, AGAIN: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, OWN_WRITE_KEY: tl.constexpr, READS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """`prepare` for one chunk of one head; AGAIN, one that is not mild (see `inverse_size`), with a float32 inverse."""
+    """`prepare` for one chunk of one head; AGAIN, one that is not mild (see `inverse_size`), with a float32 inverse.
+
+    READS: what `advance` reads and writes the state with, tril(Q Wᵀ ⊙ D) and the rows. REST: all that needs X.
+    """
     BITS: tl.constexpr = 6 if K <= 64 else 7 if K <= 128 else 8  # K is at most 2^BITS
     slot = place // H
     head = place % H
@@ -194,37 +200,47 @@ def _prepare_place(
         gate = load_numbers(g, g_token, live, CHUNK)
         since = decay_since(gate)
         until = decay_until(g, g_token, live, CHUNK)
-        tl.store(decays + place, tl.exp(tl.sum(gate, 0)))
+        if REST:
+            tl.store(decays + place, tl.exp(tl.sum(gate, 0)))
 
     erasing = tl.zeros((CHUNK, CHUNK), tl.float32)
     reading = tl.zeros((CHUNK, CHUNK), tl.float32)
     read_rows = tl.zeros((CHUNK,), tl.float32)
-    largest_query, largest_read, largest_write = 0.0, 0.0, 0.0
+    most_query, most_read, most_write = 0.0, 0.0, 0.0
     for e in tl.static_range(0, K, BLOCK):
-        query = load_tokens(q, q_token, live, e, K, CHUNK, BLOCK)
         read = load_tokens(k, k_token, live, e, K, CHUNK, BLOCK)
         write = read
         if OWN_WRITE_KEY:
             write = load_tokens(write_key, write_token, live, e, K, CHUNK, BLOCK)
+        if READS:
+            query = load_tokens(q, q_token, live, e, K, CHUNK, BLOCK)
         if RAW:
-            reading = tl.dot(query.to(DTYPE), tl.trans(write.to(DTYPE)), reading, input_precision=PRECISION)
-            erasing = tl.dot(read.to(DTYPE), tl.trans(write.to(DTYPE)), erasing, input_precision=PRECISION)
+            if READS:
+                reading = tl.dot(query.to(DTYPE), tl.trans(write.to(DTYPE)), reading, input_precision=PRECISION)
+            if REST:
+                erasing = tl.dot(read.to(DTYPE), tl.trans(write.to(DTYPE)), erasing, input_precision=PRECISION)
         if SCALED:
-            of_query, of_read = find_largest_of_both(query, read)
-            largest_query = tl.maximum(largest_query, of_query)
-            largest_read = tl.maximum(largest_read, of_read)
+            # Block by block only the largest at each place is kept: one search for all blocks is faster than one each.
+            if READS:
+                most_query = query if e == 0 else keep_larger(most_query, query)
+            most_read = read if e == 0 else keep_larger(most_read, read)
             if OWN_WRITE_KEY:
-                largest_write = tl.maximum(largest_write, find_largest(write))
+                most_write = write if e == 0 else keep_larger(most_write, write)
             if AGAIN:
                 read_rows = tl.maximum(read_rows, find_largest_of_rows(read))
     query_unit, query_inverse, read_unit, read_inverse, write_unit, write_inverse = 1.0, 1.0, 1.0, 1.0, 1.0, 1.0
     queries_inverse, writes_inverse, since_exponent = 1.0, 1.0, 0
     if SCALED:
-        query_unit, query_inverse = power_of_two(largest_query)
-        read_unit, read_inverse = power_of_two(largest_read)
+        if READS:
+            largest_query, largest_read = find_largest_of_both(most_query, most_read)
+            query_unit, query_inverse = power_of_two(largest_query)
+            read_unit, read_inverse = power_of_two(largest_read)
+        else:
+            read_unit, read_inverse = find_unit(most_read, SCALED)
+            query_unit = read_unit  # not stored
         write_unit, write_inverse = read_unit, read_inverse
         if OWN_WRITE_KEY:
-            write_unit, write_inverse = power_of_two(largest_write)
+            write_unit, write_inverse = find_unit(most_write, SCALED)
         queries_exponent = exponent_of(query_unit) + exponent_above(tl.abs(scale))
         if GATED:
             since_exponent = exponent_above(tl.max(since, 0))
@@ -234,97 +250,105 @@ def _prepare_place(
         writes_exponent = clamp_exponent(exponent_of(write_unit) + exponent_above(strongest))
         queries_inverse = two_to(-queries_exponent)
         writes_inverse = two_to(-writes_exponent)
-        tl.store(units + QUERY, query_unit)
-        tl.store(units + KEY, read_unit)
-        tl.store(units + WRITE_KEY, write_unit)
+        if READS:
+            tl.store(units + QUERY, query_unit)
+        if REST:
+            tl.store(units + KEY, read_unit)
+            tl.store(units + WRITE_KEY, write_unit)
     if not RAW:
-        reading = _multiply(
-            *(q, q_token, query_inverse, write_key, write_token, write_inverse, live),
-            *(K, RAW, DTYPE, PRECISION, CHUNK, BLOCK),
-        )
-        reading *= query_unit * write_unit
-        erasing = _multiply(
-            *(k, k_token, read_inverse, write_key, write_token, write_inverse, live),
-            *(K, RAW, DTYPE, PRECISION, CHUNK, BLOCK),
-        )
-        erasing *= read_unit * write_unit
+        if READS:
+            reading = _multiply(
+                *(q, q_token, query_inverse, write_key, write_token, write_inverse, live),
+                *(K, RAW, DTYPE, PRECISION, CHUNK, BLOCK),
+            )
+            reading *= query_unit * write_unit
+        if REST:
+            erasing = _multiply(
+                *(k, k_token, read_inverse, write_key, write_token, write_inverse, live),
+                *(K, RAW, DTYPE, PRECISION, CHUNK, BLOCK),
+            )
+            erasing *= read_unit * write_unit
     for e in tl.static_range(0, K, BLOCK):
-        if ROWS == 2:
+        if READS and ROWS == 2:
             if K > BLOCK:
                 query = load_tokens(q, q_token, live, e, K, CHUNK, BLOCK)
             tile = query.to(tl.float32) * (since * (scale * queries_inverse))[:, None]
             store_by_rows(queries + place * CHUNK * K, live, e, tile, K, CUT, CHUNK, BLOCK)
-        if ROWS > 0:
+        if READS and ROWS > 0:
             if K > BLOCK:
                 write = load_tokens(write_key, write_token, live, e, K, CHUNK, BLOCK)
             tile = write.to(tl.float32) * (until * strength * writes_inverse)[:, None]
             store_by_rows(writes + place * CHUNK * K, live, e, tile, K, CUT, CHUNK, BLOCK)
     squares += place * 2 * CHUNK * CHUNK
-    among = _weigh(reading, strength * scale, gate, 0, GATED, CHUNK)
-    among_exponent = 0
-    if SCALED and not (GATED or AGAIN):
-        products = bound_product(exponent_of(query_unit), exponent_of(write_unit), BITS)
-        among_exponent = clamp_exponent(products + exponent_above(strongest * tl.abs(scale)))
-    among, among_unit = _tile_of_scores(among, among_exponent, GATED or AGAIN, SCALED)
-    store_by_rows(squares + CHUNK * CHUNK, live, 0, among, CHUNK, CUT, CHUNK, CHUNK)
-
-    # Where registers suffice, values are loaded before the inverse, and keys once more before the products that they
-    # are needed for last: a program that waits for each block of columns takes 4 % more time.
-    EARLY: tl.constexpr = BLOCK == 64 and V <= 128
-    KEYS_EARLY: tl.constexpr = EARLY and K <= 128
-    values, reads = (), ()
-    if EARLY:
-        for e in tl.static_range(0, V, BLOCK):
-            values = values + (load_tokens(v, v_token, live, e, V, CHUNK, BLOCK),)
-    lower = _weigh(erasing, strength, gate, 1, GATED, CHUNK)
-    steepest = find_largest_of_rows(lower)
-    x = eliminate(lower, CHUNK) if AGAIN else unit_lower_inverse(lower, live if SCALED else CHUNK, CHUNK, SCALED)
-    x_unit, x_inverse, unit = 1.0, 1.0, 1.0
-    if SCALED:
-        size = inverse_size(steepest, x)
-        if not AGAIN:
-            tl.store(units + SIZE, size)
-        x_unit, x_inverse = _find_unit_below(size, INVERSE_SHARE, SCALED)
-        tl.store(units + INVERSE, x_unit)
-    square = as_tile(x * x_inverse, SCALED)
-    if SAVE:
-        store_by_rows(squares, live, 0, square, CHUNK, CUT, CHUNK, CHUNK)
-    for e in tl.static_range(0, V, BLOCK):
-        value = values[e // BLOCK] if EARLY else load_tokens(v, v_token, live, e, V, CHUNK, BLOCK)
-        if AGAIN:
-            tile, unit = mix_rows(x, value.to(tl.float32), SCALED, PRECISION)
-        else:
-            unit, inverse = _find_unit_below(find_largest(value), ROWS_SHARE, SCALED)
-            tile = _multiply_tiles(square, as_tile(value.to(tl.float32) * inverse, SCALED), SCALED, PRECISION)
-            unit *= x_unit
-        store_by_columns(offered + place * CHUNK * V, live, e, tl.trans(tile), V, CUT, BLOCK, CHUNK)
-        store_column_units(units + WRITTEN, e, unit, TILE, V, BLOCK, SCALED)
-    if KEYS_EARLY:
-        for e in tl.static_range(0, K, BLOCK):
-            reads = reads + (load_tokens(k, k_token, live, e, K, CHUNK, BLOCK),)
-    if GATED:
-        x *= since[None, :]
-    if AGAIN:
-        # One unit for all blocks of columns; the unit of each row as in `mix_rows`.
-        row_unit, row_inverse = power_of_two(read_rows)
-        row_inverse = (row_inverse / LIMIT)[:, None]
-        x *= row_unit[None, :]
-        unit, x_inverse = power_of_two(tl.max(tl.sum(tl.abs(x), 1), 0))
-        unit *= LIMIT
-    else:
-        row_inverse = 1.0
+    if READS:
+        among = _weigh(reading, strength * scale, gate, 0, GATED, CHUNK)
+        among_exponent = 0
+        if SCALED and not (GATED or AGAIN):
+            products = bound_product(exponent_of(query_unit), exponent_of(write_unit), BITS)
+            among_exponent = clamp_exponent(products + exponent_above(strongest * tl.abs(scale)))
+        among, among_unit = _tile_of_scores(among, among_exponent, GATED or AGAIN, SCALED)
+        store_by_rows(squares + CHUNK * CHUNK, live, 0, among, CHUNK, CUT, CHUNK, CHUNK)
+    if REST:
+        # Where registers suffice, values are loaded before the inverse, and keys once more before the products that
+        # they are needed for last: a program that waits for each block of columns takes 4 % more time.
+        EARLY: tl.constexpr = BLOCK == 64 and V <= 128
+        KEYS_EARLY: tl.constexpr = EARLY and K <= 128
+        values, reads = (), ()
+        if EARLY:
+            for e in tl.static_range(0, V, BLOCK):
+                values = values + (load_tokens(v, v_token, live, e, V, CHUNK, BLOCK),)
+        lower = _weigh(erasing, strength, gate, 1, GATED, CHUNK)
+        steepest = find_largest_of_rows(lower)
+        x = eliminate(lower, CHUNK) if AGAIN else unit_lower_inverse(lower, live if SCALED else CHUNK, CHUNK, SCALED)
+        x_unit, x_inverse, unit = 1.0, 1.0, 1.0
         if SCALED:
-            row_inverse = read_inverse * ROWS_SHARE
-            x_inverse *= two_to(-since_exponent)
-            unit = x_unit * two_to(since_exponent) * (read_unit / ROWS_SHARE)
-    square = as_tile(x * -x_inverse, SCALED)
-    for e in tl.static_range(0, K, BLOCK):
-        read = reads[e // BLOCK] if KEYS_EARLY else load_tokens(k, k_token, live, e, K, CHUNK, BLOCK)
-        read = read.to(tl.float32) * row_inverse
-        tile = _multiply_tiles(square, as_tile(read, SCALED), SCALED, PRECISION)
-        store_by_rows(erased + place * CHUNK * K, live, e, tile, K, CUT, CHUNK, BLOCK)
+            size = inverse_size(steepest, x)
+            if not AGAIN:
+                tl.store(units + SIZE, size)
+            x_unit, x_inverse = _find_unit_below(size, INVERSE_SHARE, SCALED)
+            tl.store(units + INVERSE, x_unit)
+        square = as_tile(x * x_inverse, SCALED)
+        if SAVE:
+            store_by_rows(squares, live, 0, square, CHUNK, CUT, CHUNK, CHUNK)
+        for e in tl.static_range(0, V, BLOCK):
+            value = values[e // BLOCK] if EARLY else load_tokens(v, v_token, live, e, V, CHUNK, BLOCK)
+            if AGAIN:
+                tile, unit = mix_rows(x, value.to(tl.float32), SCALED, PRECISION)
+            else:
+                unit, inverse = _find_unit_below(find_largest(value), ROWS_SHARE, SCALED)
+                tile = _multiply_tiles(square, as_tile(value.to(tl.float32) * inverse, SCALED), SCALED, PRECISION)
+                unit *= x_unit
+            store_by_columns(offered + place * CHUNK * V, live, e, tl.trans(tile), V, CUT, BLOCK, CHUNK)
+            store_column_units(units + WRITTEN, e, unit, TILE, V, BLOCK, SCALED)
+        if KEYS_EARLY:
+            for e in tl.static_range(0, K, BLOCK):
+                reads = reads + (load_tokens(k, k_token, live, e, K, CHUNK, BLOCK),)
+        if GATED:
+            x *= since[None, :]
+        if AGAIN:
+            # One unit for all blocks of columns; the unit of each row as in `mix_rows`.
+            row_unit, row_inverse = power_of_two(read_rows)
+            row_inverse = (row_inverse / LIMIT)[:, None]
+            x *= row_unit[None, :]
+            unit, x_inverse = power_of_two(tl.max(tl.sum(tl.abs(x), 1), 0))
+            unit *= LIMIT
+        else:
+            row_inverse = 1.0
+            if SCALED:
+                row_inverse = read_inverse * ROWS_SHARE
+                x_inverse *= two_to(-since_exponent)
+                unit = x_unit * two_to(since_exponent) * (read_unit / ROWS_SHARE)
+        square = as_tile(x * -x_inverse, SCALED)
+        for e in tl.static_range(0, K, BLOCK):
+            read = reads[e // BLOCK] if KEYS_EARLY else load_tokens(k, k_token, live, e, K, CHUNK, BLOCK)
+            read = read.to(tl.float32) * row_inverse
+            tile = _multiply_tiles(square, as_tile(read, SCALED), SCALED, PRECISION)
+            store_by_rows(erased + place * CHUNK * K, live, e, tile, K, CUT, CHUNK, BLOCK)
     if SCALED:
-        tl.store(units + PACKED_UNITS, pack_units(unit, two_to(writes_exponent), two_to(queries_exponent), among_unit))
+        # What this program does not know is not stored: any unit stands for it.
+        known, among_known = unit if REST else read_unit, among_unit if READS else read_unit
+        packed = pack_units(known, two_to(writes_exponent), two_to(queries_exponent), among_known)
+        store_packed(units + PACKED_UNITS, packed, REST, READS)
 
 
 @triton.jit(do_not_specialize=[*SIZES_AND_STRIDES, "places"])
@@ -336,14 +360,15 @@ def prepare(
     beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
     K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
     REVERSE: tl.constexpr, SCALED: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr,
-    RAW: tl.constexpr, DTYPE: tl.constexpr, AGAIN: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
+    RAW: tl.constexpr, DTYPE: tl.constexpr, AGAIN: tl.constexpr, PARTS: tl.constexpr, CUT: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: tril(Q Wᵀ ⊙ D), -X e^b R, (X V)ᵀ and e^{b_C}; if SAVE, X.
 
     ROWS: with 1, e^{b_C - b} W is stored as well, and with 2 also e^b Q; with 0 `advance` makes both from q and write
     keys. Queries and keys are multiplied with each other RAW, or as numbers of DTYPE. AGAIN, those of AGAIN chunks, out
-    of `places` of all heads, that are not mild (see `inverse_size`), with an inverse in float32.
+    of `places` of all heads, that are not mild (see `inverse_size`), with an inverse in float32. PARTS: with 2, two
+    programs share a chunk's work, which takes less time where a GPU has room for all of them.
     """
     if AGAIN:
         first = tl.program_id(0).to(tl.int64) * AGAIN
@@ -361,20 +386,28 @@ def prepare(
                         q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
                         beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
                         K, V, UNITS, GATED, PACKED, REVERSE, SCALED, SAVE, ROWS, RAW, DTYPE, True, CUT, PRECISION,
-                        CHUNK, BLOCK, OWN_WRITE_KEY,
+                        CHUNK, BLOCK, OWN_WRITE_KEY, True, True,
                     )  # fmt: skip
     else:
-        place = tl.program_id(0).to(tl.int64)
+        program = tl.program_id(0)
+        place, part = program.to(tl.int64), 0
+        if PARTS > 1:
+            # The longer parts come first. Each half of the programs has one half of the rows (see `direction`).
+            alike = places // 2 if REVERSE == SECOND_HALF else places
+            part = program // alike % PARTS
+            place = (program // (alike * PARTS) * alike + program % alike).to(tl.int64)
         _, _, live = chunk(place // H, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
         if live > 0:
-            _prepare_place(
-                place, q, k, v, beta, write_key, g, cu_seqlens, sequence_of,
-                squares, queries, writes, erased, offered, decays, units, scale, T, H,
-                q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
-                beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
-                K, V, UNITS, GATED, PACKED, REVERSE, SCALED, SAVE, ROWS, RAW, DTYPE, False, CUT, PRECISION, CHUNK,
-                BLOCK, OWN_WRITE_KEY,
-            )  # fmt: skip
+            for i in tl.static_range(0, PARTS):
+                if part == i:
+                    _prepare_place(
+                        place, q, k, v, beta, write_key, g, cu_seqlens, sequence_of,
+                        squares, queries, writes, erased, offered, decays, units, scale, T, H,
+                        q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
+                        beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
+                        K, V, UNITS, GATED, PACKED, REVERSE, SCALED, SAVE, ROWS, RAW, DTYPE, False, CUT, PRECISION,
+                        CHUNK, BLOCK, OWN_WRITE_KEY, i == PARTS - 1, i == 0,
+                    )  # fmt: skip
         elif SCALED:
             tl.store(units + place * UNITS + SIZE, 0.0)  # a slot without tokens is mild
 

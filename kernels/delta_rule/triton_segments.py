@@ -40,14 +40,12 @@ from longseq.kernels.triton_tiles import (
 )
 from longseq.kernels.triton_units import (
     LEAD,
-    add_product,
     as_tile,
     bound_product,
     clamp_exponent,
     exponent_of,
     find_largest,
     find_largest_of_rows,
-    in_units,
     load_column_units,
     power_of_two,
     store_column_units,
@@ -365,8 +363,20 @@ def _load_border(
     j = tl.maximum(tl.minimum(j, segments - 2), 0)
     place = (first - j if BACK else first + j) * H + head
     offset = load_block(offsets + place * K * V, column, 0, V, K, BLOCK, BLOCK_K)
-    of_transition = transition_units + place * ((K + TILE - 1) // TILE)
-    return offset, load_column_units(of_transition, 0, 1, TILE, K, BLOCK_K, SCALED)
+    TILES: tl.constexpr = (K + TILE - 1) // TILE
+    row_units = ()
+    for i in tl.static_range(0, TILES if SCALED else 0):
+        row_units = row_units + (tl.load(transition_units + place * TILES + i),)
+    return offset, row_units
+
+
+@triton.jit
+def _spread(row_units, BLOCK_K: tl.constexpr):
+    """The unit of each row of a transition, as a row, from those of its tiles; 1 without units."""
+    unit = tl.full((1, BLOCK_K), 1.0, tl.float32)
+    for i in tl.static_range(0, len(row_units)):
+        unit = tl.where(tl.arange(0, BLOCK_K)[None, :] // TILE == i, row_units[i], unit)
+    return unit
 
 
 @triton.jit(do_not_specialize=[*SIZES_AND_STRIDES, "span"])
@@ -391,23 +401,31 @@ def connect(
         first = start // (span * CHUNK) + n
     if BACK:
         first += tl.maximum(segments - 1, 0)
-    state = load_block(offsets + (first * H + head) * K * V, column, 0, V, K, BLOCK, BLOCK_K)
+    before = offsets + (first * H + head) * K * V
+    state = load_block(before, column, 0, V, K, BLOCK, BLOCK_K)
     # Loaded one iteration early, because the compiler prefetches only operands of products.
-    later, later_unit = _load_border(
+    later, later_units = _load_border(
         offsets, transition_units, first, 1, segments, head, column, H, K, V, BACK, SCALED, BLOCK_K, BLOCK
     )
     for j in range(1, segments - 1):
         place = (first - j if BACK else first + j) * H + head
-        offset, row_unit = later, later_unit
-        later, later_unit = _load_border(
+        offset, row_unit = later, _spread(later_units, BLOCK_K)
+        later, later_units = _load_border(
             offsets, transition_units, first, j + 1, segments, head, column, H, K, V, BACK, SCALED, BLOCK_K, BLOCK
         )
         transition = load_block(transitions + place * K * K, 0, 0, K, K, BLOCK_K, BLOCK_K)
         if BACK:
-            before, unit = in_units(state, SCALED)
             transition = tl.trans(transition)
-            state = add_product(offset, before, transition, unit * row_unit[None, :], SCALED, PRECISION)
-        else:
-            before, unit = in_units(state * row_unit[None, :], SCALED)
-            state = add_product(offset, before, transition, unit, SCALED, PRECISION)
-        store_block(offsets + place * K * V, column, 0, state, V, K, BLOCK, BLOCK_K)
+        factor = state if BACK else state * row_unit
+        unit = row_unit
+        if SCALED:
+            own_unit, inverse = power_of_two(find_largest_of_rows(factor))
+            factor *= inverse[:, None]
+            unit = own_unit[:, None] * row_unit if BACK else own_unit[:, None]
+        product = tl.dot(as_tile(factor, SCALED), transition, input_precision=PRECISION)
+        # The state before is stored here, while the product is computed: after the product it would delay the next.
+        store_block(before, column, 0, state, V, K, BLOCK, BLOCK_K)
+        state = offset + (product * unit if SCALED else product)
+        before = offsets + place * K * V
+    if segments > 2:
+        store_block(before, column, 0, state, V, K, BLOCK, BLOCK_K)

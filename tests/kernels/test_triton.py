@@ -577,6 +577,39 @@ def test_delta_rule_in_segments_of_time(interpreted, delta_segments, monkeypatch
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variant", "reverse"), [("plain", False), ("repeated_keys", True), ("gated_write_key", "second_half")]
+)
+def test_two_programs_share_a_chunk_of_few_with_the_same_bits(
+    interpreted, delta_segments, monkeypatch, variant, reverse
+):
+    from longseq.kernels.delta_rule import triton_delta
+
+    programs = []
+
+    class Noted(triton_delta.Prepared):
+        def __init__(self, kernel, device, count, *rest, **constants):
+            super().__init__(kernel, device, count, *rest, **constants)
+            if constants.get("PARTS") and not constants["AGAIN"]:
+                programs.append(count)
+
+    monkeypatch.setattr(triton_delta, "Prepared", Noted)
+    inputs = make_inputs("delta_rule", variant, tokens=300, dtype=torch.float16, sizes={"H": 1, "V": 80})
+
+    def compute(chunks):
+        monkeypatch.setattr(triton_delta, "SHARED_CHUNKS", chunks)
+        triton_delta._prepare_forward.cache_clear()
+        return gradients(inputs, backend="triton", reverse=reverse)
+
+    try:
+        apart, shared = compute(9), compute(10)  # two rows of five chunks
+        assert programs == [10, 20]
+        assert all(torch.equal(shared[name], value) for name, value in apart.items())
+    finally:
+        triton_delta._prepare_forward.cache_clear()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["plain", "extreme_decay"])
 def test_delta_rule_in_segments_of_time_in_float32(interpreted, delta_segments, variant):
     exact, inputs = (
