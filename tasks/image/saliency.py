@@ -52,8 +52,8 @@ def shade(pixels: Tensor, maps: Tensor) -> Tensor:
 
 
 def _blurred(maps: Tensor) -> Tensor:
-    """Maps [N, h, w] through a Gaussian of a 32nd of their width: half a patch where there are 16 of them in a row."""
-    deviation = maps.shape[-1] / 32
+    """Maps [N, h, w] through a Gaussian of a 32nd of their shorter side: half a patch where 16 of them lie along it."""
+    deviation = min(maps.shape[-2:]) / 32
     radius = round(2 * deviation)
     return maps if radius == 0 else gaussian_blur(maps[:, None], 2 * radius + 1, deviation)[:, 0]
 

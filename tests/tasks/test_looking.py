@@ -23,7 +23,7 @@ from longseq.tasks import predict, train
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.errors import COLUMNS
 from longseq.tasks.image.examples import name_images, pick_examples
-from longseq.tasks.image.saliency import saliency
+from longseq.tasks.image.saliency import draw_saliency, saliency, shade
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.callbacks.progress import _Facts
 from longseq.tasks.training.configuration import resolve
@@ -203,6 +203,19 @@ def test_every_mixer_has_saliency(mixer):
     (scores[0, 2] + scores[1, 0]).backward()
     torch.testing.assert_close(maps, pixels.grad.abs().amax(dim=1))
     assert (maps > 0).float().mean() > 0.9
+
+
+@SLOW
+@pytest.mark.parametrize("size", [(8, 512), (512, 8), (16, 300), (1, 40)])
+def test_saliency_of_long_images_is_drawn(size):
+    maps, pixels = torch.zeros(1, *size), torch.rand(3, *size)
+    maps[0, size[0] // 2, size[1] // 2] = 1
+    lit = shade(pixels[None], maps)[0]
+    grey = 0.6 * pixels.mean(0)
+    glowing = (lit - grey).abs().amax(0) > 1e-3
+    assert glowing[size[0] // 2, size[1] // 2]
+    assert glowing.float().mean() < 0.1
+    assert draw_saliency(pixels, maps[0], "long").width > 2 * size[1]
 
 
 @SLOW
