@@ -71,7 +71,7 @@ from longseq.tasks.image.sources import (
     timm_splits,
 )
 from longseq.tasks.image.split_folders import SPLIT_KEYS
-from longseq.tasks.image.table import find_table, held_out_table, table_splits
+from longseq.tasks.image.table import UnknownLabel, find_table, held_out_table, table_splits
 from longseq.tasks.image.transforms import evaluation_transform, normalize, training_transform
 from longseq.tasks.training.options import read, spell
 from longseq.tasks.training.processes import usable_cores
@@ -761,9 +761,7 @@ def _open_measured(
     """`held_out_table` for a trained model: only then has `data.class_map` numbers for other labels."""
     try:
         return held_out_table(keys, root, kind, name, labels, whole=whole)
-    except ValueError as error:
-        if "is not among those of the training images" not in str(error):
-            raise
+    except UnknownLabel as error:
         raise ValueError(
             f"{error}: write the labels as the model has them, or give the number of each by data.class_map, such as "
             '"data.class_map={NAME: 0, OTHER: 1}"'

@@ -48,6 +48,10 @@ class Listed(NamedTuple):
     labels: Labels
 
 
+class UnknownLabel(ValueError):
+    """A line of a table has a label that the classes do not include."""
+
+
 class TableSource:
     """The images that a table lists, with classes `[N]`, or for several labels targets `[N, C]` of 0 and 1."""
 
@@ -58,7 +62,7 @@ class TableSource:
         self.class_to_idx = {name: index for index, name in enumerate(class_names)}
         for row in rows:
             if unknown := [name for name in row.labels if name not in self.class_to_idx]:
-                raise ValueError(
+                raise UnknownLabel(
                     f"{path}, line {row.line}: the label {unknown[0]} is not among those of the training images "
                     f"({', '.join(self.class_names[:5])}{', ...' * (len(self.class_names) > 5)})"
                 )
