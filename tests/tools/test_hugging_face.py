@@ -402,6 +402,25 @@ def test_half_precision_and_placement(tmp_path: Path) -> None:
     assert model(TOKENS.to(model.device)).logits.dtype == torch.bfloat16
 
 
+@pytest.mark.slow
+def test_generation_ends_with_a_stop_string(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = TokenBackbone(vocab_size=257, d_model=16, depth=1).eval()
+    model.text = {"tokenizer": {"kind": "bytes"}, "window": None}
+    longseq.save_pretrained(model, tmp_path)
+    tokenizer, loaded = AutoTokenizer.from_pretrained(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
+    prompt = tokenizer("def main(", return_tensors="pt")["input_ids"]
+    torch.manual_seed(0)
+    free = loaded.generate(prompt, max_new_tokens=30, do_sample=True, eos_token_id=None)[0, prompt.shape[1] :]
+    letter = next(x for x in tokenizer.decode(free)[3:] if x.isascii() and x.isprintable())
+    torch.manual_seed(0)
+    stopping = {"stop_strings": [letter], "tokenizer": tokenizer}
+    stopped = loaded.generate(prompt, max_new_tokens=30, do_sample=True, eos_token_id=None, **stopping)
+    written = stopped[0, prompt.shape[1] :]
+    first = next(n for n, token in enumerate(free.tolist()) if tokenizer.decode([token]) == letter)
+    assert written.tolist() == free[: first + 1].tolist()
+
+
 def test_the_pipeline_writes_text_of_a_byte_tokenizer(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = TokenBackbone(vocab_size=257, d_model=16, depth=1).eval()

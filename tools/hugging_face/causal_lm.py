@@ -35,8 +35,9 @@ except ImportError as error:
 from longseq.tools.hugging_face.backbone import BackboneConfig, BackboneModel, is_wanted, require_tokens
 from longseq.tools.hugging_face.cache import CACHE_NAME, LongseqCache, cache_of, one_cache, rows_with_padding
 
-# What a call may say that changes nothing here: the loss takes the first, positions follow from the cache.
-_TAKEN = ("num_items_in_batch", "cache_position")
+# What a call may say that changes nothing here: the loss takes the first, positions follow from the cache, and
+# `generate` hands on the tokenizers with which it finds its stop strings itself.
+_TAKEN = ("num_items_in_batch", "cache_position", "tokenizer", "assistant_tokenizer")
 
 # Earlier versions read a prompt in chunks from its beginning, also where the cache has read some of it.
 _READS_ALL_CHUNKS = Version(transformers.__version__) < Version("5.23")
