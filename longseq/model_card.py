@@ -93,6 +93,13 @@ def _usage(config: Mapping[str, Any], has_tokenizer: bool) -> Iterator[str]:
         )
         if not has_tokenizer:
             yield from ("The folder has no tokenizer: the model reads numbers of tokens.", "")
+        documents = config.get("documents") or {}
+        if documents.get("preparation") is not None:
+            yield (
+                f"The texts of its training were prepared as `data.source={documents['source']}` does: so does "
+                f"`longseq predict`, and texts for transformers need it before: {documents['preparation']}."
+            )
+            yield ""
     if "architecture" not in config:
         return
     yield from (

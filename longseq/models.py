@@ -25,8 +25,8 @@ config.json:
         (see `longseq.tools.hugging_face`).
     window: of models that were trained on text: the tokens of a training window, or of the longest document.
     id2label, label2id, problem_type: of classifiers of documents: their classes, as transformers writes them.
-    documents: of these classifiers: what else `DOCUMENT_KEYS` names; `text_column`, `thresholds` and the
-        `source` of the documents, where they are known.
+    documents: of these classifiers: what else `DOCUMENT_KEYS` names; `text_column`, `thresholds`, the `source` of the
+        documents, its `source_plugin` and its `preparation` of a text, where they are known.
     num_classes, label_names, pretrained_cfg: of models of the kind `plugin`, whose class `model_args` names: as below.
     timm_version, timm_defaults: of models that timm builds: its version, and the defaults of the constructor's options,
         with which a later timm is compared.
@@ -100,6 +100,7 @@ CHECKPOINT_PREFIX = "backbone."
 # `longseq.tasks.document.info.DocumentInfo`.
 _DOCUMENTS = ("vocab_size", "separator", "max_length", "truncation")
 DOCUMENT_KEYS = ("class_names", "multi_label", *_DOCUMENTS)
+_STATED = ("text_column", "thresholds", "source", "source_plugin", "preparation")
 
 # The names that transformers has for one class a document, and for any number of labels.
 _PROBLEM_TYPES = {False: "single_label_classification", True: "multi_label_classification"}
@@ -575,7 +576,7 @@ def _text_of(config: Mapping[str, Any], tokenizer: Mapping[str, Any] | None, lab
 
 def _stated(values: Mapping[str, Any]) -> dict[str, Any]:
     """What only some trainings state: the column of the text, the thresholds of decisions, the source."""
-    return {key: values[key] for key in ("text_column", "thresholds", "source") if values.get(key) is not None}
+    return {key: values[key] for key in _STATED if values.get(key) is not None}
 
 
 def weight_files(folder: Path, label: str) -> list[str]:

@@ -77,8 +77,16 @@ class TaskData(LightningDataModule, ABC):
         """
 
     def predict_dataloader(self) -> Any:
-        """For Lightning's `Trainer.predict`: the test samples, in the order in which they are measured."""
-        return self.test_dataloader()
+        """For Lightning's `Trainer.predict`: the test samples, in the order in which they are measured.
+
+        They are in the order of their split where the sampler of the loader has a method `keep_order`, as that of
+        documents: nothing else tells which sample a prediction is of.
+        """
+        loader = self.test_dataloader()
+        keep_order = getattr(getattr(loader, "own_sampler", None), "keep_order", None)
+        if keep_order is not None:
+            keep_order()
+        return loader
 
     @property
     @abstractmethod

@@ -185,7 +185,7 @@ class DocumentData(TaskData):
                 f"data.multi_label={str(keys.multi_label).lower()}: the model was trained with "
                 f"{'several labels' if trained.multi_label else 'one label'} a document"
             )
-        if keys.source != trained.source and sources.preparation_of(trained.source) is not None:
+        if sources.preparation_of(trained.source) is not None and keys.source != trained.source:
             _warn(f"the model was trained on data.source={trained.source}, which prepares its texts; these are not")
         run = read(DocumentDataKeys, config["data"], "data") if config.get("data") else None
         alike = run is not None and (run.source, run.train) == (keys.source, keys.train)
@@ -315,6 +315,12 @@ class DocumentData(TaskData):
             value = getattr(self.keys, name)
             if name in given:
                 continue
+            if value is None and name in self._wanted() and name not in self._source.reads:
+                raise ValueError(
+                    f"data.source={self.keys.source} has no documents for {name}: give its Opened a function for "
+                    f"{name!r}, or register it with reads=({name!r},), and data.{name} is a share of its training "
+                    "documents"
+                )
             if value is None and name in self._wanted():
                 raise ValueError(
                     f"data.{name}=null: give data.{name}=FILE, or the share of the training documents, such as 0.1"
@@ -497,6 +503,7 @@ class DocumentData(TaskData):
         else:
             assert own is not None
             counts = count_classes(own.targets, len(names))
+            prepare = self._source.prepare
             self._info = DocumentInfo(
                 class_names=names,
                 multi_label=keys.multi_label,
@@ -511,6 +518,8 @@ class DocumentData(TaskData):
                 text_column=keys.text_column,
                 class_counts=counts,
                 source=keys.source,
+                source_plugin=plugin_of(self._source.open) or plugin_of(prepare),
+                preparation=None if prepare is None else sources.describe_preparation(keys.source, prepare),
                 class_weights=find_weights(
                     keys.class_weights, counts, own.documents, names, multi_label=keys.multi_label
                 ),

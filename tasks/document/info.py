@@ -24,7 +24,9 @@ class DocumentInfo(Info):
     (with `multi_label` that of a document's own labels), None if all are 1. `sizes` has the documents of each split.
     `thresholds` are those of `longseq.tasks.training.decisions.decide`: the probabilities from which a label is given,
     or the second one of two classes; None for one half, or for the most probable class. `source` is `data.source` of
-    the training, whose preparation of a text `longseq predict` repeats; None where it is not known.
+    the training, whose preparation of a text `longseq predict` repeats; None where it is not known. `source_plugin` is
+    the plug-in that registers it, and `preparation` names what it does to a text
+    (`longseq.tasks.document.sources.describe_preparation`); None where there is none.
     """
 
     class_names: list[str]
@@ -42,6 +44,8 @@ class DocumentInfo(Info):
     class_weights: list[float] | None = None
     thresholds: list[float] | None = None
     source: str | None = None
+    source_plugin: str | None = None
+    preparation: str | None = None
 
     _changed = "other texts or labels"
     _meaning = ("class_names", "multi_label", "tokenizer", "separator")

@@ -163,7 +163,10 @@ class DocumentTask(ClassifierModule):
         return tokens.new_zeros((len(tokens), self.num_classes) if self.multi_label else len(tokens))
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """The probabilities `[N, C]` of the documents of a batch, with labels or without, in their order."""
+        """The probabilities `[N, C]` of the documents of a batch, with labels or without, in their order.
+
+        That of the batches is the loader's: `predict_dataloader` of the data module keeps the order of the split.
+        """
         inputs, _ = self.read_batch(batch)
         return self.probabilities(self(inputs)[inputs.numbers >= 0])
 

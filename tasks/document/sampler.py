@@ -163,15 +163,35 @@ class PaddedSampler(DocumentSampler):
         return give
 
 
+def neighbours(lengths: Integers, budget: int, slots: int | None) -> Iterator[list[int]]:
+    """Rows of neighbouring documents, in their order: as many as `budget` tokens hold.
+
+    A packed row has at most `slots` documents. With None the documents are padded to the longest of their row.
+    """
+    row: list[int] = []
+    tokens = longest = 0
+    for number, length in enumerate(lengths.tolist()):
+        tokens, longest = tokens + length, max(longest, length)
+        full = longest * (len(row) + 1) > budget if slots is None else tokens > budget or len(row) == slots
+        if row and full:
+            yield row
+            row, tokens, longest = [], length, length
+        row.append(number)
+    if row:
+        yield row
+
+
 class EveryDocument(Sampler[Chosen]):
     """Yields batches for evaluation: each document once over all ranks, and as many batches on each rank.
 
     A batch holds up to `budget` tokens. Where the batches do not divide over the ranks, some ranks have one without
-    documents. ValueError for a document that is longer than the budget.
+    documents. ValueError for a document that is longer than the budget. After `keep_order` the documents are in the
+    order of the split: rank r of n has every n-th batch, from batch r on.
     """
 
     def __init__(self, lengths: Integers, budget: int, *, packed: bool, rank: int = 0, world_size: int = 1) -> None:
         self.budget, self.rank, self.world_size = budget, rank, world_size
+        self._lengths, self._packed = lengths, packed
         self.longest = int(lengths.max())
         if self.longest > budget:
             raise ValueError(
@@ -180,8 +200,7 @@ class EveryDocument(Sampler[Chosen]):
                 "data.truncation=head, tail, head_tail or middle"
             )
         if packed:
-            slots = slots_of(lengths, budget)
-            places = slots + -(-budget // self.longest)
+            slots, places = self._places()
             order = np.random.default_rng(_EVALUATION).permutation(len(lengths)).tolist()
             self._batches = [Chosen(row, places) for row in pack(lengths, order, budget, slots)]
         else:
@@ -191,6 +210,22 @@ class EveryDocument(Sampler[Chosen]):
                 for one in group(lengths[order], budget)
                 for at in range(one.start, one.stop, one.rows)
             ]
+
+    def keep_order(self) -> None:
+        """Read the documents in the order of the split, for predictions, which nothing else pairs with documents.
+
+        Batches are neighbours then, with more padding than those of similar lengths.
+        """
+        rows = neighbours(self._lengths, self.budget, self._places()[0] if self._packed else None)
+        if self._packed:
+            self._batches = [Chosen(row, self._places()[1]) for row in rows]
+        else:
+            self._batches = [Chosen(row, len(row), int(self._lengths[row].max())) for row in rows]
+
+    def _places(self) -> tuple[int, int]:
+        """The most documents of a packed batch, and its places, which the sequences of padding need too."""
+        slots = slots_of(self._lengths, self.budget)
+        return slots, slots + -(-self.budget // self.longest)
 
     def __len__(self) -> int:
         return -(-len(self._batches) // self.world_size)

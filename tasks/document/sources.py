@@ -2,14 +2,21 @@
 
 A source of one's own gives documents as text, or as tokens that stand for no text:
 
-def read(keys: DocumentDataKeys) -> Iterator[Sample]:
+import numpy as np
+from longseq.tasks.document.sources import Opened, Reader, Sample, Source, register
+from longseq.tasks.text.documents import Place
+
+def read(keys):
     for index in range(1000):
-        yield Sample(np.array([3, 1, 4]), ("odd",), Place("numbers", row=index))
+        digits = np.array([int(digit) for digit in str(index)])
+        yield Sample(digits, ("odd" if index % 2 else "even",), Place("numbers", row=index))
 
-def numbers(keys: DocumentDataKeys) -> Opened:
-    return Opened({"train": Reader(lambda: read(keys), stamp=[1000])}, vocab_size=10)
+def numbers(keys):
+    return Opened({"train": lambda: Reader(lambda: read(keys), stamp=[1000])}, vocab_size=10)
 
-register("numbers", Source(numbers))          # data.source=numbers
+register("numbers", Source(numbers, reads=("validation", "test")))  # data.source=numbers
+
+Of this one, data.validation and data.test are shares of the training documents.
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -68,6 +76,12 @@ class Opened:
     splits: Mapping[str, Callable[[], Reader]]
     vocab_size: int | None = None
 
+    def __post_init__(self) -> None:
+        for name, split in self.splits.items():
+            if not callable(split):
+                kind = type(split).__name__
+                raise ValueError(f"the split {name!r} of a source is a {kind}, no function: give lambda: Reader(...)")
+
 
 @dataclass(frozen=True)
 class Source:
@@ -98,9 +112,29 @@ def register(name: str, source: Source) -> None:
 
 
 def preparation_of(name: str | None) -> Callable[[str], str] | None:
-    """What the source of a training does to a text beforehand. None for nothing, and for a source that is not known."""
-    source = SOURCES.get(name) if name is not None else None
-    return None if source is None else source.prepare
+    """What the source that a model states does to a text beforehand; None for nothing, and where it states no source.
+
+    ValueError, in one line, for an unknown source: texts that it would prepare must not be taken as they are.
+    """
+    if name is None:
+        return None
+    # They register sources; imported here, because they import this module.
+    from longseq.tasks.document import arena, libraries  # noqa: F401
+
+    if name not in SOURCES:
+        raise ValueError(
+            f"the model was trained on data.source={name}, which nothing registers here: add plugins=[MODULE], the "
+            "plug-in that registers it, to the command, or import it in a program"
+        )
+    return SOURCES[name].prepare
+
+
+def describe_preparation(source: str, prepare: Callable[[str], str]) -> str:
+    """The full name of a function that prepares texts; without one that can be imported, a few words."""
+    module, name = getattr(prepare, "__module__", None), getattr(prepare, "__qualname__", "")
+    if module not in (None, "__main__") and getattr(sys.modules.get(module), name, None) is prepare:
+        return f"{module}.{name}"
+    return f"that of data.source={source}"
 
 
 def find(keys: DocumentDataKeys) -> Source:

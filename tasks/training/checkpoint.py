@@ -143,7 +143,9 @@ def _find_task(saved: SavedModel, path: str | Path, tasks: Collection[str]) -> t
     """The task of a saved model, and the configuration of its run. ValueError for another task than `tasks`."""
     run = saved.run.get("hyper_parameters") or {}
     config = run.get("config") or {}
-    check_loaded(config.get("plugins") or [], saved.label)
+    # Weights load without the plug-in that registered the source of documents; a command needs it.
+    registers = (saved.text or {}).get("source_plugin")
+    check_loaded(sorted({*(config.get("plugins") or []), *filter(None, [registers])}), saved.label)
     task = (config.get("task") or {}).get("name") or _task_of(saved)
     taken = " or ".join(f"task={name}" for name in tasks)
     if task is None and saved.config.get("kind") is None and "model_type" in saved.config:

@@ -176,6 +176,33 @@ def test_predictions_of_images_are_in_the_order_of_the_split(tmp_path):
         torch.testing.assert_close(found, module.eval()(normalize(images, data.info)), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["packed", "padded"])
+@pytest.mark.parametrize("test", ["test.jsonl", 0.4])
+def test_predictions_of_documents_are_in_the_order_of_the_split(tmp_path, packing, test):
+    write_jsonl(tmp_path / "rows.jsonl", make_rows())
+    rows = make_rows(30, seed=1)
+    write_jsonl(tmp_path / "test.jsonl", [*rows[:5], "no document", *rows[5:]])
+    data = open_documents(tmp_path, root=str(tmp_path), train="rows.jsonl", test=test, packing=packing, batch_size=600)
+    torch.manual_seed(0)
+    model = TextClassifier(num_classes=3, vocab_size=data.info.vocab_size, d_model=16, depth=1, mixer="deltanet")
+    module = DocumentTask(model, info=data.info, training=TRAINING)
+    given = trainer().predict(module, datamodule=data)
+    assert len(given) > 3
+    split = data.split("test")
+    with torch.no_grad():
+        alone = [model.eval()(torch.from_numpy(split.read(n).astype(np.int64))[None]) for n in range(split.documents)]
+    torch.testing.assert_close(torch.cat(given), torch.cat(alone).softmax(dim=1), atol=1e-5, rtol=1e-4)
+    if test == "test.jsonl":  # those of the file, without the line that cannot be read
+        texts = [data.info.make_tokenizer().decode(split.read(number).tolist()) for number in range(30)]
+        assert texts == [row["text"] for row in rows]
+    # The loaders that measure have another order, which their batches tell.
+    numbers = torch.cat([inputs.numbers[inputs.numbers >= 0] for inputs, _ in data.test_dataloader()])
+    measured = torch.cat(trainer().predict(module, data.test_dataloader()))
+    assert not torch.equal(numbers, numbers.sort().values)
+    torch.testing.assert_close(measured, torch.cat(given)[numbers], atol=1e-5, rtol=1e-4)
+
+
 class RawNet(nn.Module):
     """A model that normalises images of 8 bits itself."""
 

@@ -22,6 +22,7 @@ from longseq.backbones.document_pairs import PairClassifier
 from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.blocks.pooling import POOLINGS, Pooling
 from longseq.mixers import make_reading
+from longseq.tasks.document.libraries import conceal
 from longseq.tasks.document.truncation import truncate
 from longseq.tasks.text.tokenizer import tokenizer_from_dict, train_tokenizer
 from longseq.tools.export import FORMATS, export_document_classifier, onnx_file
@@ -306,3 +307,26 @@ def test_a_program_without_longseq_classifies_texts(
     assert [list(one) for one in found] == [["ant", "bee", "cat"]] * len(TEXTS)
     values = torch.tensor([list(one.values()) for one in found])
     torch.testing.assert_close(values, torch.stack(wanted).detach(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_file_tells_that_its_texts_are_prepared(exported: tuple[Any, dict[str, Path]], tmp_path: Path) -> None:
+    model, files = exported
+    data = {**DATA, "vocab_size": 257, "separator": 256}
+    for source in (None, "files"):
+        assert not {"source", "preparation"} & document_metadata(model, {**data, "source": source}, extra={}).keys()
+    facts = document_metadata(model, {**data, "source": "libraries"}, extra={})
+    assert (facts["source"], facts["preparation"]) == ("libraries", "longseq.tasks.document.libraries.conceal")
+    with pytest.raises(ValueError, match=r"data\.source=of_nobody, which nothing registers here: add plugins="):
+        document_metadata(model, {**data, "source": "of_nobody"}, extra={})
+    file = onnx.load(str(files["onnx"]))
+    path, plain = str(tmp_path / "model.onnx"), str(tmp_path / "plain.onnx")
+    for written, metadata in ((path, facts), (plain, document_metadata(model, data, extra={}))):
+        onnx.helper.set_model_props(file, encode(metadata))
+        onnx.save(file, written)
+    client, text = load_client(tmp_path), "import torch\nprint(torch.ones(3))\n"
+    with pytest.raises(
+        ValueError, match=r"must be prepared: give prepare=longseq\.tasks\.document\.libraries\.conceal"
+    ):
+        client.classify(path, [text])
+    assert client.classify(path, [text], prepare=conceal) == client.classify(plain, ["print(library.ones(3))\n"])

@@ -63,6 +63,13 @@ class ExportReport:
             highlight=False,
             soft_wrap=True,
         )
+        if "preparation" in self.metadata:
+            console.print(
+                f"warning: texts must be prepared as data.source={self.metadata['source']} does before they are given "
+                f"to the file: {self.metadata['preparation']}",
+                highlight=False,
+                soft_wrap=True,
+            )
         for path in self.beside:
             console.print(
                 f"its weights: {path}; keep it in the folder of {self.path.name}", highlight=False, soft_wrap=True

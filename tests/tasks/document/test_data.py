@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from longseq.kernels.packing import Packing
+from longseq.tasks.document import sources
 from longseq.tasks.document.batch import IGNORED
 from longseq.tasks.document.config import DocumentDataKeys
 from longseq.tasks.document.data import DocumentData
@@ -505,6 +506,30 @@ def test_a_registered_source_gives_tokens_that_stand_for_no_text(tmp_path: Path)
         open_data(tmp_path, **keys, tokenizer="bytes")
     with pytest.raises(ValueError, match="is there already"):
         register("numbers_of_a_test", replace(source, reads=()))
+
+
+@pytest.mark.slow
+def test_the_example_of_a_source_runs(tmp_path: Path) -> None:
+    assert sources.__doc__ is not None
+    code = "import numpy" + sources.__doc__.partition("import numpy")[2].partition("\n\nOf this one")[0]
+    try:
+        exec(code, {})
+        data = open_data(tmp_path, source="numbers", batch_size=64)
+    finally:
+        sources.SOURCES.pop("numbers", None)
+    assert data.info.class_names == ["even", "odd"]
+    assert sum(size or 0 for size in data.info.sizes.values()) == 1000
+    assert min(size or 0 for size in data.info.sizes.values()) > 150
+
+
+@pytest.mark.slow
+def test_mistakes_in_a_source_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the split 'train' of a source is a Reader, no function: give lambda: Reader"):
+        Opened({"train": Reader(lambda: iter(()), stamp=[1])})  # type: ignore[dict-item]
+    register("whole_of_a_test", Source(lambda keys: Opened({"train": lambda: Reader(lambda: iter(()), stamp=[1])})))
+    message = r"data\.source=whole_of_a_test has no documents for validation: .* reads=\('validation',\)"
+    with pytest.raises(ValueError, match=message):
+        open_data(tmp_path, source="whole_of_a_test", validation=None, test=None)
 
 
 def test_files_of_libraries_do_not_name_them() -> None:

@@ -119,6 +119,30 @@ def test_evaluation_reads_each_document_once_on_any_number_of_processes(packed: 
         assert sorted(read) == list(range(101))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [True, False])
+def test_predictions_read_the_documents_in_their_order_on_any_number_of_processes(packed: bool) -> None:
+    lengths = np.append(draw_lengths(300, 101), [1] * 500)  # more short ones than a packed row has places for
+    for ranks in (1, 2, 3):
+        samplers = [EveryDocument(lengths, 8192, packed=packed, rank=rank, world_size=ranks) for rank in range(ranks)]
+        for sampler in samplers:
+            sampler.keep_order()
+        found = [list(sampler) for sampler in samplers]
+        assert {len(one) for one in found} == {len(sampler) for sampler in samplers}
+        together = [batch for batches in zip(*found, strict=True) for batch in batches]
+        assert len(together) > 3
+        assert [number for batch in together for number in batch.documents] == list(range(601))
+        for batch in together:
+            if packed:
+                assert lengths[batch.documents].sum() <= 8192
+                assert len(batch.documents) + 8192 // lengths.max() <= batch.places
+            else:
+                assert batch.length is not None
+                assert batch.places * batch.length <= 8192
+                assert len(batch.documents) in (0, batch.places)
+                assert all(lengths[batch.documents] <= batch.length)
+
+
 def test_a_budget_below_the_longest_document_is_told() -> None:
     lengths = np.array([10, 500])
     with pytest.raises(ValueError, match=r"longest training document has 500 tokens, and a batch holds 400 .*=500 or"):

@@ -124,6 +124,59 @@ def test_two_processes_measure_as_one_and_the_linear_model_beside_them(folder, c
     assert metrics["test/confusion_matrix"] == found["test/confusion_matrix"]
 
 
+PLUGIN = """
+import json
+from longseq.tasks.document.sources import Opened, Reader, Sample, Source, register
+from longseq.tasks.text.documents import Place
+
+def shout(text):
+    return text.upper()
+
+def read(keys):
+    for number, line in enumerate(open(keys.root)):
+        row = json.loads(line)
+        yield Sample(shout(row["text"]), (row["label"],), Place(keys.root, row=number))
+
+def find(keys):
+    return Opened({"train": lambda: Reader(lambda: read(keys), stamp=[1])})
+
+register("shout", Source(find, reads=("root", "tokenizer", "separator", "validation", "test"), prepare=shout))
+"""
+
+
+@pytest.mark.slow
+def test_a_folder_of_a_source_of_a_plug_in_needs_the_plug_in(folder, command):
+    (folder / "my_documents.py").write_text(PLUGIN)
+    words = ("plugins=[my_documents]", "data.source=shout", "recipe.epochs=1", "callbacks.linear=null", "output=run")
+    trained = command(folder, "train", *WORDS, *words)
+    assert trained.returncode == 0, trained.stderr
+    card = (folder / "run" / "model" / "README.md").read_text()
+    assert "prepared as `data.source=shout` does" in card
+    assert "my_documents.shout" in card
+    reading = ("predict", "checkpoint=run/model", "input=rows.jsonl")
+    declared = command(folder, *reading, "plugins=[my_documents]")
+    assert declared.returncode == 0, declared.stderr
+    assert "texts are prepared as those of the training, data.source=shout" in declared.stdout
+    exporting = ("export", "checkpoint=run/model", "output=model.pt", "latency=false", "plugins=[my_documents]")
+    exported = command(folder, *exporting)
+    assert exported.returncode == 0, exported.stderr
+    told = "warning: texts must be prepared as data.source=shout does before they are given to the file"
+    assert f"{told}: my_documents.shout" in exported.stdout
+    refused = command(folder, *reading)
+    assert refused.returncode != 0
+    assert "checkpoint=run/model needs the plug-in my_documents, which nothing declares" in refused.stderr
+    # Folders of earlier versions state the source alone.
+    file = folder / "run" / "model" / "config.json"
+    config = json.loads(file.read_text())
+    del config["documents"]["source_plugin"], config["documents"]["preparation"]
+    file.write_text(json.dumps(config))
+    evaluating = ("evaluate", "checkpoint=run/model", "data.test=rows.jsonl", "trainer=cpu", "output=m.json")
+    for older in (reading, evaluating, ("export", "checkpoint=run/model", "output=other.pt", "latency=false")):
+        refused = command(folder, *older)
+        assert refused.returncode != 0, older
+        assert "data.source=shout, which nothing registers here: add plugins=[MODULE]" in refused.stderr
+
+
 def rows_of(rows, key):
     return [row[key] for row in rows]
 
