@@ -40,10 +40,16 @@ from longseq.kernels.delta_rule.triton_kept import (
 from longseq.kernels.delta_rule.triton_segments import (
     across,
     end_walk,
+    find_exponent,
+    find_exponents,
     find_segment,
+    follow_unit,
+    load_held,
     load_rows,
     load_strengths,
+    multiply_pieces,
     rescale_if_steep,
+    store_held,
     turn_to_tiles,
 )
 from longseq.kernels.triton_tiles import (
@@ -66,7 +72,6 @@ from longseq.kernels.triton_units import (
     LIMIT,
     as_tile,
     bound_product,
-    clamp_exponent,
     exponent_of,
     in_units,
     inverse_of,
@@ -180,7 +185,7 @@ def retreat(
                 piece = tl.trans(piece.to(tl.float32))
         if SEGMENTED and not SUMMARY:
             if number < last:
-                piece = load_block(d_offsets + ((segment + 1) * H + head) * K * V, column, e, V, K, BLOCK, STEP)
+                piece = load_held(d_offsets, (segment + 1) * H + head, column, e, K, V, BLOCK, STEP)
         d_state = d_state + (piece,)
     BY_ROW: tl.constexpr = SCALED and SUMMARY
     d_state, exponent = turn_to_tiles(d_state, 0, SCALED, BY_ROW)
@@ -231,14 +236,26 @@ def retreat(
             write_weight = (later_strength * two_to(-unpack_writes(packed)))[:, None]
             later_strength = load_strengths(beta, beta_token, following, start, end, REVERSE, CHUNK)
 
-        d_state, state_exponent = turn_to_tiles(d_state, exponent, SCALED, BY_ROW)
-        read_exponent, first_weight = 0, whole
+        du_exponent, state_exponent, earlier_exponent, read_exponent = 0, 0, 0, 0
+        first_weight, second_weight = whole, 1.0
         if SCALED:
+            own = find_exponent(d_state, exponent, BY_ROW)
+            of_state = bound_product(own, unpack_writes(packed), BITS)
+            of_output = bound_product(exponent_of(do_unit), unpack_among(packed), 6)
+            bound = tl.maximum(of_state, of_output) + 1
+            # The products of queries and outputs' gradients are brought to the state's unit by at most 2^LEAD.
             read_exponent = exponent_of(do_unit) + unpack_queries(packed)
-            read_exponent = tl.maximum(read_exponent, state_exponent - LEAD)
-            first_weight = across(whole * two_to(state_exponent - read_exponent), BY_ROW)
-        du = tl.zeros((BLOCK, CHUNK), tl.float32)
+            own = tl.maximum(own, read_exponent - LEAD)
+            growth = bound_product(unpack_erased(packed), unpack_writes(packed), BITS)
+            state_exponent, du_exponent, apart = find_exponents(
+                own, bound, unpack_erased(packed), growth, size, BY_ROW
+            )  # fmt: skip
+            d_state = multiply_pieces(d_state, across(two_to(exponent - state_exponent), BY_ROW))
+            if EARLY:
+                read_exponent = tl.maximum(read_exponent, state_exponent - LEAD)
+                first_weight = across(whole * two_to(state_exponent - read_exponent), BY_ROW)
         read = ()
+        du = tl.zeros((BLOCK, CHUNK), tl.float32)
         for e in tl.static_range(0, K, STEP):
             after = as_tile(d_state[e // STEP], SCALED)
             if not SUMMARY:
@@ -251,42 +268,47 @@ def retreat(
                 query = load_rows(query_rows, q_token * NEXT, live, query_weight, e, K, WEIGH, SCALED, CUT, CHUNK, STEP)
                 piece = d_state[e // STEP] * first_weight
                 read = read + (tl.dot(tl.trans(do), query, piece, input_precision=PRECISION),)
-        du_exponent, earlier_exponent, second_weight = 0, 0, 1.0
         if SCALED:
             from_state = state_exponent + unpack_writes(packed)
             sum_exponent = tl.maximum(exponent_of(do_unit) + unpack_among(packed), from_state - LEAD)
             du *= across(two_to(from_state - sum_exponent), BY_ROW)
         du = tl.dot(tl.trans(do), among, du, input_precision=PRECISION)
-        du_unit = 1.0
         if SCALED:
-            of_state = bound_product(state_exponent, unpack_writes(packed), BITS)
-            of_output = bound_product(exponent_of(do_unit), unpack_among(packed), 6)
-            du_exponent = clamp_exponent(tl.maximum(of_state, of_output) + 1)
             du *= across(two_to(sum_exponent - du_exponent), BY_ROW)
-            inverse, exponent_of_largest = rescale_if_steep(du, 1.0, size, BY_ROW)
-            du *= across(inverse, BY_ROW)
-            du_exponent += exponent_of_largest
-            du_unit = two_to(du_exponent)
-            # The state's numbers take both factors, which together are at most 2^LEAD.
-            earlier_exponent = tl.maximum(read_exponent, state_exponent) - LEAD
-            earlier_exponent = tl.maximum(du_exponent + unpack_erased(packed), earlier_exponent)
+            du, du_exponent = rescale_if_steep(du, du_exponent, size, BY_ROW)
+        left_exponent = state_exponent
+        if SCALED:
+            product = tl.maximum(du_exponent + unpack_erased(packed), tl.maximum(read_exponent - LEAD, -126))
+            if EARLY:
+                earlier_exponent = tl.where(apart, tl.maximum(product, state_exponent - LEAD), state_exponent)
+            else:
+                d_state, earlier_exponent = follow_unit(d_state, state_exponent, product, apart, BY_ROW)
+            second_weight = two_to(read_exponent - earlier_exponent)
             if RAW:
-                earlier_exponent = tl.maximum(earlier_exponent, -126)  # the product's factor is no greater than 2^126
-            second_weight = across(two_to(read_exponent - earlier_exponent), BY_ROW)
+                second_weight = scale * two_to(-earlier_exponent)  # at most 2^126
+            second_weight = across(second_weight, BY_ROW)
+        du_unit = two_to(du_exponent) if SCALED else 1.0
         du = as_tile(du, SCALED)
         pieces = ()
         for e in tl.static_range(0, K, STEP):
             erase = load_by_rows(erased + place * CHUNK * K, live, e, K, CUT, CHUNK, STEP)
             if EARLY:
                 piece = read[e // STEP] * second_weight
-            elif RAW:
-                query = load_tokens(query_rows, q_token * NEXT, live, e, K, CHUNK, STEP)
-                piece = tl.dot(tl.trans(raw_do), query) * across(scale * two_to(-earlier_exponent), BY_ROW)
-                piece += d_state[e // STEP] * across(whole * two_to(state_exponent - earlier_exponent), BY_ROW)
             else:
-                query = load_rows(query_rows, q_token * NEXT, live, query_weight, e, K, WEIGH, SCALED, CUT, CHUNK, STEP)
-                piece = d_state[e // STEP] * first_weight
-                piece = tl.dot(tl.trans(do), query, piece, input_precision=PRECISION) * second_weight
+                piece = d_state[e // STEP]
+                if GATED:
+                    piece *= whole
+                if RAW:
+                    query = load_tokens(query_rows, q_token * NEXT, live, e, K, CHUNK, STEP)
+                    piece += tl.dot(tl.trans(raw_do), query) * second_weight
+                else:
+                    query = load_rows(
+                        query_rows, q_token * NEXT, live, query_weight, e, K, WEIGH, SCALED, CUT, CHUNK, STEP
+                    )  # fmt: skip
+                    if SCALED:
+                        piece += tl.dot(tl.trans(do), query) * second_weight
+                    else:
+                        piece = tl.dot(tl.trans(do), query, piece, input_precision=PRECISION)
             piece = tl.dot(du, erase, piece, input_precision=PRECISION)
             pieces = pieces + (piece,)
         d_state = pieces
@@ -296,14 +318,14 @@ def retreat(
             state_units = left_units + D_OUTPUT + 2 * tiles
             store_column_units(left_units + D_OUTPUT, column, do_unit, TILE, V, BLOCK, SCALED)
             if SCALED:
-                store_column_units(state_units, column, two_to(state_exponent), TILE, V, BLOCK, SCALED)
+                store_column_units(state_units, column, two_to(left_exponent), TILE, V, BLOCK, SCALED)
             store_by_columns(d_written + place * CHUNK * V, live, column, du, V, CUT, BLOCK, CHUNK)
             store_column_units(left_units + D_OUTPUT + tiles, column, du_unit, TILE, V, BLOCK, SCALED)
     for e in tl.static_range(0, K, STEP):
         left = end_walk(d_state[e // STEP], across(exponent, BY_ROW), SCALED)
         if SUMMARY:
             if (number > 0) & (number <= last):
-                store_block(d_offsets + (segment * H + head) * K * V, column, e, left, V, K, BLOCK, STEP)
+                store_held(d_offsets, segment * H + head, column, e, left, K, V, BLOCK, STEP)
         elif number == 0:
             store_block(d_initial + (n * H + head) * K * V, e, column, tl.trans(left), K, V, STEP, BLOCK)
 

@@ -28,7 +28,7 @@ from longseq.kernels.delta_rule.triton_backward import (
 )
 from longseq.kernels.delta_rule.triton_forward import advance, prepare, read_out, read_through
 from longseq.kernels.delta_rule.triton_kept import TILE, count_gradient_units, count_units
-from longseq.kernels.delta_rule.triton_segments import BOTH, QUERIES, connect, summarize
+from longseq.kernels.delta_rule.triton_segments import BOTH, QUERIES, connect, count_held, summarize
 from longseq.kernels.devices import channels_adjacent, longseq_shared_memory
 from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.segments import find_span
@@ -590,8 +590,8 @@ def _allocate(
 
 
 def _allocate_offsets(plan: _Plan, k: Tensor, v: Tensor) -> Tensor:
-    """The offset of each segment of time."""
-    return v.new_empty((plan.walks, k.shape[2], v.shape[3], k.shape[3]), dtype=torch.float32)
+    """The offset of each segment of time, see `store_held`."""
+    return v.new_empty((plan.walks, k.shape[2], count_held(k.shape[3], v.shape[3])), dtype=torch.float32)
 
 
 def _score_dtype(plan: _Plan, *tensors: Tensor) -> tuple[torch.dtype, bool]:

@@ -45,6 +45,7 @@ from longseq.kernels.delta_rule.triton_segments import (
     across,
     end_walk,
     find_segment,
+    load_held,
     load_offered,
     load_strengths,
     turn_to_tiles,
@@ -140,6 +141,10 @@ def _tile_of_scores(scores, exponent, LOOK: tl.constexpr, SCALED: tl.constexpr):
 # add up to less than 2^8, and the other numbers are below 2^7. So their product is below LIMIT and is a tile.
 INVERSE_SHARE = tl.constexpr(2.0**-7)
 ROWS_SHARE = tl.constexpr(2.0**-8)
+
+
+# Bits that a tile of write keys leaves free, so that the walks' tiles of U have these more (see `find_exponents`).
+WRITES_ROOM = tl.constexpr(3)
 
 
 @triton.jit
@@ -247,7 +252,7 @@ def _prepare_place(
             queries_exponent += since_exponent
         strongest = tl.max(tl.abs(until * strength), 0)
         queries_exponent = clamp_exponent(queries_exponent)
-        writes_exponent = clamp_exponent(exponent_of(write_unit) + exponent_above(strongest))
+        writes_exponent = clamp_exponent(exponent_of(write_unit) + exponent_above(strongest) + WRITES_ROOM)
         queries_inverse = two_to(-queries_exponent)
         writes_inverse = two_to(-writes_exponent)
         if READS:
@@ -454,12 +459,12 @@ def advance(
             piece = tl.trans(piece.to(tl.float32))
         if SEGMENTED:
             if number > 0:
-                piece = load_block(offsets + ((segment - 1) * H + head) * K * V, column, e, V, K, BLOCK, STEP)
+                piece = load_held(offsets, (segment - 1) * H + head, column, e, K, V, BLOCK, STEP)
         state = state + (piece,)
     BY_ROW: tl.constexpr = SCALED and not SAVE  # as in `walk_through`
     state, exponent = turn_to_tiles(state, 0, SCALED, BY_ROW)
     first = (slot + begin) * H + head
-    offered, offered_unit, offered_exponent = load_offered(
+    offered, offered_exponents, offered_exponent = load_offered(
         written, units, first, tokens - begin * CHUNK, column, V, UNITS, False, SCALED, CUT, CHUNK, BLOCK
     )
     if SCALED:
@@ -477,7 +482,7 @@ def advance(
         # Loaded one iteration early, because the compiler prefetches only operands of products.
         next_chunk = tl.minimum(m + 1, stop - 1)
         following = (slot + next_chunk) * H + head
-        later, later_unit, later_exponent = load_offered(
+        later, later_exponents, later_exponent = load_offered(
             written, units, following, tokens - next_chunk * CHUNK, column, V, UNITS, False, SCALED, CUT, CHUNK, BLOCK
         )
         packed, size = 1.0, 1.0
@@ -498,10 +503,10 @@ def advance(
 
         # Not CUT, 32 bits of `live` in place of 64 here cost registers: with 128 columns the walk took 30 % more time.
         u, u_exponent, state, after_exponent, o, read_exponent = walk_through(
-            state, exponent, offered, offered_unit, offered_exponent, erased,
+            state, exponent, offered, offered_exponents, offered_exponent, erased,
             write_rows, write_token * NEXT, write_weight, query_rows, q_token * NEXT, query_weight,
             live if CUT else end - start - m * CHUNK, packed, size, states, of_chunk, place, column, whole,
-            K, V, READ, SAVE, WEIGH, SCALED, CUT, PRECISION, CHUNK, BLOCK, STEP,
+            K, V, GATED, READ, SAVE, WEIGH, SCALED, CUT, PRECISION, CHUNK, BLOCK, STEP,
         )  # fmt: skip
         if SCALED:
             exponent = after_exponent
@@ -522,7 +527,7 @@ def advance(
             store_tokens(chunk_output, H * V * NEXT, live, column, tl.trans(o), V, CHUNK, BLOCK)
         offered = later
         if SCALED:
-            offered_unit, offered_exponent = later_unit, later_exponent
+            offered_exponents, offered_exponent = later_exponents, later_exponent
     if number == last:
         for e in tl.static_range(0, K, STEP):
             left = tl.trans(end_walk(state[e // STEP], across(exponent, BY_ROW), SCALED))

@@ -60,6 +60,61 @@ QUERIES = tl.constexpr(1)
 BOTH = tl.constexpr(2)
 
 
+# States between segments are kept in the order in which the threads of `connect` hold them, with four warps, on GPUs of
+# capability 8 and 9: by groups of 16 rows, and in a group by these bits of a number's row and column, slowest first:
+#     columns from 32 on, columns 8 and 16, rows 1 to 4, columns 2 and 4, row 8, column 1.
+# Then neither loads nor stores exchange numbers between threads, for which all of them would wait: a step of `connect`
+# takes a quarter less time. On other GPUs the order is only another one. The walks read or write such a state once.
+ROWS_HELD = tl.constexpr(16)
+COLUMNS_HELD = tl.constexpr(32)
+
+
+@triton.jit
+def _find_held(states, place, row, column, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The addresses of ROWS rows from `row` and COLUMNS columns from `column` of a state, and which of them exist."""
+    WIDTH: tl.constexpr = ROWS_HELD * ((K + COLUMNS_HELD - 1) // COLUMNS_HELD * COLUMNS_HELD)
+    GROUPS: tl.constexpr = (V + ROWS_HELD - 1) // ROWS_HELD
+    group = row // ROWS_HELD + tl.arange(0, ROWS // ROWS_HELD)
+    i = column * ROWS_HELD + tl.arange(0, ROWS_HELD * COLUMNS)
+    at = states + (place * GROUPS + group[:, None]) * WIDTH + i[None, :]
+    return at, (group < GROUPS)[:, None] & (i < WIDTH)[None, :]
+
+
+@triton.jit
+def load_held(states, place, row, column, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """ROWS rows and COLUMNS columns of a state Sᵀ [V, K] between segments; zeros outside the state."""
+    at, exist = _find_held(states, place, row, column, K, V, ROWS, COLUMNS)
+    MIDDLE: tl.constexpr = COLUMNS // 8 if COLUMNS < COLUMNS_HELD else COLUMNS_HELD // 8
+    x = tl.load(at, mask=exist, other=0.0) if V % ROWS != 0 or K % COLUMNS != 0 else tl.load(at)
+    x = tl.reshape(x, (ROWS // ROWS_HELD, COLUMNS // 8 // MIDDLE, MIDDLE, 8, 4, 2, 2))
+    x = tl.reshape(tl.permute(x, (0, 5, 3, 1, 2, 4, 6)), (ROWS, COLUMNS))
+    if V % ROWS != 0 or K % COLUMNS != 0:
+        i, e = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+        x = tl.where((i < V)[:, None] & (e < K)[None, :], x, 0.0)
+    return x
+
+
+@triton.jit
+def store_held(
+    states, place, row, column, x, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Store what `load_held` loads."""
+    at, exist = _find_held(states, place, row, column, K, V, ROWS, COLUMNS)
+    MIDDLE: tl.constexpr = COLUMNS // 8 if COLUMNS < COLUMNS_HELD else COLUMNS_HELD // 8
+    x = tl.reshape(x, (ROWS // ROWS_HELD, 2, 8, COLUMNS // 8 // MIDDLE, MIDDLE, 4, 2))
+    x = tl.reshape(tl.permute(x, (0, 3, 4, 2, 5, 1, 6)), (ROWS // ROWS_HELD, ROWS_HELD * COLUMNS))
+    if V % ROWS != 0 or K % COLUMNS != 0:
+        tl.store(at, x, mask=exist)
+    else:
+        tl.store(at, x)
+
+
+def count_held(key_dim: int, value_dim: int) -> int:
+    """The numbers of a state [key_dim, value_dim] as `store_held` stores it."""
+    rows, columns = ROWS_HELD.value, COLUMNS_HELD.value
+    return -(-value_dim // rows) * rows * -(-key_dim // columns) * columns
+
+
 @triton.jit
 def find_segment(segment, T, cu_seqlens, sequences, span, PACKED: tl.constexpr, CHUNK: tl.constexpr):
     """A segment's sequence, its number in the sequence and that of the last segment, and its first and end chunk.
@@ -102,24 +157,35 @@ def _find_largest(x, BY_ROW: tl.constexpr):
 
 
 @triton.jit
-def turn_to_tiles(pieces, exponent, SCALED: tl.constexpr, BY_ROW: tl.constexpr = False):
-    """Pieces of a state in units of 2^exponent, converted to their own unit, and that unit's exponent.
+def find_exponent(pieces, exponent, BY_ROW: tl.constexpr):
+    """The exponent of the unit of a state in units of 2^exponent, or of the unit of each of its rows.
 
     BY_ROW: each row of the state has a unit. A row belongs to one warp, which finds its largest number alone, while all
     warps wait for each other to find that of a block. A state that other kernels read has one unit for all rows.
     """
+    largest = _find_largest(pieces[0], BY_ROW)
+    for i in tl.static_range(1, len(pieces)):
+        largest = tl.maximum(largest, _find_largest(pieces[i], BY_ROW))
+    return exponent + exponent_of(power_of_two(largest)[0])
+
+
+@triton.jit
+def multiply_pieces(pieces, factor):
+    """The pieces of a state times a number, or times those of its rows, a column."""
+    multiplied = ()
+    for i in tl.static_range(0, len(pieces)):
+        multiplied = multiplied + (pieces[i] * factor,)
+    return multiplied
+
+
+@triton.jit
+def turn_to_tiles(pieces, exponent, SCALED: tl.constexpr, BY_ROW: tl.constexpr = False):
+    """Pieces of a state in units of 2^exponent, converted to their own unit (see `find_exponent`), and its exponent."""
     if SCALED:
-        largest = _find_largest(pieces[0], BY_ROW)
-        for i in tl.static_range(1, len(pieces)):
-            largest = tl.maximum(largest, _find_largest(pieces[i], BY_ROW))
-        unit_exponent = tl.maximum(exponent + exponent_of(power_of_two(largest)[0]), -126)
-        inverse = across(two_to(exponent - unit_exponent), BY_ROW)
-        turned = ()
-        for i in tl.static_range(0, len(pieces)):
-            turned = turned + (pieces[i] * inverse,)
-    else:
-        turned, unit_exponent = pieces, exponent
-    return turned, unit_exponent
+        own = tl.maximum(find_exponent(pieces, exponent, BY_ROW), -126)
+        pieces = multiply_pieces(pieces, across(two_to(exponent - own), BY_ROW))
+        exponent = own
+    return pieces, exponent
 
 
 @triton.jit
@@ -140,21 +206,58 @@ def end_walk(piece, exponent, SCALED: tl.constexpr):
     return piece
 
 
-@triton.jit
-def rescale_if_steep(x, factor, size, BY_ROW: tl.constexpr = False):
-    """The factor that brings a matrix into a tile's range, and the exponent by which its unit grows.
+# Bits by which a tile of rows may be coarser than its bound allows where other kernels read it, and a state's tile.
+ROWS_SLACK = tl.constexpr(5)
+STATE_SLACK = tl.constexpr(8)
 
-    `factor` brings it into the unit of a bound. Where `size`, of the chunk's inverse, is above MILD, the unit is that
-    of its largest number: there tokens after a large one can be so much larger than those before it that these need a
-    tile's whole range. Elsewhere finding the largest number would delay the walk.
+
+@triton.jit
+def find_exponents(own, bound, factor, growth, size, BY_ROW: tl.constexpr):
+    """For a state and rows whose product with a tile is added to it in a chunk: the exponents of the units of both.
+
+    `own` is the exponent of the state's own unit, `bound` that of a bound of the rows, `factor` that of the tile. The
+    unit of the rows is that of the state divided by that of the tile: then the product is added without a factor, which
+    the whole state would have to be multiplied by. Where the rows are too large for it, the state's unit grows: the
+    state is small then beside what is added. Where they lose bits in it, these do not count beside the state.
+
+    In three cases both have their own units, the third result is true, and `follow_unit` has to follow: if `growth`,
+    the exponent of a bound of what a state becomes by a chunk, would cost the state's tile too many bits; if `size`, of
+    the chunk's inverse, is above MILD; and if not BY_ROW, where other kernels read the rows, if these lose bits.
     """
-    inverse, exponent = 1.0, 0
-    if BY_ROW:
-        inverse, exponent = tl.full((x.shape[0],), 1.0, tl.float32), tl.zeros((x.shape[0],), tl.int32)
+    exponent = clamp_exponent(tl.maximum(own, bound + factor))
+    rows = exponent - factor
+    apart = (size > MILD) | (growth > STATE_SLACK)
+    if not BY_ROW:
+        apart = apart | (rows - bound > ROWS_SLACK)
+    return tl.where(apart, clamp_exponent(own), exponent), tl.where(apart, clamp_exponent(bound), rows), apart
+
+
+@triton.jit
+def rescale_if_steep(x, exponent, size, BY_ROW: tl.constexpr):
+    """A matrix in units of 2^exponent in the unit that its tile needs, and that unit's exponent.
+
+    Where `size`, of the chunk's inverse, is above MILD, the unit is that of its largest number: there tokens after a
+    large one can be so much larger than those before it that these need a tile's whole range. Elsewhere finding the
+    largest number would delay the walk.
+    """
     if size > MILD:
-        unit, inverse = power_of_two(_find_largest(x, BY_ROW) * factor)
-        exponent = exponent_of(unit)
-    return factor * inverse, exponent
+        unit, inverse = power_of_two(_find_largest(x, BY_ROW))
+        x *= across(inverse, BY_ROW)
+        exponent += exponent_of(unit)
+    return x, exponent
+
+
+@triton.jit
+def follow_unit(state, exponent, product, apart, BY_ROW: tl.constexpr):
+    """A state in units of 2^exponent in that of the product that is added to it, and that unit's exponent.
+
+    `product` is the exponent of the product's unit, `apart` whether it may be another one (see `find_exponents`).
+    """
+    if apart:
+        product = tl.maximum(product, exponent - LEAD)
+        state = multiply_pieces(state, across(two_to(exponent - product), BY_ROW))
+        exponent = product
+    return state, exponent
 
 
 @triton.jit
@@ -184,65 +287,69 @@ def load_rows(
 
 @triton.jit
 def walk_through(
-    state, exponent, offered, offered_unit, offered_exponent, erased,
+    state, exponent, offered, offered_exponents, offered_exponent, erased,
     writes, write_token, write_weight, queries, q_token, query_weight, live, packed, size,
     states, units, place, column, whole,
-    K: tl.constexpr, V: tl.constexpr, READ: tl.constexpr, SAVE: tl.constexpr, WEIGH: tl.constexpr,
-    SCALED: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, READ: tl.constexpr, SAVE: tl.constexpr,
+    WEIGH: tl.constexpr, SCALED: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Of a chunk: Uᵀ as a tile and its exponent, the state after it, and if READ the state's part of the output.
 
     The states and that part are in units of 2 to an exponent, which is 0 if not SCALED. SAVE stores the state before
-    the chunk; without it each row of a state has an exponent (see `turn_to_tiles`). States are in pieces of STEP key
+    the chunk; without it each row of a state has an exponent (see `find_exponent`). States are in pieces of STEP key
     columns: beside a piece of 256 columns there are no registers for the same piece in half precision, as products take
     it. `units` is the chunk's row of units. `writes` and `queries` are the chunk's rows, as `load_rows` takes them.
     """
     BITS: tl.constexpr = 6 if K <= 64 else 7 if K <= 128 else 8  # K is at most 2^BITS
     BY_ROW: tl.constexpr = SCALED and not SAVE
-    state, state_exponent = turn_to_tiles(state, exponent, SCALED, BY_ROW)
-    # U's sum begins with X V, in the unit of the products with the state.
-    sum_exponent = 0
+    u_exponent, read_exponent, after_exponent = 0, 0, exponent
     if SCALED:
-        sum_exponent = tl.maximum(state_exponent + unpack_erased(packed), offered_exponent - LEAD)
-        offered_unit *= across(two_to(-sum_exponent), BY_ROW)
-    u = offered.to(tl.float32) * offered_unit
-    o = tl.zeros((BLOCK, CHUNK), tl.float32)
+        own = find_exponent(state, exponent, BY_ROW)
+        bound = tl.maximum(bound_product(own, unpack_erased(packed), BITS), offered_exponent) + 1
+        growth = bound_product(unpack_erased(packed), unpack_writes(packed), BITS)
+        after_exponent, u_exponent, apart = find_exponents(own, bound, unpack_writes(packed), growth, size, BY_ROW)
+        read_exponent = after_exponent + unpack_queries(packed)
+        state = multiply_pieces(state, across(two_to(exponent - after_exponent), BY_ROW))
+        # U's sum begins with X V, in the unit of the products with the state.
+        sum_exponent = tl.maximum(after_exponent + unpack_erased(packed), offered_exponent - LEAD)
+        u = offered.to(tl.float32) * across(two_to(offered_exponents - sum_exponent), BY_ROW or BLOCK > TILE)
+    else:
+        u = offered
     # A state of 256 columns is read in the first loop, where its tiles are in registers anyway. One of fewer columns is
     # read in the second, between the products with U: that was measured to be faster.
     READ_EARLY: tl.constexpr = READ and K > 128
+    o = tl.zeros((BLOCK, CHUNK), tl.float32)
+    befores = ()
     for e in tl.static_range(0, K, STEP):
         erase = load_by_rows(erased + place * CHUNK * K, live, e, K, CUT, CHUNK, STEP)
         before = as_tile(state[e // STEP], SCALED)
+        befores = befores + (before,)
         if SAVE:
             store_block(states + place * K * V, column, e, before, V, K, BLOCK, STEP)
         u = tl.dot(before, tl.trans(erase), u, input_precision=PRECISION)
         if READ_EARLY:
             query = load_rows(queries, q_token, live, query_weight, e, K, WEIGH > 0, SCALED, CUT, CHUNK, STEP)
             o = tl.dot(before, tl.trans(query), o, input_precision=PRECISION)
-    read_exponent, u_exponent, after_exponent, weight = 0, 0, 0, whole
     if SCALED:
         if SAVE:
             of_states = units + WRITTEN + (V + TILE - 1) // TILE
-            store_column_units(of_states, column, two_to(state_exponent), TILE, V, BLOCK, SCALED)
-        bound = bound_product(state_exponent, unpack_erased(packed), BITS)
-        u_exponent = clamp_exponent(tl.maximum(bound, offered_exponent) + 1)
-        factor, exponent_of_largest = rescale_if_steep(u, two_to(sum_exponent - u_exponent), size, BY_ROW)
-        u *= across(factor, BY_ROW)
-        u_exponent += exponent_of_largest
-        if READ:
-            read_exponent = state_exponent + unpack_queries(packed)
-        after_exponent = tl.maximum(u_exponent + unpack_writes(packed), state_exponent - LEAD)
-        weight = across(whole * two_to(state_exponent - after_exponent), BY_ROW)
+            store_column_units(of_states, column, two_to(after_exponent), TILE, V, BLOCK, SCALED)
+        u *= across(two_to(sum_exponent - u_exponent), BY_ROW)
+        u, u_exponent = rescale_if_steep(u, u_exponent, size, BY_ROW)
+        product = u_exponent + unpack_writes(packed)
+        state, after_exponent = follow_unit(state, after_exponent, product, apart, BY_ROW)
     u = as_tile(u, SCALED)
     after = ()
     for e in tl.static_range(0, K, STEP):
         write = load_rows(writes, write_token, live, write_weight, e, K, WEIGH == BOTH, SCALED, CUT, CHUNK, STEP)
-        after = after + (tl.dot(u, write, state[e // STEP] * weight, input_precision=PRECISION),)
+        piece = state[e // STEP]
+        if GATED:
+            piece *= whole
+        after = after + (tl.dot(u, write, piece, input_precision=PRECISION),)
         if READ and not READ_EARLY:
             query = load_rows(queries, q_token, live, query_weight, e, K, WEIGH > 0, SCALED, CUT, CHUNK, STEP)
-            before = as_tile(state[e // STEP], SCALED)
-            o = tl.dot(before, tl.trans(query), o, input_precision=PRECISION)
+            o = tl.dot(befores[e // STEP], tl.trans(query), o, input_precision=PRECISION)
     return u, u_exponent, after, after_exponent, o, read_exponent
 
 
@@ -252,21 +359,22 @@ def load_offered(
     V: tl.constexpr, UNITS: tl.constexpr, PAST: tl.constexpr, SCALED: tl.constexpr, CUT: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK value columns of (X V)ᵀ of a chunk, their units, and the exponent of the largest of those.
+    """BLOCK value columns of (X V)ᵀ of a chunk, the exponents of their units, and the largest of those.
 
     PAST: the block may lie past V, where all is zero.
     """
     tile = load_by_columns(written + place * CHUNK * V, live, column, V, CUT, BLOCK, CHUNK, PAST)
-    unit, exponent = 1.0, 0
+    exponents, exponent = 0, 0
     if SCALED:
         of_chunk = units + place * UNITS + WRITTEN
         unit = 0.0
         for e in tl.static_range(0, BLOCK, TILE):
             unit = tl.maximum(unit, tl.load(of_chunk + (column + e) // TILE, mask=column + e < V, other=0.0))
         exponent = exponent_of(unit)
+        exponents = exponent
         if BLOCK > TILE:
-            unit = load_column_units(of_chunk, column, 1, TILE, V, BLOCK, SCALED)[:, None]
-    return tile, unit, exponent
+            exponents = exponent_of(load_column_units(of_chunk, column, 1, TILE, V, BLOCK, SCALED))
+    return tile, exponents, exponent
 
 
 @triton.jit(do_not_specialize=[*SIZES_AND_STRIDES, "sequences", "span"])
@@ -303,7 +411,7 @@ def summarize(
         state = state + (piece,)
     state, exponent = turn_to_tiles(state, 0, SCALED, SCALED)
     place = (slot + first) * H + head  # a transition has no input
-    offered, offered_unit, offered_exponent = load_offered(
+    offered, offered_exponents, offered_exponent = load_offered(
         written, units, place, tokens - first * CHUNK, column, V, UNITS, True, SCALED, CUT, CHUNK, BLOCK
     )
     if SCALED:
@@ -316,7 +424,7 @@ def summarize(
             whole = tl.load(decays + place)
         next_chunk = tl.minimum(m + 1, end - 1)
         following = (slot + next_chunk) * H + head
-        later, later_unit, later_exponent = load_offered(
+        later, later_exponents, later_exponent = load_offered(
             written, units, following, tokens - next_chunk * CHUNK, column, V, UNITS, True, SCALED, CUT, CHUNK, BLOCK
         )
         packed, size = 1.0, 1.0
@@ -326,23 +434,23 @@ def summarize(
             later_size = tl.load(units + following * UNITS + SIZE)
         rows = writes + place * CHUNK * K
         walked = walk_through(
-            state, exponent, offered, offered_unit, offered_exponent, erased, rows, 0, 1.0, rows, 0, 1.0,
+            state, exponent, offered, offered_exponents, offered_exponent, erased, rows, 0, 1.0, rows, 0, 1.0,
             tokens - m * CHUNK, packed, size, offsets, units, place, column, whole,
-            K, V, False, False, 0, SCALED, CUT, PRECISION, CHUNK, BLOCK, STEP,
+            K, V, GATED, False, False, 0, SCALED, CUT, PRECISION, CHUNK, BLOCK, STEP,
         )  # fmt: skip
         state = walked[2]
         if SCALED:
             exponent = walked[3]
         offered = later
         if SCALED:
-            offered_unit, offered_exponent = later_unit, later_exponent
+            offered_exponents, offered_exponent = later_exponents, later_exponent
     place = segment * H + head
     if needed:
         row = column - of_offset * BLOCK
         if block < of_offset:
             for e in tl.static_range(0, K, STEP):
                 left = end_walk(state[e // STEP], across(exponent, SCALED), SCALED)
-                store_block(offsets + place * K * V, column, e, left, V, K, BLOCK, STEP)
+                store_held(offsets, place, column, e, left, K, V, BLOCK, STEP)
         else:
             shared = state
             if SCALED:
@@ -362,7 +470,7 @@ def _load_border(
     """Offset and units of the rows of the transition of segment j, or of the last that has both, in reading order."""
     j = tl.maximum(tl.minimum(j, segments - 2), 0)
     place = (first - j if BACK else first + j) * H + head
-    offset = load_block(offsets + place * K * V, column, 0, V, K, BLOCK, BLOCK_K)
+    offset = load_held(offsets, place, column, 0, K, V, BLOCK, BLOCK_K)
     TILES: tl.constexpr = (K + TILE - 1) // TILE
     row_units = ()
     for i in tl.static_range(0, TILES if SCALED else 0):
@@ -401,8 +509,8 @@ def connect(
         first = start // (span * CHUNK) + n
     if BACK:
         first += tl.maximum(segments - 1, 0)
-    before = offsets + (first * H + head) * K * V
-    state = load_block(before, column, 0, V, K, BLOCK, BLOCK_K)
+    before = first * H + head
+    state = load_held(offsets, before, column, 0, K, V, BLOCK, BLOCK_K)
     # Loaded one iteration early, because the compiler prefetches only operands of products.
     later, later_units = _load_border(
         offsets, transition_units, first, 1, segments, head, column, H, K, V, BACK, SCALED, BLOCK_K, BLOCK
@@ -424,8 +532,8 @@ def connect(
             unit = own_unit[:, None] * row_unit if BACK else own_unit[:, None]
         product = tl.dot(as_tile(factor, SCALED), transition, input_precision=PRECISION)
         # The state before is stored here, while the product is computed: after the product it would delay the next.
-        store_block(before, column, 0, state, V, K, BLOCK, BLOCK_K)
+        store_held(offsets, before, column, 0, state, K, V, BLOCK, BLOCK_K)
         state = offset + (product * unit if SCALED else product)
-        before = offsets + place * K * V
+        before = place
     if segments > 2:
-        store_block(before, column, 0, state, V, K, BLOCK, BLOCK_K)
+        store_held(offsets, before, column, 0, state, K, V, BLOCK, BLOCK_K)
