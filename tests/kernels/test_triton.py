@@ -381,6 +381,19 @@ def test_delta_rule_keeps_tokens_beside_a_large_one(interpreted, form, names):
         assert ours <= 3 * max(plain, CUT_OFF), name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["trained", "read"])
+def test_delta_rule_keeps_tokens_beside_a_large_key_that_is_orthogonal_to_theirs(interpreted, form):
+    # The chunk's inverse is mild, as no key meets another, and yet what it adds to the state is 10^12 times the state.
+    inputs = make_inputs("delta_rule", "plain", batch=1, tokens=64, dtype=torch.float32, sizes={"H": 1, "K": 64})
+    keys = torch.eye(64)[None, :, None].clone()
+    keys[:, 40] *= 1e6
+    inputs = inputs.replace({"k": keys, "beta": torch.ones(1, 64, 1)}).map(torch.Tensor.bfloat16)
+    exact, plain = (x.run(backend="torch")[0][:, :40] for x in (inputs.map(torch.Tensor.double), inputs))
+    ours = delta_results(inputs, form)["output"][:, :40]
+    assert error(ours, exact) <= 3 * max(error(plain, exact), CUT_OFF)
+
+
 # Operations that read a chunk of tokens at once, and the input of which one token is large.
 LARGE_TOKENS = [
     ("linear_attention", "plain", "v"),
