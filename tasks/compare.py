@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -213,8 +213,13 @@ def plan(own: CompareKeys, given: Sequence[str]) -> list[Trial]:
         overrides += [f"{key}={spell_value(value)}" for key, value in setting.items()]
         overrides += [] if rate is None else [f"recipe.learning_rate={rate}"]
         overrides = _leave_out_replaced(overrides)
-        digest = hashlib.sha256(json.dumps(overrides).encode()).hexdigest()[:10]
-        place = output / RUNS / f"{re.sub('[^A-Za-z0-9_]+', '_', name.split()[0])}_{seed}_{digest}"
+        begin = f"{re.sub('[^A-Za-z0-9_]+', '_', name.split()[0])}_{seed}"
+        place, earlier = (
+            output / RUNS / f"{begin}_{hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:10]}"
+            for listed in (_in_one_order(overrides), overrides)
+        )
+        if earlier.exists() and not place.exists():
+            place = earlier  # of a version whose names kept the order of the words
         if _makes_samples(overrides):
             overrides.append(f"data.cache={spell_value(str(output / SAMPLES))}")
         trials.append(Trial(name, setting, rate, seed, place, overrides))
@@ -257,6 +262,23 @@ def _composes(overrides: tuple[str, ...]) -> bool:
     except HydraException:
         return False
     return True
+
+
+def _in_one_order(overrides: Sequence[str]) -> list[str]:
+    """The overrides in an order that does not depend on theirs, where each is of a place of its own.
+
+    Words that add or delete keys, and dictionaries, stay in their order: so do the keys of the configuration.
+    """
+    for pair in combinations(overrides, 2):
+        short, long = sorted(pair, key=lambda word: len(_key(word)))
+        is_group = "." not in _key(short) and _sets_a_value(short)  # its file is read before keys are set
+        if _key(long) == _key(short) or (_key(long).startswith(f"{_key(short)}.") and not is_group):
+            return list(overrides)
+    return [word for word in overrides if not _sets_a_value(word)] + sorted(filter(_sets_a_value, overrides))
+
+
+def _sets_a_value(override: str) -> bool:
+    return override[0] not in "+~" and not _after_equals(override).startswith("{")
 
 
 def _needs(later: str, earlier: str) -> bool:

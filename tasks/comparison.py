@@ -92,7 +92,9 @@ def columns(results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any], str]]
         if not entry["metrics"] and entry["setting"] in measured:
             continue  # a row without finished runs knows no slices; the others name them
         slices = [key for key in entry["metrics"] if key != report]
-        whole = [report] if len(slices) != 1 and (report in entry["metrics"] or not slices) else []
+        whole = [report] if report in entry["metrics"] or not slices else []
+        if whole and len(slices) == 1:
+            slices = []  # the only one has the whole test
         for metric in [*whole, *slices]:
             parts = [f"{key.rsplit('.', 1)[-1]}={value}" for key, value in entry["setting"].items()]
             parts += [metric.removeprefix(f"{report}_")] if metric != report or not parts else []

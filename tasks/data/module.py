@@ -77,10 +77,11 @@ class TaskData(LightningDataModule, ABC):
         """
 
     def predict_dataloader(self) -> Any:
-        """For Lightning's `Trainer.predict`: the test samples, in the order in which they are measured.
+        """For Lightning's `Trainer.predict`: the test samples, in the order of their split.
 
-        They are in the order of their split where the sampler of the loader has a method `keep_order`, as that of
-        documents: nothing else tells which sample a prediction is of.
+        That takes a sampler of the loader with a method `keep_order`, as ours have, because nothing else tells which
+        sample a prediction is of. Streams of text have none: each continues its own batch before. Without the method,
+        the samples are in the order in which they are measured.
         """
         loader = self.test_dataloader()
         keep_order = getattr(getattr(loader, "own_sampler", None), "keep_order", None)

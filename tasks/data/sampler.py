@@ -179,16 +179,19 @@ class EvaluationSampler(Sampler[list[int]]):
 
     There is no padding: batches differ in size by at most one, and some ranks have empty batches if there are fewer
     samples than ranks. A batch takes its samples at a constant stride over the whole set, so that sets sorted by class
-    give mixed batches. With `in_order` it takes neighbours, and the batches one after the other are the whole set.
+    give mixed batches. After `keep_order` it takes neighbours, and the batches one after the other are the whole set:
+    rank r of n has every n-th batch, from batch r on.
     """
 
-    def __init__(
-        self, num_samples: int, batch_size: int, *, rank: int = 0, world_size: int = 1, in_order: bool = False
-    ) -> None:
+    def __init__(self, num_samples: int, batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
         if batch_size < 1:
             raise ValueError(f"the evaluation batch size {batch_size} must be at least 1")
         self.num_samples, self.batch_size, self.rank, self.world_size = num_samples, batch_size, rank, world_size
-        self.in_order = in_order
+        self._in_order = False
+
+    def keep_order(self) -> None:
+        """Read the samples in their order, for predictions, which nothing else pairs with samples."""
+        self._in_order = True
 
     def __len__(self) -> int:
         return math.ceil(self.num_samples / (self.batch_size * self.world_size))
@@ -199,6 +202,6 @@ class EvaluationSampler(Sampler[list[int]]):
     def batch(self, number: int) -> list[int]:
         """The positions of the samples of a batch."""
         first, batches = self.rank + self.world_size * number, self.world_size * len(self)
-        if self.in_order:
+        if self._in_order:
             return list(range(first * self.num_samples // batches, (first + 1) * self.num_samples // batches))
         return list(range(first, self.num_samples, batches))

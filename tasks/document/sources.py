@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from longseq.plugins import is_foreign
 from longseq.tasks.data.folders import class_name, is_unicode, refuse_inside, refuse_pipe
 from longseq.tasks.data.labels import Labels, name_some, read_labels
 from longseq.tasks.data.stamps import stamp
@@ -145,9 +146,14 @@ def find(keys: DocumentDataKeys) -> Source:
     for name in _SOME:
         value = getattr(keys, name)
         if value not in (None, {}) and name not in source.reads:
-            raise ValueError(
-                f"data.{name}={spell(value)} is not read by data.source={keys.source}: set data.{name}=null"
-            )
+            remedy = f"set data.{name}=null"
+            if name in ("validation", "test") and is_foreign(source.open):
+                # Only when it is opened does a source of one's own tell its splits.
+                remedy += (
+                    f" if its Opened has a function for {name!r}; else register it with reads=({name!r},), and the key "
+                    "is a share of its training documents"
+                )
+            raise ValueError(f"data.{name}={spell(value)} is not read by data.source={keys.source}: {remedy}")
     return source
 
 

@@ -6,7 +6,9 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from longseq.tasks.training.options import Off
 
 _CROPS = ("random_resized", "padded", "center")
 _PADDING_MODES = ("constant", "reflect", "edge", "symmetric")  # torchvision's
@@ -29,9 +31,9 @@ class Augmentation:
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     padding: int = 4
     padding_mode: str = "constant"
-    hflip: float = 0.0
-    vflip: float = 0.0
-    color_jitter: float = 0.0
+    hflip: Annotated[float, Off()] = 0.0
+    vflip: Annotated[float, Off()] = 0.0
+    color_jitter: Annotated[float, Off()] = 0.0
     auto_augment: str | None = None
     erasing: Mapping[str, Any] = field(default_factory=dict)
 

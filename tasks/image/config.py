@@ -14,7 +14,7 @@ from longseq.tasks.image.recipe import choose_recipe, starts_trained
 from longseq.tasks.training.automatic import Choice
 from longseq.tasks.training.command import refuse_inert
 from longseq.tasks.training.keys import ClassifierGroup, TaskKeys
-from longseq.tasks.training.options import Length, Range, read, read_beside, refuse_unknown, spell
+from longseq.tasks.training.options import Length, Off, Range, read, read_beside, refuse_unknown, spell
 
 Size = Annotated[int, Range(1)] | tuple[Annotated[int, Range(1)], Annotated[int, Range(1)]]
 Share = Annotated[float, Range(0, below=1)]
@@ -174,8 +174,8 @@ class ImageLossKeys:
 class MixingKeys:
     """The keys of `recipe.augment.mixing`; see `longseq.tasks.image.mixing.BatchMixing`."""
 
-    mixup: Annotated[float, Range(0)] = 0.0
-    cutmix: Annotated[float, Range(0)] = 0.0
+    mixup: Annotated[float, Range(0), Off()] = 0.0
+    cutmix: Annotated[float, Range(0), Off()] = 0.0
     prob: Annotated[float, Range(0, 1)] = 1.0
     switch_prob: Annotated[float, Range(0, 1)] = 0.5
     mode: Literal["batch", "pair", "elem"] = "batch"

@@ -527,7 +527,7 @@ class ImageDataModule(TaskData):
         They are in the order of `splits.test`, those of a stream in its own. An image that cannot be read has no
         prediction: it is logged and listed in `unreadable`, or stops the run with `on_error=raise`.
         """
-        return self._evaluation_loader("test", in_order=True)
+        return super().predict_dataloader()
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> tuple[Tensor, Tensor]:
         """Normalise on the device: the host then transfers a quarter of the bytes."""
@@ -558,14 +558,13 @@ class ImageDataModule(TaskData):
         options |= {"names": self.split_names, "class_map": keys.class_map, "order": self._order}
         return timm_splits(keys.source, self.root, **options)
 
-    def _evaluation_loader(self, kind: str, *, in_order: bool = False) -> BatchLoader:
+    def _evaluation_loader(self, kind: str) -> BatchLoader:
         transform = evaluation_transform(self.info)
         if self._splits is None:
             return self._stream_loader(kind, transform, training=False)
         split: Split = getattr(self._splits, kind)
         rank, world_size, _ = find_place(self.trainer)
-        place: dict[str, Any] = {"rank": rank, "world_size": world_size, "in_order": in_order}
-        sampler = EvaluationSampler(len(split), self.eval_batch_size, **place)
+        sampler = EvaluationSampler(len(split), self.eval_batch_size, rank=rank, world_size=world_size)
         options = self._loader_options()
         batches: EvaluationBatches
         if (device := self._decoding_device(split)) is None:

@@ -7,7 +7,7 @@ import os
 import re
 import tarfile
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from decimal import Decimal
 from pathlib import Path, PurePosixPath
@@ -175,7 +175,7 @@ class ClassFolders:
             if above is None:
                 self._check(set(folders))
             else:
-                self._tell_above(above)
+                _tell_above(root, os.path.basename(next(iter(above))), above.values())
             names = sort_classes(named.values(), order)
             class_to_idx = {name: index for index, name in enumerate(names)}
         self.class_to_idx = dict(class_to_idx)
@@ -220,14 +220,6 @@ class ClassFolders:
                 f", and so are those of {len(pooled) - 1} more" if len(pooled) > 1 else "",
             )
 
-    def _tell_above(self, named: Mapping[str, str]) -> None:
-        _log.warning(
-            "%s: all images lie in folders called %s, so the folders above these are the classes: %s",
-            self.root,
-            os.path.basename(next(iter(named))),
-            name_some(sort_classes(named.values())),
-        )
-
 
 def _classes_above(root: str, folders: Iterable[str], known: Container[str]) -> dict[str, str] | None:
     """The classes of images in root/.../CLASS/images by their folders, as Tiny ImageNet has them; None of others.
@@ -245,12 +237,21 @@ def _classes_above(root: str, folders: Iterable[str], known: Container[str]) -> 
     return None if is_told else named
 
 
+def _tell_above(root: str, inner: str, names: Iterable[str]) -> None:
+    _log.warning(
+        "%s: all images lie in folders called %s, so the folders above these are the classes: %s",
+        root,
+        inner,
+        name_some(sort_classes(names)),
+    )
+
+
 class TarImages(ReaderImageInTar):
     """timm's reader of a .tar of class folders, or of a folder of .tar files, with all endings and no hidden files.
 
     Classes are in the order of `sort_classes`, images in that of `natural_order`, those of one path in that of the
     archives' names: timm takes them as the disk lists the archives. Of a file that an archive holds twice the last one
-    counts, as for tar.
+    counts, as for tar. The class of CLASS/images is the folder above, as in `ClassFolders`.
 
     `passed_over` lists the other files and all links, except those of tar files inside tar files, and those of archives
     above 10 GiB, and what is `beside` the archives of a folder. RuntimeError if there are no images, ValueError if they
@@ -276,6 +277,12 @@ class TarImages(ReaderImageInTar):
         tell_cut_off([str(archive) for archive in find_archives(root)])
         kept = self._kept()
         names = [_class_in_archives(*self.samples[index]) for index in kept]
+        class_of: Callable[..., str] = _class_in_archives
+        if above := _classes_above_in_archives(self.samples[kept], names, class_map or ()):
+            class_of = above
+            names = [class_of(*self.samples[index]) for index in kept]
+            if class_map is None:
+                _tell_above(root, PurePosixPath(self.samples[kept[0]][0].path).parent.name, names)
         if class_map is None:
             class_map = {name: index for index, name in enumerate(sort_classes(names, order))}
         self.class_name_to_idx = dict(class_map)
@@ -287,7 +294,7 @@ class TarImages(ReaderImageInTar):
         inside = {_folder_in_archives(*sample) for sample in some}
         refuse_pooled(root, inside, packed=True)
         refuse_masks(root, inside, packed=True)
-        self.passed_over = self._others()
+        self.passed_over = self._others(class_of)
         self._opened_by: int | None = None
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
@@ -308,7 +315,7 @@ class TarImages(ReaderImageInTar):
         last = {place: index for index, place in enumerate(places) if not _is_below_hidden(place[0])}
         return [index for _, index in sorted(last.items(), key=lambda one: (natural_order(one[0][0]), one[0][1:]))]
 
-    def _others(self) -> list[PassedOver]:
+    def _others(self, class_of: Callable[..., str]) -> list[PassedOver]:
         archives = find_archives(self.root)
         others = list(self._beside)
         if sum(archive.stat().st_size for archive in archives) > _LARGE_TAR:
@@ -322,23 +329,25 @@ class TarImages(ReaderImageInTar):
                     linked = member.issym() or member.islnk()
                     if not (linked or member.isfile()) or name.lower().endswith(".tar"):
                         continue
-                    if reason := self._why_not(member, outer, linked=linked, repeated=member.path in seen):
+                    reason = _why_not_read(member, linked=linked)
+                    if reason is None and class_of(member, outer, None) not in self.class_name_to_idx:
+                        reason = "of no class"
+                    if reason is None and member.path in seen:
+                        reason = "replaced by a later file of its name"
+                    if reason is not None:
                         others.append(PassedOver(str(archive / PurePosixPath(member.path)), reason))
                     seen.add(member.path)
         return others
 
-    def _why_not(self, member: tarfile.TarInfo, archive: str | None, *, linked: bool, repeated: bool) -> str | None:
-        """Why a file in an archive is no image that counts; None if it is one."""
-        name = PurePosixPath(member.path).name
-        if _is_below_hidden(member.path):
-            return "hidden"
-        if linked:
-            return "link in an archive"
-        if not is_image(name):
-            return _why_no_image(name)
-        if _class_in_archives(member, archive, None) not in self.class_name_to_idx:
-            return "of no class"
-        return "replaced by a later file of its name" if repeated else None
+
+def _why_not_read(member: tarfile.TarInfo, *, linked: bool) -> str | None:
+    """Why a file in an archive is not read, whatever its class; None if it is an image."""
+    name = PurePosixPath(member.path).name
+    if _is_below_hidden(member.path):
+        return "hidden"
+    if linked:
+        return "link in an archive"
+    return None if is_image(name) else _why_no_image(name)
 
 
 def _class_in_archives(image: tarfile.TarInfo, archive: str | None, inner: tarfile.TarInfo | None) -> str:
@@ -346,6 +355,24 @@ def _class_in_archives(image: tarfile.TarInfo, archive: str | None, inner: tarfi
     name = os.path.basename(os.path.normpath(os.path.dirname(image.path)))
     above = inner.path if inner is not None else archive or ""
     return class_name(os.path.splitext(os.path.basename(above))[0] if name == "." else name)
+
+
+def _classes_above_in_archives(
+    samples: Sequence[tuple[tarfile.TarInfo, str | None, tarfile.TarInfo | None]],
+    names: Sequence[str],
+    known: Container[str],
+) -> Callable[..., str] | None:
+    """What tells the class of an image where `_classes_above` finds it in archives; `names` are the innermost folders.
+
+    Archives are folders, as cat.tar of images/ is one of a class; those of classes side by side in each are parts.
+    """
+    if len(set(names)) != 1 or not is_of_images(names[0]):  # the paths of a million images take seconds
+        return None
+    for folder_of in (_folder_in_archives, lambda image, *_: _folder_in_archives(image, None, None)):
+        named = _classes_above("", {folder_of(*sample) for sample in samples}, known)
+        if named is not None:
+            return lambda *sample, named=named, folder_of=folder_of: named.get(folder_of(*sample), "")
+    return None
 
 
 def _folder_in_archives(image: tarfile.TarInfo, archive: str | None, inner: tarfile.TarInfo | None) -> str:

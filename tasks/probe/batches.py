@@ -105,6 +105,11 @@ class SliceSampler(Sampler[BatchIndices]):
         self.world_size = world_size
         self.samplers = [EvaluationSampler(size, batch_size, rank=rank, world_size=world_size) for size in sizes]
 
+    def keep_order(self) -> None:
+        """Read the samples of each slice in their order, one slice after the other, for predictions."""
+        for sampler in self.samplers:
+            sampler.keep_order()
+
     def __len__(self) -> int:
         return sum(map(len, self.samplers))
 

@@ -143,23 +143,40 @@ class StreamSampler(UpdateSampler[list[WindowIndex]]):
 
 
 class EveryWindow(Sampler[list[WindowIndex]]):
-    """Yields batches for evaluation: every window of every corpus once over all ranks, as many batches on each rank."""
+    """Yields batches for evaluation: every window of every corpus once over all ranks, as many batches on each rank.
+
+    After `keep_order` the windows are in their order, and only the last batches have fewer: rank r of n has every n-th
+    batch, from batch r on.
+    """
 
     def __init__(self, counts: Sequence[int], batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
         self.ends = np.cumsum(counts)
         self.counts, self.world_size = counts, world_size
+        self.batch_size, self.rank = batch_size, rank
         self.positions = EvaluationSampler(int(self.ends[-1]), batch_size, rank=rank, world_size=world_size)
+        self._in_order = False
+
+    def keep_order(self) -> None:
+        """Read the windows in their order, for predictions, which nothing else pairs with windows."""
+        self._in_order = True
 
     def __len__(self) -> int:
         return len(self.positions)
 
     def __iter__(self) -> Iterator[list[WindowIndex]]:
-        for positions in self.positions:
+        for positions in self._neighbours() if self._in_order else self.positions:
             corpora = np.searchsorted(self.ends, positions, side="right").tolist()
             yield [
                 WindowIndex(corpus, position - int(self.ends[corpus]) + self.counts[corpus])
                 for corpus, position in zip(corpora, positions, strict=True)
             ]
+
+    def _neighbours(self) -> Iterator[list[int]]:
+        """Full batches of neighbours: windows that are missing in a batch would have predictions between the others."""
+        count = int(self.ends[-1])
+        for number in range(len(self)):
+            first = (self.rank + self.world_size * number) * self.batch_size
+            yield list(range(first, min(first + self.batch_size, count)))
 
 
 class EveryStream(Sampler[list[WindowIndex | None]]):

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -45,6 +45,8 @@ STEP = 90
 DECAY = 0.2
 # Options with which timm's schedules go on after a run as it is given here, and their values without one.
 _LENGTHENING = {"cycle_limit": 1, "cycle_mul": 1.0, "cycle_decay": 0.1, "cooldown_epochs": 0}
+# Names in the states of torch's schedules that compute a rate from the one before, alike for all groups.
+_RECURSIVE = {"T_max", "gamma", "power", "start_factor", "factor"}
 
 Self = TypeVar("Self", bound="TrainedModule")
 Result = TypeVar("Result")
@@ -97,6 +99,7 @@ class TrainedModule(LightningModule):
         self._saved_update = 0
         self._mean: UpdateMean | None = None  # for batches that differ in their number of targets
         self._was_empty = False  # the latest epoch
+        self._told_short = False
 
     @property
     def learning_rate(self) -> float | None:
@@ -309,6 +312,7 @@ class TrainedModule(LightningModule):
             # So are timm's others, of which earlier versions saved some that were never stepped.
             kept = [{} if _is_of_constant_rate(state) or state.get("t_in_epochs") else state for state in saved]
             checkpoint["lr_schedulers"] = kept
+            _mend_rates(checkpoint)
             self._check_ends()
 
     def on_fit_start(self) -> None:
@@ -324,6 +328,40 @@ class TrainedModule(LightningModule):
                 f"the training loader gives no more batches after update {self.global_step}{end}: give data that can "
                 "be read again in each epoch, or fewer updates"
             )
+        self._tell_short_epoch()
+
+    def _tell_short_epoch(self) -> None:
+        """Warn, once in a fit, of a limit of batches that a loader without a length does not reach."""
+        loop: Any = self.trainer.fit_loop
+        ready, limit = loop.epoch_loop.batch_progress.current.ready, loop.max_batches
+        stopped = self.trainer.should_stop or not loop._data_fetcher.done  # before the loader ended
+        if self._told_short or stopped or not 0 < ready < limit or limit != self.trainer.limit_train_batches:  # type: ignore[attr-defined]
+            return
+        self._told_short = True
+        _log.warning(
+            "the training loader gave %d batches, and limit_train_batches=%d are an epoch: the run may end before its "
+            "last update, and no validation follows such an epoch; give limit_train_batches=%d",
+            ready,
+            limit,
+            ready,
+        )
+
+    def on_train_end(self) -> None:
+        begun = max(1, self.trainer.current_epoch)
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            # A share of max_epochs may be an epoch that a run of so many updates does not reach.
+            if (
+                isinstance(callback, StochasticWeightAveraging)
+                and callback.n_averaged is None
+                and callback.swa_start >= begun
+            ):
+                _log.warning(
+                    "StochasticWeightAveraging has averaged no weights: it begins with epoch %d, and the run has ended "
+                    "with epoch %d; give swa_epoch_start=%d or less",
+                    callback.swa_start + 1,
+                    begun,
+                    begun,
+                )
 
     def _check_ends(self) -> None:
         """Called when the checkpoint is loaded and when the fit starts: schedules are built before one of them."""
@@ -446,7 +484,7 @@ class TrainedModule(LightningModule):
         widen_weights(self, trainer.precision)
         if stage == TrainerFn.FITTING and self.recipe is not None and self.has_gradients:
             _refuse_other_accumulation(trainer.callbacks)  # type: ignore[attr-defined]
-        self._known_epoch, self._was_empty = None, False  # of an earlier Trainer
+        self._known_epoch, self._was_empty, self._told_short = None, False, False  # of an earlier Trainer
         if stage == TrainerFn.FITTING:
             self.last_update = None  # of an earlier fit
         if self.info is None:
@@ -655,7 +693,7 @@ class TrainedModule(LightningModule):
         # Some compute a rate from the one before, others from the first one or from a highest one of their own: each
         # finds the rates that it has set itself.
         for group in scheduler.optimizer.param_groups:
-            group["lr"] /= group.get("lr_scale", 1.0) or 1.0
+            group["lr"] /= _scale_of(group) or 1.0
         scheduler.step()
         _scale_by_layer(scheduler)
 
@@ -703,7 +741,36 @@ def _refuse_spans_in_epochs(recipe: Training) -> None:
 def _scale_by_layer(scheduler: LRScheduler) -> None:
     """Multiply the rates that a scheduler of torch has set by those of the layers (`layer_decay`)."""
     for group in scheduler.optimizer.param_groups:
-        group["lr"] *= group.get("lr_scale", 1.0)
+        group["lr"] *= _scale_of(group)
+
+
+def _mend_rates(checkpoint: Mapping[str, Any]) -> None:
+    """Correct rates by layer in a checkpoint of an earlier version, which scaled them anew at each update.
+
+    They fell to zero with schedules of torch that compute a rate from the one before. The rate that the schedule has
+    set is the same for all layers, and right for those of scale 1.
+    """
+    mended = False
+    for schedule, optimizer in zip(checkpoint["lr_schedulers"], checkpoint.get("optimizer_states") or [], strict=False):
+        # Those with functions or highest rates of their own for each group may differ between groups.
+        if not _RECURSIVE & schedule.keys() or {"lr_lambdas", "max_lrs"} & schedule.keys():
+            continue
+        bases, rates = schedule.get("base_lrs", []), schedule.get("_last_lr", [])  # timm's have others
+        listed = list(zip(bases, rates, optimizer.get("param_groups", []), strict=False))
+        right = {base: rate for base, rate, group in listed if _scale_of(group) == 1}
+        for index, (base, rate, group) in enumerate(listed):
+            wanted = right.get(base, rate)
+            if _scale_of(group) and not math.isclose(rate, wanted, rel_tol=1e-6, abs_tol=1e-9 * base):
+                group["lr"], rates[index], mended = wanted * _scale_of(group), wanted, True
+    if mended:
+        _log.warning(
+            "the checkpoint is of a version that let the rates of lower layers (layer_decay) fall to zero: they are "
+            "corrected from here on"
+        )
+
+
+def _scale_of(group: Mapping[str, Any]) -> float:
+    return group.get("lr_scale", 1.0)
 
 
 def _is_of_constant_rate(state: Mapping[str, Any]) -> bool:

@@ -91,6 +91,11 @@ class Required:
     remedy: str
 
 
+@dataclass(frozen=True)
+class Off:
+    """A number of which 0 turns off what it is of; the message for null, which is no number, says so."""
+
+
 class _Unfit(Exception):
     """A value that does not fit its type; `near` is a similar value that does."""
 
@@ -309,7 +314,8 @@ def _convert_annotated(hint: Any, value: Any, place: str) -> Any:
     except _Unfit as error:
         if error.place != place:  # a value inside of it; its message says more
             raise
-        raise _Unfit(place, value, describe_type(hint), error.near) from None
+        remedy = "; 0 turns it off" if value is None and any(isinstance(one, Off) for one in narrowings) else ""
+        raise _Unfit(place, value, describe_type(hint) + remedy, error.near) from None
     for one in narrowings:
         numbers = [found] if isinstance(found, int | float) else found if isinstance(found, list | tuple) else []
         if isinstance(one, Range) and not all(one.holds(number) for number in numbers):

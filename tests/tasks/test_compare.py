@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from dataclasses import fields
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +291,40 @@ def test_the_name_of_a_run_leaves_out_what_is_replaced(tmp_path):
     assert [word for word in swept if "epochs" in word] == ["recipe.epochs=5"]
 
 
+@pytest.mark.slow
+def test_the_name_of_a_run_does_not_depend_on_the_order_of_its_words(tmp_path):
+    alike = (
+        ("recipe.epochs=2", "model.d_model=16"),
+        ("recipe.epochs=2", "data=copy", "model.d_model=16", "init=weights.ckpt"),
+        ("data.options.tokens=32", "data.options.vocab_size=64", "data=copy"),
+        ("+trainer.profiler=simple", "recipe.epochs=2", "model.d_model=16"),
+    )
+    different = (
+        ("data.options={vocab_size: 64}", "data.options.vocab_size=32"),
+        ("data={draw_seed: 3}", "data.draw_seed=4"),
+        ("+callbacks.one._target_=a.A", "+callbacks.two._target_=b.B"),  # the order of callbacks
+    )
+    with initialize_config_module("longseq.conf", version_base="1.3"):
+        for words in alike:
+            trials = [plan_of(tmp_path, *order) for order in permutations(words)]
+            assert len({trial.folder for trial in trials}) == 1, words
+            assert len({tuple(trial.overrides) for trial in trials}) > 1, "they are given as the words are"
+        for words in different:
+            assert plan_of(tmp_path, *words).folder != plan_of(tmp_path, *reversed(words)).folder, words
+        changed = plan_of(tmp_path, "recipe.epochs=16", "model.d_model=2")
+        assert changed.folder != plan_of(tmp_path, *alike[0]).folder
+        # A run of an earlier version, whose name kept the order, is found by the same words.
+        given = plan_of(tmp_path, *alike[0])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compare, "_in_one_order", list)
+            earlier = plan_of(tmp_path, *alike[0]).folder
+        assert earlier != given.folder
+        earlier.mkdir(parents=True)
+        assert plan_of(tmp_path, *alike[0]).folder == earlier
+        given.folder.mkdir()
+        assert plan_of(tmp_path, *alike[0]).folder == given.folder
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -422,6 +457,17 @@ def test_slices_are_columns(tmp_path):
     assert "Over fewer seeds or learning rates, as runs failed: a depth=1 (1 run(s))." in table
     comparison.plot(results, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_the_column_of_an_only_slice_is_that_of_the_whole_test():
+    rows = [row("a", depth, 0.1, 0, test__accuracy=0.5, test__accuracy_up_to_512=0.5) for depth in (1, 2)]
+    rows[1]["metrics"]["test/accuracy_longer"] = 0.25
+    results = {"summary": comparison.summarize(rows, "test/accuracy", "val/accuracy"), "report": "test/accuracy"}
+    heading = ["model", "depth=1", "depth=2", "depth=2, up_to_512", "depth=2, longer"]
+    assert comparison.table(results) == [heading, ["a", *["0.500"] * 3, "0.250"]]
+    alone = {"summary": [{**results["summary"][0], "setting": {}}], "report": "test/accuracy"}
+    assert comparison.table(alone)[0] == ["model", "test/accuracy"]
 
 
 def test_a_missing_matplotlib_is_named(monkeypatch):

@@ -65,9 +65,10 @@ def open_texts(folder: Path) -> tuple[Any, Any]:
     return DocumentTask(model, info=data.info, training=TRAINING), data
 
 
-def open_corpus(folder: Path) -> tuple[Any, Any]:
+def open_corpus(folder: Path, **more: Any) -> tuple[Any, Any]:
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": row["text"]}) + "\n" for row in make_rows()))
     keys = {"source": "files", "root": str(folder / "text.jsonl"), "cache": str(folder / "cache"), "window": 16}
+    keys |= more
     data = LanguageModelData(TextDataKeys(name="made", validation=0.2, test=0.2, **keys), batch_size=8)
     data.setup()
     model = TokenBackbone(vocab_size=data.info.vocab_size, d_model=16, depth=1, mixer="deltanet")
@@ -133,7 +134,7 @@ def test_predictions_of_a_probe_are_its_answers(tmp_path):
     module, data = open_probe(tmp_path)
     (measured,) = trainer().test(module, datamodule=data, verbose=False)
     given = torch.cat(trainer().predict(module, datamodule=data))
-    answers = torch.cat([targets.answers for _, targets in data.test_dataloader()])
+    answers = torch.cat([one.answers for one in data.slices("test")])
     counted = answers != IGNORED
     assert torch.equal(given != IGNORED, counted)
     assert ((given == answers) & counted).sum() / counted.sum() == pytest.approx(measured["test/accuracy"])
@@ -174,6 +175,40 @@ def test_predictions_of_images_are_in_the_order_of_the_split(tmp_path):
     images = torch.stack([torch.from_numpy(split.source.images[index])[None] for index in split.indices])
     with torch.no_grad():
         torch.testing.assert_close(found, module.eval()(normalize(images, data.info)), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_predictions_of_a_probe_are_in_the_order_of_its_slices(tmp_path):
+    options = {"vocab_size": 32, "tokens": 16, "pairs": 2}
+    counts = {"train": [{"samples": 64}], "validation": [{"samples": 32}]}
+    slices = [{"samples": 21, "name": "short"}, {"samples": 13, "name": "long", "tokens": 24}]
+    keys = ProbeDataKeys(name="mqar", generator="mqar", options=options, **counts, test=slices, eval_batch_size=4)
+    data = ProbeDataModule(keys, batch_size=16)
+    data.setup()
+    torch.manual_seed(0)
+    model = TokenBackbone(vocab_size=32, d_model=16, depth=1, mixer="deltanet")
+    module = ProbeTask(model, slices=data.info.slices, training=TRAINING)
+    given = torch.cat(trainer().predict(module, datamodule=data))
+    with torch.no_grad():
+        answers = [module.eval()(one.tokens.long(), one.places.long()).argmax(dim=-1) for one in data.slices("test")]
+    assert torch.equal(given, torch.cat(answers))
+    assert len(given.unique(dim=0)) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reset_state", [True, False])
+def test_predictions_of_texts_are_in_the_order_of_the_split(tmp_path, reset_state):
+    module, data = open_corpus(tmp_path, reset_state=reset_state)
+    (alone,) = [store.splits["test"] for store in data._stores]
+    targets = np.roll(alone.tokens.astype(np.int64), -1)
+    read = [(inputs.tokens.flatten(), targets.flatten()) for inputs, targets in data.predict_dataloader()]
+    asked = torch.cat([targets for _, targets in read])
+    assert len(read) > 3
+    assert torch.equal(asked[: len(targets)], torch.from_numpy(targets))
+    assert (asked[len(targets) :] == IGNORED).all()
+    given = torch.cat([found.flatten() for found in trainer().predict(module, datamodule=data)])
+    assert (given[: len(targets)] < 0).all()
+    assert not given[len(targets) :].any()
 
 
 @pytest.mark.slow

@@ -63,6 +63,17 @@ def test_processes_evaluate_each_sample_once_and_as_many_batches():
     assert [(len(tensor), tensor.dtype) for tensor in empty] == [(0, torch.int64)] * 2
 
 
+@pytest.mark.slow
+def test_predictions_are_of_the_test_samples_in_their_order():
+    for processes in (1, 3):
+        parts = [squares(rank, processes, sizes=[4, 1, 17]).predict_dataloader() for rank in range(processes)]
+        batches = [numbers for together in zip(*parts, strict=True) for numbers, _ in together]
+        assert len(batches) > 4
+        assert torch.cat(batches).tolist() == list(range(17))
+    measured = torch.cat([numbers for numbers, _ in squares(sizes=[4, 1, 17]).test_dataloader()])
+    assert measured.tolist() != list(range(17)), "measured batches are mixed"
+
+
 def test_a_split_without_samples_is_refused():
     with pytest.raises(ValueError, match=r"data\.name=squares has no sample in its split val"):
         squares(sizes=[4, 0, 1])

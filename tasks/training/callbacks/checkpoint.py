@@ -128,10 +128,12 @@ class LastCheckpoint(Checkpoint):
         self._resumes_validation = False  # whether the run continues a checkpoint of such a moment
         self._is_due_on_disk = False  # whether the file is of such a moment, and is written anew after the validation
         self.has_ended = False  # whether it was told of the error that ended the run, and has saved what it can
+        self._has_described = False  # whether it has told where the run is saved
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._saved_at = time.monotonic()
         self._saved_step = trainer.global_step
+        self._has_described = False  # of an earlier fit
         saved = pl_module.state_dict().keys()
         self._buffers = [buffer for name, buffer in pl_module.named_buffers() if name in saved]
         self._kept = [buffer.clone() for buffer in self._buffers]
@@ -209,10 +211,14 @@ class LastCheckpoint(Checkpoint):
             signal.raise_signal(signal.SIGCHLD)
 
     def describe_end(self, remedy: str = "the same command with resume=true continues there") -> str | None:
-        """Where an interrupted run is saved, and what to do; None if it is not."""
+        """Where an interrupted run is saved, and what to do; None if it is not, or if that was told before.
+
+        The error that ends a run asks, and so does the watch over its processes where the end takes long after it.
+        """
         begun = self._saved_step >= 0  # not while a checkpoint is read that does not fit
-        if not begun or not self.path.exists():
+        if self._has_described or not begun or not self.path.exists():
             return None
+        self._has_described = True
         return f"stopped; saved as of update {self._saved_step}: {self.path}; {remedy}"
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -530,6 +530,10 @@ def test_mistakes_in_a_source_are_told(tmp_path: Path) -> None:
     message = r"data\.source=whole_of_a_test has no documents for validation: .* reads=\('validation',\)"
     with pytest.raises(ValueError, match=message):
         open_data(tmp_path, source="whole_of_a_test", validation=None, test=None)
+    # The first message does not ask for null alone, with which the next one would ask for the share.
+    message = r"set data\.validation=null if its Opened has a function for 'validation'; else .*reads=\('validation',\)"
+    with pytest.raises(ValueError, match=message):
+        open_data(tmp_path, source="whole_of_a_test", validation=0.1, test=None)
 
 
 def test_files_of_libraries_do_not_name_them() -> None:

@@ -89,6 +89,53 @@ def test_archives_and_folders_of_other_images_are_refused(given, split, packed, 
     assert open_folder(root, class_map=given).info.class_names == ["cat", "dog"]
 
 
+def classes_of(module: ImageDataModule) -> dict[str, set[str]]:
+    """The names of the classes, and the shades of the images of each."""
+    source = module.splits.train.source
+    found: dict[str, set[Any]] = {}
+    for image, target in map(source.read, range(len(source))):
+        found.setdefault(module.info.class_names[target], set()).add(np.asarray(image).flat[0].item())
+    return found
+
+
+LINE = "all images lie in folders called images, so the folders above these are the classes: cat, dog"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("above", ["", "photos"])
+@pytest.mark.parametrize("packed_as", ["one.tar", "parts", "classes", "archives.tar"])
+def test_the_class_in_an_archive_is_the_folder_above_images(above, packed_as, tmp_path, caplog):
+    root = write_classes(tmp_path / "made" / above, "cat/images", "dog/images", first=100)
+    for name in ("cat", "dog"):
+        write_tar(tmp_path / "classes" / f"{name}.tar", root / name)
+    write_tar(tmp_path / "one.tar", tmp_path / "made")
+    write_tar(tmp_path / "archives.tar", tmp_path / "classes")
+    for number, kept in enumerate(("01", "23")):
+        half = tmp_path / "halves" / str(number)
+        shutil.copytree(tmp_path / "made", half, ignore=shutil.ignore_patterns(f"[!{kept}].png"))
+        write_tar(tmp_path / "parts" / f"s{number}.tar", half)
+    archive = tmp_path / packed_as
+    module = open_folder(archive)
+    assert classes_of(module) == {"cat": {100, 101, 102, 103}, "dog": {110, 111, 112, 113}}
+    assert f"{archive}: {LINE}" in caplog.messages
+    assert not any("passed over" in line for line in caplog.messages)
+    assert open_folder(archive, class_map={"dog": 0, "cat": 1}).info.class_names == ["dog", "cat"]
+
+
+@pytest.mark.slow
+def test_archives_of_splits_have_their_classes_above_images(tmp_path):
+    for split in ("train", "val"):
+        root = write_classes(tmp_path / split, "cat/images", "dog/images")
+        write_tar(tmp_path / "data" / f"{split}.tar", root)
+    module = open_folder(tmp_path / "data")
+    assert module.info.class_names == ["cat", "dog"]
+    assert module.info.sizes == {"train": 8, "val": 8, "test": 8}
+    for inner in ("fold1/images", "fold2/images"):
+        write_classes(tmp_path / "folds", inner)
+    with pytest.raises(ValueError, match="of one class alone, images"):
+        open_folder(write_tar(tmp_path / "folds.tar", tmp_path / "folds"))
+
+
 @pytest.mark.slow
 def test_folders_that_macos_packs_are_no_classes(packed, tmp_path, caplog):
     root = tmp_path / "archives"

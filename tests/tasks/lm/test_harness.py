@@ -139,6 +139,22 @@ def test_a_continuation_without_a_token_of_its_own_is_refused(trained):
             adapter.loglikelihood([request("open the", " box"), request(*pair)])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "told"), [("float16", "float16 holds no number above 65504: give dtype=bfloat16"), ("float32", "hold NaN")]
+)
+def test_log_probabilities_that_are_no_numbers_are_refused(trained, dtype, told):
+    adapter = Adapter(make_workers(trained, dtype=dtype))
+    for parameter in adapter.workers.first.model.parameters():
+        parameter.data.fill_(float("nan"))
+    for ask in (
+        lambda: adapter.loglikelihood([request("one", " text")]),
+        lambda: adapter.loglikelihood_rolling([request("one text")]),
+    ):
+        with pytest.raises(ValueError, match=rf"1 of 1 log-probabilities are not finite: .*{told}"):
+            ask()
+
+
 def test_continuations_are_greedy_and_end_at_a_stop_string(trained):
     adapter = Adapter(make_workers(trained, 2))
     model = adapter.workers.first.model

@@ -82,6 +82,19 @@ def test_each_token_is_predicted_once_from_its_own_document(kind: str, length: i
     assert len(shapes) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_predictions_read_the_windows_in_their_order_on_any_number_of_processes(ranks: int) -> None:
+    samplers = [EveryWindow([5, 20, 1], 4, rank=rank, world_size=ranks) for rank in range(ranks)]
+    for sampler in samplers:
+        sampler.keep_order()
+    together = [batch for batches in zip(*map(list, samplers), strict=True) for batch in batches]
+    windows = [(corpus, number) for corpus, count in enumerate([5, 20, 1]) for number in range(count)]
+    assert [(one.corpus, one.window) for batch in together for one in batch] == windows
+    assert [len(batch) for batch in together[:7]] == [4, 4, 4, 4, 4, 4, 2], "no places are empty before the end"
+    assert len(together) == 9 if ranks == 3 else 7 + ranks % 2
+
+
 def test_documents_are_packed_by_best_fit() -> None:
     windows = Documents(make_corpus([6, 5, 4, 3, 2, 20]), 8)
     # 20 is cut into 8, 8 and 4; 6 + 2, 5 + 3 and 4 + 4 fill windows.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -397,6 +398,18 @@ def test_an_interrupted_save_leaves_the_checkpoint_before(tmp_path, monkeypatch)
     with pytest.raises(OSError, match="disk full"):
         files.save_checkpoint({"global_step": 2}, path)
     assert torch.load(path, weights_only=True) == {"global_step": 1}
+
+
+@pytest.mark.slow
+def test_where_a_run_is_saved_is_told_once(tmp_path, capsys):
+    """The watch over the processes asks again where the end takes long after the error of a lost one."""
+    callback = LastCheckpoint(str(tmp_path))
+    callback.path.touch()
+    callback._saved_step = 3
+    trainer = SimpleNamespace(world_size=2, global_step=4, is_global_zero=True)
+    callback.on_exception(trainer, None, RuntimeError("Connection closed by peer"))
+    assert capsys.readouterr().err.count("stopped; saved as of update 3: ") == 1
+    assert callback.describe_end() is None
 
 
 @pytest.mark.slow

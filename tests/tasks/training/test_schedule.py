@@ -358,6 +358,42 @@ def test_rates_by_layer_hold_at_every_update_with_schedules_of_torch(name, tmp_p
     assert [rates[0] / SCALES[0] for rates in kept.rates] == pytest.approx(wanted[2 * EPOCH :], rel=1e-9)
 
 
+def step_as_before(module, scheduler, metric):
+    """As an earlier version stepped schedules of torch."""
+    scheduler.step()
+    for group in scheduler.optimizer.param_groups:
+        group["lr"] *= group.get("lr_scale", 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SCHEDULES, "lambdas"])
+def test_rates_by_layer_of_an_earlier_checkpoint_are_corrected(name, tmp_path, monkeypatch, caplog):
+    by_group = partial(lr_scheduler.LambdaLR, lr_lambda=[lambda step: 1 / (1 + step), lambda step: 0.5])
+    schedule, loader = SCHEDULES.get(name, by_group), torch.utils.data.DataLoader(torch.zeros(EPOCH, 1))
+
+    def fit(epochs, ckpt_path=None):
+        module, kept = layered(schedule)
+        trainer = Trainer(max_epochs=epochs, accelerator="cpu", callbacks=[kept], **SILENT)
+        trainer.fit(module, loader, ckpt_path=ckpt_path, weights_only=False)
+        return trainer, kept.rates
+
+    wanted = fit(EPOCHS)[1][2 * EPOCH :]
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainedModule, "lr_scheduler_step", step_as_before)
+        patch.setattr("longseq.tasks.training.module._scale_by_layer", lambda scheduler: None)
+        fit(2)[0].save_checkpoint(tmp_path / "earlier.ckpt")
+    caplog.clear()
+    found = fit(EPOCHS, tmp_path / "earlier.ckpt")[1]
+    fell = name in ("cosine", "exponential", "steps", "polynomial")
+    if name not in ("multiplied", "sequence", "chain"):  # whose states do not tell
+        assert found == [pytest.approx(rates, rel=1e-6) for rates in wanted]
+    assert sum("the rates of lower layers (layer_decay) fall to zero" in line for line in caplog.messages) == fell
+    caplog.clear()
+    fit(2)[0].save_checkpoint(tmp_path / "now.ckpt")
+    assert fit(EPOCHS, tmp_path / "now.ckpt")[1] == [pytest.approx(rates, rel=1e-6) for rates in wanted]
+    assert not [line for line in caplog.messages if "layer_decay" in line]
+
+
 @pytest.mark.slow
 def test_a_layer_of_rate_zero_stays_as_it_is():
     module, kept = layered(SCHEDULES["cosine"], optimizer=partial(by_layer, scales=(0.0, 1.0)))
@@ -491,6 +527,35 @@ def test_a_schedule_in_epochs_of_an_earlier_checkpoint_is_stepped_by_update(tmp_
     torch.save(saved, tmp_path / "earlier.ckpt")
     _, kept = train(counted(), ckpt_path=tmp_path / "earlier.ckpt")
     assert [rates[0] for rates in kept.rates] == pytest.approx(cosine_over(12)[6:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("limit", "told"), [(2 * EPOCH, True), (EPOCH, False), (3, False)])
+@pytest.mark.parametrize("length", [None, RunLength(updates=4 * EPOCH)])
+def test_a_limit_above_the_batches_of_a_loader_without_a_length_is_told(length, limit, told, caplog):
+    training = Training(learning_rate=1.0, optimizer=plain_sgd, length=length)
+    trainer, kept = train(training, data=Stream(), limit_train_batches=limit)
+    found = [line for line in caplog.messages if "limit_train_batches" in line]
+    assert len(found) == told
+    assert all(line.startswith("the training loader gave 5 batches, and limit_train_batches=10") for line in found)
+    assert all(line.endswith("give limit_train_batches=5") for line in found)
+    assert bool(kept.validated[1:]) is not told  # the first one is of before the training
+    if length is not None:
+        assert (trainer.global_step < 4 * EPOCH) is told
+
+
+@pytest.mark.slow
+def test_an_averaging_of_weights_that_never_begins_is_told(caplog):
+    training = Training(learning_rate=1.0, optimizer=plain_sgd)
+    for share, told in ((0.5, True), (0.02, False)):
+        averaging = StochasticWeightAveraging(swa_lrs=0.5, swa_epoch_start=share, annealing_epochs=3)
+        trainer, _ = train(training, averaging, data=Stream(), max_epochs=100, max_steps=12)
+        assert trainer.global_step == 12
+        found = [line for line in caplog.messages if "StochasticWeightAveraging has averaged no weights" in line]
+        assert len(found) == told
+        assert all("begins with epoch 50, and the run has ended with epoch 3; give " in line for line in found)
+        assert all(line.endswith("swa_epoch_start=3 or less") for line in found)
+        caplog.clear()
 
 
 @pytest.mark.slow

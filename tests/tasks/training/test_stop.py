@@ -116,7 +116,9 @@ def test_sigterm_saves_says_one_line_and_leaves_with_143(whole_group, options, t
 def test_the_others_end_within_seconds_when_the_first_process_is_killed(
     tmp_path, tiny_overrides, leave_nothing, command_here
 ):
-    process = launch(tmp_path, *tiny_overrides, *LONG, "trainer=ddp_sim", "data.num_workers=1")
+    # A run of hours: the others end because of the death, also where a busy machine lets them take a minute.
+    endless = (*LONG, "recipe.epochs=200000", "trainer=ddp_sim", "data.num_workers=1")
+    process = launch(tmp_path, *tiny_overrides, *endless)
     leave_nothing.append(process)
     run = wait_for_checkpoint(tmp_path, process).parents[1]
     second = command_here(tmp_path, "train", *tiny_overrides, f"hydra.run.dir={run}")
@@ -125,7 +127,7 @@ def test_the_others_end_within_seconds_when_the_first_process_is_killed(
     assert second.stderr.count("\n") == 1
     assert len(family(process)) >= 4
     process.send_signal(signal.SIGKILL)
-    assert ended_within(10, process), family(process)
+    assert ended_within(60, process), family(process)
     assert (run / "run.lock").exists()
     assert not is_locked(run)
 
