@@ -165,6 +165,8 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     started = time.monotonic()
     rows: dict[int, dict[str, Any]] = {}
     for index, row in _run_all(trials, jobs, places):
+        if own.report and not any(one["status"] == "finished" for one in rows.values()):
+            _check_report(own.report, [row])  # before earlier results are replaced, and before the other runs
         rows[index] = row
         results["rows"] = [rows[number] for number in sorted(rows)]
         results["seconds"] = round(time.monotonic() - started, 1)
@@ -503,6 +505,16 @@ def _line(trial: Trial, row: Mapping[str, Any], report: str) -> str:
     return f"{trial.describe()}: {value}, {metrics['seconds']:.0f} s"
 
 
+def _check_report(report: str, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether any row has metrics; ValueError if those that have them lack the metric that is reported."""
+    found = [row["metrics"] for row in rows if row["status"] == "finished"]
+    measured = {key for metrics in found for key, value in metrics.items() if comparison.is_number(value)}
+    if measured and report not in measured:
+        known = ", ".join(sorted(key for key in measured if key.startswith("test/")))
+        raise ValueError(f"report={report} was not measured: choose one of {known}")
+    return bool(measured)
+
+
 def _conclude(results: Mapping[str, Any], plotted: bool, folder: Path) -> None:
     """Write the table and the plot, and print where; ValueError if a run failed."""
     report, written = results["report"], [RESULTS_FILE]
@@ -510,10 +522,7 @@ def _conclude(results: Mapping[str, Any], plotted: bool, folder: Path) -> None:
     rates, metric = {row["learning_rate"] for row in finished}, results["selected_by"]
     if len(rates) > 1 and comparison.find_direction([row["metrics"] for row in finished], metric) is None:
         raise ValueError(f"{metric} does not say which values are better: give one of learning_rates={sorted(rates)}")
-    if measured := {key for row in finished for key, value in row["metrics"].items() if comparison.is_number(value)}:
-        if report not in measured:
-            known = ", ".join(sorted(key for key in measured if key.startswith("test/")))
-            raise ValueError(f"report={report} was not measured: choose one of {known}")
+    if _check_report(report, finished):
         write_text(folder / TABLE_FILE, comparison.markdown(results))
         written.append(TABLE_FILE)
         print_rows(comparison.table(results))

@@ -109,20 +109,23 @@ def table(results: Mapping[str, Any]) -> list[list[str]]:
     shown = columns(results)
     rows = [["model", *(heading for heading, _, _ in shown)]]
     for name in dict.fromkeys(entry["name"] for entry in results["summary"]):
-        rows.append([name, *(_cell(_value(results, name, setting, metric)) for _, setting, metric in shown)])
+        rows.append([name, *(_cell(results, name, setting, metric) for _, setting, metric in shown)])
     return rows
 
 
-def _value(results: Mapping[str, Any], name: str, setting: Mapping[str, Any], metric: str) -> Mapping[str, Any] | None:
+def _metrics(results: Mapping[str, Any], name: str, setting: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The metrics of a row and setting; none if no run has finished."""
     for entry in results["summary"]:
         if entry["name"] == name and entry["setting"] == setting:
-            return entry["metrics"].get(metric)
-    return None
+            return entry["metrics"]
+    return {}
 
 
-def _cell(value: Mapping[str, Any] | None) -> str:
-    if value is None:
+def _cell(results: Mapping[str, Any], name: str, setting: Mapping[str, Any], metric: str) -> str:
+    if not (metrics := _metrics(results, name, setting)):
         return "failed"
+    if (value := metrics.get(metric)) is None:
+        return ""  # a slice that its test does not have, such as documents of a length
     return f"{value['mean']:.3f}" + ("" if value["std"] is None else f" ± {value['std']:.3f}")
 
 
@@ -178,7 +181,7 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
 
     shown = columns(results)
     names = list(dict.fromkeys(entry["name"] for entry in results["summary"]))
-    values = {name: [_value(results, name, setting, metric) for _, setting, metric in shown] for name in names}
+    values = {name: [_metrics(results, name, setting).get(metric) for _, setting, metric in shown] for name in names}
     figure = Figure(figsize=(8, max(3.0, 0.3 * len(names) + 1.5)), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     if len(shown) == 1:

@@ -110,7 +110,8 @@ def test_failed_runs_are_told_and_tried_again(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "compared" / "plot.png").exists()
     assert comparing(monkeypatch, tmp_path, script, *sweep, "report=test/top1") == 2
     assert "report=test/top1 was not measured: choose one of test/accuracy" in capsys.readouterr().err
-    assert not (tmp_path / "compared" / "table.md").exists(), "it is of the report before"
+    assert results_of(tmp_path)["report"] == "test/accuracy"
+    assert (tmp_path / "compared" / "table.md").exists()
     monkeypatch.setenv("SILENT", "1")
     assert comparing(monkeypatch, tmp_path, script, *sweep, "seeds=[2]") == 2
     assert (
@@ -468,6 +469,18 @@ def test_the_column_of_an_only_slice_is_that_of_the_whole_test():
     assert comparison.table(results) == [heading, ["a", *["0.500"] * 3, "0.250"]]
     alone = {"summary": [{**results["summary"][0], "setting": {}}], "report": "test/accuracy"}
     assert comparison.table(alone)[0] == ["model", "test/accuracy"]
+
+
+@pytest.mark.slow
+def test_a_slice_that_a_finished_row_does_not_have_is_an_empty_cell(tmp_path):
+    slices = {"test__accuracy_up_to_512": 0.25, "test__accuracy_longer": 1.0}
+    rows = [row("bytes", 1, 0.1, 0, test__accuracy=0.5, **slices)]
+    rows += [row("words", 1, 0.1, 0, test__accuracy=0.6, test__accuracy_up_to_512=0.6), row("none", 1, 0.1, 0)]
+    results = {"summary": comparison.summarize(rows, "test/accuracy", "val/accuracy"), "report": "test/accuracy"}
+    listed = {name: cells for name, *cells in comparison.table(results)}
+    assert listed["words"] == ["0.600", "0.600", ""]
+    assert listed["none"] == ["failed"] * 3
+    comparison.plot(results | {"selected_by": "val/accuracy"}, tmp_path / "plot.png")
 
 
 def test_a_missing_matplotlib_is_named(monkeypatch):
