@@ -551,10 +551,12 @@ def _read_folder(folder: Path, weights: str, label: str) -> SavedModel:
 def read_description(folder: Path, label: str) -> SavedModel:
     """What a folder of `save_pretrained` says of its model, without the weights. ValueError as of `read`."""
     if not (folder / CONFIG_FILE).is_file():
-        example = min(folder.rglob("*.ckpt"), default=folder / "best.ckpt")
+        example = min(folder.rglob("*.ckpt"), default=None)
+        which = "" if example is None else f", such as {example}"
+        lacks = " and without a checkpoint" if example is None else ""
         raise ValueError(
-            f"{label} is a folder without {CONFIG_FILE}: give one that save_pretrained wrote, or a checkpoint, such as "
-            f"{example}"
+            f"{label} is a folder without {CONFIG_FILE}{lacks}: give one that save_pretrained wrote, or a checkpoint"
+            f"{which}"
         )
     config = _read_config(folder / CONFIG_FILE, label)
     return SavedModel(label, config, {}, text=_text_of(config, read_folder(folder), label))

@@ -306,7 +306,7 @@ def _run_verb(name: str, overrides: list[str]) -> None:
             if not users:
                 raise
             if line is not None:
-                _fail(line)
+                (_warn if trials.survives(error) else _fail)(line)
             if trials.goes_on(error):
                 return None  # one bad trial does not end a sweep, and Hydra would print more lines about it
             if trials.count:
@@ -320,11 +320,14 @@ def _run_verb(name: str, overrides: list[str]) -> None:
     # Otherwise Hydra prints several lines about an error and exits by itself.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.argv = [f"{command_line[0]} {name}", *overrides]
+    ended = False
     try:
         with kept_root_logger(), helps_of_text():
             hydra.main(version_base="1.3", config_path="pkg://longseq.conf", config_name=name.replace(" ", "_"))(task)()
+        ended = True
     except Exception as error:
-        if not trials.knows(error) or not is_users(error) or wants_traceback():
+        # A sweeper also fails where it looks for the best of no trial.
+        if not (trials.knows(error) or trials.has_none) or not is_users(error) or wants_traceback():
             raise
         raise SystemExit(2) from None  # its line was printed
     finally:
@@ -332,8 +335,9 @@ def _run_verb(name: str, overrides: list[str]) -> None:
         if trials.count:
             _remove_sweep(trials.folder)
         if (closing := trials.describe_failures()) is not None:
-            _fail(closing)
-    if trials.failed and trials.counted:
+            # A search does without trials that diverged, as long as there is another.
+            (_warn if ended and not trials.counted and not trials.has_none else _fail)(closing)
+    if trials.failed and (trials.counted or trials.has_none):
         raise SystemExit(2)
 
 
@@ -469,3 +473,7 @@ def _remove_sweep(folder: Path) -> None:
 def _fail(message: str) -> int:
     print(f"longseq: error: {message}", file=sys.stderr)
     return 2
+
+
+def _warn(message: str) -> None:
+    print(f"longseq: warning: {message}", file=sys.stderr)

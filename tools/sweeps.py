@@ -159,7 +159,10 @@ def _check_storage(storage: Override, given: Mapping[str, Override]) -> None:
         )
     # Optuna 2, which Hydra's sweeper needs, fails with an AssertionError there.
     if installed_major("optuna") == 2 and (installed_major("sqlalchemy") or 0) >= 2:
-        raise ValueError(f"{storage.input_line}: optuna 2 keeps studies by SQLAlchemy 1.4: pip install 'sqlalchemy<2'")
+        # The newest alembic, which Optuna needs, too, takes SQLAlchemy 2 alone.
+        raise ValueError(
+            f"{storage.input_line}: optuna 2 keeps studies by SQLAlchemy 1.4: pip install 'sqlalchemy<2' 'alembic<1.16'"
+        )
 
 
 def installed_major(package: str) -> int | None:
@@ -247,19 +250,34 @@ class Trials:
         return None if known else f"{told} (trial {' '.join(faulty)})" if faulty else told
 
     def goes_on(self, error: Exception) -> bool:
-        """True if a sweep tries its other trials after this error of one. A search does so if that has diverged."""
+        """True if a sweep tries its other trials after this error of one."""
+        return self.counted or self.survives(error)
+
+    def survives(self, error: Exception) -> bool:
+        """True for the error of a trial that a search does without: the trial has diverged."""
         # its class need not be imported here
-        return self.counted or (self.count > 0 and type(error).__name__ == "NonFiniteError")
+        return self.count > 0 and not self.counted and type(error).__name__ == "NonFiniteError"
+
+    @property
+    def has_none(self) -> bool:
+        """True if trials ran and none of them succeeded."""
+        return 0 < self.count == len(self.failed)
 
     def knows(self, error: Exception) -> bool:
         """True for the error of a trial, which a sweeper may raise again at its end."""
         return any(error is one for one in self._errors)
 
     def describe_failures(self) -> str | None:
-        """The last line of a sweep: which of its trials failed. None if none did, or all for one reason."""
-        alike = len(self.failed) == self.count and len(set(self.failed.values())) == 1
-        if not self.failed or not self.count or alike:
+        """The last line of a sweep: which of its trials failed. None if none did, or all for one reason.
+
+        That reason was printed last, but in a search, where the sweeper prints lines of its own behind it.
+        """
+        reasons = set(self.failed.values())
+        alike = self.has_none and len(reasons) == 1
+        if not self.failed or not self.count or (alike and self.counted):
             return None
+        if alike:
+            return f"{self.count} of {self.count} trials failed: {reasons.pop()}"
         names = list(self.failed)
         more = f" and {len(names) - _MANY} more" if len(names) > _MANY else ""
         return f"{len(names)} of {self.count} trials failed: {', '.join(names[:_MANY])}{more}"

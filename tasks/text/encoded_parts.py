@@ -23,7 +23,8 @@ from longseq.tasks.text.documents import Document, Fractions, encode
 from longseq.tasks.text.sources import Columns, Malformed, Part, read_part
 from longseq.tasks.text.tokenizer import tokenizer_from_dict
 
-NAMED = 3  # lines of a part that could not be read and are named in messages
+# Lines and files that could not be read, of a part and of all, whose places a manifest holds: it is read by each run.
+KEPT = 10_000
 
 
 def encode_part(
@@ -37,7 +38,7 @@ def encode_part(
         for one in read_part(part, columns):
             if isinstance(one, Malformed):
                 counts["malformed"] += 1
-                if len(malformed) < NAMED:
+                if len(malformed) < KEPT:
                     malformed.append(one)
             elif one.is_empty:
                 counts["empty"] += 1

@@ -27,6 +27,7 @@ from longseq.tasks.report import progress_bar, quiet_libraries, shorten
 from longseq.tasks.text.documents import (
     Encoded,
     Fractions,
+    LineCounter,
     Place,
     first_of_equal,
     gzip_bits,
@@ -34,7 +35,7 @@ from longseq.tasks.text.documents import (
     split_numbers,
 )
 from longseq.tasks.text.encoded_parts import (
-    NAMED,
+    KEPT,
     encode_part,
     encode_side_by_side,
     encoded_path,
@@ -68,6 +69,8 @@ from longseq.tokenizer_files import SETTINGS_FILE
 
 # Bytes of text from which a tokenizer is trained. More text takes long and changes the tokenizer little.
 TRAINING_TEXT = 1 << 28
+
+_NAMED = 3  # lines and files that could not be read, in what the command prints
 
 # What is left out, in the counts of a manifest and in words.
 _LEFT_OUT = {"duplicates": "duplicates", "empty": "empty documents", "malformed": "malformed"}
@@ -107,7 +110,11 @@ def describe(manifest: Mapping[str, Any]) -> str:
         for split, told in manifest["splits"].items()
     )
     left = count_left_out(manifest)
-    lines = [splits, *([f"left out: {left}"] if left else []), *manifest["malformed"]]
+    named = manifest["malformed"]
+    lines = [splits, *([f"left out: {left}"] if left else []), *named[:_NAMED]]
+    if (count := manifest["counts"]["malformed"]) > _NAMED:
+        which = "all" if len(named) == count else f"the first {len(named):,}"
+        lines.append(f"and {count - _NAMED:,} more, {which} named in {MANIFEST}")
     if manifest["lost"] is not None:
         lines.append(manifest["lost"])
     for split in ("validation", "test"):
@@ -243,7 +250,7 @@ def _encode_parts(
     processes: int | None,
     show_progress: bool,
 ) -> tuple[Counter[str], list[str]]:
-    """Encode the missing parts; returns the counts of all parts, and the first lines that could not be read."""
+    """Encode the missing parts; returns the counts of all parts, and what could not be read."""
     waiting = [index for index in range(len(parts)) if not told_path(partial, index).exists()]
     told = tokenizer.to_dict()
     processes = min(processes or usable_cores(), len(waiting))
@@ -262,7 +269,8 @@ def _encode_parts(
         found = json.loads(told_path(partial, index).read_text(encoding="utf-8"))
         counts.update(found["counts"])
         malformed += [Malformed(Place(*place), reason) for place, reason in found["malformed"]]
-    return counts, [one.describe() for one in malformed[:NAMED]]
+    lines = LineCounter()
+    return counts, [one.describe(lines) for one in malformed[:KEPT]]
 
 
 def _join(

@@ -17,7 +17,9 @@ import textwrap
 import tokenize
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, NamedTuple
@@ -43,6 +45,9 @@ READING = 6
 
 # Before the name of a set on the Hugging Face hub: hfids/OWNER/NAME, hfids/OWNER/NAME:CONFIGURATION@SPLIT.
 STREAM = "hfids/"
+
+# Lines of a file of JSON that tell its columns: any of them may lack one.
+_FIRST_LINES = 300
 
 _OF_ZSTD = "files that zstd has compressed"
 _INSTALL = '{what} need the library {library}: pip install "longseq[text]"'
@@ -240,14 +245,14 @@ def _parts_of_file(path: Path, columns: Columns, size: int) -> Iterator[Part]:
     elif format == "jsonl" and is_array(path):
         yield Part("array", str(path), total)
     elif format == "jsonl":
-        _check_first_line(path, columns)
+        _check_first_lines(path, columns)
         for start in range(0, total, size):
             stop = min(total, start + size)
             yield Part("jsonl", str(path), stop - start, start, stop)
     elif format == "compressed":
         if path.suffix.lower() == ".zst":
             _pyarrow(_OF_ZSTD)  # no reason to pass the file over
-        _check_first_line(path, columns)
+        _check_first_lines(path, columns)
         yield Part(format, str(path), total)
     else:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
@@ -320,15 +325,18 @@ def is_array(path: Path) -> bool:
         return file.read(1 << 10).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
 
 
-def _check_first_line(path: Path, columns: Columns) -> None:
-    """Refuse a file whose first object has other columns; other errors in lines are counted when they are read."""
-    try:
-        with _OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
-            first = json.loads(next(line for line in file if line.strip()).decode("utf-8-sig"))
-    except (StopIteration, RecursionError, *_BROKEN):
-        return
-    if isinstance(first, dict):
-        _check_columns(path, columns, list(first))
+def _check_first_lines(path: Path, columns: Columns) -> None:
+    """Refuse a file whose first objects all lack a column. Single such lines, and others, are counted when read."""
+    names: dict[str, Any] = {}
+    with suppress(*_BROKEN), _OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
+        for line in islice((line for line in file if line.strip()), _FIRST_LINES):
+            with suppress(ValueError, RecursionError):
+                if isinstance(row := json.loads(line.decode("utf-8-sig")), dict):
+                    names |= dict.fromkeys(row)
+            if all(name in names for name in columns.names()):  # nearly always behind the first line
+                return
+    if names:
+        _check_columns(path, columns, list(names))
 
 
 def _check_columns(path: Path | str, columns: Columns, found: Sequence[str]) -> None:

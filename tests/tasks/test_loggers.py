@@ -147,9 +147,10 @@ def test_a_search_goes_on_after_a_trial_that_diverges(command_here, tmp_path: Pa
     )
     done = command_here(tmp_path, "train", *words, *search, params, "hydra.sweep.dir=search")
     assert done.returncode == 0, done.stderr
-    failed = re.search(r"(\d) of 4 trials failed", done.stderr)
+    failed = re.search(r"longseq: warning: (\d) of 4 trials failed", done.stderr)
     assert failed is not None
-    assert "training diverged" in done.stderr
+    assert "longseq: warning: training diverged" in done.stderr
+    assert "error: " not in done.stderr
     finished = list((tmp_path / "search").glob("*/metrics.json"))
     assert len(finished) == 4 - int(failed[1])
     found = yaml.safe_load((tmp_path / "search" / "optimization_results.yaml").read_text())
@@ -159,6 +160,20 @@ def test_a_search_goes_on_after_a_trial_that_diverges(command_here, tmp_path: Pa
     assert set(found["best_params"]) == {"recipe.learning_rate", "data.on_error"}
     (kept, *_) = (yaml.safe_load(path.read_text()) for path in (tmp_path / "search").glob("*/config.yaml"))
     assert kept["recipe"]["optimizer"]["weight_decay"] == 0.01
+
+
+@pytest.mark.slow
+def test_a_search_of_which_all_trials_diverge_has_failed(command_here, tmp_path: Path, tiny_overrides):
+    words = (*tiny_overrides, "recipe.epochs=1", "logger=none", "data.num_workers=0", "hydra.sweep.dir=search")
+    params = """+hydra.sweeper.params={recipe.learning_rate: "choice(1e25,1e26)"}"""
+    done = command_here(tmp_path, "train", *words, "hparams_search=optuna", "hydra.sweeper.n_trials=2", params)
+    assert done.returncode == 2
+    assert re.match(r"longseq: error: 2 of 2 trials failed: ", done.stderr.splitlines()[-1])
+    assert "No trials are completed yet" not in done.stderr
+    faulty = ("recipe.epochs=0", "hydra.sweeper.n_trials=2", "hydra.sweep.dir=other")  # told in each trial
+    done = command_here(tmp_path, "train", *words, "hparams_search=optuna", *faulty)
+    assert done.returncode == 2
+    assert re.match(r"longseq: error: 1 of 1 trials failed: .*recipe.epochs=0", done.stderr.splitlines()[-1])
 
 
 # A training of two updates. Its last loss and its accuracy are in metrics.json, too.

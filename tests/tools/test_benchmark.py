@@ -222,6 +222,23 @@ def test_what_a_first_call_imports_is_known_before(op, monkeypatch):
     assert any(hasattr(importlib.import_module(name), f"{op}_triton") for name in modules)
 
 
+@pytest.mark.slow
+def test_every_operation_tells_its_sizes():
+    for item in (*work_module.TABLE, *work_module.OWN, *work_module.TINY):
+        assert set(work_module.list_sizes(item.op, item.variant)) == set(item.sizes), item.op
+    for op in work_module.list_measured():
+        for variant in list_variants(op):
+            letters = work_module.list_sizes(op, variant)
+            shape = {"op": op, "variant": variant, **dict.fromkeys(letters, 2)}
+            assert work_module.choose_work([shape], None, torch.device("cpu"))[0].sizes == dict.fromkeys(letters, 2)
+            with pytest.raises(ValueError, match=rf"Q=3, which {op} does not have: its sizes are B, T"):
+                work_module.choose_work([{**shape, "Q": 3}], None, torch.device("cpu"))
+            for letter in letters:
+                lacking = {name: value for name, value in shape.items() if name != letter}
+                with pytest.raises(ValueError, match=rf"a call of {op} without {letter}: give its sizes B, T"):
+                    work_module.choose_work([lacking], None, torch.device("cpu"))
+
+
 def test_shapes_can_be_chosen(tmp_path):
     shape = "{op: linear_attention, variant: head_gated, B: 1, T: 9, H: 1, K: 4, V: 2, options: {chunk_size: 4}}"
     result = run(
@@ -239,8 +256,8 @@ def test_shapes_can_be_chosen(tmp_path):
         (["ops=[delta]"], "ops=['delta'] must be a list of at least 1, each entry one of convolved_features, "),
         (["shapes=[{op: delta}]"], "op='delta', which is no operation"),
         (["shapes=[{op: delta_rule, variant: fast, B: 1, T: 1}]"], "variant='fast': delta_rule takes one of plain"),
-        (["shapes=[{op: delta_rule, B: 1, T: 0}]"], "T=0: sizes are whole numbers above 0"),
-        (["shapes=[{op: delta_rule, B: 1}]"], "delta_rule without T: give its sizes"),
+        (["shapes=[{op: delta_rule, B: 1, T: 0}]"], "T=0: sizes are whole numbers above 0 of B, T, H, K, V"),
+        (["shapes=[{op: delta_rule, B: 1, H: 2, K: 4, V: 4}]"], "delta_rule without T: give its sizes B, T, H, K, V"),
         (["shapes=delta_rule"], "shapes=delta_rule must be a list of at least 1, each entry a dictionary or null"),
         (["shapes=[delta_rule]"], "shapes=['delta_rule'] must be a list of at least 1, each entry a dictionary"),
         (["ops=delta_rule"], "ops=delta_rule must be a list"),
@@ -248,7 +265,11 @@ def test_shapes_can_be_chosen(tmp_path):
         (["backends=[]"], "backends=[] must be a list of at least 1"),
         (["backends=[foo]"], "backends has 'foo': choose from reference, torch, triton"),
         (
-            ["ops=[cumulative_softmax]", "shapes=[{op: cumulative_softmax, B: 1, T: 2, D: 2}]", "backends=[triton]"],
+            [
+                "ops=[cumulative_softmax]",
+                "shapes=[{op: cumulative_softmax, B: 1, T: 2, H: 1, M: 2}]",
+                "backends=[triton]",
+            ],
             "backends has 'triton': choose from reference, torch",
         ),
         (["dtypes=[int8]"], "each entry one of bfloat16, float16, float32"),

@@ -106,6 +106,17 @@ def test_pretrained_weights_are_not_fetched_again(
     load(change(checkpoint, tmp_path / "pretrained.ckpt", pretrain))
 
 
+@pytest.mark.slow
+def test_a_folder_names_a_checkpoint_only_where_it_holds_one(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"is a folder without config.json and without a checkpoint: give .*checkpoint$"
+    ):
+        load(tmp_path)
+    (tmp_path / "last.ckpt").touch()
+    with pytest.raises(ValueError, match=rf"a folder without config.json: give .*, such as {tmp_path / 'last.ckpt'}$"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("write", "message"),
     [

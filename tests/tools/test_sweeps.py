@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import optuna
 import pytest
 from omegaconf import OmegaConf
 from wrong_folder import make_folder
 
-from longseq.tools import cli, sweeps
+from longseq.tools import cli, search, sweeps
 
 SMALL = (
     *("trainer=cpu", "recipe.epochs=1", "recipe.schedule.warmup_epochs=0", "+trainer.limit_train_batches=1"),
@@ -98,7 +99,7 @@ def test_a_study_that_is_kept_has_a_name_and_draws_other_values_each_time(monkey
     with pytest.raises(ValueError, match=r"the same command finds by its name: add hydra.sweeper.study_name=NAME"):
         sweeps.prepare("train", [], STUDY[:2])
     monkeypatch.setattr(sweeps, "installed_major", {"optuna": 2, "sqlalchemy": 2}.get)
-    with pytest.raises(ValueError, match=r"pip install 'sqlalchemy<2'"):
+    with pytest.raises(ValueError, match=r"pip install 'sqlalchemy<2' 'alembic<1\.16'"):
         sweeps.prepare("train", [], STUDY)
 
 
@@ -125,3 +126,69 @@ def test_the_searchs_own_keys_are_those_of_its_file():
     assert set(sweeps.SEARCHED) == set(file.hydra.sweeper.params)
     given = ["hparams_search=optuna", "recipe.optimizer.weight_decay=0.1"]
     assert sweeps.prepare("train", [], given) == [given[0], "++recipe.optimizer.weight_decay=0.1"]
+
+
+def describe(*words, metric="val/top1", direction="maximize"):
+    told = {
+        "hydra": {"sweeper": {"direction": direction}, "overrides": {"task": list(words)}},
+        "optimized_metric": metric,
+    }
+    return search.describe_call(OmegaConf.create(told))
+
+
+def study_of(call):
+    """A study with a trial of a call."""
+    study = optuna.create_study(direction="maximize")
+    search.bind_study(study, call, "a")
+    study.tell(study.ask(), 0.5)
+    return study
+
+
+@pytest.mark.slow
+def test_a_study_that_is_kept_takes_trials_of_one_command_alone(capsys):
+    words = ("mixer=longhorn", "seed=1", "model.depth=choice(1,2)", "output=here", "data.num_workers=0")
+    study = study_of(describe(*words))
+    same = describe("seed=1", "+mixer=longhorn", "model.depth=choice(2,3)", "output=there")
+    search.bind_study(study, same, "a")
+    for other, told in (
+        (describe(*words, metric="val/loss"), "optimized_metric: val/top1 there, val/loss here"),
+        (describe(*words, direction="minimize"), "hydra.sweeper.direction: maximize there, minimize here"),
+        (describe(*words, "mixer=mamba"), "mixer: longhorn there, mamba here"),
+        (describe(*words[1:]), "mixer: longhorn there, not given here"),
+        (describe(*words, "data.img_size=8"), "data.img_size: not given there, 8 here"),
+    ):
+        with pytest.raises(ValueError, match=r"study_name=a has trials of another search \(" + told):
+            search.bind_study(study, other, "a")
+    search.bind_study(study, same, "a")  # what was refused has changed nothing
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_study_from_before_goes_on_with_a_warning_and_one_without_values_belongs_to_nobody(capsys):
+    old = optuna.create_study(direction="maximize")
+    old.tell(old.ask(), 0.5)
+    with pytest.raises(ValueError, match=r"search \(hydra.sweeper.direction: maximize there, minimize here\)"):
+        search.bind_study(old, describe("seed=1", direction="minimize"), "a")
+    search.bind_study(old, describe("seed=1"), "a")
+    assert "longseq: warning: the study a does not tell of which metric" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="has trials of another search"):
+        search.bind_study(old, describe("seed=2"), "a")
+    failed = optuna.create_study(direction="maximize")
+    search.bind_study(failed, describe("data.root=wrong", "seed=1"), "a")
+    failed.tell(failed.ask(), state=optuna.trial.TrialState.FAIL)
+    search.bind_study(failed, describe("seed=2"), "a")
+    failed.tell(failed.ask(), 0.5)
+    search.bind_study(failed, describe("seed=2"), "a")
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_search_binds_the_study_that_it_keeps_before_its_first_trial(monkeypatch, capsys):
+    study = study_of(describe("seed=1"))
+    monkeypatch.setattr(optuna, "load_study", lambda **options: study)  # no database here
+    kept = {"direction": "maximize", "storage": "sqlite:///s.db", "study_name": "a"}
+    told = {"hydra": {"sweeper": kept, "overrides": {"task": ["seed=2"]}}, "optimized_metric": "val/top1"}
+    with pytest.raises(SystemExit):
+        search.BestTrial().on_multirun_start(OmegaConf.create(told))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{ERROR}hydra.sweeper.study_name=a has trials of another search (seed: 1 there, 2 here)")

@@ -110,9 +110,6 @@ def list_measured() -> tuple[str, ...]:
 
 # The types of the keys `ops` and `shapes` of a benchmark.
 Operations = Annotated[list[Annotated[str, OneOf(list_measured)]], Length(1)]
-# The names of sizes.
-SIZES = ("B", "T", "H", "K", "V", "D", "M", "N", "R", "W")
-
 Shapes = Annotated[list[dict[str, Any]], Length(1)]
 
 
@@ -140,9 +137,31 @@ def _read_work(shape: Mapping[str, Any]) -> Work:
     if variant not in variants:
         raise ValueError(f"shapes has variant={variant!r}: {op} takes one of {', '.join(variants)}")
     sizes = {name: value for name, value in shape.items() if name not in ("op", "variant", "options")}
+    own = list_sizes(op, variant)
     for name, size in sizes.items():
-        if name not in SIZES or not isinstance(size, int) or size < 1:
-            raise ValueError(f"shapes has {name}={size!r}: sizes are whole numbers above 0 of {', '.join(SIZES)}")
-    if missing := {"B", "T"} - set(sizes):
-        raise ValueError(f"shapes has a call of {op} without {' and '.join(sorted(missing))}: give its sizes")
+        if name not in own:
+            raise ValueError(f"shapes has {name}={size!r}, which {op} does not have: its sizes are {', '.join(own)}")
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"shapes has {name}={size!r}: sizes are whole numbers above 0 of {', '.join(own)}")
+    if missing := [name for name in own if name not in sizes]:
+        raise ValueError(f"shapes has a call of {op} without {', '.join(missing)}: give its sizes {', '.join(own)}")
     return Work(op, sizes, variant, dict(shape.get("options", {})))
+
+
+class _Asked(dict[str, int]):
+    """Sizes that note the names for which they are asked, and know none of them."""
+
+    def __init__(self) -> None:
+        super().__init__(T=1)  # an empty dictionary would be replaced
+        self.names: list[str] = []
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.append(name)
+        return default
+
+
+def list_sizes(op: str, variant: str) -> tuple[str, ...]:
+    """The names of the sizes that a call of an operation takes: those for which the maker of its inputs asks."""
+    asked = _Asked()
+    make_inputs(op, variant, batch=1, tokens=8, sizes=asked, device="meta")
+    return ("B", "T", *dict.fromkeys(asked.names))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
-from longseq.tasks.lm.likelihood import Row, document_rows
+from longseq.tasks.lm.likelihood import Likelihood, Row, document_rows
 from longseq.tools.harness.names import YAML, check_names, unknown_task
 from longseq.tools.harness.sets import sets_from
 from longseq.tools.harness.workers import Workers
@@ -63,7 +64,7 @@ class Adapter(TemplateLM):
         for _, context, continuation in requests:
             read = context or [self.prefix_token_id]
             rows.append(Row([*read, *continuation], len(read)))
-        return [tuple(one) for one in self.workers.score(rows)]  # type: ignore[misc]
+        return [tuple(one) for one in self._score(rows)]  # type: ignore[misc]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         rows, owners = [], []
@@ -73,9 +74,21 @@ class Adapter(TemplateLM):
             rows += own
             owners += [index] * len(own)
         sums = [0.0] * len(requests)
-        for index, one in zip(owners, self.workers.score(rows), strict=True):
+        for index, one in zip(owners, self._score(rows), strict=True):
             sums[index] += one.log_probability
         return sums
+
+    def _score(self, rows: Sequence[Row]) -> list[Likelihood]:
+        """The likelihood of each row. ValueError for one that is not finite, of which a task would choose a text."""
+        found = self.workers.score(rows)
+        if wrong := sum(not math.isfinite(one.log_probability) for one in found):
+            reason = (
+                "float16 holds no number above 65504: give dtype=bfloat16 or dtype=float32"
+                if self.workers.dtype == "float16"
+                else f"the model gives no numbers in dtype={self.workers.dtype}, most likely since its weights hold NaN"
+            )
+            raise ValueError(f"{wrong} of {len(found)} log-probabilities are not finite: {reason}")
+        return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Greedy continuations, or drawn ones where a task says so, up to the first of its stop strings."""
@@ -158,8 +171,20 @@ def _prepare(name: str, task: Any, num_fewshot: int | None) -> None:
     shots = own or 0 if num_fewshot is None or own == 0 else num_fewshot
     task.set_config(key="num_fewshot", value=shots)
     task.set_fewshot_seed(seed=1234)  # lm-evaluation-harness's own default
-    if shots and not len(task.fewshot_docs() or []):
+    if not shots:
+        return
+    count = len(task.fewshot_docs() or [])
+    if not count:
         raise ValueError(f"tasks: {name} with num_fewshot={shots} takes examples of a split that its data set lacks")
+    options = getattr(task, "fewshot_cfg", None)
+    if isinstance(getattr(options, "sampler", ""), str):  # a sampler of the task's own may take an example twice
+        # A sample is no example of its own; as lm-evaluation-harness tells whether it would be among them.
+        own_split = options is not None and options.split == task.get_config("test_split")
+        if shots > (most := count - own_split):
+            others = " besides the sample itself" if own_split else ""
+            raise ValueError(
+                f"tasks: {name} has {most} examples{others}, fewer than num_fewshot={shots}: give at most {most}"
+            )
 
 
 def evaluate(workers: Workers, loaded: Any, limit: int | None) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Workers:
     def __init__(
         self, path: str, devices: Sequence[str], *, weights: str, dtype: str, batch_size: int, modules: Sequence[str]
     ) -> None:
-        self.batch_size = batch_size
+        self.batch_size, self.dtype = batch_size, dtype
         self.first = Worker(path, devices[0] if len(devices) == 1 else "cpu", weights=weights, dtype=dtype)
         self._executor: ProcessPoolExecutor | None = None
         if len(devices) == 1:

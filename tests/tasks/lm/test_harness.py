@@ -141,7 +141,8 @@ def test_a_continuation_without_a_token_of_its_own_is_refused(trained):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "told"), [("float16", "float16 holds no number above 65504: give dtype=bfloat16"), ("float32", "hold NaN")]
+    ("dtype", "told"),
+    [("float16", "float16 holds no number above 65504: give dtype=bfloat16"), ("float32", "hold NaN")],
 )
 def test_log_probabilities_that_are_no_numbers_are_refused(trained, dtype, told):
     adapter = Adapter(make_workers(trained, dtype=dtype))
@@ -255,6 +256,25 @@ def test_what_cannot_be_is_one_line(tmp_path, sets, cache, monkeypatch):
     with sets_from(None):
         assert datasets.load_dataset is not refuse
     assert datasets.load_dataset is refuse, "it is put back"
+
+
+@pytest.mark.slow
+def test_more_examples_than_a_task_has_are_refused(tmp_path, trained, cache):
+    path = write_task(tmp_path, more="fewshot_split: test\n")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"question": "one and {number}?", "answer": " {number}"}}\n' for number in range(5)))
+    with pytest.raises(
+        ValueError, match=r"own has 4 examples besides the sample itself, fewer than num_fewshot=5: give at most 4"
+    ):
+        load_tasks([str(path)], num_fewshot=5)
+    loaded = load_tasks([str(path)], num_fewshot=4)
+    assert evaluate(make_workers(trained), loaded, None)["tasks"]["own"]["num_fewshot"] == 4
+    other = tmp_path / "others.yaml"
+    text = path.read_text().replace("{test: ", f"{{validation: {rows}, test: ")
+    other.write_text(text.replace("fewshot_split: test", "fewshot_split: validation"))
+    with pytest.raises(ValueError, match=r"own has 5 examples, fewer than num_fewshot=6: give at most 5"):
+        load_tasks([str(other)], num_fewshot=6)
+    load_tasks([str(other)], num_fewshot=5)
 
 
 @pytest.mark.slow

@@ -209,6 +209,39 @@ def test_what_cannot_be_read_is_counted_and_named(tmp_path: Path) -> None:
     assert reasons[-2:] == ["no Unicode text in column 'text'", "bytes that are no UTF-8"]
 
 
+@pytest.mark.slow
+def test_all_that_cannot_be_read_is_in_the_manifest_and_a_part_of_it_on_the_terminal(tmp_path: Path) -> None:
+    write_folder(tmp_path / "input", TEXTS)
+    for number in range(9):
+        (tmp_path / "input" / f"bad{number}.txt").write_bytes(b"\x80\xfe")
+    (tmp_path / "input" / "lines.jsonl").write_text('{"text": "a"}\n' + '\n{\n{"text": 1}' * 4)
+    run(tmp_path / "input", tmp_path / "out", size=30)
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["counts"]["malformed"] == len(manifest["malformed"]) == 9 + 8
+    named = [line for line in manifest["malformed"] if "bytes that are no UTF-8" in line]
+    assert named == [f"{tmp_path / 'input' / f'bad{number}.txt'}: bytes that are no UTF-8" for number in range(9)]
+    places = [line.partition(": ")[0].rpartition(" ")[2] for line in manifest["malformed"] if "lines.jsonl" in line]
+    assert places == ["3", "4", "5", "6", "7", "8", "9", "10"]
+    told = module.describe(manifest).splitlines()
+    assert "17 malformed" in told[1]
+    assert told[2:5] == manifest["malformed"][:3]
+    assert told[5] == "and 14 more, all named in manifest.json"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_line_of_json_without_a_column_is_one_that_is_left_out_wherever_it_stands(tmp_path: Path, name: str) -> None:
+    columns = Columns(labels=("label",))
+    lines = ['{"txt": "a"}', '{"text": "b"}', "{", '{"text": "c", "label": "d"}', '{"text": "e"}']
+    with (gzip.open if name.endswith("gz") else open)(tmp_path / name, "wt") as file:
+        file.write("\n".join(lines))
+    read = [one for part in find_parts([str(tmp_path / name)], columns) for one in read_part(part, columns)]
+    found = [one.labels if isinstance(one, Document) else "malformed" for one in read]
+    assert found == ["malformed", (None,), "malformed", ("d",), (None,)]
+    with pytest.raises(ValueError, match=r"has no column 'genre': give label_column=NAME, one of txt, text, label"):
+        find_parts([str(tmp_path / name)], Columns(labels=("genre",)))
+
+
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 def test_a_text_in_another_unicode_is_malformed(tmp_path: Path, encoding: str) -> None:
     """Without a mark at its beginning, Latin text in UTF-16 is UTF-8 with NULs, which nobody means."""
