@@ -135,6 +135,8 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     composed = [resolve(config) for config in files]
     trained = composed[0]
     metric, report = trained["task"]["metric"], own.report or trained["task"]["metric"].replace("val/", "test/")
+    # Metrics of the task that the user names are no slices of the one that is reported.
+    others = {f"test/{name}" for config in composed for name in config["task"].get("metrics") or ()}
     places = _places(trained)
     waiting = [trial for trial in trials if comparison_runs.finished(trial.folder) is None]
     read_again = {trial._replace(seed=own.seeds[0]).describe() for trial in waiting}
@@ -172,7 +174,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         results["seconds"] = round(time.monotonic() - started, 1)
         seconds = [one["metrics"]["seconds"] for one in results["rows"] if one["status"] == "finished"]
         results["training_seconds"] = round(sum(seconds), 1)  # of all runs, including those that had finished before
-        results["summary"] = comparison.summarize(results["rows"], report, metric)
+        results["summary"] = comparison.summarize(results["rows"], report, metric, others)
         folder.mkdir(parents=True, exist_ok=True)
         if trials[index] in waiting:
             known += comparison_runs.find_trained(trials[index].folder, planned[index])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import inf, isfinite, isnan, nan
 from pathlib import Path
 from statistics import fmean, stdev
@@ -15,20 +15,20 @@ Row = Mapping[str, Any]
 SIDE_BY_SIDE = 0.3  # of the distance of two columns in a plot: the width over which the rows of a column are spread
 
 
-def summarize(rows: Sequence[Row], report: str, selected_by: str) -> list[dict[str, Any]]:
+def summarize(rows: Sequence[Row], report: str, selected_by: str, others: Collection[str] = ()) -> list[dict[str, Any]]:
     """For each row and setting the learning rate with the best mean of `selected_by`, and its metrics over the seeds.
 
     The runs state which values of a metric are better. A rate at which a run failed loses to one at which more runs
     finished. `metrics` holds the mean, the standard deviation (None for one seed) and the number of runs for `report`
-    and for its slices.
+    and for its slices, whose names begin with that of `report`; `others` are metrics of which that is true by chance.
     """
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(f"{row['name']} {row['setting']}", []).append(row)
-    return [_best(group, report, selected_by) for group in groups.values()]
+    return [_best(group, report, selected_by, others) for group in groups.values()]
 
 
-def _best(group: Sequence[Row], report: str, selected_by: str) -> dict[str, Any]:
+def _best(group: Sequence[Row], report: str, selected_by: str, others: Collection[str]) -> dict[str, Any]:
     rates: dict[Any, list[Row]] = {}
     for row in group:
         rates.setdefault(row["learning_rate"], []).append(row)
@@ -44,7 +44,7 @@ def _best(group: Sequence[Row], report: str, selected_by: str) -> dict[str, Any]
         key
         for metrics in finished[rate]
         for key, value in metrics.items()
-        if is_number(value) and (key == report or key.startswith(f"{report}_"))
+        if is_number(value) and (key == report or (key.startswith(f"{report}_") and key not in others))
     }
     return {
         "name": group[0]["name"],

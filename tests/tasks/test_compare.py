@@ -472,6 +472,20 @@ def test_the_column_of_an_only_slice_is_that_of_the_whole_test():
 
 
 @pytest.mark.slow
+def test_metrics_that_the_user_names_are_no_slices(tmp_path, monkeypatch):
+    script = tmp_path / "train.py"
+    measured = "".join(f'"{name}": 0.5, ' for name in ("val/f1", "test/f1", "test/f1_weighted", "test/f1_b"))
+    script.write_text(STAND_IN.replace('"seconds"', f'{measured}"seconds"'))
+    named = "+task.metrics.f1_b={_target_: MulticlassFBetaScore, beta: 2.0, average: macro}"
+    words = ["task.metric=val/f1", "+task.metrics.f1_weighted=true", named, "trainer=cpu", "scale=nano", "plot=false"]
+    words += ["model.depth=1", "output=compared", "seeds=[0]", "mixers=[deltanet]", "learning_rates=[0.1]"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [str(script), "compare", *words])
+    assert cli.main() == 0
+    assert (tmp_path / "compared" / "table.md").read_text().splitlines()[0] == "| model | test/f1 |"
+
+
+@pytest.mark.slow
 def test_a_slice_that_a_finished_row_does_not_have_is_an_empty_cell(tmp_path):
     slices = {"test__accuracy_up_to_512": 0.25, "test__accuracy_longer": 1.0}
     rows = [row("bytes", 1, 0.1, 0, test__accuracy=0.5, **slices)]
