@@ -138,7 +138,8 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     # Metrics of the task that the user names are no slices of the one that is reported.
     others = {f"test/{name}" for config in composed for name in config["task"].get("metrics") or ()}
     places = _places(trained)
-    waiting = [trial for trial in trials if comparison_runs.finished(trial.folder) is None]
+    earlier = [comparison_runs.finished(trial.folder) for trial in trials]
+    waiting = [trial for trial, metrics in zip(trials, earlier, strict=True) if metrics is None]
     read_again = {trial._replace(seed=own.seeds[0]).describe() for trial in waiting}
     for trial, config in zip(firsts, composed, strict=True):
         check_experiment(config)  # a mistake is told before any run begins
@@ -150,6 +151,10 @@ def run(cfg: DictConfig) -> dict[str, Any]:
                 check_init(config)
     planned = [_with_seed(files[index // len(own.seeds)], trial) for index, trial in enumerate(trials)]
     known = _check_earlier(trials, planned)
+    if not waiting:  # a mistake is told before earlier results are replaced
+        _check_report(report, [metrics for metrics in earlier if metrics is not None])
+    # Runs of one task and of the same data measure the same metrics, so that one of them tells of a mistake.
+    alike = all((config["task"], config["data"]) == (trained["task"], trained["data"]) for config in composed)
     jobs = own.jobs or max(1, len(places))
     print(
         f"{len(trials)} runs, {len(trials) - len(waiting)} of them finished before; writing to {shorten(folder)}",
@@ -167,8 +172,8 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     started = time.monotonic()
     rows: dict[int, dict[str, Any]] = {}
     for index, row in _run_all(trials, jobs, places):
-        if own.report and not any(one["status"] == "finished" for one in rows.values()):
-            _check_report(own.report, [row])  # before earlier results are replaced, and before the other runs
+        if alike and trials[index] in waiting and row["status"] == "finished":
+            _check_report(report, [row["metrics"]])
         rows[index] = row
         results["rows"] = [rows[number] for number in sorted(rows)]
         results["seconds"] = round(time.monotonic() - started, 1)
@@ -507,9 +512,8 @@ def _line(trial: Trial, row: Mapping[str, Any], report: str) -> str:
     return f"{trial.describe()}: {value}, {metrics['seconds']:.0f} s"
 
 
-def _check_report(report: str, rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether any row has metrics; ValueError if those that have them lack the metric that is reported."""
-    found = [row["metrics"] for row in rows if row["status"] == "finished"]
+def _check_report(report: str, found: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether there are any metrics; ValueError if `report` is not among them."""
     measured = {key for metrics in found for key, value in metrics.items() if comparison.is_number(value)}
     if measured and report not in measured:
         known = ", ".join(sorted(key for key in measured if key.startswith("test/")))
@@ -524,7 +528,7 @@ def _conclude(results: Mapping[str, Any], plotted: bool, folder: Path) -> None:
     rates, metric = {row["learning_rate"] for row in finished}, results["selected_by"]
     if len(rates) > 1 and comparison.find_direction([row["metrics"] for row in finished], metric) is None:
         raise ValueError(f"{metric} does not say which values are better: give one of learning_rates={sorted(rates)}")
-    if _check_report(report, finished):
+    if _check_report(report, [row["metrics"] for row in finished]):
         write_text(folder / TABLE_FILE, comparison.markdown(results))
         written.append(TABLE_FILE)
         print_rows(comparison.table(results))

@@ -50,6 +50,7 @@ def _best(group: Sequence[Row], report: str, selected_by: str, others: Collectio
         "name": group[0]["name"],
         "setting": group[0]["setting"],
         "learning_rate": rate,
+        "finished": len(finished[rate]),  # at this rate
         "failed": sum(row["status"] != "finished" for row in group),
         "metrics": {
             # in the order of the first run, which is that of the slices
@@ -109,23 +110,21 @@ def table(results: Mapping[str, Any]) -> list[list[str]]:
     shown = columns(results)
     rows = [["model", *(heading for heading, _, _ in shown)]]
     for name in dict.fromkeys(entry["name"] for entry in results["summary"]):
-        rows.append([name, *(_cell(results, name, setting, metric) for _, setting, metric in shown)])
+        rows.append([name, *(_cell(_entry(results, name, setting), metric) for _, setting, metric in shown)])
     return rows
 
 
-def _metrics(results: Mapping[str, Any], name: str, setting: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The metrics of a row and setting; none if no run has finished."""
-    for entry in results["summary"]:
-        if entry["name"] == name and entry["setting"] == setting:
-            return entry["metrics"]
-    return {}
+def _entry(results: Mapping[str, Any], name: str, setting: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The summary of a row and setting; one without metrics if there is none."""
+    entries = (entry for entry in results["summary"] if entry["name"] == name and entry["setting"] == setting)
+    return next(entries, {"metrics": {}})
 
 
-def _cell(results: Mapping[str, Any], name: str, setting: Mapping[str, Any], metric: str) -> str:
-    if not (metrics := _metrics(results, name, setting)):
-        return "failed"
-    if (value := metrics.get(metric)) is None:
-        return ""  # a slice that its test does not have, such as documents of a length
+def _cell(entry: Mapping[str, Any], metric: str) -> str:
+    value = entry["metrics"].get(metric)
+    if value is None:
+        # A finished run may lack a slice that its test does not have, such as documents of a length.
+        return "" if entry["metrics"] or entry.get("finished") else "failed"
     return f"{value['mean']:.3f}" + ("" if value["std"] is None else f" ± {value['std']:.3f}")
 
 
@@ -181,7 +180,9 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
 
     shown = columns(results)
     names = list(dict.fromkeys(entry["name"] for entry in results["summary"]))
-    values = {name: [_metrics(results, name, setting).get(metric) for _, setting, metric in shown] for name in names}
+    values = {
+        name: [_entry(results, name, setting)["metrics"].get(metric) for _, setting, metric in shown] for name in names
+    }
     figure = Figure(figsize=(8, max(3.0, 0.3 * len(names) + 1.5)), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     if len(shown) == 1:

@@ -152,7 +152,6 @@ class EveryWindow(Sampler[list[WindowIndex]]):
     def __init__(self, counts: Sequence[int], batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
         self.ends = np.cumsum(counts)
         self.counts, self.world_size = counts, world_size
-        self.batch_size, self.rank = batch_size, rank
         self.positions = EvaluationSampler(int(self.ends[-1]), batch_size, rank=rank, world_size=world_size)
         self._in_order = False
 
@@ -173,10 +172,10 @@ class EveryWindow(Sampler[list[WindowIndex]]):
 
     def _neighbours(self) -> Iterator[list[int]]:
         """Full batches of neighbours: windows that are missing in a batch would have predictions between the others."""
-        count = int(self.ends[-1])
+        size, count = self.positions.batch_size, self.positions.num_samples
         for number in range(len(self)):
-            first = (self.rank + self.world_size * number) * self.batch_size
-            yield list(range(first, min(first + self.batch_size, count)))
+            first = (self.positions.rank + self.world_size * number) * size
+            yield list(range(first, min(first + size, count)))
 
 
 class EveryStream(Sampler[list[WindowIndex | None]]):

@@ -472,6 +472,21 @@ def test_the_column_of_an_only_slice_is_that_of_the_whole_test():
 
 
 @pytest.mark.slow
+def test_a_mistaken_report_is_told_after_the_first_run_and_one_of_other_data_is_none(tmp_path, monkeypatch, capsys):
+    script = tmp_path / "train.py"
+    extra = 'if options.get("data.draw_seed") == "1":\n    metrics["test/extra"] = 0.5\nfolder = '
+    script.write_text(STAND_IN.replace("folder = ", extra))
+    words = ("trainer.accelerator=cpu", "learning_rates=[0.1]", "plot=false", "jobs=1")
+    assert comparing(monkeypatch, tmp_path, script, *words, "seeds=[0,2,3,4]", "report=test/extra") == 2
+    assert "report=test/extra was not measured: choose one of test/accuracy" in capsys.readouterr().err
+    assert len(list(tmp_path.glob("compared/runs/*/metrics.json"))) < 4
+    assert not (tmp_path / "compared" / "results.json").exists()
+    rows = "rows={one: 'mixer=deltanet', two: 'mixer=deltanet data.draw_seed=1'}"
+    assert comparing(monkeypatch, tmp_path, script, *words, "seeds=[0]", "mixers=[]", rows, "report=test/extra") == 0
+    assert (tmp_path / "compared" / "table.md").read_text().splitlines()[2:4] == ["| one |  |", "| two | 0.500 |"]
+
+
+@pytest.mark.slow
 def test_metrics_that_the_user_names_are_no_slices(tmp_path, monkeypatch):
     script = tmp_path / "train.py"
     measured = "".join(f'"{name}": 0.5, ' for name in ("val/f1", "test/f1", "test/f1_weighted", "test/f1_b"))
