@@ -276,7 +276,6 @@ def retreat(
         if SCALED:
             du *= across(two_to(sum_exponent - du_exponent), BY_ROW)
             du, du_exponent = rescale_if_steep(du, du_exponent, size, BY_ROW)
-        left_exponent = state_exponent
         if SCALED:
             product = tl.maximum(du_exponent + unpack_erased(packed), tl.maximum(read_exponent - LEAD, -126))
             if EARLY:
@@ -318,7 +317,7 @@ def retreat(
             state_units = left_units + D_OUTPUT + 2 * tiles
             store_column_units(left_units + D_OUTPUT, column, do_unit, TILE, V, BLOCK, SCALED)
             if SCALED:
-                store_column_units(state_units, column, two_to(left_exponent), TILE, V, BLOCK, SCALED)
+                store_column_units(state_units, column, two_to(state_exponent), TILE, V, BLOCK, SCALED)
             store_by_columns(d_written + place * CHUNK * V, live, column, du, V, CUT, BLOCK, CHUNK)
             store_column_units(left_units + D_OUTPUT + tiles, column, du_unit, TILE, V, BLOCK, SCALED)
     for e in tl.static_range(0, K, STEP):
@@ -423,11 +422,13 @@ def differentiate_inputs(
     READS: the gradient of q is stored. REST: the other gradients are stored. SCORES, without a gate: the program also
     does the work of `differentiate_scores`, which then is not launched, so `d_written` still holds gradients of U. Each
     of a chunk's programs does all of it, and one stores the gradient of v: products that are computed twice cost less
-    than results that are written and read again.
+    than results that are written and read again. STEP value columns have one unit: TILE, or with SCORES as many as the
+    walks' programs take.
     """
     tl.static_assert(not (SCORES and GATED), "registers do not suffice for scores with gates")
     blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK
     tiles: tl.constexpr = (V + TILE - 1) // TILE
+    steps: tl.constexpr = (V + STEP - 1) // STEP
     block = tl.program_id(0) % blocks
     column = block * BLOCK
     head = (tl.program_id(0) // blocks % H).to(tl.int64)
@@ -453,7 +454,7 @@ def differentiate_inputs(
         g += row * g_row + start * g_token + head * g_head
         g_token *= NEXT
 
-    # The tiles of all value columns are summed in the largest of their units.
+    # All value columns are summed in the largest of their units.
     u_units = units + WRITTEN
     state_units = u_units + tiles
     do_units = d_units + D_OUTPUT
@@ -461,12 +462,12 @@ def differentiate_inputs(
     after_units = dv_units + tiles
     u_unit, state_unit, do_unit, dv_unit, after_unit = 1.0, 1.0, 1.0, 1.0, 1.0
     if SCALED:
-        u_unit = load_largest_unit(u_units, tiles)
-        state_unit = load_largest_unit(state_units, tiles)
-        do_unit = load_largest_unit(do_units, tiles)
+        u_unit = load_largest_unit(u_units, steps)
+        state_unit = load_largest_unit(state_units, steps)
+        do_unit = load_largest_unit(do_units, steps)
         if not SCORES:
-            dv_unit = load_largest_unit(dv_units, tiles)
-        after_unit = load_largest_unit(after_units, tiles)
+            dv_unit = load_largest_unit(dv_units, steps)
+        after_unit = load_largest_unit(after_units, steps)
     dq = tl.zeros((CHUNK, BLOCK), tl.float32)
     dr = tl.zeros((CHUNK, BLOCK), tl.float32)
     # With SCORES transposed, so that no result of a product is transposed as an operand of the next one (see above).
@@ -501,15 +502,15 @@ def differentiate_inputs(
                     dv_unit = larger
                 else:
                     dv_unit = unit
-                if tiles > 1:
+                if steps > 1:
                     u = u * load_share(u_units, e // TILE, u_unit).to(u.dtype)
             d_reading = tl.dot(as_tile(do, SCALED), u, d_reading, input_precision=PRECISION)
             d_erasing = tl.dot(dv, u, d_erasing, input_precision=PRECISION)
-        # U and the gradients of the outputs are loaded again, as registers do not suffice for the sums of both loops at
-        # once.
         for e in tl.static_range(0, V, STEP):
-            u = load_by_columns(written + place * CHUNK * V, live, e, V, CUT, STEP, CHUNK)
-            do = load_tokens(d_output, do_token, live, e, V, CHUNK, STEP)
+            u, do = us[e // STEP], dos[e // STEP]
+            if steps > 1:  # registers do not suffice for these and the sums of both loops: they are loaded again
+                u = load_by_columns(written + place * CHUNK * V, live, e, V, CUT, STEP, CHUNK)
+                do = load_tokens(d_output, do_token, live, e, V, CHUNK, STEP)
             state = load_block(states + place * K * V, e, column, V, K, STEP, BLOCK)
             after = load_block(d_states + place * K * V, e, column, V, K, STEP, BLOCK)
             if e == 0:  # while the first block of columns is on its way
@@ -520,7 +521,7 @@ def differentiate_inputs(
             dv = gradients[e // STEP]
             if SCALED:
                 do *= inverse_of(do_unit)
-                if tiles > 1:
+                if steps > 1:
                     state_share = load_share(state_units, e // TILE, state_unit)
                     after_share = load_share(after_units, e // TILE, after_unit)
                     do *= state_share
@@ -541,7 +542,7 @@ def differentiate_inputs(
             kept = state.to(tl.float32) * after.to(tl.float32)
             if SCALED:
                 do *= inverse_of(do_unit)
-                if tiles > 1:
+                if steps > 1:
                     state_share = load_share(state_units, e // TILE, state_unit)
                     after_share = load_share(after_units, e // TILE, after_unit)
                     do *= state_share
