@@ -672,6 +672,44 @@ def test_delta_rule_walks_with_wide_states_in_pieces(interpreted, delta_segments
     assert set(delta_segments) == {3}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize(("span", "reverse"), [(0, "second_half"), (2, False)])
+def test_gradients_after_wide_walks_multiply_all_value_columns_at_once(interpreted, monkeypatch, span, reverse, narrow):
+    from longseq.kernels.delta_rule import triton_delta
+
+    launches = triton_delta.LAUNCHES[2, 128]
+    if narrow:  # as a file of launches may have it: then the value columns of a chunk have two units
+        monkeypatch.setitem(launches, "retreat_wide", launches["retreat_wide"]._replace(block=64))
+    monkeypatch.setattr(triton_delta, "_find_span", lambda *sizes: span)
+    monkeypatch.setitem(triton_delta.PROGRAMS, (2, 128), 1)
+    steps = []
+
+    class Noted(triton_delta.Prepared):
+        def __init__(self, kernel, *rest, **constants):
+            super().__init__(kernel, *rest, **constants)
+            if kernel is triton_delta.differentiate_inputs:
+                steps.append(constants["STEP"])
+
+    monkeypatch.setattr(triton_delta, "Prepared", Noted)
+    inputs = make_inputs("delta_rule", "plain", tokens=270, dtype=torch.float16, sizes={"H": 1, "K": 40, "V": 100})
+    value = inputs.sequences["v"]
+    inputs = lasting(inputs.replace({"v": value * torch.where(torch.arange(100) < 50, 64, 1).half()}))
+    run = Inputs.run_both_ways if reverse else Inputs.run
+    for cache in (triton_delta._prepare_forward, triton_delta._prepare_backward):
+        cache.cache_clear()
+    try:
+        actual = gradients(inputs, backend="triton", reverse=reverse)
+    finally:
+        for cache in (triton_delta._prepare_forward, triton_delta._prepare_backward):
+            cache.cache_clear()
+    assert steps == [64 if narrow else 128]
+    for name, exact in gradients(inputs.map(torch.Tensor.double), run=run, backend="torch").items():
+        assert error(actual[name], exact) <= 1e-3, name
+        if exact.shape == value.shape:
+            assert error(actual[name][..., 50:], exact[..., 50:]) <= 1e-3, name
+
+
 def test_delta_rule_walks_without_gradients_where_sequences_and_heads_fill_a_gpu():
     from longseq.kernels.delta_rule.triton_delta import _plan
 
