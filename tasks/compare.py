@@ -168,6 +168,9 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         "jobs": jobs,
         "planned": len(trials),  # an interrupted comparison has fewer rows
     }
+    tokenizers = list(dict.fromkeys(str(config["data"].get("tokenizer") or "null") for config in composed))
+    if len(tokenizers) > 1:
+        results["tokenizers"] = tokenizers
     _tell_other_data(results, known)
     started = time.monotonic()
     rows: dict[int, dict[str, Any]] = {}

@@ -141,6 +141,9 @@ def markdown(results: Mapping[str, Any]) -> str:
     if any(entry["learning_rate"] is not None for entry in results["summary"]):
         chosen = ", ".join(_chosen(entry) for entry in results["summary"])
         notes.append(f"The learning rate with the best {results['selected_by']}: {chosen}.")
+    if "tokenizers" in results:
+        told = ", ".join(results["tokenizers"])
+        notes.append(f"The runs have other tokenizers ({told}): lengths and losses by token have other units, too.")
     if "other_data" in results:
         notes.append(f"Not of the same data: {results['other_data']}.")
     notes.append(_as_code(results["command"]))

@@ -501,6 +501,24 @@ def test_metrics_that_the_user_names_are_no_slices(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_the_table_says_that_rows_have_other_tokenizers(tmp_path, monkeypatch):
+    script = tmp_path / "train.py"
+    script.write_text(STAND_IN)
+    rows = "rows={bytes: 'mixer=deltanet', tokens: 'mixer=deltanet data.tokenizer=train:512'}"
+    words = ["task=document", "trainer=cpu", "scale=nano", "plot=false", "model.depth=1", "seeds=[0]", rows]
+    words += ["output=compared", "mixers=[]", "learning_rates=[0.1]"]
+    monkeypatch.chdir(tmp_path)
+
+    def read_notes(*more: str) -> str:
+        monkeypatch.setattr("sys.argv", [str(script), "compare", *words, *more])
+        assert cli.main() == 0
+        return (tmp_path / "compared" / "table.md").read_text()
+
+    assert "\n\nThe runs have other tokenizers (bytes, train:512): lengths and losses by token have " in read_notes()
+    assert "tokenizers" not in read_notes("data.tokenizer=train:512")
+
+
+@pytest.mark.slow
 def test_a_slice_that_a_finished_row_does_not_have_is_an_empty_cell(tmp_path):
     slices = {"test__accuracy_up_to_512": 0.25, "test__accuracy_longer": 1.0}
     rows = [row("bytes", 1, 0.1, 0, test__accuracy=0.5, **slices)]
