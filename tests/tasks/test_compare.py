@@ -504,7 +504,7 @@ def test_metrics_that_the_user_names_are_no_slices(tmp_path, monkeypatch):
 def test_the_table_says_that_rows_have_other_tokenizers(tmp_path, monkeypatch):
     script = tmp_path / "train.py"
     script.write_text(STAND_IN)
-    rows = "rows={bytes: 'mixer=deltanet', tokens: 'mixer=deltanet data.tokenizer=train:512'}"
+    rows = "rows={more: 'mixer=deltanet', fewer: 'mixer=deltanet data.tokenizer=train:512'}"
     words = ["task=document", "trainer=cpu", "scale=nano", "plot=false", "model.depth=1", "seeds=[0]", rows]
     words += ["output=compared", "mixers=[]", "learning_rates=[0.1]"]
     monkeypatch.chdir(tmp_path)
@@ -514,7 +514,7 @@ def test_the_table_says_that_rows_have_other_tokenizers(tmp_path, monkeypatch):
         assert cli.main() == 0
         return (tmp_path / "compared" / "table.md").read_text()
 
-    assert "\n\nThe runs have other tokenizers (bytes, train:512): lengths and losses by token have " in read_notes()
+    assert "\n\nThe runs have other tokenizers (train:4096, train:512): lengths and losses by token have " in read_notes()
     assert "tokenizers" not in read_notes("data.tokenizer=train:512")
 
 
