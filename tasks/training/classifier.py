@@ -159,8 +159,8 @@ class ClassifierModule(TrainedModule):
         if absent and self.global_rank == 0:
             names = getattr(self.info, "class_names", None) or range(self.num_classes)
             _log.warning(
-                "no %s sample has %s %s: averages over the classes leave out what has none, but F1 and precision count it "
-                "as 0 where it is predicted",
+                "no %s sample has %s %s: averages over the classes leave out what has none, but F1 and precision count "
+                "it as 0 where it is predicted",
                 kind,
                 "the label" if self.multi_label else "the class",
                 name_some([str(names[number]) for number in absent]),
