@@ -292,8 +292,8 @@ def test_one_line_names_the_classes_that_no_sample_has(caplog):
         trainer.validate(module, DataLoader(rows, 4), verbose=False)
     (line,) = [one.message for one in caplog.records if "has the class" in one.message]
     assert line == (
-        "no validation sample has the class dog: averages over the classes leave out what has none, but F1 and precision "
-        "count it as 0 where it is predicted"
+        "no validation sample has the class dog: averages over the classes leave out what has none, but F1 and "
+        "precision count it as 0 where it is predicted"
     )
 
 
