@@ -320,11 +320,12 @@ def walk_through(
     # read in the second, between the products with U: that was measured to be faster.
     READ_EARLY: tl.constexpr = READ and K > 128
     o = tl.zeros((BLOCK, CHUNK), tl.float32)
-    befores = ()
+    befores, decayed = (), ()
     for e in tl.static_range(0, K, STEP):
         erase = load_by_rows(erased + place * CHUNK * K, live, e, K, CUT, CHUNK, STEP)
         before = as_tile(state[e // STEP], SCALED)
         befores = befores + (before,)
+        decayed = decayed + (state[e // STEP] * whole if GATED else state[e // STEP],)
         if SAVE:
             store_block(states + place * K * V, column, e, before, V, K, BLOCK, STEP)
         u = tl.dot(before, tl.trans(erase), u, input_precision=PRECISION)
@@ -338,15 +339,12 @@ def walk_through(
         u *= across(two_to(sum_exponent - u_exponent), BY_ROW)
         u, u_exponent = rescale_if_steep(u, u_exponent, size, BY_ROW)
         product = u_exponent + unpack_writes(packed)
-        state, after_exponent = follow_unit(state, after_exponent, product, apart, BY_ROW)
+        decayed, after_exponent = follow_unit(decayed, after_exponent, product, apart, BY_ROW)
     u = as_tile(u, SCALED)
     after = ()
     for e in tl.static_range(0, K, STEP):
         write = load_rows(writes, write_token, live, write_weight, e, K, WEIGH == BOTH, SCALED, CUT, CHUNK, STEP)
-        piece = state[e // STEP]
-        if GATED:
-            piece *= whole
-        after = after + (tl.dot(u, write, piece, input_precision=PRECISION),)
+        after = after + (tl.dot(u, write, decayed[e // STEP], input_precision=PRECISION),)
         if READ and not READ_EARLY:
             query = load_rows(queries, q_token, live, query_weight, e, K, WEIGH > 0, SCALED, CUT, CHUNK, STEP)
             o = tl.dot(befores[e // STEP], tl.trans(query), o, input_precision=PRECISION)

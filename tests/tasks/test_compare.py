@@ -514,7 +514,9 @@ def test_the_table_says_that_rows_have_other_tokenizers(tmp_path, monkeypatch):
         assert cli.main() == 0
         return (tmp_path / "compared" / "table.md").read_text()
 
-    assert "\n\nThe runs have other tokenizers (train:4096, train:512): lengths and losses by token have " in read_notes()
+    assert (
+        "\n\nThe runs have other tokenizers (train:4096, train:512): lengths and losses by token have " in read_notes()
+    )
     assert "tokenizers" not in read_notes("data.tokenizer=train:512")
 
 
