@@ -193,6 +193,10 @@ def retreat(
     # outputs' gradients as well: these are loaded one chunk early. Their products with the queries are added in the
     # first loop, before the gradient of U is known, and the walk takes a fifth less time. Fewer columns gain nothing.
     EARLY: tl.constexpr = K > 128
+    # The state's gradient is then multiplied by one factor for its tile and by another one for that sum: so fewer
+    # registers spill. A decay may leave numbers so small that the second factor would be too large for a float32
+    # number: with gates the gradient is brought to its unit first.
+    TWO_FACTORS: tl.constexpr = EARLY and SCALED and not GATED
     if EARLY:
         last_chunk = tl.maximum(stop - 1, 0)
         earlier = _load_gradients(d_output, do_token, last_chunk, start, end, column, V, REVERSE, CHUNK, BLOCK)
@@ -250,14 +254,19 @@ def retreat(
             state_exponent, du_exponent, apart = find_exponents(
                 own, bound, unpack_erased(packed), growth, size, BY_ROW
             )  # fmt: skip
-            d_state = multiply_pieces(d_state, across(two_to(exponent - state_exponent), BY_ROW))
-            if EARLY:
+            factor = across(two_to(exponent - state_exponent), BY_ROW)
+            if TWO_FACTORS:
                 read_exponent = tl.maximum(read_exponent, state_exponent - LEAD)
-                first_weight = across(whole * two_to(state_exponent - read_exponent), BY_ROW)
+                first_weight = across(two_to(exponent - read_exponent), BY_ROW)
+            else:
+                d_state = multiply_pieces(d_state, factor)
+                if EARLY:
+                    read_exponent = tl.maximum(read_exponent, state_exponent - LEAD)
+                    first_weight = across(whole * two_to(state_exponent - read_exponent), BY_ROW)
         read = ()
         du = tl.zeros((BLOCK, CHUNK), tl.float32)
         for e in tl.static_range(0, K, STEP):
-            after = as_tile(d_state[e // STEP], SCALED)
+            after = as_tile(d_state[e // STEP] * factor if TWO_FACTORS else d_state[e // STEP], SCALED)
             if not SUMMARY:
                 store_block(d_states + place * K * V, column, e, after, V, K, BLOCK, STEP)
             write = load_rows(

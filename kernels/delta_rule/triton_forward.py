@@ -470,15 +470,14 @@ def advance(
     if SCALED:
         later_packed = tl.load(units + first * UNITS + PACKED_UNITS)
         later_size = tl.load(units + first * UNITS + SIZE)
+    if GATED:
+        later_whole = tl.load(decays + first)
     if WEIGH == BOTH:
         later_strength = load_strengths(beta, beta_token, begin, start, end, REVERSE, CHUNK)
     for m in range(begin, stop):
         place = (slot + m) * H + head
         live = tokens - m * CHUNK
         of_chunk = units + place * UNITS
-        whole = 1.0
-        if GATED:
-            whole = tl.load(decays + place)
         # Loaded one iteration early, because the compiler prefetches only operands of products.
         next_chunk = tl.minimum(m + 1, stop - 1)
         following = (slot + next_chunk) * H + head
@@ -490,6 +489,10 @@ def advance(
             packed, size = later_packed, later_size
             later_packed = tl.load(units + following * UNITS + PACKED_UNITS)
             later_size = tl.load(units + following * UNITS + SIZE)
+        whole = 1.0
+        if GATED:
+            whole = later_whole
+            later_whole = tl.load(decays + following)
         query_rows, write_rows = queries + place * CHUNK * K, writes + place * CHUNK * K
         query_weight, write_weight = scale, 1.0
         t = token_after(m * CHUNK, start, end, REVERSE)

@@ -221,8 +221,9 @@ def find_exponents(own, bound, factor, growth, size, BY_ROW: tl.constexpr):
     state is small then beside what is added. Where they lose bits in it, these do not count beside the state.
 
     In three cases both have their own units, the third result is true, and `follow_unit` has to follow: if `growth`,
-    the exponent of a bound of what a state becomes by a chunk, would cost the state's tile too many bits; if `size`, of
-    the chunk's inverse, is above MILD; and if not BY_ROW, where other kernels read the rows, if these lose bits.
+    the exponent of a bound of what a state becomes by a chunk, would cost the state's tile too many bits (unless the
+    tile has a unit of its own, and `growth` is negative); if `size`, of the chunk's inverse, is above MILD; and if not
+    BY_ROW, where other kernels read the rows, if these lose bits.
     """
     exponent = clamp_exponent(tl.maximum(own, bound + factor))
     rows = exponent - factor
@@ -303,16 +304,34 @@ def walk_through(
     """
     BITS: tl.constexpr = 6 if K <= 64 else 7 if K <= 128 else 8  # K is at most 2^BITS
     BY_ROW: tl.constexpr = SCALED and not SAVE
-    u_exponent, read_exponent, after_exponent = 0, 0, exponent
+    u_exponent, before_exponent, read_exponent, after_exponent, fading = 0, 0, 0, exponent, 0
     if SCALED:
         own = find_exponent(state, exponent, BY_ROW)
         bound = tl.maximum(bound_product(own, unpack_erased(packed), BITS), offered_exponent) + 1
         growth = bound_product(unpack_erased(packed), unpack_writes(packed), BITS)
-        after_exponent, u_exponent, apart = find_exponents(own, bound, unpack_writes(packed), growth, size, BY_ROW)
-        read_exponent = after_exponent + unpack_queries(packed)
-        state = multiply_pieces(state, across(two_to(exponent - after_exponent), BY_ROW))
+        if GATED:
+            # Multiplied twice in any case, the state can have two units: one for its tile, and one after its decay,
+            # whose power of two becomes part of the exponent. So fewer registers spill, and a state that fades keeps its
+            # bits.
+            fading = exponent_of(whole)
+            whole *= two_to(-fading)
+            growth = -1
+            if not BY_ROW:
+                # An earlier chunk can leave a state so small in its unit that the second factor would be too large for
+                # a float32 number.
+                if exponent - own > LEAD:
+                    state = multiply_pieces(state, two_to(exponent - own))
+                    exponent = own
+        after_exponent, u_exponent, apart = find_exponents(
+            own + fading, bound, unpack_writes(packed), growth, size, BY_ROW
+        )  # fmt: skip
+        before_exponent = clamp_exponent(own) if GATED else after_exponent
+        read_exponent = before_exponent + unpack_queries(packed)
+        factor = across(two_to(exponent - before_exponent), BY_ROW)
+        if not GATED:
+            state = multiply_pieces(state, factor)
         # U's sum begins with X V, in the unit of the products with the state.
-        sum_exponent = tl.maximum(after_exponent + unpack_erased(packed), offered_exponent - LEAD)
+        sum_exponent = tl.maximum(before_exponent + unpack_erased(packed), offered_exponent - LEAD)
         u = offered.to(tl.float32) * across(two_to(offered_exponents - sum_exponent), BY_ROW or BLOCK > TILE)
     else:
         u = offered
@@ -320,12 +339,11 @@ def walk_through(
     # read in the second, between the products with U: that was measured to be faster.
     READ_EARLY: tl.constexpr = READ and K > 128
     o = tl.zeros((BLOCK, CHUNK), tl.float32)
-    befores, decayed = (), ()
+    befores = ()
     for e in tl.static_range(0, K, STEP):
         erase = load_by_rows(erased + place * CHUNK * K, live, e, K, CUT, CHUNK, STEP)
-        before = as_tile(state[e // STEP], SCALED)
+        before = as_tile(state[e // STEP] * factor if GATED and SCALED else state[e // STEP], SCALED)
         befores = befores + (before,)
-        decayed = decayed + (state[e // STEP] * whole if GATED else state[e // STEP],)
         if SAVE:
             store_block(states + place * K * V, column, e, before, V, K, BLOCK, STEP)
         u = tl.dot(before, tl.trans(erase), u, input_precision=PRECISION)
@@ -335,16 +353,23 @@ def walk_through(
     if SCALED:
         if SAVE:
             of_states = units + WRITTEN + (V + TILE - 1) // TILE
-            store_column_units(of_states, column, two_to(after_exponent), TILE, V, BLOCK, SCALED)
+            store_column_units(of_states, column, two_to(before_exponent), TILE, V, BLOCK, SCALED)
         u *= across(two_to(sum_exponent - u_exponent), BY_ROW)
         u, u_exponent = rescale_if_steep(u, u_exponent, size, BY_ROW)
         product = u_exponent + unpack_writes(packed)
-        decayed, after_exponent = follow_unit(decayed, after_exponent, product, apart, BY_ROW)
+        if GATED:
+            after_exponent = tl.where(apart, tl.maximum(product, after_exponent - LEAD), after_exponent)
+            whole = across(whole * two_to(exponent + fading - after_exponent), BY_ROW)
+        else:
+            state, after_exponent = follow_unit(state, after_exponent, product, apart, BY_ROW)
     u = as_tile(u, SCALED)
     after = ()
     for e in tl.static_range(0, K, STEP):
         write = load_rows(writes, write_token, live, write_weight, e, K, WEIGH == BOTH, SCALED, CUT, CHUNK, STEP)
-        after = after + (tl.dot(u, write, decayed[e // STEP], input_precision=PRECISION),)
+        piece = state[e // STEP]
+        if GATED:
+            piece *= whole
+        after = after + (tl.dot(u, write, piece, input_precision=PRECISION),)
         if READ and not READ_EARLY:
             query = load_rows(queries, q_token, live, query_weight, e, K, WEIGH > 0, SCALED, CUT, CHUNK, STEP)
             o = tl.dot(befores[e // STEP], tl.trans(query), o, input_precision=PRECISION)
@@ -415,11 +440,10 @@ def summarize(
     if SCALED:
         later_packed = tl.load(units + place * UNITS + PACKED_UNITS)
         later_size = tl.load(units + place * UNITS + SIZE)
+    if GATED:
+        later_whole = tl.load(decays + place)
     for m in range(first, end):
         place = (slot + m) * H + head
-        whole = 1.0
-        if GATED:
-            whole = tl.load(decays + place)
         next_chunk = tl.minimum(m + 1, end - 1)
         following = (slot + next_chunk) * H + head
         later, later_exponents, later_exponent = load_offered(
@@ -430,6 +454,10 @@ def summarize(
             packed, size = later_packed, later_size
             later_packed = tl.load(units + following * UNITS + PACKED_UNITS)
             later_size = tl.load(units + following * UNITS + SIZE)
+        whole = 1.0
+        if GATED:
+            whole = later_whole
+            later_whole = tl.load(decays + following)
         rows = writes + place * CHUNK * K
         walked = walk_through(
             state, exponent, offered, offered_exponents, offered_exponent, erased, rows, 0, 1.0, rows, 0, 1.0,
