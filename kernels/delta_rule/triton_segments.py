@@ -311,8 +311,8 @@ def walk_through(
         growth = bound_product(unpack_erased(packed), unpack_writes(packed), BITS)
         if GATED:
             # Multiplied twice in any case, the state can have two units: one for its tile, and one after its decay,
-            # whose power of two becomes part of the exponent. So fewer registers spill, and a state that fades keeps its
-            # bits.
+            # whose power of two becomes part of the exponent. So fewer registers spill, and a state that fades
+            # keeps its bits.
             fading = exponent_of(whole)
             whole *= two_to(-fading)
             growth = -1
