@@ -11,11 +11,14 @@ float64 here: `longseq benchmark kernels` does that.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +126,13 @@ def other_calls() -> Iterator[Call]:
         yield op, variant, shape, {**made.sequences, **made.parameters}, made.options
 
 
-def time_call(op: str, tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> dict[str, float]:
-    """Milliseconds of a call of `longseq.kernels` of this process, forward and with the gradients of all tensors."""
+def time_call(
+    op: str, tensors: Mapping[str, Tensor], options: Mapping[str, Any], count: int | None = None
+) -> dict[str, float]:
+    """Milliseconds of a call of `longseq.kernels` of this process, forward and with the gradients of all tensors.
+
+    Each is the median of `count` replays; None: of 300, or of 100 in large calls.
+    """
     from longseq import kernels
 
     operation = getattr(kernels, op)
@@ -144,7 +152,8 @@ def time_call(op: str, tensors: Mapping[str, Tensor], options: Mapping[str, Any]
     def both() -> None:
         torch.autograd.grad(call(), list(named.values()), upstream)
 
-    count = 100 if max(x.numel() for x in named.values()) >= LARGE else 300
+    if count is None:
+        count = 100 if max(x.numel() for x in named.values()) >= LARGE else 300
     times = {}
     for name, work in (("forward", forward), ("both", both)):
         graph = capture(work)
@@ -154,21 +163,33 @@ def time_call(op: str, tensors: Mapping[str, Tensor], options: Mapping[str, Any]
     return times
 
 
+def list_calls(kind: str) -> Iterator[Call]:
+    return other_calls() if kind == REST else delta_rule_calls(kind == GATES)
+
+
 def time_version(kind: str) -> Times:
-    calls = other_calls() if kind == REST else delta_rule_calls(kind == GATES)
-    return [(op, variant, shape, time_call(op, tensors, options)) for op, variant, shape, tensors, options in calls]
+    return [
+        (op, variant, shape, time_call(op, tensors, options))
+        for op, variant, shape, tensors, options in list_calls(kind)
+    ]
 
 
-def time_in_process(folder: Path, kind: str) -> Times:
-    """The times of the kernels below `folder`, which are imported in place of those that are installed."""
+def compile_call(kind: str, number: int) -> None:
+    """Compile the kernels of a call, which Triton's cache keeps for the processes that time."""
+    op, _, _, tensors, options = next(islice(list_calls(kind), number, None))
+    time_call(op, tensors, options, count=1)
+
+
+def run_in_process(folder: Path, *words: str) -> str:
+    """What a process prints that has the kernels below `folder` in place of those that are installed."""
     with tempfile.TemporaryDirectory() as made:
         package = Path(made, "longseq")
         package.mkdir()
         (package / "__init__.py").touch()
         (package / "kernels").symlink_to((folder / "kernels").resolve(strict=True))
-        command = [sys.executable, __file__, CHILD, made, kind]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+        done = subprocess.run([sys.executable, __file__, CHILD, made, *words], stdout=subprocess.PIPE, text=True)
+    done.check_returncode()
+    return done.stdout
 
 
 def main() -> None:
@@ -179,10 +200,15 @@ def main() -> None:
     from longseq.tools.benchmark.report import add_circumstances
 
     output, folders = Path(words[0]), {"then": Path(words[1]), "now": Path(words[2]) if words[2:] else HERE.parent}
+    # The kernels of all calls are compiled first, side by side: one after the other they take most of the time.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        count = len(OTHERS if kind == REST else SHAPES)
+        calls = product(folders.values(), range(count))
+        list(pool.map(lambda call: run_in_process(call[0], kind, str(call[1])), calls))
     found: dict[str, list[Times]] = {"then": [], "now": []}
     for _ in range(TURNS):
         for name, folder in folders.items():
-            found[name].append(time_in_process(folder, kind))
+            found[name].append(json.loads(run_in_process(folder, kind).splitlines()[-1]))
     rows = []
     for number, (op, variant, shape, _) in enumerate(found["now"][0]):
         row: dict[str, Any] = {"op": op, "variant": variant, "shape": shape, "dtype": "bfloat16"}
@@ -210,7 +236,11 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [CHILD]:
-        sys.path.insert(0, sys.argv[2])
-        print(json.dumps(time_version(sys.argv[3])))
+        made, kind, *number = sys.argv[2:]
+        sys.path.insert(0, made)
+        if number:
+            compile_call(kind, int(*number))
+        else:
+            print(json.dumps(time_version(kind)))
     else:
         run_script(main, __doc__, gpu="times kernels")
