@@ -710,6 +710,31 @@ def test_gradients_after_wide_walks_multiply_all_value_columns_at_once(interpret
             assert error(actual[name][..., 50:], exact[..., 50:]) <= 1e-3, name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_what_is_written_while_a_large_state_fades_keeps_its_bits(interpreted, monkeypatch, differentiable):
+    from longseq.kernels.delta_rule import triton_delta
+
+    monkeypatch.setattr(triton_delta, "SHORT_TOKENS", 0)  # with the kernels of long sequences
+    monkeypatch.setattr(triton_delta, "FILLING", math.inf)
+    inputs = make_inputs(
+        "delta_rule", "gated", batch=1, tokens=128, dtype=torch.float16, sizes={"H": 1, "K": 40, "V": 24}
+    )
+    gate = torch.where(torch.arange(128) < 64, -1.2, -0.01).view(1, 128, 1)
+    state = 1e8 * torch.randn(1, 1, 40, 24, generator=torch.Generator().manual_seed(0))
+
+    def read_second_chunk(dtype, backend):
+        sequences = {name: x.to(dtype) for name, x in inputs.sequences.items()} | {"g": gate.to(state.dtype)}
+        if dtype == torch.float64:
+            sequences["g"] = gate.double()
+        sequences["v"].requires_grad_(differentiable)
+        o, _ = delta_rule(**sequences, initial_state=state.to(sequences["g"].dtype), backend=backend)
+        return o.detach()[:, 64:].double()
+
+    ours, exact = read_second_chunk(torch.float16, "triton"), read_second_chunk(torch.float64, "reference")
+    assert (ours - exact).norm() <= 0.03 * exact.norm()
+
+
 def test_delta_rule_walks_without_gradients_where_sequences_and_heads_fill_a_gpu():
     from longseq.kernels.delta_rule.triton_delta import _plan
 
