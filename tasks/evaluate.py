@@ -24,7 +24,7 @@ from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.files import prepare_file, write_text
 from longseq.tasks.training.options import read, read_part, spell
 from longseq.tasks.training.peers import watched
-from longseq.tasks.training.trainer import build_trainer, refuse_nameless_program
+from longseq.tasks.training.trainer import build_trainer, refuse_nameless_program, refuse_other_processes
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ def run(cfg: DictConfig) -> dict[str, float]:
     split, checkpoint = keys.split, keys.checkpoint
     assert checkpoint is not None
     check_trainer(keys.trainer)
+    refuse_other_processes(config)
     changes = {key: value for key, value in keys.data.items() if value is not None}
     if keys.input is not None:
         return _evaluate_documents(keys, config, changes)

@@ -55,6 +55,7 @@ from longseq.tasks.training.trainer import (
     refuse_absent_devices,
     refuse_lonely_machine,
     refuse_nameless_program,
+    refuse_other_processes,
 )
 
 _log = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ def run(cfg: DictConfig) -> float | None:
     folder = Path(config["output"])
     _refuse_long_warmup(config, None)
     # What cannot run is refused before the data is opened: devices that are not there, too.
+    refuse_other_processes(config)
     trial = build_trainer({**config, "logger": None})
     refuse_nameless_program(trial)
     refuse_lonely_machine(trial)

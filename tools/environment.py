@@ -27,6 +27,8 @@ FORMS: Mapping[str, tuple[str, str]] = {
 # Other variables of longseq: paths, and those that its processes set for each other.
 OTHERS = (LAUNCHES, CACHE, "LONGSEQ_PARENT", "LONGSEQ_COMPARISON")
 
+OF_SEVERAL_PROCESSES = ("train", "evaluate")  # verbs that torchrun may start
+
 
 def wants_traceback() -> bool:
     """True if an error is to be shown with its traceback."""
@@ -45,6 +47,11 @@ def check_environment(verb: str) -> None:
         raise ValueError("TRITON_INTERPRET=1 in the environment needs triton, which is not installed: unset it")
     if (cache := os.environ.get(CACHE)) and Path(cache).is_file():
         raise ValueError(f"{CACHE}={cache} in the environment is a file: name a folder")
+    started = os.environ.get("WORLD_SIZE") or "1"
+    if "TORCHELASTIC_RUN_ID" in os.environ and int(started) > 1 and verb not in OF_SEVERAL_PROCESSES:
+        raise ValueError(
+            f"torchrun has started {started} processes, and longseq {verb} is one: start it without torchrun"
+        )
     launches = os.environ.get(LAUNCHES)
     if launches and verb != "benchmark tune":  # which may write it
         from longseq.kernels.launch_file import named_file, read_launches

@@ -12,6 +12,8 @@ import time
 PARENT_VARIABLE = "LONGSEQ_PARENT"
 # Set by a comparison for the runs that it starts.
 COMPARISON_VARIABLE = "LONGSEQ_COMPARISON"
+# Set by torchrun in the processes that it starts.
+TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 
 # As many processes are never refused, nor as many for each core: more of them only wait for each other.
 _FEW, _PER_CORE = 64, 8
@@ -47,7 +49,7 @@ def follow_parent() -> None:
         _die_with(int(comparison))
     if is_started_by_run():
         _die_with(int(os.environ[PARENT_VARIABLE]))
-    elif "TORCHELASTIC_RUN_ID" in os.environ:
+    elif TORCHRUN_VARIABLE in os.environ:
         _die_with(os.getppid())
     else:
         os.environ[PARENT_VARIABLE] = str(os.getpid())

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
@@ -30,6 +30,7 @@ from longseq.tasks.training.logger import build_loggers
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.options import Range, check_value, refuse_unknown, signature_options, spell
 from longseq.tasks.training.precision import refuse_half_weights
+from longseq.tasks.training.processes import TORCHRUN_VARIABLE
 from longseq.tasks.training.recipe import device_count
 from longseq.tasks.training.sharded import FullyShardedStrategy
 
@@ -52,6 +53,11 @@ _OF_LIGHTNING = ("accelerator", "parallel_devices", "cluster_environment", "kwar
 
 # The names that Lightning's Trainer has for its profilers.
 _PROFILERS = {"simple": "SimpleProfiler", "advanced": "AdvancedProfiler", "pytorch": "PyTorchProfiler"}
+
+# How the processes of a strategy begin: each with the command. Others would take over objects of the first process,
+# which cannot be sent to them, and would not end in order.
+_STARTED = "popen"
+_BEGIN_ANEW = "the processes of a run begin with its command, and are no copies of the first one"
 
 # The value of trainer.strategy that shards a model with torch's `fully_shard`.
 FSDP = "fsdp"
@@ -104,7 +110,12 @@ def refuse_own_keys(trainer: Mapping[str, Any]) -> None:
 def check_parts(trainer: Mapping[str, Any]) -> None:
     """Raise ValueError, in one line, if the strategy, the profiler or a plug-in does not take its options."""
     strategy = trainer.get("strategy")
+    if isinstance(strategy, str):
+        _check_strategy(strategy, "trainer.strategy")
     if isinstance(strategy, Mapping):
+        start = strategy.get("start_method") or _STARTED
+        if start != _STARTED:
+            raise ValueError(f"trainer.strategy.start_method={spell(start)}: {_BEGIN_ANEW}: leave it out")
         target = targets.find(strategy, targets.STRATEGIES, "trainer.strategy")
         targets.check_options(strategy, targets.STRATEGIES, "trainer.strategy", given=("devices",))
         if target is DDPStrategy:
@@ -119,6 +130,30 @@ def check_parts(trainer: Mapping[str, Any]) -> None:
         raise ValueError(f"trainer.plugins={spell(plugins)} must be a list, each with {targets.TARGET}")
     for index, options in enumerate(plugins):
         targets.check_options(options, targets.TRAINER_PLUGINS, f"trainer.plugins[{index}]")
+
+
+def _check_strategy(name: str, place: str) -> None:
+    if any(method in name for method in ("spawn", "fork", "notebook")):
+        raise ValueError(f"{place}={name}: {_BEGIN_ANEW}: give ddp")
+    known = ["auto", *StrategyRegistry.available_strategies()]
+    if name not in known:
+        raise ValueError(f"{place}={name} is unknown: give auto, ddp, {FSDP} or another of Lightning's strategies")
+
+
+def refuse_other_processes(config: Config) -> None:
+    """ValueError, in one line, where torchrun has started more or fewer processes than the trainer would have.
+
+    A trainer of one device would run alone in each of them, and all would write into one folder.
+    """
+    started = os.environ.get("WORLD_SIZE")
+    count = device_count(config)
+    if TORCHRUN_VARIABLE in os.environ and started and int(started) != count:
+        devices, nodes = config["trainer"].get("devices", 1), config["trainer"].get("num_nodes", 1)
+        raise ValueError(
+            f"torchrun has started {started} process(es), and trainer.devices={spell(devices)} with "
+            f"trainer.num_nodes={nodes} are {count}: give trainer=ddp, or trainer=ddp_sim on CPUs, with these two as "
+            "torchrun's --nproc-per-node and --nnodes, or start the command without torchrun"
+        )
 
 
 def refuse_sharded(config: Config) -> None:

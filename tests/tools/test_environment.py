@@ -129,3 +129,18 @@ def test_files_are_utf8_whatever_the_locale(tmp_path):
         assert "Käse" in (tmp_path / "run" / written).read_text(encoding="utf-8"), written
     told = "a name of a file has letters that this locale does not have: set PYTHONUTF8=1 in the environment"
     assert named.splitlines()[-1] == f"longseq: error: {told}"
+
+
+@pytest.mark.slow
+def test_torchrun_starts_verbs_of_several_processes(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for verb in ("train", "evaluate"):
+        environment.check_environment(verb)
+    for verb in ("predict", "benchmark kernels"):
+        with pytest.raises(
+            ValueError, match=f"^torchrun has started 2 processes, and longseq {verb} is one: start it "
+        ):
+            environment.check_environment(verb)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    environment.check_environment("predict")
