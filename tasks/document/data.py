@@ -436,10 +436,11 @@ class DocumentData(TaskData):
         repeats = find_repeats(hashes)
         if not len(repeats.train) and not len(repeats.validation):
             return numbers
-        told = (
-            f"{len(repeats.train)} training documents are in validation or test too, {len(repeats.validation)} "
-            "validation documents in test"
-        )
+        counts = {
+            "training documents are in validation or test too": len(repeats.train),
+            "validation documents are in test too": len(repeats.validation),
+        }
+        told = ", ".join(f"{count} {words}" for words, count in counts.items() if count)
         if self.keys.duplicates == "report":
             _warn(f"{told}: data.duplicates=drop leaves them out of training and validation")
             return numbers

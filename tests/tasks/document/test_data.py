@@ -282,6 +282,15 @@ def test_a_class_may_be_called_data(tmp_path: Path) -> None:
     assert sorted(open_data(tmp_path, root=str(root)).info.class_names) == ["data", "fish", "tree"]
 
 
+@pytest.mark.slow
+def test_only_splits_with_documents_of_another_one_are_told(tmp_path: Path, caplog: Any) -> None:
+    write_jsonl(tmp_path / "train.jsonl", make_rows())
+    write_jsonl(tmp_path / "other.jsonl", make_rows(12, seed=1))
+    open_data(tmp_path, root=str(tmp_path), train="train.jsonl", validation="other.jsonl", test="other.jsonl")
+    (line,) = [record.message for record in caplog.records if "are in" in record.message]
+    assert line.startswith("12 validation documents are in test too: data.duplicates=drop ")
+
+
 def test_split_files_class_weights_and_documents_in_two_splits(tmp_path: Path, caplog: Any) -> None:
     rows = make_rows()
     rows = [row for row in rows if row["label"] != "tree" or int(row["text"].split()[-1]) % 2]
@@ -291,7 +300,8 @@ def test_split_files_class_weights_and_documents_in_two_splits(tmp_path: Path, c
     data = open_data(tmp_path, **keys)
     assert data.info.sizes["test"] == 16
     told = [record.message for record in caplog.records]
-    assert any("4 of" in one or "documents are in validation or test too" in one for one in told), told
+    (line,) = [one for one in told if "are in" in one]
+    assert line.startswith("3 training documents are in validation or test too, 1 validation documents are in test too: ")
     counts = data.info.class_counts
     assert data.info.class_weights == pytest.approx([sum(counts) / (3 * count) for count in counts])
     texts = {text for text, _ in contents(data, "test")}
