@@ -301,7 +301,9 @@ def test_split_files_class_weights_and_documents_in_two_splits(tmp_path: Path, c
     assert data.info.sizes["test"] == 16
     told = [record.message for record in caplog.records]
     (line,) = [one for one in told if "are in" in one]
-    assert line.startswith("3 training documents are in validation or test too, 1 validation documents are in test too: ")
+    assert line.startswith(
+        "3 training documents are in validation or test too, 1 validation documents are in test too: "
+    )
     counts = data.info.class_counts
     assert data.info.class_weights == pytest.approx([sum(counts) / (3 * count) for count in counts])
     texts = {text for text, _ in contents(data, "test")}
