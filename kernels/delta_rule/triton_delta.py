@@ -575,10 +575,12 @@ def _kept_sizes(
         0 if plan.along and not save else places * key_dim * value_dim,
         plan.walks * heads * key_dim**2 if plan.span else 0,
     ]
+    # A segment without chunks loads the numbers of the slot behind it, which may be the one behind the last, in vain.
+    read = places + heads if places else 0
     numbers = [
-        places * count_units(value_dim) if plan.scaled else 0,
+        read * count_units(value_dim) if plan.scaled else 0,
         plan.walks * heads * cdiv(key_dim, TILE.value) if plan.scaled and plan.span else 0,
-        places if gated else 0,
+        read if gated else 0,
     ]
     return [cdiv(size, ALIGNMENT) * ALIGNMENT for size in tiles], [
         cdiv(size, ALIGNMENT) * ALIGNMENT for size in numbers
