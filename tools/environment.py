@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from longseq.tasks.training.processes import TORCHRUN_VARIABLE
+
 TRACEBACK = "LONGSEQ_TRACEBACK"
 LAUNCHES = "LONGSEQ_LAUNCHES"
 CACHE = "LONGSEQ_CACHE_DIR"
@@ -48,7 +50,7 @@ def check_environment(verb: str) -> None:
     if (cache := os.environ.get(CACHE)) and Path(cache).is_file():
         raise ValueError(f"{CACHE}={cache} in the environment is a file: name a folder")
     started = os.environ.get("WORLD_SIZE") or "1"
-    if "TORCHELASTIC_RUN_ID" in os.environ and int(started) > 1 and verb not in OF_SEVERAL_PROCESSES:
+    if TORCHRUN_VARIABLE in os.environ and int(started) > 1 and verb not in OF_SEVERAL_PROCESSES:
         raise ValueError(
             f"torchrun has started {started} processes, and longseq {verb} is one: start it without torchrun"
         )

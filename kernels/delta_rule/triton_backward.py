@@ -431,8 +431,8 @@ def differentiate_inputs(
     READS: the gradient of q is stored. REST: the other gradients are stored. SCORES, without a gate: the program also
     does the work of `differentiate_scores`, which then is not launched, so `d_written` still holds gradients of U. Each
     of a chunk's programs does all of it, and one stores the gradient of v: products that are computed twice cost less
-    than results that are written and read again. STEP value columns have one unit: TILE, or with SCORES as many as the
-    walks' programs take.
+    than results that are written and read again. STEP value columns have one unit: a tile
+    has, and with SCORES all columns may have, if each program of the walks takes all of them.
     """
     tl.static_assert(not (SCORES and GATED), "registers do not suffice for scores with gates")
     blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK

@@ -283,15 +283,20 @@ class _Plan(NamedTuple):
         return min(self.launches[kernel].step or whole, whole)
 
     def tile(self, kernel: str, width: int) -> int:
-        """`step` for a loop over value columns: a tile, or all columns where each walk's program has all of them.
+        """`step` for a loop over tiles: one unit for each block."""
+        step = self.step(kernel, width)
+        assert not self.scaled or step == min(TILE.value, self.whole(width)), "one tile at a time"
+        return step
 
-        Only then all columns have one unit.
+    def value_step(self, kernel: str, width: int) -> int:
+        """`step` for a loop over value columns in the units of the walks: a tile's, or all, if they have one unit.
+
+        All columns have one unit where each walk's program has all of them.
         """
         step, whole = self.step(kernel, width), self.whole(width)
-        walked = min(self.block(walk, width) for walk in (self.advance, self.retreat(gated=False)))
-        if self.scaled and walked < step:
+        if min(self.block(walk, width) for walk in (self.advance, self.retreat(gated=False))) < step:
             step = min(TILE.value, whole)
-        assert not self.scaled or step in (min(TILE.value, whole), whole), "one tile at a time, or all"
+        assert step in (min(TILE.value, whole), whole), "one tile at a time, or all"
         return step
 
 
@@ -754,7 +759,8 @@ def _prepare_backward(
         (scale, tokens, heads, batch * tokens, *q_strides, *k_strides, *beta_strides, *write_strides, *g_strides,
          *d_output_strides),
         GATED=gated, REVERSE=reverse, OWN_WRITE_KEY=own_write_key, READS=reads, REST=rest, SCORES=fused,
-        D_UNITS=d_units, BLOCK=block, STEP=plan.tile(name, value_dim), **constants, **plan.options(name),
+        D_UNITS=d_units, BLOCK=block, STEP=(plan.value_step if fused else plan.tile)(name, value_dim),
+        **constants, **plan.options(name),
     )  # fmt: skip
     return _Backward(weighing, borders, walk(plan.retreat(gated)), scores, inputs)
 

@@ -111,7 +111,7 @@ def check_parts(trainer: Mapping[str, Any]) -> None:
     """Raise ValueError, in one line, if the strategy, the profiler or a plug-in does not take its options."""
     strategy = trainer.get("strategy")
     if isinstance(strategy, str):
-        _check_strategy(strategy, "trainer.strategy")
+        _check_strategy(strategy)
     if isinstance(strategy, Mapping):
         start = strategy.get("start_method") or _STARTED
         if start != _STARTED:
@@ -132,12 +132,14 @@ def check_parts(trainer: Mapping[str, Any]) -> None:
         targets.check_options(options, targets.TRAINER_PLUGINS, f"trainer.plugins[{index}]")
 
 
-def _check_strategy(name: str, place: str) -> None:
+def _check_strategy(name: str) -> None:
     if any(method in name for method in ("spawn", "fork", "notebook")):
-        raise ValueError(f"{place}={name}: {_BEGIN_ANEW}: give ddp")
+        raise ValueError(f"trainer.strategy={name}: {_BEGIN_ANEW}: give ddp")
     known = ["auto", *StrategyRegistry.available_strategies()]
     if name not in known:
-        raise ValueError(f"{place}={name} is unknown: give auto, ddp, {FSDP} or another of Lightning's strategies")
+        raise ValueError(
+            f"trainer.strategy={name} is unknown: give auto, ddp, {FSDP} or another of Lightning's strategies"
+        )
 
 
 def refuse_other_processes(config: Config) -> None:

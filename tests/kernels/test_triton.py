@@ -711,6 +711,21 @@ def test_gradients_after_wide_walks_multiply_all_value_columns_at_once(interpret
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["differentiate_scores", "differentiate_gated"])
+def test_only_a_fused_launch_multiplies_all_value_columns_at_once(interpreted, monkeypatch, kernel):
+    from longseq.kernels.delta_rule import triton_delta
+
+    launches = triton_delta.LAUNCHES[2, 128]
+    monkeypatch.setitem(
+        launches, kernel, launches[kernel]._replace(step=128)
+    )  # their results have a unit for each tile
+    monkeypatch.setitem(triton_delta.PROGRAMS, (2, 128), 1)
+    inputs = make_inputs("delta_rule", "gated", batch=1, tokens=70, dtype=torch.float16, sizes={"H": 2, "V": 100})
+    with pytest.raises(AssertionError, match=r"one tile at a time$"):
+        gradients(inputs, backend="triton")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("differentiable", [False, True])
 def test_what_is_written_while_a_large_state_fades_keeps_its_bits(interpreted, monkeypatch, differentiable):
     from longseq.kernels.delta_rule import triton_delta
