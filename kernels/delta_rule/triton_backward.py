@@ -48,20 +48,23 @@ from longseq.kernels.delta_rule.triton_segments import (
     load_rows,
     load_strengths,
     multiply_pieces,
+    multiply_rows,
     rescale_if_steep,
     store_held,
     turn_to_tiles,
 )
 from longseq.kernels.triton_tiles import (
     SIZES_AND_STRIDES,
+    add_separated,
     chunk,
-    decay_between,
+    decay_by_difference,
     decay_since,
     decay_until,
     direction,
     load_block,
     load_numbers,
     load_tokens,
+    of_token_before,
     sequence,
     store_block,
     store_tokens,
@@ -86,13 +89,9 @@ from longseq.kernels.triton_units import (
 
 
 @triton.jit
-def _finish_scores(d_reading, d_erasing, gate, scale, GATED: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr):
-    """Gradients of scale tril(Q Wᵀ ⊙ D) and of L, as those of Q Wᵀ and R Wᵀ: each as a tile with its unit."""
+def _finish_scores(d_reading, d_erasing, scale, SCALED: tl.constexpr, CHUNK: tl.constexpr):
+    """Gradients of scale tril(Q Wᵀ) and of tril(R Wᵀ), as those of Q Wᵀ and R Wᵀ: each as a tile with its unit."""
     i = tl.arange(0, CHUNK)
-    if GATED:
-        between = decay_between(gate, CHUNK)
-        d_reading *= between
-        d_erasing *= between
     d_reading, reading_unit = in_units(tl.where(i[:, None] >= i[None, :], d_reading * scale, 0.0), SCALED)
     d_erasing, erasing_unit = in_units(tl.where(i[:, None] > i[None, :], -d_erasing, 0.0), SCALED)
     return d_reading, reading_unit, d_erasing, erasing_unit
@@ -195,8 +194,8 @@ def retreat(
     EARLY: tl.constexpr = K > 128
     # The state's gradient is then multiplied by one factor for its tile and by another one for that sum: so fewer
     # registers spill. A decay may leave numbers so small that the second factor would be too large for a float32
-    # number: with gates the gradient is brought to its unit first.
-    TWO_FACTORS: tl.constexpr = EARLY and SCALED and not GATED
+    # number: then the gradient is brought to its unit first. Its rows, each with its own unit, always are with a gate.
+    TWO_FACTORS: tl.constexpr = EARLY and SCALED and not (GATED and BY_ROW)
     if EARLY:
         last_chunk = tl.maximum(stop - 1, 0)
         earlier = _load_gradients(d_output, do_token, last_chunk, start, end, column, V, REVERSE, CHUNK, BLOCK)
@@ -254,10 +253,14 @@ def retreat(
             state_exponent, du_exponent, apart = find_exponents(
                 own, bound, unpack_erased(packed), growth, size, BY_ROW
             )  # fmt: skip
+            if TWO_FACTORS and GATED:
+                if exponent - own > LEAD:
+                    d_state = multiply_pieces(d_state, two_to(exponent - own))
+                    exponent = own
             factor = across(two_to(exponent - state_exponent), BY_ROW)
             if TWO_FACTORS:
                 read_exponent = tl.maximum(read_exponent, state_exponent - LEAD)
-                first_weight = across(two_to(exponent - read_exponent), BY_ROW)
+                first_weight = across(whole * two_to(exponent - read_exponent), BY_ROW)
             else:
                 d_state = multiply_pieces(d_state, factor)
                 if EARLY:
@@ -340,13 +343,19 @@ def retreat(
 
 @triton.jit(do_not_specialize=SIZES_AND_STRIDES)
 def differentiate_scores(
-    g, units, d_units, cu_seqlens, sequence_of, squares, written, d_output, d_written, d_v, d_attention, d_lower,
-    scale, T, H, g_row, g_token, g_head, do_row, do_token, do_head,
-    V: tl.constexpr, UNITS: tl.constexpr, D_UNITS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
-    REVERSE: tl.constexpr, SCALED: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    STEP: tl.constexpr,
+    q, k, beta, write_key, g, units, d_units, cu_seqlens, sequence_of, squares, written, d_output, d_written,
+    d_v, d_attention, d_lower, d_gates,
+    scale, T, H,
+    q_row, q_token, q_head, k_row, k_token, k_head, beta_row, beta_token, beta_head,
+    write_row, write_token, write_head, g_row, g_token, g_head, do_row, do_token, do_head,
+    K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, D_UNITS: tl.constexpr, GATED: tl.constexpr,
+    PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr, REST: tl.constexpr, RAW: tl.constexpr,
+    DTYPE: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: gradients of V (also in `d_written`, in place of U's), of Q Wᵀ and of R Wᵀ."""
+    """One chunk of one head: gradients of V (also in `d_written`, in place of U's), of Q Wᵀ and of R Wᵀ.
+
+    With a gate and REST, `d_gates` is the part of each next gate's gradient from reads of what the chunk has written.
+    """
     tiles: tl.constexpr = (V + TILE - 1) // TILE
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
@@ -402,22 +411,50 @@ def differentiate_scores(
         store_unit(du_units, e // TILE, unit, SCALED)
     d_reading = d_reading * do_unit * u_unit
     d_erasing = d_erasing * dv_unit * u_unit
-    gate = tl.zeros((CHUNK,), tl.float32)
+    i = tl.arange(0, CHUNK)
     if GATED:
         gate = load_numbers(g + row * g_row + start * g_token + head * g_head, g_token * NEXT, live, CHUNK)
-    d_reading, reading_unit, d_erasing, erasing_unit = _finish_scores(
-        d_reading, d_erasing, gate, scale, GATED, SCALED, CHUNK
-    )
-    store_by_rows(d_attention + place * CHUNK * CHUNK, live, 0, d_reading, CHUNK, CUT, CHUNK, CHUNK)
-    store_unit(d_units, D_ATTENTION, reading_unit, SCALED)
-    store_by_rows(d_lower + place * CHUNK * CHUNK, live, 0, d_erasing, CHUNK, CUT, CHUNK, CHUNK)
-    store_unit(d_units, D_LOWER, erasing_unit, SCALED)
+        between = decay_by_difference(gate, CHUNK)
+        d_reading *= between
+        d_erasing *= between
+    d_reading = tl.where(i[:, None] >= i[None, :], d_reading * scale, 0.0)
+    tile, unit = in_units(d_reading, SCALED)
+    store_by_rows(d_attention + place * CHUNK * CHUNK, live, 0, tile, CHUNK, CUT, CHUNK, CHUNK)
+    store_unit(d_units, D_ATTENTION, unit, SCALED)
+    d_erasing = tl.where(i[:, None] > i[None, :], -d_erasing, 0.0)
+    tile, unit = in_units(d_erasing, SCALED)
+    store_by_rows(d_lower + place * CHUNK * CHUNK, live, 0, tile, CHUNK, CUT, CHUNK, CHUNK)
+    store_unit(d_units, D_LOWER, unit, SCALED)
+    if GATED and REST:
+        # A gate acts on reads after it of writes before it. Only pairs of tokens that it separates are added up: a sum
+        # from which the pairs on one side of it are subtracted again loses what a strong gate leaves.
+        q += row * q_row + start * q_token + head * q_head
+        k += row * k_row + start * k_token + head * k_head
+        write_key += row * write_row + start * write_token + head * write_head
+        beta += row * beta_row + start * beta_token + head * beta_head
+        query_unit, read_unit, write_unit = 1.0, 1.0, 1.0
+        query_inverse, read_inverse, write_inverse = 1.0, 1.0, 1.0
+        if SCALED and not RAW:
+            query_unit, read_unit = load_unit(units, QUERY, SCALED), load_unit(units, KEY, SCALED)
+            write_unit = load_unit(units, WRITE_KEY, SCALED)
+            query_inverse, read_inverse = inverse_of(query_unit), inverse_of(read_unit)
+            write_inverse = inverse_of(write_unit)
+        pairs = d_reading * query_unit * multiply_rows(
+            q, q_token * NEXT, query_inverse, write_key, write_token * NEXT, write_inverse, live,
+            K, RAW, DTYPE, PRECISION, CHUNK, STEP,
+        )  # fmt: skip
+        pairs += d_erasing * read_unit * multiply_rows(
+            k, k_token * NEXT, read_inverse, write_key, write_token * NEXT, write_inverse, live,
+            K, RAW, DTYPE, PRECISION, CHUNK, STEP,
+        )  # fmt: skip
+        pairs *= (load_numbers(beta, beta_token * NEXT, live, CHUNK) * write_unit)[None, :]
+        tl.store(d_gates + place * CHUNK + i, add_separated(pairs, CHUNK))
 
 
 @triton.jit(do_not_specialize=SIZES_AND_STRIDES)
 def differentiate_inputs(
     q, k, beta, write_key, g, units, d_units, cu_seqlens, sequence_of, squares, written, states,
-    d_output, d_written, d_states, d_attention, d_lower, d_q, d_k, d_v, d_beta, d_write_key, d_g,
+    d_output, d_written, d_states, d_attention, d_lower, d_gates, d_q, d_k, d_v, d_beta, d_write_key, d_g,
     scale, T, H, tokens,
     q_row, q_token, q_head, k_row, k_token, k_head, beta_row, beta_token, beta_head,
     write_row, write_token, write_head, g_row, g_token, g_head, do_row, do_token, do_head,
@@ -524,7 +561,7 @@ def differentiate_inputs(
             after = load_block(d_states + place * K * V, e, column, V, K, STEP, BLOCK)
             if e == 0:  # while the first block of columns is on its way
                 d_reading, reading_unit, d_erasing, erasing_unit = _finish_scores(
-                    d_reading * do_unit * u_unit, d_erasing * dv_unit * u_unit, 0.0, scale, False, SCALED, CHUNK
+                    d_reading * do_unit * u_unit, d_erasing * dv_unit * u_unit, scale, SCALED, CHUNK
                 )
             do = do.to(tl.float32)
             dv = gradients[e // STEP]
@@ -558,7 +595,7 @@ def differentiate_inputs(
                     dv = dv * (load_share(dv_units, e // TILE, dv_unit) * state_share).to(dv.dtype)
                     u = u * (load_share(u_units, e // TILE, u_unit) * after_share).to(u.dtype)
                     kept *= state_share * after_share
-            if READS or GATED:
+            if READS or (GATED and REST):
                 dq = tl.dot(as_tile(do, SCALED), state, dq, input_precision=PRECISION)
             if REST:
                 dr = tl.dot(tl.trans(dv), state, dr, input_precision=PRECISION)
@@ -613,61 +650,49 @@ def differentiate_inputs(
     write_tile = write.to(tl.float32)
     if SCALED:
         write_tile *= inverse_of(write_unit)
-    d_end, weighed_write = 0.0, write_tile
-    if GATED:
-        # Write keys times strengths, rounded once for all sums below that a gate's gradient is the difference of.
-        weighed_write = as_tile(write_tile * part_of_strength[:, None], SCALED)
     write_tile = as_tile(write_tile, SCALED)
+    dg = 0.0
+    since = strength
     if GATED:
         gate = load_numbers(g, g_token, live, CHUNK)
         since = decay_since(gate)
-        dq *= since[:, None]
-        dr *= since[:, None]
-        dw *= decay_until(g, g_token, live, CHUNK)[:, None]
-        d_end = tl.sum(d_whole, 0) * state_unit * after_unit * tl.exp(tl.sum(gate, 0))
-        own = tl.sum(tl.sum(dw * weighed_write.to(tl.float32), 1), 0)
-        d_end += end_walk(own, w_exponent + weighed_exponent, SCALED)
-
-    later = strength
-    if READS or GATED:
+        if REST:
+            # The gate's gradient from reads of the state before the chunk, from writes that the state after it holds,
+            # and from what that keeps of the one before. Nothing is subtracted (see `differentiate_scores`).
+            dg = tl.sum(d_whole, 0) * state_unit * after_unit * tl.exp(tl.sum(gate, 0))
+    if READS or (GATED and REST):
         if GATED:
-            weighed = as_tile(weighed_write.to(tl.float32) * write_weight, SCALED)
-            dq = tl.dot(d_reading, weighed, dq, input_precision=PRECISION)
-        else:
+            dq *= since[:, None]
+            if REST:
+                reading = end_walk(tl.sum(dq * query.to(tl.float32), 1), q_exponent, SCALED)
+        if READS:
             weighed = as_tile(d_reading.to(tl.float32) * (part_of_strength * write_weight)[None, :], SCALED)
             dq = tl.dot(weighed, write_tile, dq, input_precision=PRECISION)
-        dq = end_walk(dq, q_exponent, SCALED)
-    if READS:
-        store_tokens(d_q + token * K, H * K * NEXT, live, column, dq, K, CHUNK, BLOCK)
-    if GATED:
-        later = tl.sum(dq * query.to(tl.float32), 1)
+            dq = end_walk(dq, q_exponent, SCALED)
+            store_tokens(d_q + token * K, H * K * NEXT, live, column, dq, K, CHUNK, BLOCK)
     if REST:
+        if GATED:
+            dr *= since[:, None]
+            reading += end_walk(tl.sum(dr * read.to(tl.float32), 1), r_exponent, SCALED)
+            dw *= decay_until(g, g_token, live, CHUNK)[:, None]
+            writing = end_walk(tl.sum(dw * write.to(tl.float32), 1) * strength, w_exponent, SCALED)
+            written_before = tl.cumsum(writing, 0)
+            written_before += tl.load(d_gates + place * CHUNK + i, mask=i < tl.where(block == 0, CHUNK, 0), other=0.0)
+            dg += tl.cumsum(reading, 0, reverse=True) + of_token_before(written_before, CHUNK)
+            tl.store(d_g + block.to(tl.int64) * tokens * H + token + i * H * NEXT, dg, mask=i < live)
         if SCORES:
             dw = tl.dot(tl.trans(query_tile), d_reading, dw, input_precision=PRECISION)
             dw = tl.trans(tl.dot(tl.trans(read_tile), d_erasing, dw, input_precision=PRECISION))
         else:
             dw = tl.dot(tl.trans(d_reading), query_tile, dw, input_precision=PRECISION)
             dw = tl.dot(tl.trans(d_erasing), read_tile, dw, input_precision=PRECISION)
-        if GATED:
-            weighed = as_tile(weighed_write.to(tl.float32) * other_write_weight, SCALED)
-            dr = tl.dot(d_erasing, weighed, dr, input_precision=PRECISION)
-        else:
-            weighed = as_tile(d_erasing.to(tl.float32) * (part_of_strength * other_write_weight)[None, :], SCALED)
-            dr = tl.dot(weighed, write_tile, dr, input_precision=PRECISION)
+        weighed = as_tile(d_erasing.to(tl.float32) * (part_of_strength * other_write_weight)[None, :], SCALED)
+        dr = tl.dot(weighed, write_tile, dr, input_precision=PRECISION)
         dr = end_walk(dr, r_exponent, SCALED)
-        if GATED:
-            own = end_walk(tl.sum(dw * weighed_write.to(tl.float32), 1), w_exponent + weighed_exponent, SCALED)
         dw = end_walk(dw, w_exponent, SCALED)
         d_strength = tl.sum(dw * write.to(tl.float32), 1)
         part = block.to(tl.int64) * tokens * H + token
         tl.store(d_beta + part + i * H * NEXT, d_strength, mask=i < live)
-        if GATED:
-            # A gate acts on reads after it of writes before it. Pairs of tokens on one side of the gate are in both
-            # sums, with opposite signs, and must be the same numbers there: what is left of the pairs of a large token
-            # would be more than the others.
-            later += tl.sum(dr * read.to(tl.float32), 1) - own
-            dg = tl.cumsum(later, 0, reverse=True) + d_end
-            tl.store(d_g + part + i * H * NEXT, dg, mask=i < live)
         dw *= strength[:, None]
         if OWN_WRITE_KEY:
             store_tokens(d_write_key + token * K, H * K * NEXT, live, column, dw, K, CHUNK, BLOCK)

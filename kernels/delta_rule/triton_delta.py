@@ -67,7 +67,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "retreat_summary": Launch(64, 0, 4, 2),
         "retreat": Launch(64, 0, 4, 3),
         "retreat_gated": Launch(64, 0, 4, 2),
-        "differentiate_scores": Launch(0, 64, 4, 1),
+        "differentiate_scores": Launch(0, 64, 4, 1, 168),
         "differentiate_gated": Launch(64, 64, 4, 1),
         "differentiate_all": Launch(64, 64, 4, 1),
     },
@@ -97,7 +97,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "retreat": Launch(128, 64, 8, 2),
         "differentiate_scores": Launch(0, 64, 4, 2, 168),
         "differentiate_inputs": Launch(64, 64, 4, 3),
-        "differentiate_gated": Launch(64, 64, 8, 1),
+        "differentiate_gated": Launch(64, 64, 4, 1),
     },
 }
 LAUNCHES |= {
@@ -658,6 +658,8 @@ def delta_rule_backward(
     scores = 0 if fused else len(ours.squares) // 2
     lengths = [len(ours.states), len(ours.written), scores, scores]
     d_states, d_written, d_attention, d_lower = ours.states.new_empty((sum(lengths),)).split(lengths)
+    gates = plan.slots * heads * plan.chunk if rest and g is not None else 0
+    d_gates = q.new_empty((gates,), dtype=torch.float32)
     d_initial = q.new_empty((plan.sequences, heads, key_dim, value_dim), dtype=torch.float32)
     d_q, d_k, d_write_key = _allocate_gradients(q, k, write_key, d_output, reads, rest)
     d_v = d_output.new_empty(d_output.shape)
@@ -671,6 +673,7 @@ def delta_rule_backward(
     launches = _prepare_backward(
         plan, plan.backward_entries(g is not None), q.device, batch, tokens, heads, key_dim, value_dim, scale, reverse,
         g is not None, cu_seqlens is not None, d_final is not None, write_key is not None, reads, rest, weigh, raw,
+        *_score_dtype(plan, q, k, write),
         (strides(q), strides(k), strides(beta), strides(write), strides(g), strides(d_output)),
     )  # fmt: skip
     if weigh:
@@ -690,13 +693,13 @@ def delta_rule_backward(
     launches.retreat(*walked)
     if launches.scores is not None:
         launches.scores(
-            g, ours.units, d_units, cu_seqlens, sequence_of, ours.squares, ours.written, d_output, d_written, d_v,
-            d_attention, d_lower,
+            q, k, beta, write, g, ours.units, d_units, cu_seqlens, sequence_of, ours.squares, ours.written, d_output,
+            d_written, d_v, d_attention, d_lower, d_gates,
         )  # fmt: skip
     if reads or rest or fused:
         launches.inputs(
             q, k, beta, write, g, ours.units, d_units, cu_seqlens, sequence_of, ours.squares, ours.written, ours.states,
-            d_output, d_written, d_states, d_attention, d_lower, d_q, d_k, d_v, d_beta, d_write_key, d_g,
+            d_output, d_written, d_states, d_attention, d_lower, d_gates, d_q, d_k, d_v, d_beta, d_write_key, d_g,
         )  # fmt: skip
     d_beta, d_g = (_add_up(x, like if rest else None) for x, like in ((d_beta, beta), (d_g, g)))
     return d_q, d_k, d_v, d_beta, d_write_key, d_g, d_initial
@@ -716,7 +719,8 @@ class _Backward(NamedTuple):
 def _prepare_backward(
     plan: _Plan, entries: tuple[Launch, ...], device: torch.device, batch: int, tokens: int, heads: int, key_dim: int,
     value_dim: int, scale: float, reverse: int, gated: bool, packed: bool, has_final: bool, own_write_key: bool,
-    reads: bool, rest: bool, weigh: bool, raw: bool, strides: tuple[tuple[int, ...], ...],
+    reads: bool, rest: bool, weigh: bool, raw: bool, score_dtype: torch.dtype, raw_scores: bool,
+    strides: tuple[tuple[int, ...], ...],
 ) -> _Backward:  # fmt: skip
     """`entries` are those of the table, which may change between calls."""
     q_strides, k_strides, beta_strides, write_strides, g_strides, d_output_strides = strides
@@ -748,9 +752,12 @@ def _prepare_backward(
     scores, fused = None, plan.fuses(gated)
     if not fused:
         scores = Prepared(
-            differentiate_scores, device, places, (scale, tokens, heads, *g_strides, *d_output_strides),
-            GATED=gated, REVERSE=reverse, D_UNITS=d_units, STEP=plan.tile("differentiate_scores", value_dim),
-            **{name: value for name, value in constants.items() if name != "K"}, **plan.options("differentiate_scores"),
+            differentiate_scores, device, places,
+            (scale, tokens, heads, *q_strides, *k_strides, *beta_strides, *write_strides, *g_strides,
+             *d_output_strides),
+            GATED=gated, REVERSE=reverse, D_UNITS=d_units, REST=gated and rest, RAW=gated and rest and raw_scores,
+            DTYPE=TRITON_DTYPES[score_dtype if gated and rest else plan.dtype],
+            STEP=plan.tile("differentiate_scores", value_dim), **constants, **plan.options("differentiate_scores"),
         )  # fmt: skip
     name = plan.differentiate(gated)
     block = plan.block(name, key_dim)

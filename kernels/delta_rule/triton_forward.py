@@ -48,6 +48,7 @@ from longseq.kernels.delta_rule.triton_segments import (
     load_held,
     load_offered,
     load_strengths,
+    multiply_rows,
     turn_to_tiles,
     walk_through,
 )
@@ -57,6 +58,7 @@ from longseq.kernels.triton_tiles import (
     SIZES_AND_STRIDES,
     chunk,
     decay_between,
+    decay_by_difference,
     decay_since,
     decay_until,
     direction,
@@ -96,31 +98,18 @@ from longseq.kernels.triton_units import (
 
 
 @triton.jit
-def _weigh(products, weight, gate, REACH: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr):
+def _weigh(
+    products, weight, gate, REACH: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr,
+    DIFFERENCES: tl.constexpr = False,
+):  # fmt: skip
     """Products with write keys times the write's strength and decay, for tokens REACH or more back; else 0."""
     i = tl.arange(0, CHUNK)
     products *= weight[None, :]
-    if GATED:
+    if GATED and DIFFERENCES:
+        products *= decay_by_difference(gate, CHUNK)
+    elif GATED:
         products *= decay_between(gate, CHUNK)
     return tl.where(i[:, None] >= i[None, :] + REACH, products, 0.0)
-
-
-@triton.jit
-def _multiply(
-    x, x_token, x_inverse, y, y_token, y_inverse, live,
-    K: tl.constexpr, RAW: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """X Yᵀ of a chunk, of numbers of DTYPE as they came if RAW, else of tiles."""
-    products = tl.zeros((CHUNK, CHUNK), tl.float32)
-    for e in tl.static_range(0, K, BLOCK):
-        xs = load_tokens(x, x_token, live, e, K, CHUNK, BLOCK)
-        ys = load_tokens(y, y_token, live, e, K, CHUNK, BLOCK)
-        if not RAW:
-            xs = xs.to(tl.float32) * x_inverse
-            ys = ys.to(tl.float32) * y_inverse
-        products = tl.dot(xs.to(DTYPE), tl.trans(ys.to(DTYPE)), products, input_precision=PRECISION)
-    return products
 
 
 @triton.jit
@@ -262,13 +251,13 @@ def _prepare_place(
             tl.store(units + WRITE_KEY, write_unit)
     if not RAW:
         if READS:
-            reading = _multiply(
+            reading = multiply_rows(
                 *(q, q_token, query_inverse, write_key, write_token, write_inverse, live),
                 *(K, RAW, DTYPE, PRECISION, CHUNK, BLOCK),
             )
             reading *= query_unit * write_unit
         if REST:
-            erasing = _multiply(
+            erasing = multiply_rows(
                 *(k, k_token, read_inverse, write_key, write_token, write_inverse, live),
                 *(K, RAW, DTYPE, PRECISION, CHUNK, BLOCK),
             )
@@ -571,6 +560,8 @@ def read_out(
     store_tokens(output + ((row * T + start) * H + head) * V, H * V * NEXT, live, column, o, V, CHUNK, BLOCK)
 
 
+# Gates may have any sign. Where decays may rise above this, a bound of them is too coarse for a unit.
+MOST_RISE = tl.constexpr(16.0)
 # Most last tokens that `read_through` takes as a chunk of their own, of this many: images of 197 tokens have 5.
 REST = tl.constexpr(16)
 
@@ -604,7 +595,7 @@ def _read_chunk(
         query_tile = as_tile(query.to(tl.float32) * query_inverse, SCALED)
         erasing = tl.dot(read_tile, tl.trans(write_tile), input_precision=PRECISION) * (read_unit * write_unit)
         reading = tl.dot(query_tile, tl.trans(write_tile), input_precision=PRECISION) * (query_unit * write_unit)
-    lower = _weigh(erasing, strength, gate, 1, GATED, CHUNK)
+    lower = _weigh(erasing, strength, gate, 1, GATED, CHUNK, True)
     steepest = find_largest_of_rows(lower)
     x = unit_lower_inverse_left(lower, CHUNK)
     first_size = inverse_sizes(steepest, x)
@@ -625,16 +616,17 @@ def _read_chunk(
         strongest = find_largest(strength)
     queries_exponent = clamp_exponent(queries_exponent)
     writes_exponent = clamp_exponent(exponent_of(write_unit) + exponent_above(strongest))
-    among = _weigh(reading, strength * scale, gate, 0, GATED, CHUNK)
+    among = _weigh(reading, strength * scale, gate, 0, GATED, CHUNK, True)
+    rise = 1.0
     if GATED:
-        among_unit, among_inverse = find_unit(among, SCALED)
-    else:
-        among_exponent = bound_product(exponent_of(query_unit), exponent_of(write_unit), 6)
-        among_exponent = clamp_exponent(among_exponent + exponent_above(strongest * tl.abs(scale)))
-        among_unit, among_inverse = two_to(among_exponent), two_to(-among_exponent)
-        if STEEP:
-            if size > MILD:
-                among_unit, among_inverse = find_unit(among, SCALED)
+        rise = tl.exp(tl.sum(tl.maximum(gate, 0.0), 0))
+        strongest = tl.max(tl.abs(strength), 0) * rise
+    among_exponent = bound_product(exponent_of(query_unit), exponent_of(write_unit), 6)
+    among_exponent = clamp_exponent(among_exponent + exponent_above(strongest * tl.abs(scale)))
+    among_unit, among_inverse = two_to(among_exponent), two_to(-among_exponent)
+    if STEEP:
+        if (size > MILD) | (rise > MOST_RISE):
+            among_unit, among_inverse = find_unit(among, SCALED)
     among = as_tile(among * among_inverse, SCALED)
     queries_unit, writes_unit = two_to(queries_exponent), two_to(writes_exponent)
     queries_tile = as_tile(query.to(tl.float32) * (since * scale * two_to(-queries_exponent))[:, None], SCALED)

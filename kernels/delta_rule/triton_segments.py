@@ -287,6 +287,24 @@ def load_rows(
 
 
 @triton.jit
+def multiply_rows(
+    x, x_token, x_inverse, y, y_token, y_inverse, live,
+    K: tl.constexpr, RAW: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """X Yᵀ of a chunk, of numbers of DTYPE as they came if RAW, else of tiles."""
+    products = tl.zeros((CHUNK, CHUNK), tl.float32)
+    for e in tl.static_range(0, K, BLOCK):
+        xs = load_tokens(x, x_token, live, e, K, CHUNK, BLOCK)
+        ys = load_tokens(y, y_token, live, e, K, CHUNK, BLOCK)
+        if not RAW:
+            xs = xs.to(tl.float32) * x_inverse
+            ys = ys.to(tl.float32) * y_inverse
+        products = tl.dot(xs.to(DTYPE), tl.trans(ys.to(DTYPE)), products, input_precision=PRECISION)
+    return products
+
+
+@triton.jit
 def walk_through(
     state, exponent, offered, offered_exponents, offered_exponent, erased,
     writes, write_token, write_weight, queries, q_token, query_weight, live, packed, size,

@@ -37,6 +37,7 @@ from longseq.kernels.linear_attention.triton_gates import (
     store_matrix,
 )
 from longseq.kernels.triton_tiles import (
+    add_separated,
     chunk,
     decay_between,
     decay_since,
@@ -45,6 +46,7 @@ from longseq.kernels.triton_tiles import (
     load_block,
     load_numbers,
     load_tokens,
+    of_token_before,
     sequence,
     store_block,
     store_tokens,
@@ -661,18 +663,21 @@ def differentiate(
                 written *= tl.exp(total[None, :] - since)
     ys = load_tokens(y, y_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
     xs = ys
-    if WRITES and BY_LEVEL:
+    HEAD: tl.constexpr = WRITES and GATE == "head"
+    PRECISE: tl.constexpr = WRITES and GATE == "channel" and (BY_LEVEL or not SCALED)
+    if WRITES and (BY_LEVEL or HEAD):
         xs = load_tokens(x, x_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
+    if HEAD:
+        reading = tl.sum(xs * read, 1)
     earlier, ys, weighed = _from_earlier(
         scores, xs, ys, gate, since, middle, level, GATE, BY_LEVEL, DTYPE, WRITES, SCALED, PRECISION, CHUNK, LEVELS
     )
-    if WRITES and BY_LEVEL:
-        weighed = xs * read + unit * weighed
+    of_state = read
     read += unit * earlier
     if READS:
         store_tokens(d_x + token * W, H * W * NEXT, live, column, read + itself * ys, W, CHUNK, BLOCK)
     if WRITES:
-        if not BY_LEVEL:
+        if not (BY_LEVEL or HEAD):
             xs = load_tokens(x, x_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
         later, xs, weighed_later = _from_later(
             scores, xs, ys, gate, since, middle, level, GATE, BY_LEVEL, DTYPE, SCALED, PRECISION, CHUNK, LEVELS
@@ -680,20 +685,35 @@ def differentiate(
         later *= unit
         d_y += token * W
         store_tokens(d_y, H * W * NEXT, live, column, written + later + itself * xs, W, CHUNK, BLOCK)
-        # Each gate acts on pairs of an earlier write and a later read. A pair of tokens on the same side of the gate is
-        # in both terms of `later`, with opposite signs; the diagonal is in neither. A pair must be the same number in
-        # both, down to its rounding, or a pair that contains a large token leaves more of its error than the others add
-        # up to. The sum of `later` starts at the end of the chunk: as the sum over the chunk minus that over the tokens
-        # before the gate, it would hold what is left of the reads of a large query before the gate, whose numbers are
-        # 1e8 times the others in slot attention with squared weights. `own` is summed over the tokens before the gate;
-        # for a gate per channel it is in one matrix product with `later`.
-        later = weighed - unit * weighed_later if BY_LEVEL else xs * read - ys * later
         own = ys * written
         if GATE == "channel":
-            later -= own
-            dg = (kept + tl.sum(own, 0))[None, :] + add_ranges(i[:, None] <= i[None, :], later)
+            # Each gate acts on pairs of an earlier write and a later read. A pair of tokens on the same side of the
+            # gate is in both terms of `later`, with opposite signs; the diagonal is in neither. A pair must be the same
+            # number in both, down to its rounding, or a pair that contains a large token leaves more of its error than
+            # the others add up to. The sum of `later` starts at the end of the chunk: as the sum over the chunk minus
+            # that over the tokens before the gate, it would hold what is left of the reads of a large query before the
+            # gate, whose numbers are 1e8 times the others in slot attention with squared weights. `own` is summed over
+            # the tokens before the gate, in one matrix product with `later`.
+            if not PRECISE:
+                later = xs * read - ys * later - own
+                dg = (kept + tl.sum(own, 0))[None, :] + add_ranges(i[:, None] <= i[None, :], later)
+            else:
+                # In float32 and with strong gates each sum is made on its own, and that of pairs also from the start of
+                # the chunk: of both, the one over tokens with smaller pairs holds less of their errors.
+                reads = unit * weighed if BY_LEVEL else xs * unit * earlier
+                writes = unit * weighed_later if BY_LEVEL else ys * later
+                pairs, sizes = reads - writes, tl.abs(reads) + tl.abs(writes)
+                before, behind = i[:, None] > i[None, :], i[:, None] <= i[None, :]
+                smaller = add_ranges(before, sizes) < add_ranges(behind, sizes)
+                pairs = tl.where(smaller, -add_ranges(before, pairs), add_ranges(behind, pairs))
+                dg = kept[None, :] + add_ranges(before, own) + add_ranges(behind, xs * of_state) + pairs
             store_tokens(d_g + token * W, H * W * NEXT, live, column, dg, W, CHUNK, BLOCK)
-        if GATE == "head":
-            own = tl.sum(own, 1)
-            dg = tl.sum(kept, 0) + tl.cumsum(tl.sum(later, 1), 0, reverse=True) + tl.cumsum(own, 0) - own
+        if HEAD:
+            # A gate acts on reads after it of writes before it, and only such pairs are added up.
+            x_tile, x_unit = in_units(xs, SCALED)
+            y_tile, y_unit = in_units(ys, SCALED)
+            among = load_matrix(scores, 0, 0, CHUNK, CHUNK, CHUNK, 1, CHUNK, CHUNK).to(tl.float32)
+            pairs = tl.dot(x_tile, tl.trans(y_tile), input_precision=PRECISION) * among * (x_unit * y_unit * unit)
+            before = of_token_before(tl.cumsum(tl.sum(own, 1), 0) + add_separated(pairs, CHUNK), CHUNK)
+            dg = tl.sum(kept, 0) + tl.cumsum(reading, 0, reverse=True) + before
             tl.store(d_g + block.to(tl.int64) * tokens * H + token + i * H * NEXT, dg, mask=i < live)

@@ -237,6 +237,29 @@ def delta_results(inputs, form, **options):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("form", DELTA_FORMS)
+@pytest.mark.parametrize(
+    "gates",
+    [
+        (-1e-9, -0.3, -5000.0, -1e-3, -2.0, -0.7),
+        (-math.inf, -0.1, -1e30, -90.0, -0.01),
+        (-700.0, -0.004, -0.01, -0.02),  # after resets, what differences of sums would lose
+        (2.5, -2.6),  # decays of pairs of tokens are up to e^2.5, their bound from positive gates e^40
+    ],
+    ids=["mixed", "infinite", "after_resets", "rising"],
+)
+def test_delta_rule_with_gates_of_any_size(interpreted, gates, form, dtype):
+    inputs = make_inputs("delta_rule", "gated", batch=1, tokens=70, dtype=torch.float32, sizes={"H": 1})
+    g = torch.tensor(gates).repeat(70)[:70].reshape(1, 70, 1)
+    inputs = inputs.replace({"g": g}).map(lambda x: x.to(dtype))
+    exact, plain = (gradients(x, backend="torch") for x in (inputs.map(torch.Tensor.double), inputs))
+    for name, value in delta_results(inputs, form).items():
+        limit = max(error(plain[name], exact[name]), 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps)
+        assert error(value, exact[name]) <= 3 * limit, name
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("form", DELTA_FORMS)
 def test_delta_rule_reads_half_of_the_rows_in_reverse_in_half_precision(interpreted, form):
     inputs = make_inputs("delta_rule", "gated_write_key", tokens=70, dtype=torch.float16)
@@ -472,6 +495,58 @@ def assert_gates_accurate_after_a_large_query(op, variant, dtype, **options):
     for key in gates:
         ours, plain = found[key]
         assert ours <= 3 * max(plain, CUT_OFF if dtype == torch.bfloat16 else 1e-6), key
+
+
+# Operations with gates, the variants of their inputs, and the names of the gates.
+GATED = [
+    ("delta_rule", "gated", "g"),
+    ("linear_attention", "head_gated", "g"),
+    ("linear_attention", "channel_gated", "g"),
+    ("linear_attention", "value_gated", "g_value"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("gate", [-3.0, -8.0, -12.0, -18.0])  # Gated DeltaNet's reach -16 with the usual A
+@pytest.mark.parametrize(("op", "variant", "name"), GATED)
+def test_gradients_of_strong_gates_are_accurate(interpreted, op, variant, name, gate, dtype):
+    inputs = make_inputs(op, variant, batch=1, tokens=70, dtype=torch.float32)
+    assert_gates_accurate(inputs.replace({name: torch.full_like(inputs.arguments[name], gate)}), name, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("large", ["q", "v"])
+@pytest.mark.parametrize(("op", "variant", "name"), GATED)
+def test_gradients_of_gates_hold_nothing_of_larger_tokens_behind_them(
+    interpreted, op, variant, name, large, reset, dtype
+):
+    inputs = make_inputs(op, variant, batch=1, tokens=70, dtype=torch.float32)
+    assert_gates_accurate(with_large_end(inputs, name, large, reset), name, dtype, slice(40))
+
+
+def with_large_end(inputs, gates, large, reset):
+    """Inputs whose tokens from 40 on are 1e4 times larger, optionally with gates that forget what was before them."""
+    changed = {key: inputs.arguments[key].clone() for key in (gates, large)}
+    changed[large][:, 40:] *= 1e4
+    if reset:
+        changed[gates][:, 40] = -30
+    return inputs.replace(changed)
+
+
+def assert_gates_accurate(inputs, name, dtype, part=slice(None)):
+    """The gradient of the gates in a part of time: its error is at most three times that of torch's form."""
+    inputs = inputs.map(lambda x: x.to(dtype))
+    forms = [(inputs.map(torch.Tensor.double), "torch"), (inputs, "torch"), (inputs, "triton")]
+    exact, plain, ours = (
+        gradients(x, backend=backend)[f"gradient of {name}"][:, part].double() for x, backend in forms
+    )
+    assert exact.abs().max() > 0
+    # The GPU's exp is 1e-6 off, and more for large arguments.
+    limit = CUT_OFF if dtype == torch.bfloat16 else 2.5e-6 if ours.is_cuda else 1e-6
+    assert (ours - exact).norm() <= 3 * max((plain - exact).norm() / exact.norm(), limit) * exact.norm()
 
 
 # The plainest inputs of each operation, and those with steps of their own that a NaN could get lost in.
@@ -1540,6 +1615,20 @@ def test_tokens_before_a_large_one_of_their_chunk_stay_accurate_on_the_gpu(op, v
 @pytest.mark.parametrize(("op", "variant", "dtype"), LARGE_QUERIES)
 def test_gates_after_a_large_query_of_their_chunk_stay_accurate_on_the_gpu(op, variant, dtype):
     assert_gates_accurate_after_a_large_query(op, variant, dtype, device="cuda", sizes={"H": 1})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("op", "variant", "name"), GATED)
+def test_gradients_of_gates_are_accurate_on_the_gpu(op, variant, name, dtype):
+    sizes = {"K": 64, "V": 64}
+    inputs = make_inputs(op, variant, batch=1, tokens=150, dtype=torch.float32, device="cuda", sizes=sizes)
+    for gate in (-3.0, -8.0, -12.0, -18.0):
+        strong = inputs.replace({name: torch.full_like(inputs.arguments[name], gate)})
+        assert_gates_accurate(strong, name, dtype)
+    for large in ("q", "v"):
+        for reset in (False, True):
+            assert_gates_accurate(with_large_end(inputs, name, large, reset), name, dtype, slice(40))
 
 
 @pytest.mark.gpu
