@@ -162,7 +162,7 @@ def decay_between(gate, CHUNK: tl.constexpr):
 
 @triton.jit
 def decay_by_difference(gate, CHUNK: tl.constexpr):
-    """`decay_between` from differences of cumulative sums: on an H200 faster in `read_through`, slower elsewhere.
+    """`decay_between` from differences of cumulative sums. Which of both is faster depends on the kernel's registers.
 
     A difference of large sums would lose bits. So each gate is a multiple of 1/64, whose sums are exact, and a rest of
     at most 1/128, whose sums are at most 1/2. Gates are clamped to 2^12 in magnitude: their decays are 0 or infinite.

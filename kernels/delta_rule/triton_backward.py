@@ -3,9 +3,9 @@
 Where the forward pass did not keep e^b Q and e^{b_C - b} W, `retreat` makes them again, or if queries or write keys are
 float32, `weigh_rows` does. `retreat` walks from the last chunk to the first, in the segments of time of the forward
 pass (see triton_segments.py), and stores the gradients of the states after each chunk.
-The other kernels run over chunks in parallel: `differentiate_scores` (gradients of V, of tril(Q Wᵀ ⊙ D) and of L) and
-`differentiate_inputs` (gradients of queries, keys, strengths and gates). Without a gate, up to 128 columns, the second
-one does the work of both.
+The other kernels run over chunks in parallel: `differentiate_scores` (gradients of V, of tril(Q Wᵀ ⊙ D) and of L, and a
+part of that of gates) and `differentiate_inputs` (gradients of queries, keys, strengths and gates). Without a gate, up
+to 128 columns, the second one does the work of both.
 
 A matrix that is needed both as it is and transposed goes through memory in between: a transposed result of one matrix
 product as the left operand of another gives wrong numbers on Hopper in Triton 3.4 to 3.7. The kernels exchange tiles
