@@ -148,6 +148,15 @@ def test_every_pooling_in_every_format(exported: tuple[Any, dict[str, Path]]) ->
 
 
 @pytest.mark.slow
+def test_lengths_of_another_number_of_documents_are_refused(exported: tuple[Any, dict[str, Path]]) -> None:
+    for format, path in exported[1].items():
+        call = FORMATS[format].open_file(path)
+        for rows, counted in ((3, 1), (1, 3)):
+            with pytest.raises(Exception, match=r"cannot be reshaped|is invalid for input of size|to be equal|Guard"):
+                call(torch.ones(rows, 6).long(), torch.full((counted,), 4))
+
+
+@pytest.mark.slow
 def test_only_the_padding_may_have_numbers_of_no_token(exported: tuple[Any, dict[str, Path]]) -> None:
     model, files = exported
     tokens, padded = torch.tensor([[3, 4, 5, 6]]), torch.tensor([[3, 4, -1, 999]])

@@ -36,6 +36,7 @@ from longseq.tools.export.language_model import LanguageModelFile
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pages" / "export.md"
 DATA: dict[str, Any] = {"vocab_size": 11, "separator": 10, "window": 64, "tokenizer": {"kind": "bytes"}}
+OTHER_ROWS = r"cannot be reshaped|is invalid for input of size|expected [^\n]* to be equal|Guard failed|mismatch"
 NO_ROOM = r"(?i)out of (bounds|range|data bounds)|must be within|invalid index"
 PATTERNS = [*mixers.mixer_names(), "deltanet+attention+window_attention"]
 
@@ -87,6 +88,9 @@ def test_every_mixer_reads_token_by_token(mixer: str, tmp_path: Path, captured_o
             logits, values = call(token, values)
             torch.testing.assert_close(logits, expected[:, index], atol=1e-3, rtol=0)
         assert [value.dtype for value in values] == [state.start.dtype for state in states]
+        for rows, kept in ((4, 1), (1, 4)):
+            with pytest.raises(Exception, match=OTHER_ROWS):
+                call(tokens[:rows, 0], [state.starts(kept) for state in states])
 
 
 @pytest.mark.slow

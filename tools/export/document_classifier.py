@@ -46,6 +46,9 @@ class DocumentClassifierFile(nn.Module):
         self.multi_label = multi_label
 
     def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        if torch.jit.is_tracing():
+            # A check that TorchScript keeps: a single length would be that of all. The other formats have their own.
+            lengths = lengths.reshape(tokens.shape[0])
         mask = torch.arange(tokens.shape[1], device=tokens.device) < lengths.unsqueeze(1)
         # The number of a token that no embedding has, such as -1, may stand in the padding.
         tokens = refuse_negative(tokens.masked_fill(~mask, 0), self.vocab_size)

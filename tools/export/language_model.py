@@ -53,6 +53,9 @@ class LanguageModelFile(nn.Module):
         self.template = model.preallocate(model.initial_state(1), max_length)
 
     def forward(self, tokens: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        if torch.jit.is_tracing():
+            # A check that TorchScript keeps: some operators would repeat a single row. Other formats have their own.
+            states = [state.reshape(tokens.shape[0], *state.shape[1:]) for state in states]
         state = fill_state(self.template, states)
         tokens = refuse_negative(tokens, self.model.vocab_size)
         logits, following = self.model.step(tokens, state) if self.one_token else self.model(tokens, state)

@@ -75,6 +75,7 @@ def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpe
         model = program.model_proto
     _check_model(model, spec)
     _clean(model)
+    _tie_rows(model, spec)
     onnx.helper.set_model_props(model, encode({**spec.metadata, "opset": spec.opset}))
     model.producer_name = _PRODUCER
     onnx.save(model, str(path))
@@ -194,6 +195,49 @@ def _clean(model: Any) -> None:
         graph.initializer.extend(kept)
         for item in (graph, *graph.node, *graph.value_info, *graph.initializer, *graph.input, *graph.output):
             item.ClearField("metadata_props")
+
+
+def _tie_rows(model: Any, spec: FileSpec) -> None:
+    """Let the file refuse inputs of a batch with different numbers of rows: some operators would repeat a single row.
+
+    A zero is added to each row of the first input. The zeros lie in a vector that is reshaped to the fewest and to the
+    most rows of the others. (onnxruntime would remove a Reshape of the inputs themselves.)
+    """
+    from onnx import TensorProto, helper
+
+    first, *others = [name for name, axes in spec.inputs.items() if axes.get(0) == "batch"] or [""]
+    if not others:
+        return
+    names = ["rows.of_first", *(f"rows.of_{name}" for name in others)]
+    nodes = [
+        helper.make_node("Shape", [name], [rows], start=0, end=1)
+        for name, rows in zip((first, *others), names, strict=True)
+    ]
+    zero = helper.make_tensor("rows.zero", TensorProto.INT64, [1], [0])
+    nodes += [
+        helper.make_node("Concat", names[1:], ["rows.of_all"], axis=0),
+        helper.make_node("ReduceMin", ["rows.of_all"], ["rows.fewest"]),
+        helper.make_node("ReduceMax", ["rows.of_all"], ["rows.most"]),
+        helper.make_node("ConstantOfShape", [names[0]], ["rows.zeros"], value=zero),
+    ]
+    zeros = "rows.zeros"
+    for number in ("rows.fewest", "rows.most"):
+        tied = f"{number}.zeros"
+        name = f"all_inputs_have_the_same_rows.{number}"  # which the runtime's error tells
+        nodes.append(helper.make_node("Reshape", [zeros, number], [tied], name=name, allowzero=1))
+        zeros = tied
+    rank = next(len(each.type.tensor_type.shape.dim) for each in model.graph.input if each.name == first)
+    if rank > 1:
+        axes = helper.make_tensor("rows.axes", TensorProto.INT64, [rank - 1], list(range(1, rank)))
+        model.graph.initializer.append(axes)
+        nodes.append(helper.make_node("Unsqueeze", [zeros, axes.name], ["rows.column"]))
+        zeros = "rows.column"
+    for node in _nodes(model.graph):
+        for place, name in enumerate(node.input):
+            node.input[place] = "rows.tied" if name == first else name
+    nodes.append(helper.make_node("Add", [first, zeros], ["rows.tied"]))
+    for place, node in enumerate(nodes):
+        model.graph.node.insert(place, node)
 
 
 def _graphs(graph: Any) -> list[Any]:
