@@ -272,6 +272,11 @@ class ImageDataModule(TaskData):
         return self._unreadable.paths
 
     @property
+    def unreadable_reasons(self) -> dict[str, str]:
+        """Why each of these images could not be read."""
+        return dict(self._unreadable.reasons)
+
+    @property
     def num_unreadable(self) -> int:
         return len(self.unreadable)
 

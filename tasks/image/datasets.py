@@ -56,11 +56,11 @@ class Unreadable:
 
     def __init__(self, on_error: str) -> None:
         self.on_error = on_error
-        self._reasons: dict[str, str] = {}
+        self.reasons: dict[str, str] = {}
 
     @property
     def paths(self) -> list[str]:
-        return list(self._reasons)
+        return list(self.reasons)
 
     def record(self, failures: list[Failure]) -> None:
         """Record the failures of one batch."""
@@ -72,12 +72,12 @@ class Unreadable:
                 raise ValueError(
                     f"{path} is not readable ({reason}): replace it, or skip such images with data.on_error=skip"
                 )
-            if path in self._reasons:
+            if path in self.reasons:
                 continue
-            self._reasons[path] = reason
-            if len(self._reasons) <= _REPORTED_PATHS:
+            self.reasons[path] = reason
+            if len(self.reasons) <= _REPORTED_PATHS:
                 _log.warning("skipped unreadable image %s (%s)", path, reason)
-            if len(self._reasons) == _REPORTED_PATHS:
+            if len(self.reasons) == _REPORTED_PATHS:
                 _log.warning("%d unreadable images so far; further ones are only counted", _REPORTED_PATHS)
 
 

@@ -23,6 +23,7 @@ from longseq.tasks.training.callbacks.ema import ExponentialMovingAverage
 from longseq.tasks.training.callbacks.nonfinite import NonFiniteError, NonFiniteStop
 from longseq.tasks.training.callbacks.telemetry import Telemetry
 from longseq.tasks.training.callbacks.throughput import Throughput, _FetchClock
+from longseq.tasks.training.callbacks.unreadable import UnreadableSamples
 from longseq.tasks.training.files import WholeCheckpoints
 from longseq.tasks.training.metrics import MeanLoss
 from longseq.tasks.training.trainer import build_trainer
@@ -330,8 +331,24 @@ def test_unreadable_images_are_counted_skipped_and_named(image_folder, tmp_path,
     config.recipe.batch_size = 8
     train.run(config)
     output = capsys.readouterr().out
-    assert "skipped unreadable images: 1 (" in output
-    assert str(broken) in output
+    assert f"skipped unreadable images: 1 ({broken}: " in output
+
+
+@pytest.mark.slow
+def test_unreadable_images_of_other_processes_are_told_with_their_reasons(tmp_path, monkeypatch, capsys):
+    def gather(gathered, own):
+        gathered[:] = [own, {"b.png": "cut off"}]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    (tmp_path / "unreadable.txt").write_text("a.png\n0.png\n")
+    datamodule = SimpleNamespace(unreadable=["a.png"], unreadable_reasons={"a.png": "empty"})
+    trainer = SimpleNamespace(world_size=2, is_global_zero=True, datamodule=datamodule)
+    UnreadableSamples(folder=str(tmp_path), unit="images").on_test_end(trainer, None)
+    assert "skipped unreadable images: 3 (0.png; a.png: empty; b.png: cut off)" in capsys.readouterr().out
+    assert (tmp_path / "unreadable.txt").read_text() == "0.png\na.png\nb.png\n"
+    plain = SimpleNamespace(world_size=1, is_global_zero=True, datamodule=SimpleNamespace(unreadable=["c.png"]))
+    UnreadableSamples().on_test_end(plain, None)
+    assert "skipped unreadable samples: 1 (c.png)" in capsys.readouterr().out
 
 
 @pytest.mark.slow
