@@ -164,8 +164,9 @@ def decay_between(gate, CHUNK: tl.constexpr):
 def decay_by_difference(gate, CHUNK: tl.constexpr):
     """`decay_between` from differences of cumulative sums. Which of both is faster depends on the kernel's registers.
 
-    A difference of large sums would lose bits. So each gate is a multiple of 1/64, whose sums are exact, and a rest of
-    at most 1/128, whose sums are at most 1/2. Gates are clamped to 2^12 in magnitude: their decays are 0 or infinite.
+    A difference of large sums would lose bits. So each gate is split into a multiple of 1/64, whose sums are exact, and
+    a rest of at most 1/128, whose sums are at most 1/2. Gates are clamped to 2^12 in magnitude: the decay of a larger
+    one is 0 or infinite.
     """
     i = tl.arange(0, CHUNK)
     gate = tl.clamp(gate, -4096.0, 4096.0, tl.PropagateNan.ALL)
@@ -178,10 +179,10 @@ def decay_by_difference(gate, CHUNK: tl.constexpr):
 
 @triton.jit
 def add_separated(pairs, CHUNK: tl.constexpr):
-    """For each token the sum of pairs [read, write] of a later read and a write not after it.
+    """For each token the sum of `pairs` [read, write] whose read is after the token and whose write is not.
 
-    It is a part of the gradient of the next token's gate, which acts on such pairs alone. None of the others is in it:
-    a sum from which they are subtracted again would lose what a strong gate leaves.
+    Such pairs are those that the next token's gate acts on, and the sum is a part of that gate's gradient. No other
+    pair is in it: a sum from which others are subtracted again would lose what a strong gate leaves.
     """
     i = tl.arange(0, CHUNK)
     return tl.sum(tl.where(i[:, None] > i[None, :], tl.cumsum(pairs, 1), 0.0), 0)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from longseq.tasks.training.processes import TORCHRUN_VARIABLE
+from longseq.tasks.training.processes import count_started_by_torchrun
 
 TRACEBACK = "LONGSEQ_TRACEBACK"
 LAUNCHES = "LONGSEQ_LAUNCHES"
@@ -49,8 +49,8 @@ def check_environment(verb: str) -> None:
         raise ValueError("TRITON_INTERPRET=1 in the environment needs triton, which is not installed: unset it")
     if (cache := os.environ.get(CACHE)) and Path(cache).is_file():
         raise ValueError(f"{CACHE}={cache} in the environment is a file: name a folder")
-    started = os.environ.get("WORLD_SIZE") or "1"
-    if TORCHRUN_VARIABLE in os.environ and int(started) > 1 and verb not in OF_SEVERAL_PROCESSES:
+    started = count_started_by_torchrun() or 1
+    if started > 1 and verb not in OF_SEVERAL_PROCESSES:
         raise ValueError(
             f"torchrun has started {started} processes, and longseq {verb} is one: start it without torchrun"
         )

@@ -194,7 +194,7 @@ def retreat(
     EARLY: tl.constexpr = K > 128
     # The state's gradient is then multiplied by one factor for its tile and by another one for that sum: so fewer
     # registers spill. A decay may leave numbers so small that the second factor would be too large for a float32
-    # number: then the gradient is brought to its unit first. Its rows, each with its own unit, always are with a gate.
+    # number: then the gradient is brought to its unit first, and with a gate so is one whose rows have a unit each.
     TWO_FACTORS: tl.constexpr = EARLY and SCALED and not (GATED and BY_ROW)
     if EARLY:
         last_chunk = tl.maximum(stop - 1, 0)
@@ -354,7 +354,8 @@ def differentiate_scores(
 ):  # fmt: skip
     """One chunk of one head: gradients of V (also in `d_written`, in place of U's), of Q Wᵀ and of R Wᵀ.
 
-    With a gate and REST, `d_gates` is the part of each next gate's gradient from reads of what the chunk has written.
+    With a gate and REST, `d_gates` holds at each token a part of the gradient of the next token's gate: the part from
+    reads of what the chunk itself has written.
     """
     tiles: tl.constexpr = (V + TILE - 1) // TILE
     head = (tl.program_id(0) % H).to(tl.int64)
@@ -468,8 +469,8 @@ def differentiate_inputs(
     READS: the gradient of q is stored. REST: the other gradients are stored. SCORES, without a gate: the program also
     does the work of `differentiate_scores`, which then is not launched, so `d_written` still holds gradients of U. Each
     of a chunk's programs does all of it, and one stores the gradient of v: products that are computed twice cost less
-    than results that are written and read again. STEP value columns have one unit: a tile
-    has, and with SCORES all columns may have, if each program of the walks takes all of them.
+    than results that are written and read again. STEP value columns share a unit: those of a tile, or with SCORES all
+    columns, if each program of the walks takes all of them.
     """
     tl.static_assert(not (SCORES and GATED), "registers do not suffice for scores with gates")
     blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK
@@ -651,8 +652,6 @@ def differentiate_inputs(
     if SCALED:
         write_tile *= inverse_of(write_unit)
     write_tile = as_tile(write_tile, SCALED)
-    dg = 0.0
-    since = strength
     if GATED:
         gate = load_numbers(g, g_token, live, CHUNK)
         since = decay_since(gate)

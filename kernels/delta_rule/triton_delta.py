@@ -658,8 +658,9 @@ def delta_rule_backward(
     scores = 0 if fused else len(ours.squares) // 2
     lengths = [len(ours.states), len(ours.written), scores, scores]
     d_states, d_written, d_attention, d_lower = ours.states.new_empty((sum(lengths),)).split(lengths)
-    gates = plan.slots * heads * plan.chunk if rest and g is not None else 0
-    d_gates = q.new_empty((gates,), dtype=torch.float32)
+    d_gates = d_units  # without a gate no kernel reads it
+    if rest and g is not None:
+        d_gates = q.new_empty((plan.slots * heads * plan.chunk,), dtype=torch.float32)
     d_initial = q.new_empty((plan.sequences, heads, key_dim, value_dim), dtype=torch.float32)
     d_q, d_k, d_write_key = _allocate_gradients(q, k, write_key, d_output, reads, rest)
     d_v = d_output.new_empty(d_output.shape)

@@ -39,6 +39,12 @@ def followed_by_child() -> dict[str, str]:
     return {COMPARISON_VARIABLE: str(os.getpid())}
 
 
+def count_started_by_torchrun() -> int | None:
+    """How many processes torchrun has started, with this one; None if it has not started this one."""
+    started = os.environ.get("WORLD_SIZE")
+    return int(started) if TORCHRUN_VARIABLE in os.environ and started else None
+
+
 def follow_parent() -> None:
     """Make this process end when its parent does, also by SIGKILL: a run, a comparison or torchrun.
 

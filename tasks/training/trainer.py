@@ -30,7 +30,7 @@ from longseq.tasks.training.logger import build_loggers
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.options import Range, check_value, refuse_unknown, signature_options, spell
 from longseq.tasks.training.precision import refuse_half_weights
-from longseq.tasks.training.processes import TORCHRUN_VARIABLE
+from longseq.tasks.training.processes import count_started_by_torchrun
 from longseq.tasks.training.recipe import device_count
 from longseq.tasks.training.sharded import FullyShardedStrategy
 
@@ -147,9 +147,8 @@ def refuse_other_processes(config: Config) -> None:
 
     A trainer of one device would run alone in each of them, and all would write into one folder.
     """
-    started = os.environ.get("WORLD_SIZE")
-    count = device_count(config)
-    if TORCHRUN_VARIABLE in os.environ and started and int(started) != count:
+    started, count = count_started_by_torchrun(), device_count(config)
+    if started is not None and started != count:
         devices, nodes = config["trainer"].get("devices", 1), config["trainer"].get("num_nodes", 1)
         raise ValueError(
             f"torchrun has started {started} process(es), and trainer.devices={spell(devices)} with "
