@@ -58,12 +58,13 @@ from longseq.kernels.triton_tiles import (
     add_separated,
     chunk,
     decay_by_difference,
-    decay_since,
-    decay_until,
+    decay_of_logs,
     direction,
+    find_decays,
     load_block,
     load_numbers,
     load_tokens,
+    log_decays,
     of_token_before,
     sequence,
     store_block,
@@ -415,7 +416,7 @@ def differentiate_scores(
     i = tl.arange(0, CHUNK)
     if GATED:
         gate = load_numbers(g + row * g_row + start * g_token + head * g_head, g_token * NEXT, live, CHUNK)
-        between = decay_by_difference(gate, CHUNK)
+        between = decay_of_logs(log_decays(gate, CHUNK)[0]) if SCALED else decay_by_difference(gate, CHUNK)
         d_reading *= between
         d_erasing *= between
     d_reading = tl.where(i[:, None] >= i[None, :], d_reading * scale, 0.0)
@@ -654,11 +655,11 @@ def differentiate_inputs(
     write_tile = as_tile(write_tile, SCALED)
     if GATED:
         gate = load_numbers(g, g_token, live, CHUNK)
-        since = decay_since(gate)
+        since, until, whole, _ = find_decays(gate, g, g_token, live, not SCALED, CHUNK)
         if REST:
             # The gate's gradient from reads of the state before the chunk, from writes that the state after it holds,
             # and from what that keeps of the one before. Nothing is subtracted (see `differentiate_scores`).
-            dg = tl.sum(d_whole, 0) * state_unit * after_unit * tl.exp(tl.sum(gate, 0))
+            dg = tl.sum(d_whole, 0) * state_unit * after_unit * whole
     if READS or (GATED and REST):
         if GATED:
             dq *= since[:, None]
@@ -673,7 +674,7 @@ def differentiate_inputs(
         if GATED:
             dr *= since[:, None]
             reading += end_walk(tl.sum(dr * read.to(tl.float32), 1), r_exponent, SCALED)
-            dw *= decay_until(g, g_token, live, CHUNK)[:, None]
+            dw *= until[:, None]
             writing = end_walk(tl.sum(dw * write.to(tl.float32), 1) * strength, w_exponent, SCALED)
             written_before = tl.cumsum(writing, 0)
             written_before += tl.load(d_gates + place * CHUNK + i, mask=i < tl.where(block == 0, CHUNK, 0), other=0.0)

@@ -89,7 +89,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     },
     (2, 256): {
         "prepare": Launch(128, 0, 4, 1),
-        "prepare_gated": Launch(64, 0, 4, 1, 168),
+        "prepare_gated": Launch(128, 0, 4, 1),
         "summarize": Launch(128, 64, 8, 2),
         "connect": Launch(16, 0, 8, 1),
         "advance": Launch(128, 64, 8, 2),

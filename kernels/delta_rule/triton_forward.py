@@ -58,11 +58,11 @@ from longseq.kernels.triton_tiles import (
     SIZES_AND_STRIDES,
     chunk,
     decay_between,
-    decay_by_difference,
+    decay_of_logs,
     decay_since,
-    decay_until,
     direction,
     eliminate,
+    find_decays,
     inverse_size,
     inverse_sizes,
     load_block,
@@ -99,16 +99,16 @@ from longseq.kernels.triton_units import (
 
 @triton.jit
 def _weigh(
-    products, weight, gate, REACH: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr,
-    DIFFERENCES: tl.constexpr = False,
-):  # fmt: skip
-    """Products with write keys times the write's strength and decay, for tokens REACH or more back; else 0."""
+    products, weight, gate, logs, REACH: tl.constexpr, GATED: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Products with write keys times the write's strength and decay, for tokens REACH or more back; else 0.
+
+    The decays are those of `gate` if EXACT, else those of `logs` (see `decay_of_logs`).
+    """
     i = tl.arange(0, CHUNK)
     products *= weight[None, :]
-    if GATED and DIFFERENCES:
-        products *= decay_by_difference(gate, CHUNK)
-    elif GATED:
-        products *= decay_between(gate, CHUNK)
+    if GATED:
+        products *= decay_between(gate, CHUNK) if EXACT else decay_of_logs(logs)
     return tl.where(i[:, None] >= i[None, :] + REACH, products, 0.0)
 
 
@@ -185,17 +185,14 @@ def _prepare_place(
     v_token *= NEXT
     write_token *= NEXT
     strength = load_numbers(beta, beta_token * NEXT, live, CHUNK)
-    gate = strength
+    gate, logs = strength, strength
     since = tl.full((CHUNK,), 1.0, tl.float32)
     until = since
+    EXACT: tl.constexpr = AGAIN or not SCALED
     if GATED:
         g += row * g_row + start * g_token + head * g_head
         g_token *= NEXT
         gate = load_numbers(g, g_token, live, CHUNK)
-        since = decay_since(gate)
-        until = decay_until(g, g_token, live, CHUNK)
-        if REST:
-            tl.store(decays + place, tl.exp(tl.sum(gate, 0)))
 
     erasing = tl.zeros((CHUNK, CHUNK), tl.float32)
     reading = tl.zeros((CHUNK, CHUNK), tl.float32)
@@ -222,6 +219,10 @@ def _prepare_place(
                 most_write = write if e == 0 else keep_larger(most_write, write)
             if AGAIN:
                 read_rows = tl.maximum(read_rows, find_largest_of_rows(read))
+    if GATED:
+        since, until, whole, logs = find_decays(gate, g, g_token, live, EXACT, CHUNK)
+        if REST:
+            tl.store(decays + place, whole)
     query_unit, query_inverse, read_unit, read_inverse, write_unit, write_inverse = 1.0, 1.0, 1.0, 1.0, 1.0, 1.0
     queries_inverse, writes_inverse, since_exponent = 1.0, 1.0, 0
     if SCALED:
@@ -237,9 +238,11 @@ def _prepare_place(
             write_unit, write_inverse = find_unit(most_write, SCALED)
         queries_exponent = exponent_of(query_unit) + exponent_above(tl.abs(scale))
         if GATED:
-            since_exponent = exponent_above(tl.max(since, 0))
+            steepest_since, strongest = find_largest_of_both(since, until * strength)
+            since_exponent = exponent_above(steepest_since)
             queries_exponent += since_exponent
-        strongest = tl.max(tl.abs(until * strength), 0)
+        else:
+            strongest = find_largest(strength)
         queries_exponent = clamp_exponent(queries_exponent)
         writes_exponent = clamp_exponent(exponent_of(write_unit) + exponent_above(strongest) + WRITES_ROOM)
         queries_inverse = two_to(-queries_exponent)
@@ -275,7 +278,7 @@ def _prepare_place(
             store_by_rows(writes + place * CHUNK * K, live, e, tile, K, CUT, CHUNK, BLOCK)
     squares += place * 2 * CHUNK * CHUNK
     if READS:
-        among = _weigh(reading, strength * scale, gate, 0, GATED, CHUNK)
+        among = _weigh(reading, strength * scale, gate, logs, 0, GATED, EXACT, CHUNK)
         among_exponent = 0
         if SCALED and not (GATED or AGAIN):
             products = bound_product(exponent_of(query_unit), exponent_of(write_unit), BITS)
@@ -291,7 +294,7 @@ def _prepare_place(
         if EARLY:
             for e in tl.static_range(0, V, BLOCK):
                 values = values + (load_tokens(v, v_token, live, e, V, CHUNK, BLOCK),)
-        lower = _weigh(erasing, strength, gate, 1, GATED, CHUNK)
+        lower = _weigh(erasing, strength, gate, logs, 1, GATED, EXACT, CHUNK)
         steepest = find_largest_of_rows(lower)
         x = eliminate(lower, CHUNK) if AGAIN else unit_lower_inverse(lower, live if SCALED else CHUNK, CHUNK, SCALED)
         x_unit, x_inverse, unit = 1.0, 1.0, 1.0
@@ -568,7 +571,7 @@ REST = tl.constexpr(16)
 
 @triton.jit
 def _read_chunk(
-    state, query, read, value, write, strength, gate, since, until, whole, scale,
+    state, query, read, value, write, strength, gate, logs, since, until, whole, scale,
     GATED: tl.constexpr, SCALED: tl.constexpr, OWN_WRITE_KEY: tl.constexpr, RAW: tl.constexpr, STEEP: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -595,7 +598,7 @@ def _read_chunk(
         query_tile = as_tile(query.to(tl.float32) * query_inverse, SCALED)
         erasing = tl.dot(read_tile, tl.trans(write_tile), input_precision=PRECISION) * (read_unit * write_unit)
         reading = tl.dot(query_tile, tl.trans(write_tile), input_precision=PRECISION) * (query_unit * write_unit)
-    lower = _weigh(erasing, strength, gate, 1, GATED, CHUNK, True)
+    lower = _weigh(erasing, strength, gate, logs, 1, GATED, STEEP, CHUNK)
     steepest = find_largest_of_rows(lower)
     x = unit_lower_inverse_left(lower, CHUNK)
     first_size = inverse_sizes(steepest, x)
@@ -616,7 +619,7 @@ def _read_chunk(
         strongest = find_largest(strength)
     queries_exponent = clamp_exponent(queries_exponent)
     writes_exponent = clamp_exponent(exponent_of(write_unit) + exponent_above(strongest))
-    among = _weigh(reading, strength * scale, gate, 0, GATED, CHUNK, True)
+    among = _weigh(reading, strength * scale, gate, logs, 0, GATED, STEEP, CHUNK)
     rise = 1.0
     if GATED:
         rise = tl.exp(tl.sum(tl.maximum(gate, 0.0), 0))
@@ -689,17 +692,16 @@ def _read_next(
     t = token_after(done, start, end, REVERSE)
     since = tl.full((CHUNK,), 1.0, tl.float32)
     until = since
+    logs = strength
     whole = 1.0
     if GATED:
-        since = decay_since(gate)
-        until = decay_until(g + t * g_token, g_token * NEXT, live, CHUNK)
-        whole = tl.exp(tl.sum(gate, 0))
+        since, until, whole, logs = find_decays(gate, g + t * g_token, g_token * NEXT, live, STEEP, CHUNK)
     write = read
     if OWN_WRITE_KEY:
         write = load_tokens(write_key + t * write_token, write_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
     value = load_tokens(v + t * v_token, v_token * NEXT, live, 0, V, CHUNK, BLOCK)
     o, state, size = _read_chunk(
-        state, query, read, value, write, strength, gate, since, until, whole, scale,
+        state, query, read, value, write, strength, gate, logs, since, until, whole, scale,
         GATED, SCALED, OWN_WRITE_KEY, RAW, STEEP, DTYPE, PRECISION, CHUNK,
     )  # fmt: skip
     largest = tl.maximum(largest, size)

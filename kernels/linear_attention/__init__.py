@@ -81,9 +81,6 @@ def linear_attention(
     the rows of the batch is read backward, and the first half forward.
 
     Precision: arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype.
-    In the triton backend and half precision, gradients of gates per channel can be four times as far off as those of
-    the torch backend (0.9 in place of 0.2 % on an H200) at tokens before others of their chunk that are 1e4 times as
-    large.
 
     `chunk_size`, a power of two, changes speed and memory but not the result.
 

@@ -40,12 +40,15 @@ from longseq.kernels.triton_tiles import (
     add_separated,
     chunk,
     decay_between,
+    decay_of_logs,
     decay_since,
     decay_until,
     direction,
+    find_decays,
     load_block,
     load_numbers,
     load_tokens,
+    log_decays,
     of_token_before,
     sequence,
     store_block,
@@ -54,6 +57,7 @@ from longseq.kernels.triton_tiles import (
 )
 from longseq.kernels.triton_units import (
     as_tile,
+    find_largest_of_both,
     in_units,
     load_column_units,
     load_scaled,
@@ -183,7 +187,8 @@ def score(
         products += tl.dot(xs, tl.trans(ys), input_precision=PRECISION) * (x_unit * y_unit)
     if GATE == "head":
         g += row * g_row + start * g_token + head * g_head
-        products *= decay_between(load_numbers(g, g_token * NEXT, live, CHUNK), CHUNK)
+        gate = load_numbers(g, g_token * NEXT, live, CHUNK)
+        products *= decay_of_logs(log_decays(gate, CHUNK)[0]) if SCALED else decay_between(gate, CHUNK)
     _store_scores(scores, score_units, products, 1.0, place, SCALED, CHUNK)
 
 
@@ -554,6 +559,11 @@ def _from_later(
     return written * unit, rounded, weighed
 
 
+# Tokens of a chunk are even if their parts of the gates' gradients are within this factor of each other. A sum that
+# holds larger ones, which cancel, has an error of 2^-22 of those: here about the error of half precision.
+EVEN = tl.constexpr(512.0)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def differentiate(
     x, y, a, a_units, b, b_units, g, cu_seqlens, sequence_of, levels, scores, score_units, states, state_units,
@@ -574,6 +584,9 @@ def differentiate(
     The states [E, W] and their units have the layout that `read` describes. d_x and d_y are the gradients of x and y if
     A and B are those of outputs and values. READS writes d_x. WRITES writes d_y and, with a gate, d_g: a gradient for
     each channel, or this block's part of that for the head.
+
+    BY_LEVEL, the chunks whose gates are not all mild, and those of uneven tokens (see EVEN), whose `levels` the launch
+    before has changed.
     """
     blocks: tl.constexpr = (W + BLOCK - 1) // BLOCK
     block = tl.program_id(0) % blocks
@@ -645,9 +658,10 @@ def differentiate(
         g += row * g_row + start * g_token + head * g_head
         g_token *= NEXT
         own = load_numbers(g, g_token, live, CHUNK)
-        read *= decay_since(own)[:, None]
-        written *= decay_until(g, g_token, live, CHUNK)[:, None]
-        kept *= tl.exp(tl.sum(own, 0))
+        from_start, to_end, whole, _ = find_decays(own, g, g_token, live, not SCALED, CHUNK)
+        read *= from_start[:, None]
+        written *= to_end[:, None]
+        kept *= whole
     if GATE == "channel":
         g += row * g_row + start * g_token + head * g_head
         gate = _load_gates(g, g_token * NEXT, live, column, W, CHUNK, BLOCK)
@@ -695,11 +709,19 @@ def differentiate(
             # gate, whose numbers are 1e8 times the others in slot attention with squared weights. `own` is summed over
             # the tokens before the gate, in one matrix product with `later`.
             if not PRECISE:
-                later = xs * read - ys * later - own
+                reads = xs * read
+                later = reads - ys * later - own
+                if SCALED:
+                    # The launch BY_LEVEL, which comes after this one, does a chunk of uneven tokens again.
+                    sizes = tl.max(tl.maximum(tl.abs(reads), tl.abs(later)), 1)
+                    most, least = find_largest_of_both(sizes, 1 / tl.where(sizes > 0, sizes, float("inf")))
+                    if most * least > EVEN:
+                        tl.store(levels + place * ((W + TILE - 1) // TILE) + column // TILE, LEVELS - 1)
                 dg = (kept + tl.sum(own, 0))[None, :] + add_ranges(i[:, None] <= i[None, :], later)
             else:
-                # In float32 and with strong gates each sum is made on its own, and that of pairs also from the start of
-                # the chunk: of both, the one over tokens with smaller pairs holds less of their errors.
+                # In float32, with strong gates and for uneven tokens each sum is made on its own, and that of pairs
+                # also from the start of the chunk: of both, the one over tokens with smaller pairs holds less of their
+                # errors.
                 reads = unit * weighed if BY_LEVEL else xs * unit * earlier
                 writes = unit * weighed_later if BY_LEVEL else ys * later
                 pairs, sizes = reads - writes, tl.abs(reads) + tl.abs(writes)

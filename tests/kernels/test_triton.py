@@ -515,10 +515,18 @@ def test_gradients_of_strong_gates_are_accurate(interpreted, op, variant, name, 
     assert_gates_accurate(inputs.replace({name: torch.full_like(inputs.arguments[name], gate)}), name, dtype)
 
 
+# The large argument, and the type. A gradient of 1e4 times larger queries is more than float16 holds.
+LARGE_ENDS = [
+    pytest.param(large, dtype, id=f"{large}-{dtype}".replace("torch.", ""))
+    for large in ("q", "v")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if (large, dtype) != ("q", torch.float16)
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("reset", [False, True])
-@pytest.mark.parametrize("large", ["q", "v"])
+@pytest.mark.parametrize(("large", "dtype"), LARGE_ENDS)
 @pytest.mark.parametrize(("op", "variant", "name"), GATED)
 def test_gradients_of_gates_hold_nothing_of_larger_tokens_behind_them(
     interpreted, op, variant, name, large, reset, dtype
@@ -536,8 +544,8 @@ def with_large_end(inputs, gates, large, reset):
     return inputs.replace(changed)
 
 
-def assert_gates_accurate(inputs, name, dtype, part=slice(None), factor=3):
-    """The gradient of the gates in a part of time: its error is at most `factor` times that of torch's form."""
+def assert_gates_accurate(inputs, name, dtype, part=slice(None)):
+    """The gradient of the gates in a part of time: its error is at most three times that of torch's form."""
     inputs = inputs.map(lambda x: x.to(dtype))
     forms = [(inputs.map(torch.Tensor.double), "torch"), (inputs, "torch"), (inputs, "triton")]
     exact, plain, ours = (
@@ -546,7 +554,7 @@ def assert_gates_accurate(inputs, name, dtype, part=slice(None), factor=3):
     assert exact.abs().max() > 0
     # The GPU's exp is 1e-6 off, and more for large arguments.
     limit = CUT_OFF if dtype == torch.bfloat16 else 2.5e-6 if ours.is_cuda else 1e-6
-    assert (ours - exact).norm() <= factor * max((plain - exact).norm() / exact.norm(), limit) * exact.norm()
+    assert (ours - exact).norm() <= 3 * max((plain - exact).norm() / exact.norm(), limit) * exact.norm()
 
 
 # The plainest inputs of each operation, and those with steps of their own that a NaN could get lost in.
@@ -1618,7 +1626,7 @@ def test_gates_after_a_large_query_of_their_chunk_stay_accurate_on_the_gpu(op, v
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(("op", "variant", "name"), GATED)
 def test_gradients_of_gates_are_accurate_on_the_gpu(op, variant, name, dtype):
     sizes = {"K": 64, "V": 64}
@@ -1626,11 +1634,9 @@ def test_gradients_of_gates_are_accurate_on_the_gpu(op, variant, name, dtype):
     for gate in (-3.0, -8.0, -12.0, -18.0):
         strong = inputs.replace({name: torch.full_like(inputs.arguments[name], gate)})
         assert_gates_accurate(strong, name, dtype)
-    # Gates per channel in half precision were measured to be 3.9 times as far off as in torch's form.
-    factor = 5 if dtype == torch.bfloat16 and variant in ("channel_gated", "value_gated") else 3
-    for large in ("q", "v"):
+    for large in ("q", "v") if dtype != torch.float16 else ("v",):
         for reset in (False, True):
-            assert_gates_accurate(with_large_end(inputs, name, large, reset), name, dtype, slice(40), factor)
+            assert_gates_accurate(with_large_end(inputs, name, large, reset), name, dtype, slice(40))
 
 
 @pytest.mark.gpu
