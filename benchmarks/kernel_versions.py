@@ -1,11 +1,11 @@
 """Time the kernels of two commits beside each other, and write their figures. Needs a GPU.
 
-python benchmarks/kernel_versions.py OUTPUT.json THEN [NOW] [gates | others]
+python benchmarks/kernel_versions.py OUTPUT.json THEN [NOW] [gates | others | OPERATION]
 
 THEN and NOW are folders with the `kernels` of a commit (`git archive COMMIT kernels | tar x -C THEN`); NOW is this
 checkout if it is left out. The delta rule is timed, with `gates` with a gate in each token, and with `others` other
-operations in its place. Each commit is timed in processes of its own, which take turns, twice. Nothing is compared with
-float64 here: `longseq benchmark kernels` does that.
+operations in its place, or only the one that is named (linear_attention). Each commit is timed in processes of its own,
+which take turns, twice. Nothing is compared with float64 here: `longseq benchmark kernels` does that.
 """
 
 from __future__ import annotations
@@ -100,6 +100,11 @@ def time_graph(graph: torch.cuda.CUDAGraph, count: int) -> float:
     return statistics.median(start.elapsed_time(end) for start, end in events)
 
 
+def list_others(kind: str) -> list[tuple[str, str, dict[str, int]]]:
+    """The rows of OTHERS, or those of the operation that `kind` names."""
+    return [row for row in OTHERS if kind in (REST, row[0])]
+
+
 def delta_rule_calls(gated: bool) -> Iterator[Call]:
     for batch, tokens, heads, width in SHAPES:
         torch.manual_seed(0)
@@ -113,10 +118,10 @@ def delta_rule_calls(gated: bool) -> Iterator[Call]:
         yield "delta_rule", "gated" if gated else "plain", shape, named, {}
 
 
-def other_calls() -> Iterator[Call]:
+def other_calls(kind: str) -> Iterator[Call]:
     from longseq.kernels.testing import make_inputs
 
-    for op, variant, sizes in OTHERS:
+    for op, variant, sizes in list_others(kind):
         own = {name: size for name, size in sizes.items() if name not in "BT"}
         made = make_inputs(
             op, variant, batch=sizes["B"], tokens=sizes["T"], dtype=torch.bfloat16, sizes=own,
@@ -164,7 +169,7 @@ def time_call(
 
 
 def list_calls(kind: str) -> Iterator[Call]:
-    return other_calls() if kind == REST else delta_rule_calls(kind == GATES)
+    return delta_rule_calls(kind == GATES) if kind in (PLAIN, GATES) else other_calls(kind)
 
 
 def time_version(kind: str) -> Times:
@@ -194,7 +199,7 @@ def run_in_process(folder: Path, *words: str) -> str:
 
 def main() -> None:
     words = sys.argv[1:]
-    kind = words.pop() if words and words[-1] in (GATES, REST) else PLAIN
+    kind = words.pop() if words and words[-1] in (GATES, REST, *(op for op, _, _ in OTHERS)) else PLAIN
     if len(words) not in (2, 3):
         sys.exit(__doc__)
     from longseq.tools.benchmark.report import add_circumstances
@@ -202,7 +207,7 @@ def main() -> None:
     output, folders = Path(words[0]), {"then": Path(words[1]), "now": Path(words[2]) if words[2:] else HERE.parent}
     # The kernels of all calls are compiled first, side by side: one after the other they take most of the time.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        count = len(OTHERS if kind == REST else SHAPES)
+        count = len(SHAPES if kind in (PLAIN, GATES) else list_others(kind))
         calls = product(folders.values(), range(count))
         list(pool.map(lambda call: run_in_process(call[0], kind, str(call[1])), calls))
     found: dict[str, list[Times]] = {"then": [], "now": []}
