@@ -204,18 +204,20 @@ def decay_of_logs(logs):
 
 
 @triton.jit
-def find_decays(gate, g, g_token, live, EXACT: tl.constexpr, CHUNK: tl.constexpr):
-    """`decay_since` and `decay_until` for log gates that were loaded from `g`, the whole chunk's decay, `log_decays`.
+def decays_for_tiles(gate, CHUNK: tl.constexpr):
+    """`decay_since` and `decay_until`, the decay of the whole chunk, and `log_decays`; as exact as `decay_of_logs`."""
+    logs, whole = log_decays(gate, CHUNK)
+    return tl.exp2(logs), tl.exp2(whole - logs), tl.exp2(whole), logs
 
-    EXACT, each decay is summed on its own, and there are no logarithms. Otherwise all are as exact as `decay_of_logs`.
-    """
-    logs = gate
+
+@triton.jit
+def find_decays(gate, g, g_token, live, EXACT: tl.constexpr, CHUNK: tl.constexpr):
+    """`decays_for_tiles` of log gates that were loaded from `g`. EXACT, each is summed on its own; no logarithms."""
     if EXACT:
-        since, until, whole = decay_since(gate), decay_until(g, g_token, live, CHUNK), tl.exp(tl.sum(gate, 0))
+        decays = decay_since(gate), decay_until(g, g_token, live, CHUNK), tl.exp(tl.sum(gate, 0)), gate
     else:
-        logs, whole = log_decays(gate, CHUNK)
-        since, until, whole = tl.exp2(logs), tl.exp2(whole - logs), tl.exp2(whole)
-    return since, until, whole, logs
+        decays = decays_for_tiles(gate, CHUNK)
+    return decays
 
 
 @triton.jit

@@ -60,6 +60,7 @@ from longseq.kernels.triton_tiles import (
     decay_between,
     decay_of_logs,
     decay_since,
+    decays_for_tiles,
     direction,
     eliminate,
     find_decays,
@@ -598,7 +599,7 @@ def _read_chunk(
         query_tile = as_tile(query.to(tl.float32) * query_inverse, SCALED)
         erasing = tl.dot(read_tile, tl.trans(write_tile), input_precision=PRECISION) * (read_unit * write_unit)
         reading = tl.dot(query_tile, tl.trans(write_tile), input_precision=PRECISION) * (query_unit * write_unit)
-    lower = _weigh(erasing, strength, gate, logs, 1, GATED, STEEP, CHUNK)
+    lower = _weigh(erasing, strength, gate, logs, 1, GATED, False, CHUNK)
     steepest = find_largest_of_rows(lower)
     x = unit_lower_inverse_left(lower, CHUNK)
     first_size = inverse_sizes(steepest, x)
@@ -619,7 +620,7 @@ def _read_chunk(
         strongest = find_largest(strength)
     queries_exponent = clamp_exponent(queries_exponent)
     writes_exponent = clamp_exponent(exponent_of(write_unit) + exponent_above(strongest))
-    among = _weigh(reading, strength * scale, gate, logs, 0, GATED, STEEP, CHUNK)
+    among = _weigh(reading, strength * scale, gate, logs, 0, GATED, False, CHUNK)
     rise = 1.0
     if GATED:
         rise = tl.exp(tl.sum(tl.maximum(gate, 0.0), 0))
@@ -677,8 +678,7 @@ def _load_first(
 
 @triton.jit
 def _read_next(
-    state, largest, strength, gate, read, query, v, write_key, g, output, scale, done, start, end, H,
-    v_token, write_token, g_token,
+    state, largest, strength, gate, read, query, v, write_key, output, scale, done, start, end, H, v_token, write_token,
     K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr,
     OWN_WRITE_KEY: tl.constexpr, RAW: tl.constexpr, STEEP: tl.constexpr, AGAIN: tl.constexpr, DTYPE: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
@@ -695,7 +695,7 @@ def _read_next(
     logs = strength
     whole = 1.0
     if GATED:
-        since, until, whole, logs = find_decays(gate, g + t * g_token, g_token * NEXT, live, STEEP, CHUNK)
+        since, until, whole, logs = decays_for_tiles(gate, CHUNK)
     write = read
     if OWN_WRITE_KEY:
         write = load_tokens(write_key + t * write_token, write_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
@@ -743,8 +743,8 @@ def _read_sequence(
             *(K, GATED, REVERSE, CHUNK, BLOCK_K),
         )
         state, largest = _read_next(
-            state, largest, strength, gate, read, query, v, write_key, g, output, scale, m * CHUNK, start, end, H,
-            v_token, write_token, g_token,
+            state, largest, strength, gate, read, query, v, write_key, output, scale, m * CHUNK, start, end, H,
+            v_token, write_token,
             K, V, GATED, REVERSE, SCALED, OWN_WRITE_KEY, RAW, STEEP, AGAIN, DTYPE, PRECISION, CHUNK, BLOCK_K, BLOCK,
         )  # fmt: skip
         strength, gate, read, query = next_strength, next_gate, next_read, next_query
@@ -759,8 +759,8 @@ def _read_sequence(
             )
             last_size = largest if STEEP else tl.zeros((REST,), tl.float32)
             state, last_size = _read_next(
-                state, last_size, last_strength, last_gate, last_read, last_query, v, write_key, g, output, scale, done,
-                start, end, H, v_token, write_token, g_token,
+                state, last_size, last_strength, last_gate, last_read, last_query, v, write_key, output, scale, done,
+                start, end, H, v_token, write_token,
                 K, V, GATED, REVERSE, SCALED, OWN_WRITE_KEY, RAW, STEEP, AGAIN, DTYPE, PRECISION, REST, BLOCK_K, BLOCK,
             )  # fmt: skip
             if not STEEP:
