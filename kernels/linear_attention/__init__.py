@@ -81,6 +81,8 @@ def linear_attention(
     the rows of the batch is read backward, and the first half forward.
 
     Precision: arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype.
+    In the triton backend and half precision, gradients of gates per channel at the first seven tokens of a chunk of 64
+    are about 1 % off where those behind them in it are 1e4 times as large.
 
     `chunk_size`, a power of two, changes speed and memory but not the result.
 

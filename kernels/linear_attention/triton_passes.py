@@ -559,9 +559,12 @@ def _from_later(
     return written * unit, rounded, weighed
 
 
-# Tokens of a chunk are even if their parts of the gates' gradients are within this factor of each other. A sum that
-# holds larger ones, which cancel, has an error of 2^-22 of those: here about the error of half precision.
-EVEN = tl.constexpr(512.0)
+# Tokens of a chunk are uneven if one's part of the gates' gradients is this many times as large as that of each of the
+# chunk's first tokens. A sum that holds larger ones, which cancel, has an error of 2^-22 of those: up to here it is
+# about that of half precision. Single small tokens among others do not count: in a language model in training the
+# smallest of 64 often is 500 times smaller than the largest, whereas 3 % of chunks in one layer were uneven.
+UNEVEN = tl.constexpr(512.0)
+FIRST = tl.constexpr(8)  # tokens
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -585,7 +588,7 @@ def differentiate(
     A and B are those of outputs and values. READS writes d_x. WRITES writes d_y and, with a gate, d_g: a gradient for
     each channel, or this block's part of that for the head.
 
-    BY_LEVEL, the chunks whose gates are not all mild, and those of uneven tokens (see EVEN), whose `levels` the launch
+    BY_LEVEL, the chunks whose gates are not all mild, and those of uneven tokens (see UNEVEN), whose `levels` the launch
     before has changed.
     """
     blocks: tl.constexpr = (W + BLOCK - 1) // BLOCK
@@ -714,8 +717,8 @@ def differentiate(
                 if SCALED:
                     # The launch BY_LEVEL, which comes after this one, does a chunk of uneven tokens again.
                     sizes = tl.max(tl.maximum(tl.abs(reads), tl.abs(later)), 1)
-                    most, least = find_largest_of_both(sizes, 1 / tl.where(sizes > 0, sizes, float("inf")))
-                    if most * least > EVEN:
+                    most, first = find_largest_of_both(sizes, tl.where(i < FIRST, sizes, 0.0))
+                    if (first > 0) & (most > first * UNEVEN):
                         tl.store(levels + place * ((W + TILE - 1) // TILE) + column // TILE, LEVELS - 1)
                 dg = (kept + tl.sum(own, 0))[None, :] + add_ranges(i[:, None] <= i[None, :], later)
             else:
