@@ -588,8 +588,8 @@ def differentiate(
     A and B are those of outputs and values. READS writes d_x. WRITES writes d_y and, with a gate, d_g: a gradient for
     each channel, or this block's part of that for the head.
 
-    BY_LEVEL, the chunks whose gates are not all mild, and those of uneven tokens (see UNEVEN), whose `levels` the launch
-    before has changed.
+    BY_LEVEL, the chunks whose gates are not all mild, and those of uneven tokens (see UNEVEN), whose `levels` the
+    launch before has changed.
     """
     blocks: tl.constexpr = (W + BLOCK - 1) // BLOCK
     block = tl.program_id(0) % blocks
