@@ -718,7 +718,7 @@ def differentiate(
                     # The launch BY_LEVEL, which comes after this one, does a chunk of uneven tokens again.
                     sizes = tl.max(tl.maximum(tl.abs(reads), tl.abs(later)), 1)
                     most, first = find_largest_of_both(sizes, tl.where(i < FIRST, sizes, 0.0))
-                    if (first > 0) & (most > first * UNEVEN):
+                    if most > first * UNEVEN:
                         tl.store(levels + place * ((W + TILE - 1) // TILE) + column // TILE, LEVELS - 1)
                 dg = (kept + tl.sum(own, 0))[None, :] + add_ranges(i[:, None] <= i[None, :], later)
             else:

@@ -536,6 +536,17 @@ def test_gradients_of_gates_hold_nothing_of_larger_tokens_behind_them(
     assert_gates_accurate(with_large_end(inputs, name, large, reset, place), name, dtype, slice(place))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("variant", "name"), [case[1:] for case in GATED if case[0] == "linear_attention"])
+def test_gradients_of_gates_between_empty_and_larger_tokens(interpreted, variant, name):
+    inputs = make_inputs("linear_attention", variant, batch=1, tokens=64, dtype=torch.float32)
+    changed = {key: inputs.arguments[key].clone() for key in ("q", "k", "v")}
+    for x in changed.values():
+        x[:, :8] = 0  # as padding on the left is
+    changed["v"][:, 40:] *= 1e4
+    assert_gates_accurate(inputs.replace(changed), name, torch.float16, slice(8, 40))
+
+
 def with_large_end(inputs, gates, large, reset, place):
     """Inputs whose tokens from `place` on are 1e4 times larger; if `reset`, a gate forgets what was before them."""
     changed = {key: inputs.arguments[key].clone() for key in (gates, large)}
