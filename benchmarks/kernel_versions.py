@@ -46,6 +46,8 @@ OTHERS: tuple[tuple[str, str, dict[str, int]], ...] = (
     ("linear_attention", "channel_gated", {"B": 8, "T": 2048, "H": 32, "K": 64, "V": 64}),
     ("linear_attention", "channel_gated", {"B": 1, "T": 16384, "H": 4, "K": 128, "V": 256}),
     ("linear_attention", "channel_gated", {"B": 128, "T": 197, "H": 6, "K": 64, "V": 64}),
+    ("linear_attention", "extreme_channel_decay", {"B": 8, "T": 2048, "H": 16, "K": 128, "V": 128}),
+    ("linear_attention", "extreme_value_decay", {"B": 8, "T": 2048, "H": 32, "K": 64, "V": 64}),
     ("slot_attention", "plain", {"B": 8, "T": 2048, "H": 4, "K": 512, "V": 512, "M": 64}),
     ("longhorn_scan", "plain", {"B": 8, "T": 2048, "D": 4096, "N": 16}),
     ("longhorn_scan", "plain", {"B": 1, "T": 16384, "D": 4096, "N": 16}),

@@ -61,7 +61,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "read_channels": Launch(64, 0, 4, 2),
         "read_channels_by_level": Launch(32, 0, 8, 1),
         "differentiate_channels": Launch(64, 0, 4, 1) if width == 64 else Launch(64, 0, 4, 2),
-        "differentiate_channels_by_level": Launch(32, 0, 2, 1),
+        "differentiate_channels_by_level": Launch(32, 0, 4, 1),
     }
     for width in (64, 512)
 }

@@ -481,82 +481,89 @@ def _load_later(scores, SCALED: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _from_earlier(
-    scores, x, y, gate, since, middle, level, GATE: tl.constexpr, BY_LEVEL: tl.constexpr, DTYPE: tl.constexpr,
-    WEIGHED: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
-):  # fmt: skip
+    scores, y, since, middle, GATE: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr
+):
     """Σ_{j<i} p_ij y_jc e^{b_ic - b_jc} for scores p. Scores of a gate per head already contain the decays.
 
-    Also y; for a gate per channel with the error that TF32's rounding of its decayed form leaves. BY_LEVEL and WEIGHED,
-    also the sums times x_ic, for which each level rounds its own decayed form.
+    Also y; for a gate per channel with the error that TF32's rounding of its decayed form leaves.
     """
     among = _load_earlier(scores, SCALED, CHUNK)
-    rounded, weighed = y, 0.0
+    rounded = y
     y, unit = scale_down(y, SCALED)
     if GATE != "channel":
         read = tl.dot(among, as_tile(y, SCALED), input_precision=PRECISION)
-    elif not BY_LEVEL:
+    else:
         factor = to_tf32(y * tl.exp(middle - since), SCALED)
         back = tl.exp(since - middle)
         read = tl.dot(among.to(tl.float32), factor, input_precision=PRECISION) * back
         rounded = factor * back * unit
-    else:
-        i = tl.arange(0, CHUNK)[:, None]
-        j = tl.arange(0, CHUNK)[None, :]
-        own = add_gates(block_ranges(i, j, level), gate, DTYPE)
-        pairs = tl.where((i >> level) == (j >> level), among.to(tl.float32), 0.0)
-        products = tl.dot(pairs, to_tf32(y * tl.exp(-own), SCALED), input_precision=PRECISION)
-        read = products * tl.exp(own)
-        if WEIGHED:
-            x, x_unit = scale_down(x, SCALED)
-            weighed = products * to_tf32(x * tl.exp(own), SCALED)
-        for upper in range(level, LEVELS):
-            part = tl.exp(add_gates(pair_ranges(i, j, upper), gate, DTYPE))
-            pairs = tl.where(are_paired(i, j, upper), among.to(tl.float32), 0.0)
-            products = tl.dot(pairs, to_tf32(y * part, SCALED), input_precision=PRECISION)
-            read += products * part
-            if WEIGHED:
-                weighed += products * to_tf32(x * part, SCALED)
-        if WEIGHED:
-            weighed *= x_unit * unit
-    return read * unit, rounded, weighed
+    return read * unit, rounded
 
 
 @triton.jit
 def _from_later(
-    scores, x, y, gate, since, middle, level, GATE: tl.constexpr, BY_LEVEL: tl.constexpr, DTYPE: tl.constexpr,
-    SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
-):  # fmt: skip
-    """Σ_{j>i} p_ji x_jc e^{b_jc - b_ic} for scores p. Scores of a gate per head already contain the decays.
-
-    Also x, and BY_LEVEL the sums times y_ic, as in `_from_earlier`.
-    """
+    scores, x, since, middle, GATE: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Σ_{j>i} p_ji x_jc e^{b_jc - b_ic} for scores p, and x, as in `_from_earlier`."""
     among = _load_later(scores, SCALED, CHUNK)
-    rounded, weighed = x, 0.0
+    rounded = x
     x, unit = scale_down(x, SCALED)
     if GATE != "channel":
         written = tl.dot(among, as_tile(x, SCALED), input_precision=PRECISION)
-    elif not BY_LEVEL:
+    else:
         factor = to_tf32(x * tl.exp(since - middle), SCALED)
         back = tl.exp(middle - since)
         written = tl.dot(among.to(tl.float32), factor, input_precision=PRECISION) * back
         rounded = factor * back * unit
-    else:
-        i = tl.arange(0, CHUNK)[:, None]
-        j = tl.arange(0, CHUNK)[None, :]
-        own = add_gates(block_ranges(i, j, level), gate, DTYPE)
-        pairs = tl.where((i >> level) == (j >> level), among.to(tl.float32), 0.0)
-        products = tl.dot(pairs, to_tf32(x * tl.exp(own), SCALED), input_precision=PRECISION)
-        written = products * tl.exp(-own)
-        y, y_unit = scale_down(y, SCALED)
-        weighed = products * to_tf32(y * tl.exp(-own), SCALED)
-        for upper in range(level, LEVELS):
-            part = tl.exp(add_gates(pair_ranges(i, j, upper), gate, DTYPE))
-            pairs = tl.where(are_paired(j, i, upper), among.to(tl.float32), 0.0)
-            products = tl.dot(pairs, to_tf32(x * part, SCALED), input_precision=PRECISION)
-            written += products * part
-            weighed += products * to_tf32(y * part, SCALED)
-        weighed *= unit * y_unit
-    return written * unit, rounded, weighed
+    return written * unit, rounded
+
+
+@triton.jit
+def _from_both_by_level(
+    scores, x, y, gate, level, DTYPE: tl.constexpr, WRITES: tl.constexpr, SCALED: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """The sums of `_from_earlier` and, if WRITES, those of `_from_later`, for a gate per channel that is not mild.
+
+    WRITES also gives the first ones times x_ic and the second ones times y_ic. In these, each level multiplies with the
+    decayed form that it has rounded for the sums of the other side.
+    """
+    i = tl.arange(0, CHUNK)[:, None]
+    j = tl.arange(0, CHUNK)[None, :]
+    among = _load_earlier(scores, SCALED, CHUNK).to(tl.float32)
+    later, weighed, weighed_later = 0.0, 0.0, 0.0
+    y, y_unit = scale_down(y, SCALED)
+    own = add_gates(block_ranges(i, j, level), gate, DTYPE)
+    within = (i >> level) == (j >> level)
+    y_part = to_tf32(y * tl.exp(-own), SCALED)
+    earlier = tl.dot(tl.where(within, among, 0.0), y_part, input_precision=PRECISION)
+    if WRITES:
+        behind = _load_later(scores, SCALED, CHUNK).to(tl.float32)
+        x, x_unit = scale_down(x, SCALED)
+        x_part = to_tf32(x * tl.exp(own), SCALED)
+        later = tl.dot(tl.where(within, behind, 0.0), x_part, input_precision=PRECISION)
+        weighed = earlier * x_part
+        weighed_later = later * y_part
+        later *= tl.exp(-own)
+    earlier *= tl.exp(own)
+    for upper in range(level, LEVELS):
+        part = tl.exp(add_gates(pair_ranges(i, j, upper), gate, DTYPE))
+        y_part = to_tf32(y * part, SCALED)
+        pairs = tl.where(are_paired(i, j, upper), among, 0.0)
+        products = tl.dot(pairs, y_part, input_precision=PRECISION)
+        earlier += products * part
+        if WRITES:
+            x_part = to_tf32(x * part, SCALED)
+            weighed += products * x_part
+            pairs = tl.where(are_paired(j, i, upper), behind, 0.0)
+            products = tl.dot(pairs, x_part, input_precision=PRECISION)
+            later += products * part
+            weighed_later += products * y_part
+    if WRITES:
+        later *= x_unit
+        weighed *= x_unit * y_unit
+        weighed_later *= x_unit * y_unit
+    return earlier * y_unit, later, weighed, weighed_later
 
 
 # Tokens of a chunk are uneven if one's part of the gates' gradients is this many times as large as that of each of the
@@ -686,9 +693,13 @@ def differentiate(
         xs = load_tokens(x, x_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
     if HEAD:
         reading = tl.sum(xs * read, 1)
-    earlier, ys, weighed = _from_earlier(
-        scores, xs, ys, gate, since, middle, level, GATE, BY_LEVEL, DTYPE, WRITES, SCALED, PRECISION, CHUNK, LEVELS
-    )
+    later, weighed, weighed_later = 0.0, 0.0, 0.0
+    if BY_LEVEL:
+        earlier, later, weighed, weighed_later = _from_both_by_level(
+            scores, xs, ys, gate, level, DTYPE, WRITES, SCALED, PRECISION, CHUNK, LEVELS
+        )
+    else:
+        earlier, ys = _from_earlier(scores, ys, since, middle, GATE, SCALED, PRECISION, CHUNK)
     of_state = read
     read += unit * earlier
     if READS:
@@ -696,9 +707,8 @@ def differentiate(
     if WRITES:
         if not (BY_LEVEL or HEAD):
             xs = load_tokens(x, x_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
-        later, xs, weighed_later = _from_later(
-            scores, xs, ys, gate, since, middle, level, GATE, BY_LEVEL, DTYPE, SCALED, PRECISION, CHUNK, LEVELS
-        )
+        if not BY_LEVEL:
+            later, xs = _from_later(scores, xs, since, middle, GATE, SCALED, PRECISION, CHUNK)
         later *= unit
         d_y += token * W
         store_tokens(d_y, H * W * NEXT, live, column, written + later + itself * xs, W, CHUNK, BLOCK)
