@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from timm.data.readers import reader_hfids, reader_wds
+from timm.data.readers import reader_wds
 
 from longseq.tasks.data.batch import Failure
 from longseq.tasks.data.labels import name_some
@@ -83,7 +84,9 @@ def leave_encoded(reader: Any) -> Callable[[Any], Any]:
     The library decodes them within its iterator, which an image that cannot be read ends. Called once in the process
     that reads, before its first sample. Images of other readers are decoded already.
     """
-    if isinstance(reader, reader_hfids.ReaderHfids):
+    # timm's module cannot be imported where `datasets` is not installed, but whoever has such a reader has imported it.
+    module: Any = sys.modules.get("timm.data.readers.reader_hfids")
+    if module is not None and isinstance(reader, module.ReaderHfids):
         reader._lazy_init()
         stream: Any = reader.ds
         feature: Any = (stream.features or {}).get("image")

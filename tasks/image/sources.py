@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from pickle import UnpicklingError
 from types import MappingProxyType
@@ -75,6 +76,8 @@ _log = logging.getLogger(__name__)
 MOST_FILES = 20_000
 
 _STREAMS = ("hfids", "wds", "tfds")
+# The libraries of sources that a plain longseq does not bring.
+_LIBRARIES = {"hfds": "datasets", "hfids": "datasets", "wds": "webdataset"}
 
 ClassMap = str | Mapping[str, int] | None
 
@@ -671,6 +674,7 @@ def open_stream(
     Its reader has `shards`, the files of the stream; that of a Hugging Face data set has, if `named`, the names of
     classes that the data set declares.
     """
+    _require_library(source)
     if not training and source.lower().startswith("hfids/"):
         num_samples = -1  # timm requires a length, but evaluates on all images of the stream
     is_shards = source.lower().startswith("wds/")
@@ -1017,9 +1021,17 @@ def _held_out_folder(
     return _folder(path, train.class_to_idx)
 
 
+def _require_library(source: str) -> None:
+    """Raise ValueError where the library that reads a source is not installed: it comes with an extra of longseq."""
+    library = _LIBRARIES.get(source.partition("/")[0].lower())
+    if library is not None and find_spec(library) is None:
+        raise ValueError(f'data.source={source} needs the library {library}: pip install "longseq[datasets]"')
+
+
 def _open(
     source: str, root: str | None, name: str, class_map: ClassMap, download: bool
 ) -> TorchvisionSource | ReaderSource:
+    _require_library(source)
     try:
         if source.startswith("torch/"):
             return open_torchvision(source, root, name, download)

@@ -1930,11 +1930,13 @@ def test_half_precision_values_beside_float32_keys_on_the_gpu(op, tokens):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [500, 1500])
-def test_recomputing_changes_nothing_on_the_gpu(tokens):
+def test_recomputing_gives_the_same_gradients_on_the_gpu(tokens):
     function, arguments = gpu_arguments("delta_rule", 2, tokens, 128, 64, torch.bfloat16)
     expected = gpu_gradients(function, arguments, "triton")
     actual = gpu_gradients(function, arguments, "triton", recompute=True)
-    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+    assert all(torch.equal(actual[name], expected[name]) for name in arguments)
+    # States that are not kept have a unit for each of their rows, in which small numbers have more bits.
+    assert all(error(actual[name], expected[name]) <= 1e-4 for name in expected.keys() - arguments.keys())
 
 
 @pytest.mark.gpu
