@@ -37,6 +37,23 @@ for arguments in json.loads(sys.argv[1]):
     codes.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
 print("exit codes:", codes)
 """
+# Tells the modules of longseq that cannot be imported.
+IMPORTS = """
+import importlib, pkgutil
+import longseq
+left = [(longseq.__path__, "longseq.")]
+for path, prefix in left:
+    for found in pkgutil.iter_modules(path, prefix):
+        if found.name == "longseq.__main__":
+            continue
+        try:
+            module = importlib.import_module(found.name)
+        except ImportError:
+            print(found.name)
+        else:
+            if found.ispkg:
+                left.append((module.__path__, found.name + "."))
+"""
 BRIEF = ("recipe.epochs=null", "recipe.updates=2", "+trainer.limit_val_batches=1", "+trainer.limit_test_batches=1")
 IMAGE = ("model.embed_dim=16", "model.depth=1")
 TEXT = ("model.d_model=16", "model.depth=1")
@@ -68,10 +85,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(plain: Path, folder: Path, *commands: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+def run(plain: Path, folder: Path, program: str, *commands: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     return subprocess.run(
-        [sys.executable, "-S", "-c", PROGRAM, json.dumps(commands)],
+        [sys.executable, "-S", "-c", program, json.dumps(commands)],
         cwd=folder,
         env=environment | {"PYTHONPATH": str(plain)},
         capture_output=True,
@@ -81,12 +98,21 @@ def run(plain: Path, folder: Path, *commands: tuple[str, ...]) -> subprocess.Com
 
 
 @pytest.mark.slow
+def test_all_modules_but_those_for_an_extra_are_imported(plain: Path, tmp_path: Path) -> None:
+    done = run(plain, tmp_path, IMPORTS)
+    assert done.returncode == 0, done.stderr
+    of_text = ("longseq.tools.harness.", "longseq.tools.hugging_face.")
+    assert [name for name in done.stdout.split() if not name.startswith(of_text)] == []
+
+
+@pytest.mark.slow
 def test_every_task_trains_and_trained_models_are_used(plain: Path, tmp_path: Path) -> None:
     rows = ({"text": f"{word} {n}", "label": word} for n in range(20) for word in ("good", "bad"))
     (tmp_path / "documents.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     done = run(
         plain,
         tmp_path,
+        PROGRAM,
         ("train", *IMAGE, *BRIEF, "output=image"),
         ("train", "task=lm", *TEXT, *BRIEF, "data.window=64", "recipe.batch_size=256", "recipe.tokens=null",
          "recipe.validate_every_updates=null", "output=lm"),
@@ -106,6 +132,7 @@ def test_what_needs_an_extra_names_it_in_one_line(plain: Path, tmp_path: Path) -
     done = run(
         plain,
         tmp_path,
+        PROGRAM,
         ("train", "data=image_folder", "data.source=hfds/data", "data.root=data"),
         ("train", "data=image_folder", "data.source=hfids/data", "data.root=data"),
         ("train", "data=image_folder", "data.source=wds/data", "data.root=data"),
