@@ -92,15 +92,16 @@ def check_place(path: Path, key: str, *, is_folder: bool = False) -> None:
 
 
 def check_above(path: Path, key: str, *, is_folder: bool = False) -> None:
-    """ValueError, in one line, where a file, or a device, stands above `path`, or in the place of a folder."""
+    """ValueError, in one line, where no folder stands above `path`, or in the place of a folder: a file or a device."""
     above = _find_above(path, is_folder)
     if not above.is_dir():
-        raise ValueError(f"{key}={path}: {above} is a file, and a folder is needed there: give another name")
+        what = "a file" if above.exists() else "a link to nothing"
+        raise ValueError(f"{key}={path}: {above} is {what}, and a folder is needed there: give another name")
 
 
 def _find_above(path: Path, is_folder: bool) -> Path:
     """The first place above `path` that is there, or the folder itself; for `.` and `/`, with none above, `path`."""
-    return next((place for place in ([path] * is_folder + [*path.parents]) if os.path.exists(place)), path)
+    return next((place for place in ([path] * is_folder + [*path.parents]) if os.path.lexists(place)), path)
 
 
 def check_name(path: Path, key: str) -> None:

@@ -37,7 +37,7 @@ from longseq.tasks.training.callbacks.stop import find_early_end, stoppable
 from longseq.tasks.training.callbacks.throughput import Throughput
 from longseq.tasks.training.class_figures import to_csv
 from longseq.tasks.training.command import refuse_given
-from longseq.tasks.training.configuration import Config, resolve, spell_value, with_absolute_root
+from longseq.tasks.training.configuration import Config, command_word, resolve, with_absolute_root
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.freeze import freeze
 from longseq.tasks.training.learning_rate_finder import TABLE, find_learning_rate, refuse_search
@@ -556,7 +556,7 @@ def _hyperparameters(config: Config, module: TrainedModule, metrics: Mapping[str
 
 def checkpoint_word(path: str) -> str:
     """The word `checkpoint=FILE` of a command, as a shell and then Hydra take it."""
-    return shlex.quote(f"checkpoint={spell_value(path)}")
+    return command_word("checkpoint", path)
 
 
 def _tensorboard(folder: Path) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longseq.tools.environment import TRACEBACK, check_environment, wants_traceback
-from longseq.tools.terminal import is_unread, lead_nowhere, outlive_readers, require_reader
+from longseq.tools.terminal import is_unread, lead_nowhere, open_closed_streams, outlive_readers, require_reader
 from longseq.version import installed_version
 
 
@@ -173,6 +173,7 @@ def _overview_of(first: str, members: list[str]) -> str:
 
 def main() -> int:
     """Run `longseq VERB overrides...`; returns the exit code."""
+    open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # characters that the terminal does not have are escaped
         sys.stdout.reconfigure(errors="backslashreplace")
     outlive_readers()
@@ -196,6 +197,10 @@ def _run() -> int:
     if arguments[0] in ("-V", "--version"):
         print(f"longseq {installed_version()}")
         return 0
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return _fail("the working folder is not there any more: change to one that is")
     words = 2 if " ".join(arguments[:2]) in VERBS else 1
     name = " ".join(arguments[:words])
     if name in FORMER:

@@ -52,6 +52,19 @@ class _Output(io.TextIOWrapper):
         self._file.needs_reader = True
 
 
+def open_closed_streams() -> None:
+    """Open the standard streams that were closed for this process, as a daemon's are; they lead nowhere.
+
+    Their numbers would else be those of the next files that are opened, into which libraries would write messages.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            stream = os.fdopen(os.open(os.devnull, os.O_RDWR), "w" if number else "r")
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+
+
 def outlive_readers() -> None:
     """Let the command go on if nobody reads its output any more.
 

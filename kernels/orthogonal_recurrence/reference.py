@@ -129,13 +129,12 @@ def _gradient(state: Tensor, k: Tensor, v: Tensor, objective: str) -> Tensor:
         return (direction * (direction * v).sum(-2, keepdim=True) - v) / length * k
     lengths = column_norms(state)
     slots = state / lengths
+    h = v if objective == "encode" else -v
     if objective == "decode":
-        h, c = (slots * k).sum(-1, keepdim=True) - v, k
-    elif objective == "encode":
-        h, c = v, (slots * v).sum(-2, keepdim=True) - k
-    else:
-        h, c = -v, k
-    return c * (h - slots * (slots * h).sum(-2, keepdim=True)) / lengths
+        h = h + (slots * k).sum(-1, keepdim=True)
+    along = (slots * h).sum(-2, keepdim=True)
+    c = along - k if objective == "encode" else k
+    return c * (h - slots * along) / lengths
 
 
 def _read(state: Tensor, q: Tensor, scale: float) -> Tensor:

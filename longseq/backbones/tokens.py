@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from numbers import Integral
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -288,6 +289,8 @@ class TokenBackbone(PretrainedModel, nn.Module):
         With `max_length` the state is preallocated (see `preallocate`), layer by layer, which needs less memory.
         `added [B, T, d_model]` is added to the embeddings of the tokens.
         """
+        if tokens.dim() != 2:
+            raise ValueError(f"tokens have the shape {list(tokens.shape)}: give rows of tokens, [B, T]")
         if self.max_length is not None and tokens.shape[1] > self.max_length and cu_seqlens is None:
             raise ValueError(
                 f"a sequence of {tokens.shape[1]} tokens is longer than the max_length={self.max_length} of the "
@@ -343,6 +346,8 @@ class TokenBackbone(PretrainedModel, nn.Module):
             ValueError: the model does not read forward.
         """
         self._check_forward("step")
+        if token.dim() != 1:
+            raise ValueError(f"token has the shape {list(token.shape)}: give a token for each row, [B]")
         self._check_layers(state)
         position = state.position
         check_state_rows(position, token.shape[0])
@@ -425,7 +430,11 @@ class TokenBackbone(PretrainedModel, nn.Module):
             check_step_graph(self)
         if prompt.ndim != 2 or prompt.shape[1] == 0:
             raise ValueError(f"prompt has the shape {list(prompt.shape)}; give [batch, tokens] with at least one token")
-        if prompt.min() < 0 or prompt.max() >= self.vocab_size:
+        if prompt.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"prompt has numbers of {prompt.dtype}; give tokens as int64 or int32")
+        if not isinstance(max_new_tokens, Integral):
+            raise ValueError(f"max_new_tokens={max_new_tokens!r} is no whole number")
+        if prompt.numel() > 0 and (prompt.min() < 0 or prompt.max() >= self.vocab_size):
             raise ValueError(
                 f"prompt has tokens from {prompt.min()} to {prompt.max()}; the model knows {self.vocab_size}"
             )

@@ -32,6 +32,13 @@ class CompressionState(NamedTuple):
     memory: Tensor
 
 
+def padding_last(mask: Tensor, reverse: Reverse) -> Tensor:
+    """The places `[B, T, 1]` of tokens in the order in which padding is read last, for a mask `[B, T]`."""
+    backward = torch.zeros_like(mask[:, :1])
+    backward[mask.shape[0] // 2 if reverse == "second_half" else 0 :] = bool(reverse)
+    return (mask == backward).byte().argsort(dim=1, stable=True).unsqueeze(-1)
+
+
 class CompressionMixer(Mixer[CompressionState]):
     """Base of Lattice and TTT; `recurrence`, options of the operation, defines how a subclass updates the memory.
 
@@ -141,8 +148,13 @@ class CompressionMixer(Mixer[CompressionState]):
         cu_seqlens: Tensor | Packing | None = None, mask: Tensor | None, reverse: Reverse, keep: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """The memory read at the queries, `[B, T, H, D]`, and the last memory."""
+        behind = None
         if mask is not None:
             gamma, g = gamma * mask.unsqueeze(-1), None if g is None else g * mask.unsqueeze(-1)
+            if self.chunk_size > 1:  # chunks hold the tokens that they would hold without padding
+                behind = padding_last(mask, reverse)
+                q, k, v, gamma = (torch.take_along_dim(x, behind, 1) for x in (q, k, v, gamma))
+                g = None if g is None else torch.take_along_dim(g, behind, 1)
         o, final = orthogonal_recurrence(
             self._to_heads(q),
             self._to_keys(k),
@@ -157,6 +169,8 @@ class CompressionMixer(Mixer[CompressionState]):
             reverse=reverse,
             backend=self.backend,
         )
+        if behind is not None:
+            o = torch.take_along_dim(o, behind.argsort(1).unsqueeze(-1), 1)
         return o, final
 
     def scan_step(self, projected: Tensor, state: CompressionState) -> tuple[Tensor, CompressionState]:

@@ -47,8 +47,8 @@ class Lattice(CompressionMixer):
             Small language models trained with chunks of 1, 4, 16 and 64 reach 1.535, 1.542, 1.562 and 1.576 bits per
             byte, and the exact form was the fastest there (benchmarks/lattice_language_model.json). Use a model with
             the chunk_size of its training; one-token steps are always those of the exact form. Chunks are counted from
-            the first place of a row or a piece, so that padding in front, and borders of pieces between those of
-            chunks, change the outputs.
+            the first token of a row or a piece that is no padding, so that borders of pieces between those of chunks
+            change the outputs.
 
     A step of the decode objective overshoots if γ ‖k‖² > 2; small differences then grow from token to token. Nothing in
     the paper's layer bounds the keys. Where hundreds of tokens are equal, gradients then overflow: in zoology's recall,

@@ -22,8 +22,8 @@ class TTT(CompressionMixer):
         gamma_activation: sigmoid (the TTT paper's, with a base rate of 1) or softplus, of a projection of the token.
         chunk_size: with 1, each gradient is taken at the state before its token. With more, the gradients of that many
             tokens are taken at the state before them all, which is faster and another function. One-token steps are
-            always those of chunk_size=1. Chunks are counted from the first place of a row or a piece, so that padding
-            in front, and borders of pieces between those of chunks, change the outputs.
+            always those of chunk_size=1. Chunks are counted from the first token of a row or a piece that is no
+            padding, so that borders of pieces between those of chunks change the outputs.
 
     Source: Lattice (Karami and Mirrokni, 2025), equation 19, after Learning to (Learn at Test Time) (Sun et al., 2024).
     """

@@ -40,6 +40,7 @@ from longseq.tasks.image.split_folders import find_split
 from longseq.tasks.image.table import open_tables
 from longseq.tasks.report import progress_bar, quiet_libraries, shorten
 from longseq.tasks.training.command import read_command
+from longseq.tasks.training.configuration import command_word
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.lock import LOCK_FILE, locked
 from longseq.tasks.training.processes import usable_cores
@@ -84,7 +85,7 @@ def run(cfg: DictConfig) -> None:
     )
     print(describe(manifest))
     several = " data.multi_label=true" if keys.multi_label else ""
-    print(f"longseq train data=image_shards data.root={shorten(keys.output)}{several}")
+    print(f"longseq train data=image_shards {command_word('data.root', str(shorten(keys.output)))}{several}")
 
 
 def _check_apart(given: str, output: str) -> None:

@@ -79,14 +79,15 @@ class LanguageModelTask(TrainedModule):
         A tensor, also alone in a list, holds the text: each token predicts the next. A pair holds tokens and the target
         of each, IGNORED (-100) for none. A dictionary is that of transformers: `input_ids`, with `attention_mask` and
         `labels` where they are; labels are the tokens themselves, and each token predicts the label after it. Padding,
-        on either side or between tokens, is not read and predicts nothing.
+        on either side or between tokens, is not read, predicts nothing and is not predicted, whatever its labels are.
         """
         mask = None
         if isinstance(batch, Mapping):
             ids = find_entry(batch, ("input_ids", "tokens"), "tokens")
             labels, real = batch.get("labels"), read_mask(batch, ids)
-            if labels is None:
-                labels = ids.masked_fill(~real, IGNORED)
+            labels = ids if labels is None else labels
+            if labels.shape == real.shape:  # others are refused below
+                labels = labels.masked_fill(~real, IGNORED)
             tokens, targets, mask = ids[:, :-1], labels[:, 1:], real[:, :-1]
         elif isinstance(batch, Tensor) or len(batch) == 1:
             ids = batch if isinstance(batch, Tensor) else batch[0]

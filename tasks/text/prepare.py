@@ -62,6 +62,7 @@ from longseq.tasks.text.tokenizer import (
     trained_size,
 )
 from longseq.tasks.training.command import read_command
+from longseq.tasks.training.configuration import command_word
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.lock import locked
 from longseq.tasks.training.processes import usable_cores
@@ -100,7 +101,7 @@ def run(cfg: DictConfig) -> None:
     asked, found = trained_size(keys.tokenizer), manifest["vocab_size"]
     if asked is not None and found < asked:
         print(f"the vocabulary has {found:,} tokens and not {asked:,}: the text has no more pairs")
-    print(f"longseq train task=lm data=tokens data.root={shorten(keys.output)}")
+    print(f"longseq train task=lm data=tokens {command_word('data.root', str(shorten(keys.output)))}")
 
 
 def describe(manifest: Mapping[str, Any]) -> str:

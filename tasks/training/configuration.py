@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -126,6 +127,11 @@ def spell_value(value: Any) -> str:
         return json.dumps(value)
     escaped = value.replace("'", "\\'")
     return value if _UNQUOTED.fullmatch(value) else f"'{escaped}'"
+
+
+def command_word(key: str, value: Any) -> str:
+    """The word KEY=VALUE of a command, as a shell and then Hydra take it."""
+    return shlex.quote(f"{key}={spell_value(value)}")
 
 
 def with_absolute_root(config: Config) -> dict[str, Any]:

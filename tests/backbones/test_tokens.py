@@ -172,6 +172,16 @@ def test_generation_continues_as_the_model_would(mixer: str) -> None:
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
     assert torch.equal(model.generate(prompt, 0), prompt)
+    assert model.generate(prompt[:0], 6).shape == (0, 10)
+
+
+@pytest.mark.slow
+def test_tokens_of_other_dimensions_are_told_as_such() -> None:
+    model, tokens = make(), make_tokens(2, 3)
+    with pytest.raises(ValueError, match=r"tokens have the shape \[3\]: give rows of tokens, \[B, T\]"):
+        model(tokens[0])
+    with pytest.raises(ValueError, match=r"token has the shape \[2, 1\]: give a token for each row, \[B\]"):
+        model.step(tokens[:, :1], model.initial_state(2))
 
 
 @pytest.mark.parametrize(("mixer", "mlp"), [("rwkv4", "rwkv"), ("attention", "gelu"), ("deltanet", "swiglu")])
@@ -320,6 +330,9 @@ def test_packed_training_waits_for_nothing_and_is_one_graph(compiled: bool, dire
         {"prompt": torch.zeros(2, 0, dtype=torch.long)},
         {"prompt": torch.tensor([[VOCABULARY]])},
         {"prompt": torch.tensor([[-1]])},
+        {"prompt": torch.tensor([[1.0]])},
+        {"prompt": torch.tensor([[1]], dtype=torch.uint8)},
+        {"max_new_tokens": 1.0},
         {"temperature": -1.0},
         {"top_k": 0},
         {"top_p": 0.0},

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from longseq import mixers
+from longseq.backbones.classifier import TextClassifier
 from longseq.state import state_size
 
 D_MODEL, TOKENS = 32, 24
@@ -84,6 +85,12 @@ def test_gradients_through_a_hundred_equal_tokens_explode_unless_keys_are_normal
     assert gradient.norm() < 100 if normalize_key else gradient.norm() > 1e4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["encode", "similarity"])
+def test_operations_of_other_objectives_are_counted(objective: str) -> None:
+    assert mixers.check("lattice", 64, laws=["flops_are_those_of_the_steps"], objective=objective) == ()
+
+
 def test_sparsity_is_counted() -> None:
     """It takes five operations for each token and entry of the memory."""
     assert mixers.check("lattice", 64, laws=["flops_are_those_of_the_steps"], sparsity=0.1) == ()
@@ -106,6 +113,39 @@ def test_chunks_are_another_function_that_may_be_cut_at_their_borders(name: str)
     first, state = mixer(x[:, :8])
     second, _ = mixer(x[:, 8:], state)
     torch.testing.assert_close(torch.cat((first, second), 1), whole, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("place", ["in front", "between", "behind"])
+@pytest.mark.parametrize("name", ["lattice", "ttt"])
+def test_padding_moves_no_borders_of_chunks(name: str, place: str, reverse: bool) -> None:
+    mixer, x = make(name, chunk_size=4), make_tokens()
+    real = torch.ones(TOKENS, dtype=torch.bool)
+    real[{"in front": slice(6), "between": slice(9, 16), "behind": slice(19, None)}[place]] = False
+    expected, state = mixer(x[:1, real], reverse=reverse)
+    actual, padded = mixer(x, mask=torch.stack([real, torch.ones_like(real)]), reverse=reverse)
+    torch.testing.assert_close(actual[:1, real], expected, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(actual[1:], mixer(x[1:], reverse=reverse)[0], rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(padded.memory[:1], state.memory, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", ["projections", "none", "all"])
+@pytest.mark.parametrize("name", ["lattice", "ttt"])
+def test_a_classifier_of_chunks_scores_padded_documents_as_if_alone(name: str, share: str) -> None:
+    torch.manual_seed(0)
+    model = TextClassifier(
+        num_classes=3, vocab_size=30, d_model=D_MODEL, depth=2, mixer=name, mixer_options={"chunk_size": 16},
+        direction="bidirectional", share_directions=share,
+    ).double().eval()  # fmt: skip
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 3 if parameter.ndim > 1 else 1  # that chunks differ from the exact form
+    tokens = torch.randint(0, 30, (2, 60))
+    mask = torch.arange(60) < torch.tensor([[37], [60]])
+    alone = torch.cat([model(tokens[:1, :37]), model(tokens[1:])])
+    torch.testing.assert_close(model(tokens, mask=mask), alone, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize(("name", "option"), [("lattice", {}), ("lattice", {"forget_gate": False}), ("ttt", {})])

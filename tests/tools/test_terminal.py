@@ -39,6 +39,19 @@ def test_output_outlives_its_terminal_and_comes_as_python_sends_it(options, tmp_
 
 
 COMMAND = "import sys; from longseq.tools.cli import main; sys.exit(main())"
+
+
+@pytest.mark.slow
+def test_a_command_runs_where_the_standard_streams_are_closed(tmp_path):
+    words = [sys.executable, "-c", COMMAND, "describe", "list=mixers"]
+    whole = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    closed = ["sh", "-c", '"$@" <&- 2>&- >printed', "sh", *words]
+    assert subprocess.run(closed, cwd=tmp_path, check=False).returncode == 0
+    assert (tmp_path / "printed").read_text() == whole
+    closed[2] = '"$@" <&- >&- 2>&-'
+    assert subprocess.run(closed, cwd=tmp_path, check=False).returncode == 0
+
+
 TALK = """
 import sys
 from longseq.tools import cli, terminal

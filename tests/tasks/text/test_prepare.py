@@ -11,6 +11,7 @@ import lzma
 import os
 import pickle
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -399,6 +400,9 @@ def test_the_command_tells_what_it_made(
     assert f"train {len(expected['train'])} documents of " in found
     assert "left out: 30 duplicates" in found
     assert "longseq train task=lm data=tokens data.root=out" in found
+    assert command("input=a.jsonl", "output='to k=1'", "validation=0.2", "test=0.2") == 0
+    *_, printed = capsys.readouterr().out.splitlines()
+    assert shlex.split(printed)[-1] == "data.root='to k=1'"  # quoted for the shell and for Hydra
     assert command("task=lm", "input=a.jsonl", "output=none", "validation=0", "tokenizer=train:9999") == 0
     found = capsys.readouterr().out
     assert "validation has no document, which training needs" in found
