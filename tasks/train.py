@@ -515,9 +515,9 @@ def _record(
         rows.append(("checkpoint", best))
         if writes_events(trainer.loggers):
             rows.append(("TensorBoard", _tensorboard(folder)))
-        words = checkpoint_word(best)
+        words = command_word("checkpoint", best)
         if config.get("plugins"):
-            words += f" {shlex.quote('plugins=[' + ','.join(config['plugins']) + ']')}"
+            words += f" {command_word('plugins', list(config['plugins']))}"
         rows += zip(chain(["next"], repeat("")), report.next_commands(words), strict=False)
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
         # The last file: a run that has it is finished, and resume=true writes nothing more.
@@ -552,11 +552,6 @@ def _hyperparameters(config: Config, module: TrainedModule, metrics: Mapping[str
         "epochs": metrics["epochs"],
         "seed": config["seed"],
     }
-
-
-def checkpoint_word(path: str) -> str:
-    """The word `checkpoint=FILE` of a command, as a shell and then Hydra take it."""
-    return command_word("checkpoint", path)
 
 
 def _tensorboard(folder: Path) -> str:

@@ -59,7 +59,8 @@ def open_closed_streams() -> None:
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            stream = os.fdopen(os.open(os.devnull, os.O_RDWR), "w" if number else "r")
+            # No text is an error, as on stderr: a character that the locale does not have is escaped.
+            stream = os.fdopen(os.open(os.devnull, os.O_RDWR), "w" if number else "r", errors="backslashreplace")
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)

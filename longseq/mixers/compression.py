@@ -148,13 +148,13 @@ class CompressionMixer(Mixer[CompressionState]):
         cu_seqlens: Tensor | Packing | None = None, mask: Tensor | None, reverse: Reverse, keep: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """The memory read at the queries, `[B, T, H, D]`, and the last memory."""
-        behind = None
+        order = None
         if mask is not None:
             gamma, g = gamma * mask.unsqueeze(-1), None if g is None else g * mask.unsqueeze(-1)
             if self.chunk_size > 1:  # chunks hold the tokens that they would hold without padding
-                behind = padding_last(mask, reverse)
-                q, k, v, gamma = (torch.take_along_dim(x, behind, 1) for x in (q, k, v, gamma))
-                g = None if g is None else torch.take_along_dim(g, behind, 1)
+                order = padding_last(mask, reverse)
+                q, k, v, gamma = (torch.take_along_dim(x, order, 1) for x in (q, k, v, gamma))
+                g = None if g is None else torch.take_along_dim(g, order, 1)
         o, final = orthogonal_recurrence(
             self._to_heads(q),
             self._to_keys(k),
@@ -169,8 +169,8 @@ class CompressionMixer(Mixer[CompressionState]):
             reverse=reverse,
             backend=self.backend,
         )
-        if behind is not None:
-            o = torch.take_along_dim(o, behind.argsort(1).unsqueeze(-1), 1)
+        if order is not None:
+            o = torch.take_along_dim(o, order.argsort(1).unsqueeze(-1), 1)
         return o, final
 
     def scan_step(self, projected: Tensor, state: CompressionState) -> tuple[Tensor, CompressionState]:

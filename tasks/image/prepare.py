@@ -85,7 +85,7 @@ def run(cfg: DictConfig) -> None:
     )
     print(describe(manifest))
     several = " data.multi_label=true" if keys.multi_label else ""
-    print(f"longseq train data=image_shards {command_word('data.root', str(shorten(keys.output)))}{several}")
+    print(f"longseq train data=image_shards {command_word('data.root', shorten(keys.output))}{several}")
 
 
 def _check_apart(given: str, output: str) -> None:

@@ -101,7 +101,7 @@ def run(cfg: DictConfig) -> None:
     asked, found = trained_size(keys.tokenizer), manifest["vocab_size"]
     if asked is not None and found < asked:
         print(f"the vocabulary has {found:,} tokens and not {asked:,}: the text has no more pairs")
-    print(f"longseq train task=lm data=tokens {command_word('data.root', str(shorten(keys.output)))}")
+    print(f"longseq train task=lm data=tokens {command_word('data.root', shorten(keys.output))}")
 
 
 def describe(manifest: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ from tiny_probe import TINY
 from longseq.tasks import compare, comparison, registry
 from longseq.tasks.circumstances import COMMIT_VARIABLE
 from longseq.tasks.document.linear import LinearModelKeys
-from longseq.tasks.train import checkpoint_word
+from longseq.tasks.training.configuration import command_word
 from longseq.tools import cli
 
 
@@ -203,11 +203,11 @@ def test_a_comparison_that_is_stopped_ends_its_runs(number, tmp_path, monkeypatc
 @pytest.mark.parametrize("path", ["outputs/a-1_2.3/best.ckpt", "mein Lauf ä, (b)=c's/best.ckpt"])
 def test_the_commands_that_a_run_prints_can_be_copied(path):
     for report in (registry.get(name).report for name in registry.names()):
-        for command in report.next_commands(checkpoint_word(path)):
+        for command in report.next_commands(command_word("checkpoint", path)):
             program, _, word, *_ = shlex.split(command)
             override = OverridesParser.create().parse_override(word)
             assert (program, override.key_or_group, override.value()) == ("longseq", "checkpoint", path)
-    assert checkpoint_word("a/best.ckpt") == "checkpoint=a/best.ckpt"
+    assert command_word("checkpoint", "a/best.ckpt") == "checkpoint=a/best.ckpt"
 
 
 @pytest.mark.parametrize("output", ["compared", "a b, (c)=d's"])
