@@ -43,15 +43,6 @@ def store_matrix(
 
 
 @triton.jit
-def load_channels(base, stride, live, column, WIDTH: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
-    """Tokens of a chunk as columns, [COLUMNS, CHUNK]."""
-    i = tl.arange(0, CHUNK)
-    e = column + tl.arange(0, COLUMNS)
-    mask = (e < WIDTH)[:, None] & (i < live)[None, :]
-    return tl.load(base + e[:, None] + i[None, :] * stride, mask=mask, other=0.0)
-
-
-@triton.jit
 def _halve(x):
     """x as the sum of two parts that TF32 holds: its leading 11 bits, and the rest."""
     high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
@@ -70,14 +61,6 @@ def add_ranges(ranges, x):
 def add_gates(ranges, gate, DTYPE: tl.constexpr):
     """`add_ranges` of gates that were loaded as DTYPE. Gates of 16 bits are operands of matrix products as they are."""
     return add_ranges(ranges, gate) if DTYPE.primitive_bitwidth == 32 else tl.dot(ranges.to(DTYPE), gate.to(DTYPE))
-
-
-@triton.jit
-def add_ranges_across(x, ranges):
-    """Sums of columns of x [N, CHUNK] over `ranges` [CHUNK, CHUNK], whose columns mark the ranges."""
-    high, low = _halve(x)
-    ranges = ranges.to(tl.float32)
-    return tl.dot(high, ranges, tl.dot(low, ranges, input_precision="tf32"), input_precision="tf32")
 
 
 @triton.jit

@@ -53,7 +53,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, width): {
         "decay_channels": Launch(0, 0, 4, 1),
         "score": Launch(0, 0, 2, 2),
-        "score_by_level": Launch(16, 0, 4, 1),
+        "score_by_level": Launch(32, 0, 4, 1),
         "walk": Launch(0, 0, 4, 3) if width == 64 else Launch(0, 0, 2, 3),
         "walk_and_read": Launch(0, 0, 4, 3) if width == 64 else Launch(0, 0, 4, 2),
         "read": Launch(64, 0, 4, 2) if width == 64 else Launch(128, 0, 8, 2),

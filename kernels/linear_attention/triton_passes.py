@@ -16,7 +16,8 @@ which gives the earlier one an exponent above zero. The products need float32's 
 float16. Where the decay is not mild, pairs of tokens are computed by levels (`score_by_level`, BY_LEVEL). At each
 level, blocks of 2^level tokens are paired. Two tokens of a pair of blocks are decayed from the first token to the
 border between the blocks, and from there to the second token. The lowest level is that of blocks within which decays
-are mild. The kernels of each form skip the chunks of the other form.
+are mild. Blocks of NEAR tokens whose decays are not mild have no lower levels: their pairs are computed one by one, all
+pairs of a distance at once. The kernels of each form skip the chunks of the other form.
 """
 
 import triton
@@ -26,11 +27,9 @@ from longseq.kernels.linear_attention.triton_gates import (
     STRONGEST,
     add_gates,
     add_ranges,
-    add_ranges_across,
     are_paired,
     block_ranges,
     decay,
-    load_channels,
     load_matrix,
     mild_level,
     pair_ranges,
@@ -76,6 +75,27 @@ SIZES = ["T", "H", "tokens"]
 def _load_gates(g, stride, live, column, W: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     gate = load_tokens(g, stride, live, column, W, CHUNK, BLOCK).to(tl.float32)
     return tl.maximum(gate, STRONGEST, tl.PropagateNan.ALL)
+
+
+# Where decays are not mild within blocks of NEAR tokens, pairs of tokens of a block are computed one by one.
+NEAR = tl.constexpr(16)
+NEAR_LEVEL = tl.constexpr(4)  # its logarithm
+
+
+@triton.jit
+def _load_at(base, stride, token, mask, column, W: tl.constexpr, BLOCK: tl.constexpr):
+    """Float32 rows of `token` [CHUNK], zero where `mask` is False."""
+    e = column + tl.arange(0, BLOCK)
+    mask = mask[:, None]
+    if W % BLOCK != 0:
+        mask = mask & (e < W)[None, :]
+    return tl.load(base + token[:, None] * stride + e[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_gates_at(base, stride, token, mask, column, W: tl.constexpr, BLOCK: tl.constexpr):
+    """`_load_at` of gates, clamped."""
+    return tl.maximum(_load_at(base, stride, token, mask, column, W, BLOCK), STRONGEST, tl.PropagateNan.ALL)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -230,21 +250,31 @@ def score_by_level(
     sums = tl.zeros((CHUNK, CHUNK), tl.float32)
     for column in range(0, W, BLOCK):
         gate = _load_gates(g, g_token, live, column, W, CHUNK, BLOCK)
-        gate_across = load_channels(g, g_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
-        gate_across = tl.maximum(gate_across, STRONGEST, tl.PropagateNan.ALL)
         xs, x_unit = load_scaled(x, x_token, live, column, W, SCALED, CHUNK, BLOCK)
-        ys, y_unit = in_units(load_channels(y, y_token, live, column, W, CHUNK, BLOCK).to(tl.float32), SCALED)
+        ys, y_unit = load_scaled(y, y_token, live, column, W, SCALED, CHUNK, BLOCK)
         unit = x_unit * y_unit
-        for level in range(mild, LEVELS):
-            since = tl.exp(add_ranges(pair_ranges(i, j, level), gate))
-            until = tl.exp(add_ranges_across(gate_across, pair_ranges(j, i, level)))
-            products = tl.dot(decay(xs, since), decay(ys, until), input_precision=PRECISION)
+        for level in range(tl.maximum(mild, NEAR_LEVEL), LEVELS):
+            part = tl.exp(add_ranges(pair_ranges(i, j, level), gate))
+            products = tl.dot(decay(xs, part), tl.trans(decay(ys, part)), input_precision=PRECISION)
             sums += tl.where(are_paired(i, j, level), products * unit, 0.0)
-        since = tl.exp(add_ranges(block_ranges(i, j, mild), gate))
-        # The decay's inverse is up to e^8, too large for tiles.
-        until = tl.exp(-add_ranges_across(gate_across, block_ranges(j, i, mild))) * (1 / 4096)
-        products = tl.dot(decay(xs, since), decay(ys, until), input_precision=PRECISION)
-        sums += tl.where(((i >> mild) == (j >> mild)) & (i >= j), products * (unit * 4096), 0.0)
+        if mild >= NEAR_LEVEL:
+            exponent = add_ranges(block_ranges(i, j, mild), gate)
+            # The decay's inverse is up to e^8, too large for tiles.
+            ys = decay(ys, tl.exp(-exponent) * (1 / 4096))
+            products = tl.dot(decay(xs, tl.exp(exponent)), tl.trans(ys), input_precision=PRECISION)
+            sums += tl.where(((i >> mild) == (j >> mild)) & (i >= j), products * (unit * 4096), 0.0)
+    if mild < NEAR_LEVEL:
+        token = tl.arange(0, CHUNK)
+        for column in range(0, W, TILE):
+            xs = load_tokens(x, x_token, live, column, W, CHUNK, TILE).to(tl.float32)
+            exponent = tl.zeros((CHUNK, TILE), tl.float32)
+            for distance in range(0, NEAR):
+                before = token - distance
+                mask = (token % NEAR >= distance) & (token < live)
+                ys = _load_at(y, y_token, before, mask, column, W, TILE)
+                products = tl.sum(xs * ys * tl.exp(exponent), 1)
+                sums += tl.where((i - j == distance) & mask[:, None], products[:, None], 0.0)
+                exponent += _load_gates_at(g, g_token, before, mask, column, W, TILE)
     _store_scores(scores, score_units, sums, 1.0, place, SCALED, CHUNK)
 
 
@@ -520,33 +550,38 @@ def _from_later(
 
 @triton.jit
 def _from_both_by_level(
-    scores, x, y, gate, level, DTYPE: tl.constexpr, WRITES: tl.constexpr, SCALED: tl.constexpr,
+    scores, x, y, gate, level, near, near_later, DTYPE: tl.constexpr, WRITES: tl.constexpr, SCALED: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """The sums of `_from_earlier` and, if WRITES, those of `_from_later`, for a gate per channel that is not mild.
 
-    WRITES also gives the first ones times x_ic and the second ones times y_ic. In these, each level multiplies with the
+    `near` and `near_later` are those over pairs within blocks of NEAR tokens, where decays are not mild there, else 0.
+    WRITES also gives the first sums times x_ic and the second ones times y_ic. In these, each level multiplies with the
     decayed form that it has rounded for the sums of the other side.
     """
     i = tl.arange(0, CHUNK)[:, None]
     j = tl.arange(0, CHUNK)[None, :]
     among = _load_earlier(scores, SCALED, CHUNK).to(tl.float32)
-    later, weighed, weighed_later = 0.0, 0.0, 0.0
     y, y_unit = scale_down(y, SCALED)
-    own = add_gates(block_ranges(i, j, level), gate, DTYPE)
-    within = (i >> level) == (j >> level)
-    y_part = to_tf32(y * tl.exp(-own), SCALED)
-    earlier = tl.dot(tl.where(within, among, 0.0), y_part, input_precision=PRECISION)
+    earlier, later, weighed, weighed_later = near / y_unit, near_later, 0.0, 0.0
     if WRITES:
         behind = _load_later(scores, SCALED, CHUNK).to(tl.float32)
         x, x_unit = scale_down(x, SCALED)
-        x_part = to_tf32(x * tl.exp(own), SCALED)
-        later = tl.dot(tl.where(within, behind, 0.0), x_part, input_precision=PRECISION)
-        weighed = earlier * x_part
-        weighed_later = later * y_part
-        later *= tl.exp(-own)
-    earlier *= tl.exp(own)
-    for upper in range(level, LEVELS):
+        later /= x_unit
+        weighed, weighed_later = earlier * x, later * y
+    if level >= NEAR_LEVEL:
+        own = add_gates(block_ranges(i, j, level), gate, DTYPE)
+        within = (i >> level) == (j >> level)
+        y_part = to_tf32(y * tl.exp(-own), SCALED)
+        earlier = tl.dot(tl.where(within, among, 0.0), y_part, input_precision=PRECISION)
+        if WRITES:
+            x_part = to_tf32(x * tl.exp(own), SCALED)
+            later = tl.dot(tl.where(within, behind, 0.0), x_part, input_precision=PRECISION)
+            weighed = earlier * x_part
+            weighed_later = later * y_part
+            later *= tl.exp(-own)
+        earlier *= tl.exp(own)
+    for upper in range(tl.maximum(level, NEAR_LEVEL), LEVELS):
         part = tl.exp(add_gates(pair_ranges(i, j, upper), gate, DTYPE))
         y_part = to_tf32(y * part, SCALED)
         pairs = tl.where(are_paired(i, j, upper), among, 0.0)
@@ -564,6 +599,32 @@ def _from_both_by_level(
         weighed *= x_unit * y_unit
         weighed_later *= x_unit * y_unit
     return earlier * y_unit, later, weighed, weighed_later
+
+
+@triton.jit
+def _from_near(
+    scores, x, y, g, x_token, y_token, g_token, live, column,
+    W: tl.constexpr, WRITES: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sums of `_from_earlier` and, if WRITES, of `_from_later`, over pairs within blocks of NEAR tokens."""
+    token = tl.arange(0, CHUNK)
+    earlier = tl.zeros((CHUNK, BLOCK), tl.float32)
+    later = tl.zeros((CHUNK, BLOCK), tl.float32)
+    since = tl.zeros((CHUNK, BLOCK), tl.float32)
+    until = tl.zeros((CHUNK, BLOCK), tl.float32)
+    for distance in range(1, NEAR):
+        other = token - distance
+        mask = (token % NEAR >= distance) & (token < live)
+        since += _load_gates_at(g, g_token, other + 1, mask, column, W, BLOCK)
+        p = tl.load(scores + token * CHUNK + other, mask=mask, other=0.0).to(tl.float32)
+        earlier += p[:, None] * (tl.exp(since) * _load_at(y, y_token, other, mask, column, W, BLOCK))
+        if WRITES:
+            other = token + distance
+            mask = (token % NEAR + distance < NEAR) & (other < live)
+            until += _load_gates_at(g, g_token, other, mask, column, W, BLOCK)
+            p = tl.load(scores + other * CHUNK + token, mask=mask, other=0.0).to(tl.float32)
+            later += p[:, None] * (tl.exp(until) * _load_at(x, x_token, other, mask, column, W, BLOCK))
+    return earlier, later
 
 
 # Tokens of a chunk are uneven if one's part of the gates' gradients is this many times as large as that of each of the
@@ -634,6 +695,15 @@ def differentiate(
     scores += place * CHUNK * CHUNK
     i = tl.arange(0, CHUNK)
     steps: tl.constexpr = (E + STEP - 1) // STEP
+    near, near_later = 0.0, 0.0
+    if BY_LEVEL:
+        near = tl.zeros((CHUNK, BLOCK), tl.float32)
+        near_later = tl.zeros((CHUNK, BLOCK), tl.float32)
+        if level < NEAR_LEVEL:
+            gates = g + row * g_row + start * g_token + head * g_head
+            near, near_later = _from_near(
+                scores, x, y, gates, x_token, y_token, g_token * NEXT, live, column, W, WRITES, CHUNK, BLOCK
+            )
     read = tl.zeros((CHUNK, BLOCK), tl.float32)
     written = tl.zeros((CHUNK, BLOCK), tl.float32)
     kept = tl.zeros((BLOCK,), tl.float32)
@@ -696,7 +766,7 @@ def differentiate(
     later, weighed, weighed_later = 0.0, 0.0, 0.0
     if BY_LEVEL:
         earlier, later, weighed, weighed_later = _from_both_by_level(
-            scores, xs, ys, gate, level, DTYPE, WRITES, SCALED, PRECISION, CHUNK, LEVELS
+            scores, xs, ys, gate, level, near, near_later, DTYPE, WRITES, SCALED, PRECISION, CHUNK, LEVELS
         )
     else:
         earlier, ys = _from_earlier(scores, ys, since, middle, GATE, SCALED, PRECISION, CHUNK)

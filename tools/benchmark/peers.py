@@ -113,5 +113,6 @@ _FLA: dict[tuple[str, str], Callable[[Tensors, Mapping[str, Any]], Tensor]] = {
     ("linear_attention", "plain"): _fla_linear_attention,
     ("linear_attention", "head_gated"): _fla_simple_gla,
     ("linear_attention", "channel_gated"): _fla_gla,
+    ("linear_attention", "extreme_channel_decay"): _fla_gla,
     ("slot_attention", "plain"): _fla_gsa,
 }
