@@ -54,6 +54,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from longseq.arguments import KeepsArguments, complete, copy_containers
 from longseq.blocks.sharding import gather, is_sharded, unsharded_class
@@ -251,8 +252,8 @@ def save_pretrained(
         max_shard_size: the most bytes of a file of weights; larger models have several, and an index.
 
     Raises:
-        ValueError: the model is of no registered kind, or was changed so that its constructor's arguments do not
-            describe it any more.
+        ValueError: the model is of no registered kind, was changed so that its constructor's arguments do not describe
+            it any more, or has weights that are no plain tensors.
     """
     config = describe(model)
     state = model.state_dict()
@@ -814,10 +815,18 @@ def _check_description(config: Mapping[str, Any], state: Mapping[str, Tensor]) -
 
 
 def _separate(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU, copied where two share memory, which safetensors refuses."""
+    """The tensors on the CPU, copied where two share memory, which safetensors refuses.
+
+    ValueError, in one line, for tensors of other kinds, such as the quantised ones of torchao.
+    """
     separate: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in state.items():
+        if is_traceable_wrapper_subclass(value):
+            raise ValueError(
+                f"{name} is of {type(value).__name__}, and files hold plain tensors: save the model before its weights "
+                "are quantised, and quantise the loaded one"
+            )
         tensor = value.detach().cpu().contiguous()
         place = tensor.untyped_storage().data_ptr()
         separate[name] = tensor.clone() if place in seen else tensor

@@ -62,7 +62,7 @@ def read_in_segments(
 
     Args:
         tokens: `[B, T]`, padded with `mask`, or packed `[1, L]` with `cu_seqlens`; they may be on another device.
-        segment: the most tokens in memory at once, at least 1.
+        segment: the most tokens in memory at once, at least 1. Of mixers that read chunks, whole chunks are taken.
         gradient_segments: k, at least 1, for models that read forward; None for all.
 
     Returns:
@@ -76,6 +76,10 @@ def read_in_segments(
     if segment < 1:
         raise ValueError(f"segment={segment}: a segment has at least 1 token")
     body = model.body
+    multiple = body.piece_multiple
+    if segment < multiple:
+        raise ValueError(f"segment={segment}: the model reads chunks of {multiple} tokens, take at least as many")
+    segment -= segment % multiple
     row, bounds = _as_row(tokens, cu_seqlens, mask)
     longest = max(end - start for start, end in pairwise(bounds))
     if body.max_length is not None and longest > body.max_length:
@@ -167,6 +171,8 @@ def _find_in_layer(reading: Mixer[Any] | Directions) -> str | None:
             return f"{name}, whose state keeps every token,"
         if not getattr(mixer, "causal", True) and not isinstance(mixer, WindowAttention):
             return f"{name}, which sees all tokens at once,"
+        if mixer.piece_multiple > 1 and (mixer.reverse or isinstance(reading, Directions)):
+            return f"{name}, which counts its chunks of {mixer.piece_multiple} tokens from the end too,"
     return None
 
 

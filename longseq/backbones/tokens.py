@@ -209,6 +209,14 @@ class TokenBackbone(PretrainedModel, nn.Module):
         restore_rng_state()
         self.init_weights()
 
+    @property
+    def piece_multiple(self) -> int:
+        """A sequence that is cut at multiples of this number of tokens gives the same numbers as a whole.
+
+        Of a model that reads forward; see `longseq.mixers.Mixer`.
+        """
+        return math.lcm(*(mixer.piece_multiple for block in self.blocks for mixer in block.mixer.readers))
+
     def describe_use(self) -> dict[str, Any]:
         use = super().describe_use()
         if self.direction != "forward":

@@ -6,15 +6,21 @@ import functools
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def is_replaceable(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """True if a fused kernel may replace this module: it has no hooks and was not subclassed.
+    """True if a fused kernel may replace this module: it has no hooks and plain weights, and was not subclassed.
 
     Adapters, quantisation, sharding and parametrisations change a module's class. Observers, pruning, weight norm and
     offloading register hooks.
     """
-    return type(module) is kind and not is_hooked(module)
+    return type(module) is kind and not is_hooked(module) and has_plain_weights(module)
+
+
+def has_plain_weights(module: nn.Module) -> bool:
+    """False if a module's own weights are subclasses of tensors, as torchao's quantised ones are."""
+    return not any(is_traceable_wrapper_subclass(weight) for weight in module.parameters(recurse=False))
 
 
 def is_hooked(module: nn.Module) -> bool:

@@ -60,6 +60,9 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
             where its class says True.
         preallocates: `preallocate` gives the state fixed buffers, a growing one room for a known number of tokens.
         recomputable: `recompute` saves memory. False if `scan` saves little more than its arguments.
+        piece_multiple: a sequence that is cut at multiples of this number of tokens, counted from the first that the
+            layer reads, gives the same numbers as a whole. An object may have more than the 1 of its class: then other
+            cuts give other numbers.
 
     Attributes:
         arguments: the constructor's arguments, from which a saved model builds the mixer (see `KeepsArguments`).
@@ -84,6 +87,7 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
     recomputable: ClassVar[bool] = True
 
     growing_state: bool = False
+    piece_multiple: int = 1
     revision: int = 1
     reverse: bool = False
     recompute: bool = False
@@ -326,8 +330,9 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
 
     def release_projections(self) -> None:
         """Keep only the scan, for a mixer that shares another one's projections."""
-        self.in_proj = None
-        self.out_proj = None
+        for name in ("in_proj", "out_proj"):
+            delattr(self, name)  # not None among the submodules, which some tools for models do not expect
+            setattr(self, name, None)
 
 
 # torch.fx must not trace into mixers: operations choose their backend by properties of tensors that a symbolic trace
@@ -398,12 +403,11 @@ def required(state: Found | None) -> Found:
     return state
 
 
-def activation_dtype(layer: nn.Linear) -> torch.dtype:
-    """Dtype of what a layer computes: that of autocast, or else that of its weights."""
-    device = layer.weight.device.type
-    if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return layer.weight.dtype if layer.weight.is_floating_point() else torch.float32
+def activation_dtype(layer: nn.Module, device: torch.device) -> torch.dtype:
+    """Dtype of what a layer computes on a device: that of autocast, or else that of its weights."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return next((weight.dtype for weight in layer.parameters() if weight.is_floating_point()), torch.float32)
 
 
 def memory_dtype(dtype: torch.dtype | None) -> torch.dtype:

@@ -171,7 +171,7 @@ class BaseConv(Mixer[BaseConvState | ShortBaseConvState]):
         past, before = (None, None) if state is None else state
         reading = Reading.of(x, before, mask, reverse)
         row = reading.join(x, past)
-        y = reading.convolve(row, filters(row.shape[1], at_least_float32(x).dtype))
+        y = reading.convolve(row, filters(row.shape[1], at_least_float32(row)))
         if packing is not None:
             y = pack_rows(y, packing)
         return y, BaseConvState(reading.keep(row), reading.length)
@@ -217,10 +217,10 @@ class ImplicitFilter(nn.Module):
         self.hidden.reset_parameters()
         self.out.reset_parameters()
 
-    def forward(self, length: int, dtype: torch.dtype) -> Tensor:
-        """Evaluate the filter at the distances 0 ... `length` - 1."""
-        with without_autocast(self.out.weight):
-            distance = torch.arange(length, device=self.out.weight.device, dtype=dtype).unsqueeze(-1)
+    def forward(self, length: int, like: Tensor) -> Tensor:
+        """Evaluate the filter at the distances 0 ... `length` - 1, with the type and on the device of a tensor."""
+        with without_autocast(like):  # offloaded weights have no device here
+            distance = torch.arange(length, device=like.device, dtype=like.dtype).unsqueeze(-1)
             angle = 2 * math.pi * LOWEST_BAND * distance / self.max_length
             h = torch.cat([distance / (self.max_length - 1), angle.cos(), -angle.sin()], -1)
             return self.out(self.hidden(h).relu())
@@ -243,11 +243,11 @@ class ExplicitFilter(nn.Module):
         """Draw the taps from a normal distribution whose variances sum to 1."""
         nn.init.normal_(self.taps, std=len(self.taps) ** -0.5)
 
-    def forward(self, length: int, dtype: torch.dtype) -> Tensor:
-        """The filter at the distances 0 ... `length` - 1."""
+    def forward(self, length: int, like: Tensor) -> Tensor:
+        """The filter at the distances 0 ... `length` - 1, with the type of a tensor."""
         if is_exporting():  # the number of taps that count would be a condition on the length
-            return functional.pad(self.taps.to(dtype), (0, 0, 0, length))[:length]
-        taps = self.taps[:length].to(dtype)
+            return functional.pad(self.taps.to(like.dtype), (0, 0, 0, length))[:length]
+        taps = self.taps[:length].to(like.dtype)
         return functional.pad(taps, (0, 0, 0, max(length - taps.shape[0], 0)))
 
     def flops(self, length: int) -> int:

@@ -91,7 +91,7 @@ class CompressionMixer(Mixer[CompressionState]):
         self.gamma_activation = gamma_activation
         self.forget_gate = forget_gate
         self.recurrence = recurrence
-        self.chunk_size = chunk_size
+        self.chunk_size = self.piece_multiple = chunk_size
         self.widths = [self.num_heads * self.num_slots, d_model, d_model, self.num_heads * (1 + forget_gate)]
         self.in_proj = AlignedLinear(d_model, sum(self.widths), bias=False)
         self.query_convolution, self.key_convolution = (
@@ -106,7 +106,9 @@ class CompressionMixer(Mixer[CompressionState]):
     def reset_parameters(self) -> None:
         if self.forget_bias is not None:
             self.forget_bias.fill_(FORGET_BIAS)
-        random = torch.randn(self.slots.shape, device=self.slots.device)
+        # The decomposition has no half precision, which may be the default type.
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        random = torch.randn(self.slots.shape, dtype=dtype, device=self.slots.device)
         self.slots.copy_(torch.linalg.qr(random).Q)
 
     def scan(

@@ -171,8 +171,9 @@ class Hyena(Mixer[HyenaState]):
         *gates, z = mixed.chunk(self.order + 1, dim=-1)
         length = z.shape[1] if past is None else past.shape[1] + z.shape[1]
         # The filters of a channel, one for each long convolution, are adjacent.
-        filters = self.filter(length, self.max_length, at_least_float32(z).dtype).unflatten(-1, (self.d_model, -1))
-        skips = self.filter.skip.unflatten(-1, (self.d_model, -1)).unbind(-1)
+        filters, skips = self.filter(length, self.max_length, at_least_float32(z))
+        filters = filters.unflatten(-1, (self.d_model, -1))
+        skips = skips.unflatten(-1, (self.d_model, -1)).unbind(-1)
         inputs = []
         for index, gate in enumerate(reversed(gates[1:])):
             own = gate * z
@@ -246,11 +247,15 @@ class ImplicitFilter(KeepsFloat32):
         self.frequency.fill_(self.initial_frequency)
         self.skip.normal_()
 
-    def forward(self, length: int, max_length: int, dtype: torch.dtype) -> Tensor:
-        """Evaluate the filters at the distances 0 ... `length` - 1."""
-        wide = dtype if self.skip.device.type == "mps" else torch.float64  # mps has no float64
-        with without_autocast(self.skip):
-            distance = torch.arange(length, device=self.skip.device, dtype=wide).unsqueeze(-1)
+    def forward(self, length: int, max_length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Evaluate the filters at the distances 0 ... `length` - 1, with the type and on the device of a tensor.
+
+        Also returns the factors of the skips, which offloaded weights have in this call alone.
+        """
+        dtype = like.dtype
+        wide = dtype if like.device.type == "mps" else torch.float64  # mps has no float64
+        with without_autocast(like):
+            distance = torch.arange(length, device=like.device, dtype=wide).unsqueeze(-1)
             time = distance / (max_length - 1)
             bands = torch.linspace(LOWEST_BAND, self.bands - 1, self.bands, device=time.device, dtype=wide)
             turns = distance / max_length
@@ -266,7 +271,7 @@ class ImplicitFilter(KeepsFloat32):
             for layer in hidden:
                 h = torch.sin(self.frequency.to(wide) * layer(h))
             time = time.to(dtype)
-            return last(h.to(dtype)) * (torch.exp(-time * self._rates(time)) + self.bias)
+            return last(h.to(dtype)) * (torch.exp(-time * self._rates(time)) + self.bias), self.skip
 
     def _rates(self, time: Tensor) -> Tensor:
         """α of each channel, from slow to fast."""

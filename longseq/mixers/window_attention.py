@@ -94,7 +94,7 @@ class WindowAttention(SoftmaxAttention):
     def preallocate(self, state: KeyValueState | KeyValueCache, max_length: int) -> KeyValueCache:
         if isinstance(state, KeyValueCache):
             return state
-        return self._cached(state, self.window, activation_dtype(required(self.out_proj)))
+        return self._cached(state, self.window, activation_dtype(required(self.out_proj), state.key.device))
 
     def _place(self, cache: KeyValueCache) -> Tensor:
         return cache.length % self.window

@@ -56,6 +56,11 @@ def as_pair(batch: Any, what: str) -> tuple[Any, Any]:
     return batch[0], batch[1]
 
 
+def likeliest_classes(targets: Tensor) -> Tensor:
+    """Class numbers `[B]`, of probabilities of the classes `[B, C]` the most probable ones."""
+    return targets.argmax(dim=1) if targets.ndim == 2 else targets
+
+
 def check_class_numbers(targets: Tensor, num_classes: int) -> None:
     """ValueError, in one line, for labels `[B]` that are no numbers of classes; floats may be whole numbers."""
     if targets.is_floating_point() and not bool((whole := targets.isfinite() & (targets == targets.round())).all()):

@@ -188,6 +188,30 @@ class TrainingLoader(BatchLoader):
         return {name: getattr(self.sampler, name) for name in names}
 
 
+def each_loader(given: Any) -> Iterator[Any]:
+    """The loaders that a Trainer has: one, or lists and dictionaries of them on any level."""
+    if isinstance(given, Mapping):
+        given = list(given.values())
+    if isinstance(given, list | tuple):
+        for one in given:
+            yield from each_loader(one)
+    else:
+        yield given
+
+
+def count_repeated(loaders: Any) -> int:
+    """The samples that torch's or Lightning's samplers read twice, so that all processes have equally many."""
+    repeated = 0
+    for loader in each_loader(loaders):
+        if isinstance(sampler := _sampler_of(loader), DistributedSampler):
+            repeated += max(0, sampler.total_size - len(sampler.dataset))  # type: ignore[arg-type]
+    return repeated
+
+
+def _sampler_of(loader: Any) -> Any:
+    return getattr(getattr(loader, "batch_sampler", None), "sampler", None) or getattr(loader, "sampler", None)
+
+
 def _spell(state: Mapping[str, int]) -> str:
     return (
         f"{state['batch_size']} at a time on {state['world_size']} device(s) x {state['accumulate']} accumulated "

@@ -215,8 +215,8 @@ class DocumentData(TaskData):
 
     @property
     def tokens_per_epoch(self) -> int:
-        """Tokens of all training documents, after truncation."""
-        return int(self._splits["train"].lengths.sum())
+        """Tokens of the training documents that an epoch reads, after truncation."""
+        return self._training_sampler().tokens_per_epoch
 
     def split(self, stage: str) -> Split:
         """The documents of train, val or test; available after `setup`."""

@@ -184,7 +184,7 @@ def measure(
     listed = list(documents)
     for start in range(0, len(listed), _BATCH):
         part = listed[start : start + _BATCH]
-        logits = model.score([model.read(tokens) for tokens, _ in part])
+        logits = model.score([model.read(tokens) for tokens, _ in part]).double()  # see ClassifierModule.rankable
         given: Tensor = torch.as_tensor(np.asarray([target for _, target in part])).long()
         probabilities = logits.sigmoid() if info.multi_label else logits.softmax(dim=1)
         update_metrics(scores, probabilities, decide(probabilities, None, multi_label=info.multi_label), given)

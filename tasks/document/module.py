@@ -210,10 +210,11 @@ class DocumentTask(ClassifierModule):
             losses = functional.cross_entropy(logits, targets, reduction="none")
         if len(targets):
             metrics["loss"].update(losses.mean(), weight=len(targets))
-        probabilities, classes = self.probabilities(logits), targets.long()
-        self.measure(probabilities, classes, metrics, stage)
+        classes = targets.long()
+        self.measure(logits, classes, metrics, stage)
         if stage == "test":
-            self._by_length.update(probabilities, self.decide(logits), classes, inputs.whole_lengths[real])
+            lengths = inputs.whole_lengths[real]
+            self._by_length.update(self.rankable(logits), self.decide(logits), classes, lengths)
 
     def on_test_epoch_end(self) -> None:
         super().on_test_epoch_end()

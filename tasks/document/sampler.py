@@ -53,6 +53,7 @@ class DocumentSampler(UpdateSampler[Chosen]):
         super().__init__(batch_size, seed=seed, rank=rank, world_size=world_size, accumulate=accumulate)
         self.lengths = lengths
         self.num_samples = len(lengths)
+        self.tokens_per_epoch = int(lengths.sum())  # that an epoch reads
         self.longest = int(lengths.max())
         if self.longest > batch_size:
             devices = f" on {self.parts} devices or accumulated batches" if self.parts > 1 else ""
@@ -93,8 +94,9 @@ class PackedSampler(DocumentSampler):
         self.places = self.slots * self.rows // self.parts + -(-batch_size // self.longest)
         packed = self._pack(0)
         self._updates = len(packed) // self.rows
-        # The documents that an epoch reads, about: those of its whole effective batches.
-        self.read_per_epoch = sum(map(len, packed[: self._updates * self.rows]))
+        # What an epoch reads, about: the documents of its whole effective batches, and their tokens.
+        read = [number for row in packed[: self._updates * self.rows] for number in row]
+        self.read_per_epoch, self.tokens_per_epoch = len(read), int(lengths[read].sum())
         if self._updates == 0:
             raise ValueError(
                 f"the training split has {int(lengths.sum())} tokens in {len(lengths)} documents, and an update needs "

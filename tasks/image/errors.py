@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from longseq.tasks.data.folders import written_name
+from longseq.tasks.data.given import likeliest_classes
 from longseq.tasks.image.examples import name_images
 from longseq.tasks.image.pictures import draw_predictions, is_due, spell_targets
 from longseq.tasks.image.transforms import denormalize
@@ -84,7 +85,7 @@ class WorstErrors(Callback):
         self._sizes.append(len(true))
         if outputs is not None:
             module: Any = pl_module
-            worst = _Worst.of_batch(outputs, true, module.decide(outputs), images, batch_idx)
+            worst = _Worst.of_batch(outputs, true, module.decide(outputs), images, batch_idx, module.multi_label)
             self._drawn = worst.beside(self._drawn, self.count)
             self._listed = worst._replace(images=images[:, :0]).beside(self._listed, self.rows)
 
@@ -158,13 +159,17 @@ class _Worst(NamedTuple):
     images: Tensor  # [K, C, S, S] normalised
 
     @classmethod
-    def of_batch(cls, logits: Tensor, true: Tensor, predicted: Tensor, images: Tensor, batch_idx: int) -> _Worst:
-        if true.ndim == 2:
+    def of_batch(
+        cls, logits: Tensor, true: Tensor, predicted: Tensor, images: Tensor, batch_idx: int, multi_label: bool
+    ) -> _Worst:
+        if multi_label:
             loss = nn.functional.binary_cross_entropy_with_logits(logits, true, reduction="none").mean(dim=1)
             right = (predicted == true).all(dim=1)
             probability = torch.where(true > 0, (-logits).sigmoid(), logits.sigmoid()).amax(dim=1)
         else:
-            loss, right = nn.functional.cross_entropy(logits, true, reduction="none"), predicted == true
+            loss = nn.functional.cross_entropy(logits, true, reduction="none")
+            true = likeliest_classes(true)
+            right = predicted == true
             probability = logits.softmax(dim=1).gather(1, predicted[:, None])[:, 0]
         loss = loss.masked_fill(right, -math.inf)
         rows = torch.arange(len(true), device=true.device)

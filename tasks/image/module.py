@@ -1,6 +1,6 @@
 """The image classification task: loss, metrics, optimizer and schedule around a backbone."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,8 +9,16 @@ from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor, nn
 from torch.nn import functional
 
-from longseq.tasks.data.given import IMAGES, TARGETS, as_pair, check_class_numbers, check_several_labels, find_entry
-from longseq.tasks.data.loader import BatchLoader
+from longseq.tasks.data.given import (
+    IMAGES,
+    TARGETS,
+    as_pair,
+    check_class_numbers,
+    check_several_labels,
+    find_entry,
+    likeliest_classes,
+)
+from longseq.tasks.data.loader import BatchLoader, each_loader
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.mixing import BatchMixing
 from longseq.tasks.image.model import state_data, state_decision
@@ -32,7 +40,8 @@ class ImageClassifier(ClassifierModule):
     classes. With `multi_label` an image has any number of the classes, targets are `[B, num_classes]` of 0 and 1, and
     the logged metrics are `{loss,accuracy,f1,f1_micro,average_precision}` (see
     `longseq.tasks.training.classification`). `chosen_metrics` and `metric` add others, as `task.metrics` and
-    `task.metric` do. Metrics count each evaluated sample once, whatever the number of processes.
+    `task.metric` do. Metrics count each evaluated sample once, whatever the number of processes. Of loaders other than
+    longseq's they count the samples that Lightning repeats to give all processes equally many, and a warning says so.
 
     `mixing` makes the soft targets of a training batch; by default they are the labels. With `binary_cross_entropy`, or
     several labels, each class is a separate decision. Losses of validation and test have no weights.
@@ -189,7 +198,7 @@ class ImageClassifier(ClassifierModule):
                 found = trainer.predict_dataloaders
             else:
                 found = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
-        datasets = [one.dataset if isinstance(one, BatchLoader) else None for one in _each_loader(found)]
+        datasets = [one.dataset if isinstance(one, BatchLoader) else None for one in each_loader(found)]
         infos = [getattr(dataset, "info", None) for dataset in datasets]
         if any(info != infos[0] for info in infos):
             raise ValueError(
@@ -292,11 +301,8 @@ class ImageClassifier(ClassifierModule):
             else:
                 loss = functional.cross_entropy(logits, targets)
             metrics["loss"].update(loss, weight=len(targets))
-        if logits is None:
-            probabilities = torch.zeros(0, self.num_classes, device=targets.device)
-        else:
-            probabilities = self.probabilities(logits)
-        self.measure(probabilities, targets.long() if self.multi_label else _class_numbers(targets), metrics, stage)
+        measured = torch.zeros(0, self.num_classes, device=targets.device) if logits is None else logits
+        self.measure(measured, targets.long() if self.multi_label else likeliest_classes(targets), metrics, stage)
         return logits
 
     def on_validation_epoch_end(self) -> None:
@@ -317,19 +323,3 @@ class ImageClassifier(ClassifierModule):
         measured, self._measured = self._measured, False
         if not self.trainer.strategy.reduce_boolean_decision(measured, all=False):
             raise ValueError(f"not one {kind} image could be read: check data.root and the names of the splits")
-
-
-def _class_numbers(targets: Tensor) -> Tensor:
-    """Class numbers `[B]`, of probabilities of the classes the most probable ones."""
-    return targets.argmax(dim=1) if targets.ndim == 2 else targets
-
-
-def _each_loader(given: Any) -> Iterator[Any]:
-    """The loaders of the Trainer: one, or lists and dictionaries of them on any level."""
-    if isinstance(given, Mapping):
-        given = list(given.values())
-    if isinstance(given, list | tuple):
-        for one in given:
-            yield from _each_loader(one)
-    else:
-        yield given

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 from longseq.blocks.sharding import has_shards
+from longseq.tasks.data.given import likeliest_classes
 from longseq.tasks.image.examples import pick_examples
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.saliency import saliency, shade
@@ -73,6 +74,7 @@ class SamplePredictions(Callback):
         info: DataInfo = datamodule.info
         pixels = denormalize(images, info).cpu()
         module: Any = pl_module
+        true = true if module.multi_label else likeliest_classes(true)
         labels = [spell_targets(targets, info) for targets in (module.decide(logits), true)]
         drawn = {"val/samples": pixels} | ({} if maps is None else {"val/saliency": shade(pixels, maps.cpu())})
         for name, shown in drawn.items():

@@ -106,12 +106,12 @@ def _score_batch(model: TokenBackbone, rows: Sequence[Row]) -> list[Likelihood]:
     total = torch.zeros(len(rows), dtype=torch.float64, device=device)
     missed = torch.zeros(len(rows), dtype=torch.float64, device=device)  # scored tokens that are not the most probable
     state: Any = None
-    begin = 0
+    begin, multiple = 0, model.piece_multiple
     while begin < longest:
         # The rows that go on fill all pieces before. What stands behind the end of a row changes nothing before it,
         # and its state is not used: neither needs a mask.
         going_on = int((lengths > begin).sum())
-        end = min(longest, begin + max(1, PIECE_TOKENS // going_on))
+        end = min(longest, begin + max(1, PIECE_TOKENS // going_on // multiple) * multiple)
         if state is not None:
             state = select_state(state, torch.arange(going_on, device=device))
         part = slice(begin, end)

@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from longseq.models import CHECKPOINT_CONFIG, CHECKPOINT_RUN, check_continues, describe, kind_of, read, restore
 from longseq.plugins import check_loaded
 from longseq.tasks.data.info import Info
+from longseq.tasks.data.loader import count_repeated
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.training.callbacks.updates import updated
 from longseq.tasks.training.checkpoint import known_data
@@ -97,6 +98,7 @@ class TrainedModule(LightningModule):
         # Of the checkpoint that is continued: its schedules with a constant rate, and its update.
         self._saved_schedules: list[Mapping[str, Any]] = []
         self._saved_update = 0
+        self._told_repeated: set[str] = set()  # kinds of measurements whose warning was printed
         self._mean: UpdateMean | None = None  # for batches that differ in their number of targets
         self._was_empty = False  # the latest epoch
         self._told_short = False
@@ -317,6 +319,22 @@ class TrainedModule(LightningModule):
 
     def on_fit_start(self) -> None:
         self._check_ends()
+
+    def on_validation_start(self) -> None:
+        self._tell_repeated("validation", self.trainer.val_dataloaders)
+
+    def on_test_start(self) -> None:
+        self._tell_repeated("test", self.trainer.test_dataloaders)
+
+    def _tell_repeated(self, kind: str, loaders: Any) -> None:
+        repeated = count_repeated(loaders)
+        if repeated and kind not in self._told_repeated and self.trainer.is_global_zero:
+            _log.warning(
+                f"{kind} counts {repeated} sample{'s' if repeated > 1 else ''} twice: the loader repeats them so that "
+                f"all {self.trainer.world_size} processes have equally many; one process (trainer.devices=1) counts "
+                "each sample once"
+            )
+            self._told_repeated.add(kind)
 
     def on_train_epoch_end(self) -> None:
         loop = self.trainer.fit_loop

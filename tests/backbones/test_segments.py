@@ -217,3 +217,19 @@ def test_the_memory_of_a_token_is_that_of_one_layer() -> None:
     assert memory_per_token(make()) == 0
     assert memory_per_token(make(direction="bidirectional")) == 8 * (16 + 16)
     assert memory_per_token(make("mamba", direction="bidirectional", depth=3)) == 8 * (16 + 32)
+
+
+@pytest.mark.slow
+@cases("mixer", ["lattice", "ttt"])
+def test_documents_are_cut_between_chunks(mixer: str) -> None:
+    """Of a mixer with chunks any other cut would change the outputs, and so would cuts that the end does not share."""
+    chunks = {"mixer": mixer, "mixer_options": {"chunk_size": 4}}
+    model, tokens = make(**chunks, depth=2), make_row((23,))[0]
+    whole = model(tokens)
+    for segment in (4, 7, 10, 23):
+        torch.testing.assert_close(read_in_segments(model, tokens, segment=segment), whole, rtol=1e-9, atol=1e-10)
+    with pytest.raises(ValueError, match="segment=3: the model reads chunks of 4 tokens, take at least as many"):
+        read_in_segments(model, tokens, segment=3)
+    for direction in ("bidirectional", "alternating"):
+        with pytest.raises(ValueError, match=f"{mixer}, which counts its chunks of 4 tokens from the end too, cannot"):
+            check_segments(make(**chunks, depth=2, direction=direction))

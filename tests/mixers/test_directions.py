@@ -7,6 +7,7 @@ from cases import cases
 from torch.nn.utils import prune
 
 from longseq import mixers
+from longseq.backbones.tokens import TokenBackbone
 from longseq.blocks.positions import TOKEN_PLACES, Layout, layout_of
 from longseq.blocks.reading import BACKWARD, reading_orders, reorder
 from longseq.kernels.testing import error
@@ -382,3 +383,66 @@ def test_bad_options_are_refused():
         build()(tokens(layout, 1), cu_seqlens=torch.tensor([0, 4]), mask=torch.ones(1, 4, dtype=torch.bool))
     with pytest.raises(ValueError, match="needs the patch grid"):
         build(direction="cross")(tokens(Layout(3, 4, None)))
+
+
+class Quantised(torch.Tensor):
+    """A weight that linear layers can use and that cannot be stacked, as those of torchao."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, tensors, context, size, stride):
+        return cls(tensors["inner"])
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.nn.functional.linear:
+            return func(args[0], args[1].inner, *args[2:])
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        raise NotImplementedError(f"no {func} of quantised weights")
+
+
+@pytest.mark.slow
+@cases("mixer", ["longhorn", "longhorn_exact", "mamba", "gla", "deltanet"])
+def test_quantised_weights_read_one_order_after_the_other(mixer):
+    layer, layout = build(mixer), Layout(3, 4, None)
+    x = tokens(layout)
+    expected, _ = layer(x, layout=layout)
+    for part in layer.modules():
+        if isinstance(part, torch.nn.Linear):
+            part.weight = torch.nn.Parameter(Quantised(part.weight.detach()), requires_grad=False)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, layout=layout)[0], expected)
+
+
+@pytest.mark.slow
+def test_quantised_weights_are_not_saved(tmp_path):
+    model = TokenBackbone(vocab_size=5, d_model=WIDTH, depth=1, mixer="deltanet")
+    layer = model.blocks[0].mixer.in_proj
+    layer.weight = torch.nn.Parameter(Quantised(layer.weight.detach()), requires_grad=False)
+    with pytest.raises(ValueError, match=r"in_proj\.weight is of Quantised, and files hold plain"):
+        model.save_pretrained(tmp_path / "model")
+    assert not any(tmp_path.rglob("*.safetensors"))
+
+
+@pytest.mark.slow
+def test_mixers_without_projections_have_no_empty_submodules():
+    """Tools for models go through all submodules, and not each expects None."""
+    layer = build("deltanet")
+    assert layer.mixers[1].in_proj is None
+    assert None not in layer.mixers[1]._modules.values()

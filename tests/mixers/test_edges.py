@@ -6,8 +6,9 @@ from functools import partial
 
 import pytest
 import torch
+from cases import cases
 from loop_mixers import Mean
-from torch import Tensor
+from torch import Tensor, nn
 
 from longseq import mixers
 from longseq.blocks.reading import reading_orders
@@ -130,3 +131,41 @@ def test_convolutions_of_one_tap_continue_no_rows(name: str) -> None:
     mixer = mixers.create(name, D_MODEL, convolution_width=1)
     _, state = mixer(torch.randn(0, 5, D_MODEL))
     assert mixer(torch.randn(0, 5, D_MODEL), state)[0].shape == (0, 5, D_MODEL)
+
+
+@pytest.mark.slow
+@cases(("name", "dtype"), [(name, one) for name in mixers.mixer_names() for one in (torch.float16, torch.bfloat16)])
+def test_mixers_are_made_where_the_default_type_is_half_precision(name: str, dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    try:
+        mixer = mixers.create(name, 16)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(weight.isfinite().all() for weight in mixer.state_dict().values())
+
+
+class Wrapper(nn.Module):
+    """A layer around another one, such as that of an adapter, that has no weight of its own."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.slow
+@cases("name", mixers.mixer_names())
+def test_layers_inside_of_others_read_the_same(name: str) -> None:
+    torch.manual_seed(0)
+    mixer, x = mixers.create(name, 16).eval(), torch.randn(2, 9, 16)
+    with torch.no_grad():
+        expected, state = mixer(x[:, :6])
+        for part in [*mixer.modules()]:
+            for child_name, child in [*part.named_children()]:
+                if isinstance(child, nn.Linear):
+                    setattr(part, child_name, Wrapper(child))
+        torch.testing.assert_close(mixer(x[:, :6])[0], expected)
+        cache = mixer.preallocate(state, 9) if mixer.preallocates else state
+        torch.testing.assert_close(mixer(x[:, 6:], cache)[0], mixer(x)[0][:, 6:])

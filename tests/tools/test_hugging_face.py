@@ -538,7 +538,7 @@ def test_the_body_and_the_head_score_as_the_model_does(tied: bool, tmp_path: Pat
         torch.testing.assert_close(scores[real], model(**batch).logits[real])
 
 
-@pytest.mark.parametrize("mixer", ["gated_deltanet", "attention"])
+@pytest.mark.parametrize("mixer", ["gated_deltanet", "attention", "hyena", "baseconv", "window_attention"])
 def test_weights_that_are_offloaded_give_the_same_scores(mixer: str) -> None:
     """Layer by layer: those of the embedding are fetched for the head, too."""
     accelerate = pytest.importorskip("accelerate", reason="needs accelerate")

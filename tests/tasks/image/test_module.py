@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.strategies import FSDPStrategy
 
 from longseq.tasks import Training, train
+from longseq.tasks.data.loader import count_repeated
 from longseq.tasks.image.data import ImageDataModule
+from longseq.tasks.image.errors import WorstErrors
+from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.module import ImageClassifier
 from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.trainer import build_trainer
@@ -193,3 +197,70 @@ def test_the_last_update_of_an_epoch_is_of_the_mean_of_its_batches(tmp_path):
     torch.testing.assert_close(whole, (alone[0] + alone[1]) / 2)
     torch.testing.assert_close(last, alone[2])
     torch.testing.assert_close(trainer.callback_metrics["train/loss"], loss.detach())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_samples_are_ranked_where_their_probabilities_are_near_one(tmp_path, multi_label):
+    """In float32 all logits above 17 have the probability 1, and their samples would be equal."""
+    from sklearn.metrics import average_precision_score, roc_auc_score
+
+    random = torch.Generator().manual_seed(0)
+    targets = torch.randint(2, (400, 2) if multi_label else (400,), generator=random)
+    logits = 5 * torch.randn(400, 2, generator=random) + 15
+    logits += 4 * (targets if multi_label else torch.nn.functional.one_hot(targets, 2))
+    metrics = {"chosen_metrics": {"auroc": True, "average_precision": True}}
+    classifier = ImageClassifier(torch.nn.Flatten(), num_classes=2, multi_label=multi_label, **metrics)
+    pairs = torch.utils.data.TensorDataset(logits[:, :, None, None], targets.float() if multi_label else targets)
+    trainer = Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path)
+    (found,) = trainer.test(classifier, torch.utils.data.DataLoader(pairs, batch_size=64))
+    scores = logits.double() if multi_label else (logits - logits.flip(1)).double()
+    wanted = targets if multi_label else torch.nn.functional.one_hot(targets, 2)
+    assert found["test/auroc"] == pytest.approx(roc_auc_score(wanted, scores), abs=1e-6)
+    assert found["test/average_precision"] == pytest.approx(average_precision_score(wanted, scores), abs=1e-6)
+    assert len(classifier.probabilities(logits).unique()) < 790, "in float32 many of these are equal"
+
+
+@pytest.mark.slow
+def test_samples_that_a_loader_repeats_are_told(caplog):
+    """Lightning gives processes equally many samples: of three, the second of two processes reads the first again."""
+    pairs = [(torch.zeros(3, 2, 2), label) for label in (0, 1, 2)]
+    sampler = torch.utils.data.DistributedSampler(pairs, num_replicas=2, rank=0, shuffle=False)
+    loaders = [torch.utils.data.DataLoader(pairs, batch_size=2, sampler=one) for one in (sampler, None)]
+    assert count_repeated(loaders) == 1
+    assert count_repeated({"whole": loaders[1]}) == 0
+    backbone = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 4))
+    trainer = Trainer(accelerator="cpu", logger=False)
+    classifier = ImageClassifier(backbone, num_classes=4)
+    for _ in range(2):
+        trainer.test(classifier, loaders[0])
+    assert ["test counts 1 sample twice" in record.message for record in caplog.records].count(True) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [3, 4])
+def test_worst_errors_of_probabilities_are_those_of_the_likeliest_classes(tmp_path, batch):
+    """Of labels that are probabilities, in batches of as many images as classes and of fewer."""
+    images, classes = torch.randn(8, 3, 2, 2), torch.arange(8) % 4
+    labels = 0.7 * torch.nn.functional.one_hot(classes, 4) + 0.075
+    classifier = ImageClassifier(
+        torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 4)),
+        num_classes=4,
+        info=DataInfo(["a", "b", "c", "d"], 4, 2, 3, mean=[0.5] * 3, std=[0.5] * 3, interpolation="", crop_pct=1.0),
+    )
+    data = LightningDataModule.from_datasets(
+        test_dataset=torch.utils.data.TensorDataset(images, labels), batch_size=batch
+    )
+    data.info = classifier.info
+    trainer = Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path, callbacks=[WorstErrors(tmp_path)])
+    (found,) = trainer.test(classifier, data)
+    with torch.no_grad():
+        logits = classifier(images)
+    losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    wrong = (logits.argmax(1) != classes).nonzero()[:, 0].tolist()
+    rows = list(csv.DictReader((tmp_path / "worst_errors_test.csv").open()))
+    assert len(rows) == len(wrong) == round(8 * (1 - found["test/top1"]))
+    for row, index in zip(rows, sorted(wrong, key=lambda index: -losses[index]), strict=True):
+        assert row["true_class"] == "abcd"[classes[index]]
+        assert row["predicted_class"] == "abcd"[logits[index].argmax()]
+        assert float(row["loss"]) == pytest.approx(losses[index].item(), abs=1e-5)

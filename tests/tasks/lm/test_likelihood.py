@@ -85,3 +85,14 @@ def test_the_windows_of_a_long_answer_hold_its_prompt_and_score_each_of_its_toke
 def test_a_token_outside_the_vocabulary_is_refused():
     with pytest.raises(ValueError, match=r"the text has the token 11, and the model knows 11: the tokenizer is not"):
         score_rows(make("deltanet"), [Row([1, 11])], 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", ["lattice", "ttt"])
+def test_pieces_end_where_chunks_do(mixer, monkeypatch):
+    monkeypatch.setattr(likelihood, "PIECE_TOKENS", 26)
+    model, rows = make(mixer, mixer_options={"chunk_size": 4}), some_rows()
+    wanted = [directly(model, row)[0] for row in rows]
+    for batch_size in (1, 2, 64):
+        found = score_rows(model, rows, batch_size)
+        assert [one.log_probability for one in found] == pytest.approx(wanted, rel=1e-9)
