@@ -172,7 +172,7 @@ def _find_in_layer(reading: Mixer[Any] | Directions) -> str | None:
         if not getattr(mixer, "causal", True) and not isinstance(mixer, WindowAttention):
             return f"{name}, which sees all tokens at once,"
         if mixer.piece_multiple > 1 and (mixer.reverse or isinstance(reading, Directions)):
-            return f"{name}, which counts its chunks of {mixer.piece_multiple} tokens from the end too,"
+            return f"{name}, whose chunks of {mixer.piece_multiple} tokens (1 would do) are counted from the end too,"
     return None
 
 

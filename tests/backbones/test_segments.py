@@ -231,5 +231,7 @@ def test_documents_are_cut_between_chunks(mixer: str) -> None:
     with pytest.raises(ValueError, match="segment=3: the model reads chunks of 4 tokens, take at least as many"):
         read_in_segments(model, tokens, segment=3)
     for direction in ("bidirectional", "alternating"):
-        with pytest.raises(ValueError, match=f"{mixer}, which counts its chunks of 4 tokens from the end too, cannot"):
+        with pytest.raises(
+            ValueError, match=rf"{mixer}, whose chunks of 4 tokens \(1 would do\) are counted from the end"
+        ):
             check_segments(make(**chunks, depth=2, direction=direction))
