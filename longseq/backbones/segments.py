@@ -51,7 +51,8 @@ def read_in_segments(
 ) -> Tensor:
     """Classify documents; the logits are those of `model(tokens, ...)`, which reads them at once.
 
-    Each document is cut at multiples of `segment` tokens from its own start. Neighbouring documents, or a document and
+    Each document is cut at multiples of `segment` tokens from its own start, or of fewer, so that no chunk is cut of
+    mixers that read chunks. Neighbouring documents, or a document and
     the last piece of another, are read together where they fit into a segment. The gradients of a document therefore do
     not depend on the other documents of its batch.
 
@@ -62,7 +63,7 @@ def read_in_segments(
 
     Args:
         tokens: `[B, T]`, padded with `mask`, or packed `[1, L]` with `cu_seqlens`; they may be on another device.
-        segment: the most tokens in memory at once, at least 1. Of mixers that read chunks, whole chunks are taken.
+        segment: the most tokens in memory at once, at least 1, or a chunk.
         gradient_segments: k, at least 1, for models that read forward; None for all.
 
     Returns:
@@ -72,14 +73,9 @@ def read_in_segments(
         ValueError: the model cannot be read in segments (see `check_segments`); `cu_seqlens` or `mask` does not fit
             `tokens`, or both are given; a document is longer than the model's learned positions.
     """
-    check_segments(model, gradient_segments)
-    if segment < 1:
-        raise ValueError(f"segment={segment}: a segment has at least 1 token")
+    check_segments(model, gradient_segments, segment)
     body = model.body
-    multiple = body.piece_multiple
-    if segment < multiple:
-        raise ValueError(f"segment={segment}: the model reads chunks of {multiple} tokens, take at least as many")
-    segment -= segment % multiple
+    segment = whole_chunks(model, segment)
     row, bounds = _as_row(tokens, cu_seqlens, mask)
     longest = max(end - start for start, end in pairwise(bounds))
     if body.max_length is not None and longest > body.max_length:
@@ -106,7 +102,12 @@ def find_obstacle(model: nn.Module) -> str | None:
     return " and ".join(sorted(found)) or None
 
 
-def check_segments(model: nn.Module, gradient_segments: int | None = None) -> None:
+def whole_chunks(model: TextClassifier, segment: int) -> int:
+    """The tokens of a segment of at most `segment`: whole chunks, of mixers that read chunks."""
+    return segment - segment % model.body.piece_multiple
+
+
+def check_segments(model: nn.Module, gradient_segments: int | None = None, segment: int | None = None) -> None:
     """Raise ValueError, in one line with the remedy, if a classifier cannot be read in segments."""
     if (obstacle := find_obstacle(model)) is not None:
         whole = "read whole documents (data.segment=null)"
@@ -123,6 +124,12 @@ def check_segments(model: nn.Module, gradient_segments: int | None = None) -> No
         raise ValueError(
             f"{hooked} has hooks, which reading in segments would not call: remove them, hook parts inside of it, or "
             "read whole documents (data.segment=null)"
+        )
+    if segment is not None and segment < 1:
+        raise ValueError(f"segment={segment}: a segment has at least 1 token")
+    if segment is not None and segment < body.piece_multiple:
+        raise ValueError(
+            f"segment={segment}: the model reads chunks of {body.piece_multiple} tokens, take at least as many"
         )
     if gradient_segments is None:
         return

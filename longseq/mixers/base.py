@@ -331,7 +331,7 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
     def release_projections(self) -> None:
         """Keep only the scan, for a mixer that shares another one's projections."""
         for name in ("in_proj", "out_proj"):
-            delattr(self, name)  # not None among the submodules, which some tools for models do not expect
+            self._modules.pop(name, None)  # a None among the submodules is not what all tools for models expect
             setattr(self, name, None)
 
 

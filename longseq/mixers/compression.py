@@ -91,7 +91,7 @@ class CompressionMixer(Mixer[CompressionState]):
         self.gamma_activation = gamma_activation
         self.forget_gate = forget_gate
         self.recurrence = recurrence
-        self.chunk_size = self.piece_multiple = chunk_size
+        self.chunk_size = chunk_size
         self.widths = [self.num_heads * self.num_slots, d_model, d_model, self.num_heads * (1 + forget_gate)]
         self.in_proj = AlignedLinear(d_model, sum(self.widths), bias=False)
         self.query_convolution, self.key_convolution = (
@@ -101,6 +101,10 @@ class CompressionMixer(Mixer[CompressionState]):
         self.register_buffer("slots", torch.empty(self.num_heads, self.head_dim, self.num_slots))
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
         self.reset_parameters()
+
+    @property
+    def piece_multiple(self) -> int:  # type: ignore[override]
+        return self.chunk_size
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -200,7 +200,7 @@ def each_loader(given: Any) -> Iterator[Any]:
 
 
 def count_repeated(loaders: Any) -> int:
-    """The samples that torch's or Lightning's samplers read twice, so that all processes have equally many."""
+    """The samples that torch's or Lightning's samplers read once more, so that all processes have equally many."""
     repeated = 0
     for loader in each_loader(loaders):
         if isinstance(sampler := _sampler_of(loader), DistributedSampler):
@@ -209,7 +209,8 @@ def count_repeated(loaders: Any) -> int:
 
 
 def _sampler_of(loader: Any) -> Any:
-    return getattr(getattr(loader, "batch_sampler", None), "sampler", None) or getattr(loader, "sampler", None)
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    return getattr(loader, "sampler", None) if sampler is None else sampler
 
 
 def _spell(state: Mapping[str, int]) -> str:

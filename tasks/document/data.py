@@ -126,6 +126,7 @@ class DocumentData(TaskData):
         self._source = sources.find(keys)
         self._splits: dict[str, Split] = {}
         self._told_left_out = False
+        self._counts: dict[tuple[int, ...], tuple[int, int]] = {}  # see `_count_epoch`
         self._told: set[Path] = set()  # folders of the cache whose unreadable lines a warning has listed
         self._info: DocumentInfo | None = None
 
@@ -211,12 +212,20 @@ class DocumentData(TaskData):
     @property
     def batches_per_epoch(self) -> int:
         """The number of training batches of one device in an epoch."""
-        return len(self._training_sampler())
+        return self._count_epoch()[0]
 
     @property
     def tokens_per_epoch(self) -> int:
         """Tokens of the training documents that an epoch reads, after truncation."""
-        return self._training_sampler().tokens_per_epoch
+        return self._count_epoch()[1]
+
+    def _count_epoch(self) -> tuple[int, int]:
+        """The batches and tokens of an epoch, which packs all documents: they are counted once."""
+        place = (self.batch_size, *find_place(self.trainer))
+        if place not in self._counts:
+            sampler = self._training_sampler()
+            self._counts[place] = len(sampler), sampler.tokens_per_epoch
+        return self._counts[place]
 
     def split(self, stage: str) -> Split:
         """The documents of train, val or test; available after `setup`."""

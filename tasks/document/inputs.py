@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from longseq.backbones.classifier import TextClassifier
-from longseq.backbones.segments import find_obstacle, memory_per_token, read_in_segments
+from longseq.backbones.segments import (
+    check_segments,
+    find_obstacle,
+    memory_per_token,
+    read_in_segments,
+    whole_chunks,
+)
 from longseq.kernels.packing import Packing
 from longseq.tasks.data.inputs import (
     InputKeys,
@@ -104,6 +110,9 @@ class DocumentFiles(Inputs):
                 f"truncation={truncation}: {obstacle} cannot be read in segments: leave truncation out, and documents "
                 f"are cut to {info.max_length} tokens as in training"
             )
+        if obstacle is None:
+            check_segments(model, segment=segment)
+            segment = whole_chunks(model, segment)  # type: ignore[arg-type]
         device = _device_of(model)
         self._notes = [_describe_reading(model, segment, obstacle)]
         if self._prepare is not None:

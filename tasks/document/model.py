@@ -56,7 +56,7 @@ class DocumentModel(TaskModel):
         least = 1 + (config["model"].get("separator") or 1)
         model: Any = outlined(config, lambda: build_classifier(config, num_classes=2, vocab_size=least, longest=2))
         if config["data"].get("segment") is not None:
-            check_segments(model, config["data"].get("gradient_segments"))
+            check_segments(model, config["data"].get("gradient_segments"), config["data"]["segment"])
             if config.get("compile") is not None:
                 raise ValueError(
                     f"compile={config['compile']}: segments of documents have no fixed shapes; leave compile out, or "

@@ -89,7 +89,7 @@ class DocumentTask(ClassifierModule):
         self.register_buffer("_class_weights", weights, persistent=False)
         self._train_read = self.compiled(self._read)
         if info.segment and not isinstance(backbone, LinearTextClassifier):
-            check_segments(backbone, info.gradient_segments)
+            check_segments(backbone, info.gradient_segments, info.segment)
         self._plugin_mixers = PluginMixers()
         self._by_length = ScoresByLength(info.num_classes, info.multi_label)
 
@@ -211,10 +211,10 @@ class DocumentTask(ClassifierModule):
         if len(targets):
             metrics["loss"].update(losses.mean(), weight=len(targets))
         classes = targets.long()
-        self.measure(logits, classes, metrics, stage)
+        probabilities = self.rankable(logits)
+        self.measure(probabilities, classes, metrics, stage)
         if stage == "test":
-            lengths = inputs.whole_lengths[real]
-            self._by_length.update(self.rankable(logits), self.decide(logits), classes, lengths)
+            self._by_length.update(probabilities, self.decide(logits), classes, inputs.whole_lengths[real])
 
     def on_test_epoch_end(self) -> None:
         super().on_test_epoch_end()

@@ -302,7 +302,8 @@ class ImageClassifier(ClassifierModule):
                 loss = functional.cross_entropy(logits, targets)
             metrics["loss"].update(loss, weight=len(targets))
         measured = torch.zeros(0, self.num_classes, device=targets.device) if logits is None else logits
-        self.measure(measured, targets.long() if self.multi_label else likeliest_classes(targets), metrics, stage)
+        classes = targets.long() if self.multi_label else likeliest_classes(targets)
+        self.measure(self.rankable(measured), classes, metrics, stage)
         return logits
 
     def on_validation_epoch_end(self) -> None:

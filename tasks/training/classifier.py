@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassConfusionMatrix, MultilabelConfusionMatrix
 
+from longseq.blocks.precision import at_least_float32
 from longseq.models import CHECKPOINT_RUN
 from longseq.tasks.data.labels import name_some
 from longseq.tasks.training.classification import (
@@ -87,41 +88,44 @@ class ClassifierModule(TrainedModule):
         return {name: value for name, value in kept.items() if value is not None}
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """The probabilities `[N, C]` of logits: of classes that exclude each other, or of labels that do not."""
-        return self._normalise(logits.float())
+        """The probabilities `[N, C]` of logits: of classes that exclude each other, or of labels that do not.
+
+        They are of float32, and for logits of float64 of float64.
+        """
+        logits = at_least_float32(logits)
+        return logits.sigmoid() if self.multi_label else logits.softmax(dim=1)
 
     def rankable(self, logits: Tensor) -> Tensor:
-        """`probabilities` in float64, where the device has it, for metrics that rank samples.
+        """`probabilities` of float64, where the device has it, for metrics that rank samples.
 
-        In float32 all logits above 17 have the probability 1, so that their samples would be equal.
+        In float32 a label of a logit above 17 has the probability 1, and so has a class whose logit is that much larger
+        than the others: the samples would be equal.
         """
-        return self._normalise(logits.float() if logits.device.type == "mps" else logits.double())
-
-    def _normalise(self, logits: Tensor) -> Tensor:
-        return logits.sigmoid() if self.multi_label else logits.softmax(dim=1)
+        return self.probabilities(logits if logits.device.type == "mps" else logits.double())
 
     def decide(self, logits: Tensor) -> Tensor:
         """The classes `[N]` of logits `[N, C]`, or `[N, C]` of several labels, by the thresholds in force."""
         return decide(self.probabilities(logits), self.thresholds, multi_label=self.multi_label)
 
-    def measure(self, logits: Tensor, wanted: Tensor, metrics: Any, stage: str) -> None:
-        """Add samples, maybe none, to the metrics of a stage, and log these; `wanted` is `[N]`, or `[N, C]` of labels.
+    def measure(self, probabilities: Tensor, wanted: Tensor, metrics: Any, stage: str) -> None:
+        """Add samples, maybe none, to the metrics of a stage, and log these.
 
-        Both are those of whole numbers.
+        `wanted` are whole numbers: classes `[N]`, or labels `[N, C]`. Decisions are those of probabilities of float32,
+        as predictions have them; metrics that rank samples read what is given (see `rankable`).
         """
-        ranked = self.rankable(logits)
         if self._scores is None or stage != "val":
-            self._count(metrics, ranked, self.decide(logits), wanted)
+            self._count(metrics, probabilities, wanted)
             self._log_metrics(metrics, stage)
             return
         # what depends on the threshold is counted after the last batch
-        self._scores.update(self.probabilities(logits), wanted)
+        self._scores.update(probabilities.float(), wanted)
         others = {name: metric for name, metric in metrics.items() if not reads_decisions(metric)}
-        update_metrics(others, ranked, wanted, wanted)
+        update_metrics(others, probabilities, wanted, wanted)
         self._log_metrics(others, stage)
 
-    def _count(self, metrics: Mapping[str, Any], probabilities: Tensor, decisions: Tensor, wanted: Tensor) -> None:
+    def _count(self, metrics: Mapping[str, Any], probabilities: Tensor, wanted: Tensor) -> None:
         """Add samples to metrics, and their decisions to the confusion matrix."""
+        decisions = decide(probabilities.float(), self.thresholds, multi_label=self.multi_label)
         update_metrics(metrics, probabilities, decisions, wanted)
         if len(wanted):
             self.confusion.update(decisions, wanted)
@@ -144,9 +148,7 @@ class ClassifierModule(TrainedModule):
         if self._scores is not None and self._criterion is not None:
             self.thresholds = self._scores.choose(self._criterion, multi_label=self.multi_label)
             decided = {name: metric for name, metric in self.val_metrics.items() if reads_decisions(metric)}  # type: ignore[arg-type]
-            probabilities, wanted = self._scores.own()
-            decisions = decide(probabilities, self.thresholds, multi_label=self.multi_label)
-            self._count(decided, probabilities, decisions, wanted)
+            self._count(decided, *self._scores.own())
             self._log_metrics(decided, "val")
             self._scores.reset()
         self.val_confusion_matrix = self._finish_confusion("validation")

@@ -321,18 +321,17 @@ class TrainedModule(LightningModule):
         self._check_ends()
 
     def on_validation_start(self) -> None:
-        self._tell_repeated("validation", self.trainer.val_dataloaders)
+        self._tell_repeated("validation", self.trainer.val_dataloaders, self.trainer.limit_val_batches)
 
     def on_test_start(self) -> None:
-        self._tell_repeated("test", self.trainer.test_dataloaders)
+        self._tell_repeated("test", self.trainer.test_dataloaders, self.trainer.limit_test_batches)
 
-    def _tell_repeated(self, kind: str, loaders: Any) -> None:
-        repeated = count_repeated(loaders)
+    def _tell_repeated(self, kind: str, loaders: Any, limit: float) -> None:
+        repeated = count_repeated(loaders) if limit == 1.0 else 0  # with a limit they may not be read
         if repeated and kind not in self._told_repeated and self.trainer.is_global_zero:
             _log.warning(
-                f"{kind} counts {repeated} sample{'s' if repeated > 1 else ''} twice: the loader repeats them so that "
-                f"all {self.trainer.world_size} processes have equally many; one process (trainer.devices=1) counts "
-                "each sample once"
+                f"{kind} counts {repeated} sample{'s' if repeated > 1 else ''} once more: the loader repeats them so "
+                "that all processes have equally many; one process (trainer.devices=1) counts each sample once"
             )
             self._told_repeated.add(kind)
 

@@ -79,7 +79,7 @@ def shard(backbone: nn.Module, mesh: Any, *, reshard: bool = True) -> None:
     blocks: Any = getattr(backbone, "blocks", ())
     for block in blocks:
         for part in _parts_of_another_type(block):
-            # They are small, and parts around them read their parameters, too: they stay whole between the passes.
+            # They are small, and some give their parameters to the parts around them: they stay whole between passes.
             fully_shard(part, mesh=mesh, reshard_after_forward=False)
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(backbone, mesh=mesh)

@@ -235,3 +235,13 @@ def test_documents_are_cut_between_chunks(mixer: str) -> None:
             ValueError, match=rf"{mixer}, whose chunks of 4 tokens \(1 would do\) are counted from the end"
         ):
             check_segments(make(**chunks, depth=2, direction=direction))
+
+
+@pytest.mark.slow
+def test_a_segment_shorter_than_a_chunk_is_refused_before_anything_is_read() -> None:
+    model = make(mixer="lattice", mixer_options={"chunk_size": 4})
+    with pytest.raises(ValueError, match="segment=3: the model reads chunks of 4 tokens"):
+        check_segments(model, segment=3)
+    check_segments(model, segment=4)
+    model.body.blocks[0].mixer.chunk_size = 8
+    assert model.body.piece_multiple == 8

@@ -418,7 +418,7 @@ class Quantised(torch.Tensor):
 
 
 @pytest.mark.slow
-@cases("mixer", ["longhorn", "longhorn_exact", "mamba", "gla", "deltanet"])
+@cases("mixer", ["longhorn", "longhorn_exact", "mamba", "gla"])
 def test_quantised_weights_read_one_order_after_the_other(mixer):
     layer, layout = build(mixer), Layout(3, 4, None)
     x = tokens(layout)
@@ -446,3 +446,39 @@ def test_mixers_without_projections_have_no_empty_submodules():
     layer = build("deltanet")
     assert layer.mixers[1].in_proj is None
     assert None not in layer.mixers[1]._modules.values()
+
+
+@pytest.mark.slow
+def test_a_quantised_head_is_called_as_a_layer():
+    """The loss in chunks of tokens multiplies plain weights itself."""
+    torch.manual_seed(0)
+    model = TokenBackbone(vocab_size=5, d_model=WIDTH, depth=1, mixer="deltanet", tie_embeddings=False).eval()
+    features, target = torch.randn(2, 7, WIDTH), torch.randint(5, (2, 7))
+    with torch.no_grad():
+        expected = model.summed_loss(features, target)
+        model.head.weight = torch.nn.Parameter(Quantised(model.head.weight.detach()), requires_grad=False)
+        torch.testing.assert_close(model.summed_loss(features, target), expected)
+
+
+class Unnamed(mixers.Mixer):
+    """A mixer whose class has no first projection, and whose layers have other names."""
+
+    in_proj = None
+
+    def __init__(self, d_model, *, backend="auto"):
+        super().__init__(d_model, backend=backend)
+        self.out_proj = torch.nn.Linear(d_model, d_model)
+
+    def project_in(self, x):
+        return x
+
+    def scan(self, projected, state=None, *, reverse=False, **options):
+        return projected.cumsum(1), None
+
+
+@pytest.mark.slow
+def test_a_class_without_a_projection_is_read_in_both_directions():
+    layer, layout = Directions(lambda: Unnamed(WIDTH), ("forward", "backward")), Layout(3, 4, None)
+    x = tokens(layout).float()
+    both = x.cumsum(1) + x.flip(1).cumsum(1).flip(1)
+    torch.testing.assert_close(layer(x)[0], layer.mixers[0].out_proj(both))

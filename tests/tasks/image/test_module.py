@@ -234,7 +234,9 @@ def test_samples_that_a_loader_repeats_are_told(caplog):
     classifier = ImageClassifier(backbone, num_classes=4)
     for _ in range(2):
         trainer.test(classifier, loaders[0])
-    assert ["test counts 1 sample twice" in record.message for record in caplog.records].count(True) == 1
+        trainer.validate(classifier, loaders[0])
+    assert ["validation counts 1 sample once more" in record.message for record in caplog.records].count(True) == 1
+    assert ["test counts 1 sample once more" in record.message for record in caplog.records].count(True) == 1
 
 
 @pytest.mark.slow
@@ -264,3 +266,21 @@ def test_worst_errors_of_probabilities_are_those_of_the_likeliest_classes(tmp_pa
         assert row["true_class"] == "abcd"[classes[index]]
         assert row["predicted_class"] == "abcd"[logits[index].argmax()]
         assert float(row["loss"]) == pytest.approx(losses[index].item(), abs=1e-5)
+
+
+class Endless(torch.utils.data.Sampler):
+    def __iter__(self):
+        return iter(range(8))
+
+    def __len__(self):
+        raise TypeError("no length")
+
+
+@pytest.mark.slow
+def test_a_sampler_without_a_length_is_measured():
+    pairs = [(torch.zeros(3, 2, 2), index % 4) for index in range(8)]
+    trainer = Trainer(accelerator="cpu", logger=False, limit_test_batches=2)
+    backbone = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 4))
+    loader = torch.utils.data.DataLoader(pairs, batch_size=4, sampler=Endless())
+    assert count_repeated(loader) == 0
+    trainer.test(ImageClassifier(backbone, num_classes=4), loader)
