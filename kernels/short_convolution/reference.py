@@ -17,7 +17,8 @@ def short_convolution_step_torch(
     """`short_convolution_step` in torch: differentiable, in the state's precision."""
     dtype = state.dtype
     window = torch.cat((state, x.to(dtype)[..., None]), dim=-1)  # [B, D, W]
-    y = (window * weight.to(dtype)).sum(-1)
+    # OpenVINO 2026.4 computes the sum wrongly in rows after the first if it gives up the axis and a bias follows.
+    y = (window * weight.to(dtype)).sum(-1, keepdim=True).squeeze(-1)
     if bias is not None:
         y = y + bias.to(dtype)
     if activation == "silu":

@@ -327,7 +327,8 @@ class TrainedModule(LightningModule):
         self._tell_repeated("test", self.trainer.test_dataloaders, self.trainer.limit_test_batches)
 
     def _tell_repeated(self, kind: str, loaders: Any, limit: float) -> None:
-        repeated = count_repeated(loaders) if limit == 1.0 else 0  # with a limit they may not be read
+        whole = isinstance(limit, float) and limit == 1.0  # an int is a number of batches
+        repeated = count_repeated(loaders) if whole else 0
         if repeated and kind not in self._told_repeated and self.trainer.is_global_zero:
             _log.warning(
                 f"{kind} counts {repeated} sample{'s' if repeated > 1 else ''} once more: the loader repeats them so "

@@ -461,3 +461,37 @@ def test_a_mixer_that_loops_over_the_tokens_is_written_for_one_token(tmp_path: P
             )
         check_file(model, tmp_path / f"step{SUFFIXES[format]}", format)
     assert len([*tmp_path.iterdir()]) == len(FORMATS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", ["gla", "mamba2", "attention"])
+def test_a_file_is_quantised_as_the_page_says(mixer: str, tmp_path: Path) -> None:
+    from onnxruntime.quantization import quantize_dynamic
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    torch.manual_seed(0)
+    model = TokenBackbone(vocab_size=11, d_model=16, depth=1, mixer=mixer).eval()
+    export_language_model(model, tmp_path / "step.onnx")
+    quant_pre_process(tmp_path / "step.onnx", tmp_path / "prepared.onnx", skip_symbolic_shape=True)
+    quantize_dynamic(tmp_path / "prepared.onnx", tmp_path / "quantised.onnx")
+    whole, quantised = (onnxruntime.InferenceSession(tmp_path / f"{name}.onnx") for name in ("step", "quantised"))
+    feed = {}
+    for one in whole.get_inputs():
+        shape = [3 if isinstance(size, str) else size for size in one.shape]
+        feed[one.name] = np.zeros(shape, np.int64 if "int64" in one.type else np.float32)
+    np.testing.assert_allclose(quantised.run(None, feed)[0], whole.run(None, feed)[0], atol=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", ["longhorn", "mamba", "mamba2", "rg_lru"])
+def test_steps_add_no_bias_to_a_sum_that_gives_up_its_axis(mixer: str, tmp_path: Path) -> None:
+    """OpenVINO 2026.4 computes such sums wrongly in all rows but the first."""
+    torch.manual_seed(0)
+    model = TokenBackbone(vocab_size=11, d_model=16, depth=1, mixer=mixer).eval()
+    export_language_model(model, tmp_path / "step.onnx")
+    graph = onnx.load(tmp_path / "step.onnx").graph
+    constants = {one.name for one in graph.initializer}
+    biased = [set(node.input) for node in graph.node if node.op_type == "Add" and constants & set(node.input)]
+    added = set().union(*biased)
+    sums = [node for node in graph.node if node.op_type == "ReduceSum" and node.output[0] in added]
+    assert not [one.name for one in sums if not any(each.name == "keepdims" and each.i for each in one.attribute)]
