@@ -10,17 +10,20 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def is_replaceable(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """True if a fused kernel may replace this module: it has no hooks and plain weights, and was not subclassed.
+    """True if a fused kernel may replace this module: it is plain, and was not subclassed.
 
-    Adapters, quantisation, sharding and parametrisations change a module's class. Observers, pruning, weight norm and
-    offloading register hooks.
+    Adapters, quantisation, sharding and parametrisations change a module's class.
     """
-    return type(module) is kind and not is_hooked(module) and has_plain_weights(module)
+    return type(module) is kind and is_plain(module)
 
 
-def has_plain_weights(module: nn.Module) -> bool:
-    """False if a module's own weights are subclasses of tensors, as torchao's quantised ones are."""
-    return not any(is_traceable_wrapper_subclass(weight) for weight in module.parameters(recurse=False))
+def is_plain(module: nn.Module) -> bool:
+    """True if the module has no hooks, and no weights that are subclasses of tensors.
+
+    Observers, pruning, weight norm and offloading register hooks. torchao's quantised weights are such subclasses.
+    """
+    weights = module.parameters(recurse=False)
+    return not is_hooked(module) and not any(map(is_traceable_wrapper_subclass, weights))
 
 
 def is_hooked(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ import torch
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from longseq.blocks.hooks import has_plain_weights, is_hooked
+from longseq.blocks.hooks import is_hooked, is_plain
 from longseq.blocks.positions import Layout
 from longseq.blocks.reading import (
     BACKWARD,
@@ -180,8 +180,7 @@ class Directions(NotScriptable):
         if any(mixer.observed is not None for mixer in self.readers):
             return True  # one call reports for both mixers under the same names
         parts = list(self.mixers.modules())
-        changed = [type(part) for part in parts] != self._kinds
-        return changed or any(is_hooked(part) or not has_plain_weights(part) for part in parts)
+        return [type(part) for part in parts] != self._kinds or not all(map(is_plain, parts))
 
     def _read_pairs(self, projected: Tensor, layout: Layout | None, mask: Tensor | None) -> list[Tensor]:
         """Read each order and its reverse in one call; return one sum for each pair."""
