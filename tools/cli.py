@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longseq.tools.environment import TRACEBACK, check_environment, wants_traceback
+from longseq.tools.environment import TRACEBACK, wants_traceback
 from longseq.tools.terminal import is_unread, lead_nowhere, open_closed_streams, outlive_readers, require_reader
 from longseq.version import installed_version
 
@@ -127,19 +127,6 @@ _NUMBER = re.compile(r"[+-]?[\d_]*\.?\d+(e[+-]?\d+)?|true|false|nan|[+-]?inf", r
 _QUOTED = re.compile(r"""'(\\.|[^'\\])*'|"(\\.|[^"\\])*\"""", re.DOTALL)
 _PLAIN = re.compile(r"[\w./-]*", re.ASCII)
 
-# Former verbs, and the commands that replace them.
-FORMER = {"probe": "longseq compare task=probe"}
-
-# What other programs call a verb.
-OTHER_NAMES = {
-    **dict.fromkeys(("fit", "finetune", "fine-tune", "resume"), "train"),
-    **dict.fromkeys(("test", "eval", "validate", "val"), "evaluate"),
-    **dict.fromkeys(("infer", "inference", "classify"), "predict"),
-    **dict.fromkeys(("sample", "complete", "chat"), "generate"),
-    **dict.fromkeys(("tokenize", "preprocess"), "prepare"),
-    **dict.fromkeys(("summary", "info", "list"), "describe"),
-}
-
 
 def overview() -> str:
     """The text that `longseq` alone prints."""
@@ -203,8 +190,6 @@ def _run() -> int:
         return _fail("the working folder is not there any more: change to one that is")
     words = 2 if " ".join(arguments[:2]) in VERBS else 1
     name = " ".join(arguments[:words])
-    if name in FORMER:
-        return _fail(f"`longseq {name}` is `{FORMER[name]}` now, with the same keys")
     if name not in VERBS and (members := _members(name)):
         if set(arguments[1:]) <= {"-h", "--help", "help"}:
             print(_overview_of(name, members))
@@ -213,7 +198,7 @@ def _run() -> int:
     if name not in VERBS:
         import difflib
 
-        near = [OTHER_NAMES[name]] if name in OTHER_NAMES else difflib.get_close_matches(name.lower(), VERBS, n=1)
+        near = difflib.get_close_matches(name.lower(), VERBS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         return _fail(f"unknown verb {name!r}: {hint}the verbs are {', '.join(VERBS)}; `longseq` alone explains them")
     # Imported here, so that `longseq` alone and `longseq --version` answer without Hydra.
@@ -222,10 +207,6 @@ def _run() -> int:
     from longseq.tools.plugin_options import load_plugins
     from longseq.tools.recorded import settings_of_record
 
-    try:
-        check_environment(name)
-    except ValueError as error:
-        return _fail(str(error))
     overrides = arguments[words:]
     for (verb, task), own in BY_TASK.items():
         if name == verb and f"task={task}" in overrides:

@@ -156,7 +156,6 @@ def test_names_of_classes_may_have_any_letters(key, given, table):
     assert data[key.partition(".")[2]] == table
 
 
-# A few; test_mistakes.py has hundreds.
 MISTAKES = [
     ("learn", "unknown verb 'learn': the verbs are train, evaluate"),
     ("benchmark ops=[delta_rule]", "`longseq benchmark` is followed by one of kernels, models, files, tune, compile"),

@@ -1,4 +1,4 @@
-"""Sweeps: where their trials write, and what is told of those that fail. Refused ones are in wrong_commands.txt."""
+"""Sweeps: where their trials write, and what is told of those that fail."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 import optuna
 import pytest
 from omegaconf import OmegaConf
-from wrong_folder import make_folder
 
 from longseq.tools import cli, search, sweeps
 
@@ -40,16 +39,6 @@ def test_a_sweep_says_at_its_end_which_trials_failed(tmp_path, command_here):
     ]
     assert done.stderr.splitlines()[-1] == told[-1]
     assert (tmp_path / "sweep" / "1_digits_longhorn" / "metrics.json").is_file()
-
-
-@pytest.mark.slow
-def test_a_sweep_of_files_with_names_of_their_own_leaves_nothing_else(tmp_path, command_here):
-    make_folder(tmp_path)
-    before = {path.name for path in tmp_path.iterdir()}
-    words = ("predict", "-m", "checkpoint=run.ckpt", "input=photos", "top_k=1,2", "output=best_${top_k}.csv")
-    done = command_here(tmp_path, *words)
-    assert done.returncode == 0, done.stderr
-    assert {path.name for path in tmp_path.iterdir()} - before == {"best_1.csv", "best_2.csv"}
 
 
 @pytest.mark.parametrize(
