@@ -10,7 +10,6 @@ import gzip
 import hashlib
 import io
 import json
-import logging
 import lzma
 import os
 import textwrap
@@ -18,7 +17,7 @@ import tokenize
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -27,12 +26,9 @@ from typing import IO, Any, NamedTuple
 from longseq.tasks.data.class_lists import require_one_list
 from longseq.tasks.data.folders import leads_above
 from longseq.tasks.data.stamps import stamp
-from longseq.tasks.data.tables import check_header
 from longseq.tasks.text.compressed import open_bzip2, open_xz
-from longseq.tasks.text.delimited import DELIMITERS, PARTED, Row, read_rows
+from longseq.tasks.text.delimited import read_rows
 from longseq.tasks.text.documents import Document, LineCounter, Place
-
-_log = logging.getLogger(__name__)
 
 # The endings of files with a JSON object in each line.
 JSON_LINES = (".jsonl", ".ndjson")
@@ -255,15 +251,9 @@ def _parts_of_file(path: Path, columns: Columns, size: int) -> Iterator[Part]:
         _check_first_lines(path, columns)
         yield Part(format, str(path), total)
     else:
-        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-            first = next(read_rows(file, DELIMITERS[format]), Row(1, []))
-        if first.malformed is not None:
-            raise ValueError(f"{path}, line 1: {first.malformed}")
-        header = first.cells
+        _, header = next(read_rows(path), (1, []))
         if not header:
             raise ValueError(f"{columns.spell(path)} is empty: its lines are blank")
-        if columns.text not in header:
-            check_header(path, header, DELIMITERS[format])
         _check_columns(path, columns, header)
         yield Part(format, str(path), total)
 
@@ -422,32 +412,15 @@ def _of_json(row: Any, columns: Columns, place: Place) -> Document | Malformed:
 
 
 def _read_csv(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
-    # Bytes that are not UTF-8 become lone surrogates, which no text holds: the row is reported, and reading continues.
-    with open(part.path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        rows = read_rows(file, DELIMITERS[part.format])
-        header = next(rows).cells
-        doubtful: dict[str, list[int]] = {}
-        for row in rows:
-            place = Place(part.path, line=row.line)
-            if row.doubt is not None:
-                doubtful.setdefault(row.doubt, []).append(row.line)
-            if row.malformed is not None:
-                yield Malformed(place, row.malformed)
-            elif len(row.cells) != len(header):
-                # The cells of such a row may stand in the wrong columns: a text with a delimiter needs quotes.
-                yield Malformed(place, f"{len(row.cells)} cells under a header of {len(header)}")
-            else:
-                yield _document(dict(zip(header, row.cells, strict=True)), columns, place)
-    for doubt, lines in doubtful.items():
-        _warn_of_doubtful(Place(part.path, line=lines[0]), len(lines), doubt)
-
-
-@cache
-def _warn_of_doubtful(first: Place, count: int, doubt: str) -> None:
-    """Warn once of quoted cells whose lines look like rows, however often the file is read."""
-    others = f" ({count} such cells)" if count > 1 else ""
-    remedy = "if it is one text" if doubt == PARTED else "if they are rows"
-    _log.warning("%s: a quoted cell %s%s; %s, give jsonl or parquet", first.describe(), doubt, others, remedy)
+    rows = read_rows(Path(part.path))
+    _, header = next(rows)
+    for line, cells in rows:
+        place = Place(part.path, line=line)
+        if len(cells) != len(header):
+            # The cells of such a row may stand in the wrong columns: a text with a delimiter needs quotes.
+            yield Malformed(place, f"{len(cells)} cells under a header of {len(header)}")
+        else:
+            yield _document(dict(zip(header, cells, strict=True)), columns, place)
 
 
 def _has_no_file(path: Path) -> bool:

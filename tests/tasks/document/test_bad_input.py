@@ -96,21 +96,6 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         {"root": "a.csv"},
         "2 that cannot be read: .*a.csv, line 2: 3 cells under a header of 2; .*line 3: 1 cells under a header of 2",
     ),
-    "semicolons": (
-        lambda path: _csv(path, "text;label\none;fish\n"),
-        {"root": "a.csv"},
-        "a.csv has ';' between its columns: save it with commas",
-    ),
-    "UTF-16": (
-        lambda path: (path / "a.csv").write_text("text,label\none,fish\n", "utf-16"),
-        {"root": "a.csv"},
-        r"a.csv is no UTF-8 \(its first line is not\): save it so",
-    ),
-    "stray quotation mark": (
-        lambda path: _csv(path, 'text,label\n"one,fish\ntwo,bird\n'),
-        {"root": "a.csv", "on_bad_line": "stop"},
-        "1 of 2 documents .*: .*a.csv, line 2: a quotation mark that closes no cell: write it twice inside a cell",
-    ),
     "no label": (
         lambda path: _jsonl(path, [{"text": "one", "label": " "}, {"text": "two", "label": ["a", "b"]}]),
         {},

@@ -253,9 +253,6 @@ def test_a_text_in_another_unicode_is_malformed(tmp_path: Path, encoding: str) -
     assert documents(store)["train"] == ["a NUL \0 in a text is a character"]
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["malformed"] == [f"{tmp_path / 'input' / 'a.txt'}: UTF-16, or no text at all: save text as UTF-8"]
-    (tmp_path / "a.csv").write_text("text,label\na,b\n", encoding)
-    with pytest.raises(ValueError, match=r"a.csv is no UTF-8 \(its first line is not\): save it so"):
-        find_parts([str(tmp_path / "a.csv")], Columns())
 
 
 def test_json_without_keys_is_told(tmp_path: Path) -> None:
@@ -455,7 +452,6 @@ def test_a_separator_that_stands_in_a_text_is_refused(tmp_path: Path) -> None:
         (["input=a.feather", "output=out"], "a.feather: a file of Arrow: give parquet, or the folder of the Hugging"),
         (["input=twice.csv", "output=out"], "twice.csv has 2 columns 'text': leave one of them"),
         (["input=twice.parquet", "output=out"], "twice.parquet has 2 columns 'text': leave one of them"),
-        (["input=stray.csv", "output=out"], "stray.csv, line 1: a quotation mark that closes no cell: write it twice"),
         (["input=long.csv", "output=out"], "long.csv has no column 'text': give column=NAME, one of long, ..."),
         (["input=bytes.parquet", "output=out"], "the column 'text' of bytes.parquet is of the type binary, which is"),
         (["input=a.jsonl", "output=out", "test=0.6", "validation=0.4"], "leave nothing to train on"),
@@ -480,7 +476,6 @@ def test_mistakes_are_one_line(
     Path("twice.csv").write_text("text,more,text\na,b,c\n")
     arrow = pytest.importorskip("pyarrow")
     arrow.parquet.write_table(arrow.Table.from_arrays([["a"], ["b"]], names=["text", "text"]), "twice.parquet")
-    Path("stray.csv").write_text('"text,more\na,b\n')
     Path("empty.jsonl").touch()
     Path("blank.csv").write_text("\n\n")
     Path("empty").mkdir()
@@ -742,30 +737,6 @@ def test_json_of_many_levels_is_counted(line: int, ending: str, tmp_path: Path) 
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["counts"]["malformed"] == manifest["counts"]["documents"] == 1
     assert f"line {line + 1}: no JSON (maximum recursion depth" in manifest["malformed"][0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "stray", "documents", "told"),
-    [
-        # Labels that repeat tell that these are rows.
-        (lambda row: "ab"[row % 2], (3, 13), 30, "line 5: a quoted cell begins here whose lines are read as rows, "
-         "since they look like those of the file (2 such cells)"),
-        ("{}th".format, (3,), 28, "line 7: a quoted cell ends here whose lines have as many cells as rows, and it is "
-         "read as one text"),
-    ],
-)  # fmt: skip
-def test_quoted_cells_whose_lines_look_like_rows_are_told(
-    name: Any, stray: tuple[int, ...], documents: int, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    lines = [f"{name(row)}\tword {row}\n" for row in range(30)]
-    for row in stray:
-        lines[row], lines[row + 2] = f'{name(row)}\t"word\n', f'{name(row + 2)}\tword"\n'
-    path = tmp_path / "a.tsv"
-    path.write_text("name\ttext\n" + "".join(lines))
-    parts = find_parts([str(path)], Columns())
-    assert sum(isinstance(one, Document) for part in parts for one in read_part(part, Columns())) == documents
-    assert [record.getMessage().startswith(f"{path}, {told}") for record in caplog.records] == [True]
 
 
 def test_a_second_process_is_refused(tmp_path: Path) -> None:
