@@ -24,4 +24,6 @@ def test_a_frozen_model_computes_its_logits(mixer: str) -> None:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     state = {name.removeprefix("weights."): value for name, value in tensors.items() if name.startswith("weights.")}
     model = models.restore(models.SavedModel(path.name, config, state))
-    torch.testing.assert_close(model(tensors["inputs"]), tensors["logits"], rtol=1e-5, atol=1e-5)
+    logits = tensors["logits"]
+    tolerance = 1e-5 * max(1.0, float(logits.abs().max()))
+    torch.testing.assert_close(model(tensors["inputs"]), logits, rtol=0.0, atol=tolerance)

@@ -1,4 +1,4 @@
-"""The first line of a table: a file of csv or tsv that is written in another way is told before its columns are."""
+"""Checks of tables: the header of a csv file, and a column that names the split of each line."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import csv
 from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
-
-_NAMES = {",": "commas", "\t": "tabs"}
-
 
 # Names of a column that says which split a line is of, and what it says.
 _SPLIT_COLUMNS = ("split", "splits", "set", "subset", "partition", "phase")
@@ -39,12 +36,12 @@ def find_split_column(path: Path | str, used: Collection[str], delimiter: str = 
     return f"{path}: its column {column!r} calls {counts}, and all lines are read as training"
 
 
-def check_header(path: Path | str, header: Sequence[str], delimiter: str = ",") -> None:
-    """Raise ValueError where `header`, as read with `delimiter`, is one column that other delimiters divide.
+def check_header(path: Path | str, header: Sequence[str]) -> None:
+    """Raise ValueError if the header of a csv table is one column that another delimiter divides.
 
     `header` was read with `errors="surrogateescape"`, so that names in another encoding than UTF-8 are told, too.
     """
     if any(letter == "\0" or "\udc80" <= letter <= "\udcff" for name in header for letter in name):
         raise ValueError(f"{path} is no UTF-8 (its first line is not): save it so")
-    if len(header) == 1 and (found := next((mark for mark in ",;\t|" if mark in header[0]), None)):
-        raise ValueError(f"{path} has {found!r} between its columns: save it with {_NAMES[delimiter]}")
+    if len(header) == 1 and (found := next((mark for mark in ";\t|" if mark in header[0]), None)):
+        raise ValueError(f"{path} has {found!r} between its columns: save it with commas")

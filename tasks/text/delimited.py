@@ -13,10 +13,11 @@ DELIMITERS = {".csv": ",", ".tsv": "\t"}
 def read_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """The rows of a file, the header first, each with the line at which it ends; blank lines are left out.
 
-    The ending of the file's name tells the delimiter. Bytes that are no UTF-8 become lone surrogates.
+    The file's suffix, .csv or .tsv, decides the delimiter. Invalid UTF-8 becomes lone surrogates, which the caller
+    reports.
 
     Raises:
-        ValueError: a quotation mark is not closed, or closes no cell; names the file and the line of the row's begin.
+        ValueError: a quoted cell is not closed, or text follows its closing mark; gives file and first line of the row.
     """
     csv.field_size_limit(sys.maxsize)
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
