@@ -628,9 +628,3 @@ def test_the_runs_of_a_comparison_that_is_killed_end_too(tmp_path):
 def is_alive(pid: int) -> bool:
     status = Path(f"/proc/{pid}/stat")
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX"
-
-
-def test_the_former_verb_names_the_new_one(command_here, tmp_path):
-    result = command_here(tmp_path, "probe", "data=mqar")
-    assert result.returncode == 2
-    assert "`longseq probe` is `longseq compare task=probe` now" in result.stderr
