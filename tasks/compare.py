@@ -35,14 +35,12 @@ from longseq.tasks import comparison, comparison_runs, registry
 from longseq.tasks.circumstances import find_circumstances, find_commit
 from longseq.tasks.experiment import check_experiment
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
-from longseq.tasks.train import check_init
 from longseq.tasks.training import processes, runs
 from longseq.tasks.training.configuration import resolve, spell_value
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.options import Length, Range, read
 from longseq.tasks.training.recipe import device_count
 from longseq.tasks.training.signals import answered
-from longseq.tasks.training.trainer import refuse_absent_devices
 
 # Keys of `longseq train` that this command sets itself.
 TAKEN_KEYS = {
@@ -144,11 +142,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     for trial, config in zip(firsts, composed, strict=True):
         check_experiment(config)  # a mistake is told before any run begins
         if trial.describe() in read_again:  # the files of finished runs may be gone, and so may their devices
-            if not places:  # else these are the devices
-                refuse_absent_devices(config["trainer"])
             registry.of(config).data.require_files(config)
-            if not trial.folder.exists():  # a run that has begun goes on from its own checkpoint
-                check_init(config)
     planned = [_with_seed(files[index // len(own.seeds)], trial) for index, trial in enumerate(trials)]
     known = _check_earlier(trials, planned)
     if not waiting:  # a mistake is told before earlier results are replaced

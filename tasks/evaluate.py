@@ -17,14 +17,13 @@ from longseq.tasks.experiment import check_trainer
 from longseq.tasks.report import Report, print_rows, quiet_libraries, shorten
 from longseq.tasks.training import checkpoint as checkpoints
 from longseq.tasks.training import processes
-from longseq.tasks.training.callbacks.agreement import Agreement
 from longseq.tasks.training.callbacks.stop import StopTogether, stoppable
 from longseq.tasks.training.callbacks.unreadable import UnreadableSamples
 from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.files import prepare_file, write_text
 from longseq.tasks.training.options import read, read_part, spell
 from longseq.tasks.training.peers import watched
-from longseq.tasks.training.trainer import build_trainer, refuse_nameless_program, refuse_other_processes
+from longseq.tasks.training.trainer import build_trainer
 
 _log = logging.getLogger(__name__)
 
@@ -58,12 +57,9 @@ def run(cfg: DictConfig) -> dict[str, float]:
     split, checkpoint = keys.split, keys.checkpoint
     assert checkpoint is not None
     check_trainer(keys.trainer)
-    refuse_other_processes(config)
     changes = {key: value for key, value in keys.data.items() if value is not None}
     if keys.input is not None:
         return _evaluate_documents(keys, config, changes)
-    if keys.output is None:
-        checkpoints.refuse_hub(checkpoint)
     loaded = checkpoints.load(checkpoint, weights=keys.weights, tasks=registry.names())
     task = registry.get(loaded.task_name)
     changes = read_part(task.config.data, changes, "data")
@@ -72,11 +68,9 @@ def run(cfg: DictConfig) -> dict[str, float]:
     _check_ending(output, ".json", "the metrics")
     prepare_file(output, _EVALUATION, reads=[checkpoint])
     unit = loaded.config.get("task", {}).get("unit", "samples")
-    facts = {"split": split, "weights": keys.weights, "the update of the checkpoint": loaded.global_step}
-    callbacks = [Agreement(facts), StopTogether(), UnreadableSamples(unit=unit)]
+    callbacks = [StopTogether(), UnreadableSamples(unit=unit)]
     # A profiler's report lies beside the metrics, and does not replace that of the training.
     trainer = build_trainer({**config, "output": output.parent}, callbacks, profile=f"profile_{output.stem}")
-    refuse_nameless_program(trainer)
     trained = task.data.info_class.from_dict(loaded.data)
     if options := task.model.load_options(trained, changes):
         loaded = checkpoints.load(checkpoint, weights=keys.weights, tasks=registry.names(), **options)
@@ -165,7 +159,6 @@ def _check_ending(output: Path, ending: str, content: str) -> None:
 
 
 def _beside(checkpoint: str) -> Path:
-    checkpoints.refuse_hub(checkpoint)
     folder = Path(checkpoint).resolve().parent
     return folder.parent if folder.name == "checkpoints" else folder
 

@@ -20,8 +20,6 @@ from longseq.tasks.data.folders import refuse_pipe
 from longseq.tasks.training import automatic, targets
 from longseq.tasks.training.command import refuse_inert
 from longseq.tasks.training.length import WARMUPS, RunLength
-from longseq.tasks.training.logger import check_loggers
-from longseq.tasks.training.model import check_depth
 from longseq.tasks.training.options import (
     OneOf,
     Range,
@@ -36,7 +34,6 @@ from longseq.tasks.training.options import (
 )
 from longseq.tasks.training.processes import refuse_many
 from longseq.tasks.training.recipe import device_batch_size, device_count
-from longseq.tasks.training.trainer import check_parts, refuse_mode, refuse_own_keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,16 +158,13 @@ def check_experiment(config: Mapping[str, Any], keys: type[TrainKeys] = TrainKey
     refuse_many(config["data"].get("num_workers"), "data.num_workers")
     _check_recipe(config["recipe"], task)
     scale = read(ScaleKeys, config["scale"], "scale")
-    check_depth(config)
     _check_mixer(read(MixerKeys, config["mixer"], "mixer"), scale)
     check_trainer(config["trainer"])
     for name, options in config["callbacks"].items():
         if options is not None:
-            refuse_mode(options, f"callbacks.{name}")
             given = ("mode",) if isinstance(options, Mapping) and "monitor" in options else ()
             targets.check_options(options, targets.CALLBACKS, f"callbacks.{name}", given=given)
     _check_validation(config)
-    check_loggers(config.get("logger"))
     device_batch_size(config)
     parts.model.check(config)
 
@@ -218,11 +212,9 @@ def with_any_choice(config: Mapping[str, Any]) -> dict[str, Any]:
 def check_trainer(trainer: Mapping[str, Any]) -> None:
     """Raise ValueError, in one line, for a key of `trainer` that Lightning's Trainer does not have."""
     targets.check({"trainer": trainer})
-    refuse_own_keys(trainer)
     keys = read_beside(TrainerKeys, Trainer, trainer, "trainer")
     if keys.accelerator == "cpu" and isinstance(keys.devices, int):
         refuse_many(keys.devices, "trainer.devices")
-    check_parts(trainer)
 
 
 def _check_validation(config: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
-from longseq.models import CARD_FILE, from_pretrained, is_on_hub, kind_of, save_pretrained
+from longseq.models import CARD_FILE, from_pretrained, kind_of, save_pretrained
 from longseq.parameters import count_parameters
 from longseq.plugins import plugin_of
 from longseq.tasks import comparison_runs, registry
@@ -29,34 +29,22 @@ from longseq.tasks.experiment import check_experiment, choose, with_any_choice
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import automatic, processes, runs
 from longseq.tasks.training import checkpoint as checkpoints
-from longseq.tasks.training.callbacks.agreement import Agreement
-from longseq.tasks.training.callbacks.checkpoint import LastCheckpoint
 from longseq.tasks.training.callbacks.clock import RunClock
 from longseq.tasks.training.callbacks.run_log import logged
-from longseq.tasks.training.callbacks.stop import find_early_end, stoppable
+from longseq.tasks.training.callbacks.stop import stoppable
 from longseq.tasks.training.callbacks.throughput import Throughput
 from longseq.tasks.training.class_figures import to_csv
-from longseq.tasks.training.command import refuse_given
 from longseq.tasks.training.configuration import Config, command_word, resolve, with_absolute_root
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.freeze import freeze
-from longseq.tasks.training.learning_rate_finder import TABLE, find_learning_rate, refuse_search
-from longseq.tasks.training.length import Epoch, RunLength, count_epoch, refuse_longer_minimum
+from longseq.tasks.training.learning_rate_finder import TABLE, find_learning_rate
 from longseq.tasks.training.lock import locked
-from longseq.tasks.training.logger import RunLogger, close_loggers, continue_loggers, log_parameters, writes_events
-from longseq.tasks.training.model import check_trainable, reads_mixer, refuse_mixer, values_in_force
+from longseq.tasks.training.logger import RunLogger, close_loggers, log_parameters, writes_events
+from longseq.tasks.training.model import reads_mixer, values_in_force
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.peers import watched
 from longseq.tasks.training.recipe import Training, device_batch_size, device_count, effective_learning_rate
-from longseq.tasks.training.run_folder import check_folder, check_output
-from longseq.tasks.training.trainer import (
-    build_callbacks,
-    build_trainer,
-    refuse_absent_devices,
-    refuse_lonely_machine,
-    refuse_nameless_program,
-    refuse_other_processes,
-)
+from longseq.tasks.training.trainer import build_callbacks, build_trainer
 
 _log = logging.getLogger(__name__)
 
@@ -79,30 +67,11 @@ def run(cfg: DictConfig) -> float | None:
     """
     processes.follow_parent()
     config = resolve(cfg)
-    check_output(config.get("output"))
-    if config["resume"] == "":  # as from a variable of a shell that is not set: no wish to begin anew
-        raise ValueError("resume= is empty: give a .ckpt file, or resume=true for the newest, or leave it out")
-    refuse_absent_devices(config.get("trainer") or {})  # before its batch is divided over them
     check_experiment(config)
     registry.of(config).data.prepare_process(config)
-    if automatic.searches(config):
-        refuse_search(config)
-    else:
-        refuse_given(
-            lambda key: key.startswith("learning_rate_finder"),
-            "it is of a search, which recipe.learning_rate=find begins",
-        )
     folder = Path(config["output"])
-    _refuse_long_warmup(config, None)
-    # What cannot run is refused before the data is opened: devices that are not there, too.
-    refuse_other_processes(config)
-    trial = build_trainer({**config, "logger": None})
-    refuse_nameless_program(trial)
-    refuse_lonely_machine(trial)
     _refuse_distributed_sweep(config)
-    log, names_mixer = _find_log(folder), _names_mixer(cfg)
-    if _is_first_process():  # the others may find what it has just written
-        check_folder(config, log=log, tables=registry.of(config).report.files)
+    log = _find_log(folder)
     done = runs.finished(folder)
     if config["resume"] is True and done is not None:
         comparison_runs.refuse_others([(folder, config)], find_commit())
@@ -110,9 +79,9 @@ def run(cfg: DictConfig) -> float | None:
         return done.get(config["optimized_metric"])
     try:
         if not _is_first_process():
-            return _train(config, folder, names_mixer)
+            return _train(config, folder)
         with locked(folder), logged(log):
-            return _train(config, folder, names_mixer)
+            return _train(config, folder)
     finally:
         runs.forget_folders()
 
@@ -127,20 +96,13 @@ def _find_log(folder: Path) -> Path | None:
     return folder / f"{HydraConfig.get().job.name}.log"
 
 
-def _names_mixer(cfg: DictConfig) -> bool:
-    """True if the model's keys refer to those of a mixer, before they are resolved."""
-    return not isinstance(cfg, DictConfig) or "mixer" in OmegaConf.to_yaml(cfg.model)
-
-
-def _train(config: dict[str, Any], folder: Path, names_mixer: bool) -> float | None:
+def _train(config: dict[str, Any], folder: Path) -> float | None:
     checkpoint = runs.checkpoint_to_resume(config)
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision(config["matmul_precision"])
     if checkpoint is not None:
         given, config = config, runs.chosen_in(checkpoint, config)
         _tell_kept(given, config)
-    else:
-        check_init(config)
     config, datamodule, reason = _open(config)
     config = with_absolute_root(config)  # the run remembers where its data are, whoever evaluates it from elsewhere
     if reason is not None:
@@ -148,33 +110,20 @@ def _train(config: dict[str, Any], folder: Path, names_mixer: bool) -> float | N
     if automatic.searches(config):
         config = _search(config, datamodule, folder)
     if checkpoint is not None:
-        if (trained := runs.trained_on(checkpoint, datamodule.info)) is not None:
-            datamodule.keep_classes(trained)
-        runs.check_data(checkpoint, datamodule.info, datamodule.files)
+        datamodule.keep_classes(runs.trained_on(checkpoint, datamodule.info))
+        runs.check_data(checkpoint, datamodule.info)
     module = _build_module(config, datamodule, initialized=checkpoint is None)
-    if not names_mixer:
-        refuse_mixer(module.backbone)
-    module.higher_is_better(config["task"]["metric"], "task.metric")
     _check_optimized_metric(config, module)
     _check_direction(config["optimized_metric"], module)
-    facts = {**runs.shared_keys(config), "the update to go on from": runs.updates_of(checkpoint) if checkpoint else 0}
-    trainer = build_trainer(config, [Agreement(facts), *build_callbacks(config, module)])
+    # From 0: also after a run that ended in this folder before it had saved anything.
+    first_update = runs.updates_of(checkpoint) if checkpoint else 0
+    trainer = build_trainer(config, build_callbacks(config, module), first_update=first_update)
     # As Lightning does later: the batches of an epoch depend on the processes and on the accumulated batches.
     datamodule.trainer = trainer
-    if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-        epoch = count_epoch(trainer, datamodule)
-        if epoch is not None:
-            length = RunLength.from_recipe(config["recipe"])
-            length.check_units(epoch)
-            if module.has_gradients:
-                refuse_longer_minimum(trainer, length, epoch)
-        _refuse_long_warmup(config, epoch)
     if checkpoint is not None:
         module.check_continues(runs.contents_of(checkpoint), trainer, datamodule)
         if _is_first_process():
             runs.bring_best(checkpoint, folder)  # after all that may refuse the run, which then leaves no folder
-    # From 0: also after a run that ended in this folder before it had saved anything.
-    continue_loggers(trainer.loggers, runs.updates_of(checkpoint) if checkpoint else 0)
     in_force = values_in_force(config, module.backbone)
     _save_config(in_force, folder)
     _announce(config, datamodule.info, module, checkpoint, events=writes_events(trainer.loggers))
@@ -182,8 +131,6 @@ def _train(config: dict[str, Any], folder: Path, names_mixer: bool) -> float | N
         with stoppable(trainer), watched(trainer):
             log_parameters(trainer.loggers, dict(runs.flatten(in_force)))
             _fit(trainer, module, datamodule, config, checkpoint)
-            if (reason := find_early_end(trainer)) is not None:
-                _print(reason)
             memory = _peak_memory(trainer)
             metrics = _test(trainer, module, datamodule, config)
         metrics |= _run_facts(trainer, module) | memory
@@ -191,23 +138,6 @@ def _train(config: dict[str, Any], folder: Path, names_mixer: bool) -> float | N
     finally:
         close_loggers(trainer.loggers)
     return metrics.get(config["optimized_metric"])
-
-
-def check_init(config: Config) -> None:
-    """ValueError, before the data are read, if `init` names no file or folder, or a checkpoint of another task."""
-    init, task = config["init"], registry.of(config)
-    if init is None or task.model.is_weights(init):
-        return
-    if not (os.path.exists(init) or is_on_hub(init)):
-        raise ValueError(f"init={init}: no such file or folder; `longseq train` writes checkpoints/best.ckpt")
-    taken = (config["task"]["name"], *task.model.starts_from)
-    if not os.path.isfile(init):
-        checkpoints.check_task(init, "init", taken)
-    saved = runs.saved_config(Path(init)) if os.path.isfile(init) else None
-    trained = ((saved or {}).get("task") or {}).get("name")
-    if trained is not None and trained not in taken:
-        known = " or ".join(f"task={name}" for name in taken)
-        raise ValueError(f"init={init} belongs to task={trained}; this command takes checkpoints of {known}")
 
 
 def build(config: DictConfig | Config, *, initialized: bool = True) -> Parts:
@@ -236,9 +166,6 @@ def _open(config: Config) -> tuple[dict[str, Any], TaskData, str | None]:
 
 def _build_module(config: Config, datamodule: TaskData, initialized: bool) -> TrainedModule:
     task, config = registry.of(config), dict(config)
-    outline = task.model.outline(config, datamodule.info)
-    if outline is not None:
-        check_trainable(config, outline)
     model = task.model.build(config if initialized else task.model.untrained(config), datamodule.info)
     if initialized and config["init"] is not None and task.model.is_weights(config["init"]):
         task.model.start_from_weights(model, config, datamodule.info)
@@ -303,19 +230,6 @@ def _check_direction(metric: str | None, module: TrainedModule) -> None:
         )
 
 
-def _refuse_long_warmup(config: Config, epoch: Epoch | None) -> None:
-    """ValueError for a warm-up that a person gave on the command line and that is not shorter than the run.
-
-    One of a recipe is shortened. Without an `epoch`, lengths in different units are not compared.
-    """
-    words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
-    by_hand = any(word.lstrip("+").startswith("recipe.schedule.warmup_") for word in words)
-    # When the epoch is known, all values are chosen; what is_automatic still finds then is the recipe's name.
-    is_chosen = epoch is not None or not automatic.is_automatic(config)
-    if by_hand and is_chosen:
-        RunLength.from_recipe(config["recipe"]).refuse_long_warmup(epoch)
-
-
 def _refuse_distributed_sweep(config: dict[str, Any]) -> None:
     sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
     devices = device_count(config)
@@ -332,14 +246,7 @@ def _fit(
     if _trains_on_gpu(trainer):
         torch.cuda.reset_peak_memory_stats()  # a sweep trains several models in this process
     with _memory_explained(trainer, module, datamodule, config):
-        try:
-            trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
-        except RuntimeError as error:
-            # That of a lost data worker comes wherever the program is, also before callbacks are told of another error.
-            for callback in trainer.checkpoint_callbacks:
-                if isinstance(callback, LastCheckpoint) and not callback.has_ended:
-                    callback.on_exception(trainer, module, error)
-            raise
+        trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
 
 
 def _trains_on_gpu(trainer: Trainer) -> bool:
@@ -400,11 +307,11 @@ def _run_facts(trainer: Trainer, module: TrainedModule) -> dict[str, Any]:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, RunClock):
             facts["seconds"] = round(callback.seconds, 1)
-        if isinstance(callback, Throughput) and callback.rate is not None:
-            facts[f"{callback.unit}_per_second"] = round(callback.rate, 1)
-            if callback.token_rate is not None:
-                facts["tokens_per_second"] = round(callback.token_rate, 1)
-            facts["data_wait_ms"] = round(callback.data_wait_ms or 0.0, 2)
+        if isinstance(callback, Throughput) and callback.mean.rate is not None:
+            facts[f"{callback.unit}_per_second"] = round(callback.mean.rate, 1)
+            if callback.mean.token_rate is not None:
+                facts["tokens_per_second"] = round(callback.mean.token_rate, 1)
+            facts["data_wait_ms"] = round(callback.mean.data_wait_ms or 0.0, 2)
     return facts
 
 
@@ -450,7 +357,7 @@ def _announce(
     if checkpoint is not None:
         _print(f"continuing from {shorten(checkpoint)}")
     elif config["resume"]:
-        _print(f"nothing to resume: {_what_else_ran(config)}; starting anew")
+        _print("nothing to resume: no run of this configuration; starting anew")
     shown = f"   ({_tensorboard(Path(config['output']))})" if events else ""
     _print(f"writing to {shorten(config['output'])}{shown}")
 
@@ -463,15 +370,6 @@ def _tell_kept(given: Config, config: Config) -> None:
     kept = [f"{key}={values[key]}" for key in runs.KEPT_KEYS if values.get(key) != old.get(key)]
     if kept:
         _print(f"as the run began: {', '.join(kept)}")
-
-
-def _what_else_ran(config: dict[str, Any]) -> str:
-    other = runs.newest_other_run(config)
-    if other is None:
-        return "no run of this configuration"
-    folder, keys = other
-    more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
-    return f"no run of this configuration; the newest, {shorten(folder)}, differs in {', '.join(keys[:5])}{more}"
 
 
 def _data_line(config: dict[str, Any], info: Info) -> str:

@@ -40,7 +40,6 @@ from longseq.tasks.report import quiet_libraries
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.command import read_command, refuse_given
 from longseq.tasks.training.configuration import resolve
-from longseq.tasks.training.model import refuse_mixer
 from longseq.tasks.training.options import OneOf
 from longseq.tasks.training.recipe import device_batch_size
 from longseq.timm_models import model_name
@@ -142,11 +141,7 @@ def _model_and_data(cfg: DictConfig) -> tuple[nn.Module, dict[str, Any], str | N
     ready = with_any_choice(config)
     info = _image_info(ready) if is_image else _info(ready, device_batch_size(ready))
     chosen, reason = choose(config, info) if info.sizes else (ready, None)
-    model = registry.of(config).model
-    model.outline(chosen, info)  # refuses sizes that no memory holds
-    built = model.build(chosen, info)
-    refuse_mixer(built)
-    return built, info.to_dict(), reason
+    return registry.of(config).model.build(chosen, info), info.to_dict(), reason
 
 
 def _describe(model: nn.Module, data: Mapping[str, Any], device: str, dtype: torch.dtype) -> dict[str, Any]:

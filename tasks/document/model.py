@@ -18,7 +18,7 @@ from longseq.tasks.document.config import DocumentModelKeys
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.training.checkpoint import Loaded
 from longseq.tasks.training.command import refuse_inert
-from longseq.tasks.training.model import TaskModel, note, note_new_head, outlined
+from longseq.tasks.training.model import TaskModel, note, note_new_head
 from longseq.tasks.training.options import read
 from longseq.tasks.training.token_model import build_seeded, check_alike, check_tokenizer, have_one_tokenizer
 
@@ -43,9 +43,6 @@ class DocumentModel(TaskModel):
         _check_positions(model, info)
         return model
 
-    def outline(self, config: Mapping[str, Any], info: DocumentInfo) -> nn.Module:
-        return outlined(config, lambda: self.build(config, info))
-
     def check(self, config: Mapping[str, Any]) -> None:
         if config["model"]["name"] == linear.MODEL:
             linear.check(config)
@@ -54,7 +51,7 @@ class DocumentModel(TaskModel):
             read(DocumentModelKeys, config["model"], "model")
             refuse_inert("model", config["model"], DocumentModelKeys.inert_with)
         least = 1 + (config["model"].get("separator") or 1)
-        model: Any = outlined(config, lambda: build_classifier(config, num_classes=2, vocab_size=least, longest=2))
+        model: Any = build_classifier(config, num_classes=2, vocab_size=least, longest=2)
         if config["data"].get("segment") is not None:
             check_segments(model, config["data"].get("gradient_segments"), config["data"]["segment"])
             if config.get("compile") is not None:

@@ -155,7 +155,7 @@ def prepare(
         if others:
             raise ValueError(f"output={output} holds other files, such as {others[0]}: choose a new or empty folder")
     plan = plan_of(parts, columns, tokenizer, separator, fractions)
-    with told_in_one_line(output), _leaving_what_goes_on(partial), locked(partial, "output"):
+    with told_in_one_line(output), _leaving_what_goes_on(partial), locked(partial):
         _continue_plan(partial, plan)
         chosen = _choose_tokenizer(tokenizer, separator, parts, columns, fractions, partial)
         counts, malformed = _encode_parts(parts, columns, chosen, fractions, partial, processes, show_progress)

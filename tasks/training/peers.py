@@ -20,7 +20,6 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 from lightning.pytorch import Trainer
 from torch import distributed
 
-from longseq.tasks.training.lock import abandon
 from longseq.tasks.training.processes import is_started_by_run
 
 _log = logging.getLogger(__name__)
@@ -173,14 +172,10 @@ class _Watch(threading.Thread):
 
     def _leave(self, told: str, code: int) -> None:
         """End this process, whatever its main thread waits for. Those that it has started end with it."""
-        for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
-            if (tell := getattr(callback, "describe_end", None)) is not None and (line := tell()) is not None:
-                print(line, file=sys.stderr)
         if told:
             print(f"longseq: error: {told}", file=sys.stderr)
             _log.info(told)
         sys.stderr.flush()
-        abandon()
         os._exit(code)
 
 

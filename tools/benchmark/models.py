@@ -32,7 +32,6 @@ from longseq.mixers.pattern import options_by_name
 from longseq.parameters import count_parameters
 from longseq.tasks.generate import draw_tokens
 from longseq.tasks.training.command import CommandKeys, compile_modes, read_command
-from longseq.tasks.training.model import MOST_LAYERS
 from longseq.tasks.training.options import OneOf, Range
 from longseq.tools.benchmark.measure import Run, added_bytes, environment, one_line, time_in_turn, time_once
 from longseq.tools.benchmark.report import check_output, find_device, make_result, to_markdown, write_result
@@ -78,7 +77,7 @@ class LanguageModelsKeys:
     """The keys of `longseq benchmark models` below `text`."""
 
     d_model: Annotated[int, Range(1)]
-    depth: Annotated[int, Range(1, MOST_LAYERS)]
+    depth: Annotated[int, Range(1)]
     vocabulary: Annotated[int, Range(1)]
     mixers: list[Any]
     peers: list[Literal["llama"]]

@@ -77,8 +77,6 @@ def run(cfg: DictConfig) -> ExportReport:
     tasks = {name: base for base in EXPORTS for name in registry.like(base)}
     if keys.output is not None:  # before the model is read
         check_file(Path(keys.output), kind_of(format), reads=[keys.checkpoint])
-    else:
-        checkpoint.refuse_hub(keys.checkpoint)
     loaded = checkpoint.load(keys.checkpoint, weights=keys.weights, any_resolution=keys.dynamic_resolution, tasks=tasks)
     model: Any = loaded.backbone
     export, defaults = EXPORTS[tasks[loaded.task_name]]

@@ -16,7 +16,8 @@ from longseq.files import Kind, json_keys
 from longseq.tasks.command_keys import HarnessKeys
 from longseq.tasks.devices import choose_device
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
-from longseq.tasks.training import checkpoint, processes
+from longseq.tasks.training import checkpoint as checkpoint
+from longseq.tasks.training import processes
 from longseq.tasks.training.command import read_command
 from longseq.tasks.training.files import prepare_file, write_text
 from longseq.tools.harness.names import check_names
@@ -37,8 +38,6 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     from longseq.tools.harness.workers import Workers
 
     devices = _choose_devices(keys.device, keys.devices)
-    if keys.output is None:
-        checkpoint.refuse_hub(keys.checkpoint)
     folder = Path(keys.checkpoint).resolve()
     output = Path(keys.output or (folder if folder.is_dir() else folder.parent) / "harness.json")
     prepare_file(output, _RESULTS, reads=[keys.checkpoint])
