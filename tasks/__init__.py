@@ -32,11 +32,10 @@ if TYPE_CHECKING:
     from longseq.tasks.registry import Task
     from longseq.tasks.report import Report
     from longseq.tasks.text.info import TextInfo
-    from longseq.tasks.training.keys import TaskKeys
+    from longseq.tasks.config import Keys, TaskKeys, key
     from longseq.tasks.training.length import RunLength
     from longseq.tasks.training.metrics import MeanLoss, MeanScore
     from longseq.tasks.training.module import TrainedModule
-    from longseq.tasks.training.options import Range
     from longseq.tasks.training.recipe import Training
     from longseq.tasks.training.token_model import TokenModel, build_token_model
 
@@ -55,7 +54,7 @@ __all__ = [
     "ProbeDataKeys",
     "ProbeDataModule",
     "ProbeTask",
-    "Range",
+    "Keys",
     "Report",
     "RunLength",
     "SampleData",
@@ -66,6 +65,7 @@ __all__ = [
     "TrainedModule",
     "Training",
     "build_token_model",
+    "key",
 ]
 
 # Imported on first use: a module below this package must not wait for all tasks.
@@ -77,6 +77,7 @@ _MODULES = {
     "ImageDataKeys": "image.config",
     "ImageDataModule": "image.data",
     "Info": "data.info",
+    "Keys": "config",
     "LanguageModelData": "lm.data",
     "LanguageModelTask": "lm.module",
     "MeanLoss": "training.metrics",
@@ -84,17 +85,17 @@ _MODULES = {
     "ProbeDataKeys": "probe.config",
     "ProbeDataModule": "probe.data",
     "ProbeTask": "probe.module",
-    "Range": "training.options",
     "Report": "report",
     "RunLength": "training.length",
     "SampleData": "data.samples",
     "Task": "registry",
-    "TaskKeys": "training.keys",
+    "TaskKeys": "config",
     "TextInfo": "text.info",
     "TokenModel": "training.token_model",
     "TrainedModule": "training.module",
     "Training": "training.recipe",
     "build_token_model": "training.token_model",
+    "key": "config",
 }
 
 

@@ -33,7 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 from longseq.files import Kind, check_replaced, json_keys
 from longseq.tasks import comparison, comparison_runs, registry
 from longseq.tasks.circumstances import find_circumstances, find_commit
-from longseq.tasks.experiment import check_experiment
+from longseq.tasks.experiment import read_experiment
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.train import check_init
 from longseq.tasks.training import processes, runs
@@ -142,7 +142,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     waiting = [trial for trial, metrics in zip(trials, earlier, strict=True) if metrics is None]
     read_again = {trial._replace(seed=own.seeds[0]).describe() for trial in waiting}
     for trial, config in zip(firsts, composed, strict=True):
-        check_experiment(config)  # a mistake is told before any run begins
+        read_experiment(config)  # a mistake is told before any run begins
         if trial.describe() in read_again:  # the files of finished runs may be gone, and so may their devices
             if not places:  # else these are the devices
                 refuse_absent_devices(config["trainer"])

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from longseq.files import Kind, json_keys
 from longseq.tasks import registry
-from longseq.tasks.command_keys import EvaluateKeys
+from longseq.tasks.commands import Evaluate
 from longseq.tasks.devices import memory_explained
 from longseq.tasks.experiment import check_trainer
 from longseq.tasks.report import Report, print_rows, quiet_libraries, shorten
@@ -54,7 +54,7 @@ def run(cfg: DictConfig) -> dict[str, float]:
     """Evaluate `cfg.checkpoint` on `cfg.split`; print the metrics, write them as json and return them."""
     processes.follow_parent()
     config = resolve(cfg)
-    keys = read(EvaluateKeys, config)
+    keys = read(Evaluate, config)
     split, checkpoint = keys.split, keys.checkpoint
     assert checkpoint is not None
     check_trainer(keys.trainer)
@@ -109,7 +109,7 @@ def run(cfg: DictConfig) -> dict[str, float]:
     return metrics
 
 
-def _evaluate_documents(keys: EvaluateKeys, config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, float]:
+def _evaluate_documents(keys: Evaluate, config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, float]:
     """Write the log-probability of each document of `keys.input`; print the sums and return their metrics."""
     from longseq.tasks.lm.documents import score_documents
     from longseq.tasks.text.info import TextInfo

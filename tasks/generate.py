@@ -25,7 +25,7 @@ from longseq.files import Kind, json_keys, replacing
 from longseq.kernels.packing import Packing
 from longseq.models import describe
 from longseq.state import fill_state, state_tensors
-from longseq.tasks.command_keys import GenerateKeys
+from longseq.tasks.commands import Generate
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.devices import choose_device, is_out_of_memory
 from longseq.tasks.report import quiet_libraries
@@ -34,7 +34,7 @@ from longseq.tasks.text.sources import JSON_LINES, JsonObject, compression_of, i
 from longseq.tasks.text.stream import StopStrings, TextStream
 from longseq.tasks.text.tokenizer import Tokenizer
 from longseq.tasks.training import checkpoint
-from longseq.tasks.training.command import read_command
+from longseq.tasks.training.configuration import read_command
 from longseq.tasks.training.files import prepare_file, write_text
 
 _log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Written:
 @quiet_libraries()
 def run(cfg: DictConfig) -> list[dict[str, Any]]:
     """Continue `cfg.prompt`, the prompts of `cfg.input` or the text of `cfg.state`; print and return what is new."""
-    keys = read_command(GenerateKeys, cfg)
+    keys = read_command(Generate, cfg)
     assert keys.checkpoint is not None
     if keys.output is not None and Path(keys.output).suffix != ".jsonl":
         raise ValueError(f"output={keys.output} must end in .jsonl")
@@ -215,7 +215,7 @@ class Writer:
     """
 
     def __init__(
-        self, model: TokenBackbone, tokenizer: Tokenizer, keys: GenerateKeys, *, cut_prompts: bool = False
+        self, model: TokenBackbone, tokenizer: Tokenizer, keys: Generate, *, cut_prompts: bool = False
     ) -> None:
         self.model, self.tokenizer, self.keys, self.cut_prompts = model, tokenizer, keys, cut_prompts
         self.device = next(model.parameters()).device

@@ -13,13 +13,13 @@ from omegaconf import DictConfig
 
 from longseq.files import Kind, json_keys, replacing
 from longseq.tasks import registry
-from longseq.tasks.command_keys import PredictKeys
+from longseq.tasks.commands import Predict
 from longseq.tasks.data.folders import named_file, written_name
 from longseq.tasks.data.inputs import Inputs, Prediction, Unreadable, describe_passed_over
 from longseq.tasks.devices import choose_device, memory_explained
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.training import checkpoint
-from longseq.tasks.training.command import read_command
+from longseq.tasks.training.configuration import read_command
 from longseq.tasks.training.files import prepare_file, prepare_folder
 
 _log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ _BETWEEN = ";"  # what stands between several labels in a cell, unless the label
 @quiet_libraries()
 def run(cfg: DictConfig) -> dict[str, int]:
     """Classify `cfg.input` with `cfg.checkpoint`, write `cfg.output`, and return the counts of inputs."""
-    keys = read_command(PredictKeys, cfg)
+    keys = read_command(Predict, cfg)
     assert keys.checkpoint is not None
     assert keys.input is not None
     output = Path(keys.output)

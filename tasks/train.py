@@ -25,7 +25,7 @@ from longseq.tasks import comparison_runs, registry
 from longseq.tasks.circumstances import find_commit
 from longseq.tasks.data.module import Info, TaskData
 from longseq.tasks.devices import halve, is_out_of_memory
-from longseq.tasks.experiment import check_experiment, choose, with_any_choice
+from longseq.tasks.experiment import choose, read_experiment, with_any_choice
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import automatic, processes, runs
 from longseq.tasks.training import checkpoint as checkpoints
@@ -36,15 +36,14 @@ from longseq.tasks.training.callbacks.run_log import logged
 from longseq.tasks.training.callbacks.stop import find_early_end, stoppable
 from longseq.tasks.training.callbacks.throughput import Throughput
 from longseq.tasks.training.class_figures import to_csv
-from longseq.tasks.training.command import refuse_given
 from longseq.tasks.training.configuration import Config, command_word, resolve, with_absolute_root
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.freeze import freeze
 from longseq.tasks.training.learning_rate_finder import TABLE, find_learning_rate, refuse_search
-from longseq.tasks.training.length import Epoch, RunLength, count_epoch, refuse_longer_minimum
+from longseq.tasks.training.length import RunLength, count_epoch
 from longseq.tasks.training.lock import locked
 from longseq.tasks.training.logger import RunLogger, close_loggers, continue_loggers, log_parameters, writes_events
-from longseq.tasks.training.model import check_trainable, reads_mixer, refuse_mixer, values_in_force
+from longseq.tasks.training.model import check_trainable, reads_mixer, values_in_force
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.peers import watched
 from longseq.tasks.training.recipe import Training, device_batch_size, device_count, effective_learning_rate
@@ -83,24 +82,18 @@ def run(cfg: DictConfig) -> float | None:
     if config["resume"] == "":  # as from a variable of a shell that is not set: no wish to begin anew
         raise ValueError("resume= is empty: give a .ckpt file, or resume=true for the newest, or leave it out")
     refuse_absent_devices(config.get("trainer") or {})  # before its batch is divided over them
-    check_experiment(config)
+    config = read_experiment(config)
     registry.of(config).data.prepare_process(config)
     if automatic.searches(config):
         refuse_search(config)
-    else:
-        refuse_given(
-            lambda key: key.startswith("learning_rate_finder"),
-            "it is of a search, which recipe.learning_rate=find begins",
-        )
     folder = Path(config["output"])
-    _refuse_long_warmup(config, None)
     # What cannot run is refused before the data is opened: devices that are not there, too.
     refuse_other_processes(config)
     trial = build_trainer({**config, "logger": None})
     refuse_nameless_program(trial)
     refuse_lonely_machine(trial)
     _refuse_distributed_sweep(config)
-    log, names_mixer = _find_log(folder), _names_mixer(cfg)
+    log = _find_log(folder)
     if _is_first_process():  # the others may find what it has just written
         check_folder(config, log=log, tables=registry.of(config).report.files)
     done = runs.finished(folder)
@@ -110,9 +103,9 @@ def run(cfg: DictConfig) -> float | None:
         return done.get(config["optimized_metric"])
     try:
         if not _is_first_process():
-            return _train(config, folder, names_mixer)
+            return _train(config, folder)
         with locked(folder), logged(log):
-            return _train(config, folder, names_mixer)
+            return _train(config, folder)
     finally:
         runs.forget_folders()
 
@@ -127,12 +120,7 @@ def _find_log(folder: Path) -> Path | None:
     return folder / f"{HydraConfig.get().job.name}.log"
 
 
-def _names_mixer(cfg: DictConfig) -> bool:
-    """True if the model's keys refer to those of a mixer, before they are resolved."""
-    return not isinstance(cfg, DictConfig) or "mixer" in OmegaConf.to_yaml(cfg.model)
-
-
-def _train(config: dict[str, Any], folder: Path, names_mixer: bool) -> float | None:
+def _train(config: dict[str, Any], folder: Path) -> float | None:
     checkpoint = runs.checkpoint_to_resume(config)
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision(config["matmul_precision"])
@@ -152,8 +140,6 @@ def _train(config: dict[str, Any], folder: Path, names_mixer: bool) -> float | N
             datamodule.keep_classes(trained)
         runs.check_data(checkpoint, datamodule.info, datamodule.files)
     module = _build_module(config, datamodule, initialized=checkpoint is None)
-    if not names_mixer:
-        refuse_mixer(module.backbone)
     module.higher_is_better(config["task"]["metric"], "task.metric")
     _check_optimized_metric(config, module)
     _check_direction(config["optimized_metric"], module)
@@ -166,9 +152,6 @@ def _train(config: dict[str, Any], folder: Path, names_mixer: bool) -> float | N
         if epoch is not None:
             length = RunLength.from_recipe(config["recipe"])
             length.check_units(epoch)
-            if module.has_gradients:
-                refuse_longer_minimum(trainer, length, epoch)
-        _refuse_long_warmup(config, epoch)
     if checkpoint is not None:
         module.check_continues(runs.contents_of(checkpoint), trainer, datamodule)
         if _is_first_process():
@@ -229,7 +212,6 @@ def _open(config: Config) -> tuple[dict[str, Any], TaskData, str | None]:
     chosen, reason = choose(config, datamodule.info)
     if reason is not None:
         settled = automatic.with_rate(chosen)
-        check_experiment(settled)
         datamodule.take_recipe(settled, device_batch_size(settled))
     return chosen, datamodule, reason
 
@@ -301,19 +283,6 @@ def _check_direction(metric: str | None, module: TrainedModule) -> None:
             f"hydra.sweeper.direction={told}: better values of optimized_metric={metric} are "
             f"{'higher' if directions[metric] else 'lower'}; give hydra.sweeper.direction={wanted}"
         )
-
-
-def _refuse_long_warmup(config: Config, epoch: Epoch | None) -> None:
-    """ValueError for a warm-up that a person gave on the command line and that is not shorter than the run.
-
-    One of a recipe is shortened. Without an `epoch`, lengths in different units are not compared.
-    """
-    words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
-    by_hand = any(word.lstrip("+").startswith("recipe.schedule.warmup_") for word in words)
-    # When the epoch is known, all values are chosen; what is_automatic still finds then is the recipe's name.
-    is_chosen = epoch is not None or not automatic.is_automatic(config)
-    if by_hand and is_chosen:
-        RunLength.from_recipe(config["recipe"]).refuse_long_warmup(epoch)
 
 
 def _refuse_distributed_sweep(config: dict[str, Any]) -> None:

@@ -33,15 +33,12 @@ from longseq.mixers.cards import find_growth
 from longseq.parameters import count_parameters
 from longseq.state import state_size, state_tensors
 from longseq.tasks import registry
-from longseq.tasks.command_keys import TrainKeys
-from longseq.tasks.experiment import check_experiment, choose, with_any_choice
+from longseq.tasks.commands import Describe
+from longseq.tasks.experiment import choose, read_experiment, with_any_choice
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.training import checkpoint
-from longseq.tasks.training.command import read_command, refuse_given
 from longseq.tasks.training.configuration import resolve
-from longseq.tasks.training.model import refuse_mixer
-from longseq.tasks.training.options import OneOf
 from longseq.tasks.training.recipe import device_batch_size
 from longseq.timm_models import model_name
 
@@ -67,49 +64,23 @@ PARTS = (
 )
 
 
-def _lists() -> list[str]:
-    return list(LISTS)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DescribeKeys(TrainKeys):
-    """The keys of `longseq describe`: those of `longseq train`, and others; conf/describe.yaml documents them."""
-
-    checkpoint: str | None
-    list: Annotated[str | None, OneOf(_lists)]
-    device: str
-    format: Literal["text", "json"]
-
-
 @quiet_libraries()
 def run(cfg: DictConfig) -> Any:
     """Print and return what `describe.yaml` selects: facts about a model, or a list."""
-    keys = read_command(DescribeKeys, cfg)
-    if keys.output is not None:
-        raise ValueError(f"longseq describe writes no file: leave output={keys.output} out, and add > FILE at the end")
-    if keys.list is not None:
-        _refuse_others(f"list={keys.list} describes no model of the command", "list")
-    elif keys.checkpoint is not None:
-        _refuse_others(f"checkpoint={keys.checkpoint} has a model of its own", "checkpoint", "device")
-    if keys.list is None:
+    keys = read_experiment({**resolve(cfg), "logger": None, "callbacks": {}}, Describe)
+    if keys["list"] is None:
         model, data, recipe = _model_and_data(cfg)
-        facts: Any = _describe(model, data, _device(keys.device), _precision(cfg))
+        facts: Any = _describe(model, data, _device(keys["device"]), _precision(cfg))
         facts |= {} if recipe is None else {"recipe": recipe}
     else:
-        facts = LISTS[keys.list].gather()
-    if keys.format == "json":
+        facts = LISTS[keys["list"]].gather()
+    if keys["format"] == "json":
         print(json.dumps(facts, indent=2))
-    elif keys.list is None:
+    elif keys["list"] is None:
         print_description(facts, Console())
     else:
-        LISTS[keys.list].show(facts, Console())
+        LISTS[keys["list"]].show(facts, Console())
     return facts
-
-
-def _refuse_others(why: str, *read: str) -> None:
-    """Raise ValueError if a person gave a key that this description does not read."""
-    known = (*read, "format", "plugins", "hydra")
-    refuse_given(lambda key: key.split(".")[0].partition("/")[0] not in known, why)
 
 
 def _device(name: str) -> str:
@@ -135,9 +106,8 @@ def _model_and_data(cfg: DictConfig) -> tuple[nn.Module, dict[str, Any], str | N
     if cfg.checkpoint is not None:
         loaded = checkpoint.load(cfg.checkpoint, tasks=registry.names())
         return loaded.backbone, loaded.data, None
-    config = resolve(cfg)
     # Without logger and callbacks: their paths are in a run folder, which this command does not have.
-    check_experiment({**config, "logger": None, "callbacks": {}}, DescribeKeys)
+    config = read_experiment({**resolve(cfg), "logger": None, "callbacks": {}}, Describe)
     is_image = config["task"]["name"] in registry.like("image")
     ready = with_any_choice(config)
     info = _image_info(ready) if is_image else _info(ready, device_batch_size(ready))
@@ -145,7 +115,6 @@ def _model_and_data(cfg: DictConfig) -> tuple[nn.Module, dict[str, Any], str | N
     model = registry.of(config).model
     model.outline(chosen, info)  # refuses sizes that no memory holds
     built = model.build(chosen, info)
-    refuse_mixer(built)
     return built, info.to_dict(), reason
 
 

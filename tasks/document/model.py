@@ -14,12 +14,9 @@ from longseq.backbones.segments import check_segments
 from longseq.backbones.tokens import TokenBackbone
 from longseq.blocks.ngrams import HashedNgrams
 from longseq.tasks.document import linear
-from longseq.tasks.document.config import DocumentModelKeys
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.training.checkpoint import Loaded
-from longseq.tasks.training.command import refuse_inert
 from longseq.tasks.training.model import TaskModel, note, note_new_head, outlined
-from longseq.tasks.training.options import read
 from longseq.tasks.training.token_model import build_seeded, check_alike, check_tokenizer, have_one_tokenizer
 
 # The classifiers on the body of a token model, as `config.model` names them.
@@ -37,31 +34,15 @@ class DocumentModel(TaskModel):
         The linear model is empty until the run fits it.
         """
         if config["model"]["name"] == linear.MODEL:
-            keys = linear.read_keys(config["model"])
-            return LinearTextClassifier(num_classes=info.num_classes, ngrams=keys.ngrams)
+            return LinearTextClassifier(num_classes=info.num_classes, ngrams=config["model"]["ngrams"])
         model = build_classifier(config, info.num_classes, info.vocab_size, info.window)
         _check_positions(model, info)
+        if config["data"].get("segment") is not None:
+            check_segments(model, config["data"].get("gradient_segments"), config["data"]["segment"])
         return model
 
     def outline(self, config: Mapping[str, Any], info: DocumentInfo) -> nn.Module:
         return outlined(config, lambda: self.build(config, info))
-
-    def check(self, config: Mapping[str, Any]) -> None:
-        if config["model"]["name"] == linear.MODEL:
-            linear.check(config)
-            return
-        if config["model"]["name"] in MODELS:
-            read(DocumentModelKeys, config["model"], "model")
-            refuse_inert("model", config["model"], DocumentModelKeys.inert_with)
-        least = 1 + (config["model"].get("separator") or 1)
-        model: Any = outlined(config, lambda: build_classifier(config, num_classes=2, vocab_size=least, longest=2))
-        if config["data"].get("segment") is not None:
-            check_segments(model, config["data"].get("gradient_segments"), config["data"]["segment"])
-            if config.get("compile") is not None:
-                raise ValueError(
-                    f"compile={config['compile']}: segments of documents have no fixed shapes; leave compile out, or "
-                    "read whole documents with data.segment=null"
-                )
 
     def start_from(self, model: Any, loaded: Loaded, info: DocumentInfo) -> None:
         """Copy the body of a language model or of another classifier (see `TextClassifier.load_body`).

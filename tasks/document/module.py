@@ -26,11 +26,13 @@ from longseq.tasks.data.given import (
 )
 from longseq.tasks.document.batch import DocumentBatch, DocumentInputs
 from longseq.tasks.document.info import DocumentInfo
-from longseq.tasks.document.linear import LinearModelKeys, fit_linear, read_documents, read_keys
+from longseq.tasks.config import read
+from longseq.tasks.document.config import LinearModelKeys
+from longseq.tasks.document.linear import fit_linear, read_documents
 from longseq.tasks.document.metrics import TABLES, ScoresByLength
 from longseq.tasks.training.classification import make_metrics
 from longseq.tasks.training.classifier import ClassifierModule
-from longseq.tasks.training.keys import Criterion
+from longseq.tasks.config import Criterion
 from longseq.tasks.training.recipe import Training
 from longseq.tasks.training.token_model import PluginMixers
 
@@ -105,7 +107,7 @@ class DocumentTask(ClassifierModule):
             "threshold": task.get("threshold") if training else None,
         }
         if isinstance(backbone, LinearTextClassifier):
-            keys = read_keys(config["model"]) if training else None
+            keys = read(LinearModelKeys, config["model"], "model") if training else None
             return LinearTask(backbone, info=info, keys=keys, training=training, **measured)
         smoothing = loss.get("label_smoothing", 0.0)
         return cls(backbone, info=info, label_smoothing=smoothing, training=training, **measured)

@@ -25,7 +25,7 @@ from longseq.tasks.image.model import state_data, state_decision
 from longseq.tasks.image.transforms import normalize
 from longseq.tasks.training.classification import make_metrics
 from longseq.tasks.training.classifier import ClassifierModule
-from longseq.tasks.training.keys import Criterion
+from longseq.tasks.config import Criterion
 from longseq.tasks.training.recipe import Training
 from longseq.tasks.training.update_mean import UpdateSum, count_processes
 

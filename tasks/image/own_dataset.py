@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 
 from longseq.tasks.data.given import IMAGES, TARGETS, find_entry
 from longseq.tasks.data.unreadable import UNREADABLE, LabelError, SampleError
-from longseq.tasks.image.config import ImageDataKeys, require_train_set
+from longseq.tasks.image.config import ImageDataKeys
 from longseq.tasks.image.decoding import in_eight_bits, upright
 from longseq.tasks.image.sources import Source, Split, Splits, finish_splits
 from longseq.tasks.training.targets import TARGET, build_own, is_named
@@ -138,7 +138,6 @@ def as_image(image: Any) -> Image.Image:
 
 def own_splits(keys: ImageDataKeys) -> Splits:
     """The splits of `data.train_set`, `data.val_set` and `data.test_set`; of these two any may be missing."""
-    require_train_set(vars(keys))
     train = _open(keys, "train_set")
     kinds = {"validation": "val_set", "test": "test_set"}
     held_out: dict[str, Source] = {

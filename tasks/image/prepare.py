@@ -32,14 +32,14 @@ from longseq.tasks.data.unreadable import UNREADABLE
 from longseq.tasks.image.config import ImageDataKeys
 from longseq.tasks.image.decoding import first_line
 from longseq.tasks.image.encoding import Encoded, Encoding, File, encode_file, encode_files, ending_of
-from longseq.tasks.image.prepare_keys import PrepareImagesKeys
+from longseq.tasks.commands import PrepareImages
 from longseq.tasks.image.ranges import warn_of_narrow_ranges
 from longseq.tasks.image.shards import MANIFEST, SPLITS, VERSION
 from longseq.tasks.image.sources import ReaderSource, Source, Split, open_folders
 from longseq.tasks.image.split_folders import find_split
 from longseq.tasks.image.table import open_tables
 from longseq.tasks.report import progress_bar, quiet_libraries, shorten
-from longseq.tasks.training.command import read_command
+from longseq.tasks.training.configuration import read_command
 from longseq.tasks.training.configuration import command_word
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.lock import LOCK_FILE, locked
@@ -68,7 +68,7 @@ _NAMES = {"train": "train", "validation": "validation", "test": "test"}
 @quiet_libraries()
 def run(cfg: DictConfig) -> None:
     """Prepare images as configured, and print a summary."""
-    keys = read_command(PrepareImagesKeys, cfg)
+    keys = read_command(PrepareImages, cfg)
     assert keys.input is not None
     assert keys.output is not None
     _check_apart(keys.input, keys.output)
@@ -104,7 +104,7 @@ def _check_apart(given: str, output: str) -> None:
         )
 
 
-def open_input(keys: PrepareImagesKeys) -> dict[str, Source]:
+def open_input(keys: PrepareImages) -> dict[str, Source]:
     """The splits that the input has, by name: `train`, and `validation` and `test` where they are set apart."""
     assert keys.input is not None
     root = os.path.expanduser(keys.input)

@@ -42,7 +42,7 @@ from longseq.tasks.text.encoded_parts import (
     read_array,
     told_path,
 )
-from longseq.tasks.text.prepare_keys import PrepareKeys
+from longseq.tasks.commands import Prepare
 from longseq.tasks.text.round_trip import describe_loss
 from longseq.tasks.text.sources import READING, TEXT, Columns, Malformed, Part, find_parts, read_part, refuse_columns
 from longseq.tasks.text.store import (
@@ -61,7 +61,7 @@ from longseq.tasks.text.tokenizer import (
     train_tokenizer,
     trained_size,
 )
-from longseq.tasks.training.command import read_command
+from longseq.tasks.training.configuration import read_command
 from longseq.tasks.training.configuration import command_word
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.lock import locked
@@ -80,7 +80,7 @@ _LEFT_OUT = {"duplicates": "duplicates", "empty": "empty documents", "malformed"
 @quiet_libraries()
 def run(cfg: DictConfig) -> None:
     """Prepare text as configured, and print a summary."""
-    keys = read_command(PrepareKeys, cfg)
+    keys = read_command(Prepare, cfg)
     assert keys.input is not None
     assert keys.output is not None
     columns = Columns(keys.column, keys.prompt_column)

@@ -22,7 +22,7 @@ from longseq.tasks.training.classification import (
     update_metrics,
 )
 from longseq.tasks.training.decisions import Scores, decide
-from longseq.tasks.training.keys import Criterion
+from longseq.tasks.config import Criterion
 from longseq.tasks.training.metrics import MeanLoss
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training

@@ -19,7 +19,6 @@ from longseq.mixers.pattern import options_by_name
 from longseq.models import PretrainedModel, describe, kind_of
 from longseq.parameters import count_parameters
 from longseq.tasks.data.labels import name_some
-from longseq.tasks.training.command import refuse_given
 from longseq.tasks.training.memory import machine_memory
 from longseq.tasks.training.options import spell
 from longseq.tasks.training.runs import flatten
@@ -264,13 +263,6 @@ def values_in_force(config: Mapping[str, Any], model: nn.Module) -> dict[str, An
 def reads_mixer(model: nn.Module) -> bool:
     """True if a model, or the model that it wraps, has a mixer: those of timm and linear ones have none."""
     return "mixer" in _arguments(model)
-
-
-def refuse_mixer(model: nn.Module) -> None:
-    """ValueError if a person gave a mixer for one model that has none. A sweep may try models of all kinds."""
-    if reads_mixer(model) or (HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN):
-        return
-    refuse_given(lambda key: key.split(".")[0] == "mixer", f"{model_name(model)} has no mixers")
 
 
 def _arguments(model: nn.Module) -> Mapping[str, Any]:

@@ -32,7 +32,7 @@ from longseq.tasks.data.loader import count_repeated
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.training.callbacks.updates import updated
 from longseq.tasks.training.checkpoint import known_data
-from longseq.tasks.training.length import Epoch, count_epoch, refuse_longer_minimum, refuse_other_epoch
+from longseq.tasks.training.length import Epoch, count_epoch, refuse_other_epoch
 from longseq.tasks.training.logger import log_metrics
 from longseq.tasks.training.precision import refuse_half_weights, widen_weights
 from longseq.tasks.training.recipe import Training, is_of_timm
@@ -514,7 +514,6 @@ class TrainedModule(LightningModule):
         self.last_update = length.count_updates(epoch)
         # Lightning counts whole epochs; `on_before_optimizer_step` ends a run within one.
         trainer.fit_loop.max_epochs = math.ceil(self.last_update / epoch.updates) if epoch.counted else -1
-        refuse_longer_minimum(trainer, length, epoch)
         validation = length.validation
         if validation is None or validation.unit == "epochs":
             # Of a loader without a length, each update may be an epoch.

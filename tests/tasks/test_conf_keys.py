@@ -12,7 +12,7 @@ import yaml
 
 import longseq.conf
 from longseq.tasks import registry
-from longseq.tasks.command_keys import TrainKeys
+from longseq.tasks.config import Train
 from longseq.tasks.experiment import MixerKeys, RecipeKeys, ScaleKeys
 from longseq.tasks.training.configuration import MARKS
 
@@ -21,10 +21,10 @@ CONF = Path(longseq.conf.__file__).parent
 WHOLE = ("experiment", "comparison", "hparams_search", "hydra")
 
 VERBS = {
-    "evaluate": "longseq.tasks.evaluate:EvaluateKeys",
-    "predict": "longseq.tasks.predict:PredictKeys",
-    "generate": "longseq.tasks.generate:GenerateKeys",
-    "harness": "longseq.tools.harness:HarnessKeys",
+    "evaluate": "longseq.tasks.evaluate:Evaluate",
+    "predict": "longseq.tasks.predict:Predict",
+    "generate": "longseq.tasks.generate:Generate",
+    "harness": "longseq.tools.harness:Harness",
     "export": "longseq.tools.export:ExportKeys",
     "describe": "longseq.tools.describe:DescribeKeys",
     "benchmark_kernels": "longseq.tools.benchmark.kernels:KernelsKeys",
@@ -56,14 +56,14 @@ GROUPS = {path.name for path in CONF.iterdir() if path.is_dir() and path.name no
 
 
 def test_the_keys_of_training_are_those_of_its_file_and_the_groups():
-    assert names(TrainKeys) == set(keys_of(CONF / "train.yaml")) | GROUPS
+    assert names(Train) == set(keys_of(CONF / "train.yaml")) | GROUPS
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_keys_of_a_verb_are_those_of_its_file(verb):
     module, _, name = VERBS[verb].partition(":")
     cls = getattr(importlib.import_module(module), name)
-    inherited = names(TrainKeys) if issubclass(cls, TrainKeys) else {"trainer"} & names(cls)
+    inherited = names(Train) if issubclass(cls, Train) else {"trainer"} & names(cls)
     own = keys_of(CONF / f"{verb}.yaml")
     assert set(own) | inherited == names(cls)
     for key in ("image", "text"):  # of whole models

@@ -28,7 +28,7 @@ from longseq.kernels.launch_file import read_launches
 from longseq.kernels.testing import list_variants
 from longseq.kernels.triton_launch import Launch, fit_launches
 from longseq.tasks import circumstances
-from longseq.tasks.training.command import read_command
+from longseq.tasks.training.configuration import read_command
 from longseq.tools.benchmark import kernels, models, peers, tune
 from longseq.tools.benchmark import work as work_module
 from longseq.tools.benchmark.gate import Gate

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from omegaconf import DictConfig
+from pydantic import Field
 
-from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys, read_command
-from longseq.tasks.training.options import Length, OneOf, Range
+from longseq.tasks.commands import Export
+from longseq.tasks.training.configuration import read_command
 from longseq.tools.export.document_classifier import export_document_classifier
 from longseq.tools.export.formats import FORMATS, SUFFIXES, check_beside, kind_of, register_format
 from longseq.tools.export.image_classifier import export_image_classifier
@@ -43,25 +43,6 @@ EXPORTS: Mapping[str, tuple[Callable[..., ExportReport], Mapping[str, Any]]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportKeys(CommandKeys):
-    """The keys of `longseq export`; conf/export.yaml documents them."""
-
-    checkpoint: Annotated[str | None, CHECKPOINT_NEEDED]
-    format: Annotated[str | None, OneOf(FORMATS)]
-    output: str | None
-    weights: Literal["auto", "ema", "model"]
-    preprocess: bool
-    softmax: bool
-    dynamic_resolution: bool
-    dynamic_length: bool
-    max_length: Annotated[int, Range(1)]
-    opset: Annotated[int, Range(18, 25)]
-    batch_sizes: Annotated[list[int], Range(1), Length(1)]
-    tolerance: Annotated[float, Range(above=0)]
-    latency: bool
-
-
 def run(cfg: DictConfig) -> ExportReport:
     """Export the checkpoint of the configuration `export.yaml`, and print how the file compares with the model."""
     # Imported here, because an export from Python needs no training packages.
@@ -69,7 +50,7 @@ def run(cfg: DictConfig) -> ExportReport:
     from longseq.tasks.training import checkpoint
     from longseq.tasks.training.files import check_file
 
-    keys = read_command(ExportKeys, cfg)
+    keys = read_command(Export, cfg)
     assert keys.checkpoint is not None
     format = keys.format or _format_of(keys.output)
     if keys.opset != OPSET and format in WITHOUT_OPSET:
@@ -107,7 +88,7 @@ def run(cfg: DictConfig) -> ExportReport:
     return report
 
 
-def _check_keys(keys: ExportKeys, own: Mapping[str, Any], task: str) -> None:
+def _check_keys(keys: Export, own: Mapping[str, Any], task: str) -> None:
     """Raise ValueError for a key that models of other tasks have."""
     others = {name: value for _, defaults in EXPORTS.values() for name, value in defaults.items() if name not in own}
     for name, default in others.items():

@@ -13,11 +13,11 @@ import torch
 from omegaconf import DictConfig
 
 from longseq.files import Kind, json_keys
-from longseq.tasks.command_keys import HarnessKeys
+from longseq.tasks.commands import Harness
 from longseq.tasks.devices import choose_device
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import checkpoint, processes
-from longseq.tasks.training.command import read_command
+from longseq.tasks.training.configuration import read_command
 from longseq.tasks.training.files import prepare_file, write_text
 from longseq.tools.harness.names import check_names
 
@@ -27,7 +27,7 @@ _RESULTS = Kind("results of `longseq harness`", lambda path: {"lm_eval", "tasks"
 @quiet_libraries()
 def run(cfg: DictConfig) -> dict[str, Any]:
     """Measure `cfg.checkpoint` on `cfg.tasks`; print the results, write them as JSON and return them."""
-    keys = read_command(HarnessKeys, cfg)
+    keys = read_command(Harness, cfg)
     assert keys.checkpoint is not None
     assert keys.tasks is not None
     if find_spec("lm_eval") is None:

@@ -20,18 +20,20 @@ from longseq.files import check_place
 from longseq.mixers.pattern import options_by_name
 from longseq.models import describe
 from longseq.tasks.report import quiet_libraries
-from longseq.tasks.training.command import read_command
+from longseq.tasks.training.configuration import read_command
 from longseq.tasks.training.token_keys import BodyKeys, TokenModelKeys
 from longseq.tokenizer_files import TOKENIZER_FILE
 from longseq.tools.hugging_face.conversion import VOCABULARIES, change_mixer, read_model, write_family, write_model
-from longseq.tools.hugging_face.convert_keys import OURS, ConvertKeys
+from longseq.tasks.commands import Convert
 from longseq.tools.hugging_face.families import FAMILIES
+
+OURS = "longseq"
 
 
 @quiet_libraries()
 def run(cfg: DictConfig) -> Path:
     """Convert a model as configured; returns the folder that was written."""
-    keys = read_command(ConvertKeys, cfg)
+    keys = read_command(Convert, cfg)
     assert keys.source is not None
     assert keys.output is not None
     source, output = Path(keys.source), Path(keys.output)

@@ -14,7 +14,7 @@ from documents import make_rows, open_data, write_jsonl
 
 from longseq.backbones.classifier import TextClassifier
 from longseq.tasks import predict
-from longseq.tasks.data.input_keys import InputKeys
+from longseq.tasks.commands import Predict
 from longseq.tasks.data.inputs import PassedOver, Prediction, Unreadable
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.inputs import DocumentFiles
@@ -28,9 +28,9 @@ def make_info(**changes: Any) -> DocumentInfo:
     return DocumentInfo(**{**known, "tokenizer": {"kind": "bytes"}, "window": 10, **changes})
 
 
-def make_keys(**changes: Any) -> InputKeys:
+def make_keys(**changes: Any) -> Predict:
     known = {"top_k": None, "batch_size": 64, "num_workers": 0, "column": None, "truncation": None, "segment": None}
-    return InputKeys(**{**known, **changes})
+    return Predict(**{**known, **changes})
 
 
 def make_model(mixer: str = "deltanet", **options: Any) -> TextClassifier:
