@@ -21,7 +21,7 @@ from longseq.backbones.segments import (
 )
 from longseq.kernels.packing import Packing
 from longseq.tasks.data.inputs import (
-    InputKeys,
+    Predict,
     Inputs,
     PassedOver,
     Prediction,
@@ -85,7 +85,7 @@ class DocumentFiles(Inputs):
         self._left_out: list[str] = []
 
     @classmethod
-    def open(cls, path: str, info: DocumentInfo, keys: InputKeys) -> DocumentFiles:
+    def open(cls, path: str, info: DocumentInfo, keys: Predict) -> DocumentFiles:
         if keys.num_workers:
             raise ValueError(f"num_workers={keys.num_workers}: documents are read by one process; leave it out")
         if keys.saliency is not None:
@@ -101,7 +101,7 @@ class DocumentFiles(Inputs):
             raise ValueError(f"input={path} is empty: it holds no file with text")
         return cls(parts, passed_over, columns, info, tokenizer)
 
-    def predict(self, model: nn.Module, keys: InputKeys) -> Iterator[Prediction | Unreadable]:
+    def predict(self, model: nn.Module, keys: Predict) -> Iterator[Prediction | Unreadable]:
         info = self.info
         segment = keys.segment or info.segment or SEGMENT
         truncation, obstacle = keys.truncation or info.truncation, find_obstacle(model)

@@ -851,7 +851,7 @@ def _augmentation(augment: Mapping[str, Any], batch_size: int) -> tuple[Augmenta
     """The transforms of a sample, and the number of repeats; `mixing` is the task's, but must fit the batch."""
     options = dict(augment)
     repeats, mixing = int(options.pop("repeats", 1)), options.pop("mixing", None) or {}
-    known = [f.name for f in fields(Augmentation)]
+    known = list(Augmentation.model_fields)
     if unknown := sorted(set(options) - set(known)):
         raise ValueError(f"augment has no {', '.join(unknown)}: its keys are {', '.join(known)}, repeats, mixing")
     if batch_size % 2 and (mixing.get("mixup") or mixing.get("cutmix")):
