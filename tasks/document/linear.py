@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
@@ -25,8 +24,6 @@ from longseq.tasks.training.options import Range, read
 
 # The name of the model in `config.model`.
 MODEL = "linear"
-
-_log = logging.getLogger(__name__)
 
 # The documents that are scored at once.
 _BATCH = 64
@@ -56,22 +53,6 @@ def read_keys(model: Mapping[str, Any]) -> LinearModelKeys:
     return read(LinearModelKeys, {name: value for name, value in model.items() if name not in foreign}, "model")
 
 
-def check(config: Mapping[str, Any]) -> None:
-    """ValueError, in one line, for keys of a configuration that model=linear does not have, or that it cannot heed."""
-    own = read_keys(config["model"])
-    if unread := [f"model.{name}={value}" for name, value in config["model"].items() if not hasattr(own, name)]:
-        _warn(f"{', '.join(unread)}: not read by model=linear")
-    for key, value in (("class_weights", "none"), ("sampling", None)):
-        if config["data"].get(key, value) != value:
-            _warn(f"data.{key}={config['data'][key]}: not read by model=linear, which fits each document alike")
-    recipe = config["recipe"]
-    if recipe.get("ema") is not None:
-        _warn("recipe.ema averages the weights of updates, which model=linear does not have: it is not read")
-    for name, value in (("init", config["init"]), ("recipe.freeze", recipe.get("freeze"))):
-        if value is not None:
-            raise ValueError(f"{name} is for models that are trained by gradients, not for model=linear: leave it out")
-
-
 def read_documents(split: Split) -> Iterator[tuple[Sequence[int], Any]]:
     """Each document of a split as a model reads it, after truncation: its tokens and its target."""
     for number in range(split.documents):
@@ -81,10 +62,7 @@ def read_documents(split: Split) -> Iterator[tuple[Sequence[int], Any]]:
 def fit_linear(
     documents: Iterable[tuple[Sequence[int], Any]], info: DocumentInfo, keys: LinearModelKeys
 ) -> LinearTextClassifier:
-    """The linear model of training documents: their tokens, and their classes, or `[C]` zeros and ones for labels.
-
-    ValueError, in one line, if no n-gram is in as many documents as `min_documents`.
-    """
+    """The linear model of training documents: their tokens, and their classes, or `[C]` zeros and ones for labels."""
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     empty = LinearTextClassifier(num_classes=info.num_classes, ngrams=keys.ngrams)
@@ -97,13 +75,7 @@ def fit_linear(
             yield empty.read(tokens)
 
     vectorizer = TfidfVectorizer(analyzer=empty.grams, sublinear_tf=True, min_df=keys.min_documents, dtype=np.float32)
-    try:
-        values = vectorizer.fit_transform(texts())
-    except ValueError as error:
-        raise ValueError(
-            f"model=linear: none of {len(wanted)} training documents shares an n-gram with {keys.min_documents - 1} "
-            "others: give model.min_documents=1"
-        ) from error
+    values = vectorizer.fit_transform(texts())
     vocabulary = vectorizer.get_feature_names_out().tolist()
     model = LinearTextClassifier(num_classes=info.num_classes, vocabulary=vocabulary, ngrams=keys.ngrams)
     model.text = _text_of(info)
@@ -193,8 +165,3 @@ def measure(
 
 def _no() -> bool:
     return False
-
-
-@rank_zero_only
-def _warn(message: str) -> None:
-    _log.warning(message)

@@ -135,11 +135,7 @@ class DocumentTask(ClassifierModule):
                 return tokens, targets
             mask = torch.ones_like(tokens, dtype=torch.bool)
         if tokens.ndim != 2 or targets.ndim != (2 if self.info.multi_label else 1) or len(targets) != len(tokens):
-            wanted = "[N, C], 0 or 1 for each label" if self.info.multi_label else "[N], class numbers"
-            raise ValueError(
-                f"tokens of the shape {list(tokens.shape)} with labels of {list(targets.shape)}: a batch is rows of "
-                f"tokens [N, T], with labels {wanted}"
-            )
+            raise ValueError(f"tokens {list(tokens.shape)} do not fit labels {list(targets.shape)}")
         if self.info.multi_label:
             check_several_labels(targets, exact=not self.training)
         else:
