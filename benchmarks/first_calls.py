@@ -20,7 +20,7 @@ from command import run_script
 from hydra import compose, initialize_config_module
 
 from longseq.kernels.self_test import CACHE_VARIABLE
-from longseq.tasks.training.command import read_command
+from longseq.tasks.training.configuration import read_command
 from longseq.tools.benchmark import models
 from longseq.tools.benchmark.gate import call_op, options_of, tensors_of
 from longseq.tools.benchmark.kernels import find_modules

@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd import DeviceType
 from torch.nn import functional
 
-from longseq.tasks.training.command import read_command
+from longseq.tasks.training.configuration import read_command
 from longseq.tools.benchmark import models
 from longseq.tools.benchmark.measure import Run, synchronize
 from longseq.tools.benchmark.report import add_circumstances

@@ -22,7 +22,7 @@ import torch
 from command import run_script
 from hydra import compose, initialize_config_module
 
-from longseq.tasks.training.command import read_command
+from longseq.tasks.training.configuration import read_command
 from longseq.tasks.training.runs import METRICS_FILE
 from longseq.tools.benchmark.files import Bench, FilesKeys, make_pictures
 from longseq.tools.benchmark.report import add_circumstances

@@ -16,6 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from longseq.tasks.config import Keys, TaskKeys, key
     from longseq.tasks.data.info import Info
     from longseq.tasks.data.samples import SampleData
     from longseq.tasks.document.info import DocumentInfo
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from longseq.tasks.registry import Task
     from longseq.tasks.report import Report
     from longseq.tasks.text.info import TextInfo
-    from longseq.tasks.config import Keys, TaskKeys, key
     from longseq.tasks.training.length import RunLength
     from longseq.tasks.training.metrics import MeanLoss, MeanScore
     from longseq.tasks.training.module import TrainedModule
@@ -47,6 +47,7 @@ __all__ = [
     "ImageDataKeys",
     "ImageDataModule",
     "Info",
+    "Keys",
     "LanguageModelData",
     "LanguageModelTask",
     "MeanLoss",
@@ -54,7 +55,6 @@ __all__ = [
     "ProbeDataKeys",
     "ProbeDataModule",
     "ProbeTask",
-    "Keys",
     "Report",
     "RunLength",
     "SampleData",

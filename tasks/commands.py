@@ -19,7 +19,9 @@ class Evaluate(Command):
     """The keys of `longseq evaluate`."""
 
     checkpoint: str = key(..., "a FILE of `longseq train`, a FOLDER of save_pretrained, or hf-hub:OWNER/NAME")
-    weights: Weights = key("auto", "ema: the averaged weights; model: the others; auto: the averaged ones if there are any")
+    weights: Weights = key(
+        "auto", "ema: the averaged weights; model: the others; auto: the averaged ones if there are any"
+    )
     split: Literal["test", "val"] = key("test", "the split that is measured, if input is null")
     input: str | Annotated[list[str], Field(min_length=1)] | None = key(
         None, "text as `longseq prepare` reads it; a language model measures each of its documents"
@@ -35,7 +37,9 @@ class Predict(Command):
     checkpoint: str = key(..., "a FILE of `longseq train`, a FOLDER of save_pretrained, or hf-hub:OWNER/NAME")
     input: str = key(..., "an image; a text, jsonl, csv, tsv or parquet; or a folder of these")
     output: str = key("predictions.csv", "FILE.csv or FILE.json", pattern=r"\.(csv|json)$")
-    top_k: Count | None = key(None, "the most probable classes that are written; null: 5 of an image, all of a document")
+    top_k: Count | None = key(
+        None, "the most probable classes that are written; null: 5 of an image, all of a document"
+    )
     batch_size: Count = key(64, "the most images or documents that are classified together")
     num_workers: int = key(0, "processes that read images", ge=0)
     column: str | None = key(None, "of documents: the column of the text; null: that of the training")
@@ -44,14 +48,18 @@ class Predict(Command):
     saliency: str | None = key(None, "of images: a FOLDER for pictures of the pixels that move the score of a class")
     saliency_class: str | int | None = key(None, "the name of that class; null: the predicted one")
     device: str = key("auto", "auto: the GPU if there is one; cpu, cuda, cuda:1, ...")
-    weights: Weights = key("auto", "ema: the averaged weights; model: the others; auto: the averaged ones if there are any")
+    weights: Weights = key(
+        "auto", "ema: the averaged weights; model: the others; auto: the averaged ones if there are any"
+    )
 
 
 class Generate(Command):
     """The keys of `longseq generate`."""
 
     checkpoint: str = key(..., "a FILE of `longseq train`, a FOLDER of save_pretrained, or hf-hub:OWNER/NAME")
-    weights: Weights = key("auto", "ema: the averaged weights; model: the others; auto: the averaged ones if there are any")
+    weights: Weights = key(
+        "auto", "ema: the averaged weights; model: the others; auto: the averaged ones if there are any"
+    )
     prompt: str | None = key(None, "the text to continue")
     input: str | None = key(None, "or a file with a prompt on each line")
     output: str | None = key(None, "a .jsonl file for the texts; null: they are printed")
@@ -81,7 +89,9 @@ class Harness(Command):
     """The keys of `longseq harness`."""
 
     checkpoint: str = key(..., "a FILE of `longseq train`, a FOLDER of save_pretrained, or hf-hub:OWNER/NAME")
-    weights: Weights = key("auto", "ema: the averaged weights; model: the others; auto: the averaged ones if there are any")
+    weights: Weights = key(
+        "auto", "ema: the averaged weights; model: the others; auto: the averaged ones if there are any"
+    )
     tasks: Annotated[list[str], Field(min_length=1)] = key(..., "tasks of lm-evaluation-harness: [hellaswag,piqa]")
     include: str | None = key(None, "a folder with task files of your own")
     data: HarnessData = key(HarnessData(), "the sets of the tasks")
@@ -128,7 +138,9 @@ class PrepareImages(Command):
     shard_bytes: int = key(1_000_000_000, "the bytes of a shard", ge=1_000)
     multi_label: bool = key(False, "true: an image has any number of labels")
     file_column: str | None = key(None, "of a csv: the column of the files; null: file_name")
-    label_column: str | Annotated[list[str], Field(min_length=1)] | None = key(None, "null: label; or a list of columns")
+    label_column: str | Annotated[list[str], Field(min_length=1)] | None = key(
+        None, "null: label; or a list of columns"
+    )
     label_delimiter: str | None = key(None, "what stands between several labels in a cell")
     processes: Count | None = key(None, "processes that encode; null: one per core")
 
@@ -148,7 +160,9 @@ class Convert(Command):
     source: str = key(..., "a folder of another library or of longseq, or a checkpoint of `longseq train`")
     output: str = key(..., "a new folder")
     mixer: ConvertMixer = key(ConvertMixer(), "what becomes of attention")
-    format: str = key("longseq", "longseq, or for the way back llama, mistral, qwen3, olmo2, delta_net, gla, gsa, mamba, ...")
+    format: str = key(
+        "longseq", "longseq, or for the way back llama, mistral, qwen3, olmo2, delta_net, gla, gsa, mamba, ..."
+    )
     seed: int = key(0, "the seed of the parameters that the new mixers add", ge=0)
 
 
@@ -203,7 +217,9 @@ def store_defaults() -> None:
     for verb, keys in COMMANDS.items():
         node = defaults(keys)
         if keys is Describe:  # its file extends that of the training
-            node = {name: node[name] for name in keys.model_fields if name not in Train.model_fields or name == "output"}
+            node = {
+                name: node[name] for name in keys.model_fields if name not in Train.model_fields or name == "output"
+            }
         if keys is Evaluate:
             from longseq.tasks import registry
 

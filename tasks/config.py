@@ -89,7 +89,9 @@ def describe_error(error: ValidationError, cls: type[BaseModel] | None, place: s
     path = [part for part in first["loc"] if isinstance(part, int) or (part.isidentifier() and part not in _TYPES)]
     name = ".".join(filter(None, [place, *map(str, path)]))
     if first["type"] == "extra_forbidden":
-        return unknown_key(str(path[-1]), _keys_at(cls, path[:-1]), ".".join(filter(None, [place, *map(str, path[:-1])])))
+        return unknown_key(
+            str(path[-1]), _keys_at(cls, path[:-1]), ".".join(filter(None, [place, *map(str, path[:-1])]))
+        )
     if first["type"] == "missing":
         return f"{name} is missing: give {name}=..."
     allowed = [one["msg"] for one in wrong if one["loc"][: len(path)] == first["loc"][: len(path)]]

@@ -113,7 +113,7 @@ def _evaluate_documents(keys: Evaluate, config: Mapping[str, Any], changes: Mapp
     """Write the log-probability of each document of `keys.input`; print the sums and return their metrics."""
     from longseq.tasks.lm.documents import score_documents
     from longseq.tasks.text.info import TextInfo
-    from longseq.tasks.text.sources import DATA_KEYS, TEXT, Columns, find_parts, refuse_columns
+    from longseq.tasks.text.sources import TEXT, Columns, find_parts
 
     assert keys.checkpoint is not None
     assert keys.input is not None
@@ -125,8 +125,7 @@ def _evaluate_documents(keys: Evaluate, config: Mapping[str, Any], changes: Mapp
             f"data.{unread[0]} is not read with input, which measures each document by itself: leave it out"
         )
     inputs = [keys.input] if isinstance(keys.input, str) else keys.input
-    named = (*DATA_KEYS[:3], "input")
-    columns = Columns(changes.get("column", TEXT.text), changes.get("prompt_column"), keys=named)
+    columns = Columns(changes.get("column", TEXT.text), changes.get("prompt_column"))
     output = Path(keys.output or _beside(keys.checkpoint) / f"evaluation_{Path(inputs[0]).stem}.jsonl")
     _check_ending(output, ".jsonl", "with input, a line a document")
     prepare_file(output, _DOCUMENTS, reads=[*inputs, keys.checkpoint])
@@ -134,7 +133,6 @@ def _evaluate_documents(keys: Evaluate, config: Mapping[str, Any], changes: Mapp
     if trainer.world_size > 1:
         raise ValueError("input is read by one process: give trainer.devices=1")
     parts = find_parts(inputs, columns)
-    refuse_columns(columns, parts)
     loaded = checkpoints.load(keys.checkpoint, weights=keys.weights, tasks=registry.names())
     if loaded.task_name not in DOCUMENT_TASKS:
         raise ValueError(

@@ -30,7 +30,7 @@ from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.devices import choose_device, is_out_of_memory
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.text.info import TextInfo
-from longseq.tasks.text.sources import JSON_LINES, JsonObject, compression_of, is_array
+from longseq.tasks.text.sources import JSON_LINES, is_array
 from longseq.tasks.text.stream import StopStrings, TextStream
 from longseq.tasks.text.tokenizer import Tokenizer
 from longseq.tasks.training import checkpoint
@@ -153,9 +153,7 @@ def read_prompts(path: Path) -> list[str]:
         # Not splitlines(), which also splits at characters that JSON texts may hold as they are, such as U+2028.
         text = content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        told = compression_of(content)
-        reason = f"compressed by {told}: decompress it" if told else f"{error.reason} at byte {error.start}"
-        raise ValueError(f"{path} is no UTF-8: {reason}") from error
+        raise ValueError(f"{path}: {error}") from error
     lines = text.split("\n")
     if ending == ".json" and is_array(path):
         prompts = _prompts_of_array(path, text)
@@ -179,7 +177,7 @@ def read_prompts(path: Path) -> list[str]:
 
 def _prompts_of_array(path: Path, text: str) -> list[str]:
     try:
-        rows = json.loads(text, object_pairs_hook=JsonObject)
+        rows = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     return [_find_prompt(f"{path}, row {number}", row) for number, row in enumerate(rows)]
@@ -187,7 +185,7 @@ def _prompts_of_array(path: Path, text: str) -> list[str]:
 
 def _read_prompt(place: str, line: str) -> str:
     try:
-        found = json.loads(line, object_pairs_hook=JsonObject)
+        found = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: no JSON object with the key prompt") from error
     return _find_prompt(place, found)
@@ -195,9 +193,7 @@ def _read_prompt(place: str, line: str) -> str:
 
 def _find_prompt(place: str, found: Any) -> str:
     """The prompt of a value of JSON: a text, or an object with the key prompt."""
-    if isinstance(found, JsonObject) and "prompt" in found:
-        if "prompt" in found.repeated:
-            raise ValueError(f"{place}: the key prompt twice")
+    if isinstance(found, dict) and "prompt" in found:
         found = found["prompt"]
         if not isinstance(found, str):
             raise ValueError(f"{place}: prompt is no text")

@@ -9,7 +9,7 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import timm
 import torch

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from longseq.tasks.data.unreadable import LabelError
 from longseq.tasks.config import spell, unknown_key
+from longseq.tasks.data.unreadable import LabelError
 
 Labels = tuple[str, ...]
 Weight = Annotated[float, Field(ge=0)]

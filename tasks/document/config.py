@@ -38,7 +38,9 @@ class DocumentDataKeys(Keys):
 
     name: str = key(..., "the name in tables")
     source: str = key(..., "what the documents are")
-    root: str | None = key(None, "jsonl, csv, tsv, parquet, a saved set, a folder of these, or a folder of class folders")
+    root: str | None = key(
+        None, "jsonl, csv, tsv, parquet, a saved set, a folder of these, or a folder of class folders"
+    )
     train: str | None = key(None, "the training documents below root; null: root itself")
     validation: Fraction | str | None = key(None, "a file below root, or the share of the training documents")
     test: Fraction | str | None = key(None, "as validation")
@@ -51,7 +53,9 @@ class DocumentDataKeys(Keys):
     on_bad_line: Literal["skip", "stop"] = key("skip", "what happens where a document cannot be read")
     duplicates: Literal["report", "drop"] = key("report", "documents in two splits: report, or drop them from training")
     options: dict[str, Any] = key({}, "of a source that a program registers")
-    tokenizer: str | None = key(None, "bytes, a tokenizer.json or its folder, train:16384, init; null: init's, else bytes")
+    tokenizer: str | None = key(
+        None, "bytes, a tokenizer.json or its folder, train:16384, init; null: init's, else bytes"
+    )
     separator: str | None = key(None, "the token that begins a document; null: the tokenizer's end-of-text token")
     max_length: Annotated[int, Field(ge=2)] | None = key(None, "the tokens that are read of a longer document")
     truncation: Truncation = key("none", "which ones: head, tail, head_tail, middle; none: whole documents")
@@ -60,7 +64,9 @@ class DocumentDataKeys(Keys):
     gradient_segments: Count | None = key(None, "of a document, the last segments that gradients go through; null: all")
     class_weights: ClassWeights = key("none", "balanced, a list, or {NAME: NUMBER}: weights of classes in the loss")
     sampling: Sampling = key(None, "balanced: an epoch draws each class equally often")
-    packing: Literal["packed", "padded"] = key("packed", "packed: documents end to end; padded: rows of similar lengths")
+    packing: Literal["packed", "padded"] = key(
+        "packed", "packed: documents end to end; padded: rows of similar lengths"
+    )
     cache: str | None = key(None, "the folder of prepared text; null: longseq/text in XDG_CACHE_HOME")
     check: bool = key(True, "compare the checksums of the cache's files")
     eval_batch_size: Count | None = key(None, "tokens at a time; null: the training batch, or the longest document")

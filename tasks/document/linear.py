@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.tasks.document.assemble import Split
+from longseq.tasks.document.config import LinearModelKeys
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.metrics import make_scores
 from longseq.tasks.training import targets
@@ -22,8 +22,6 @@ from longseq.tasks.training.decisions import decide
 
 # The name of the model in `config.model`.
 MODEL = "linear"
-
-_log = logging.getLogger(__name__)
 
 # The documents that are scored at once.
 _BATCH = 64
@@ -38,10 +36,7 @@ def read_documents(split: Split) -> Iterator[tuple[Sequence[int], Any]]:
 def fit_linear(
     documents: Iterable[tuple[Sequence[int], Any]], info: DocumentInfo, keys: LinearModelKeys
 ) -> LinearTextClassifier:
-    """The linear model of training documents: their tokens, and their classes, or `[C]` zeros and ones for labels.
-
-    ValueError, in one line, if no n-gram is in as many documents as `min_documents`.
-    """
+    """The linear model of training documents: their tokens, and their classes, or `[C]` zeros and ones for labels."""
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     empty = LinearTextClassifier(num_classes=info.num_classes, ngrams=keys.ngrams)
@@ -54,13 +49,7 @@ def fit_linear(
             yield empty.read(tokens)
 
     vectorizer = TfidfVectorizer(analyzer=empty.grams, sublinear_tf=True, min_df=keys.min_documents, dtype=np.float32)
-    try:
-        values = vectorizer.fit_transform(texts())
-    except ValueError as error:
-        raise ValueError(
-            f"model=linear: none of {len(wanted)} training documents shares an n-gram with {keys.min_documents - 1} "
-            "others: give model.min_documents=1"
-        ) from error
+    values = vectorizer.fit_transform(texts())
     vocabulary = vectorizer.get_feature_names_out().tolist()
     model = LinearTextClassifier(num_classes=info.num_classes, vocabulary=vocabulary, ngrams=keys.ngrams)
     model.text = _text_of(info)
@@ -106,7 +95,7 @@ class LinearBaseline(Callback):
     out and says so; model=linear measures it then. Its time is not part of the run's `seconds`.
     """
 
-    def __init__(self, most_documents: Annotated[int, Range(1)] = 50_000) -> None:
+    def __init__(self, most_documents: int = 50_000) -> None:
         self.most_documents = most_documents
         self.scores: dict[str, float] = {}
         self.documents = 0
@@ -150,8 +139,3 @@ def measure(
 
 def _no() -> bool:
     return False
-
-
-@rank_zero_only
-def _warn(message: str) -> None:
-    _log.warning(message)

@@ -37,7 +37,9 @@ class ImageDataKeys(Keys):
     """The keys of `data`; `ImageDataModule` documents them."""
 
     name: str = key(..., "the name in tables")
-    source: str = key(..., "digits, fashion_mnist, cifar10, folder, csv, shards, hfds/NAME, hfids/NAME, wds/NAME, torch/NAME")
+    source: str = key(
+        ..., "digits, fashion_mnist, cifar10, folder, csv, shards, hfds/NAME, hfids/NAME, wds/NAME, torch/NAME"
+    )
     img_size: Count = key(..., "pixels of a side in training and evaluation")
     root: str | None = key(None, "the folder of the data")
     download: bool = key(False, "true: fetch the data if they are not in root")
@@ -56,13 +58,21 @@ class ImageDataKeys(Keys):
     train_samples: Count | None = key(None, "the images of an epoch, for streams of unknown length")
     mean: Annotated[Sequence[Part], Field(min_length=1)] = key((0.5,), "of each channel, on the scale from 0 to 1")
     std: Annotated[Sequence[Positive], Field(min_length=1)] = key((0.5,), "of each channel")
-    interpolation: Literal["bicubic", "bilinear", "nearest", "lanczos", "box", "hamming"] = key("bicubic", "of resizing")
-    crop_pct: Annotated[float, Field(ge=LEAST_CROP, le=1)] = key(1.0, "the part of the shorter side that evaluation sees")
+    interpolation: Literal["bicubic", "bilinear", "nearest", "lanczos", "box", "hamming"] = key(
+        "bicubic", "of resizing"
+    )
+    crop_pct: Annotated[float, Field(ge=LEAST_CROP, le=1)] = key(
+        1.0, "the part of the shorter side that evaluation sees"
+    )
     eval_batch_size: Count | None = key(None, "null: the training batch of one device")
     num_workers: Annotated[int, Field(ge=0)] | None = key(None, "null: one per core, at most 16 per device")
-    decode: Literal["cpu", "gpu", "auto"] = key("cpu", "gpu: nvJPEG and transforms of whole batches; auto: where possible")
+    decode: Literal["cpu", "gpu", "auto"] = key(
+        "cpu", "gpu: nvJPEG and transforms of whole batches; auto: where possible"
+    )
     pin_memory: bool = key(True, "copy batches to a GPU from pinned memory")
-    on_error: Literal["skip", "raise"] = key("skip", "skip: unreadable images are counted; raise: the first ends the run")
+    on_error: Literal["skip", "raise"] = key(
+        "skip", "skip: unreadable images are counted; raise: the first ends the run"
+    )
     class_weights: ClassWeights = key("none", "balanced, a list, or {NAME: NUMBER}: weights of classes in the loss")
     sampling: Sampling = key(None, "balanced: an epoch draws each class equally often")
     multi_label: bool = key(False, "true: an image has any number of labels")

@@ -19,9 +19,9 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from typing_extensions import Self
 
 from longseq.files import check_replaced
+from longseq.tasks.commands import Predict
 from longseq.tasks.data.batch import Batch, Failure
 from longseq.tasks.data.folders import written_name
-from longseq.tasks.commands import Predict
 from longseq.tasks.data.inputs import InputFiles
 from longseq.tasks.data.inputs import Unreadable as NotRead
 from longseq.tasks.data.labels import name_some, number_of_class

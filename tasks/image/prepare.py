@@ -28,19 +28,18 @@ import numpy as np
 from omegaconf import DictConfig
 
 from longseq.files import crc32_of
+from longseq.tasks.commands import PrepareImages
 from longseq.tasks.data.unreadable import UNREADABLE
 from longseq.tasks.image.config import ImageDataKeys
 from longseq.tasks.image.decoding import first_line
 from longseq.tasks.image.encoding import Encoded, Encoding, File, encode_file, encode_files, ending_of
-from longseq.tasks.commands import PrepareImages
 from longseq.tasks.image.ranges import warn_of_narrow_ranges
 from longseq.tasks.image.shards import MANIFEST, SPLITS, VERSION
 from longseq.tasks.image.sources import ReaderSource, Source, Split, open_folders
 from longseq.tasks.image.split_folders import find_split
 from longseq.tasks.image.table import open_tables
 from longseq.tasks.report import progress_bar, quiet_libraries, shorten
-from longseq.tasks.training.configuration import read_command
-from longseq.tasks.training.configuration import command_word
+from longseq.tasks.training.configuration import command_word, read_command
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.lock import LOCK_FILE, locked
 from longseq.tasks.training.processes import usable_cores

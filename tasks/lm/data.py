@@ -13,12 +13,11 @@ from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import Place, find_place, follow
 from longseq.tasks.data.sampler import UpdateSampler
 from longseq.tasks.data.shares import refuse_larger_shares, same_root
-from longseq.tasks.text.corpora import fractions_of, open_corpora, require_roots
+from longseq.tasks.text.corpora import fractions_of, open_corpora
 from longseq.tasks.text.info import TextInfo
 from longseq.tasks.text.keys import READ_BY, TextDataKeys
 from longseq.tasks.text.sampler import EveryStream, EveryWindow, MixedSampler, StreamSampler, WindowBatches
 from longseq.tasks.text.store import Corpus, TokenStore
-from longseq.tasks.text.tokenizer import require_tokenizer
 from longseq.tasks.text.windows import Assembler, Concatenated, Documents, Windows, most_sequences
 from longseq.tasks.training.checkpoint import WINDOW
 from longseq.tasks.training.options import read
@@ -67,12 +66,6 @@ class LanguageModelData(TaskData):
         self._windows: dict[str, list[Windows]] = {}
         self._info: TextInfo | None = None
         self._told: set[str] = set()  # the stages of which a warning has told that they have few windows
-
-    @classmethod
-    def require_files(cls, config: Mapping[str, Any]) -> None:
-        keys = read(TextDataKeys, config["data"], "data")
-        require_roots(keys)
-        require_tokenizer(keys.tokenizer)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> LanguageModelData:

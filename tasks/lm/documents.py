@@ -16,7 +16,7 @@ from longseq.files import replacing
 from longseq.tasks.lm.likelihood import document_rows, score_rows
 from longseq.tasks.lm.metrics import perplexity_of
 from longseq.tasks.report import progress_bar
-from longseq.tasks.text.documents import Document, LineCounter
+from longseq.tasks.text.documents import Document
 from longseq.tasks.text.sources import Columns, Malformed, Part, read_part
 from longseq.tasks.text.tokenizer import Tokenizer
 
@@ -36,7 +36,6 @@ class Totals:
     malformed: int = 0
     empty: int = 0
     named: list[str] = field(default_factory=list)
-    lines: LineCounter = field(default_factory=LineCounter)  # for the places of what could not be read
 
     def metrics(self) -> dict[str, float]:
         """The loss of a token in nats, its exponential, and the bits of a byte, over all documents."""
@@ -113,7 +112,7 @@ def _score_block(
         number = totals.documents + totals.malformed + totals.empty
         if isinstance(one, Malformed):
             totals.malformed += 1
-            told = one.describe(totals.lines)
+            told = one.describe()
             if len(totals.named) < _NAMED:
                 totals.named.append(told)
             yield {"document": number, "error": told}

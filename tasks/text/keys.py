@@ -28,7 +28,9 @@ class TextDataKeys(Keys):
 
     name: str = key(..., "the name in tables")
     source: Literal["standard_library", "python_sources", "files", "tokens"] = key(..., "what the text is")
-    root: str | Annotated[list[str], Field(min_length=1)] | None = key(None, "a file, a folder, or a list, mixed by weights")
+    root: str | Annotated[list[str], Field(min_length=1)] | None = key(
+        None, "a file, a folder, or a list, mixed by weights"
+    )
     weights: Annotated[list[Positive], Field(min_length=1)] | None = key(None, "the share of each root")
     check: bool = key(True, "compare the checksums of prepared tokens")
     tokenizer: str | None = key(None, "bytes, a tokenizer.json or its folder, train:16384")

@@ -13,6 +13,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix, MultilabelCon
 
 from longseq.blocks.precision import at_least_float32
 from longseq.models import CHECKPOINT_RUN
+from longseq.tasks.config import Criterion
 from longseq.tasks.data.labels import name_some
 from longseq.tasks.training.classification import (
     dense_counts,
@@ -22,7 +23,6 @@ from longseq.tasks.training.classification import (
     update_metrics,
 )
 from longseq.tasks.training.decisions import Scores, decide
-from longseq.tasks.config import Criterion
 from longseq.tasks.training.metrics import MeanLoss
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training

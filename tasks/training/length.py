@@ -81,9 +81,7 @@ class Span:
         if self.unit == "updates":
             return self.count
         if epoch.tokens_per_update is None:
-            raise ValueError(
-                f"{self.key}={self.count:g}: this data has no tokens to count"
-            )
+            raise ValueError(f"{self.key}={self.count:g}: this data has no tokens to count")
         return self.count / epoch.tokens_per_update
 
     def in_epochs(self, epoch: Epoch) -> float:

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from torch import Tensor, nn
 
 from longseq import mixers
@@ -22,7 +20,6 @@ from longseq.tasks.data.labels import name_some
 from longseq.tasks.training.memory import machine_memory
 from longseq.tasks.training.options import spell
 from longseq.tasks.training.runs import flatten
-from longseq.timm_models import model_name
 
 if TYPE_CHECKING:
     from longseq.tasks.training.checkpoint import Loaded

@@ -15,15 +15,15 @@ __all__ = ["Length", "Off", "Range", "check_call", "check_value", "nearest", "re
 check_value = read_value
 
 
-def Range(least: Any = None, most: Any = None, *, above: Any = None, below: Any = None) -> Any:  # noqa: N802
+def Range(least: Any = None, most: Any = None, *, above: Any = None, below: Any = None) -> Any:
     return Field(ge=least, le=most, gt=above, lt=below)
 
 
-def Length(least: int = 1, most: int | None = None) -> Any:  # noqa: N802
+def Length(least: int = 1, most: int | None = None) -> Any:
     return Field(min_length=least, max_length=most)
 
 
-def Off() -> Any:  # noqa: N802
+def Off() -> Any:
     return Field()
 
 

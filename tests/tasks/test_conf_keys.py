@@ -25,7 +25,7 @@ VERBS = {
     "predict": "longseq.tasks.predict:Predict",
     "generate": "longseq.tasks.generate:Generate",
     "harness": "longseq.tools.harness:Harness",
-    "export": "longseq.tools.export:ExportKeys",
+    "export": "longseq.tools.export:Export",
     "describe": "longseq.tools.describe:DescribeKeys",
     "benchmark_kernels": "longseq.tools.benchmark.kernels:KernelsKeys",
     "benchmark_files": "longseq.tools.benchmark.files:FilesKeys",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from omegaconf import DictConfig
-from pydantic import Field
 
 from longseq.tasks.commands import Export
 from longseq.tasks.training.configuration import read_command

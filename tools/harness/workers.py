@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from longseq import plugins
-from longseq.tasks.generate import TASKS, GenerateKeys, Writer
+from longseq.tasks.generate import TASKS, Generate, Writer
 from longseq.tasks.lm.likelihood import Likelihood, Row, score_rows
 from longseq.tasks.report import progress_bar
 from longseq.tasks.text.info import TextInfo
@@ -39,7 +39,7 @@ class Worker:
 
         Each prompt comes with its number among all, on which alone what is drawn for it depends.
         """
-        keys = GenerateKeys(**{**_WRITING, **options, "batch_size": len(numbered)})
+        keys = Generate(**{**_WRITING, **options, "batch_size": len(numbered)})
         numbers, prompts = zip(*numbered, strict=True)
         writer = Writer(self.model, self.tokenizer, keys, cut_prompts=True)
         return [written.text for written in writer.write(prompts, numbers=numbers)]

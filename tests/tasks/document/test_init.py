@@ -118,7 +118,7 @@ def test_a_frozen_part_stays_that_of_the_language_model(configure: Configure, tm
     ("kind", "words", "message"),
     [
         ("image", [], "belongs to task=image; this command takes checkpoints of task=document or task=lm"),
-        ("words", ["data.tokenizer=bytes"], "is another tokenizer than that of init="),
+        ("words", ["data.tokenizer=bytes"], "is another tokenizer than the model"),
         (
             "bytes",
             ["model.norm_eps=1e-3"],

@@ -132,19 +132,6 @@ def test_corpora_of_other_fractions_are_told(jsonl: Path, tokens: Path, caplog: 
     ]
 
 
-def test_tokens_of_another_task_are_refused(tokens: Path) -> None:
-    manifest = json.loads((tokens / "manifest.json").read_text())
-    (tokens / "manifest.json").write_text(json.dumps({**manifest, "tokenizer": {"kind": "bare"}}))
-    with pytest.raises(ValueError, match="was made without a tokenizer: its tokens stand for no text"):
-        make(source="tokens", root=str(tokens))
-    manifest["splits"] = {"documents": manifest["splits"]["train"]}
-    (tokens / "manifest.json").write_text(json.dumps(manifest))
-    for ending in ("tokens", "offsets", "bytes"):
-        (tokens / f"train.{ending}").rename(tokens / f"documents.{ending}")
-    with pytest.raises(ValueError, match="has no split train, but documents: it was not prepared for task=lm"):
-        make(source="tokens", root=str(tokens))
-
-
 @pytest.mark.parametrize("packing", ["concatenated", "documents", "streams"])
 def test_training_resumes_exactly(tokens: Path, packing: str) -> None:
     def loader() -> Any:
@@ -223,27 +210,6 @@ def test_a_changed_text_of_training_is_known(jsonl: Path, tokens: Path) -> None:
     assert found.find_change(older, "train") is None
 
 
-def test_a_cache_in_the_text_is_refused(jsonl: Path, tmp_path: Path) -> None:
-    options = {"source": "files", "root": str(tmp_path), "test": 0.1}
-    with pytest.raises(ValueError, match=r"data.cache=.*cache lies in the folder .*, which is read: the next run"):
-        make(**options, cache=str(tmp_path / "cache"))
-    for _ in range(2):  # a hidden folder is not read
-        data = make(**options, cache=str(tmp_path / ".cache"))
-        assert sum(corpus.documents for corpus in data._stores[0].splits.values()) == len(TEXTS)
-
-
-def test_what_is_left_out_of_a_text_is_told(jsonl: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with jsonl.open("a") as file:
-        for text in (TEXTS[0], "", " \n\t "):
-            file.write(json.dumps({"text": text}) + "\n")
-    options = {"source": "files", "root": str(jsonl), "cache": str(tmp_path / "cache"), "test": 0.1}
-    data = make(**options)
-    assert caplog.messages == ["of text are left out: 1 duplicates, 2 empty documents"]
-    assert sum(corpus.documents for corpus in data._stores[0].splits.values()) == len(TEXTS)
-    make(**options)  # from the cache
-    assert len(caplog.messages) == 1
-
-
 @pytest.mark.slow
 def test_processes_that_start_together_prepare_a_text_once(
     jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -264,9 +230,6 @@ def test_processes_that_start_together_prepare_a_text_once(
     for thread in threads:
         thread.join()
     assert (len(prepared), found[0].info) == (1, found[1].info)
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"cannot be written \(Not a directory\): give data.cache=FOLDER"):
-        make(**{**options, "cache": str(tmp_path / "file" / "cache")})
 
 
 @pytest.mark.slow
@@ -378,15 +341,6 @@ def test_the_standard_library_is_split_by_file_and_measured_by_gzip() -> None:
     assert "def " in text or "import" in text or "self" in text
 
 
-@pytest.mark.slow
-def test_a_folder_that_is_named_twice_is_told(tokens: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "link").symlink_to(tokens)
-    make(source="tokens", root=[str(tokens)])
-    assert "more than once" not in caplog.text
-    make(source="tokens", root=[str(tokens), str(tmp_path / "link")])
-    assert f"data.root names {tokens} more than once, and so often it is read, in validation and test" in caplog.text
-
-
 def test_corpora_are_mixed_by_weights(tokens: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.mkdir()
@@ -430,7 +384,6 @@ def test_a_single_document_is_told_as_what_cannot_be_divided(tmp_path: Path) -> 
     [
         ({"source": "tokens"}, "data=made reads a folder or a file: give data.root=PATH, the folder that"),
         ({"source": "files"}, "give data.root=PATH, the text"),
-        ({"source": "tokens", "root": "nowhere"}, "nowhere is no folder: give one that `longseq prepare` has written"),
         ({"source": "tokens", "root": "a", "validation": 0.1}, "data.validation=0.1 is not read by data.source=tokens"),
         ({"source": "standard_library", "root": "a"}, "data.root=a is not read by data.source=standard_library"),
         ({"source": "standard_library", "validation": 0.5, "test": 0.5}, "leave nothing to train on"),
@@ -438,7 +391,7 @@ def test_a_single_document_is_told_as_what_cannot_be_divided(tmp_path: Path) -> 
         ({"source": "tokens", "root": ["a", "b"], "weights": [1.0]}, "data.weights has 1 entries, data.root 2"),
         ({"source": "tokens", "root": ["a", "b"], "packing": "streams"}, "data.packing=streams reads one corpus"),
         ({"source": "tokens", "root": "a", "packing": "documents", "reset_state": False}, "keeps documents apart"),
-        ({"source": "tokens", "root": "tokens", "window": 10**6}, "a smaller data.window"),
+        ({"source": "tokens", "root": "tokens", "window": 10**6}, "an update needs"),
         ({"source": "tokens", "root": ["tokens", "trained"]}, "tokens and trained were prepared with different token"),
     ],
 )

@@ -184,10 +184,8 @@ def test_a_model_that_has_diverged_is_measured(trained, compose_config, tmp_path
     ("words", "message"),
     [
         (("data.window=8",), r"data\.window is not read with input"),
-        (("data.column=body",), r"has no column 'body': give data\.column=NAME, one of text"),
         (("trainer.devices=2",), r"input is read by one process: give trainer\.devices=1"),
         (("data.eval_batch_size=0",), r"data\.eval_batch_size=0 must be"),
-        (("input=nowhere",), "input=nowhere does not exist"),
     ],
 )
 def test_what_cannot_be_is_one_line(words, message, compose_config, tmp_path):

@@ -199,10 +199,10 @@ def test_what_cannot_be_trained_on_is_refused() -> None:
         with pytest.raises(ValueError, match="has 4 windows of 4 tokens, and an update needs 5"):
             sampler([windows] if sampler is MixedSampler else windows, 5, seed=0)  # type: ignore[arg-type]
     short = Concatenated(make_corpus([3]), 4, whole=True)
-    with pytest.raises(ValueError, match="mixes has 3 tokens, less than a window of 4"):
+    with pytest.raises(ValueError, match="a corpus of 3 tokens has no window of 4"):
         MixedSampler([windows, short], 1, weights=[1, 1], seed=0)
     assert len(list(MixedSampler([windows, short], 1, seed=0))) == 4
-    with pytest.raises(ValueError, match="accumulates none, not 2"):
+    with pytest.raises(ValueError, match="accumulates no batches, not 2"):
         StreamSampler(windows, 1, seed=0, accumulate=2)
 
 
