@@ -21,8 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from longseq.models import CARD_FILE, from_pretrained, is_on_hub, kind_of, save_pretrained
 from longseq.parameters import count_parameters
 from longseq.plugins import plugin_of
-from longseq.tasks import comparison_runs, registry
-from longseq.tasks.circumstances import find_commit
+from longseq.tasks import registry
 from longseq.tasks.data.module import Info, TaskData
 from longseq.tasks.devices import halve, is_out_of_memory
 from longseq.tasks.experiment import check_experiment, choose, with_any_choice
@@ -105,7 +104,6 @@ def run(cfg: DictConfig) -> float | None:
         check_folder(config, log=log, tables=registry.of(config).report.files)
     done = runs.finished(folder)
     if config["resume"] is True and done is not None:
-        comparison_runs.refuse_others([(folder, config)], find_commit())
         _print(f"this run is finished: {shorten(folder)}; without resume=true, and with another output, it trains anew")
         return done.get(config["optimized_metric"])
     try:
