@@ -60,7 +60,7 @@ def score_rows(
     each finished batch.
 
     Raises:
-        ValueError: a row has a token outside the vocabulary, or more tokens are scored than a model has positions.
+        ValueError: more tokens of a row are scored than a model has learned positions.
     """
     rows = [_fit(model, row) for row in rows]
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens))
@@ -75,20 +75,12 @@ def score_rows(
 
 def _fit(model: TokenBackbone, row: Row) -> Row:
     tokens, start = row
-    if (highest := max(tokens)) >= model.vocab_size:
-        raise ValueError(
-            f"the text has the token {highest}, and the model knows {model.vocab_size}: the tokenizer is not that of "
-            "the model"
-        )
     most = model.max_length
     if most is None or len(tokens) - 1 <= most:
         return row
     left_out = len(tokens) - 1 - most
     if left_out >= start:
-        raise ValueError(
-            f"{len(tokens) - start} tokens are scored at once, more than the {most} positions that the model has "
-            "learned"
-        )
+        raise ValueError(f"{len(tokens) - start} tokens are scored at once, and the model has {most} positions")
     return Row(tokens[left_out:], start - left_out)
 
 
