@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,14 +50,11 @@ def document_rows(model: TokenBackbone, tokens: Sequence[int], start: int = 1) -
 
 
 @torch.inference_mode()
-def score_rows(
-    model: TokenBackbone, rows: Sequence[Row], batch_size: int, advance: Callable[[int], Any] | None = None
-) -> list[Likelihood]:
+def score_rows(model: TokenBackbone, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
     """The likelihood of each row, in their order; `batch_size` rows of similar lengths are read together.
 
     Long rows are read in pieces, with the state carried from one to the next. A model with learned positions reads no
-    more than the last `max_length` tokens before the last one of a row. `advance` is called with the number of rows of
-    each finished batch.
+    more than the last `max_length` tokens before the last one of a row.
 
     Raises:
         ValueError: more tokens of a row are scored than a model has learned positions.
@@ -68,8 +65,6 @@ def score_rows(
     for first in range(0, len(order), batch_size):
         chosen = order[first : first + batch_size]
         found |= dict(zip(chosen, _score_batch(model, [rows[index] for index in chosen]), strict=True))
-        if advance is not None:
-            advance(len(chosen))
     return [found[index] for index in range(len(rows))]
 
 
