@@ -38,11 +38,7 @@ class ProbeKeys(TaskKeys):
     data: type = ProbeDataKeys
 
     def check(self, config: Mapping[str, Any]) -> None:
-        from longseq.tasks.probe.slices import check_slices  # it imports torch, which the keys do not need
-
         read(TokenModelKeys, config["model"], "model")
         refuse_inert("model", config["model"], TokenModelKeys.inert_with)
         if config["recipe"].get("model"):
             raise ValueError("recipe.model is read by no part of task=probe: leave it out with ~recipe.model")
-        data = read(ProbeDataKeys, config["data"], "data")
-        check_slices(data.generator, data.options, {name: getattr(data, name) for name in SPLITS})
