@@ -194,6 +194,21 @@ class Describe(Train):
     output: None = key(None, "the facts are printed")
 
 
+class Compare(Command):
+    """The keys of `longseq compare` in addition to those of `longseq train`."""
+
+    mixers: list[str] = key(["deltanet", "linear_attention"], "a row for each of these mixers")
+    rows: dict[str, str] | None = key(None, "more rows: {NAME: 'OVERRIDE OVERRIDE'}")
+    overrides: list[str] | None = key(None, "overrides of every run, of a file in the group comparison")
+    seeds: Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(min_length=1)] = key([0], "a run for each seed")
+    sweep: dict[str, list[Any]] | None = key(None, "a setting for each combination of values: {KEY: [A, B]}")
+    learning_rates: list[float] | None = key(None, "runs with each, of which validation chooses the best")
+    jobs: Count | None = key(None, "runs at the same time; null: one on each GPU")
+    report: str | None = key(None, "the metric of the table; null: the test metric of task.metric")
+    plot: bool = key(True, "draw the results")
+    output: str = key("outputs/${task.name}/comparison", "the folder of the runs, the table and the plot")
+
+
 # The keys of each command, by the name of its file in conf.
 COMMANDS: dict[str, type[Command]] = {
     "train": Train,
@@ -206,6 +221,7 @@ COMMANDS: dict[str, type[Command]] = {
     "convert": Convert,
     "export": Export,
     "describe": Describe,
+    "compare": Compare,
 }
 
 
@@ -216,7 +232,7 @@ def store_defaults() -> None:
     store = ConfigStore.instance().store
     for verb, keys in COMMANDS.items():
         node = defaults(keys)
-        if keys is Describe:  # its file extends that of the training
+        if keys in (Describe, Compare):  # their files extend that of the training
             node = {
                 name: node[name] for name in keys.model_fields if name not in Train.model_fields or name == "output"
             }
@@ -224,5 +240,5 @@ def store_defaults() -> None:
             from longseq.tasks import registry
 
             node["data"] = {key: None for task in registry.own_names() for key in registry.keys(task).data.model_fields}
-        groups = () if keys in (Harness, Convert) else (*GROUPS, "data") if keys is Train else GROUPS
+        groups = () if keys in (Harness, Convert, Compare) else (*GROUPS, "data") if keys is Train else GROUPS
         store(name=f"base_{verb}", node={name: value for name, value in node.items() if name not in groups})

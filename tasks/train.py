@@ -4,8 +4,7 @@ import json
 import logging
 import os
 import shlex
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -14,17 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from longseq.models import CARD_FILE, from_pretrained, is_on_hub, kind_of, save_pretrained
 from longseq.parameters import count_parameters
 from longseq.plugins import plugin_of
-from longseq.tasks import comparison_runs, registry
-from longseq.tasks.circumstances import find_commit
+from longseq.tasks import registry
 from longseq.tasks.data.module import Info, TaskData
-from longseq.tasks.devices import halve, is_out_of_memory
 from longseq.tasks.experiment import choose, read_experiment, with_any_choice
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import automatic, processes, runs
@@ -98,7 +95,6 @@ def run(cfg: DictConfig) -> float | None:
         check_folder(config, log=log, tables=registry.of(config).report.files)
     done = runs.finished(folder)
     if config["resume"] is True and done is not None:
-        comparison_runs.refuse_others([(folder, config)], find_commit())
         _print(f"this run is finished: {shorten(folder)}; without resume=true, and with another output, it trains anew")
         return done.get(config["optimized_metric"])
     try:
@@ -168,7 +164,7 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
             if (reason := find_early_end(trainer)) is not None:
                 _print(reason)
             memory = _peak_memory(trainer)
-            metrics = _test(trainer, module, datamodule, config)
+            metrics = _test(trainer, module, datamodule)
         metrics |= _run_facts(trainer, module) | memory
         _record(trainer, config, module, metrics, datamodule.info)
     finally:
@@ -300,15 +296,14 @@ def _fit(
 ) -> None:
     if _trains_on_gpu(trainer):
         torch.cuda.reset_peak_memory_stats()  # a sweep trains several models in this process
-    with _memory_explained(trainer, module, datamodule, config):
-        try:
-            trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
-        except RuntimeError as error:
-            # That of a lost data worker comes wherever the program is, also before callbacks are told of another error.
-            for callback in trainer.checkpoint_callbacks:
-                if isinstance(callback, LastCheckpoint) and not callback.has_ended:
-                    callback.on_exception(trainer, module, error)
-            raise
+    try:
+        trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
+    except RuntimeError as error:
+        # That of a lost data worker comes wherever the program is, also before callbacks are told of another error.
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, LastCheckpoint) and not callback.has_ended:
+                callback.on_exception(trainer, module, error)
+        raise
 
 
 def _trains_on_gpu(trainer: Trainer) -> bool:
@@ -322,34 +317,11 @@ def _peak_memory(trainer: Trainer) -> dict[str, float]:
     return {"gpu_memory_gib": round(torch.cuda.max_memory_allocated(trainer.strategy.root_device) / 2**30, 2)}
 
 
-@contextmanager
-def _memory_explained(
-    trainer: Trainer, module: LightningModule, datamodule: TaskData, config: Config
-) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        # Lightning has forgotten the stage by now; the module is still in the mode in which it failed.
-        if module.training:
-            effective = config["recipe"]["batch_size"]
-            told = (
-                f"{device_batch_size(config)} of recipe.batch_size={effective} on a device at a time: halve that and "
-                f"keep the recipe with "
-                f"trainer.accumulate_grad_batches={2 * trainer.accumulate_grad_batches}"
-            )
-        else:
-            told = halve("data.eval_batch_size", datamodule.eval_batch_size)
-        raise ValueError(f"out of memory with {told}") from error
-
-
-def _test(trainer: Trainer, module: TrainedModule, datamodule: TaskData, config: Config) -> dict[str, Any]:
+def _test(trainer: Trainer, module: TrainedModule, datamodule: TaskData) -> dict[str, Any]:
     """Test with the best checkpoint, or with the last weights in a fast_dev_run, which writes none."""
     best = best_checkpoint(trainer)
     validated = {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("val/")}
-    with _memory_explained(trainer, module, datamodule, config):
-        (tested,) = trainer.test(module, datamodule=datamodule, ckpt_path=best, verbose=False, weights_only=True)
+    (tested,) = trainer.test(module, datamodule=datamodule, ckpt_path=best, verbose=False, weights_only=True)
     if best is not None:
         validated = getattr(trainer.checkpoint_callback, "best_metrics", None) or validated
     return validated | {key: float(value) for key, value in tested.items()}

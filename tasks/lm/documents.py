@@ -22,7 +22,6 @@ from longseq.tasks.text.tokenizer import Tokenizer
 
 # Documents whose text is in memory; those of similar lengths among them are read together.
 _BLOCK = 1024
-_NAMED = 3  # malformed lines that are named in the summary
 
 
 @dataclass
@@ -56,23 +55,22 @@ def score_documents(
 ) -> Totals:
     """Write a line of JSON for each document of `parts`, in their order, and return the sums.
 
-    A document is read behind the token with which texts begin. Its log-probability is that of its text and of the
+    A document is read after the token with which texts begin. Its log-probability is that of its text and of the
     separator that ends it, as in training; a prompt (`columns.prompt`) is read and not scored. A line holds `document`
     (its number, from 0), `log_probability` (in nats), `tokens`, `bytes`, `bits_per_byte` and `perplexity`; or
     `document` and `error`, where a document is malformed or empty. `context` is entered while the model computes.
-
-    ValueError, in one line: no document can be read, or the tokenizer is not that of the model.
     """
     totals = Totals()
-    with replacing(output) as partial:
-        with context, progress_bar("evaluating", len(parts)) as advance, partial.open("w", encoding="utf-8") as file:
-            for block in _blocks(_read(parts, columns, advance)):
-                for row in _score_block(model, tokenizer, block, batch_size, totals):
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        if totals.documents == 0:
-            told = f": {totals.named[0]}" if totals.named else ""
-            empty = f"{totals.empty} empty ones, " if totals.empty else ""
-            raise ValueError(f"the input holds no document, {empty}{totals.malformed} malformed lines or files{told}")
+    with (
+        replacing(output) as partial,
+        partial.open("w", encoding="utf-8") as file,
+        progress_bar("evaluating", len(parts)) as advance,
+        context,
+    ):
+        documents = _read(parts, columns, advance)
+        while block := list(islice(documents, _BLOCK)):
+            for row in _score_block(model, tokenizer, block, batch_size, totals):
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
     return totals
 
 
@@ -80,11 +78,6 @@ def _read(parts: Sequence[Part], columns: Columns, advance: Any) -> Iterator[Doc
     for part in parts:
         yield from read_part(part, columns)
         advance(1)
-
-
-def _blocks(documents: Iterator[Document | Malformed]) -> Iterator[list[Document | Malformed]]:
-    while block := list(islice(documents, _BLOCK)):
-        yield block
 
 
 def _score_block(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from longseq.tasks.config import Count, Keys, TaskKeys, key, read
+from longseq.tasks.config import Count, Keys, TaskKeys, key
 from longseq.tasks.training.token_keys import TokenModelKeys
 
 SPLITS = ("train", "validation", "test")
@@ -36,9 +35,3 @@ class ProbeKeys(TaskKeys):
 
     data: type[Keys] = ProbeDataKeys
     model: type[Keys] = TokenModelKeys
-
-    def check(self, config: Mapping[str, Any]) -> None:
-        from longseq.tasks.probe.slices import check_slices  # it imports torch, which the keys do not need
-
-        data = read(ProbeDataKeys, config["data"], "data")
-        check_slices(data.generator, data.options, {name: getattr(data, name) for name in SPLITS})
