@@ -7,9 +7,15 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from longseq.tasks.training.command import CommandKeys
-from longseq.tasks.training.options import Length, Range, Required
+from longseq.tasks.training.options import Length, OneOf, Range, Required
 
 OURS = "longseq"
+
+
+def _formats() -> list[str]:
+    from longseq.tools.hugging_face.families import FAMILIES  # it imports all mixers, and `--help` need not wait
+
+    return [OURS, *FAMILIES]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,10 +25,6 @@ class MixerKeys:
     name: str | Annotated[list[str], Length(1)] | None
     options: Mapping[str, Any]
 
-    def __post_init__(self) -> None:
-        if self.options and self.name is None:
-            raise ValueError("mixer.options are those of new mixers: give mixer=NAME, too")
-
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertKeys(CommandKeys):
@@ -31,13 +33,5 @@ class ConvertKeys(CommandKeys):
     source: Annotated[str | None, Required("give source=FOLDER: the model to convert")]
     output: Annotated[str | None, Required("give output=FOLDER: where the converted model is written")]
     mixer: MixerKeys
-    format: str
+    format: Annotated[str, OneOf(_formats)]
     seed: Annotated[int, Range(0)]
-
-    def __post_init__(self) -> None:
-        from longseq.tools.hugging_face.families import FAMILIES  # it imports all mixers, and `--help` need not wait
-
-        if self.format != OURS and self.format not in FAMILIES:
-            raise ValueError(f"format={self.format} is unknown: take {OURS}, {', '.join(FAMILIES)}")
-        if self.seed != 0 and self.mixer.name is None:
-            raise ValueError(f"seed={self.seed} has no effect: it draws parameters of new mixers; give mixer=NAME, too")
