@@ -26,6 +26,7 @@ from transformers import (
     GenerationConfig,
     pipeline,
 )
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from longseq.tools.hugging_face.cache import CACHE_NAME, LongseqCache
 from longseq.tools.hugging_face.causal_lm import LongseqConfig, LongseqForCausalLM
@@ -232,7 +233,7 @@ def test_a_saved_adapter_finds_its_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_transformers_saves_the_adapter_alone(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="needs peft")
+    peft = pytest.importorskip("peft", minversion=MIN_PEFT_VERSION, reason="needs peft")
     make().float().save_pretrained(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     model.add_adapter(peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"))
