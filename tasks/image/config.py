@@ -125,7 +125,7 @@ class MixingKeys(Keys):
 
 
 class ImageAugmentKeys(Augmentation):
-    """The keys of `recipe.augment`: a sample's random transforms, its repeats in an epoch, and the mixing of a batch."""
+    """The keys of `recipe.augment`: transforms of a sample, its repeats in an epoch, and the mixing of a batch."""
 
     repeats: Count = key(1, "how often each image is drawn in an epoch, which keeps its number of samples")
     mixing: MixingKeys = key(MixingKeys(), "Mixup and CutMix")

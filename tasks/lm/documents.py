@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ class Totals:
     log_probability: float = 0.0
     malformed: int = 0
     empty: int = 0
-    named: list[str] = field(default_factory=list)
 
     def metrics(self) -> dict[str, float]:
         """The loss of a token in nats, its exponential, and the bits of a byte, over all documents."""
@@ -105,10 +104,7 @@ def _score_block(
         number = totals.documents + totals.malformed + totals.empty
         if isinstance(one, Malformed):
             totals.malformed += 1
-            told = one.describe()
-            if len(totals.named) < _NAMED:
-                totals.named.append(told)
-            yield {"document": number, "error": told}
+            yield {"document": number, "error": one.describe()}
         elif one.is_empty:
             totals.empty += 1
             yield {"document": number, "error": "empty"}
