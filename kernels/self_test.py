@@ -11,8 +11,7 @@ are compiled first, side by side. Kernels that fail or do not compile are refuse
 A verdict holds for one kind of GPU, one version of Triton, one of torch, and one state of these sources and tables.
 Each verdict is a file of its own below `LONGSEQ_CACHE_DIR` (~/.cache/longseq), so that processes can write at the same
 time. A verdict stays in the process where no folder can be written, and where the failure was temporary, such as a full
-disk. A file of launches that does not fit raises ValueError and is no verdict. The ranks of a process group act on one
-verdict (see `_agree`).
+disk. The ranks of a process group act on one verdict (see `_agree`).
 
 LONGSEQ_SELF_TEST=0 trusts all kernels but those of `KNOWN_BAD`. Emulated kernels are not tested.
 """
@@ -36,7 +35,6 @@ from torch import Tensor
 
 from longseq.kernels.accuracy import Bar
 from longseq.kernels.compile_ahead import compile_ahead
-from longseq.kernels.launch_file import file_of_launches, is_about_launches
 from longseq.kernels.self_test_cases import TRIALS, Case, Trial
 
 SELF_TEST_VARIABLE = "LONGSEQ_SELF_TEST"
@@ -75,10 +73,7 @@ def failures(
     packed: bool = False,
     kind: str = "",
 ) -> list[str]:
-    """The reasons against an operation's Triton kernels for a call: none, or that they failed.
-
-    Raises ValueError for a file of launches that does not fit.
-    """
+    """The reasons against an operation's Triton kernels for a call: none, or that they failed."""
     if not is_tested(device.type):
         return []
     widths = [_representative(sizes.get(name, size)) for name, size in find_trial(op).widths.items()]
@@ -311,7 +306,7 @@ def _run_in_own_thread(test: _Test) -> tuple[str | None, bool]:
     (found,) = outcome
     if not isinstance(found, Exception):
         return found, True
-    if isinstance(found, torch.OutOfMemoryError) or is_about_launches(found):
+    if isinstance(found, torch.OutOfMemoryError):
         raise found  # it does not concern the kernels
     text = f"{type(found).__name__}: {' '.join(str(found).split())}"
     return text if len(text) <= 300 else f"{text[:100]} ... {text[-200:]}", _is_of_kernels(found)
@@ -452,14 +447,11 @@ def _find_difference(check: _Check, device: torch.device) -> str | None:
 
 
 def _hash_sources() -> str:
-    """A digest of this folder and of the measured launches: stricter than a version, which not every change raises."""
+    """A digest of this folder: stricter than a version, which not every change raises."""
     folder = Path(__file__).parent
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):
         digest.update(file.read_bytes())
-    if (launches := file_of_launches()) is not None:
-        # Kernels that need the file report that it is missing; not all kernels need it.
-        digest.update(b"launches" + launches.read_bytes() if launches.is_file() else b"no launches")
     return digest.hexdigest()[:16]
 
 

@@ -77,31 +77,6 @@ VERBS = {
         "write a checkpoint as ONNX, TorchScript or pt2",
         "longseq export checkpoint=FILE format=onnx",
     ),
-    "benchmark kernels": Verb(
-        "longseq.tools.benchmark.kernels",
-        "compare operations with float64, then time them and their peers",
-        "longseq benchmark kernels ops=[delta_rule]",
-    ),
-    "benchmark models": Verb(
-        "longseq.tools.benchmark.models",
-        "speed and memory of image and language models beside attention",
-        "longseq benchmark models image.mixers=[longhorn] text=null",
-    ),
-    "benchmark files": Verb(
-        "longseq.tools.benchmark.files",
-        "speed of training from JPEG files, and of each part of it",
-        "longseq benchmark files seconds=8",
-    ),
-    "benchmark tune": Verb(
-        "longseq.tools.benchmark.tune",
-        "find the best launches of Triton kernels on this GPU",
-        "longseq benchmark tune op=delta_rule",
-    ),
-    "benchmark compile": Verb(
-        "longseq.tools.benchmark.compile",
-        "compile all Triton kernels for GPUs that need not be there",
-        "longseq benchmark compile ops=[delta_rule]",
-    ),
 }
 
 # Verbs whose key `mixer` names what a model becomes: it composes no file of the group `mixer`.

@@ -27,7 +27,6 @@ NAMED_BY: Mapping[str, tuple[str, ...]] = {
     "convert": ("output",),
     "prepare": ("output",),
     "prepare image": ("output",),
-    **{f"benchmark {name}": ("output",) for name in ("kernels", "models", "files", "tune", "compile")},
 }
 
 # What makes a command a sweep: a flag, or a value of these keys.
@@ -213,7 +212,7 @@ def _ending(verb: str, output: Override | None) -> str:
     told = "" if output is None or output.is_sweep_override() else str(output.value()).rpartition("/")[2]
     if "." in told:
         return f".{told.rpartition('.')[2]}"
-    return ".json" if verb.startswith("benchmark") else endings.get(verb, "")
+    return endings.get(verb, "")
 
 
 class Trials:

@@ -13,17 +13,15 @@ import pytest
 import torch
 from forked import start_fork
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from triton import CompilationError, OutOfResources
 from triton.runtime.errors import PTXASError
 
 from longseq import kernels
-from longseq.kernels import dispatch, explain, list_ops, self_test, short_convolution
+from longseq.kernels import dispatch, explain, list_ops, self_test
 from longseq.kernels.self_test_cases import REVERSED
 from longseq.kernels.short_convolution.chunk import short_convolution_chunk
 from longseq.kernels.short_convolution.reference import short_convolution_step_torch
 from longseq.kernels.testing import list_variants, make_inputs, takes
-from longseq.kernels.triton_launch import fit_launches
 
 OP = "short_convolution"
 SOURCE = "tl.dot(a, b)"
@@ -108,15 +106,6 @@ def verdict_files(folder):
     return sorted(folder.glob("self_test/*.json"))
 
 
-def test_the_first_use_is_told_once(kernel, tests_run, caplog):
-    kernel(short_convolution_chunk)
-    with caplog.at_level("INFO", logger="longseq.kernels"):
-        run()
-        run()
-    (line,) = (record.getMessage() for record in caplog.records if record.name.startswith("longseq"))
-    assert line.startswith(f"compiling the kernels of {OP} (float32, ")
-
-
 def test_a_right_kernel_runs_and_is_tested_once(kernel, tests_run, tmp_path):
     calls = []
 
@@ -181,11 +170,6 @@ def test_each_precision_and_width_has_its_verdict(kernel, tests_run, tmp_path):
         (dtype, width) for dtype in (torch.float32, torch.bfloat16) for width in (4, 6, 8)
     ]
     assert len(verdict_files(tmp_path)) == 6
-
-
-@pytest.mark.parametrize(("width", "tested"), [(1, 1), (3, 3), (48, 48), (64, 64), (65, 96), (80, 96), (96, 96)])
-def test_widths_that_leave_columns_masked_are_tested_with_masked_columns(width, tested):
-    assert self_test._representative(width) == tested
 
 
 # Gradients whose errors of 2 % the self-test cannot see: the torch form sums them in the parameter's precision, and
@@ -279,12 +263,6 @@ def test_packed_calls_have_their_verdict(kernel, tests_run, monkeypatch, tmp_pat
     assert len(verdict_files(tmp_path)) == 2
 
 
-def test_packed_calls_of_what_is_never_packed_share_the_verdict(kernel, tests_run):
-    kernel(short_convolution_chunk)
-    assert explain(OP, packed=True)["triton"] == explain(OP)["triton"] == []
-    assert len(tests_run) == 1
-
-
 def test_the_callers_modes_and_random_numbers_are_left_alone(kernel, tests_run):
     kernel(short_convolution_chunk)
     before = torch.random.get_rng_state()
@@ -310,18 +288,6 @@ def test_a_corrupt_file_is_replaced(kernel, tests_run, monkeypatch, tmp_path, co
     assert file.read_text() == good
 
 
-def test_other_sources_and_other_launches_are_tested_again(kernel, tests_run, monkeypatch, tmp_path):
-    kernel(short_convolution_chunk)
-    launches = tmp_path / "launches.json"
-    for content in ("{}", '{"launches": []}'):
-        launches.write_text(content)
-        monkeypatch.setenv("LONGSEQ_LAUNCHES", str(launches))
-        monkeypatch.setattr(self_test, "_VERDICTS", {})
-        explain(OP)
-    assert len(tests_run) == 2
-    assert len(verdict_files(tmp_path)) == 2
-
-
 def test_without_a_folder_the_verdict_lives_in_the_process(kernel, tests_run, monkeypatch, tmp_path):
     kernel(wrong_output)
     (tmp_path / "file").touch()
@@ -331,40 +297,6 @@ def test_without_a_folder_the_verdict_lives_in_the_process(kernel, tests_run, mo
     assert explain(OP)["triton"]
     assert len(tests_run) == 1
     assert (tmp_path / "file").read_text() == ""
-
-
-def test_without_a_home_the_verdict_lives_in_the_process(kernel, tests_run, monkeypatch):
-    def find_no_home():
-        raise RuntimeError("Could not determine home directory.")
-
-    kernel(wrong_output)
-    monkeypatch.delenv(self_test.CACHE_VARIABLE)
-    monkeypatch.setattr(self_test.Path, "home", find_no_home)
-    with pytest.warns(UserWarning, match="longseq refuses") as caught:
-        explain(OP)
-    assert "delete" not in str(caught[0].message), "there is no file"
-    assert explain(OP)["triton"]
-    assert len(tests_run) == 1
-
-
-def test_an_earlier_error_on_the_device_is_not_the_kernels(kernel, tests_run, monkeypatch, tmp_path):
-    def fail(device):
-        raise RuntimeError("CUDA error: device-side assert triggered")
-
-    kernel(short_convolution_chunk)
-    with monkeypatch.context() as context:
-        context.setattr(self_test, "_settle", fail)
-        with pytest.raises(RuntimeError, match="device-side assert"):
-            explain(OP)
-    assert not verdict_files(tmp_path)
-    assert explain(OP)["triton"] == []
-    assert len(tests_run) == 1
-
-
-def test_a_state_without_numbers_is_no_failure(kernel, tests_run):
-    kernel(short_convolution_chunk)
-    assert explain(OP, sizes={"W": 1})["triton"] == []
-    assert len(tests_run) == 1
 
 
 ERRORS_OF_KERNELS = [
@@ -407,58 +339,6 @@ def test_memory_that_runs_out_is_raised(kernel, tests_run, tmp_path):
             explain(OP)
     assert len(tests_run) == 2
     assert not verdict_files(tmp_path)
-
-
-def named_launches(**row):
-    return {"launches": [row], "rows": [], "runs": [{}]}
-
-
-def read_named_launches(*args, **kwargs):
-    """Do what the modules of kernels with a table do at their import."""
-    fit_launches("delta_rule", {})
-    return short_convolution_chunk(*args, **kwargs)
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (None, "cannot be read"),
-        ("{", "cannot be read"),
-        ('{"capability": null, "launches": [{"op": "delta_rule"}], "rows": []}', "holds no runs"),
-        (json.dumps(named_launches(op="delta_rule")), r"launches\[0\] has no 'capability'"),
-        (
-            json.dumps(named_launches(op="sum", capability=[1, 1], bytes=2, width=64, kernel="add", launch={}, run=0)),
-            r"was measured on GPUs of capability \[1, 1\]",
-        ),
-    ],
-)
-@pytest.mark.parametrize("ask", [run, lambda: explain(OP)], ids=["call", "explain"])
-def test_a_bad_file_of_launches_is_the_callers_mistake(kernel, monkeypatch, tmp_path, content, words, ask):
-    file = tmp_path / "launches.json"
-    if content is not None:
-        file.write_text(content)
-    monkeypatch.setenv("LONGSEQ_LAUNCHES", str(file))
-    kernel(read_named_launches)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(2):
-            with pytest.raises(ValueError, match=f"^LONGSEQ_LAUNCHES={file},? {words}") as caught:
-                ask()
-            assert "\n" not in str(caught.value)
-        assert not verdict_files(tmp_path)
-        monkeypatch.delenv("LONGSEQ_LAUNCHES")
-        assert explain(OP)["triton"] == []
-
-
-def test_a_named_file_of_launches_is_told_from_none(kernel, tests_run, monkeypatch, tmp_path):
-    kernel(short_convolution_chunk)
-    (tmp_path / "empty.json").touch()
-    for name in (None, "absent.json", "empty.json"):
-        if name is not None:
-            monkeypatch.setenv("LONGSEQ_LAUNCHES", str(tmp_path / name))
-        monkeypatch.setattr(self_test, "_VERDICTS", {})
-        assert explain(OP)["triton"] == []
-    assert len(tests_run) == len(verdict_files(tmp_path)) == 3
 
 
 def test_threads_that_call_at_once_share_one_test(kernel, tests_run):
@@ -568,19 +448,6 @@ def test_torch_compile_tests_outside_of_its_graph(kernel, tests_run, function, d
     torch.testing.assert_close(actual, inputs.run(backend="torch"))
     assert bool(explain(OP)["triton"]) == (function is wrong_output)
     assert len(tests_run) == 1
-
-
-def test_other_tracers_see_nothing_of_the_test(kernel, tests_run):
-    kernel(short_convolution_chunk)
-    x, weight = torch.randn(1, 5, 3), torch.randn(3, 4)
-
-    def call(x, weight):
-        return short_convolution(x, weight)[0]
-
-    with_test = make_fx(call, tracing_mode="fake")(x, weight)
-    assert len(tests_run) == 1
-    assert with_test.code == make_fx(call, tracing_mode="fake")(x, weight).code
-    torch.testing.assert_close(with_test(x, weight), call(x, weight))
 
 
 def explain_inside_a_backward_pass():
@@ -855,13 +722,6 @@ def test_one_token_kernels_are_tested_too(kernel, tests_run, monkeypatch, right)
     assert len(tests_run) == 1
 
 
-def test_emulated_kernels_are_trusted(monkeypatch, tests_run):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(self_test, "_VERDICTS", {})
-    assert explain(OP)["triton"] == []
-    assert not tests_run
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize(
@@ -919,12 +779,3 @@ def test_a_captured_graph_is_not_broken_by_an_untested_kernel(monkeypatch, tmp_p
     graph.replay()
     torch.testing.assert_close(output, inputs.run(backend="torch")[0])
     assert explain(OP, device="cuda", sizes={"W": 4})["triton"] == []
-
-
-@pytest.mark.parametrize("ranks", [1, 31, 32, 63, 64, 127])
-def test_ranks_are_rounded_to_what_the_kernels_take(ranks):
-    from longseq.kernels.longhorn_pair import TRITON_RANKS
-
-    sizes = {"R": self_test._representative(ranks + 1)}
-    inputs = make_inputs("longhorn_pair", dtype=torch.float32, sizes=sizes)
-    assert ranks <= inputs.parameters["rate"].shape[2] <= TRITON_RANKS
