@@ -14,7 +14,7 @@ from work import Work
 
 from longseq import kernels
 from longseq.kernels.accuracy import Bar
-from longseq.kernels.testing import Inputs
+from longseq.kernels.self_test_inputs import Inputs
 
 # The multiple of our own tolerance that peers may reach. Peers round intermediate results: the check of peers only
 # distinguishes another operation from another rounding.

@@ -120,7 +120,7 @@ def delta_rule_calls(gated: bool) -> Iterator[Call]:
 
 
 def other_calls(kind: str) -> Iterator[Call]:
-    from longseq.kernels.testing import make_inputs
+    from longseq.kernels.self_test_inputs import make_inputs
 
     for op, variant, sizes in list_others(kind):
         own = {name: size for name, size in sizes.items() if name not in "BT"}

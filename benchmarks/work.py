@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from longseq.kernels.testing import Inputs, make_inputs
+from longseq.kernels.self_test_inputs import Inputs, make_inputs
 
 
 class Work(NamedTuple):

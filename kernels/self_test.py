@@ -378,7 +378,7 @@ def list_calls(
 
 def _make(test: _Test, case: Case, dtype: torch.dtype) -> Any:
     """A case's inputs, with float32 states as models keep them."""
-    from longseq.kernels.testing import make_inputs
+    from longseq.kernels.self_test_inputs import make_inputs
 
     op, trial = test.op.removesuffix("_step"), find_trial(test.op)
     own = {"D": trial.channels if case.channels is None else case.channels, "H": case.heads}
@@ -406,14 +406,14 @@ def _make(test: _Test, case: Case, dtype: torch.dtype) -> Any:
 
 
 def _take_steps(inputs: Any, backend: str) -> dict[str, Tensor]:
-    from longseq.kernels.testing import results
+    from longseq.kernels.self_test_inputs import results
 
     with torch.no_grad():
         return results(*inputs.take_steps(backend=backend))
 
 
 def _check_of_case(test: _Test, case: Case) -> _Check:
-    from longseq.kernels.testing import gradients, results
+    from longseq.kernels.self_test_inputs import gradients, results
 
     options = {**case.options, **({"chunk_size": test.widths["C"]} if "C" in test.widths else {})}
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import cases
+from kernel_inputs import assert_accurate, assert_equal_up_to_rounding
 
 from longseq.kernels.chunks import (
     decay_matrix,
@@ -13,7 +14,6 @@ from longseq.kernels.chunks import (
     split_chunks,
     unit_lower_inverse,
 )
-from longseq.kernels.testing import assert_accurate, assert_equal_up_to_rounding
 
 
 def gram(kind, size, beta, width=64):

@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("triton")
 
-from longseq.kernels import explain
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # Ampere and Ada, then Hopper and Blackwell: each half is compiled by a process of its own.
@@ -90,17 +89,3 @@ def test_the_largest_launches_compile(held, process, capabilities):
     assert len(rows) == 4 * len(capabilities)
     assert all(row["shared"] > 32 * 1024 for row in rows)
     assert process("-c", LARGEST, json.dumps(rows)).split() == [str(len(rows))]
-
-
-def test_chunks_that_do_not_fit_a_gpu_are_refused_with_a_reason(monkeypatch):
-    monkeypatch.setattr("longseq.kernels.devices.SHARED_MEMORY", 99 * 1024)
-    wide, narrow = {"D": 128, "M": 128, "C": 16}, {"D": 64, "M": 64, "C": 16}
-    reasons = explain("orthogonal_recurrence", device="cuda", sizes=wide)["triton"]
-    assert reasons == [
-        "chunks of states wider than 64 need more than the 99 KiB of shared memory of this GPU "
-        "(use backend='torch', or chunk_size=1)"
-    ]
-    for sizes in (narrow, wide | {"C": 1}):
-        assert not explain("orthogonal_recurrence", device="cuda", sizes=sizes)["triton"]
-    monkeypatch.setattr("longseq.kernels.devices.SHARED_MEMORY", 163 * 1024)
-    assert not explain("orthogonal_recurrence", device="cuda", sizes=wide)["triton"]

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 import torch
+from kernel_inputs import assert_equal_up_to_rounding, list_variants, make_inputs, results
 from torch.utils._pytree import tree_leaves
 
 from longseq.kernels import list_ops, short_convolution
-from longseq.kernels.testing import assert_equal_up_to_rounding, list_variants, make_inputs, results
 from longseq.tools.export import onnx_file
 
 # the variants that lead to graphs of their own

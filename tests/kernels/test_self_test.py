@@ -12,6 +12,7 @@ from itertools import pairwise
 import pytest
 import torch
 from forked import start_fork
+from kernel_inputs import list_variants, make_inputs, takes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton import CompilationError, OutOfResources
 from triton.runtime.errors import PTXASError
@@ -21,7 +22,6 @@ from longseq.kernels import dispatch, explain, list_ops, self_test
 from longseq.kernels.self_test_cases import REVERSED
 from longseq.kernels.short_convolution.chunk import short_convolution_chunk
 from longseq.kernels.short_convolution.reference import short_convolution_step_torch
-from longseq.kernels.testing import list_variants, make_inputs, takes
 
 OP = "short_convolution"
 SOURCE = "tl.dot(a, b)"

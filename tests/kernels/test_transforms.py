@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_inputs import make_inputs, results
 from torch.autograd import forward_ad
 
 from longseq.kernels import list_ops
 from longseq.kernels.dispatch import backends, list_local_ops
-from longseq.kernels.testing import make_inputs, results
 
 LOCAL = list_local_ops()
 OPS = [*list_ops(), *LOCAL]
