@@ -13,7 +13,7 @@ Each verdict is a file of its own below `LONGSEQ_CACHE_DIR` (~/.cache/longseq), 
 time. A verdict stays in the process where no folder can be written, and where the failure was temporary, such as a full
 disk. The ranks of a process group act on one verdict (see `_agree`).
 
-LONGSEQ_SELF_TEST=0 trusts all kernels but those of `KNOWN_BAD`. Emulated kernels are not tested.
+LONGSEQ_SELF_TEST=0 trusts all kernels. Emulated kernels are not tested.
 """
 
 import hashlib
@@ -41,20 +41,6 @@ SELF_TEST_VARIABLE = "LONGSEQ_SELF_TEST"
 CACHE_VARIABLE = "LONGSEQ_CACHE_DIR"
 FAULTS = "illegal memory access|illegal instruction|misaligned address"  # errors of a GPU that kernels cause
 
-
-class KnownBad(NamedTuple):
-    """Kernels that must not run: of `op`, on GPUs of this capability (None: all), from one Triton to before another."""
-
-    op: str
-    capability: tuple[int, int] | None
-    first: tuple[int, ...]
-    fixed: tuple[int, ...] | None
-    why: str
-
-
-# Empty: the kernels are written around the compiler's known errors (see delta_rule/triton_backward.py), and none of
-# them has been seen wrong with a combination of GPU and Triton.
-KNOWN_BAD: tuple[KnownBad, ...] = ()
 
 # By operation, precision, device and widths: None, or why the kernels are refused.
 _VERDICTS: dict[tuple[object, ...], str | None] = {}
@@ -219,8 +205,6 @@ class _Test(NamedTuple):
 
 def _judge(test: _Test) -> tuple[str | None, bool]:
     """The failure of the kernels or None, and whether that is final."""
-    if bad := _find_known_bad(test):
-        return bad, True
     if os.environ.get(SELF_TEST_VARIABLE) == "0":
         return None, True
     record = test.record
@@ -247,18 +231,6 @@ def _judge(test: _Test) -> tuple[str | None, bool]:
 def _describe(place: Mapping[str, Any]) -> str:
     capability = "" if place["capability"] is None else " (capability {}.{})".format(*place["capability"])
     return f"on {place['gpu']}{capability} with Triton {place['triton']} and torch {place['torch']}"
-
-
-def _find_known_bad(test: _Test) -> str | None:
-    place = test.place
-    version = tuple(int(part) for part in re.findall(r"\d+", place["triton"])[:3])
-    capability = place["capability"] and tuple(place["capability"])
-    for bad in KNOWN_BAD:
-        elsewhere = bad.op != test.op or bad.capability not in (None, capability)
-        if not elsewhere and bad.first <= version and (bad.fixed is None or version < bad.fixed):
-            remedy = "" if bad.fixed is None else f" (Triton {'.'.join(map(str, bad.fixed))} is right)"
-            return f"known to be wrong {_describe(place)}: {bad.why}{remedy}"
-    return None
 
 
 def _find_obstacle(device: torch.device) -> str | None:

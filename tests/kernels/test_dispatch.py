@@ -1,7 +1,6 @@
 """Which backend runs, why others do not, and the messages for arguments that do not fit."""
 
 import re
-import threading
 from functools import partial
 
 import pytest
@@ -107,26 +106,6 @@ def test_a_switch_checks_segments_that_kernels_take_as_they_are(interpreted, mon
     inputs.run(backend="triton", cu_seqlens=torch.tensor([0, 1, 1, 4]))
     with pytest.raises(ValueError, match=f"cu_seqlens {words}"):
         run()
-
-
-def test_recorded_calls_are_those_of_one_thread():
-    inputs, found, begun, ended = make_inputs("delta_rule", tokens=3), [], threading.Event(), threading.Event()
-
-    def work():
-        begun.wait()
-        found.append(inputs.run(backend="reference"))
-        ended.set()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    with dispatch.record_calls() as calls:
-        begun.set()
-        ended.wait(60)
-        inputs.run(backend="reference")
-    thread.join()
-    assert len(calls) == 1
-    assert torch.equal(found[0][0], inputs.run(backend="reference")[0])
-    assert not dispatch.is_recording()
 
 
 def test_triton_kernels_refuse_amd_gpus_which_torch_calls_cuda(monkeypatch):

@@ -189,12 +189,3 @@ def test_a_frozen_input_changes_no_other_gradient_of_the_torch_form(op) -> None:
                     assert rest.keys() == whole.keys() - set(frozen)
                     for other, gradient in rest.items():
                         assert torch.equal(gradient, whole[other]), (variant, options, frozen, other)
-
-
-@pytest.mark.slow
-def test_a_frozen_input_of_a_compiled_torch_form() -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(run_torch, fullgraph=True, backend="aot_eager")
-    frozen = ("q", "k", "beta", "g", "initial_state")
-    expected, actual = (differentiate("delta_rule", "gated", frozen, run=form) for form in (run_torch, compiled))
-    torch.testing.assert_close(actual, expected)

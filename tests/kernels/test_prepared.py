@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_inputs import make_inputs
 
 from longseq import kernels
-from longseq.kernels import dispatch, list_ops, operation, self_test
-from longseq.kernels.dispatch import list_local_ops
+from longseq.kernels import dispatch
 from longseq.kernels.operation import dispatched
 from longseq.kernels.triton_launch import Prepared
 
@@ -121,49 +119,6 @@ def test_refusals_are_asked_for_each_time(asked):
         with pytest.raises(ValueError, match="too many rows"):
             call(torch.zeros(5))
     assert len(shapes) == 2
-
-
-def test_where_kernels_prove_themselves_the_preferred_backend_alone_is_remembered(asked, monkeypatch):
-    call, shapes = asked
-    monkeypatch.setattr(self_test, "is_tested", lambda device_type: True)
-    monkeypatch.setattr(self_test, "failures", lambda *_: [])
-    for backend in ("torch", "torch", "auto", "auto"):
-        call(torch.zeros(2), backend=backend)
-    assert len(shapes) == 3
-    monkeypatch.setattr(self_test, "failures", lambda *_: ["no verdict yet"])
-    assert call(torch.zeros(3)) == "torch"
-    monkeypatch.setattr(self_test, "failures", lambda *_: [])
-    assert call(torch.zeros(3)) == "triton"
-
-
-@pytest.mark.slow
-def test_a_remembered_choice_compiles_to_one_graph(asked):
-    call, _ = asked
-    x = torch.zeros(2)
-    call(x)
-
-    def double(x):
-        return 2 * x if call(x) == "triton" else x
-
-    torch._dynamo.reset()
-    y = torch.compile(double, fullgraph=True, backend="eager")(x + 1)
-    assert y.tolist() == [2, 2]
-
-
-@pytest.mark.parametrize("op", [*list_ops(), *list_local_ops()])
-def test_every_operation_remembers_its_choice(op, monkeypatch):
-    inputs, judged = make_inputs(op, tokens=4, dtype=torch.float32), []
-    select = operation.select
-    monkeypatch.setattr(operation, "select", lambda *call: judged.append(call) or select(*call))
-    with torch.no_grad():
-        for scale in (1, 2):
-            for _ in range(2):
-                inputs.map(lambda x, scale=scale: x / scale).run()
-        assert [name for name, *_ in judged].count(op) == 1
-        if hasattr(kernels, f"{op}_step"):
-            for _ in range(2):
-                inputs.step(0, inputs.initial_state)
-            assert [name for name, *_ in judged].count(f"{op}_step") == 1
 
 
 def list_unguarded_launches(node: ast.AST) -> Iterator[ast.Call]:

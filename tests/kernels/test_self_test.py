@@ -5,9 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
-import threading
 import warnings
-from itertools import pairwise
 
 import pytest
 import torch
@@ -239,30 +237,6 @@ def test_each_direction_has_its_verdict(kernel, tests_run, monkeypatch, tmp_path
     assert len(verdict_files(tmp_path)) == 2
 
 
-def test_packed_calls_have_their_verdict(kernel, tests_run, monkeypatch, tmp_path):
-    def wrong_packed(*args, cu_seqlens, **kwargs):
-        y, state = short_convolution_chunk(*args, cu_seqlens=cu_seqlens, **kwargs)
-        return y if cu_seqlens is None else y + 1, state
-
-    cases = (self_test.Case("plain", 5), self_test.Case("plain", 5, bounds=(0, 2, 2, 5)))
-    monkeypatch.setattr(self_test, "TRIALS", {OP: self_test.Trial({"W": 4}, cases)})
-    kernel(wrong_packed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run()
-        assert explain(OP)["triton"] == []
-    inputs = make_inputs(OP, tokens=6, segments=2, dtype=torch.float32)
-    packed = {"cu_seqlens": torch.tensor([0, 1, 6])}
-    with pytest.warns(UserWarning, match="refuses the Triton kernels of short_convolution") as caught:
-        y, _ = inputs.run(**packed)
-    assert "output of the case 'plain of 5 tokens packed' is off" in str(caught[0].message)
-    assert torch.equal(y, inputs.run(**packed, backend="torch")[0])
-    assert explain(OP, packed=True)["triton"]
-    assert explain(OP)["triton"] == []
-    assert [test.packed for test in tests_run] == [False, True]
-    assert len(verdict_files(tmp_path)) == 2
-
-
 def test_the_callers_modes_and_random_numbers_are_left_alone(kernel, tests_run):
     kernel(short_convolution_chunk)
     before = torch.random.get_rng_state()
@@ -341,18 +315,6 @@ def test_memory_that_runs_out_is_raised(kernel, tests_run, tmp_path):
     assert not verdict_files(tmp_path)
 
 
-def test_threads_that_call_at_once_share_one_test(kernel, tests_run):
-    kernel(short_convolution_chunk)
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(explain(OP)["triton"])) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [[]] * 6
-    assert len(tests_run) == 1
-
-
 def test_the_switch_turns_it_off(kernel, tests_run, monkeypatch, tmp_path):
     monkeypatch.setenv(self_test.SELF_TEST_VARIABLE, "0")
     kernel(wrong_output)
@@ -366,31 +328,6 @@ def environment_of_a_process(cache):
     environment = {**os.environ, "TRITON_INTERPRET": "1", self_test.CACHE_VARIABLE: str(cache)}
     environment.pop(self_test.SELF_TEST_VARIABLE, None)
     return environment
-
-
-PROCESS = """
-from longseq.kernels import explain, self_test
-self_test.is_tested = lambda device_type: True
-self_test.TRIALS["short_convolution"] = self_test.Trial({"W": 4}, (self_test.Case("plain", 5),), channels=5)
-FIND_ERROR
-print(explain("short_convolution")["triton"])
-"""
-
-
-@pytest.mark.slow
-def test_processes_that_write_at_once_and_those_that_read_later_agree(tmp_path):
-    """With the real kernels, interpreted."""
-    environment = environment_of_a_process(tmp_path)
-
-    def start(find_error):
-        code = PROCESS.replace("FIND_ERROR", find_error)
-        return start_fork([], tmp_path, environment=environment, run=lambda: exec(code, {}))
-
-    assert [process.communicate()[0].strip() for process in [start("") for _ in range(2)]] == ["[]", "[]"]
-    (file,) = (tmp_path / "self_test").iterdir()
-    file.write_text(json.dumps({**json.loads(file.read_text()), "error": "as the file says"}))
-    output = start("self_test._find_error = None").communicate()[0]
-    assert "as the file says" in output
 
 
 RANK = """
@@ -476,42 +413,6 @@ def test_inside_a_backward_pass_untested_kernels_are_refused_for_now(kernel, tes
     assert explain(OP)["triton"] == []
 
 
-def test_a_backward_pass_does_not_wait_for_the_test_of_another_thread(kernel, tests_run):
-    kernel(short_convolution_chunk)
-    found = []
-    with self_test._LOCK:  # held by the other thread
-        thread = threading.Thread(target=lambda: found.extend(explain_inside_a_backward_pass()), daemon=True)
-        thread.start()
-        thread.join(timeout=60)
-    assert [reason.split(",")[0] for reason in found] == ["their self-test has not run"]
-    assert not tests_run
-
-
-def test_known_bad_combinations_are_refused_untested(kernel, tests_run, monkeypatch):
-    kernel(short_convolution_chunk)
-    monkeypatch.setenv(self_test.SELF_TEST_VARIABLE, "0")
-    monkeypatch.setattr(
-        self_test._Test,
-        "place",
-        {"gpu": "GPU", "capability": [9, 0], "triton": "3.6.0+git", "torch": torch.__version__},
-    )
-
-    def refuse(**entry):
-        bad = {"op": OP, "capability": (9, 0), "first": (3, 4), "fixed": (3, 7), "why": "sums twice", **entry}
-        monkeypatch.setattr(self_test, "KNOWN_BAD", (self_test.KnownBad(**bad),))
-        monkeypatch.setattr(self_test, "_VERDICTS", {})
-        return explain(OP)["triton"]
-
-    for entry in ({"op": "delta_rule"}, {"capability": (8, 0)}, {"first": (3, 6, 1)}, {"fixed": (3, 6)}):
-        assert refuse(**entry) == []
-    for entry in ({}, {"capability": None}, {"fixed": None}, {"first": (3, 6, 0)}):
-        with pytest.warns(UserWarning, match="longseq refuses"):
-            (reason,) = refuse(**entry)
-        assert reason.startswith("known to be wrong on GPU (capability 9.0) with Triton 3.6.0+git and torch")
-        assert "sums twice" in reason
-    assert not tests_run
-
-
 def test_every_kernel_has_its_trial():
     for op in [*TRITON_OPS, *dispatch._STEPS, *dispatch.list_local_ops()]:
         assert self_test.find_trial(op).cases
@@ -595,23 +496,6 @@ def test_cases_reach_every_launch_of_the_delta_rule(plans, dtype, width):
             assert not walked or {"read_through", "advance"} <= launches
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (48, 32), (128, 128), (64, 128), (256, 256)])
-def test_cases_keep_weighed_queries_and_keys_and_weigh_them_again(plans, key_dim, value_dim):
-    from longseq.kernels.delta_rule.triton_delta import _plan
-
-    def find_launches():
-        for case, call, inputs, cu_seqlens in make_cases("delta_rule", torch.bfloat16, K=key_dim, V=value_dim):
-            if case.has_gradient and not case.kind:
-                q, k, v = (inputs.sequences[name] for name in "qkv")
-                plan = _plan(k, v, cu_seqlens, True, True)
-                yield call, (plan.span > 0, plan.weighs(q, k, False))
-
-    wide = {(False, False), (True, False)}
-    forms = wide if key_dim > 128 else {(False, True), (True, False), (True, True)}
-    assert collect(find_launches()) == dict.fromkeys(list_calls(""), forms)
-
-
 @pytest.mark.parametrize("op", ["longhorn_scan", "selective_scan", "longhorn_pair"])
 def test_cases_reach_every_launch_of_the_scans(plans, op):
     from longseq.kernels.diagonal_scan.triton_scan import _plan
@@ -658,45 +542,6 @@ def test_cases_reach_every_launch_of_least_squares(plans, op, refreshed):
     for launches in found.values():
         assert {has_state for has_state, _ in launches} == {True, False}
     assert {refresh for launches in found.values() for _, refresh in launches} == refreshed
-
-
-def test_cases_pack_an_empty_sequence():
-    for op in TRITON_OPS:
-        cases = self_test.TRIALS[op].cases
-        packed = [case for case in cases if case.bounds]
-        assert all(case.bounds[0] == 0 and case.bounds[-1] == case.tokens for case in packed)
-        ways = (False, True) if takes(op, "reverse") else (False,)
-        expected = {(way, case.kind) for way in ways for case in cases} if takes(op, "cu_seqlens") else set()
-        empty = [case for case in packed if any(a == b for a, b in pairwise(case.bounds))]
-        assert {(case.options.get("reverse", False), case.kind) for case in empty} == expected
-
-
-@pytest.mark.parametrize(
-    ("op", "variant", "kind"),
-    [
-        *(("delta_rule", variant, "") for variant in ("plain", "write_key")),
-        *(("delta_rule", variant, "gated") for variant in ("gated", "gated_write_key")),
-        *(("linear_attention", f"{kind}_gated", kind) for kind in ("head", "channel", "value")),
-        *(("linear_attention", "plain", ""), ("slot_attention", "plain", ""), ("slot_attention", "write", "write")),
-        *((op, "plain", "") for op in ("selective_scan", "orthogonal_recurrence", "recursive_least_squares")),
-        *(("variational_linear_attention", "plain", ""), ("short_convolution", "silu", "")),
-    ],
-)
-@pytest.mark.parametrize("mixed", [False, True])
-def test_a_call_is_tested_with_cases_of_its_kind(monkeypatch, op, variant, kind, mixed):
-    asked = []
-
-    def find_failures(op, device, dtype, sizes, reverse, mixed, packed, kind):
-        asked.append((op, dtype, mixed, kind))
-        return ["not today"]
-
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(self_test, "failures", find_failures)
-    inputs = make_inputs(op, variant, dtype=torch.bfloat16)
-    wide = {name: x.float() for name, x in inputs.tensors.items() if name in self_test.TRIALS[op].mixed}
-    inputs.replace(wide if mixed else {}).run()
-    assert (op, torch.bfloat16, mixed and bool(wide), kind) in asked
-    assert all(case.kind == kind for case in self_test.TRIALS[op].cases if case.variant == variant)
 
 
 @pytest.mark.parametrize("right", [True, False])
