@@ -27,11 +27,6 @@ VERBS = {
     "harness": "longseq.tools.harness:Harness",
     "export": "longseq.tools.export:Export",
     "describe": "longseq.tools.describe:DescribeKeys",
-    "benchmark_kernels": "longseq.tools.benchmark.kernels:KernelsKeys",
-    "benchmark_files": "longseq.tools.benchmark.files:FilesKeys",
-    "benchmark_models": "longseq.tools.benchmark.models:ModelsKeys",
-    "benchmark_tune": "longseq.tools.benchmark.tune:TuneKeys",
-    "benchmark_compile": "longseq.tools.benchmark.compile:CompileKeys",
 }
 
 

@@ -47,15 +47,6 @@ def test_alone_it_explains_itself(monkeypatch, capsys, arguments):
     assert "longseq train mixer=" in output
 
 
-@pytest.mark.parametrize("arguments", [("benchmark",), ("benchmark", "--help")])
-def test_the_first_word_of_two_explains_the_second(monkeypatch, capsys, arguments):
-    assert run(monkeypatch, *arguments) == 0
-    output = capsys.readouterr().out
-    for name in cli.VERBS:
-        if name.startswith("benchmark "):
-            assert f"\n  {name.removeprefix('benchmark ')} " in output
-
-
 def test_stopped_by_hand_it_says_so_in_a_word(monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -158,7 +149,6 @@ def test_names_of_classes_may_have_any_letters(key, given, table):
 
 MISTAKES = [
     ("learn", "unknown verb 'learn': the verbs are train, evaluate"),
-    ("benchmark ops=[delta_rule]", "`longseq benchmark` is followed by one of kernels, models, files, tune, compile"),
     ("train mixer=longhorn+gsa", "names several mixers: give mixer=hybrid mixer.name=longhorn+gsa"),
     ("train mixer=longhron", "mixer=longhron is unknown: did you mean mixer=longhorn? the options of mixer are abc, "),
     ("train --epochs 5", "--epochs is no flag: write recipe.epochs=5"),

@@ -1,4 +1,6 @@
-"""`longseq benchmark compile`: compile every kernel of every operation for GPUs that need not be present.
+"""Compile every kernel of every operation for GPUs that need not be present.
+
+python benchmarks/compile.py [--ops delta_rule ...] [--capabilities 8.6 ...]
 
 The operations are called on tensors without values. They launch their kernels as usual, and Triton passes each launch
 on in place of compiling it. So this module has no list of kernels or arguments. The calls are those of the self-tests,
@@ -14,6 +16,7 @@ Comments and docstrings do not count as changes.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import hashlib
@@ -30,29 +33,23 @@ import textwrap
 import time
 import tokenize
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import absent_gpu
 import torch
-from omegaconf import DictConfig
+from measure import one_line
 
 import longseq.kernels
-from longseq.files import Kind, json_keys, replacing
 from longseq.kernels import list_ops
 from longseq.kernels.dispatch import backends, explain, list_local_ops, list_stepped_ops
-from longseq.kernels.image_transforms.fused import list_calls as list_image_calls
-from longseq.kernels.launch_file import LAUNCHES_VARIABLE
 from longseq.kernels.self_test import SELF_TEST_VARIABLE, find_trial, list_calls
 from longseq.kernels.token_choice.fused import list_calls as list_choice_calls
 from longseq.kernels.triton_launch import UNFUSED
-from longseq.tasks.training.command import CommandKeys, read_command
-from longseq.tasks.training.options import Length, OneOf, Range
-from longseq.tasks.training.processes import refuse_many
-from longseq.tools.benchmark.measure import one_line
-from longseq.tools.benchmark.report import check_output
 
+HERE = Path(__file__).parent
+CAPABILITIES = {".".join(map(str, capability)): capability for capability in absent_gpu.SHARED_MEMORY}
 # Widths of keys, values, slots and channels beside those of the self-tests: the widest that an operation takes is
 # compiled, and one between. Likewise the states of a scan, and the tokens of an orthogonal recurrence's chunks.
 WIDTHS = (128, 256, 512)
@@ -60,11 +57,7 @@ STATES = (16, 64)
 CHUNKS = (1, 16, 64)
 TENSOR_MEMORY = 512  # the columns of Blackwell's tensor memory
 # Kernels without a self-test, which have lists of calls of their own.
-UNTESTED = {
-    "image_transforms": list_image_calls,
-    "token_choice": list_choice_calls,
-}
-_COMPILED = Kind("compilations", lambda path: {"sources", "missing", "rows"} <= json_keys(path))
+UNTESTED = {"token_choice": list_choice_calls}
 SECONDS = 20.0  # the interval between two writings of the file
 
 
@@ -88,78 +81,63 @@ class _SharedMemoryIsKnown(Exception):
     """Ends a compilation after its shared memory is known, if its code is not needed."""
 
 
-def _capabilities() -> dict[str, tuple[int, int]]:
-    """The families of GPUs whose shared memory is known, by name."""
-    from longseq.tools.benchmark.absent_gpu import SHARED_MEMORY
-
-    return {".".join(map(str, capability)): capability for capability in SHARED_MEMORY}
-
-
 def list_compiled() -> list[str]:
     """The operations with Triton kernels, including those for one token."""
     names = [*list_ops(), *list_local_ops(), *(f"{op}_step" for op in list_stepped_ops())]
     return [*(op for op in names if "triton" in [backend.name for backend in backends(op)]), *UNTESTED]
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompileKeys(CommandKeys):
-    """The keys of `longseq benchmark compile`; conf/benchmark_compile.yaml documents them."""
-
-    ops: Annotated[list[Annotated[str, OneOf(list_compiled)]], Length(1)] | None
-    capabilities: Annotated[list[Annotated[str, OneOf(_capabilities)]], Length(1)]
-    processes: Annotated[int | None, Range(1)]
-    seconds: Annotated[float, Range(above=0)]
-    output: str
-
-
-def run(cfg: DictConfig) -> dict[str, Any]:
-    """Compile what `benchmark_compile.yaml` selects, and write a row for each launch."""
-    keys = read_command(CompileKeys, cfg)
-    for name in (LAUNCHES_VARIABLE, "TRITON_INTERPRET"):
-        if os.environ.get(name):
-            raise ValueError(f"{name} is set, and other kernels than everybody's would be compiled: unset it")
-    known, names = _capabilities(), keys.capabilities
-    ops = list_compiled() if keys.ops is None else keys.ops
-    file = check_output(keys.output, _COMPILED)
-    refuse_many(keys.processes, "processes")
-    processes = keys.processes or len(os.sched_getaffinity(0))
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ops", nargs="+", default=list_compiled(), help="names of operations")
+    parser.add_argument("--capabilities", nargs="+", default=list(CAPABILITIES), choices=list(CAPABILITIES))
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile at the same time")
+    parser.add_argument("--seconds", type=float, default=7200, help="the next call compiles what is left")
+    parser.add_argument("--output", type=Path, default=HERE / "compilations.json")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update({"TRITON_CACHE_DIR": folder, SELF_TEST_VARIABLE: "0"})
-        launches = record([known[name] for name in names], ops, processes)
-        held = _read(file)
-        done = {row["key"]: row for row in held["rows"]}
+        launches = record([CAPABILITIES[name] for name in options.capabilities], options.ops, options.processes)
+        held = json.loads(options.output.read_text())["rows"] if options.output.exists() else []
+        done = {row["key"]: row for row in held}
         for launch in launches:  # a kernel that has not changed may be that of another call now
             if launch.key in done:
                 done[launch.key] |= launch.head
         todo = [launch for launch in launches if launch.key not in done]
         print(f"{len(launches)} launches, {len(todo)} to compile", flush=True)
-        wanted = {launch.key for launch in launches}
-        others = [row for row in held["rows"] if row["op"] not in ops or row["capability"] not in names]
-        end, written = time.monotonic() + keys.seconds, time.monotonic()
-        for row in compile_all(todo, processes, end):
+        chosen = {(op, name) for op in options.ops for name in options.capabilities}
+        others = [row for row in held if row["op"] in list_compiled() and (row["op"], row["capability"]) not in chosen]
+        end, written = time.monotonic() + options.seconds, time.monotonic()
+        for row in compile_all(todo, options.processes, end):
             done[row["key"]] = row
             if fault := find_fault(row):
                 print(f"{row['op']}: {row['kernel']} on {row['capability']}, {row['call']}: {fault}", flush=True)
             if time.monotonic() > written + SECONDS:
-                _write(file, _result(done, launches, others, held["sources"], ops, names == list(known)))
+                write(options.output, others, launches, done)
                 written = time.monotonic()
-    rows = [*others, *(row for key, row in done.items() if key in wanted)]
-    result = _result(done, launches, others, held["sources"], ops, names == list(known))
-    _write(file, result)
-    faulty = sum(find_fault(row) is not None for row in rows)
-    missing = len(wanted - set(done))
-    print(f"written: {file}; {len(rows)} rows, {faulty} with a fault, {missing} launches not compiled yet")
-    return result
+        write(options.output, others, launches, done)
+
+
+def write(file: Path, others: list[dict[str, Any]], launches: list[Launch], done: dict[str, dict[str, Any]]) -> None:
+    """Write the rows of these launches that are compiled, and other rows, as JSON with one row per line."""
+    rows = [done[launch.key] for launch in launches if launch.key in done]
+    head = {
+        "what": "Kernels compiled for GPUs that were not there",
+        "command": "python benchmarks/compile.py",
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "triton")},
+        "missing": len(launches) - len(rows),
+    }
+    order = ("op", "kernel", "capability", "call", "key")
+    rows = sorted([*others, *rows], key=lambda row: tuple(row[name] for name in order))
+    lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
+    file.write_text(f'{json.dumps(head, indent=2)[:-2]},\n  "rows": [\n{lines}\n  ]\n}}\n', encoding="utf-8")
 
 
 def find_fault(row: dict[str, Any]) -> str | None:
     """Why a kernel cannot be launched on its GPU, or None."""
-    from longseq.tools.benchmark.absent_gpu import SHARED_MEMORY
-
     if row["error"] is not None:
         return row["error"]
-    major, minor = map(int, row["capability"].split("."))
-    limit = SHARED_MEMORY[major, minor]
+    limit = absent_gpu.SHARED_MEMORY[CAPABILITIES[row["capability"]]]
     if row["shared"] > limit:
         return f"{row['shared']} bytes of shared memory, of {limit}"
     if row["tensor_memory"] > TENSOR_MEMORY:
@@ -207,8 +185,6 @@ def _width_of(call: str) -> int:
 def _record(task: tuple[tuple[int, int], list[str], Collection[str] | None]) -> list[Launch]:
     capability, ops, calls = task
     from triton import knobs
-
-    from longseq.tools.benchmark import absent_gpu
 
     absent_gpu.activate(capability)
     import_kernels()
@@ -316,8 +292,6 @@ def compile_launch(launch: Launch, *, is_whole: bool = True) -> dict[str, Any]:
     from triton import knobs
     from triton.backends.nvidia import compiler
 
-    from longseq.tools.benchmark import absent_gpu
-
     absent_gpu.activate(launch.capability)
     module, name = launch.kernel.split(":")
     kernel = getattr(importlib.import_module(module), name)
@@ -373,25 +347,6 @@ def hash_kernel(kernel: Any) -> str:
     return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def hash_sources() -> dict[str, str]:
-    """For each folder of kernels, a digest of its Triton modules and of the modules that they share, and of the
-    compiled calls.
-    """
-    folder = Path(longseq.kernels.__file__).parent
-    shared = _hash_files([*sorted(folder.glob("triton_*.py")), folder / "self_test_cases.py", Path(__file__)])
-    files: dict[str, list[Path]] = {}
-    for file in sorted(folder.glob("*/triton_*.py")):
-        files.setdefault(file.parent.name, []).append(file)
-    return {"": shared, **{name: _hash_files(found) for name, found in files.items()}}
-
-
-def _hash_files(files: list[Path]) -> str:
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(strip(file.read_text(encoding="utf-8")).encode())
-    return digest.hexdigest()[:16]
-
-
 def strip(source: str) -> str:
     """A source without comments, docstrings and empty lines."""
     lines = source.splitlines()
@@ -406,38 +361,5 @@ def strip(source: str) -> str:
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
-def _result(
-    done: dict[str, dict[str, Any]],
-    launches: list[Launch],
-    others: list[dict[str, Any]],
-    sources: dict[str, str],
-    ops: list[str],
-    is_everywhere: bool,
-) -> dict[str, Any]:
-    """The content of the file; with a hash of the sources if the whole table was recorded and compiled."""
-    rows = [done[launch.key] for launch in launches if launch.key in done]
-    is_whole = is_everywhere and ops == list_compiled()
-    return {
-        "what": "Kernels compiled for GPUs that were not there",
-        "command": "longseq benchmark compile output=benchmarks/compilations.json",
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "triton")},
-        "sources": hash_sources() if is_whole else sources,
-        "missing": len(launches) - len(rows),
-        "rows": [*others, *rows],
-    }
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"rows": [], "sources": {}}
-
-
-def _write(file: Path, result: dict[str, Any]) -> None:
-    """Write JSON with one row per line."""
-    head = json.dumps({name: value for name, value in result.items() if name != "rows"}, indent=2)
-    rows = sorted(
-        result["rows"], key=lambda row: (row["op"], row["kernel"], row["capability"], row["call"], row["key"])
-    )
-    lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(file) as part:
-        part.write_text(f'{head[:-2]},\n  "rows": [\n{lines}\n  ]\n}}\n', encoding="utf-8")
+if __name__ == "__main__":
+    main()

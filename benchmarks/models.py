@@ -1,41 +1,40 @@
-"""`longseq benchmark models`: training and inference of image models, training and decoding of language models."""
+"""Time training and inference of whole models on random data, and measure their memory.
+
+python benchmarks/models.py image [--models NAME ...] [--mixers NAME ...] [--sizes 224x256 ...]
+python benchmarks/models.py text [--mixers NAME ...] [--lengths 2048 ...] [--decoding-batches 1 64]
+
+Our models, with each mixer, are timed in one process with models of timm and, if it is installed, of transformers.
+"""
 
 from __future__ import annotations
 
+import argparse
 import gc
 import importlib.util
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import timm
 import torch
-from omegaconf import DictConfig
-from rich.console import Console
+from measure import Run, added_bytes, one_line, time_in_turn, time_once
+from report import add_common_arguments, make_result, to_markdown, write_result
 from torch import Tensor, nn
 
 import longseq  # noqa: F401  registers the image models
-from longseq import mixers
 from longseq.backbones.continuation import Continuation
 from longseq.backbones.sampling import Sampling, TokenSampler
 from longseq.backbones.step_graph import StepGraph, can_record
 from longseq.backbones.tokens import TokenBackbone, TokenState, mlp_width
-from longseq.kernels import list_ops, token_loss
-from longseq.kernels.dispatch import backends
+from longseq.kernels import token_loss
 from longseq.kernels.packing import Packing
 from longseq.kernels.self_test import CACHE_VARIABLE
 from longseq.mixers.attention import KeyValueCache
-from longseq.mixers.pattern import options_by_name
 from longseq.parameters import count_parameters
 from longseq.tasks.generate import draw_tokens
-from longseq.tasks.training.command import CommandKeys, compile_modes, read_command
-from longseq.tasks.training.model import MOST_LAYERS
-from longseq.tasks.training.options import OneOf, Range
-from longseq.tools.benchmark.measure import Run, added_bytes, environment, one_line, time_in_turn, time_once
-from longseq.tools.benchmark.report import check_output, find_device, make_result, to_markdown, write_result
 
 NOTES = (
     "bfloat16 autocast over float32 weights; training is forward, backward and a step of fused AdamW, on random data "
@@ -44,8 +43,8 @@ NOTES = (
     "First step: seconds of the first training step, from empty caches; the self-test and the compilation of kernels "
     "included where an earlier row had not done them.",
     "Decoding: tokens of all sequences a second, one step of the model a token after a prompt, with bfloat16 weights; "
-    "graph: the step as a CUDA graph. Generation: each token is also drawn, as text.sampling says, and read by the "
-    "host; on a GPU the graph holds both. Keys and values of attention have room for the prompt and the new tokens.",
+    "graph: the step as a CUDA graph. Generation: each token is also drawn and read by the host; on a "
+    "GPU the graph holds both. Keys and values of attention have room for the prompt and the new tokens.",
 )
 COMPILED = "The models were compiled for training, and image models for inference too; decoding ran eager."
 ON_CPU = "Measured on a CPU: speeds are relative to the first row of the same task and size."
@@ -54,116 +53,89 @@ Row = dict[str, Any]
 Task = tuple[Row, Callable[[], Row]]  # the head of a row, and the function that measures the rest
 
 
-def _backends() -> set[str]:
-    return {"auto", *(backend.name for op in list_ops() for backend in backends(op))}
+def read_options(words: list[str] | None = None) -> argparse.Namespace:
+    """The options of the command line, or of these words."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(dest="task", required=True)
+    image = kinds.add_parser("image", help="image classifiers")
+    image.add_argument("--models", nargs="*", default=[f"longseq_vit_{size}_patch16_224" for size in ("tiny", "small")])
+    image.add_argument("--mixers", nargs="+", default=["attention", "longhorn", "deltanet"])
+    image.add_argument("--direction", default="bidirectional", help="as model.direction of `longseq train`")
+    image.add_argument("--peers", nargs="*", default=["deit_tiny_patch16_224", "deit_small_patch16_224"])
+    image.add_argument("--sizes", nargs="+", type=_read_size, default=["224x256", "512x64", "1024x16"])
+    image.add_argument("--classes", type=int, default=1000)
+    text = kinds.add_parser("text", help="language models")
+    text.add_argument("--mixers", nargs="*", default=["attention", "deltanet", "gsa", "longhorn", "vla"])
+    text.add_argument("--peers", nargs="*", default=["llama"], choices=["llama"])
+    for name, size in (("d-model", 1024), ("depth", 24), ("vocabulary", 32000)):
+        text.add_argument(f"--{name}", type=int, default=size)
+    text.add_argument("--lengths", nargs="*", type=int, default=[2048, 8192, 32768], help="tokens of a sequence")
+    text.add_argument("--document-lengths", nargs="*", type=int, default=[], help="tokens of packed documents")
+    text.add_argument("--step-tokens", type=int, default=32768, help="tokens of a training step")
+    text.add_argument("--recompute", default="none", help="as model.recompute of `longseq train`")
+    text.add_argument("--decoding-batches", nargs="*", type=int, default=[1, 64], help="sequences that are decoded")
+    text.add_argument("--prompt", type=int, default=512, help="tokens before those that are decoded")
+    text.add_argument("--new-tokens", type=int, default=64)
+    text.add_argument("--top-p", type=float, help="draw from the most likely tokens of this probability")
+    for kind in (image, text):
+        kind.add_argument("--backend", default="auto", help="kernels of our mixers: auto, triton, torch, reference")
+        kind.add_argument("--compile", help="mode of torch.compile, such as default; not for decoding")
+        add_common_arguments(kind, seconds=5, output="models.json")
+    return parser.parse_args(words)
 
 
-Counts = Annotated[list[int], Range(1)]
+def _read_size(text: str) -> tuple[int, int]:
+    """The side of an image in pixels and the images of a batch, from "224x256"."""
+    pixels, batch = map(int, text.split("x"))
+    return pixels, batch
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageModelsKeys:
-    """The keys of `longseq benchmark models` below `image`."""
-
-    models: list[str]
-    mixers: list[Any]
-    direction: Literal["bidirectional", "forward", "cross", "alternating"]
-    peers: list[str]
-    sizes: list[Annotated[tuple[int, int], Range(1)]]
-    classes: Annotated[int, Range(1)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LanguageModelsKeys:
-    """The keys of `longseq benchmark models` below `text`."""
-
-    d_model: Annotated[int, Range(1)]
-    depth: Annotated[int, Range(1, MOST_LAYERS)]
-    vocabulary: Annotated[int, Range(1)]
-    mixers: list[Any]
-    peers: list[Literal["llama"]]
-    lengths: Counts
-    document_lengths: Counts
-    step_tokens: Annotated[int, Range(1)]
-    recompute: Literal["none", "mixer", "block"]
-    decoding_batches: Counts
-    prompt: Annotated[int, Range(1)]
-    new_tokens: Annotated[int, Range(1)]
-    sampling: Sampling
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelsKeys(CommandKeys):
-    """The keys of `longseq benchmark models`; conf/benchmark_models.yaml documents them."""
-
-    image: ImageModelsKeys | None
-    text: LanguageModelsKeys | None
-    backend: Annotated[str, OneOf(_backends)]
-    compile: Annotated[str | None, OneOf(compile_modes)]
-    device: str
-    seconds: Annotated[float, Range(above=0)]
-    output: str
-
-
-def run(cfg: DictConfig) -> Row:
-    """Measure what `benchmark_models.yaml` selects; print the table and write it with its rows."""
-    keys = read_command(ModelsKeys, cfg)
-    device = find_device(keys.device)
-    work = plan(keys, device)
-    check_output(keys.output)
+def main() -> None:
+    keys = read_options()
+    device, rows = keys.device, []
     notes = NOTES if keys.compile is None else (*NOTES, COMPILED)
-    rows: list[Row] = []
-    result: Row = {}
-    caches = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", CACHE_VARIABLE)
-    with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-        environment({name: f"{folder}/{name}" for name in caches}),
-    ):
-        for head, measure in work:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", CACHE_VARIABLE):
+            os.environ[name] = f"{folder}/{name}"
+        for head, measure in plan(keys):
             rows.append(_guard(head, device, measure))
             if device.type == "cuda":
                 result = make_result("Whole models", rows, device, notes)
             else:
                 result = make_result("Whole models", _relate(rows), device, (*notes, ON_CPU))
             write_result(result, keys.output)  # after every row: a model that is too large loses no other row
-    Console().print(to_markdown(result), markup=False, highlight=False, soft_wrap=True)
-    return result
+    print(to_markdown(result))
 
 
-def plan(keys: ModelsKeys, device: torch.device) -> list[Task]:
-    """All measurements. Raises ValueError for names that do not exist, before anything is measured."""
-    if keys.image is None and keys.text is None:
-        raise ValueError("image=null text=null leaves nothing to measure: keep one")
-    tasks: list[Task] = []
-    for part, asked, find in (("image", keys.image, _plan_images), ("text", keys.text, _plan_text)):
-        if asked is None:
-            continue
-        found = list(find(keys, device))
-        if not found:
-            empty = " ".join(f"{part}.{name}=[]" for name, value in vars(asked).items() if value == [])
-            raise ValueError(f"{empty} leaves nothing to measure: name something, or give {part}=null")
-        tasks += found
-    return tasks
-
-
-def _plan_images(keys: ModelsKeys, device: torch.device) -> Iterator[Task]:
-    assert keys.image is not None
-    for pixels, batch in keys.image.sizes:
-        for head, make in image_models(keys.image, pixels, keys.backend):
-            head = {"task": "image", **head, "pixels": pixels, "batch": batch}
-            yield head, partial(measure_image, make, pixels, batch, keys, device)
-
-
-def _plan_text(keys: ModelsKeys, device: torch.device) -> Iterator[Task]:
-    assert keys.text is not None
-    for head, make in language_models(keys.text, keys.backend):
-        for tokens in keys.text.lengths:
+def plan(keys: argparse.Namespace) -> Iterator[Task]:
+    """All measurements."""
+    device = keys.device
+    if keys.task == "image":
+        for pixels, batch in keys.sizes:
+            for head, make in image_models(keys, pixels):
+                head = {"task": "image", **head, "pixels": pixels, "batch": batch}
+                yield head, partial(measure_image, make, pixels, batch, keys, device)
+        return
+    for head, make in language_models(keys):
+        for tokens in keys.lengths:
             yield {"task": "text", **head, "tokens": tokens}, partial(measure_training, make, tokens, keys, device)
-        for tokens in keys.text.document_lengths if "mixer" in head else ():
+        for tokens in keys.document_lengths if "mixer" in head else ():
             packed = {"task": "packed", **head, "document_tokens": tokens}
             yield packed, partial(measure_training, make, tokens, keys, device, packed=True)
-        for batch in keys.text.decoding_batches:
+        for batch in keys.decoding_batches:
             yield {"task": "decoding", **head, "batch": batch}, partial(measure_decoding, make, batch, keys, device)
+
+
+def _guard(head: Row, device: torch.device, measure: Callable[[], Row]) -> Row:
+    """One row; a model that is refused or too large has a remark in place of figures."""
+    try:
+        return head | measure()
+    except Exception as error:
+        return head | {"remark": one_line(error)}
+    finally:
+        if device.type == "cuda":
+            gc.collect()  # a model that is freed while the next one is measured would distort its memory
+            torch.cuda.empty_cache()
 
 
 def _relate(rows: list[Row]) -> list[Row]:
@@ -180,54 +152,31 @@ def _relate(rows: list[Row]) -> list[Row]:
     return related
 
 
-def _guard(head: Row, device: torch.device, measure: Callable[[], Row]) -> Row:
-    """One row; a model that is refused or too large has a remark in place of figures."""
-    try:
-        return head | measure()
-    except Exception as error:
-        return head | {"remark": one_line(error)}
-    finally:
-        if device.type == "cuda":
-            gc.collect()  # a model that is freed while the next one is measured would distort its memory
-            torch.cuda.empty_cache()
-
-
-def image_models(image: ImageModelsKeys, pixels: int, backend: str) -> Iterator[tuple[Row, Callable[[], nn.Module]]]:
+def image_models(keys: argparse.Namespace, pixels: int) -> Iterator[tuple[Row, Callable[[], nn.Module]]]:
     """Each of our models with each mixer, then the peers in timm."""
-    _check_mixers(image.mixers)
-    if unknown := [name for name in (*image.models, *image.peers) if not timm.is_model(name)]:
-        raise ValueError(f"image.models and image.peers have {', '.join(unknown)}, which timm does not know")
-    size: Row = {"img_size": pixels, "num_classes": image.classes}
-    for name in image.models:
-        for mixer in image.mixers:
-            options = {"mixer": mixer, "direction": image.direction, "backend": backend}
+    size: Row = {"img_size": pixels, "num_classes": keys.classes}
+    for name in keys.models:
+        for mixer in keys.mixers:
+            options = {"mixer": mixer, "direction": keys.direction, "backend": keys.backend}
             yield {"model": name, "mixer": mixer}, partial(timm.create_model, name, **size, **options)
-    for name in image.peers:
+    for name in keys.peers:
         yield {"model": name}, partial(timm.create_model, name, **size)
 
 
-def language_models(text: LanguageModelsKeys, backend: str) -> Iterator[tuple[Row, Callable[[], nn.Module]]]:
+def language_models(keys: argparse.Namespace) -> Iterator[tuple[Row, Callable[[], nn.Module]]]:
     """Our token model with each mixer, then the installed peers."""
-    _check_mixers(text.mixers)
-    size: Row = {"vocab_size": text.vocabulary, "d_model": text.d_model, "depth": text.depth}
-    size["recompute"] = text.recompute
-    for mixer in text.mixers:
-        yield {"model": "longseq", "mixer": mixer}, partial(TokenBackbone, mixer=mixer, backend=backend, **size)
-    if "llama" in text.peers and importlib.util.find_spec("transformers") is not None:
-        yield {"model": "transformers Llama, sdpa"}, partial(_Llama, text)
-
-
-def _check_mixers(patterns: list[Any]) -> None:
-    """Raise ValueError for a mixer that does not exist, before anything is measured."""
-    for pattern in patterns:
-        for name in options_by_name(pattern, None):
-            mixers.get(name)
+    size: Row = {"vocab_size": keys.vocabulary, "d_model": keys.d_model, "depth": keys.depth}
+    size |= {"recompute": keys.recompute, "backend": keys.backend}
+    for mixer in keys.mixers:
+        yield {"model": "longseq", "mixer": mixer}, partial(TokenBackbone, mixer=mixer, **size)
+    if "llama" in keys.peers and importlib.util.find_spec("transformers") is not None:
+        yield {"model": "transformers Llama, sdpa"}, partial(_Llama, keys)
 
 
 class _Llama(nn.Module):
     """transformers' Llama of the same size, called as our models are."""
 
-    def __init__(self, text: LanguageModelsKeys) -> None:
+    def __init__(self, text: argparse.Namespace) -> None:
         super().__init__()
         from transformers import LlamaConfig, LlamaForCausalLM  # pyright: ignore[reportMissingImports]
 
@@ -261,16 +210,16 @@ def _autocast(device: torch.device) -> AbstractContextManager[None]:
 
 
 def build_model(
-    make: Callable[[], nn.Module], keys: ModelsKeys, device: torch.device
+    make: Callable[[], nn.Module], mode: str | None, device: torch.device
 ) -> tuple[nn.Module, Callable[..., Any]]:
-    """The model, and its callable, which is compiled if the keys ask for it."""
+    """The model, and its callable, which is compiled if there is a mode of torch.compile."""
     with torch.device(device):
         torch.manual_seed(0)
         model = make()
-    if keys.compile is None:
+    if mode is None:
         return model.to(device), model
     torch.compiler.reset()  # compilations of earlier models would count towards the limit of recompilations
-    return model.to(device), torch.compile(model, mode=keys.compile)
+    return model.to(device), torch.compile(model, mode=mode)
 
 
 def training_step(model: nn.Module, loss: Callable[[], Tensor], device: torch.device) -> Run:
@@ -287,7 +236,7 @@ def training_step(model: nn.Module, loss: Callable[[], Tensor], device: torch.de
     return step
 
 
-def _measure_step(step: Run, units: int, unit: str, before: int, keys: ModelsKeys, device: torch.device) -> Row:
+def _measure_step(step: Run, units: int, unit: str, before: int, keys: argparse.Namespace, device: torch.device) -> Row:
     """The first step, the speed of the others, and memory; `before` is the memory in use before the model was built."""
     row: Row = {"first_step_s": round(time_once(step, device), 2)}
     row[f"training_{unit}_per_s"] = _rate(step, units, keys, device)
@@ -298,7 +247,7 @@ def _measure_step(step: Run, units: int, unit: str, before: int, keys: ModelsKey
     return row
 
 
-def _rate(step: Run, units: int, keys: ModelsKeys, device: torch.device) -> float:
+def _rate(step: Run, units: int, keys: argparse.Namespace, device: torch.device) -> float:
     times, failure = time_in_turn({"step": step}, device, keys.seconds)["step"]
     if times is None:
         raise RuntimeError(failure)
@@ -311,14 +260,13 @@ def _allocated(device: torch.device) -> int:
 
 
 def measure_image(
-    make: Callable[[], nn.Module], pixels: int, batch: int, keys: ModelsKeys, device: torch.device
+    make: Callable[[], nn.Module], pixels: int, batch: int, keys: argparse.Namespace, device: torch.device
 ) -> Row:
     """Training and inference of an image classifier."""
     before = _allocated(device)
-    model, called = build_model(make, keys, device)
+    model, called = build_model(make, keys.compile, device)
     images = torch.randn(batch, 3, pixels, pixels, device=device)
-    assert keys.image is not None
-    labels = torch.randint(keys.image.classes, (batch,), device=device)
+    labels = torch.randint(keys.classes, (batch,), device=device)
     model.train()
     step = training_step(model, lambda: nn.functional.cross_entropy(called(images), labels), device)
     row = {"parameters": count_parameters(model), **_measure_step(step, batch, "images", before, keys, device)}
@@ -335,18 +283,16 @@ def measure_image(
 
 
 def measure_training(
-    make: Callable[[], nn.Module], tokens: int, keys: ModelsKeys, device: torch.device, *, packed: bool = False
+    make: Callable[[], nn.Module], tokens: int, keys: argparse.Namespace, device: torch.device, *, packed: bool = False
 ) -> Row:
     """Training of a language model; the number of sequences follows from a step's tokens.
 
     With `packed` they are documents of this length, end to end in one row, with what is left over as a shorter one.
     """
     before = _allocated(device)
-    model, called = build_model(make, keys, device)
-    text = keys.text
-    assert text is not None
-    batch, length = (1, text.step_tokens) if packed else (max(1, text.step_tokens // tokens), tokens)
-    read = torch.randint(text.vocabulary, (batch, length + 1), device=device)
+    model, called = build_model(make, keys.compile, device)
+    batch, length = (1, keys.step_tokens) if packed else (max(1, keys.step_tokens // tokens), tokens)
+    read = torch.randint(keys.vocabulary, (batch, length + 1), device=device)
     borders = torch.tensor([*range(0, length, tokens), length], dtype=torch.int32, device=device)
     model.train()
 
@@ -362,26 +308,24 @@ def measure_training(
 
 
 @torch.inference_mode()
-def measure_decoding(make: Callable[[], nn.Module], batch: int, keys: ModelsKeys, device: torch.device) -> Row:
+def measure_decoding(make: Callable[[], nn.Module], batch: int, keys: argparse.Namespace, device: torch.device) -> Row:
     """Decoding token by token after a prompt."""
     before = _allocated(device)
-    model, _ = build_model(make, replace(keys, compile=None), device)
+    model, _ = build_model(make, None, device)
     model.to(torch.bfloat16).eval()
-    text, step = keys.text, getattr(model, "step")  # noqa: B009  of modules, the checker knows tensors alone
-    assert text is not None
-    prompt = torch.randint(text.vocabulary, (batch, text.prompt), device=device)
+    prompt = torch.randint(keys.vocabulary, (batch, keys.prompt), device=device)
     token = prompt[:, -1].clone()
-    start, logits = _read_prompt(model, prompt, text.new_tokens)
+    start, logits = _read_prompt(model, prompt, keys.new_tokens)
 
     def decode() -> None:
         state = start
-        for _ in range(text.new_tokens):
-            _, state = step(token, state)
+        for _ in range(keys.new_tokens):
+            _, state = model.step(token, state)
         if hasattr(start, "crop"):  # transformers' cache is modified in place: it holds the new tokens now
-            start.crop(-text.new_tokens)
+            start.crop(-keys.new_tokens)
 
     row: Row = {"parameters": count_parameters(model)}
-    row["decoding_tokens_per_s"] = _rate(decode, batch * text.new_tokens, keys, device)
+    row["decoding_tokens_per_s"] = _rate(decode, batch * keys.new_tokens, keys, device)
     if device.type == "cuda":
         row["decoding_gib"] = round((_allocated(device) - before + added_bytes(decode, device)) / 2**30, 2)
     if isinstance(model, TokenBackbone):
@@ -399,13 +343,16 @@ def _read_prompt(model: nn.Module, prompt: Tensor, new_tokens: int) -> tuple[Any
 
 
 def _measure_generation(
-    model: TokenBackbone, start: TokenState, logits: Tensor, token: Tensor, keys: ModelsKeys, device: torch.device
+    model: TokenBackbone,
+    start: TokenState,
+    logits: Tensor,
+    token: Tensor,
+    keys: argparse.Namespace,
+    device: torch.device,
 ) -> Row:
     """The step as a CUDA graph, where one can record it; and the step with the choice of the token."""
-    text = keys.text
-    assert text is not None
     row: Row = {}
-    count, rows = text.new_tokens, token.shape[0]
+    count, rows = keys.new_tokens, token.shape[0]
     in_graph = can_record(model)
     try:
         if in_graph:
@@ -417,8 +364,8 @@ def _measure_generation(
                 _rewind(graph, count)
 
             row["decoding_graph_tokens_per_s"] = _rate(replay, rows * count, keys, device)
-        seen = torch.zeros(rows, text.vocabulary, dtype=torch.bool, device=device)
-        sampler = TokenSampler(text.sampling, torch.arange(rows, device=device), seen=seen)
+        seen = torch.zeros(rows, keys.vocabulary, dtype=torch.bool, device=device)
+        sampler = TokenSampler(Sampling(top_p=keys.top_p), torch.arange(rows, device=device), seen=seen)
         recorded = None
         if in_graph:
             recorded = Continuation(model, start, logits, sampler, cuda_graph=True)
@@ -449,3 +396,7 @@ def _rewind(graph: StepGraph, tokens: int) -> None:
             own.length.sub_(tokens)
     if graph.room is not None:
         graph.room += tokens
+
+
+if __name__ == "__main__":
+    main()

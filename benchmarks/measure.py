@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -39,21 +37,6 @@ def one_line(error: BaseException) -> str:
     """An error's text for a cell of a table."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 160 else f"{text[:157]}..."
-
-
-@contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside the context."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def synchronize(device: torch.device) -> None:

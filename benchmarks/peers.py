@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from longseq.tools.benchmark.work import Work
+from work import Work
 
 Tensors = dict[str, Tensor]
 
@@ -65,43 +64,43 @@ def _channels_first(tensors: Tensors) -> Tensors:
 
 
 def _scan(tensors: Tensors, options: Mapping[str, Any]) -> Tensor:
-    from mamba_ssm.ops.selective_scan_interface import selective_scan_fn  # pyright: ignore[reportMissingImports]
+    from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
 
     return selective_scan_fn(**tensors)
 
 
 def _fla_delta_rule(tensors: Tensors, options: Mapping[str, Any]) -> Tensor:
-    from fla.ops.delta_rule import chunk_delta_rule  # pyright: ignore[reportMissingImports]
+    from fla.ops.delta_rule import chunk_delta_rule
 
     return chunk_delta_rule(**tensors, scale=options["scale"])[0]
 
 
 def _fla_gated_delta_rule(tensors: Tensors, options: Mapping[str, Any]) -> Tensor:
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     return chunk_gated_delta_rule(**tensors, scale=options["scale"])[0]
 
 
 def _fla_linear_attention(tensors: Tensors, options: Mapping[str, Any]) -> Tensor:
-    from fla.ops.linear_attn import chunk_linear_attn  # pyright: ignore[reportMissingImports]
+    from fla.ops.linear_attn import chunk_linear_attn
 
     return chunk_linear_attn(**tensors, scale=options["scale"], normalize=False)[0]
 
 
 def _fla_simple_gla(tensors: Tensors, options: Mapping[str, Any]) -> Tensor:
-    from fla.ops.simple_gla import chunk_simple_gla  # pyright: ignore[reportMissingImports]
+    from fla.ops.simple_gla import chunk_simple_gla
 
     return chunk_simple_gla(**tensors, scale=options["scale"])[0]
 
 
 def _fla_gla(tensors: Tensors, options: Mapping[str, Any]) -> Tensor:
-    from fla.ops.gla import chunk_gla  # pyright: ignore[reportMissingImports]
+    from fla.ops.gla import chunk_gla
 
     return chunk_gla(**tensors, scale=options["scale"])[0]
 
 
 def _fla_gsa(tensors: Tensors, options: Mapping[str, Any]) -> Tensor:
-    from fla.ops.gsa import chunk_gsa  # pyright: ignore[reportMissingImports]
+    from fla.ops.gsa import chunk_gsa
 
     write = 1 - tensors["g"].float().exp()  # our operation derives this from g; in fla, the layer computes it
     return chunk_gsa(**tensors, s=write.to(tensors["g"].dtype), scale=options["scale"])[0]

@@ -1,49 +1,33 @@
-"""`longseq benchmark kernels`: operations and their peers, forward and backward, after a comparison with float64."""
+"""Compare operations and their peers with float64, and time them forward and backward.
+
+python benchmarks/kernels.py [--ops delta_rule ...] [--calls "delta_rule gated B=4 T=4096 H=8 K=128 V=128" ...]
+
+An implementation that is wrong is not timed. Peers are flash-linear-attention, mamba-ssm and torch's attention, if they
+are installed. On a CPU the shapes are tiny, and times are relative to the torch form.
+"""
 
 from __future__ import annotations
 
+import argparse
 import gc
 import importlib
+import os
 import pkgutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from omegaconf import DictConfig
-from rich.console import Console
+from gate import Function, Gate, Verdict, call_op, options_of, tensors_of
+from measure import Outcome, Run, added_bytes, capture, one_line, time_in_turn, time_once
+from peers import Peer, Tensors, find_peers
+from report import add_common_arguments, is_emulated, make_result, to_markdown, write_result
 from torch import Tensor
+from work import Work, choose_work
 
 from longseq import kernels
 from longseq.kernels import explain
-from longseq.kernels.dispatch import backends
 from longseq.kernels.self_test import SELF_TEST_VARIABLE
-from longseq.tasks.training.command import CommandKeys, read_command
-from longseq.tasks.training.options import Length, Range
-from longseq.tools.benchmark.gate import Function, Gate, Verdict, call_op, options_of, tensors_of
-from longseq.tools.benchmark.measure import (
-    Outcome,
-    Run,
-    added_bytes,
-    capture,
-    environment,
-    one_line,
-    time_in_turn,
-    time_once,
-)
-from longseq.tools.benchmark.peers import Peer, Tensors, find_peers
-from longseq.tools.benchmark.report import (
-    Dtypes,
-    check_names,
-    check_output,
-    find_device,
-    is_emulated,
-    make_result,
-    to_markdown,
-    write_result,
-)
-from longseq.tools.benchmark.work import Operations, Shapes, Work, choose_work
 
 NOTES = (
     "Verdict: before it is timed, an implementation's output and gradients are compared with float64 in the same call. "
@@ -78,52 +62,35 @@ class _Contestant(NamedTuple):
         return torch.autograd.grad(outputs, wanted, [torch.ones_like(y) for y in outputs])
 
 
-@dataclass(frozen=True, kw_only=True)
-class KernelsKeys(CommandKeys):
-    """The keys of `longseq benchmark kernels`; conf/benchmark_kernels.yaml documents them."""
-
-    ops: Operations | None
-    shapes: Shapes | None
-    dtypes: Dtypes
-    backends: Annotated[list[str], Length(1)] | None
-    peers: bool
-    device: str
-    seconds: Annotated[float, Range(above=0)]
-    output: str
-
-
-def run(cfg: DictConfig) -> dict[str, Any]:
-    """Measure what `benchmark_kernels.yaml` selects; print the table and write it with its rows."""
-    keys = read_command(KernelsKeys, cfg)
-    device = find_device(keys.device)
-    work = choose_work(keys.shapes, keys.ops, device)
-    if keys.backends is not None:
-        check_names("backends", keys.backends, sorted({form.name for item in work for form in backends(item.op)}))
-    check_output(keys.output)
-    rows: list[dict[str, Any]] = []
-    compiled: set[Any] = set()
-    # The gate is stricter than the self-test, and first calls are timed with empty caches.
-    with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache,
-        environment({SELF_TEST_VARIABLE: "0", "TRITON_CACHE_DIR": cache}),
-    ):
-        for item in work:
-            for dtype in (getattr(torch, name) for name in keys.dtypes):
-                rows += measure_work(item, dtype, device, keys, compiled)
-                notes = NOTES if device.type == "cuda" else (NOTES[0], ON_CPU, *([EMULATED] if is_emulated() else []))
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ops", nargs="+", default=[], help="names of operations; all if left out")
+    parser.add_argument("--calls", nargs="+", default=[], help="operation, variant, sizes and options of each call")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--backends", nargs="+", default=["triton", "torch"])
+    parser.add_argument("--no-peers", action="store_true", help="leave out other packages")
+    add_common_arguments(parser, seconds=0.5, output="kernels.json")
+    options = parser.parse_args()
+    device, rows, compiled = options.device, [], set()
+    notes = NOTES if device.type == "cuda" else (NOTES[0], ON_CPU, *([EMULATED] if is_emulated() else []))
+    # The comparison here is stricter than the self-test, and first calls are timed with empty caches.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        os.environ.update({SELF_TEST_VARIABLE: "0", "TRITON_CACHE_DIR": cache})
+        for item in choose_work(options.calls, options.ops, device):
+            for dtype in (getattr(torch, name) for name in options.dtypes):
+                rows += measure_work(item, dtype, device, options, compiled)
                 result = make_result("Operations and their peers", rows, device, notes)
-                write_result(result, keys.output)  # after every shape: a kernel that crashes loses no row
-    Console().print(to_markdown(result), markup=False, highlight=False, soft_wrap=True)
-    return result
+                write_result(result, options.output)  # after every shape: a kernel that crashes loses no row
+    print(to_markdown(result))
 
 
 def measure_work(
-    work: Work, dtype: torch.dtype, device: torch.device, keys: KernelsKeys, compiled: set[Any]
+    work: Work, dtype: torch.dtype, device: torch.device, options: argparse.Namespace, compiled: set[Any]
 ) -> list[dict[str, Any]]:
     """The rows of one shape: each of our backends, then the peers."""
     head = {"op": work.op, "variant": work.variant, "shape": work.shape, "dtype": str(dtype).removeprefix("torch.")}
     try:
-        contestants, refused = _enter(work, dtype, device, keys)
+        contestants, refused = _enter(work, dtype, device, options)
         rows = {name: {**head, "implementation": name} for name in (*contestants, *refused)}
         for name, reason in refused.items():
             rows[name]["verdict"] = f"refused: {reason}"
@@ -137,7 +104,7 @@ def measure_work(
             if not verdict.passed:
                 contestants.pop(name)
                 rows[name].pop("first_call_s", None)
-        _time(rows, contestants, device, keys.seconds)
+        _time(rows, contestants, device, options.seconds)
     except Exception as error:  # such as too little memory: the other shapes are still measured
         return [{**head, "implementation": "all", "verdict": f"not measured: {one_line(error)}"}]
     finally:
@@ -153,24 +120,25 @@ def _widths(work: Work) -> tuple[int, ...]:
 
 
 def _enter(
-    work: Work, dtype: torch.dtype, device: torch.device, keys: KernelsKeys
+    work: Work, dtype: torch.dtype, device: torch.device, options: argparse.Namespace
 ) -> tuple[dict[str, _Contestant], dict[str, str]]:
     """The implementations that can run a call, and the reasons of those that cannot."""
     inputs = work.make(dtype, device)
-    options = options_of(inputs, work)
+    given = options_of(inputs, work)
     tensors = {name: _leaf(x) for name, x in tensors_of(inputs).items()}
     contestants, refused = {}, {}
     for backend, reasons in explain(work.op, device=device, dtype=dtype, sizes=work.sizes).items():
-        wanted = backend in keys.backends if keys.backends else backend != "reference"
-        if wanted and reasons:
+        if backend not in options.backends:
+            continue
+        if reasons:
             refused[backend] = "; ".join(reasons)
-        elif wanted:
-            function = call_op(inputs, options, backend)
+        else:
+            function = call_op(inputs, given, backend)
             modules = find_modules(work.op) if backend == "triton" else ()
             contestants[backend] = _Contestant(backend, tensors, function, modules)
-    for peer in find_peers(work, tensors, device) if keys.peers else ():
+    for peer in find_peers(work, tensors, device) if not options.no_peers else ():
         leaves = {name: _leaf(x) for name, x in peer.prepare({k: x.detach() for k, x in tensors.items()}).items()}
-        contestants[peer.name] = _Contestant(peer.name, leaves, _bind(peer, options), peer.modules, peer)
+        contestants[peer.name] = _Contestant(peer.name, leaves, _bind(peer, given), peer.modules, peer)
     return contestants, refused
 
 
@@ -255,3 +223,7 @@ def _enter_ratios(rows: dict[str, dict[str, Any]], found: Mapping[str, Outcome],
             rows[who]["remark"] = outcome.failure
         elif bar is not None:
             rows[who][f"{name}_of_torch"] = round(outcome.times.median / bar.median, 2)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from longseq.kernels import list_ops
-from longseq.kernels.testing import Inputs, list_variants, make_inputs
-from longseq.tasks.training.options import Length, OneOf
+from longseq.kernels.self_test_inputs import Inputs, make_inputs
 
 
 class Work(NamedTuple):
@@ -103,65 +101,15 @@ TINY = (
 )
 
 
-def list_measured() -> tuple[str, ...]:
-    """The names of the operations that can be measured: those on whole sequences."""
-    return tuple(sorted((*list_ops(), "longhorn_pair")))
+def choose_work(calls: Sequence[str], ops: Sequence[str], device: torch.device) -> list[Work]:
+    """The given calls, or those of these tables: published shapes on a GPU, tiny ones elsewhere."""
+    work = [read_call(call) for call in calls] or list((*TABLE, *OWN) if device.type == "cuda" else TINY)
+    return [item for item in work if not ops or item.op in ops]
 
 
-# The types of the keys `ops` and `shapes` of a benchmark.
-Operations = Annotated[list[Annotated[str, OneOf(list_measured)]], Length(1)]
-Shapes = Annotated[list[dict[str, Any]], Length(1)]
-
-
-def choose_work(
-    shapes: Sequence[Mapping[str, Any]] | None, ops: Sequence[str] | None, device: torch.device
-) -> list[Work]:
-    """The calls of a configuration: its own shapes, or the table's on a GPU and tiny ones elsewhere."""
-    if shapes is not None:
-        work = [_read_work(shape) for shape in shapes]
-    else:
-        work = list((*TABLE, *OWN) if device.type == "cuda" else TINY)
-    chosen = [item for item in work if not ops or item.op in ops]
-    if not chosen:
-        raise ValueError(f"no shape of ops={list(ops or ())}: name some in shapes=[...]")
-    return chosen
-
-
-def _read_work(shape: Mapping[str, Any]) -> Work:
-    """A call from `{op: delta_rule, variant: gated, B: 8, T: 2048, H: 16, K: 128, V: 128, options: {}}`."""
-    op = shape.get("op")
-    if op not in list_measured():
-        raise ValueError(f"shapes has op={op!r}, which is no operation: choose from {', '.join(list_measured())}")
-    variants = list_variants(op)
-    variant = shape.get("variant", variants[0])
-    if variant not in variants:
-        raise ValueError(f"shapes has variant={variant!r}: {op} takes one of {', '.join(variants)}")
-    sizes = {name: value for name, value in shape.items() if name not in ("op", "variant", "options")}
-    own = list_sizes(op, variant)
-    for name, size in sizes.items():
-        if name not in own:
-            raise ValueError(f"shapes has {name}={size!r}, which {op} does not have: its sizes are {', '.join(own)}")
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"shapes has {name}={size!r}: sizes are whole numbers above 0 of {', '.join(own)}")
-    if missing := [name for name in own if name not in sizes]:
-        raise ValueError(f"shapes has a call of {op} without {', '.join(missing)}: give its sizes {', '.join(own)}")
-    return Work(op, sizes, variant, dict(shape.get("options", {})))
-
-
-class _Asked(dict[str, int]):
-    """Sizes that note the names for which they are asked, and know none of them."""
-
-    def __init__(self) -> None:
-        super().__init__(T=1)  # an empty dictionary would be replaced
-        self.names: list[str] = []
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self.names.append(name)
-        return default
-
-
-def list_sizes(op: str, variant: str) -> tuple[str, ...]:
-    """The names of the sizes that a call of an operation takes: those for which the maker of its inputs asks."""
-    asked = _Asked()
-    make_inputs(op, variant, batch=1, tokens=8, sizes=asked, device="meta")
-    return ("B", "T", *dict.fromkeys(asked.names))
+def read_call(call: str) -> Work:
+    """A call from "delta_rule gated B=8 T=2048 H=16 K=128 V=128"; names in lower case are options."""
+    op, variant, *words = call.split()
+    values = {name: int(value) for name, value in (word.split("=") for word in words)}
+    sizes = {name: value for name, value in values.items() if name.isupper()}
+    return Work(op, sizes, variant, {name: value for name, value in values.items() if name not in sizes})

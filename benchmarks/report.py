@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
@@ -9,44 +10,25 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 
-from longseq.files import Kind, check_place, check_replaced, json_keys, replacing
 from longseq.tasks.circumstances import describe, find_circumstances
-from longseq.tasks.training.options import Length
 
-ROWS = Kind("rows of a benchmark", lambda path: {"what", "command", "rows"} <= json_keys(path))
 
-# The type of a benchmark's key `dtypes`.
-Dtypes = Annotated[list[Literal["bfloat16", "float16", "float32"]], Length(1)]
+def add_common_arguments(parser: argparse.ArgumentParser, *, seconds: float, output: str) -> None:
+    """Add the arguments that every benchmark has."""
+    parser.add_argument("--device", type=find_device, default="auto", help="cpu or cuda; auto: the GPU if there is one")
+    parser.add_argument("--seconds", type=float, default=seconds, help="time for measuring each figure")
+    parser.add_argument("--output", type=Path, default=Path("outputs/benchmark", output), help="JSON file of the rows")
 
 
 def find_device(name: str) -> torch.device:
-    """The device of a configuration; "auto" is the first GPU, or the CPU."""
+    """The device of this name; "auto" is the first GPU, or the CPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device={name} is unknown: take auto, cpu or cuda")
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if count == 0:
-            raise ValueError(f"device={name}: torch sees no GPU here, take auto or cpu")
-        if (device.index or 0) >= count:
-            raise ValueError(f"device={name}: torch sees {count} GPUs here, counted from 0")
-    return device
-
-
-def check_names(key: str, names: Sequence[str], known: Sequence[str]) -> None:
-    """Raise ValueError for a name of the list `key` that is not in `known`."""
-    for name in names:
-        if name not in known:
-            raise ValueError(f"{key} has {name!r}: choose from {', '.join(known)}")
+    return torch.device(name)
 
 
 def is_emulated() -> bool:
@@ -58,20 +40,15 @@ def make_result(
     what: str, rows: Sequence[Mapping[str, Any]], device: torch.device, notes: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Rows with their hardware, the command, and notes for their reader."""
+    words = [word for word in sys.argv[1:] if not word.startswith("--output=")]
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
     return {
         "what": what,
-        "command": command_line(),
+        "command": command,
         "kind": "speed",
         "rows": add_circumstances(rows, device),
         "notes": list(notes),
     }
-
-
-def command_line() -> str:
-    """The command of this process as its reader would give it: without the folders of its script and its output."""
-    script = Path(sys.argv[0]).name
-    program = "longseq" if script == "__main__.py" else script  # python -m longseq
-    return shlex.join([program, *[word for word in sys.argv[1:] if not word.startswith("output=")]])
 
 
 def add_circumstances(rows: Sequence[Mapping[str, Any]], device: torch.device) -> list[dict[str, Any]]:
@@ -82,44 +59,15 @@ def add_circumstances(rows: Sequence[Mapping[str, Any]], device: torch.device) -
     return [{**row, "measured": measured} for row in rows]
 
 
-def check_output(output: str, kind: Kind | None = ROWS) -> Path:
-    """The file for the rows. ValueError, in one line, where it cannot come to stand, or would replace another kind.
-
-    `kind` is None for a command that extends the file and checks its content itself. A table beside the file is
-    replaced together with rows; without them, it is not known whose table it is.
-    """
-    file = Path(output)
-    if file.suffix != ".json":
-        raise ValueError(f"output={output} is no name for JSON rows: give one that ends in .json")
-    for one in (file, _table_beside(file)):
-        if one.is_dir():
-            raise ValueError(f"output={output}: {one} is a folder: give another name")
-    if kind is not None:
-        check_replaced(file, "output", kind)
-    table = _table_beside(file)
-    if kind is ROWS and table.is_file() and not file.is_file():
-        raise ValueError(f"output={output}: its table would replace {table}: give another name, or remove that file")
-    check_place(file, "output")
-    return file
-
-
-def write_result(result: Mapping[str, Any], output: str) -> Path:
-    """Write the rows as JSON and their table beside it, in Markdown."""
-    file = Path(output)
+def write_result(result: Mapping[str, Any], file: Path) -> None:
+    """Write the rows as JSON and their table next to it, in Markdown."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    for path, text in ((file, json.dumps(result, indent=2)), (_table_beside(file), to_markdown(result))):
-        with replacing(path) as partial:
-            partial.write_text(text + "\n", encoding="utf-8")
-    return file
-
-
-def _table_beside(file: Path) -> Path:
-    return file.with_suffix(".md")
+    file.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    file.with_suffix(".md").write_text(to_markdown(result) + "\n", encoding="utf-8")
 
 
 def to_markdown(result: Mapping[str, Any]) -> str:
-    """One result as a heading, its command, its table, its circumstances and its notes. Lists are left out of the
-    table.
+    """One result as a heading, its command, its table, its circumstances and its notes, without columns of lists.
 
     A cell that is a mapping has the value of each seed; the table shows their mean and standard deviation.
     """
@@ -157,6 +105,7 @@ def _describe(row: Mapping[str, Any]) -> str:
 
 
 def format_cell(value: Any) -> str:
+    """A cell of a Markdown table."""
     if value is None:
         return ""
     if isinstance(value, bool):

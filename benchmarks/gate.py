@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from measure import one_line
+from peers import Peer, Tensors
+from report import is_emulated
 from torch import Tensor
+from work import Work
 
 from longseq import kernels
 from longseq.kernels.accuracy import Bar
-from longseq.kernels.testing import Inputs
-from longseq.tools.benchmark.measure import one_line
-from longseq.tools.benchmark.peers import Peer, Tensors
-from longseq.tools.benchmark.report import is_emulated
-from longseq.tools.benchmark.work import Work
+from longseq.kernels.self_test_inputs import Inputs
 
 # The multiple of our own tolerance that peers may reach. Peers round intermediate results: the check of peers only
 # distinguishes another operation from another rounding.
