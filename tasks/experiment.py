@@ -18,7 +18,6 @@ from longseq.tasks import registry
 from longseq.tasks.command_keys import TrainKeys
 from longseq.tasks.data.folders import refuse_pipe
 from longseq.tasks.training import automatic, targets
-from longseq.tasks.training.command import refuse_inert
 from longseq.tasks.training.length import WARMUPS, RunLength
 from longseq.tasks.training.logger import check_loggers
 from longseq.tasks.training.model import check_depth
@@ -355,7 +354,6 @@ def _check_mixer(mixer: MixerKeys, scale: ScaleKeys) -> None:
                 check_call(mixers.get(name), {key: value}, place, given=("d_model",), least=least)
         single = {key: value for key, value in options.items() if key not in in_turn}
         check_call(mixers.get(name), single, place, given=("d_model",), least=least)
-        refuse_inert(place, {**mixers.options(name), **options}, mixers.get(name).inert_with)
     for key, value in scale.mixer.items():
         if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
             raise ValueError(f"scale.mixer.{key}={value} must be a number above 0")

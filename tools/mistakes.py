@@ -18,12 +18,10 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from yaml import YAMLError
 
 import longseq.conf
-from longseq.plugins import place_of
 from longseq.tasks.training.configuration import MARKS, marks_at_top, resolve
 from longseq.tasks.training.options import nearest, unknown_key
 from longseq.tasks.training.processes import own_name
 from longseq.tools import cli
-from longseq.tools.environment import TRACEBACK
 
 CONF = "longseq.conf"
 
@@ -269,29 +267,16 @@ def is_users(error: BaseException) -> bool:
     """
     known = isinstance(error, (OSError, ValueError, HydraException, OmegaConfBaseException, YAMLError))
     # Lightning's class for options that contradict each other or the data, which need not be imported here.
-    return known or type(error).__name__ == "MisconfigurationException" or place_of(error) is not None
+    return known or type(error).__name__ == "MisconfigurationException"
 
 
 def explain(error: BaseException, verb: str, arguments: Sequence[str]) -> str:
-    """One line about the error of `longseq VERB arguments...`, with its place in the code of a plug-in.
+    """One line about the error of `longseq VERB arguments...`.
 
     It begins with the process of a run, if that is not the first one, unless the error tells processes by itself.
     """
-    told, process = _explain_in_place(error, verb, arguments), own_name()
+    told, process = _explain(error, verb, arguments), own_name()
     return told if process is None or told.startswith("process ") else f"{process}: {told}"
-
-
-def _explain_in_place(error: BaseException, verb: str, arguments: Sequence[str]) -> str:
-    place = place_of(error)
-    if place is None:
-        return _explain(error, verb, arguments)
-    from longseq.tasks.data.unreadable import SampleError
-
-    if isinstance(error, (OSError, ValueError, SampleError)):
-        told = _explain(error, verb, arguments)
-    else:
-        told = f"{type(error).__name__}: {_in_one_line(error)}"
-    return f"{told} ({place}; {TRACEBACK}=1 shows the full traceback)"
 
 
 def _in_one_line(error: BaseException) -> str:

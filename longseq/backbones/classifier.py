@@ -9,8 +9,7 @@ logits = model(tokens, cu_seqlens=borders)          # N documents packed into on
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from timm.layers import trunc_normal_
@@ -61,11 +60,6 @@ class TextClassifier(PretrainedModel, nn.Module):
     """
 
     decided_options = TokenBackbone.decided_options
-    arguments_before: ClassVar[Mapping[str, Any]] = {
-        **TokenBackbone.arguments_before,
-        "hashed_ngrams": 1,
-        "ngram_buckets": 32768,
-    }
 
     @takes_also(TokenBackbone, without=("tie_embeddings",))
     def __init__(

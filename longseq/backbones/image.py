@@ -14,13 +14,11 @@ Sources: Vision Mamba (Zhu et al., 2024), section 3; Longhorn (Liu et al., 2024)
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
-from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from timm.layers import AttentionPoolLatent, LayerScale, Mlp, lecun_normal_, to_2tuple, trunc_normal_
@@ -30,7 +28,7 @@ from timm.models.vision_transformer import global_pool_nlc
 from torch import Tensor, nn
 
 from longseq.backbones.image_weights import checkpoint_filter_fn
-from longseq.backbones.stack import build_blocks
+from longseq.backbones.stack import build_blocks, mixer_options_of
 from longseq.backbones.variants import UNNAMED, default_cfgs
 from longseq.blocks.hooks import has_observers
 from longseq.blocks.initialisation import save_rng_state
@@ -54,16 +52,13 @@ from longseq.kernels.packing import Packing
 from longseq.mixers import Mixer, check_revisions
 from longseq.mixers.heads import largest_heads
 from longseq.mixers.pattern import Pattern, expand_pattern, spell_pattern
-from longseq.models import PretrainedModel, check_config_version, describe_origin, mixer_options_of, register_kind
+from longseq.models import PretrainedModel, describe_origin, register_kind
 from longseq.parameters import no_weight_decay
 from longseq.timm_models import rebuild_timm_model, timm_layout
 
 POOLS = ("token", "avg", "max", "avgmax", "map", "")
 NORMS = {"rms": ResidualRMSNorm, "layer": ResidualLayerNorm}
 NORM_EPSILONS = {"rms": 1e-5, "layer": 1e-6}
-
-# Arguments that timm does not write to its files: they matter in training only.
-TRAINING_ARGUMENTS = ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "drop_path_rate")
 
 # Both functions read types and sizes, which a symbolic trace does not have: the trace keeps the calls.
 torch.fx.wrap("at_least_float32")
@@ -172,17 +167,6 @@ class ImageBackbone(PretrainedModel, nn.Module):
     """
 
     decided_options = ("causal",)
-    arguments_before: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {
-            "reg_tokens": 0,
-            "no_embed_class": True,
-            "init_values": None,
-            "patch_drop_rate": 0.0,
-            "proj_drop_rate": 0.0,
-            "dynamic_img_pad": False,
-            "pool_num_heads": None,
-        }
-    )
 
     def __init__(
         self,
@@ -594,15 +578,13 @@ class ImageBackbone(PretrainedModel, nn.Module):
     def rebuild(cls, config: Mapping[str, Any], changes: Mapping[str, Any]) -> ImageBackbone:
         """Build the model of a config.json through timm; its weights are initialised anew."""
         saved = {name: value for name, value in config["model_args"].items() if name != "saved_by"}
-        saved = cls.complete_arguments(saved, TRAINING_ARGUMENTS)
         model = rebuild_timm_model(config, changes, saved)
-        grid = grid_of(saved["img_size"], saved["patch_size"], saved["stride"], padded=saved["dynamic_img_pad"])
+        padded = saved.get("dynamic_img_pad", False)
+        grid = grid_of(saved["img_size"], saved["patch_size"], saved.get("stride"), padded=padded)
         if model.patch_embed.grid_size != grid:
-            key = next(key for key in ("img_size", "patch_size", "stride", "dynamic_img_pad") if key in changes)
             raise ValueError(
-                f"{key}={changes[key]} gives another grid of patches, {model.patch_embed.grid_size}, than that of the "
-                f"weights, {grid}: load the model without it and call model.set_input_size, or give "
-                "dynamic_img_size=True"
+                f"the grid of patches is {model.patch_embed.grid_size} and that of the weights {grid}: change it by "
+                "model.set_input_size after loading"
             )
         return model
 
@@ -702,16 +684,8 @@ def create_variant(
     """The model of a name in timm's registry: `options` of the caller, else those of `chassis`, else the defaults."""
     options = {**chassis, **options}
     saved_by = options.pop("saved_by", None)
-    if saved_by is not None:  # all arguments come from a file that timm has read
-        check_config_version(saved_by, f"the file of this {variant}")
-        known = inspect.signature(ImageBackbone).parameters
-        if "num_classes" not in options:  # `longseq.save_pretrained` writes it outside the arguments
-            stated: Any = options.get("pretrained_cfg") or {}
-            options["num_classes"] = (stated if isinstance(stated, Mapping) else vars(stated))["num_classes"]
-        saved = {name: value for name, value in options.items() if name in known}
-        options |= ImageBackbone.complete_arguments(saved, TRAINING_ARGUMENTS)
-        if _keeps_stride_of_other_patches(options):
-            options["stride"] = None
+    if saved_by is not None and _keeps_stride_of_other_patches(options):
+        options["stride"] = None
     device, dtype = options.pop("device", None), options.pop("dtype", None)
     features = {"out_indices": options.pop("out_indices", 3), "feature_cls": "getter"}
     with nullcontext() if device is None else torch.device(device):

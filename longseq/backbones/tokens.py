@@ -9,10 +9,10 @@ text = model.generate(prompt, 100)                  # [B, T + 100]; on a GPU fas
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from numbers import Integral
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from timm.layers import Mlp, trunc_normal_
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from longseq.backbones.continuation import Continuation
 from longseq.backbones.sampling import Sampling, TokenSampler
-from longseq.backbones.stack import build_blocks
+from longseq.backbones.stack import build_blocks, mixer_options_of
 from longseq.backbones.step_graph import check_step_graph
 from longseq.backbones.vocabulary_loss import SummedLoss, sum_scored, summed_loss, token_losses
 from longseq.blocks.channel_mixing import ChannelMixing
@@ -38,7 +38,7 @@ from longseq.kernels.packing import Packing, pack_like
 from longseq.mixers import Mixer
 from longseq.mixers.base import check_state_rows
 from longseq.mixers.pattern import Pattern, expand_pattern, spell_pattern
-from longseq.models import PretrainedModel, mixer_options_of, register_kind
+from longseq.models import PretrainedModel, register_kind
 from longseq.parameters import no_weight_decay
 from longseq.state import StateTree, loadable
 
@@ -117,7 +117,6 @@ class TokenBackbone(PretrainedModel, nn.Module):
     """
 
     decided_options = ("causal",)
-    arguments_before: ClassVar[Mapping[str, Any]] = {"mlp_bias": False, "norm_order": "pre"}
 
     def __init__(
         self,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from longseq.arguments import Inert
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.packing import front_places, scatter_tokens, unpack_rows
 from longseq.blocks.rotary import check_rotary, count_positions, rotary_angles, rotate_pairs
@@ -67,17 +66,6 @@ class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
     supports_noncausal = True
     recomputable = False
     preallocates = True
-    inert_with: ClassVar[Inert] = {
-        "rotary_base": ({"rotary": (False,)},),
-        "rotary_scaling": ({"rotary": (False,)},),
-        "norm_eps": ({"qk_norm": ("none",)},),
-    }
-    arguments_before: ClassVar[Mapping[str, Any]] = {
-        "out_bias": True,
-        "rotary_scaling": None,
-        "qk_norm": "none",
-        "norm_eps": 1e-5,
-    }
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from longseq.arguments import Inert, KeepsArguments
+from longseq.arguments import KeepsArguments
 from longseq.blocks.hooks import has_observers, step_by_call
 from longseq.blocks.positions import Layout
 from longseq.blocks.reading import BACKWARD, FORWARD
@@ -48,8 +48,6 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
         own_backends: backends besides "auto" and "torch" that a class without `operations` takes.
         no_weight_decay_names: names of parameters that weight decay must leave alone (see `longseq.parameters`).
         options_in_turn: options for which a model also takes a list: its values in turn over the layers of this mixer.
-        inert_with: options that have no effect with some values of other options (see `longseq.arguments.Inert`).
-            `longseq train` refuses such combinations.
         supports_noncausal: the constructor takes `causal=False`, with which one pass sees all tokens.
         reads_backwards: `scan` takes `reverse`. True reads from the last token to the first, without a reversed copy of
             the tokens; the given state is then that of the tokens after the last one. "second_half" does so for the
@@ -82,7 +80,6 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
     reads_backwards: ClassVar[bool] = False
     reads_pairs: ClassVar[bool] = False
     options_in_turn: ClassVar[tuple[str, ...]] = ()
-    inert_with: ClassVar[Inert] = {}
     preallocates: ClassVar[bool] = False
     recomputable: ClassVar[bool] = True
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +69,6 @@ class GatedDeltaNet(Mixer[GatedDeltaNetState]):
     reads_backwards = True
     reads_pairs = True
     no_weight_decay_names = ("A_log", "dt_bias")
-    arguments_before: ClassVar[Mapping[str, Any]] = {"num_value_heads": None}
     revision = 2  # the first had no 1/√K
 
     def __init__(

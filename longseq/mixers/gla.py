@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -47,12 +44,6 @@ class GatedLinearAttention(GatedLinearMixer[MemoryState]):
     """
 
     paper = "GLA (arXiv:2312.06635), section 4.4"
-
-    arguments_before: ClassVar[Mapping[str, Any]] = {
-        "num_kv_heads": None,
-        "feature_map": "identity",
-        "output_gate": True,
-    }
 
     def __init__(
         self,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -65,7 +62,6 @@ class GatedSlotAttention(SlotMixer):
 
     paper = "GSA (arXiv:2409.07146), section 3"
     operations = ("slot_attention",)
-    arguments_before: ClassVar[Mapping[str, Any]] = {"num_kv_heads": None, "head_dim": None}
 
     def __init__(
         self,

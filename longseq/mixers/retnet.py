@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,13 +54,6 @@ class RetNet(GatedLinearMixer[RetNetState]):
     """
 
     paper = "RetNet (arXiv:2307.08621), equations 6 to 8"
-
-    arguments_before: ClassVar[Mapping[str, Any]] = {
-        "num_kv_heads": None,
-        "rotary_scaling": None,
-        "feature_map": "identity",
-        "output_gate": True,
-    }
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +47,6 @@ class Supra(RetNet):
     """
 
     paper = "SUPRA (arXiv:2405.06640), section 3"
-
-    arguments_before: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(
         self,

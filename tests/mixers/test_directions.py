@@ -431,16 +431,6 @@ def test_quantised_weights_read_one_order_after_the_other(mixer):
 
 
 @pytest.mark.slow
-def test_quantised_weights_are_not_saved(tmp_path):
-    model = TokenBackbone(vocab_size=5, d_model=WIDTH, depth=1, mixer="deltanet")
-    layer = model.blocks[0].mixer.in_proj
-    layer.weight = torch.nn.Parameter(Quantised(layer.weight.detach()), requires_grad=False)
-    with pytest.raises(ValueError, match=r"in_proj\.weight is of Quantised, and files hold plain"):
-        model.save_pretrained(tmp_path / "model")
-    assert not any(tmp_path.rglob("*.safetensors"))
-
-
-@pytest.mark.slow
 def test_mixers_without_projections_have_no_empty_submodules():
     """Tools for models go through all submodules, and not each expects None."""
     layer = build("deltanet")

@@ -18,10 +18,8 @@ from sklearn.datasets import load_digits
 
 import longseq
 from longseq.tasks import evaluate, predict, train
-from longseq.tasks.training.checkpoint import load
 from longseq.tasks.training.class_figures import per_class
 from longseq.tools import cli
-from longseq.tools.export import run as run_export
 
 pytestmark = pytest.mark.slow  # they share a trained model
 
@@ -51,20 +49,6 @@ def pictures(tmp_path):
     (folder / "broken.png").write_bytes(b"no image")
     (folder / "notes.txt").write_text("no picture")
     return tmp_path / "pictures"
-
-
-@pytest.mark.slow
-def test_a_run_that_wrote_no_crop_mode_is_measured_by_the_centre(run, checkpoint, compose_config, tmp_path):
-    """Models of timm stated another one in the checkpoints of runs, which cut the centre all the same."""
-    saved = torch.load(checkpoint, weights_only=False)
-    saved["model_config"]["pretrained_cfg"]["crop_mode"] = "squash"
-    assert saved["hyper_parameters"]["data"].pop("crop_mode") == "center"
-    torch.save(saved, tmp_path / "old.ckpt")
-    assert load(tmp_path / "old.ckpt").data["stated_crop_mode"] == "squash"
-    words = (f"checkpoint={tmp_path / 'old.ckpt'}", "trainer=cpu")
-    metrics = evaluate.run(compose_config("evaluate", *words))
-    assert metrics["test/top1"] == json.loads((run / "metrics.json").read_text())["test/top1"]
-    assert run_export(compose_config("export", words[0])).metadata["crop_mode"] == "center"
 
 
 def save_model(folder: Path, **options) -> torch.nn.Module:

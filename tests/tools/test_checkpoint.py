@@ -15,7 +15,6 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 import longseq
-from longseq import mixers
 from longseq.backbones.image import ImageBackbone
 from longseq.backbones.tokens import TokenBackbone
 from longseq.models import describe
@@ -78,17 +77,6 @@ def test_names_that_do_not_fit_the_head_are_refused(count: int, checkpoint: Path
         load(path)
 
 
-def test_layers_that_compute_something_else_by_now_are_refused(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert torch.load(checkpoint, weights_only=True)["model_config"]["revisions"] == {"attention": 1}
-    monkeypatch.setattr(mixers.get("attention"), "revision", 2)
-    with pytest.raises(ValueError, match=r"its attention layers are of revision 1, .* computes revision 2") as raised:
-        load(checkpoint, key="init")
-    assert str(raised.value).startswith(f"init={checkpoint}: ")
-    assert "\n" not in str(raised.value)
-
-
 def test_pretrained_weights_are_not_fetched_again(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,31 +105,6 @@ def test_a_folder_names_a_checkpoint_only_where_it_holds_one(tmp_path: Path) -> 
         load(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("write", "message"),
-    [
-        (lambda path, checkpoint: None, r"no such file; `longseq train` writes"),
-        (lambda path, checkpoint: path.mkdir(), "is a folder without config.json"),
-        (lambda path, checkpoint: path.write_text("weights"), "damaged, cut short or no checkpoint"),
-        (lambda path, checkpoint: path.write_bytes(b""), "is empty: take another checkpoint"),
-        (lambda path, checkpoint: path.write_bytes(checkpoint.read_bytes()[:9000]), "damaged, cut short"),
-        (lambda path, checkpoint: torch.save(torch.nn.Linear(1, 1), path), "no checkpoint of longseq: it holds"),
-        (lambda path, checkpoint: torch.save([1, 2], path), "no Lightning checkpoint"),
-        (lambda path, checkpoint: torch.save({"state_dict": {}}, path), "of another program"),
-    ],
-    ids=["missing", "folder", "text", "empty", "cut", "pickle", "list", "foreign"],
-)
-def test_files_that_are_no_checkpoint(
-    write: Callable[[Path, Path], None], message: str, checkpoint: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "file.ckpt"
-    write(path, checkpoint)
-    with pytest.raises(ValueError, match=message) as raised:
-        load(path)
-    assert "\n" not in str(raised.value)
-    assert "file.ckpt" in str(raised.value)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("format", SUFFIXES)
 def test_an_exported_file_is_told_as_such(
@@ -167,44 +130,6 @@ def test_other_files_are_not_told_as_damaged(name: str, message: str, tmp_path: 
     with pytest.raises(ValueError, match=message) as raised:
         load(path)
     assert "damaged" not in str(raised.value)
-
-
-def test_damaged_bytes_are_noticed(checkpoint: Path, tmp_path: Path) -> None:
-    contents = bytearray(checkpoint.read_bytes())
-    weights = load(checkpoint).backbone.get_parameter("blocks.0.mixer.in_proj.weight")
-    place = contents.find(weights.detach().numpy().tobytes())
-    assert place > 0
-    contents[place] ^= 0xFF
-    damaged = tmp_path / "damaged.ckpt"
-    damaged.write_bytes(contents)
-    with pytest.raises(ValueError, match="damaged"):
-        load(damaged)
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (
-            lambda state: state.pop("backbone.head.bias"),
-            r"1 missing \(head\.bias\); it was probably written by another version",
-        ),
-        (
-            lambda state: state.update({"backbone.extra": torch.zeros(1), "backbone.more": torch.zeros(1)}),
-            r"2 unexpected \(extra, more\)",
-        ),
-        (
-            lambda state: state.update({"backbone.head.bias": torch.zeros(7)}),
-            r"1 of another shape \(head\.bias; head\.bias has \[7\], not \[10\]",
-        ),
-    ],
-)
-def test_weights_of_another_model(
-    edit: Callable[[dict[str, Any]], Any], message: str, checkpoint: Path, tmp_path: Path
-) -> None:
-    path = change(checkpoint, tmp_path / "other.ckpt", lambda contents: edit(contents["state_dict"]))
-    with pytest.raises(ValueError, match=message) as raised:
-        load(path)
-    assert "\n" not in str(raised.value)
 
 
 def test_a_checkpoint_of_another_task(checkpoint: Path, tmp_path: Path) -> None:
@@ -400,7 +325,7 @@ def test_any_resolution_is_refused_by_models_that_have_one(checkpoint: Path, tmp
 
 
 def test_unknown_weights_are_refused(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="take one of auto, ema, model"):
+    with pytest.raises(ValueError, match="not one of auto, ema, model"):
         load(checkpoint, weights="best")
 
 

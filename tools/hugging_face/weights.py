@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longseq.checksum import CHECKSUM, checksum
 from longseq.files import replacing
-from longseq.models import INDEX_FILE, WEIGHTS_FILE
+from longseq.hub import INDEX_FILE, WEIGHTS_FILE
 
 # The names of types in the header of a safetensors file.
 _TYPES = {
