@@ -547,7 +547,7 @@ def test_a_model_and_a_data_module_of_the_users(tmp_path: Path, command_here) ->
     images = torch.rand(2, 1, 8, 8)
     torch.testing.assert_close(loaded.eval()(images), module.eval()(images))
     for call in (lambda: ImageClassifier.load_from_checkpoint(path), lambda: longseq.from_pretrained(path)):
-        with pytest.raises(ValueError, match=r"does not describe its model.*longseq\.register_kind"):
+        with pytest.raises(ValueError, match=r"does not describe its model"):
             call()
     with pytest.raises(ValueError, match="leave hparams_file, strict and weights_only out"):
         ImageClassifier.load_from_checkpoint(path, weights_only=False)

@@ -17,7 +17,6 @@ from torch.nn.utils import prune
 from longseq import mixers
 from longseq.blocks.convolution import ShortConvolution
 from longseq.kernels import dispatch
-from longseq.kernels.packing import Packing
 from longseq.mixers import contract
 from longseq.mixers.contract import TOKENS, assert_same, assert_same_state, make
 from longseq.mixers.gla import GatedLinearAttention
@@ -54,15 +53,6 @@ def test_a_changed_token_changes_every_later_output(name: str) -> None:
     with torch.no_grad():
         difference = (mixer(changed)[0] - mixer(x)[0])[:, 20:]
     assert difference.abs().amax(-1).min() > 1e-12
-
-
-def test_a_layer_may_forget_and_leave_options_out() -> None:
-    """A window of a few tokens ends the effect of a token, fast decays do, and a gate that is left out has no bias."""
-    law = "outputs_depend_on_the_past_only"
-    assert mixers.check("window_attention", laws=[law], window=5) == ()
-    assert mixers.check("baseconv", laws=[law], filter="short") == ()
-    assert mixers.check("mamba2", laws=[law], dt_min=1.0, dt_max=1.0) == ()
-    assert mixers.check("lattice", laws=["parameters_without_weight_decay_exist"], forget_gate=False) == ()
 
 
 class Detached(Mean):
@@ -210,17 +200,6 @@ def test_tokens_of_zero_have_bounded_gradients(name: str, options: dict[str, Any
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_packing_stands_for_its_borders(name: str) -> None:
-    mixer, x = make(name), make_tokens(1)
-    borders = torch.tensor([0, 5, 5, 6, TOKENS])
-    (expected, expected_state), (y, state) = mixer(x, cu_seqlens=borders), mixer(x, cu_seqlens=Packing(borders))
-    assert torch.equal(y, expected)
-    assert_same_state(state, expected_state)
-    with pytest.raises(ValueError, match="must end with T = 36"):
-        mixer(x[:, 1:], cu_seqlens=Packing(borders))
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_a_saved_state_is_loaded_as_tensors_are(name: str, tmp_path) -> None:
     mixer, x = make(name), make_tokens(2)
     _, state = mixer(x)
@@ -288,20 +267,6 @@ def test_longhorn_forms_agree_with_one_key_channel() -> None:
     exact.load_state_dict(diagonal.state_dict())
     x = make_tokens(2)
     assert_same(exact(x)[0], diagonal(x)[0])
-
-
-@pytest.mark.parametrize("option", [{"feature_map": "relu"}, {"feature_map": "elu_plus_one"}, {"key_norm": "l1"},
-                                    {"convolution_width": 0}, {"negative_eigenvalues": True}])  # fmt: skip
-def test_deltanet_ablations_keep_the_contract(option: dict[str, Any]) -> None:
-    mixer = make("deltanet", **option)
-    x = make_tokens(2)
-    expected, _ = mixer(x)
-    assert (expected - make("deltanet")(x)[0]).abs().max() > 1e-3, "the option changes the layer"
-    state, parts = mixer.initial_state(2, dtype=x.dtype), []
-    for token in x.unbind(1):
-        y, state = mixer.step(token, state)
-        parts.append(y)
-    assert_same(torch.stack(parts, dim=1), expected)
 
 
 @pytest.fixture
@@ -450,17 +415,9 @@ def double(module: nn.Module, arguments: Any, result: Any) -> Any:
     return (2 * result[0], *result[1:])
 
 
-def prune_and_load(module: nn.Module) -> None:
-    for name in [name for name, _ in module.named_parameters(recurse=False)]:
-        prune.random_unstructured(module, name, 0.5)
-        with torch.no_grad():  # as other weights are loaded: the hook of the next call multiplies them by the mask
-            module.get_parameter(f"{name}_orig").mul_(2)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-@cases("change", [lambda module: module.register_forward_hook(double), prune_and_load])
-def test_steps_call_the_hooks_of_a_mixer_and_of_its_convolutions(name: str, change: Any) -> None:
+def test_steps_call_the_hooks_of_a_mixer_and_of_its_convolutions(name: str) -> None:
     torch.manual_seed(0)
     plain = mixers.create(name, D_MODEL).double()
     convolutions = [part for part, module in plain.named_modules() if isinstance(module, ShortConvolution)]
@@ -470,7 +427,7 @@ def test_steps_call_the_hooks_of_a_mixer_and_of_its_convolutions(name: str, chan
         for _ in range(2):  # a call of the whole sequence would compute pruned weights for the steps
             torch.manual_seed(1)
             mixer = copy.deepcopy(plain)
-            change(mixer.get_submodule(part))
+            mixer.get_submodule(part).register_forward_hook(double)
             changed.append(mixer)
         state, results = changed[0].initial_state(2, dtype=x.dtype), []
         for token in x.unbind(1):

@@ -22,19 +22,6 @@ def test_a_name_is_taken_once() -> None:
         mixers.register("mamba")(mixers.get("longhorn"))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_heads": 5}, "num_heads=5 does not divide the width 32"),
-        ({"head_dim": 7}, "head_dim=7 does not divide the width 32"),
-        ({"num_heads": 2, "head_dim": 8}, "num_heads=2 times head_dim=8 is not the width 32"),
-    ],
-)
-def test_heads_that_do_not_fit_are_refused(options: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        mixers.create("deltanet", 32, **options)
-
-
 @pytest.mark.parametrize(("width", "heads", "dim"), [(192, 3, 64), (256, 2, 128), (96, 3, 32), (30, 15, 2)])
 def test_heads_are_chosen_for_every_width(width: int, heads: int, dim: int) -> None:
     mixer = mixers.create("deltanet", width)

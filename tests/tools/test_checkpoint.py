@@ -94,42 +94,10 @@ def test_pretrained_weights_are_not_fetched_again(
     load(change(checkpoint, tmp_path / "pretrained.ckpt", pretrain))
 
 
-@pytest.mark.slow
-def test_a_folder_names_a_checkpoint_only_where_it_holds_one(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"is a folder without config.json and without a checkpoint: give .*checkpoint$"
-    ):
-        load(tmp_path)
-    (tmp_path / "last.ckpt").touch()
-    with pytest.raises(ValueError, match=rf"a folder without config.json: give .*, such as {tmp_path / 'last.ckpt'}$"):
-        load(tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("format", SUFFIXES)
-def test_an_exported_file_is_told_as_such(
-    format: str, checkpoint: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
-    path = tmp_path / f"model{SUFFIXES[format]}"
-    export_image_classifier(load(checkpoint).backbone, path, format=format, batch_sizes=[1])
-    recwarn.clear()
-    with pytest.raises(ValueError, match=r"is an exported file.*: give a checkpoint") as raised:
-        load(path)
-    assert "damaged" not in str(raised.value)
-    assert not recwarn.list
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "message"), [("rows.jsonl", "is no checkpoint: give"), ("config.json", "give the folder, .*files")]
-)
-def test_other_files_are_not_told_as_damaged(name: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "files" / name
-    path.parent.mkdir()
-    path.write_text("{}")
-    with pytest.raises(ValueError, match=message) as raised:
-        load(path)
-    assert "damaged" not in str(raised.value)
 
 
 def test_a_checkpoint_of_another_task(checkpoint: Path, tmp_path: Path) -> None:
@@ -293,16 +261,6 @@ def test_a_repository_of_the_hub_serves_as_a_checkpoint(
     for run, name in ((export.run, "export"), (evaluate.run, "evaluate")):
         with pytest.raises(ValueError, match=r"^checkpoint=hf-hub:user/ours has no folder of yours .* output=FILE$"):
             command(run, name, "checkpoint=hf-hub:user/ours")
-    with pytest.raises(
-        ValueError, match=r"^checkpoint=hf-hub:ours names no repository of the hub: write hf-hub:OWNER/"
-    ):
-        load("hf-hub:ours")
-    with pytest.raises(
-        ValueError, match=r"^init=user/none is no folder or file here, and not on the hub either: config"
-    ):
-        load("hf-hub:user/none", key="init")
-    with pytest.raises(ValueError, match=r"no such file; .*; a repository of the hub is hf-hub:user/ours$"):
-        load("user/ours")
 
 
 def test_the_callers_random_state_stays(checkpoint: Path) -> None:
