@@ -99,10 +99,6 @@ class BaseConv(Mixer[BaseConvState | ShortBaseConvState]):
             raise ValueError(
                 f"baseconv runs on torch's Fourier transforms, not on backend={backend!r}; use auto or torch"
             )
-        if max_length < 2:
-            raise ValueError(f"max_length={max_length}: distances are measured in it; at least 2")
-        if filter_width < 1:
-            raise ValueError(f"filter_width={filter_width}: the network of a filter needs at least one hidden channel")
         self.max_length = max_length
         self.in_proj = nn.Linear(d_model, d_model)
         self.out_proj = None

@@ -53,10 +53,7 @@ def test_every_form_names_each_layer(pattern: Any, names: tuple[str, ...], spell
         ("longhron+deltanet", "unknown mixer 'longhron': did you mean 'longhorn'"),
         ("deltanet+atention@1", "unknown mixer 'atention'"),
         ("attention@1", "leaves layers without a mixer"),
-        *(
-            (wrong, "is no pattern")
-            for wrong in ("", [], "0xdeltanet", "deltanet,mamba", {"default": D})
-        ),
+        *((wrong, "is no pattern") for wrong in ("", [], "0xdeltanet", "deltanet,mamba", {"default": D})),
     ],
     ids=str,
 )

@@ -21,8 +21,6 @@ from longseq.models import describe
 from longseq.tasks import evaluate, predict, train
 from longseq.tasks.training.checkpoint import load, sha256
 from longseq.tools import export
-from longseq.tools.export import export_image_classifier
-from longseq.tools.export.formats import SUFFIXES
 
 
 def change(checkpoint: Path, target: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
@@ -92,12 +90,6 @@ def test_pretrained_weights_are_not_fetched_again(
 
     monkeypatch.setattr("timm.models._builder.load_pretrained", refuse)
     load(change(checkpoint, tmp_path / "pretrained.ckpt", pretrain))
-
-
-
-
-
-
 
 
 def test_a_checkpoint_of_another_task(checkpoint: Path, tmp_path: Path) -> None:
