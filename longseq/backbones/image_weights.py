@@ -96,9 +96,7 @@ def _check_pool_heads(state: dict[str, Tensor], model: ImageBackbone) -> None:
     heads = {getattr(reader, "num_heads", None) for block in blocks for reader in block.mixer.readers}
     pooled = model.attn_pool.num_heads
     if any(".attn.qkv." in name for name in state) and model.mixer_name == "attention" and heads != {pooled}:
-        raise ValueError(
-            f"the checkpoint pools with the heads of its attention: give pool_num_heads={heads.pop()}"
-        )
+        raise ValueError(f"the checkpoint pools with the heads of its attention: give pool_num_heads={heads.pop()}")
 
 
 def _prefix_positions(state: dict[str, Tensor], model: ImageBackbone, grid: tuple[int, int] | None) -> int:
