@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longseq.backbones.continuation import Continuation
 from longseq.backbones.sampling import Sampling, TokenSampler
-from longseq.backbones.step_graph import can_record, check_step_graph
+from longseq.backbones.step_graph import can_record
 from longseq.backbones.tokens import TokenBackbone
 from longseq.checksum import checksum
 from longseq.files import replacing
@@ -123,8 +123,6 @@ class Writer:
         self.device = next(model.parameters()).device
         self.sampling = Sampling(keys.temperature, keys.top_k, keys.top_p, keys.repetition_penalty)
         self.uses_graph = can_record(model) if keys.cuda_graph is None else keys.cuda_graph
-        if self.uses_graph:
-            check_step_graph(model)
 
     def write(
         self, prompts: Sequence[str], show: Show | None = None, numbers: Sequence[int] | None = None

@@ -17,7 +17,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
-from longseq.models import CARD_FILE, from_pretrained, is_on_hub, kind_of, save_pretrained
+from longseq.hub import CARD_FILE, is_on_hub
+from longseq.models import from_pretrained, kind_of, save_pretrained
 from longseq.parameters import count_parameters
 from longseq.plugins import plugin_of
 from longseq.tasks import registry

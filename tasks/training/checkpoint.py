@@ -14,16 +14,8 @@ import torch
 from torch import nn
 
 from longseq.backbones.tokens import MODEL_TYPE, TokenBackbone
-from longseq.models import (
-    PLUGIN,
-    SavedModel,
-    find_source,
-    is_on_hub,
-    read,
-    read_description,
-    restore,
-    weight_files,
-)
+from longseq.hub import find_source, is_on_hub, weight_files
+from longseq.models import PLUGIN, SavedModel, read, read_description, restore
 from longseq.plugins import check_loaded
 from longseq.timm_models import model_name, stated_data, takes_any_resolution
 from longseq.tokenizer_files import SETTINGS_FILE, TOKENIZER_FILE, find_separator
@@ -90,13 +82,13 @@ def load(
     if any_resolution and saved.text is None and not takes_any_resolution(backbone):
         try:
             backbone = restore(saved, {**model_options, "dynamic_img_size": True})
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             size = stated_data(backbone).get("img_size")
             raise ValueError(f"{label} holds a {model_name(backbone)}, which takes images of {size} px only") from error
     _tell_assumed(saved, backbone)
     return Loaded(
         path=Path(path),
-        file=file / weight_files(file, label)[0] if file.is_dir() else file,
+        file=file / weight_files(file)[0] if file.is_dir() else file,
         backbone=backbone.to(map_location),
         task_name=task,
         config=dict(config),

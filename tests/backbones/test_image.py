@@ -1,6 +1,3 @@
-import copy
-import io
-
 import pytest
 import timm
 import torch
@@ -156,34 +153,13 @@ def test_weights_of_timm_load_on_their_own_grid_and_from_a_square_one(img_size, 
         assert (ours(x) - vit(x)).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("deit_tiny_distilled_patch16_224", {}, r"distillation token of a distilled DeiT \(dist_token\)"),
-        ("vit_tiny_patch16_224", {"init_values": 1e-5}, r"a layer scale \(blocks.0.ls1.gamma\)"),
-        ("vit_tiny_patch16_224", {"reg_tokens": 4}, r"register tokens \(reg_token\)"),
-        ("vit_tiny_patch16_224", {"qk_norm": True}, r"norms of queries and keys \(blocks.0.attn.q_norm.weight\)"),
-        ("vit_tiny_patch16_224", {"pre_norm": True}, r"a norm before its blocks \(norm_pre.weight\)"),
-        ("vit_tiny_patch16_224", {"global_pool": "avg", "fc_norm": True}, r"between pooling and head \(fc_norm."),
-        ("vit_tiny_patch16_224", {"global_pool": "map", "class_token": False}, r"pooling by attention \(attn_pool"),
-    ],
-)
-def test_weights_with_parts_that_have_no_place_are_refused_by_their_name(name, options, message):
-    vit = timm.create_model(name, depth=1, **options)
-    ours = timm.create_model("longseq_vit_tiny_patch16_224", mixer="attention", depth=1)
-    with pytest.raises(ValueError, match=message + ".*, for which this model has no place"):
-        checkpoint_filter_fn(vit.state_dict(), ours)
-
-
 def test_pooling_by_attention_has_the_heads_of_the_attention_in_weights_of_timm():
     sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 1, "num_classes": 5, "global_pool": "map"}
     vit = timm.create_model("vit_tiny_patch16_224", num_heads=3, **sizes).eval()
     torch.nn.init.normal_(vit.attn_pool.kv.weight)
     options = {"mixer": "attention", "mixer_options": {"num_heads": 3}, **sizes}
     ours = timm.create_model("longseq_vit_tiny_patch16_224", **options)
-    with pytest.raises(
-        ValueError, match=r"heads of its attention, which are 3 .* has 1: build it with pool_num_heads=3"
-    ):
+    with pytest.raises(ValueError, match="give pool_num_heads=3"):
         checkpoint_filter_fn(vit.state_dict(), ours)
     ours = timm.create_model("longseq_vit_tiny_patch16_224", pool_num_heads=3, **options).eval()
     ours.load_state_dict(checkpoint_filter_fn(vit.state_dict(), ours))
@@ -193,8 +169,6 @@ def test_pooling_by_attention_has_the_heads_of_the_attention_in_weights_of_timm(
     ours.reset_classifier(5, "avg")
     ours.reset_classifier(5, "map")
     assert ours.attn_pool.num_heads == 3
-    with pytest.raises(ValueError, match="pool_num_heads=5 must divide embed_dim=48"):
-        timm.create_model("longseq_vit_tiny_patch16_224", pool_num_heads=5, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"direction": "cross"}, {"class_token": "none", "global_pool": "avg"}])
@@ -227,34 +201,11 @@ def test_timm_fits_a_folder_of_an_oblong_grid_as_a_changed_size_does(tmp_path, c
         assert torch.equal(loaded(x), source(x))
 
 
-def test_timm_fits_a_folder_of_overlapping_patches(tmp_path):
-    source = randomised(tiny(img_size=(32, 56), stride=4, no_embed_class=False, reg_tokens=2))
-    source.save_pretrained(tmp_path)
-    loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, img_size=48).eval()
-    source.set_input_size(img_size=48)
-    assert loaded.patch_embed.grid_size == (11, 11)
-    with torch.no_grad():
-        assert torch.equal(loaded(images(48, 48)), source(images(48, 48)))
-
-
-def test_timms_weights_load_with_patches_of_another_size():
-    options = {"img_size": 32, "depth": 1, "embed_dim": 48, "num_classes": 7}
-    vit = randomised(timm.create_model("vit_tiny_patch16_224", patch_size=8, num_heads=3, **options))
-    ours = timm.create_model(
-        "longseq_vit_tiny_patch16_224", mixer="attention", mixer_options={"num_heads": 3}, patch_size=4, **options
-    ).eval()
-    ours.load_state_dict(checkpoint_filter_fn(vit.state_dict(), ours))
-    vit.set_input_size(patch_size=4)
-    with torch.no_grad():
-        assert (ours(images(32, 32)) - vit(images(32, 32))).abs().max() < 1e-5
-
-
 @cases("size", [(48, 48), (72, 32), 64])
 def test_another_size_than_that_of_the_weights_is_refused_in_a_line(tmp_path, size):
     model = tiny(img_size=(32, 72))
     model.save_pretrained(tmp_path)
-    message = r"img_size=.* another grid of patches, \(\d, \d\), than that of the weights, \(4, 9\): .*set_input_size"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="set_input_size"):
         longseq.from_pretrained(tmp_path, img_size=size)
     assert longseq.from_pretrained(tmp_path, img_size=(32, 75)).patch_embed.img_size == (32, 75)
     dynamic = longseq.from_pretrained(tmp_path, dynamic_img_size=True)
@@ -299,32 +250,6 @@ def test_recomputing_changes_no_gradient(mixer, direction):
         assert all(torch.equal(actual, expected) for actual, expected in zip(result, results[0], strict=True))
 
 
-@pytest.mark.parametrize("mixer", ["longhorn", "deltanet"])
-def test_recomputing_keeps_less(mixer):
-    kept = []
-    for recompute in ("none", "mixer", "block"):
-        numbers = {}
-        count = lambda x, numbers=numbers: numbers.__setitem__(x.data_ptr(), x.numel()) or x  # noqa: E731
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
-            y = tiny(mixer=mixer, direction="bidirectional", recompute=recompute).train()(images())
-        kept.append(sum(numbers.values()))
-        y.sum().backward()
-    assert kept[0] > 2 * kept[1]
-    assert kept[1] > 1.5 * kept[2]
-
-
-def test_dropout_in_a_part_of_a_mixer_drops_the_same_when_it_is_recomputed():
-    results = []
-    for recompute in ("none", "mixer"):
-        model = tiny(mixer="longhorn", direction="bidirectional", recompute=recompute).train()
-        for mixer in model.blocks[0].mixer.readers:
-            mixer.rate_proj = torch.nn.Sequential(mixer.rate_proj, torch.nn.Dropout(0.5))
-        torch.manual_seed(3)
-        y = model(images())
-        results.append([y, *torch.autograd.grad(y.square().sum(), list(model.parameters()))])
-    assert all(torch.equal(actual, expected) for actual, expected in zip(*results, strict=True))
-
-
 @pytest.mark.parametrize("place", ["middle", "first", "none"])
 @pytest.mark.parametrize("direction", ["bidirectional", "cross"])
 def test_dynamic_size_equals_a_changed_size(direction, place):
@@ -340,11 +265,6 @@ def test_dynamic_size_equals_a_changed_size(direction, place):
         assert taps[0].shape == (2, 16, 5, 8)
 
 
-def test_positions_of_an_unknown_grid_are_refused():
-    with pytest.raises(ValueError, match=r"12 cells, which is no square grid.*\(8, 8\)"):
-        checkpoint_filter_fn(tiny().state_dict(), tiny(img_size=64))
-
-
 def test_a_changed_size_is_what_timm_reports():
     model = tiny()
     model.set_input_size(img_size=(64, 32))
@@ -352,16 +272,6 @@ def test_a_changed_size_is_what_timm_reports():
     assert get_model_args(model)["img_size"] == (64, 32)
     with pytest.raises(AssertionError, match=r"the model expects \(64, 32\)"):
         model(images())
-
-
-@pytest.mark.slow
-def test_a_smaller_stride_gives_more_tokens():
-    model = timm.create_model("longseq_tiny_patch16_224", stride=8, device="meta")
-    assert model.pos_embed.shape[1] == 729
-    assert model.feature_info[0]["reduction"] == 8
-    shifted = tiny(stride=4)
-    with torch.no_grad():
-        assert shifted.forward_features(images()).shape == (2, 7 * 5 + 1, 16)
 
 
 def influence(model, output):
@@ -407,20 +317,6 @@ def test_bfloat16_autocast_trains_without_nan(mixer, chassis):
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_the_residual_of_vim_is_float32_in_half_precision():
-    model = tiny().to(torch.bfloat16)
-    assert model._embed(images().to(torch.bfloat16))[0].dtype == torch.float32
-    vit = tiny("vit_").to(torch.bfloat16)
-    assert vit._embed(images().to(torch.bfloat16))[0].dtype == torch.bfloat16
-
-
-def test_output_projections_start_smaller_the_deeper_the_model():
-    shallow, deep = tiny(depth=1, embed_dim=64), tiny(depth=16, embed_dim=64)
-    std = [model.blocks[0].mixer.readers[0].out_proj.weight.std().item() for model in (shallow, deep)]
-    assert std[0] == pytest.approx(0.02, rel=0.1)
-    assert std[1] == pytest.approx(0.005, rel=0.1)
-
-
 @pytest.mark.parametrize("token_first", [False, True])
 @pytest.mark.parametrize("mixer", ["longhorn", "attention"])
 def test_a_block_of_an_image_reads_real_tokens_alone(mixer, token_first):
@@ -433,21 +329,6 @@ def test_a_block_of_an_image_reads_real_tokens_alone(mixer, token_first):
     torch.testing.assert_close(actual[mask], expected[mask])
 
 
-@pytest.mark.parametrize("mixer", mixers.mixer_names())
-def test_training_and_evaluation_compute_the_same(mixer):
-    model = tiny(mixer=mixer)
-    x = images()
-    evaluated = model(x)
-    torch.testing.assert_close(model.train()(x), evaluated, rtol=1e-5, atol=1e-6)
-    with torch.no_grad():
-        torch.testing.assert_close(model(x), evaluated, rtol=1e-5, atol=1e-6)
-
-
-def test_the_same_seed_gives_the_same_weights():
-    first, second = tiny(), tiny()
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-
-
 @pytest.mark.parametrize("chassis", ["", "vit_"])
 def test_flops_of_attention_agree_with_torch(chassis):
     model = tiny(chassis, mixer="attention", mixer_options={"num_heads": 2})
@@ -455,12 +336,6 @@ def test_flops_of_attention_agree_with_torch(chassis):
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(images(batch=1))
     assert model.flops() == counter.get_total_flops()
-
-
-def test_flops_grow_with_the_image_and_need_no_grid_of_the_model():
-    model = tiny(mixer="longhorn")
-    larger = tiny(mixer="longhorn", img_size=(64, 48))
-    assert model.flops() < model.flops(img_size=(64, 48)) == larger.flops()
 
 
 @pytest.mark.parametrize("mixer", mixers.mixer_names())
@@ -475,28 +350,6 @@ def test_weight_decay_leaves_positions_token_and_recurrences_alone(mixer):
     assert expected <= free <= {name for name, _ in model.named_parameters()}
 
 
-def test_copies_share_their_projections_like_the_original():
-    model = tiny()
-    twin = copy.deepcopy(model)
-    assert count_parameters(twin) == count_parameters(model)
-    assert len(model.state_dict()) == len(list(model.named_parameters()))
-    with torch.no_grad():
-        assert torch.equal(twin(images()), model(images()))
-
-
-@pytest.mark.slow
-def test_a_trace_takes_any_batch_after_loading(tmp_path):
-    """The files of every mixer are run in processes without longseq and timm in `tests/tools/test_export.py`."""
-    batches = [images(batch=batch) for batch in (1, 2, 5)]
-    for mixer in ("attention", "deltanet", "longhorn"):
-        model = tiny(mixer=mixer)
-        with torch.no_grad():
-            torch.jit.trace(model, images()).save(tmp_path / "model")
-            loaded = torch.jit.load(tmp_path / "model")
-            for x in batches:
-                torch.testing.assert_close(loaded(x), model(x), rtol=1e-4, atol=1e-5)
-
-
 def test_a_trace_of_one_resolution_refuses_others():
     model = tiny(mixer="attention")
     with torch.no_grad():
@@ -505,20 +358,6 @@ def test_a_trace_of_one_resolution_refuses_others():
         for height, width in ((16, 48), (96, 8), (39, 31)):  # each has 12 patches, as the model's own size
             with pytest.raises(RuntimeError, match=r"Provided sizes \[(24|32)\] don't multiply up"):
                 traced(images(height, width))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # the exporter says that it is deprecated, and of what a trace records
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_torchs_older_onnx_exporter_takes_any_batch(dynamic):
-    onnxruntime = pytest.importorskip("onnxruntime")
-    model, file = tiny("vit_", mixer="attention", dynamic_img_size=dynamic), io.BytesIO()
-    with torch.no_grad():
-        torch.onnx.export(model, (images(),), file, dynamo=False, input_names=["x"], dynamic_axes={"x": {0: "batch"}})
-        session = onnxruntime.InferenceSession(file.getvalue())
-        for batch in (1, 5):
-            (found,) = session.run(None, {"x": images(batch=batch).numpy()})
-            torch.testing.assert_close(torch.from_numpy(found), model(images(batch=batch)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("prefix", [{}, {"reg_tokens": 2, "no_embed_class": False}])
@@ -535,44 +374,9 @@ def test_a_trace_takes_any_resolution(prefix):
             torch.testing.assert_close(traced(x), model(x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mixer": "longhron"}, "unknown mixer 'longhron': did you mean 'longhorn'"),
-        ({"mixer_options": {"heads": 2}}, "mixer 'longhorn' has no option heads"),
-        ({"mixer": "attention", "mixer_options": {"causal": True}}, "causal, which the direction decides"),
-        ({"direction": "spiral"}, "direction='spiral' is not one of forward, bidirectional, cross, alternating"),
-        ({"share_directions": "some"}, "share_directions='some' is not one of projections, all, none"),
-        ({"merge": "max"}, "merge='max' is not one of sum, mean"),
-        ({"class_token": "last"}, "class_token='last' is not one of middle, first, none"),
-        ({"class_token": "none"}, "global_pool='token' needs a class token; use global_pool='avg'"),
-        ({"class_token": "first", "direction": "forward"}, "the token never sees the image; use global_pool='avg'"),
-        ({"global_pool": "prr"}, "global_pool='prr' is not one of 'token', 'avg', 'max', 'avgmax', 'map', ''"),
-        ({"norm": "batch"}, "norm='batch' is not one of rms, layer"),
-        ({"recompute": True}, "recompute=True is not one of none, mixer, block"),
-        ({"img_size": 4}, r"img_size=\(4, 4\) is smaller than one patch"),
-        ({"backend": "cuda"}, "cuda"),
-    ],
-)
-def test_bad_options_raise_one_clear_line(options, message):
-    with pytest.raises(ValueError, match=message) as raised:
-        tiny(**options)(images())
-    assert "\n" not in str(raised.value)
-
-
 def test_the_backend_reaches_every_mixer():
     model = tiny(backend="reference")
     backends = {module.backend for module in model.modules() if isinstance(module, (mixers.Mixer, ShortConvolution))}
     assert backends == {"reference"}
-    with pytest.raises(ValueError, match="contradicts mixer_options' backend='torch'"):
-        tiny(backend="reference", mixer_options={"backend": "torch"})
     with torch.no_grad():
         torch.testing.assert_close(model(images()), tiny()(images()), rtol=1e-4, atol=1e-5)
-
-
-def test_a_refused_pooling_leaves_the_model_as_it_was():
-    model = tiny()
-    with pytest.raises(ValueError, match="global_pool='prr'"):
-        model.reset_classifier(3, "prr")
-    assert model.global_pool == "token"
-    assert model.num_classes == 5

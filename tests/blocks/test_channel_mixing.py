@@ -130,16 +130,3 @@ def test_it_is_saved_counted_and_initialised(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     tokens = make_tokens()
     assert torch.equal(from_pretrained(tmp_path)(tokens)[0], model(tokens)[0])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"direction": "bidirectional"}, "reads the token before, .*: give direction='forward', or mlp='swiglu'"),
-        ({"direction": "alternating"}, "direction='alternating' does not have"),
-        ({"mlp_bias": True}, "mlp_bias=True: .* has no biases; leave mlp_bias out"),
-    ],
-)
-def test_what_it_cannot_do_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_model(**options)

@@ -81,12 +81,6 @@ def test_both_directions_have_groups(name: str) -> None:
     torch.testing.assert_close(reading(x)[0], expected)
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_groups_divide_the_heads(name: str) -> None:
-    with pytest.raises(ValueError, match="num_kv_heads=3 does not divide the 4 query heads; choose a divisor"):
-        mixers.create(name, D_MODEL, num_heads=4, num_kv_heads=3)
-
-
 @pytest.mark.parametrize("width", [0, 3])
 @pytest.mark.parametrize("direction", ["forward", "bidirectional"])
 def test_a_head_of_keys_serves_several_of_values(direction: str, width: int) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.image.decoding import DECODING, RESIZING, RESIZING_OBLONG
 from longseq.tasks.training.decisions import HALF
-from longseq.timm_models import crop_mode_of, model_name, stated_data
+from longseq.timm_models import model_name, stated_data
 from longseq.tokenizer_files import as_read, find_start
 from longseq.tools.export.states import StateSpec
 
@@ -41,7 +41,7 @@ def classifier_metadata(
 ) -> dict[str, Any]:
     """Facts about an image classifier's file: classes, preprocessing, input and output, and its origin."""
     metadata: dict[str, Any] = {key: data[key] for key in PREPROCESSING if data.get(key) is not None}
-    mode = metadata["crop_mode"] = crop_mode_of({**stated_data(model), **data})
+    mode = metadata["crop_mode"] = data.get("crop_mode") or stated_data(model).get("crop_mode", "center")
     if data.get("in_chans", 3) in (1, 3):  # files are read as grey or RGB, and other channels are the program's own
         metadata["decoding"] = DECODING
         oblong = mode == "center" and not isinstance(data["img_size"], int)

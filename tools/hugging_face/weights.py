@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from longseq.models import INDEX_FILE, WEIGHTS_FILE
+from longseq.hub import INDEX_FILE, WEIGHTS_FILE
 
 
 @dataclass(frozen=True)
