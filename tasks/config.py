@@ -82,6 +82,14 @@ def read_value(hint: Any, value: Any, place: str) -> Any:
         raise ValueError(describe_error(error, None, place)) from None
 
 
+def read_part(cls: type[Keys], values: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+    """The values of some keys of a section, each checked by itself. ValueError as for `read`."""
+    if unread := [name for name in values if name not in cls.model_fields]:
+        raise ValueError(unknown_key(unread[0], list(cls.model_fields), place))
+    fields: Any = {name: (field.annotation, field) for name, field in cls.model_fields.items() if name in values}
+    return read(create_model("Part", __base__=Keys, **fields), values, place).model_dump(exclude_unset=True)
+
+
 def describe_error(error: ValidationError, cls: type[BaseModel] | None, place: str = "") -> str:
     """The first wrong key of a validation in one line: the key, the value, and what is allowed."""
     wrong = error.errors(include_url=False, include_context=False)

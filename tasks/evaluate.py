@@ -9,9 +9,10 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
-from longseq.models import is_on_hub
+from longseq.hub import is_on_hub
 from longseq.tasks import registry
 from longseq.tasks.commands import Evaluate
+from longseq.tasks.config import read, read_part, spell
 from longseq.tasks.report import Report, print_rows, quiet_libraries, shorten
 from longseq.tasks.training import checkpoint as checkpoints
 from longseq.tasks.training import processes
@@ -19,7 +20,6 @@ from longseq.tasks.training.callbacks.agreement import Agreement
 from longseq.tasks.training.callbacks.unreadable import UnreadableSamples
 from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.files import write_text
-from longseq.tasks.training.options import read, read_part, spell
 from longseq.tasks.training.trainer import build_trainer
 
 _log = logging.getLogger(__name__)

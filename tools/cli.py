@@ -76,6 +76,7 @@ _PATHS = (
     *("checkpoint", "input", "output", "source", "state", "save_state", "init", "resume", "include", "tokenizer"),
     *("data.root", "data.train", "data.validation", "data.test", "data.tokenizer", "hydra.run.dir"),
 )
+_QUOTED = re.compile(r"""'(\\.|[^'\\])*'|"(\\.|[^"\\])*\"""", re.DOTALL)  # Hydra's own spelling stays
 _TABLES = ("data.class_weights", "data.class_map")
 
 
@@ -184,8 +185,7 @@ def _run_verb(verb: str, arguments: list[str]) -> None:
                 raise Printed from error  # a sweep goes on with its other trials
             raise SystemExit(2) from error
         finally:
-            with suppress(OSError):  # Hydra makes its folder before anything is written there
-                Path(HydraConfig.get().runtime.output_dir).rmdir()
+            remove_empty(Path(HydraConfig.get().runtime.output_dir))
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # or Hydra prints an error itself, and exits
     sys.argv = [f"{command_line[0]} {verb}", *overrides_for_hydra(verb, words)]
@@ -195,24 +195,35 @@ def _run_verb(verb: str, arguments: list[str]) -> None:
         sys.argv = command_line
 
 
+def remove_empty(folder: Path) -> None:
+    """Remove a folder below the working folder, and those above it, as far as they are empty.
+
+    Hydra makes the folder of a run before anything is written there.
+    """
+    with suppress(OSError):
+        while Path.cwd() in folder.parents:
+            folder.rmdir()
+            folder = folder.parent
+
+
 def overrides_for_hydra(verb: str, words: list[str]) -> list[str]:
     """The words of a command as Hydra takes them."""
     if verb == "convert":  # its mixer is a name and no file
         words = [re.sub("^mixer=", "mixer.name=", re.sub(r"^mixer\.options\.", "++mixer.options.", w)) for w in words]
+    if verb == "train" and {"--config-name", "-cn"} & {*words}:  # the config.yaml of a run: no settings of Hydra
+        none = ("hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null", "hydra.run.dir=.")
+        return [*words, *none, "hydra.job.name=train"]
     if verb == "train":  # the run folder is Hydra's; the trials of a sweep have folders below it
         sweeps = {"-m", "--multirun"} & {*words} or any(word.startswith("hparams_search=") for word in words)
         folder = "hydra.sweep.dir=" if sweeps else "hydra.run.dir="
         words = [re.sub("^(output|hydra.run.dir)=", folder, word) for word in words]
-        if {"--config-name", "-cn"} & {*words}:  # the config.yaml of a run, which has no settings of Hydra
-            none = ("hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null")
-            words = [*words, *none, "hydra.job.name=train"]
     return words
 
 
 def quote(verb: str, word: str) -> str:
     """A word of a command, with its value in Hydra's quotes if it is a text, or a path that Hydra cannot read."""
     key, equals, value = word.partition("=")
-    if not equals or value in ("", "null") or value[0] in "'\"":
+    if not equals or value in ("", "null") or _QUOTED.fullmatch(value):
         return word
     if key in _PATHS:
         value = os.path.expanduser(value)

@@ -88,9 +88,8 @@ def find(node: Mapping[str, Any], kind: str, key: str) -> Callable[..., Any]:
     if found is None and any(str(target).startswith(f"{plugin}.") for plugin in plugins.loaded()):
         found = plugins.find_class(target, object, f"{key}.{TARGET}")
     for module in _MODULES[kind] if found is None and not name.startswith("_") else ():
-        found = getattr(importlib.import_module(module), name, None)
-        if found is not None:
-            break
+        if target in (name, f"{module}.{name}"):
+            found = found or getattr(importlib.import_module(module), name, None)
     if not callable(found) or target is None:
         raise ValueError(f"{key}.{TARGET}={target} is no {kind} of {', '.join(_MODULES[kind])} or of a plug-in")
     return found
@@ -110,3 +109,7 @@ def build_own(node: Mapping[str, Any], key: str, told: Mapping[str, Any] = Mappi
     options = {name: value for name, value in node.items() if name != TARGET}
     taken = inspect.signature(cls).parameters
     return cls(**{name: value for name, value in told.items() if name in taken} | options)
+
+
+def check_options(node: Mapping[str, Any], kind: str, key: str, *, given: Any = ()) -> None:
+    find(node, kind, key)
