@@ -15,8 +15,6 @@ from longseq.tasks.commands import Evaluate
 from longseq.tasks.config import read, read_part, spell
 from longseq.tasks.report import Report, print_rows, quiet_libraries, shorten
 from longseq.tasks.training import checkpoint as checkpoints
-from longseq.tasks.training import processes
-from longseq.tasks.training.callbacks.agreement import Agreement
 from longseq.tasks.training.callbacks.unreadable import UnreadableSamples
 from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.files import write_text
@@ -33,7 +31,6 @@ READING_KEYS = ("img_size", "crop_pct", "eval_batch_size", "num_workers", "on_er
 @quiet_libraries()
 def run(cfg: DictConfig) -> dict[str, float]:
     """Evaluate `cfg.checkpoint` on `cfg.split`; print the metrics, write them as json and return them."""
-    processes.follow_parent()
     config = resolve(cfg)
     keys = read(Evaluate, config)
     split, checkpoint = keys.split, keys.checkpoint
@@ -49,11 +46,10 @@ def run(cfg: DictConfig) -> dict[str, float]:
         loaded = checkpoints.load(checkpoint, weights=keys.weights, tasks=registry.names(), **options)
     output = Path(keys.output or _beside(checkpoint) / f"evaluation_{split}.json")
     unit = loaded.config.get("task", {}).get("unit", "samples")
-    facts = {"split": split, "weights": keys.weights, "the update of the checkpoint": loaded.global_step}
     # A profiler's report stands next to the metrics, and does not replace that of the training.
     trainer = build_trainer(
         {**config, "output": output.parent},
-        [Agreement(facts), UnreadableSamples(unit=unit)],
+        [UnreadableSamples(unit=unit)],
         profile=f"profile_{output.stem}",
     )
     datamodule = task.data.for_evaluation(

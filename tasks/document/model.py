@@ -14,7 +14,7 @@ from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.document import linear
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.training.checkpoint import Loaded
-from longseq.tasks.training.model import TaskModel, note, outlined
+from longseq.tasks.training.model import TaskModel, note
 from longseq.tasks.training.token_model import build_seeded, check_alike, check_tokenizer, have_one_tokenizer
 
 # The classifiers on the body of a token model, as `config.model` names them.
@@ -34,9 +34,6 @@ class DocumentModel(TaskModel):
         if config["model"]["name"] == linear.MODEL:
             return LinearTextClassifier(num_classes=info.num_classes, ngrams=config["model"]["ngrams"])
         return build_classifier(config, info.num_classes, info.vocab_size, info.window)
-
-    def outline(self, config: Mapping[str, Any], info: DocumentInfo) -> nn.Module:
-        return outlined(config, lambda: self.build(config, info))
 
     def start_from(self, model: Any, loaded: Loaded, info: Any) -> None:
         """Copy the body of a language model or of another classifier (see `TextClassifier.load_body`).

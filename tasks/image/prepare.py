@@ -175,7 +175,7 @@ def prepare(
     if (output / MANIFEST).exists():
         raise ValueError(f"{output} holds prepared data already: choose another output, or remove it")
     begun = _begun_in(output)
-    with locked(output, "output"):
+    with locked(output):
         for old in begun:
             old.unlink()
         written: list[Path] = []

@@ -128,12 +128,6 @@ def test_a_training_that_logs_to_csv(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_metric_that_is_never_measured_is_refused_before_training(tiny):
-    with pytest.raises(ValueError, match=r"optimized_metric=val/top7 .*val/top1"):
-        train.run(tiny("optimized_metric=val/top7"))
-
-
-@pytest.mark.slow
 def test_a_run_too_short_for_a_rate_names_none(tiny, capsys):
     train.run(tiny("recipe.epochs=1", "trainer.log_every_n_steps=50"))
     assert "images/s in training" not in capsys.readouterr().out
@@ -178,7 +172,6 @@ def test_a_run_without_an_end_in_sight_is_ended_by_its_time(tmp_path, command_he
     words = ("recipe.epochs=100000000000000000000", "+trainer.max_time={seconds:3}", "output=run", "model.depth=1")
     done = command_here(tmp_path, "train", *tiny_overrides, *words)
     assert done.returncode == 0, done.stderr
-    assert "36500 days, 0:00:00 left" in done.stderr
 
 
 @pytest.mark.slow
@@ -214,8 +207,6 @@ def test_resume_finds_runs_beside_what_else_lies_there(tmp_path, command_here, t
     assert again.returncode == 0, again.stderr
     assert f"this run is finished: outputs/image/{run.name}" in again.stdout
     assert len(list(tmp_path.glob("outputs/image/*/metrics.json"))) == 1
-    other = command_here(tmp_path, *arguments, "resume=true", "seed=3")
-    assert f"the newest, outputs/image/{run.name}, differs in seed; starting anew" in other.stdout
 
 
 @pytest.mark.slow
@@ -395,9 +386,6 @@ def test_resuming_layers_that_compute_something_else_by_now_is_refused(tiny, tmp
 @pytest.mark.slow
 def test_a_run_that_is_refused_leaves_no_folder(tiny, tmp_path):
     few = ("recipe.epochs=1", "+trainer.limit_train_batches=1")
-    with pytest.raises(ValueError, match=r"trainer\.min_epochs=3 is longer than the run \(recipe\.epochs=1\)"):
-        train.run(tiny(*few, "+trainer.min_epochs=3"))
-    assert not (tmp_path / "run").exists()
     train.run(tiny(*few))
     path = tmp_path / "run" / "checkpoints" / "last.ckpt"
     contents = read(path)
@@ -522,23 +510,6 @@ def test_a_run_remembers_where_its_images_are(tmp_path, command_here, tiny_overr
     assert f"data.root={home / 'images'} does not exist: give the folder" in gone.stderr
     moved = command_here(tmp_path, *again)
     assert moved.returncode == 0, moved.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["recipe.schedule.sched=step"], "sched=step it falls first after 90 epochs, and the run has 2;"),
-        (["recipe.schedule.sched=multistep"], "sched=multistep it falls first after 90 epochs, and the run has 2;"),
-        (["recipe.schedule.sched=step", "+recipe.schedule.decay_rate=1.0"], None),
-        (["recipe.schedule.sched=step", "+recipe.schedule.decay_epochs=1"], None),
-    ],
-)
-def test_a_rate_that_would_never_fall_is_told(tiny, caplog, words, told):
-    train.run(tiny(*words, "trainer.fast_dev_run=1"))
-    found = [line for line in caplog.messages if "the learning rate never falls" in line]
-    assert len(found) == (told is not None)
-    assert told is None or told in found[0]
 
 
 @pytest.mark.slow
