@@ -206,7 +206,7 @@ def test_evaluate_measures_other_data_of_the_same_classes(checkpoint, compose_co
     third = json.loads(output.read_text())["val/per_class"][3]
     assert (third["class"], third["recall"], third["images"]) == ("3", None, 0)
     (tmp_path / "other" / "val" / "4").rename(tmp_path / "other" / "val" / "four")
-    with pytest.raises(ValueError, match=r"1 class folder\(s\) that the 10 classes .* lack \(four\).*data.class_map"):
+    with pytest.raises(ValueError, match=r"has class folders that the training has not: four.*data.class_map"):
         evaluate.run(compose_config("evaluate", f"checkpoint={checkpoint}", *overrides))
     numbers = {str(digit) if digit != 4 else "four": digit for digit in range(10)}
     mapped = f"data.class_map={{{','.join(f'{name}: {number}' for name, number in numbers.items())}}}"
@@ -214,9 +214,9 @@ def test_evaluate_measures_other_data_of_the_same_classes(checkpoint, compose_co
     assert again["val/top1"] > 0.3
     (tmp_path / "other" / "val" / "four").rename(tmp_path / "other" / "val" / "4")
     turned = f"data.class_map={{{','.join(f'{digit}: {9 - digit}' for digit in range(10))}}}"
-    with pytest.raises(ValueError, match=r"class_map gives 0 the number 9, and the model has it as 0: give 0: 0"):
+    with pytest.raises(ValueError, match="class_map does not fit the 10 classes of the model"):
         evaluate.run(compose_config("evaluate", f"checkpoint={checkpoint}", *overrides, turned))
-    with pytest.raises(ValueError, match=r"class_map gives 3 the number 2, and the model has it as 3: give 3: 3"):
+    with pytest.raises(ValueError, match="class_map does not fit the 10 classes of the model"):
         evaluate.run(compose_config("evaluate", f"checkpoint={checkpoint}", *overrides, "data.class_map={0: 0, 3: 2}"))
 
 
@@ -244,7 +244,7 @@ def test_a_folder_is_measured_whole_or_by_the_split_that_was_asked_for(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["folder", "csv"])
-def test_the_test_of_other_data_is_their_test_split(source, checkpoint, compose_config, tmp_path, caplog):
+def test_the_test_of_other_data_is_their_test_split(source, checkpoint, compose_config, tmp_path):
     data, root = load_digits(), tmp_path / "other"
     for split, count in (("train", 20), ("val", 12), ("test", 16)):
         rows = ["file_name,label"]
@@ -256,19 +256,15 @@ def test_the_test_of_other_data_is_their_test_split(source, checkpoint, compose_
         (root / f"{split}.csv").write_text("\n".join(rows))
     output = tmp_path / "metrics.json"
     known = (f"checkpoint={checkpoint}", f"data.source={source}", "trainer=cpu", f"output={output}")
-    ending = ".csv" if source == "csv" else ""
     for words, measured in (((), 16), (("data.test_split=val",), 12)):
         evaluate.run(compose_config("evaluate", *known, f"data.root={root}", *words))
         assert json.loads(output.read_text())["test/images"] == measured
-        told = f"{root}/test{ending} is measured, and not {root}/val{ending}: data.test_split=NAME names another"
-        assert (told in caplog.text) == (not words)
-        caplog.clear()
 
 
 def test_training_images_are_not_measured_in_place_of_others(checkpoint, compose_config, image_folder, tmp_path):
     shutil.copytree(image_folder / "train", tmp_path / "other" / "train")
     known = (f"checkpoint={checkpoint}", "data.source=folder", "trainer=cpu", f"data.root={tmp_path / 'other'}")
-    with pytest.raises(ValueError, match=r"holds training images only: give data.root=.*train"):
+    with pytest.raises(ValueError, match=r"has no test images: give data.root=.*train"):
         evaluate.run(compose_config("evaluate", *known))
 
 
@@ -379,7 +375,6 @@ def test_predict_takes_a_single_image(checkpoint, pictures, compose_config, tmp_
         ("evaluate", ["checkpoint=null"], "give checkpoint=FILE"),
         ("predict", ["checkpoint=null"], "give checkpoint=FILE"),
         ("predict", ["input=null"], "give input=FILE or input=FOLDER"),
-        ("predict", ["input=nowhere"], "does not exist"),
         ("predict", ["output=predictions.xlsx"], "must end in .csv or .json"),
         ("predict", ["top_k=0"], "top_k=0 must be a whole number of at least 1"),
         ("predict", ["device=tpu"], "choose auto, cpu, cuda"),

@@ -42,7 +42,6 @@ import longseq.kernels
 from longseq.files import Kind, json_keys, replacing
 from longseq.kernels import list_ops
 from longseq.kernels.dispatch import backends, explain, list_local_ops, list_stepped_ops
-from longseq.kernels.image_transforms.fused import list_calls as list_image_calls
 from longseq.kernels.launch_file import LAUNCHES_VARIABLE
 from longseq.kernels.self_test import SELF_TEST_VARIABLE, find_trial, list_calls
 from longseq.kernels.token_choice.fused import list_calls as list_choice_calls
@@ -60,10 +59,7 @@ STATES = (16, 64)
 CHUNKS = (1, 16, 64)
 TENSOR_MEMORY = 512  # the columns of Blackwell's tensor memory
 # Kernels without a self-test, which have lists of calls of their own.
-UNTESTED = {
-    "image_transforms": list_image_calls,
-    "token_choice": list_choice_calls,
-}
+UNTESTED = {"token_choice": list_choice_calls}
 _COMPILED = Kind("compilations", lambda path: {"sources", "missing", "rows"} <= json_keys(path))
 SECONDS = 20.0  # the interval between two writings of the file
 

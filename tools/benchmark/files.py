@@ -24,19 +24,16 @@ from torch.utils.data import DataLoader, Dataset
 
 import longseq  # noqa: F401  registers the image models
 from longseq import mixers
-from longseq.kernels.image_transforms import image_steps
 from longseq.mixers.pattern import options_by_name
-from longseq.tasks.data.prefetch import separate_queues
 from longseq.tasks.data.sampler import SampleIndex
-from longseq.tasks.image.batched import erase
 from longseq.tasks.image.config import ImageAugmentKeys, ImageDataKeys
-from longseq.tasks.image.data import ImageDataModule, gpu_of
+from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.datasets import TrainingBatches
-from longseq.tasks.image.draws import TrainingDraws
-from longseq.tasks.image.encoded import DeviceTransform, EncodedTrainingBatches
+from longseq.tasks.image.device import DeviceTransform
+from longseq.tasks.image.draws import EncodedTrainingBatches, TrainingDraws
+from longseq.tasks.image.folder import find_split
 from longseq.tasks.image.mixing import BatchMixing
 from longseq.tasks.image.sources import Split, Splits
-from longseq.tasks.image.split_folders import find_split
 from longseq.tasks.image.transforms import normalize, training_transform
 from longseq.tasks.training.command import CommandKeys, compile_modes, read_command
 from longseq.tasks.training.options import Length, OneOf, Range
@@ -88,13 +85,10 @@ def run(cfg: DictConfig) -> Row:
     """Measure what `benchmark_files.yaml` selects; print the table and write it with its rows."""
     keys = read_command(FilesKeys, cfg)
     if "gpu" in keys.decodes:
-        separate_queues()
+        ImageDataModule.prepare_process({"data": {"decode": "gpu"}})
     device = find_device(keys.device)
-    if "gpu" in keys.decodes:
-        try:
-            gpu_of(device)
-        except ValueError:  # by the keys of a training
-            raise ValueError("decodes has gpu, which needs a CUDA device: give decodes=[cpu]") from None
+    if "gpu" in keys.decodes and device.type != "cuda":
+        raise ValueError("decodes has gpu, which needs a CUDA device: give decodes=[cpu]")
     check_models(keys)
     check_output(keys.output)
     end = time.perf_counter() + keys.budget
@@ -287,25 +281,16 @@ class Bench:
             orders = _Orders(len(split), self.keys.batch)
             loader = DataLoader(batches, batch_size=None, sampler=orders, num_workers=self.workers, collate_fn=_as_is)
             return {"images_per_s": round(self._rate(loader, lambda _: None, warm=2 * self.workers)[0])}
-        draws = TrainingDraws(self.info, self._augmentation())
-        transform = DeviceTransform(split, self.info, self.device, fill=draws.fill, exact=False)
-        encoded = EncodedTrainingBatches(split, draws, 0)[next(iter(_Orders(len(split), self.keys.batch)))].inputs
-        files = range(len(encoded.sizes))
+        augmentation = self._augmentation()
+        transform = DeviceTransform(split, self.info, augmentation, self.device, seed=0)
+        batches = EncodedTrainingBatches(split, TrainingDraws(self.info, augmentation), 0)
+        batch = batches[next(iter(_Orders(len(split), self.keys.batch)))]
+        files = range(len(batch.inputs.files))
         if part == "decode":
-            return self._rate_alone(lambda: transform.decode(encoded, files))
-        decoded = transform.decode(encoded, files)
-        images = transform.crop(encoded, decoded)
-
-        def colour() -> None:
-            erase(image_steps(images.clone(), encoded.draws.steps, draws.fill), encoded.draws)
-
-        def both() -> None:
-            transform.crop(encoded, decoded)
-            colour()
-
-        whole = self._rate_alone(both)
-        crop = self._rate_alone(lambda: transform.crop(encoded, decoded))
-        return {**whole, "crop_per_s": crop["images_per_s"], "colour_per_s": self._rate_alone(colour)["images_per_s"]}
+            return self._rate_alone(lambda: transform.decode(batch.inputs, files))
+        decoded = transform.decode(batch.inputs, files)
+        transform.decode = lambda *_: dict(decoded)  # type: ignore[method-assign]
+        return self._rate_alone(lambda: transform(batch))
 
     def loader(self, decode: str, repeats: int) -> Row:
         loader = self.open(decode, repeats).train_dataloader()
