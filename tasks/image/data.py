@@ -280,12 +280,12 @@ class ImageDataModule(TaskData):
         # A foreign folder has splits of its own names.
         named = {one: names[one] or (one if foreign else None) for one in kinds}
         if keys.source == "csv":
-            table = next((path for one in kinds if (path := find_table(root, one, named[one])) is not None), None)
+            table = next(filter(None, (find_table(root, one, named[one]) for one in kinds)), None)
             if table is None and foreign:
                 table = find_table(root, "train", None)
             return None if table is None else open_table(table, keys, class_names)
-        paths = (find_split(root, one, name) for one, name in named.items() if name is not None)
-        path = next((path for path in paths if path is not None), None)
+        paths = [find_split(root, one, name) for one, name in named.items() if name is not None]
+        path = next(filter(None, paths), None)
         if path is None and not foreign:
             return None
         if path is None and (train := find_split(root, "train", names["train"])) is not None:

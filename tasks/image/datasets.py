@@ -238,16 +238,15 @@ class StreamBatches(IterableDataset[Batch]):
 
     def _read(self, found: Any, target: Any, count: int) -> tuple[Image.Image, int] | Failure:
         """A sample of the stream. A Hugging Face stream gives {"bytes": ..., "path": ...}, or None without an image."""
-        is_stored = found is None or isinstance(found, Mapping)
-        name = (found or {}).get("path") if is_stored else None
+        stored: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
+        name = stored.get("path")
         try:
             number = number_of_class(target, "the stream")
-            if not is_stored:
+            if isinstance(found, Image.Image):
                 return in_eight_bits(upright(found)), number
-            data = (found or {}).get("bytes")
-            if data is None and name is None:
+            if stored.get("bytes") is None and name is None:
                 raise ValueError("its row has no image")
-            return decode(name if data is None else io.BytesIO(data)), number
+            return decode(str(name) if stored.get("bytes") is None else io.BytesIO(stored["bytes"])), number
         except LabelError as error:
             raise ValueError(f"image {count}: {error}") from error
         except UNREADABLE as error:

@@ -202,6 +202,7 @@ class EncodedTrainingBatches(TrainingBatches):
 
     def __init__(self, split: Split, draws: TrainingDraws, seed: int, info: DataInfo | None = None) -> None:
         super().__init__(split, draws, seed, info)
+        self.size = draws.size
         self.read = read_encoded
 
     def __getitem__(self, indices: list[SampleIndex]) -> Batch:
@@ -215,7 +216,7 @@ class EncodedTrainingBatches(TrainingBatches):
                 drawn.append((len(files) - 1, self.transform(file.size), target))
         if len(drawn) < len(indices):
             return Batch(torch.empty(0), torch.empty(0), failures)
-        return Batch(_pack(files, drawn, indices, self.transform.size), as_targets([one[2] for one in drawn]), failures)
+        return Batch(_pack(files, drawn, indices, self.size), as_targets([one[2] for one in drawn]), failures)
 
 
 def _pack(

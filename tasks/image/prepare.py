@@ -169,7 +169,7 @@ class _Files(Dataset[Encoded]):
             return Encoded(b"", "", first_line(error))
 
 
-def _as_it_is(one: Encoded) -> Encoded:
+def _as_it_is(one: Any) -> Any:
     return one
 
 
@@ -232,9 +232,8 @@ class _Writer:
             self.tar.addfile(member, io.BytesIO(data))
         self.rows.append((len(self.shards) - 1, offset, len(one.data), zlib.crc32(one.data)))
         self.targets.append(self.source.targets()[index])
-        path = PurePosixPath(os.path.relpath(self.source.path(index), os.path.dirname(self.source.label) or "."))
-        same = ending_of(path.name) == one.ending
-        self.names.append(str(path if same else path.with_name(f"{path.name}.{one.ending}")))
+        place = os.path.relpath(self.source.path(index), os.path.dirname(self.source.label) or ".")
+        self.names.append(place if ending_of(place) == one.ending else f"{place}.{one.ending}")
 
     def finish(self) -> dict[str, Any]:
         """Write the index of the split; returns its entry in the manifest."""
