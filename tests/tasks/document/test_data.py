@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import multiprocessing
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,9 @@ import torch
 from longseq.kernels.packing import Packing
 from longseq.tasks.document import sources
 from longseq.tasks.document.batch import IGNORED
-from longseq.tasks.document.config import DocumentDataKeys
 from longseq.tasks.document.data import DocumentData
 from longseq.tasks.document.libraries import LIBRARIES, conceal
-from longseq.tasks.document.sources import Opened, Reader, Sample, Source, register
 from longseq.tasks.document.truncation import truncate
-from longseq.tasks.text.documents import Place
 from longseq.tasks.text.store import MANIFEST
 from tests.support.documents import make_rows, open_data, write_jsonl
 
@@ -267,18 +262,6 @@ def test_several_labels_in_lists_in_cells_and_in_columns(tmp_path: Path) -> None
         assert target == [number % 2 == 0, number % 3 == 0]
 
 
-@pytest.mark.slow
-def test_a_class_may_be_called_data(tmp_path: Path) -> None:
-    root = tmp_path / "texts"
-    for number, row in enumerate(make_rows(30)):
-        folder = root / ("data" if row["label"] == "bird" else row["label"])
-        folder.mkdir(parents=True, exist_ok=True)
-        name = {1: "train", 4: "test"}.get(number, str(number))
-        (folder / f"{name}.txt").write_text(row["text"])
-    assert sorted(path.name for path in root.glob("data/t*")) == ["test.txt", "train.txt"]
-    assert sorted(open_data(tmp_path, root=str(root)).info.class_names) == ["data", "fish", "tree"]
-
-
 def test_split_files_class_weights_and_documents_in_two_splits(tmp_path: Path, caplog: Any) -> None:
     rows = make_rows()
     rows = [row for row in rows if row["label"] != "tree" or int(row["text"].split()[-1]) % 2]
@@ -327,20 +310,6 @@ def test_a_tokenizer_is_trained_on_the_training_documents_alone(tmp_path: Path, 
     assert contents(again, "test") == contents(data, "test")
     with pytest.raises(ValueError, match=r"data\.tokenizer=bytes is another tokenizer"):
         DocumentData.for_evaluation(config, {"tokenizer": "bytes"}, split="test", trained=data.info, batch_size=64)
-
-
-def test_a_changed_text_of_training_is_known(tmp_path: Path) -> None:
-    rows = make_rows()
-    splits = {"train": "a.jsonl", "validation": "b.jsonl", "test": "b.jsonl"}
-    write_jsonl(tmp_path / "b.jsonl", make_rows(12, seed=1))
-    infos = []
-    for text in (rows[0]["text"], rows[0]["text"].upper()):
-        write_jsonl(tmp_path / "a.jsonl", [{**rows[0], "text": text}, *rows[1:]])
-        infos.append(open_data(tmp_path, root=str(tmp_path), **splits).info)
-    trained, found = infos
-    assert found.sizes == trained.sizes
-    assert str(found.find_change(trained, "train")).startswith("train has other")
-    assert [found.find_change(trained, split) for split in ("val", "test")] == [None, None]
 
 
 def test_evaluation_on_another_file_opens_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,55 +385,6 @@ def test_a_changed_file_is_prepared_again_and_a_changed_cache_is_told(tmp_path: 
     assert contents(open_data(tmp_path, root=str(path)), "test") == contents(first, "test")
     write_jsonl(path, make_rows(75))
     assert sum(open_data(tmp_path, root=str(path)).info.sizes.values()) == 75  # type: ignore[arg-type]
-
-
-def _open_in_process(folder: str, root: str, answers: Any) -> None:
-    answers.put(open_data(Path(folder), root=root).info.sizes)
-
-
-@pytest.mark.slow
-def test_two_processes_prepare_once(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", make_rows())
-    fork = multiprocessing.get_context("fork")
-    answers = fork.Queue()
-    started = [fork.Process(target=_open_in_process, args=(str(tmp_path), str(path), answers)) for _ in range(2)]
-    for process in started:
-        process.start()
-    found = [answers.get(timeout=60) for _ in started]
-    for process in started:
-        process.join()
-    assert found[0] == found[1] == {"train": 36, "val": 12, "test": 12}
-    assert len(list((tmp_path / "cache").glob(f"*/{MANIFEST}"))) == 1
-
-
-def test_a_registered_source_gives_tokens_that_stand_for_no_text(tmp_path: Path) -> None:
-    def read(first: int, count: int) -> Any:
-        for index in range(first, first + count):
-            tokens = np.array([1 + index % 2, *np.arange(3 + index % 7) % 9])
-            yield Sample(tokens, ("odd" if index % 2 else "even",), Place("numbers", row=index))
-
-    def numbers(keys: DocumentDataKeys) -> Opened:
-        count = keys.options["count"]
-        return Opened(
-            {
-                "train": lambda: Reader(lambda: read(0, count), stamp=[0, count]),
-                "validation": lambda: Reader(lambda: read(100, 10), stamp=[100, 10]),
-                "test": lambda: Reader(lambda: read(200, 10), stamp=[200, 10]),
-            },
-            vocab_size=10,
-        )
-
-    source = Source(numbers, reads=("options",))
-    register("numbers_of_a_test", source)
-    keys = {"source": "numbers_of_a_test", "validation": None, "test": None, "options": {"count": 40}}
-    data = open_data(tmp_path, batch_size=32, **keys)
-    assert (data.info.tokenizer, data.info.separator, data.info.vocab_size) == (None, None, 10)
-    assert data.info.sizes == {"train": 40, "val": 10, "test": 10}
-    assert data.split("test").read(3).tolist() == [2, *(np.arange(3 + 203 % 7) % 9)]
-    with pytest.raises(ValueError, match=r"data\.tokenizer is not read by data.source=numbers_of_a_test"):
-        open_data(tmp_path, **keys, tokenizer="bytes")
-    with pytest.raises(ValueError, match="is there already"):
-        register("numbers_of_a_test", replace(source, reads=()))
 
 
 @pytest.mark.slow

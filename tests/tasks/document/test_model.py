@@ -11,14 +11,12 @@ import torch
 from cases import cases
 
 from longseq.backbones.classifier import TextClassifier
-from longseq.backbones.document_pairs import PairClassifier
 from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.model import DocumentModel
 from longseq.tasks.training.checkpoint import Loaded
 from longseq.tasks.training.configuration import resolve
-from longseq.tasks.training.model import TaskModel
 from longseq.tokenizer_files import BYTES
 
 WORDS = ("task=lm", "model=document", "mixer=gla", "model.d_model=16", "model.depth=2", "model.mlp=none")
@@ -90,20 +88,6 @@ def test_the_head_of_a_classifier_is_copied_for_the_same_classes(configure: Any)
         assert DocumentModel().notes(model) == ([] if copied else ["new beside the weights of run.ckpt: head"])
 
 
-class OfAnyTask(TaskModel):
-    def build(self, config: Mapping[str, Any], info: Any) -> TextClassifier:
-        return TextClassifier(num_classes=info, vocab_size=9, d_model=16, depth=1)
-
-
-@pytest.mark.slow
-def test_a_head_of_other_shapes_is_told_by_any_task() -> None:
-    task, told = OfAnyTask(), ["the head is new: that of the weights has other shapes"]
-    for classes, notes in ((2, []), (3, told)):
-        model = task.build({}, 2)
-        task.initialize(model, task.build({}, classes))
-        assert task.notes(model) == notes
-
-
 @cases(
     ("options", "data", "message"),
     [
@@ -131,15 +115,6 @@ def test_a_model_that_does_not_fit_is_one_line(
             DocumentModel().build(config, INFO), as_loaded(text_model(config, **options), **data), INFO
         )
     assert "\n" not in str(raised.value)
-
-
-def test_a_classifier_of_pairs_lends_its_body_alone(configure: Any) -> None:
-    model = DocumentModel().build(configure(), INFO)
-    options = {key: value for key, value in model.arguments.items() if key != "head_dropout"}
-    pairs, head = PairClassifier(**options), model.head.weight.clone()
-    DocumentModel().start_from(model, as_loaded(pairs, "document", class_names=INFO.class_names), INFO)
-    assert torch.equal(model.body.embedding.weight, pairs.body.embedding.weight)
-    assert torch.equal(model.head.weight, head)
 
 
 def test_the_linear_model_starts_from_no_other_and_no_other_from_it(configure: Any) -> None:

@@ -148,12 +148,6 @@ def test_the_size_of_parts_and_the_order_of_files_change_nothing(tmp_path: Path)
     assert made[0] == made[1] == made[2] == split_texts(TEXTS)
 
 
-def test_a_document_stays_in_its_split_when_others_come(tmp_path: Path) -> None:
-    small = split_texts(TEXTS[:30])
-    for split, texts in split_texts(TEXTS).items():
-        assert set(small[split]) <= set(texts)
-
-
 def test_a_tokenizer_is_trained_and_kept_with_the_tokens(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", TEXTS)
     store = run(tmp_path / "a.jsonl", tmp_path / "out", tokenizer="train:300")

@@ -6,13 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from lightning.fabric.utilities import move_data_to_device
 from tokenizers import Tokenizer as Library
 from tokenizers.processors import TemplateProcessing
 
-from longseq.tasks.data.units import count_units
-from longseq.tasks.text.batch import Carry, TokenInputs
 from longseq.tasks.text.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
@@ -45,16 +41,6 @@ def test_trained_tokens_come_back_also_from_a_file(tmp_path: Path) -> None:
             assert tokenizer.decode(tokens.tolist()) == text
             assert tokenizer.separator not in tokens
     assert len(trained.encode(TEXTS[0])) < len(TEXTS[0])
-
-
-def test_a_token_that_a_file_puts_behind_texts_is_not_in_the_folder_of_a_model(tmp_path: Path) -> None:
-    library = Library.from_str(train_tokenizer(TEXTS * 20, 300).to_dict()["json"])
-    name, number = "<|endoftext|>", library.token_to_id("<|endoftext|>")
-    library.post_processor = TemplateProcessing(single=f"{name} $A {name}", special_tokens=[(name, number)])
-    library.save(str(tmp_path / "tokenizer.json"))
-    written = tokenizer_files(read_tokenizer(str(tmp_path / "tokenizer.json")).to_dict())["tokenizer.json"]
-    plain = library.encode(TEXTS[0], add_special_tokens=False).ids
-    assert Library.from_str(written).encode(TEXTS[0]).ids == [number, *plain]
 
 
 @pytest.mark.slow
@@ -170,12 +156,3 @@ def test_a_folder_names_its_separator(tmp_path: Path) -> None:
         tokenizer = read_tokenizer(str(tmp_path))
         assert tokenizer.decode([tokenizer.separator]) == ""
         assert tokenizer.to_dict()["separator"] == "q"
-
-
-def test_a_batch_moves_and_tells_its_units() -> None:
-    carry = Carry(first=None, last=None, fresh=torch.ones(1, dtype=torch.bool))
-    inputs = TokenInputs(torch.zeros(1, 4, dtype=torch.long), None, 4, 3, 2, carry)
-    moved, targets = move_data_to_device((inputs, torch.zeros(1, 4)), torch.device("meta"))
-    assert all(part.is_meta for part in (moved.tokens, moved.carry.fresh, targets))
-    assert (moved.max_seqlen, moved.byte_count, moved.cu_seqlens, moved.carry.first) == (4, 2, None, None)
-    assert count_units((moved, targets)) == 3
