@@ -11,12 +11,11 @@ from tokenizers.processors import TemplateProcessing
 
 from longseq.tasks.text.tokenizer import (
     ByteTokenizer,
-    FileTokenizer,
     read_tokenizer,
     tokenizer_from_dict,
     train_tokenizer,
 )
-from longseq.tokenizer_files import as_read, read_folder, same_tokenizer, tokenizer_files
+from longseq.tokenizer_files import read_folder, same_tokenizer, tokenizer_files
 
 TEXTS = ["the cat sat on the mat", "żółw é 🐢\n\ttab", "a <|endoftext|> that somebody wrote", ""]
 
@@ -55,28 +54,6 @@ def test_dropout_of_a_tokenizer_file_leaves_a_text_its_tokens(tmp_path: Path) ->
         assert found.encode(text).tolist() == trained.encode(text).tolist()
     written = tokenizer_files(found.to_dict())["tokenizer.json"]
     assert json.loads(written)["model"]["dropout"] is None, "other programs that read it get these tokens, too"
-
-
-@pytest.mark.slow
-def test_truncation_and_padding_of_a_tokenizer_file_are_left_out(tmp_path: Path) -> None:
-    """Training reads whole texts; a program that reads the file of the saved or exported model must, too."""
-    trained = train_tokenizer(TEXTS * 20, 300)
-    library = Library.from_str(trained.to_dict()["json"])
-    library.enable_truncation(2)
-    library.enable_padding(length=40, pad_id=0, pad_token="<|endoftext|>")
-    library.save(str(tmp_path / "tokenizer.json"))
-    found = read_tokenizer(str(tmp_path / "tokenizer.json")).to_dict()
-    before = FileTokenizer(
-        (tmp_path / "tokenizer.json").read_text(encoding="utf-8")
-    ).to_dict()  # of an older checkpoint
-    assert same_tokenizer(found, before)
-    for text in (
-        found["json"],
-        as_read(before)["json"],
-        *(tokenizer_files(one)["tokenizer.json"] for one in (found, before)),
-    ):
-        ids = Library.from_str(text).encode(TEXTS[0], add_special_tokens=False).ids
-        assert ids == trained.encode(TEXTS[0]).tolist()
 
 
 @pytest.mark.parametrize("kind", ["bytes", "trained"])
