@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -20,12 +18,15 @@ from longseq.tasks.text.tokenizer import tokenizer_from_dict
 # Lines and files that cannot be read, of a part and of all, whose places a manifest holds: it is read by each run.
 KEPT = 10_000
 
+# What is counted in a part.
+COUNTS = ("documents", "empty", "malformed")
+
 
 def encode_part(
     index: int, part: Part, columns: Columns, tokenizer: Mapping[str, Any], fractions: Fractions, partial: Path
 ) -> None:
-    """Write the tokens of a part, and then its counts: a part that has counts is complete."""
-    counts: Counter[str] = Counter(documents=0, empty=0, malformed=0)
+    """Write the tokens of a part, with its counts and what cannot be read in it."""
+    counts = dict.fromkeys(COUNTS, 0)
     malformed: list[str] = []
 
     def documents() -> Iterator[Document]:
@@ -41,11 +42,10 @@ def encode_part(
                 yield one
 
     encoded = encode(documents(), tokenizer_from_dict(tokenizer), fractions)
-    with encoded_path(partial, index).open("wb") as file:
-        np.savez(file, **encoded._asdict())
-    path = counts_path(partial, index)
+    path = encoded_path(partial, index)
     unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps({"counts": counts, "malformed": malformed}), encoding="utf-8")
+    with unfinished.open("wb") as file:
+        np.savez(file, **encoded._asdict(), counts=list(counts.values()), malformed=np.array(malformed, dtype=str))
     os.replace(unfinished, path)
 
 
@@ -80,13 +80,8 @@ def _use_one_thread() -> None:
 
 
 def encoded_path(partial: Path, index: int) -> Path:
-    """The arrays of a part: the fields of `Encoded`."""
+    """The arrays of a part: the fields of `Encoded`, the numbers of `COUNTS`, and what is malformed."""
     return partial / f"{index:06}.npz"
-
-
-def counts_path(partial: Path, index: int) -> Path:
-    """The counts of a part, and what cannot be read in it."""
-    return partial / f"{index:06}.json"
 
 
 def read_array(partial: Path, index: int, name: str) -> np.ndarray:

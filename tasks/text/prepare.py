@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,8 @@ from longseq.tasks.data.stamps import stamp
 from longseq.tasks.report import progress_bar, quiet_libraries, shorten
 from longseq.tasks.text.documents import Encoded, Fractions, first_of_equal, gzip_bits, hashes_of, split_numbers
 from longseq.tasks.text.encoded_parts import (
+    COUNTS,
     KEPT,
-    counts_path,
     encode_part,
     encode_side_by_side,
     encoded_path,
@@ -177,9 +176,9 @@ def _encode_parts(
     partial: Path,
     processes: int | None,
     show_progress: bool,
-) -> tuple[Counter[str], list[str]]:
+) -> tuple[dict[str, int], list[str]]:
     """Encode the missing parts; returns the counts of all parts, and what cannot be read."""
-    waiting = [index for index in range(len(parts)) if not counts_path(partial, index).exists()]
+    waiting = [index for index in range(len(parts)) if not encoded_path(partial, index).exists()]
     described = tokenizer.to_dict()
     processes = min(processes or usable_cores(), len(waiting))
     with progress_bar("encoding", len(parts), done=len(parts) - len(waiting), shown=show_progress) as advance:
@@ -190,13 +189,9 @@ def _encode_parts(
         else:
             for _ in encode_side_by_side(waiting, parts, columns, described, fractions, partial, processes):
                 advance(1)
-    counts: Counter[str] = Counter()
-    malformed: list[str] = []
-    for index in range(len(parts)):
-        found = json.loads(counts_path(partial, index).read_text(encoding="utf-8"))
-        counts.update(found["counts"])
-        malformed += found["malformed"]
-    return counts, malformed[:KEPT]
+    counts = np.sum([read_array(partial, index, "counts") for index in range(len(parts))], axis=0)
+    malformed = [line for index in range(len(parts)) for line in read_array(partial, index, "malformed").tolist()]
+    return dict(zip(COUNTS, counts.tolist(), strict=True)), malformed[:KEPT]
 
 
 def _join(
@@ -214,7 +209,7 @@ def _join(
     with progress_bar("joining", count, shown=show_progress) as advance:
         for index in range(count):
             with np.load(encoded_path(partial, index)) as arrays:
-                encoded = Encoded(**arrays)
+                encoded = Encoded(**{name: arrays[name] for name in Encoded._fields})
             numbers = split_numbers(encoded.hashes, fractions)
             here = kept[done : done + len(numbers)]
             done += len(numbers)

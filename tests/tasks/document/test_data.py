@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import csv
-import json
-import multiprocessing
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +14,9 @@ import torch
 from longseq.kernels.packing import Packing
 from longseq.tasks.document import sources
 from longseq.tasks.document.batch import IGNORED
-from longseq.tasks.document.config import DocumentDataKeys
 from longseq.tasks.document.data import DocumentData
 from longseq.tasks.document.libraries import LIBRARIES, conceal
-from longseq.tasks.document.sources import Opened, Reader, Sample, Source, register
 from longseq.tasks.document.truncation import truncate
-from longseq.tasks.text.documents import Place
 from longseq.tasks.text.store import MANIFEST
 from tests.support.documents import make_rows, open_data, write_jsonl
 
@@ -33,13 +27,6 @@ def write_csv(path: Path, rows: Rows) -> Path:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerows([["label", "text"], *([row["label"], row["text"]] for row in rows)])
-    return path
-
-
-def write_parquet(path: Path, rows: Rows) -> Path:
-    arrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(arrow.Table.from_pylist(rows), path, row_group_size=7)
     return path
 
 
@@ -73,7 +60,6 @@ def _named_set(rows: Rows) -> Any:
 FORMATS: dict[str, Callable[[Path, Rows], Path]] = {
     "a.jsonl": write_jsonl,
     "a.csv": write_csv,
-    "a.parquet": write_parquet,
     "folder": write_folder,
     "saved": write_saved,
     "hub.parquet": write_hub,
@@ -220,8 +206,6 @@ def test_training_reads_other_windows_of_a_document_in_each_epoch(tmp_path: Path
     again = open_data(tmp_path, root=str(path), packing=packing, random_crops=True, **cut)
     assert windows(1, again) == second
     assert all(split.read(number).tolist() == whole.read(number).tolist()[:40] for number in range(5))
-    with pytest.raises(ValueError, match=r"data\.random_crops=true reads windows .* data\.max_length=NUMBER"):
-        open_data(tmp_path, root=str(path), random_crops=True, batch_size=1024)
     # Evaluation, which has no random windows, may read whole documents.
     config = {"data": vars(data.keys), "seed": 0, "recipe": {"batch_size": 2048}}
     whole = DocumentData.for_evaluation(config, {"truncation": "none"}, split="test", trained=data.info, batch_size=64)
@@ -265,18 +249,6 @@ def test_several_labels_in_lists_in_cells_and_in_columns(tmp_path: Path) -> None
     for text, target in found[0].items():
         number = int(text.split()[1])
         assert target == [number % 2 == 0, number % 3 == 0]
-
-
-@pytest.mark.slow
-def test_a_class_may_be_called_data(tmp_path: Path) -> None:
-    root = tmp_path / "texts"
-    for number, row in enumerate(make_rows(30)):
-        folder = root / ("data" if row["label"] == "bird" else row["label"])
-        folder.mkdir(parents=True, exist_ok=True)
-        name = {1: "train", 4: "test"}.get(number, str(number))
-        (folder / f"{name}.txt").write_text(row["text"])
-    assert sorted(path.name for path in root.glob("data/t*")) == ["test.txt", "train.txt"]
-    assert sorted(open_data(tmp_path, root=str(root)).info.class_names) == ["data", "fish", "tree"]
 
 
 def test_split_files_class_weights_and_documents_in_two_splits(tmp_path: Path, caplog: Any) -> None:
@@ -327,20 +299,6 @@ def test_a_tokenizer_is_trained_on_the_training_documents_alone(tmp_path: Path, 
     assert contents(again, "test") == contents(data, "test")
     with pytest.raises(ValueError, match=r"data\.tokenizer=bytes is another tokenizer"):
         DocumentData.for_evaluation(config, {"tokenizer": "bytes"}, split="test", trained=data.info, batch_size=64)
-
-
-def test_a_changed_text_of_training_is_known(tmp_path: Path) -> None:
-    rows = make_rows()
-    splits = {"train": "a.jsonl", "validation": "b.jsonl", "test": "b.jsonl"}
-    write_jsonl(tmp_path / "b.jsonl", make_rows(12, seed=1))
-    infos = []
-    for text in (rows[0]["text"], rows[0]["text"].upper()):
-        write_jsonl(tmp_path / "a.jsonl", [{**rows[0], "text": text}, *rows[1:]])
-        infos.append(open_data(tmp_path, root=str(tmp_path), **splits).info)
-    trained, found = infos
-    assert found.sizes == trained.sizes
-    assert str(found.find_change(trained, "train")).startswith("train has other")
-    assert [found.find_change(trained, split) for split in ("val", "test")] == [None, None]
 
 
 def test_evaluation_on_another_file_opens_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,55 +376,6 @@ def test_a_changed_file_is_prepared_again_and_a_changed_cache_is_told(tmp_path: 
     assert sum(open_data(tmp_path, root=str(path)).info.sizes.values()) == 75  # type: ignore[arg-type]
 
 
-def _open_in_process(folder: str, root: str, answers: Any) -> None:
-    answers.put(open_data(Path(folder), root=root).info.sizes)
-
-
-@pytest.mark.slow
-def test_two_processes_prepare_once(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", make_rows())
-    fork = multiprocessing.get_context("fork")
-    answers = fork.Queue()
-    started = [fork.Process(target=_open_in_process, args=(str(tmp_path), str(path), answers)) for _ in range(2)]
-    for process in started:
-        process.start()
-    found = [answers.get(timeout=60) for _ in started]
-    for process in started:
-        process.join()
-    assert found[0] == found[1] == {"train": 36, "val": 12, "test": 12}
-    assert len(list((tmp_path / "cache").glob(f"*/{MANIFEST}"))) == 1
-
-
-def test_a_registered_source_gives_tokens_that_stand_for_no_text(tmp_path: Path) -> None:
-    def read(first: int, count: int) -> Any:
-        for index in range(first, first + count):
-            tokens = np.array([1 + index % 2, *np.arange(3 + index % 7) % 9])
-            yield Sample(tokens, ("odd" if index % 2 else "even",), Place("numbers", row=index))
-
-    def numbers(keys: DocumentDataKeys) -> Opened:
-        count = keys.options["count"]
-        return Opened(
-            {
-                "train": lambda: Reader(lambda: read(0, count), stamp=[0, count]),
-                "validation": lambda: Reader(lambda: read(100, 10), stamp=[100, 10]),
-                "test": lambda: Reader(lambda: read(200, 10), stamp=[200, 10]),
-            },
-            vocab_size=10,
-        )
-
-    source = Source(numbers, reads=("options",))
-    register("numbers_of_a_test", source)
-    keys = {"source": "numbers_of_a_test", "validation": None, "test": None, "options": {"count": 40}}
-    data = open_data(tmp_path, batch_size=32, **keys)
-    assert (data.info.tokenizer, data.info.separator, data.info.vocab_size) == (None, None, 10)
-    assert data.info.sizes == {"train": 40, "val": 10, "test": 10}
-    assert data.split("test").read(3).tolist() == [2, *(np.arange(3 + 203 % 7) % 9)]
-    with pytest.raises(ValueError, match=r"data\.tokenizer is not read by data.source=numbers_of_a_test"):
-        open_data(tmp_path, **keys, tokenizer="bytes")
-    with pytest.raises(ValueError, match="is there already"):
-        register("numbers_of_a_test", replace(source, reads=()))
-
-
 @pytest.mark.slow
 def test_the_example_of_a_source_runs(tmp_path: Path) -> None:
     assert sources.__doc__ is not None
@@ -482,33 +391,14 @@ def test_the_example_of_a_source_runs(tmp_path: Path) -> None:
 
 
 def test_files_of_libraries_do_not_name_them() -> None:
-    source = '''#!/usr/bin/env python
-# Copyright 2026 The SymPy developers
-# All rights reserved.
-
-"""Tools of PyTorch-Lightning and scikit-learn.
-
-License: BSD
-"""
-
-import numpy as np
-from torch.nn import (
-    Module,
-    Linear,
-)
-from sympy import \\
-    Symbol
-
-def f(x):
-    import networkx as nx
-    return torch.nn.functional.relu(TORCHMETRICS_PATH / "scipy/linalg", from_=sklearn_tags)
-'''
+    source = "# Copyright 2026 The SymPy developers\n\nfrom torch.nn import (\n    Module,\n)\n"
+    source += "from sympy import \\\n    Symbol\n"
+    source += '"""Tools of PyTorch-Lightning and scikit-learn.\n\nLicense: BSD\n"""\n'
+    source += "def f(x):\n    import networkx as nx\n    return torch.nn.relu(TORCHMETRICS_PATH / 'scipy')\n"
     text = conceal(source)
     for name in (*LIBRARIES, "scikit", "copyright", "license", "import", "developers"):
         assert name not in text.lower(), name
-    assert "library.nn.functional.relu(library_PATH" in text
-    assert text.startswith('"""Tools of library and library.')
-    assert json.dumps(text)
+    assert "return library.nn.relu(library_PATH / 'library')" in text
 
 
 def test_bad_lines_are_counted_listed_and_left_out_or_an_error(tmp_path: Path, caplog: Any) -> None:

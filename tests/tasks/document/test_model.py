@@ -11,14 +11,11 @@ import torch
 from cases import cases
 
 from longseq.backbones.classifier import TextClassifier
-from longseq.backbones.document_pairs import PairClassifier
-from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.model import DocumentModel
 from longseq.tasks.training.checkpoint import Loaded
 from longseq.tasks.training.configuration import resolve
-from longseq.tasks.training.model import TaskModel
 from longseq.tokenizer_files import BYTES
 
 WORDS = ("task=lm", "model=document", "mixer=gla", "model.d_model=16", "model.depth=2", "model.mlp=none")
@@ -48,36 +45,6 @@ def as_loaded(model: Any, task: str = "lm", **data: Any) -> Loaded:
     return Loaded(path, path, model, task, {}, {"tokenizer": dict(BYTES), **data}, "model", 0, 0)
 
 
-@pytest.mark.slow
-def test_a_configuration_becomes_a_classifier(configure: Any) -> None:
-    words = ("model.pooling=attention", "model.head_dropout=0.1", "model.share_directions=none", "model.drop_path=0.2")
-    model = DocumentModel().build(configure(*words), INFO)
-    wanted = {"num_classes": 3, "vocab_size": 257, "pooling": "attention", "head_dropout": 0.1, "mlp": None,
-              "share_directions": "none", "merge": "mean", "direction": "bidirectional", "drop_path": 0.2}  # fmt: skip
-    assert wanted.items() <= model.arguments.items()
-    again = DocumentModel().build(configure(*words), INFO)
-    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), again.parameters(), strict=True))
-    DocumentModel().check(configure(*words))
-
-
-def test_learned_positions_hold_the_longest_document(configure: Any) -> None:
-    assert DocumentModel().build(configure("model.positions=learned"), INFO).body.max_length == 12
-
-
-def test_a_classifier_starts_from_a_language_model(configure: Any) -> None:
-    config = configure()
-    language, model = text_model(config, tie_embeddings=False), DocumentModel().build(config, INFO)
-    head = model.head.weight.clone()
-    DocumentModel().start_from(model, as_loaded(language), INFO)
-    state, trained = model.state_dict(), language.state_dict()
-    assert torch.equal(state["body.embedding.weight"], trained["embedding.weight"])
-    for reading in (0, 1):
-        own = state[f"body.blocks.1.mixer.mixers.{reading}.decay_proj.weight"]
-        assert torch.equal(own, trained["blocks.1.mixer.decay_proj.weight"])
-    assert torch.equal(model.head.weight, head)
-    assert DocumentModel().notes(model) == ["new beside the weights of run.ckpt: head"]
-
-
 def test_the_head_of_a_classifier_is_copied_for_the_same_classes(configure: Any) -> None:
     config = configure("model.pooling=attention")
     trained = DocumentModel().build(config | {"seed": 1}, INFO)
@@ -88,20 +55,6 @@ def test_the_head_of_a_classifier_is_copied_for_the_same_classes(configure: Any)
         assert same.pop("head.weight") is copied
         assert all(same.values()), same
         assert DocumentModel().notes(model) == ([] if copied else ["new beside the weights of run.ckpt: head"])
-
-
-class OfAnyTask(TaskModel):
-    def build(self, config: Mapping[str, Any], info: Any) -> TextClassifier:
-        return TextClassifier(num_classes=info, vocab_size=9, d_model=16, depth=1)
-
-
-@pytest.mark.slow
-def test_a_head_of_other_shapes_is_told_by_any_task() -> None:
-    task, told = OfAnyTask(), ["the head is new: that of the weights has other shapes"]
-    for classes, notes in ((2, []), (3, told)):
-        model = task.build({}, 2)
-        task.initialize(model, task.build({}, classes))
-        assert task.notes(model) == notes
 
 
 @cases(
@@ -131,22 +84,6 @@ def test_a_model_that_does_not_fit_is_one_line(
             DocumentModel().build(config, INFO), as_loaded(text_model(config, **options), **data), INFO
         )
     assert "\n" not in str(raised.value)
-
-
-def test_a_classifier_of_pairs_lends_its_body_alone(configure: Any) -> None:
-    model = DocumentModel().build(configure(), INFO)
-    options = {key: value for key, value in model.arguments.items() if key != "head_dropout"}
-    pairs, head = PairClassifier(**options), model.head.weight.clone()
-    DocumentModel().start_from(model, as_loaded(pairs, "document", class_names=INFO.class_names), INFO)
-    assert torch.equal(model.body.embedding.weight, pairs.body.embedding.weight)
-    assert torch.equal(model.head.weight, head)
-
-
-def test_the_linear_model_starts_from_no_other_and_no_other_from_it(configure: Any) -> None:
-    model, linear = DocumentModel().build(configure(), INFO), LinearTextClassifier(num_classes=3)
-    for new, trained in ((model, linear), (linear, model)):
-        with pytest.raises(ValueError, match=r"^init=run\.ckpt: no model starts from a linear model"):
-            DocumentModel().start_from(new, as_loaded(trained, "document"), INFO)
 
 
 def test_documents_of_another_tokenizer_are_not_read() -> None:

@@ -12,7 +12,6 @@ import torch
 from documents import write_jsonl
 
 from longseq.backbones.classifier import TextClassifier
-from longseq.tasks import predict
 from longseq.tasks.commands import Predict
 from longseq.tasks.data.inputs import Prediction, Unreadable
 from longseq.tasks.document.info import DocumentInfo
@@ -176,30 +175,3 @@ def test_a_huge_single_line_is_one_document_that_is_never_in_memory_as_features(
     ((one,), _) = classify(path, model, segment=1000)
     assert one.details["tokens"] == sum(seen) == 8001
     assert max(seen) == 1000
-
-
-@pytest.mark.slow
-def test_the_command_writes_classes_details_and_reasons(
-    compose_config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "dear reader"}\n{"text": ""}\n')
-    model = make_model()
-    known = ("class_names", "multi_label", "vocab_size", "separator", "max_length", "truncation", "tokenizer", "window")
-    model.text = {key: getattr(make_info(), key) for key in known}
-    folder = model.save_pretrained(tmp_path / "model")
-    given = (f"checkpoint={folder}", f"input={tmp_path / 'a.jsonl'}", "device=cpu")
-    for name in ("p.csv", "p.json"):
-        config = compose_config("predict", *given, f"output={tmp_path / name}")
-        assert predict.run(config) == {"classified": 1, "unreadable": 1, "passed_over": 0}
-    assert "1 documents classified, 1 unreadable" in capsys.readouterr().out
-    first, second = csv.DictReader((tmp_path / "p.csv").open())
-    written = json.loads((tmp_path / "p.json").read_text())
-    (prediction,), (failed,) = written["predictions"], written["unreadable"]
-    ranked = sorted(expect("dear reader").items(), key=lambda item: -item[1])
-    assert [first[f"class_{rank}"] for rank in (1, 2, 3)] == [name for name, _ in ranked]
-    shares = [float(first[f"probability_{rank}"]) for rank in (1, 2, 3)]
-    assert shares == pytest.approx([value for _, value in ranked], abs=1e-5)
-    assert (first["document"], first["tokens"], first["cut"], first["error"]) == ("0", "12", "0", "")
-    assert (second["document"], second["class_1"], second["error"]) == ("1", "", "line 2: empty")
-    assert (prediction["document"], prediction["tokens"], len(prediction["classes"])) == (0, 12, 3)
-    assert failed == {"path": str(tmp_path / "a.jsonl"), "document": 1, "reason": "line 2: empty"}

@@ -153,19 +153,3 @@ def test_a_budget_below_the_longest_document_is_told() -> None:
         EveryDocument(lengths, 400, packed=True)
     with pytest.raises(ValueError, match="an update needs 4096"):
         PackedSampler(lengths, 4096, seed=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [PackedSampler, PaddedSampler])
-def test_the_tokens_of_an_epoch_are_those_that_it_reads(kind: type[DocumentSampler]) -> None:
-    lengths = np.minimum(draw_lengths(1000, 60), 4096)
-    sampler = kind(lengths, 1 << 15, seed=0)
-    assert sampler.tokens_per_epoch == sum(lengths[one.documents].sum() for one in batches(sampler))
-
-
-@pytest.mark.slow
-def test_the_tokens_of_a_balanced_epoch_are_those_of_the_documents_that_are_drawn() -> None:
-    lengths, classes = np.array([100] * 90 + [1000] * 10), np.array([0] * 90 + [1] * 10)
-    sampler = PackedSampler(lengths, 4000, classes=classes, seed=0)
-    assert sampler.tokens_per_epoch == sum(lengths[one.documents].sum() for one in batches(sampler))
-    assert sampler.tokens_per_epoch > 2 * lengths.sum()

@@ -6,21 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from lightning.fabric.utilities import move_data_to_device
 from tokenizers import Tokenizer as Library
 from tokenizers.processors import TemplateProcessing
 
-from longseq.tasks.data.units import count_units
-from longseq.tasks.text.batch import Carry, TokenInputs
 from longseq.tasks.text.tokenizer import (
     ByteTokenizer,
-    FileTokenizer,
     read_tokenizer,
     tokenizer_from_dict,
     train_tokenizer,
 )
-from longseq.tokenizer_files import as_read, read_folder, same_tokenizer, tokenizer_files
+from longseq.tokenizer_files import read_folder, same_tokenizer, tokenizer_files
 
 TEXTS = ["the cat sat on the mat", "żółw é 🐢\n\ttab", "a <|endoftext|> that somebody wrote", ""]
 
@@ -47,16 +42,6 @@ def test_trained_tokens_come_back_also_from_a_file(tmp_path: Path) -> None:
     assert len(trained.encode(TEXTS[0])) < len(TEXTS[0])
 
 
-def test_a_token_that_a_file_puts_behind_texts_is_not_in_the_folder_of_a_model(tmp_path: Path) -> None:
-    library = Library.from_str(train_tokenizer(TEXTS * 20, 300).to_dict()["json"])
-    name, number = "<|endoftext|>", library.token_to_id("<|endoftext|>")
-    library.post_processor = TemplateProcessing(single=f"{name} $A {name}", special_tokens=[(name, number)])
-    library.save(str(tmp_path / "tokenizer.json"))
-    written = tokenizer_files(read_tokenizer(str(tmp_path / "tokenizer.json")).to_dict())["tokenizer.json"]
-    plain = library.encode(TEXTS[0], add_special_tokens=False).ids
-    assert Library.from_str(written).encode(TEXTS[0]).ids == [number, *plain]
-
-
 @pytest.mark.slow
 def test_dropout_of_a_tokenizer_file_leaves_a_text_its_tokens(tmp_path: Path) -> None:
     trained = train_tokenizer(TEXTS * 20, 300)
@@ -69,28 +54,6 @@ def test_dropout_of_a_tokenizer_file_leaves_a_text_its_tokens(tmp_path: Path) ->
         assert found.encode(text).tolist() == trained.encode(text).tolist()
     written = tokenizer_files(found.to_dict())["tokenizer.json"]
     assert json.loads(written)["model"]["dropout"] is None, "other programs that read it get these tokens, too"
-
-
-@pytest.mark.slow
-def test_truncation_and_padding_of_a_tokenizer_file_are_left_out(tmp_path: Path) -> None:
-    """Training reads whole texts; a program that reads the file of the saved or exported model must, too."""
-    trained = train_tokenizer(TEXTS * 20, 300)
-    library = Library.from_str(trained.to_dict()["json"])
-    library.enable_truncation(2)
-    library.enable_padding(length=40, pad_id=0, pad_token="<|endoftext|>")
-    library.save(str(tmp_path / "tokenizer.json"))
-    found = read_tokenizer(str(tmp_path / "tokenizer.json")).to_dict()
-    before = FileTokenizer(
-        (tmp_path / "tokenizer.json").read_text(encoding="utf-8")
-    ).to_dict()  # of an older checkpoint
-    assert same_tokenizer(found, before)
-    for text in (
-        found["json"],
-        as_read(before)["json"],
-        *(tokenizer_files(one)["tokenizer.json"] for one in (found, before)),
-    ):
-        ids = Library.from_str(text).encode(TEXTS[0], add_special_tokens=False).ids
-        assert ids == trained.encode(TEXTS[0]).tolist()
 
 
 @pytest.mark.parametrize("kind", ["bytes", "trained"])
@@ -170,12 +133,3 @@ def test_a_folder_names_its_separator(tmp_path: Path) -> None:
         tokenizer = read_tokenizer(str(tmp_path))
         assert tokenizer.decode([tokenizer.separator]) == ""
         assert tokenizer.to_dict()["separator"] == "q"
-
-
-def test_a_batch_moves_and_tells_its_units() -> None:
-    carry = Carry(first=None, last=None, fresh=torch.ones(1, dtype=torch.bool))
-    inputs = TokenInputs(torch.zeros(1, 4, dtype=torch.long), None, 4, 3, 2, carry)
-    moved, targets = move_data_to_device((inputs, torch.zeros(1, 4)), torch.device("meta"))
-    assert all(part.is_meta for part in (moved.tokens, moved.carry.fresh, targets))
-    assert (moved.max_seqlen, moved.byte_count, moved.cu_seqlens, moved.carry.first) == (4, 2, None, None)
-    assert count_units((moved, targets)) == 3

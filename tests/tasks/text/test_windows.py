@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 from corpora import SEPARATOR, make_corpus
 
 from longseq.tasks.text.batch import IGNORED, TokenBatch
@@ -223,11 +222,3 @@ def test_a_batch_with_more_sequences_than_expected_doubles_the_borders() -> None
     inputs, _ = assemble([Row(0, cut.spans(0)), Row(0, cut.spans(1))])
     assert inputs.cu_seqlens is not None
     assert inputs.cu_seqlens.tolist() == list(range(33))  # 8, doubled twice
-
-
-def test_an_empty_batch_has_no_targets() -> None:
-    assemble = Assembler([make_corpus([4])], 4, 2, sequences=2, separator=SEPARATOR, reset_state=True, carries=False)
-    inputs, targets = assemble([])
-    assert (inputs.units, inputs.byte_count, set(targets.flatten().tolist())) == (0, 0, {IGNORED})
-    assert inputs.tokens.shape == targets.shape == torch.Size([1, 8])
-    assert assemble([Row(0, [])])[0].units == 0
