@@ -153,6 +153,17 @@ def test_weights_of_timm_load_on_their_own_grid_and_from_a_square_one(img_size, 
         assert (ours(x) - vit(x)).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("options", "weight"),
+    [({"init_values": 1e-5}, "ls1.gamma"), ({"qk_norm": True}, "q_norm.weight"), ({"fc_norm": True}, "fc_norm.weight")],
+)
+def test_weights_without_a_place_are_refused(options, weight):
+    vit = timm.create_model("vit_tiny_patch16_224", depth=1, **options)
+    ours = timm.create_model("longseq_vit_tiny_patch16_224", mixer="attention", depth=1)
+    with pytest.raises(ValueError, match=f"no place for the checkpoint's .*{weight}"):
+        checkpoint_filter_fn(vit.state_dict(), ours)
+
+
 def test_pooling_by_attention_has_the_heads_of_the_attention_in_weights_of_timm():
     sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 1, "num_classes": 5, "global_pool": "map"}
     vit = timm.create_model("vit_tiny_patch16_224", num_heads=3, **sizes).eval()
