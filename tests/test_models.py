@@ -14,7 +14,6 @@ import timm
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 import longseq
 from longseq import mixers, models
@@ -402,14 +401,6 @@ def test_import_and_loading_need_no_training_packages_and_import_adds_no_triton_
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == ["[] False True", "[1, 3]"], done.stderr
-
-
-def test_a_sharded_model_is_of_its_own_kind() -> None:
-    """`fully_shard` gives the model a class of its own; checkpoints of such a run describe the model all the same."""
-    model = tiny()
-    expected = models.describe(model)
-    model.__class__ = type("FSDPImageBackbone", (FSDPModule, ImageBackbone), {})
-    assert models.describe(model) == expected
 
 
 def test_weights_are_loaded_in_float32_in_the_type_of_the_file_or_in_a_given_one(tmp_path):

@@ -3,14 +3,11 @@ import timm
 import torch
 from cases import cases
 from timm.models import get_model_args, get_model_input_config
-from torch.utils.flop_counter import FlopCounterMode
 
 import longseq
 from longseq import mixers
 from longseq.backbones.image import checkpoint_filter_fn
-from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.positions import Layout
-from longseq.flop_formulas import complete_flop_formulas
 from longseq.parameters import count_parameters
 
 
@@ -40,14 +37,6 @@ def test_vim_with_longhorn_has_the_published_size(name, parameters, gigaflops):
     model = timm.create_model(name, mixer="longhorn", device="meta")
     assert count_parameters(model) == parameters
     assert model.flops() / 1e9 == pytest.approx(gigaflops, abs=0.01)
-
-
-@pytest.mark.parametrize("size", ["tiny", "small", "base"])
-def test_vit_with_attention_has_the_size_of_deit(size):
-    """The class token includes its position, so there are `embed_dim` parameters fewer."""
-    ours = timm.create_model(f"longseq_vit_{size}_patch16_224", mixer="attention", device="meta")
-    deit = timm.create_model(f"deit_{size}_patch16_224", device="meta")
-    assert count_parameters(ours) == count_parameters(deit) - ours.embed_dim
 
 
 def randomised(model):
@@ -182,18 +171,6 @@ def test_pooling_by_attention_has_the_heads_of_the_attention_in_weights_of_timm(
     assert ours.attn_pool.num_heads == 3
 
 
-@pytest.mark.parametrize("options", [{}, {"direction": "cross"}, {"class_token": "none", "global_pool": "avg"}])
-def test_our_own_weights_load_at_another_size(options):
-    source, target = tiny(**options), tiny(img_size=(64, 64), **options)
-    square = tiny(img_size=(32, 32), **options)
-    square.load_state_dict(source.state_dict() | {"pos_embed": square.pos_embed})
-    target.load_state_dict(checkpoint_filter_fn(square.state_dict(), target))
-    square.set_input_size((64, 64))
-    x = images(64, 64)
-    with torch.no_grad():
-        assert torch.equal(target(x), square(x))
-
-
 @pytest.mark.parametrize("chassis", ["", "vit_"])
 @cases(
     "changes",
@@ -308,12 +285,6 @@ def test_forward_reads_only_what_came_before(mixer):
     assert seen.tolist() == [True] * 6 + [False] * 6  # the token stands in the middle
 
 
-def test_alternating_turns_from_layer_to_layer():
-    one, two = (tiny(depth=depth, direction="alternating") for depth in (1, 2))
-    assert (influence(one, lambda m, x: m(x)).flatten() > 0).tolist() == [True] * 6 + [False] * 6
-    assert (influence(two, lambda m, x: m(x)) > 0).all()
-
-
 @pytest.mark.parametrize("chassis", ["", "vit_"])
 @pytest.mark.parametrize("mixer", mixers.mixer_names())
 def test_bfloat16_autocast_trains_without_nan(mixer, chassis):
@@ -340,27 +311,6 @@ def test_a_block_of_an_image_reads_real_tokens_alone(mixer, token_first):
     torch.testing.assert_close(actual[mask], expected[mask])
 
 
-@pytest.mark.parametrize("chassis", ["", "vit_"])
-def test_flops_of_attention_agree_with_torch(chassis):
-    model = tiny(chassis, mixer="attention", mixer_options={"num_heads": 2})
-    complete_flop_formulas()
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(images(batch=1))
-    assert model.flops() == counter.get_total_flops()
-
-
-@pytest.mark.parametrize("mixer", mixers.mixer_names())
-def test_weight_decay_leaves_positions_token_and_recurrences_alone(mixer):
-    model = tiny(mixer=mixer)
-    free = model.no_weight_decay()
-    expected = {"pos_embed", "cls_token"}
-    for index, block in enumerate(model.blocks):
-        for name, part in block.named_modules():
-            if isinstance(part, mixers.Mixer):
-                expected |= {f"blocks.{index}.{name}.{parameter}" for parameter in part.no_weight_decay_names}
-    assert expected <= free <= {name for name, _ in model.named_parameters()}
-
-
 def test_a_trace_of_one_resolution_refuses_others():
     model = tiny(mixer="attention")
     with torch.no_grad():
@@ -383,11 +333,3 @@ def test_a_trace_takes_any_resolution(prefix):
         # As many patches as the traced image, in two rows, and another number of them.
         for x in (torch.randn(2, 3, height // 2, 2 * width), torch.randn(3, 3, 2 * height, width)):
             torch.testing.assert_close(traced(x), model(x), rtol=1e-4, atol=1e-5)
-
-
-def test_the_backend_reaches_every_mixer():
-    model = tiny(backend="reference")
-    backends = {module.backend for module in model.modules() if isinstance(module, (mixers.Mixer, ShortConvolution))}
-    assert backends == {"reference"}
-    with torch.no_grad():
-        torch.testing.assert_close(model(images()), tiny()(images()), rtol=1e-4, atol=1e-5)

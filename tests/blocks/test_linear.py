@@ -1,6 +1,5 @@
 import pytest
 import torch
-from cases import cases
 from torch import nn
 
 from longseq import mixers
@@ -38,11 +37,6 @@ def test_a_padded_projection_is_the_plain_one(aligned, bias, width, product):
     assert aligned == [width, product]
 
 
-def test_one_token_is_not_worth_a_copy_of_the_weight(aligned):
-    AlignedLinear(5, 13)(torch.randn(2, 5))
-    assert aligned == [13]
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("inputs", "outputs"), [(12, 16), (16, 13), (12, 13), (8, 8)])
 def test_a_pair_of_projections_is_two_of_them_at_aligned_widths(aligned, monkeypatch, bias, inputs, outputs):
@@ -60,15 +54,6 @@ def test_a_pair_of_projections_is_two_of_them_at_aligned_widths(aligned, monkeyp
     results, plain = (torch.autograd.grad(out.sin().sum(), needed) for out in (y, expected))
     torch.testing.assert_close(results, plain)
     assert all(size % 16 == 0 for size in widths[0])
-
-
-@pytest.mark.parametrize("name", mixers.mixer_names())
-@cases("d_model", [192, 384, 768, 1024])
-def test_projections_into_mixers_are_aligned_or_become_so(name, d_model):
-    with torch.device("meta"):
-        mixer = mixers.create(name, d_model)
-    first = mixer.in_proj
-    assert first is None or first.out_features % 16 == 0 or isinstance(first, AlignedLinear)
 
 
 @pytest.mark.parametrize("name", ["deltanet", "gated_deltanet", "lattice", "mamba", "mamba2"])
@@ -113,7 +98,3 @@ def steps(mixer, x):
     for t in range(x.shape[1]):
         y, state = mixer.step(x[:, t], state)
         yield y, state
-
-
-def test_the_cpu_gains_nothing():
-    assert not linear.needs_alignment(torch.zeros(1, dtype=torch.bfloat16))
