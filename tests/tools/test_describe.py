@@ -264,7 +264,6 @@ def test_lists_are_printed(name: str, words: list[str], capsys: pytest.CaptureFi
         ("list=kernels", "list=kernels must be one of mixers, models"),
         ("device=tpu9", "device=tpu9 is unknown"),
         ("format=yaml", "format=yaml must be one of text, json"),
-        ("checkpoint=nowhere.ckpt", "no such file"),
         ("data=imagenet", r"give \+\+data\.num_classes=N"),
     ],
 )
