@@ -93,13 +93,6 @@ def test_a_model_that_reads_text_brings_its_tokenizer(tmp_path: Path) -> None:
         assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
 
 
-def test_an_encoder_is_no_language_model(tmp_path: Path) -> None:
-    token_model().save_pretrained(tmp_path / "lm")
-    token_model(direction="bidirectional").save_pretrained(tmp_path / "encoder")
-    named = [json.loads((tmp_path / name / "config.json").read_text()).get("model_type") for name in ("lm", "encoder")]
-    assert named == ["longseq", None]
-
-
 def test_large_models_have_several_files(tmp_path: Path) -> None:
     model = token_model()
     model.save_pretrained(tmp_path, max_shard_size=8000)
@@ -208,14 +201,6 @@ def test_changes_that_a_model_follows_are_saved(tmp_path: Path) -> None:
     assert timm.data.resolve_model_data_config(loaded)["input_size"] == (3, 24, 24)
 
 
-def test_changes_of_a_timm_model_are_saved(tmp_path: Path) -> None:
-    model = timm.create_model("test_resnet", num_classes=3).eval()
-    model.reset_classifier(3, "max")
-    longseq.save_pretrained(model, tmp_path)
-    x = torch.randn(2, 3, 64, 64)
-    assert torch.equal(longseq.from_pretrained(tmp_path)(x), model(x))
-
-
 def test_arguments_can_be_changed_where_weights_stay(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path)
     loaded = longseq.from_pretrained(tmp_path, dynamic_img_size=True, backend="torch")
@@ -288,13 +273,6 @@ def test_transformers_loads_image_models(name: str, tmp_path: Path) -> None:
     assert torch.equal(logits(longseq.from_pretrained(tmp_path)), logits(model))
     by_timm = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     assert torch.equal(logits(by_timm), logits(model))
-
-
-def test_timm_refuses_layers_that_compute_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny().save_pretrained(tmp_path)
-    monkeypatch.setattr(DeltaNet, "revision", 9)
-    with pytest.raises(ValueError, match="deltanet layers are of revision 2"):
-        timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
 
 
 class FakeHub:
@@ -427,3 +405,10 @@ def test_weights_are_loaded_in_float32_in_the_type_of_the_file_or_in_a_given_one
     # The filters of Hyena stay in float32.
     assert not differing(rounded, exact.float().bfloat16())
     assert {value.dtype for value in rounded.parameters()} == {torch.bfloat16, torch.float32}
+
+
+def test_timm_refuses_layers_that_compute_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny().save_pretrained(tmp_path)
+    monkeypatch.setattr(DeltaNet, "revision", 9)
+    with pytest.raises(ValueError, match="deltanet layers are of revision 2"):
+        timm.create_model(f"local-dir:{tmp_path}", pretrained=True)

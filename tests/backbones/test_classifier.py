@@ -209,14 +209,6 @@ def test_the_body_is_a_language_models() -> None:
     assert model.flops(9) == language.flops(9) - 2 * 9 * 16 * 7 + 2 * 16 * 2
 
 
-def test_a_batch_is_packed_or_padded() -> None:
-    tokens, mask = pad([document for document in make_documents() if document.shape[1]])
-    with pytest.raises(ValueError, match="mask and cu_seqlens are both given"):
-        make()(tokens, torch.tensor([0, 15]), mask)
-    with pytest.raises(TypeError, match="tie_embeddings"):
-        make(tie_embeddings=False)
-
-
 def language_model(mixer: str = "deltanet", **options: Any) -> TokenBackbone:
     torch.manual_seed(5)
     usual = {"vocab_size": 7, "d_model": 16, "depth": 1, "mlp": None, "tie_embeddings": False, "mixer": mixer}
@@ -258,16 +250,6 @@ def test_a_bidirectional_layer_starts_as_the_mean_of_two_readings_by_the_languag
     expected = model.norm(x + (read(x) + read(x.flip(1)).flip(1)) / 2)
     new = starting_from(model, direction="bidirectional", share_directions=sharing, merge=merge)
     assert_same(new.forward_features(tokens), expected)
-
-
-def test_a_classifier_starts_from_the_body_of_another_one() -> None:
-    trained = make("gla", direction="bidirectional", share_directions="none")
-    new = make("gla", direction="bidirectional", share_directions="none", num_classes=5)
-    for parameter in new.parameters():
-        torch.nn.init.zeros_(parameter)
-    new.load_body(trained.body)
-    for name, weight in trained.body.state_dict().items():
-        assert torch.equal(weight, new.body.state_dict()[name]), name
 
 
 @cases(

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from longseq import mixers
-from longseq.blocks.reading import DIRECTIONS
 
 HYBRID = "deltanet+attention"
 
@@ -56,22 +55,3 @@ def test_options_reach_the_mixers_that_they_name() -> None:
         tiny(HYBRID, mixer_options={"attention": {"state_size": 2}})
     with pytest.raises(ValueError, match="names 5 layers in turn and the model has 4"):
         tiny("4xdeltanet+attention")
-
-
-def test_each_mixer_of_a_hybrid_alternates_by_itself() -> None:
-    orders = [block.mixer.orders for block in tiny("deltanet+mamba", direction="alternating").blocks]
-    assert orders == [("forward",), ("forward",), ("backward",), ("backward",)]
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("chassis", ["", "vit_"])
-def test_hybrids_train_and_checkpoint(chassis: str, direction: str) -> None:
-    model = tiny(HYBRID, chassis, direction=direction, global_pool="avg").train()
-    gradients = []
-    for enable in (False, True):
-        model.set_grad_checkpointing(enable)
-        model.zero_grad()
-        model(images()).square().mean().backward()
-        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-    assert all(gradient.any() for gradient in gradients[0])
-    torch.testing.assert_close(*gradients)

@@ -139,18 +139,6 @@ def test_default_configuration(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.slow
-def test_weights_are_made_on_the_device_and_in_the_type_asked_for(name):
-    model = timm.create_model(name, device="meta", dtype=torch.bfloat16)
-    assert {(t.device.type, t.dtype) for t in model.parameters()} == {("meta", torch.bfloat16)}
-    model.eval()
-    for classes in (0, 7):
-        model.reset_classifier(classes)
-    assert {(t.device.type, t.dtype) for t in model.parameters()} == {("meta", torch.bfloat16)}
-    assert not any(module.training for module in model.modules())
-
-
-@pytest.mark.parametrize("name", MODELS)
 def test_heads(name):
     model = small(name, in_chans=1).eval()
     x = images(model)
@@ -310,19 +298,6 @@ def test_pruned_models_keep_their_intermediates(place):
         sum(tap.sum() for tap in selected).backward()
         assert [name for name, p in pruned.named_parameters() if p.grad is None] == []
         assert len(pruned.blocks) == index + 1
-
-
-def test_intermediates_as_a_dictionary():
-    model = tiny().eval()
-    x = images(model)
-    with torch.no_grad():
-        result = model.forward_intermediates(x, return_prefix_tokens=True, output_dict=True)
-        assert set(result) == {"image_intermediates", "image_intermediates_prefix", "image_features"}
-        assert torch.equal(result["image_features"], model.forward_features(x))
-        assert [token.shape for token in result["image_intermediates_prefix"]] == [(2, 1, 16)] * 2
-        assert set(model.forward_intermediates(x, intermediates_only=True, output_dict=True)) == {"image_intermediates"}
-    with pytest.raises(ValueError, match="output_fmt='NHWC' is not one of NCHW, NLC"):
-        model.forward_intermediates(x, output_fmt="NHWC")
 
 
 def placed(place, **options):

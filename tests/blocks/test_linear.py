@@ -4,7 +4,7 @@ from torch import nn
 
 from longseq import mixers
 from longseq.blocks import linear
-from longseq.blocks.linear import AlignedLinear, project_padded, project_pair
+from longseq.blocks.linear import AlignedLinear, project_pair
 
 
 @pytest.fixture
@@ -65,32 +65,6 @@ def test_mixers_read_a_padded_projection(aligned, name):
     aligned.clear()
     expected = torch.stack([step for step, _ in steps(mixer, x)], 1)
     torch.testing.assert_close(y, expected)
-
-
-@pytest.mark.parametrize("convolution_width", [0, 4])
-@pytest.mark.parametrize("name", ["deltanet", "gated_deltanet"])
-def test_mixers_pass_over_the_rest_of_a_wider_product(aligned, name, convolution_width):
-    mixer = mixers.create(name, 24, num_heads=3, convolution_width=convolution_width).double()
-    own, wide = mixer.in_proj, mixer.in_proj.out_features + -mixer.in_proj.out_features % 16
-    x = torch.randn(2, 9, 24, dtype=torch.float64)
-    assert mixer.project_in(x).shape[-1] == wide > own.out_features
-    results = []
-    for projection in (nn.Linear(24, own.out_features, bias=False).double(), own):
-        projection.load_state_dict(own.state_dict())
-        mixer.in_proj = projection
-        y, state = mixer(x)
-        results.append([y, state.memory, *torch.autograd.grad(y.sin().sum(), list(mixer.parameters()))])
-    torch.testing.assert_close(*results)
-
-
-def test_what_hooks_onto_a_projection_sees_its_own_width(aligned):
-    layer, seen = AlignedLinear(5, 13), []
-    x = torch.randn(2, 3, 5)
-    assert project_padded(layer, x).shape[-1] == 16
-    layer.register_forward_hook(lambda module, args, y: seen.append(y.shape[-1]))
-    assert project_padded(layer, x).shape[-1] == 13
-    assert seen == [13]
-    assert project_padded(nn.Linear(5, 13), x).shape[-1] == 13
 
 
 def steps(mixer, x):

@@ -56,14 +56,6 @@ def test_patches_side_by_side_are_projected_by_one_product(monkeypatch, size):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"padding": 4}, {"dilation": 2}, {"groups": 3}, {"stride": (4, 4)}])
-def test_other_convolutions_stay_convolutions(monkeypatch, options):
-    monkeypatch.setattr(patches, "needs_alignment", lambda weight: True)
-    projection = PatchProjection(3, 6, (8, 8), **{"stride": (8, 8)} | options)
-    image = torch.randn(2, 3, 32, 32)
-    assert torch.equal(projection(image), nn.Conv2d.forward(projection, image))
-
-
 @pytest.mark.gpu
 def test_patches_on_a_gpu_are_those_of_a_convolution():
     projection = PatchProjection(3, 192, 16, 16).cuda()

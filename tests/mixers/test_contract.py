@@ -253,14 +253,6 @@ def test_noncausal_attention_sees_everything_once() -> None:
         mixer.step(x[:, 0], None)
 
 
-def test_longhorn_forms_agree_with_one_key_channel() -> None:
-    """With N = 1 the transition is a number, its diagonal is itself, and both forms are the same recurrence."""
-    diagonal, exact = make("longhorn", state_size=1), make("longhorn_exact", state_size=1, head_dim=1)
-    exact.load_state_dict(diagonal.state_dict())
-    x = make_tokens(2)
-    assert_same(exact(x)[0], diagonal(x)[0])
-
-
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
     """Records which operations, and which of their one-token forms, are called: their name and that of the backend."""
