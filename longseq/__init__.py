@@ -13,7 +13,6 @@ The import takes milliseconds: torch, timm and the modules of longseq are import
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from longseq.registration import register_with_timm
@@ -23,13 +22,6 @@ if TYPE_CHECKING:
     from longseq.models import from_pretrained, push_to_hub, register_kind, save_pretrained
 
     __version__: str
-
-if importlib.util.find_spec("longseq.conf") is None:
-    # A checkout that is imported from its root and has no symbolic links (git on Windows, some unpackers).
-    raise ImportError(
-        f"{__path__[0]} lacks the links conf, kernels, tasks and tools to the folders beside it: run Python in another "
-        "folder, where the installed package is found, or check out anew after `git config core.symlinks true`"
-    )
 
 register_with_timm()
 

@@ -15,17 +15,12 @@ registry. No file names code to run: a kind and a mixer are found by their names
 config.json:
     library_name, longseq_version: longseq, and the version that wrote the file.
     kind: the name under which the model's class is registered.
-    model_args: all arguments of the constructor but those in `RUN_ARGUMENTS`. Those of image models repeat the keys
-        above and the next two as `saved_by`, because timm keeps nothing else, and leave out num_classes, which is a key
-        below: transformers gives timm both.
+    model_args: all arguments of the constructor but `RUN_ARGUMENTS`. Those of image models repeat the keys above and
+        the next two as `saved_by`, because timm keeps nothing else, and leave out num_classes, which is a key below.
     revisions: which function of its weights each kind of layer computes (see `longseq.mixers.check_revisions`).
     plugins: the modules outside longseq that define the model's class and mixers (see `longseq.plugins`).
-    architectures, model_type: of language models and classifiers of documents, so that transformers loads the folder
-        (see `longseq.tools.hugging_face`).
-    window: of models that were trained on text: the tokens of a training window, or of the longest document.
-    id2label, label2id, problem_type: of classifiers of documents: their classes, as transformers writes them.
-    documents: of these classifiers: what else `DOCUMENT_KEYS` names; `text_column`, `thresholds`, the `source` of the
-        documents, its `source_plugin` and its `preparation` of a text, where they are known.
+    architectures, model_type, id2label, label2id, problem_type: what transformers needs to load a model of text.
+    window, documents: of models of text, see `PretrainedModel.text`.
     architecture, num_classes, num_features, global_pool, label_names, pretrained_cfg: of image models, as timm writes
         them, so that timm reads the folder too. `pretrained_cfg` holds the preprocessing.
 """
@@ -108,10 +103,8 @@ ModelClass = TypeVar("ModelClass", bound="type[PretrainedModel]")
 class PretrainedModel(KeepsArguments):
     """Base class, next to `nn.Module`, of models that are saved and built again: see `register_kind`.
 
-    The constructor's arguments are numbers, words, lists, dictionaries and models of other kinds.
-
-    Class attributes:
-        decided_options: options of mixers that the model decides itself; they are not saved.
+    The constructor's arguments are numbers, words, lists, dictionaries and models of other kinds. `decided_options` are
+    options of mixers that the model decides itself; they are not saved.
 
     Attributes:
         text: of a model that reads text: its `tokenizer`, as in `longseq.tokenizer_files`, and the `window` of its
@@ -219,7 +212,7 @@ def save_pretrained(
     config = describe(model)
     state = model.state_dict()
     folder = Path(folder)
-    texts = {}
+    texts: dict[str, str] = {}
     if isinstance(model, PretrainedModel) and model.text is not None and model.text["tokenizer"] is not None:
         texts |= tokenizer_files(model.text["tokenizer"], documents=model.text if "truncation" in model.text else None)
     card = model_card(model, config, metrics or {}, has_tokenizer=TOKENIZER_FILE in texts)
@@ -325,8 +318,9 @@ def from_pretrained(
     if not Path(source).exists() and _HUB_ID.fullmatch(str(source)):
         source = f"{HUB}{source}"
     saved = read(find_source(source, revision, token, cache_dir), weights)
-    if dtype == "auto":
-        dtype = _type_of(saved.state)
+    if dtype == "auto":  # the narrowest one: some weights stay in float32 in half precision
+        found = {value.dtype for value in saved.state.values() if value.is_floating_point()}
+        dtype = min(found, key=lambda one: one.itemsize, default=None)
     return restore(saved, changes, getattr(torch, dtype) if isinstance(dtype, str) else dtype).to(device)
 
 
@@ -384,9 +378,8 @@ def describe(model: nn.Module) -> dict[str, Any]:
 
 def describe_origin(model: nn.Module) -> dict[str, Any]:
     """The keys of config.json that state which code wrote the others."""
-    classes = {unsharded_class(part) for part in model.modules() if isinstance(part, Mixer | PretrainedModel)}
-    if is_plugin_model(model):
-        classes.add(unsharded_class(model))
+    parts = [part for part in model.modules() if isinstance(part, Mixer | PretrainedModel) or is_plugin_model(part)]
+    classes: list[type] = [unsharded_class(part) for part in parts]
     foreign = [cls for cls in classes if not cls.__module__.startswith("longseq.")]
     return {
         "library_name": "longseq",
@@ -475,12 +468,6 @@ def _read_checkpoint(path: Path, weights: str, label: str) -> SavedModel:
         keys = ("tokenizer", "window", *(DOCUMENT_KEYS if reads_documents else ()))
         text = {key: data.get(key) for key in keys} | (_stated(data) if reads_documents else {})
     return SavedModel(label, config, own, taken, checkpoint, text)
-
-
-def _type_of(state: Mapping[str, Tensor]) -> torch.dtype | None:
-    """The narrowest floating-point type of weights: some stay in float32 in half precision. None without such types."""
-    found = {value.dtype for value in state.values() if value.is_floating_point()}
-    return min(found, key=lambda dtype: dtype.itemsize, default=None)
 
 
 def _separate(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

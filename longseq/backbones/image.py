@@ -352,6 +352,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
         pool_type = self.global_pool if pool_type is None else pool_type
         if pool_type != "map":
             return global_pool_nlc(x, pool_type, self.num_prefix_tokens)
+        assert self.attn_pool is not None, "the model has no pooling by attention"
         return self.attn_pool(x[:, self.num_prefix_tokens :])
 
     def _embed(self, x: Tensor) -> tuple[Tensor, Layout]:

@@ -59,8 +59,8 @@ def checkpoint_filter_fn(
     change it with `set_input_size`. Positions are interpolated, and patches of another size resampled.
 
     Raises:
-        ValueError: the positions make no square grid, or the model's pooling by attention has another number of heads
-            than its attention, unlike timm's.
+        ValueError: the positions make no square grid, the model has no place for a weight, or its pooling by attention
+            has another number of heads than its attention, unlike timm's.
     """
     state_dict = state_dict.get("model", state_dict)
     state = dict(state_dict.get("state_dict", state_dict))
@@ -76,6 +76,10 @@ def checkpoint_filter_fn(
     if "pos_embed" in state:
         _fit_positions(state, model, own, grid)
     _fit_patches(state, model)
+    # timm leaves weights out without a word where the number of classes differs.
+    strange = [name for name in state if not name.startswith("head.") and name not in model.state_dict()]
+    if strange:
+        raise ValueError(f"the model has no place for the checkpoint's {', '.join(strange[:3])}")
     return state
 
 

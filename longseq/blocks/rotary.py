@@ -53,7 +53,7 @@ def rotary_angles(
 
 
 def check_rotary(scaling: Mapping[str, Any] | None) -> None:
-    """Raise ValueError for keys of `scaling` that `rotary_angles` would ignore.
+    """Raise ValueError for a `scaling` that `rotary_angles` does not know, or keys that it would ignore.
 
     They are those of transformers' config.json:
 
@@ -65,8 +65,11 @@ def check_rotary(scaling: Mapping[str, Any] | None) -> None:
         more often is fast.
     beta_fast, beta_slow, truncate, attention_factor, mscale, mscale_all_dim: of yarn; all may be left out.
     """
-    if scaling and (unknown := set(scaling) - {"rope_type", *_SCALING_KEYS[scaling["rope_type"]]}):
-        raise ValueError(f"rotary_scaling with rope_type={scaling['rope_type']} has no {', '.join(sorted(unknown))}")
+    if not scaling:
+        return
+    known = _SCALING_KEYS.get(scaling.get("rope_type", ""))
+    if known is None or not {*scaling} <= {"rope_type", *known}:
+        raise ValueError(f"rotary_scaling={dict(scaling)} has another rope_type or other keys")
 
 
 def _scale_linearly(frequencies: Tensor, base: float, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:

@@ -16,7 +16,7 @@ from longseq.blocks.positions import Layout
 from longseq.blocks.reading import BACKWARD, FORWARD
 from longseq.blocks.recompute import checkpoint_if
 from longseq.blocks.sharding import gathers_parameters
-from longseq.blocks.traces import NotScriptable, whole_in_traces
+from longseq.blocks.traces import whole_in_traces
 from longseq.kernels.checks import check_mask
 from longseq.kernels.dispatch import backend_of_local, backend_of_step, is_exporting
 from longseq.kernels.packing import Packing, pack_like
@@ -24,7 +24,7 @@ from longseq.kernels.reading import Reverse
 from longseq.state import StateT, loadable, map_state
 
 
-class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
+class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
     """A layer that mixes information along a sequence: project in, scan, project out.
 
         y, state = mixer(x, state)              x, y [B, T, d_model]

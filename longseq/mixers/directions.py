@@ -21,7 +21,7 @@ from longseq.blocks.reading import (
     reorder,
     restore,
 )
-from longseq.blocks.traces import NotScriptable, whole_in_traces
+from longseq.blocks.traces import whole_in_traces
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import Mixer, check_rows, hide_padding
@@ -35,7 +35,7 @@ NO_STATE = "a reading in several directions has no state and no steps; build the
 AnyMixer = Mixer[Any]
 
 
-class Directions(NotScriptable):
+class Directions(nn.Module):
     """A reading in several orders: both ways along a sequence (bidirectional), or along rows and columns (cross).
 
     The parameter count depends on what the orders share. P is the count of a mixer's two projections, S that of its

@@ -178,18 +178,6 @@ def test_pooling_is_a_plain_loop(kind: str, dtype: torch.dtype) -> None:
     assert torch.equal(pooling(x[:, :0]), torch.zeros(1, 4, dtype=dtype))
 
 
-@cases("kind", ["mean", "attention"])
-def test_autocast_rounds_no_sum(kind: str) -> None:
-    torch.manual_seed(0)
-    pooling, x = Pooling(kind, 4), torch.randn(1, 9, 4).bfloat16().float()
-    if pooling.projection is not None:
-        torch.nn.init.zeros_(pooling.projection.weight)  # equal weights, which bfloat16 does not hold
-    wanted = torch.stack([one.mean(0) if len(one) else torch.zeros(4) for one in x[0].split(LENGTHS)])
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(pooling(x, packing=Packing(BORDERS)), wanted)
-        assert pooling(x.bfloat16(), packing=Packing(BORDERS)).dtype == torch.bfloat16
-
-
 def test_a_classifier_is_saved_with_every_argument(tmp_path: Path) -> None:
     options: dict[str, Any] = {"pooling": "attention", "head_dropout": 0.3, "hashed_ngrams": 2, "ngram_buckets": 30}
     model = make("gla", direction="bidirectional", **options).float()
@@ -219,14 +207,6 @@ def test_the_body_is_a_language_models() -> None:
         assert torch.equal(value, model.body.state_dict()[name]), name
     assert model.no_weight_decay() == {f"body.{name}" for name in language.no_weight_decay()}
     assert model.flops(9) == language.flops(9) - 2 * 9 * 16 * 7 + 2 * 16 * 2
-
-
-def test_a_batch_is_packed_or_padded() -> None:
-    tokens, mask = pad([document for document in make_documents() if document.shape[1]])
-    with pytest.raises(ValueError, match="mask and cu_seqlens are both given"):
-        make()(tokens, torch.tensor([0, 15]), mask)
-    with pytest.raises(TypeError, match="tie_embeddings"):
-        make(tie_embeddings=False)
 
 
 def language_model(mixer: str = "deltanet", **options: Any) -> TokenBackbone:
@@ -272,24 +252,6 @@ def test_a_bidirectional_layer_starts_as_the_mean_of_two_readings_by_the_languag
     assert_same(new.forward_features(tokens), expected)
 
 
-def test_attention_starts_to_see_all_tokens_with_the_same_weights() -> None:
-    model = language_model("attention")
-    new = starting_from(model, direction="bidirectional")
-    for name, weight in new.body.state_dict().items():
-        assert torch.equal(weight, model.state_dict()[name]), name
-    assert new.body.blocks[0].mixer.causal is False
-
-
-def test_a_classifier_starts_from_the_body_of_another_one() -> None:
-    trained = make("gla", direction="bidirectional", share_directions="none")
-    new = make("gla", direction="bidirectional", share_directions="none", num_classes=5)
-    for parameter in new.parameters():
-        torch.nn.init.zeros_(parameter)
-    new.load_body(trained.body)
-    for name, weight in trained.body.state_dict().items():
-        assert torch.equal(weight, new.body.state_dict()[name]), name
-
-
 @cases(
     "options",
     [
@@ -303,12 +265,3 @@ def test_a_classifier_starts_from_the_body_of_another_one() -> None:
 def test_a_body_of_another_model_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="the model that this one starts from"):
         starting_from(language_model(positions="learned", max_length=9), **options)
-
-
-def test_a_body_that_reads_both_ways_starts_no_other_kind() -> None:
-    trained = make("gla", direction="bidirectional")
-    for options in ({}, {"direction": "alternating"}, {"direction": "bidirectional", "share_directions": "all"}):
-        with pytest.raises(
-            ValueError, match=r"^(direction|share_directions) is .* in the model that this one starts from"
-        ):
-            make("gla", **options).load_body(trained.body)

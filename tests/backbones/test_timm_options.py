@@ -7,9 +7,7 @@ import timm
 import torch
 from cases import cases
 from torch.nn import functional
-from torchvision.models.feature_extraction import create_feature_extractor
 
-import longseq
 from longseq import mixers
 from longseq.backbones.image import checkpoint_filter_fn
 
@@ -115,25 +113,6 @@ def test_masked_tokens_are_not_read():
         model.forward_features(x, attn_mask=torch.zeros(19, 19))
 
 
-def test_layer_scale_multiplies_each_branch():
-    plain, scaled = tiny(mlp_ratio=1.0), tiny(mlp_ratio=1.0, init_values=0.5)
-    with torch.no_grad():
-        scaled.load_state_dict(plain.state_dict(), strict=False)
-        for block in scaled.blocks:
-            block.ls1.gamma.fill_(0.5)
-            block.ls2.gamma.fill_(0.5)
-        for block in plain.blocks:
-            block.mixer.mixers[0].out_proj.weight.mul_(0.5)
-            block.mlp.fc2.weight.mul_(0.5)
-            block.mlp.fc2.bias.mul_(0.5)
-        torch.testing.assert_close(scaled(images()), plain(images()))
-    fresh = timm.create_model("longseq_vit_tiny_patch16_224", depth=1, init_values=1e-4, device="meta")
-    assert [name for name, _ in fresh.named_parameters() if "gamma" in name] == [
-        "blocks.0.ls1.gamma",
-        "blocks.0.ls2.gamma",
-    ]
-
-
 def test_dropout_of_patches_keeps_their_order_and_works_in_training_only():
     model = tiny(mixer="longhorn", patch_drop_rate=0.5)
     with torch.no_grad():
@@ -147,17 +126,6 @@ def test_dropout_of_patches_keeps_their_order_and_works_in_training_only():
         assert model.eval()._embed(images())[0].shape == (2, 17, 16)
     model.train()(images()).sum().backward()
     assert model.forward_intermediates(images(), output_fmt="NLC")[1][0].shape == (2, 8, 16)
-
-
-def test_dropout_of_projections_works_in_training_only():
-    model, plain = tiny(proj_drop_rate=0.9, mlp_ratio=1.0), tiny(mlp_ratio=1.0)
-    x = images()
-    assert torch.equal(model(x), plain(x))
-    branches = []
-    for part in (model.blocks[0].proj_drop, model.blocks[0].mlp.drop2):
-        part.register_forward_hook(lambda module, arguments, output: branches.append(output))
-    model.train()(x)
-    assert [(branch == 0).float().mean().item() for branch in branches] == pytest.approx([0.9, 0.9], abs=0.05)
 
 
 @torch.no_grad()
@@ -174,58 +142,6 @@ def test_pooling_changes_with_the_classifier():
     assert "reg_token" in model.no_weight_decay()
     model.reset_classifier(0, "")
     assert model.attn_pool is None
-
-
-@torch.no_grad()
-def test_saved_models_keep_their_options(tmp_path):
-    options = {
-        "reg_tokens": 2,
-        "no_embed_class": False,
-        "init_values": 0.1,
-        "global_pool": "map",
-        "dynamic_img_size": True,
-        "dynamic_img_pad": True,
-        "patch_drop_rate": 0.25,
-        "proj_drop_rate": 0.125,
-    }
-    model = tiny(mlp_ratio=1.0, **options)
-    model.save_pretrained(tmp_path)
-    again = longseq.from_pretrained(tmp_path)
-    assert options.items() <= again.arguments.items()
-    through_timm = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
-    for loaded in (again, through_timm):
-        assert torch.equal(loaded(images(30, 37)), model(images(30, 37)))
-
-
-@cases(
-    "options",
-    [
-        {"mixer": "longhorn", "drop_path_rate": 0.5, "patch_drop_rate": 0.5, "proj_drop_rate": 0.5},
-        {"mixer": "attention", "reg_tokens": 2, "init_values": 0.1, "global_pool": "map", "class_token": "first"},
-        {"mixer": "deltanet", "direction": "forward", "dynamic_img_size": True, "dynamic_img_pad": True},
-    ],
-)
-@pytest.mark.filterwarnings("ignore:.*nodes obtained by tracing")
-@pytest.mark.slow
-def test_torchvisions_extractor_needs_no_list_of_leaves(options):
-    model = tiny(mlp_ratio=1.0, **options)
-    extractor = create_feature_extractor(model, ["blocks.0", "head"]).eval()
-    x = images()
-    with torch.no_grad():
-        found = extractor(x)
-        assert torch.equal(found["head"], model(x))
-        taps = model.get_intermediate_layers(x, [0], return_prefix_tokens=True)
-        torch.testing.assert_close(found["blocks.0"], torch.cat(taps[0][::-1], dim=1))
-    extractor.train()(x)["head"].sum().backward()
-    assert all(parameter.grad is not None for parameter in model.blocks[1].mixer.parameters())
-
-
-@pytest.mark.filterwarnings("ignore")  # from torch 2.10 on, torch.jit.script is deprecated
-def test_scripting_is_refused_with_the_way_out():
-    for model in (tiny(mixer="attention"), torch.nn.Sequential(tiny(mixer="longhorn"))):
-        with pytest.raises(NotImplementedError, match="longseq export format=torchscript") as raised:
-            torch.jit.script(model)
-        assert "\n" not in str(raised.value)
 
 
 def test_patch_dropout_and_columns_contradict():

@@ -5,18 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import timm
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from longseq import mixers
-from longseq.backbones.autoencoder import SequenceAutoencoder, sinusoids
 from longseq.backbones.step_graph import StepGraph
 from longseq.backbones.tokens import TokenBackbone
 from longseq.blocks.recompute import RECOMPUTE
-from longseq.kernels import recurrence
 from longseq.kernels.packing import Packing
-from longseq.state import map_state, select_state, state_size
 
 VOCABULARY = 11
 HYBRID = "2xdeltanet+attention"
@@ -83,17 +79,6 @@ def test_splits_steps_and_packed_rows_are_the_whole(mixer: str) -> None:
     assert packed_state.position.tolist() == [13, 13]
 
 
-@pytest.mark.parametrize("mixer", ["deltanet", HYBRID])
-def test_padding_leaves_no_trace(mixer: str) -> None:
-    model = make(mixer, positions="learned", max_length=20)
-    tokens, following = make_tokens(2), make_tokens(2, 3)
-    real = torch.arange(13) < torch.tensor([[13], [6]])
-    padded, state = model(tokens, mask=real)
-    alone, own = model(tokens[1:, :6])
-    assert_same(padded[1:, :6], alone)
-    assert_same(model(following, state)[0][1:], model(following[1:], own)[0])
-
-
 @pytest.mark.parametrize("direction", ["bidirectional", "alternating"])
 @pytest.mark.parametrize("mixer", ["longhorn", HYBRID])
 def test_an_encoder_reads_packed_and_padded_documents_as_if_alone(mixer: str, direction: str) -> None:
@@ -127,14 +112,6 @@ def test_an_encoder_has_no_state_and_no_steps(mixer: str) -> None:
                 call()
 
 
-def test_one_direction_has_the_same_keys_for_tokens_and_images() -> None:
-    names = {name for name in make("gla").state_dict() if "mixer" in name}
-    options = {"embed_dim": 32, "depth": 1, "direction": "forward", "global_pool": "avg"}
-    image = timm.create_model("longseq_vit_tiny_patch16_224", mixer="gla", **options)
-    assert names == {name for name in image.state_dict() if "mixer" in name}
-    assert "blocks.0.mixer.in_proj.weight" in names
-
-
 @pytest.mark.parametrize("depth", [1, 3])
 def test_the_state_of_another_depth_is_refused(depth: int) -> None:
     model, tokens = make(depth=2), make_tokens(2)
@@ -142,17 +119,6 @@ def test_the_state_of_another_depth_is_refused(depth: int) -> None:
     for read in (lambda: model(tokens, state), lambda: model.step(tokens[:, 0], state)):
         with pytest.raises(ValueError, match=f"the state has {depth} layers and the model 2"):
             read()
-
-
-def test_a_state_of_constant_size_is_a_value() -> None:
-    model = make("deltanet")
-    _, short = model(make_tokens(2, 3))
-    _, long = model(make_tokens(2, 13))
-    assert state_size(short) == state_size(long) == state_size(model.initial_state(2))
-    assert short.position is None
-    rows = select_state(long, torch.tensor([1, 1]))
-    assert_same(model.step(torch.tensor([4, 4]), rows)[0][0], model.step(torch.tensor([4, 4]), long)[0][1])
-    assert map_state(torch.clone, long).layers[0].memory is not long.layers[0].memory
 
 
 @pytest.mark.parametrize("mixer", ["deltanet", HYBRID])
@@ -207,33 +173,6 @@ def test_generation_by_a_step_graph_gives_the_same_text(mixer: str) -> None:
 
 
 @pytest.mark.gpu
-def test_memory_does_not_depend_on_what_was_written() -> None:
-    model = make("2xdeltanet+window_attention", depth=3).float().cuda()
-    prompt, peaks = make_tokens(3, 4).cuda(), []
-    for count in (8, 64, 512):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        tokens = model.generate(prompt, count, cuda_graph=True)
-        peaks.append(torch.cuda.max_memory_allocated() - before - 4 * tokens.nbytes)
-    assert peaks[2] <= peaks[1] + 2**19
-
-
-@pytest.mark.gpu
-def test_a_step_graph_outlives_the_autocast_that_it_was_recorded_in() -> None:
-    model = make("deltanet").float().cuda()
-    token = make_tokens(2, 1)[:, 0].cuda()
-    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
-        _, state = model(make_tokens(2, 4).cuda())
-        graph = StepGraph(model, state)
-        expected, _ = model.step(token, state)
-    # takes the memory that autocast's copies of the weights free
-    kept = [torch.full_like(p, torch.nan, dtype=torch.bfloat16) for p in model.parameters()]
-    torch.testing.assert_close(graph(token), expected)
-    assert kept
-
-
-@pytest.mark.gpu
 def test_a_step_graph_refuses_states_that_grow() -> None:
     prompt = make_tokens(1).cuda()
     with pytest.raises(ValueError, match="Hyena grows with every token"):
@@ -246,24 +185,6 @@ def test_a_step_graph_refuses_states_that_grow() -> None:
         graph(prompt[:, 0])
         with pytest.raises(ValueError, match="no room for another token"):
             graph(prompt[:, 0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mixer", mixers.mixer_names())
-def test_all_layers_of_a_batch_share_one_packing(mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Index tensors are found once for three layers and both passes: once more for rows that are read from the end."""
-    made, grouped = [], []
-    init, group = Packing.__init__, recurrence._find_groups
-    monkeypatch.setattr(Packing, "__init__", lambda *args, **options: made.append(1) or init(*args, **options))
-    monkeypatch.setattr(recurrence, "_find_groups", lambda *args: grouped.append(1) or group(*args))
-    model = TokenBackbone(vocab_size=8, d_model=32, depth=3, mixer=mixer, direction="bidirectional")
-    borders, tokens = torch.tensor([0, 5, 5, 6, 12]), torch.arange(12)[None] % 8
-    logits, state = model(tokens, cu_seqlens=borders, output_final_state=False)
-    logits.sum().backward()
-    assert state is None
-    assert len(made) == 1
-    assert len(grouped) <= 2
-    assert torch.equal(model(tokens, cu_seqlens=Packing(borders), output_final_state=False)[0], logits)
 
 
 @pytest.mark.gpu
@@ -297,24 +218,6 @@ def test_packed_training_waits_for_nothing_and_is_one_graph(compiled: bool, dire
     with torch.autocast("cuda", torch.bfloat16):
         alone = torch.cat([model(part)[0] for part in tokens.split([100, 1, 299, 112], dim=1)], dim=1)
     assert (packed - alone).norm() <= 2e-2 * alone.norm()
-
-
-def test_tied_embeddings_are_the_head() -> None:
-    tied, free = make(), make(tie_embeddings=False)
-    assert sum(p.numel() for p in free.parameters()) - sum(p.numel() for p in tied.parameters()) == VOCABULARY * 32
-    features, _ = tied.forward_features(make_tokens(1))
-    assert_same(tied.forward_head(features), features @ tied.embedding.weight.T)
-    assert isinstance(free.get_classifier(), nn.Linear)
-    assert not list(tied.get_classifier().parameters())
-
-
-def test_weight_decay_spares_positions_and_recurrences() -> None:
-    model = make("mamba", positions="learned", max_length=5)
-    names = model.no_weight_decay()
-    assert names <= dict(model.named_parameters()).keys()
-    assert {"positions.weight", "blocks.0.mixer.A_log", "blocks.0.mixer.D"} <= names
-    assert "embedding.weight" not in names
-    assert make().no_weight_decay() == set()
 
 
 @pytest.mark.parametrize("option", [{}, {"mlp": "gelu"}, {"mlp": None}, {"norm": "layer"}, {"tie_embeddings": False},
@@ -374,65 +277,12 @@ def test_recomputing_keeps_less_and_changes_nothing(mixer: str, packed: bool) ->
     assert kept[2] < 0.5 * kept[1]
 
 
-def test_dropout_and_drop_path_act_in_training_only() -> None:
-    model = make(dropout=0.5, drop_path=0.5, depth=2)
-    tokens = make_tokens(4)
-    expected = model(tokens)[0]
-    assert torch.equal(model(tokens)[0], expected)
-    model.train()
-    assert not torch.equal(model(tokens)[0], expected)
-
-
-def test_a_residual_in_float32_in_a_model_of_half_precision() -> None:
-    seen = []
-    for wide in (True, False):
-        model = make(residual_in_float32=wide).bfloat16()
-        model.blocks[0].register_forward_hook(lambda module, inputs, output: seen.append(output[0].dtype))
-        assert model(make_tokens(1))[0].dtype == torch.bfloat16
-    assert seen == [torch.float32, torch.bfloat16]
-
-
-@pytest.mark.parametrize(("mixer", "mlp"), [("rwkv6", "rwkv"), ("attention", "swiglu")])
-def test_hooks_on_blocks_act_on_steps(mixer: str, mlp: str) -> None:
-    model, tokens = make(mixer, mlp=mlp), make_tokens(2)
-    plain = model(tokens)[0]
-    model.blocks[0].register_forward_hook(lambda module, given, found: (found[0] + 1, found[1]))
-    model.blocks[0].mlp.register_forward_hook(
-        lambda module, given, found: tuple([2 * found[0], *found[1:]]) if isinstance(found, tuple) else 2 * found
-    )
-    expected = model(tokens)[0]
-    assert not torch.allclose(plain, expected)
-    assert_same(steps(model, tokens, model.initial_state(2, dtype=torch.float64)), expected)
-    _, state = model(tokens[:, :5])
-    assert_same(steps(model, tokens[:, 5:], model.preallocate(state, 13)), expected[:, 5:])
-
-
-def test_gradient_checkpointing_changes_no_gradient() -> None:
-    gradients = []
-    for enable in (False, True):
-        model = make(HYBRID).train()
-        model.set_grad_checkpointing(enable)
-        model(make_tokens(2))[0].square().mean().backward()
-        gradients.append([p.grad for p in model.parameters()])
-    for one, other in zip(*gradients, strict=True):
-        assert_same(one, other)
-
-
-@pytest.mark.slow
-def test_compiles_to_one_graph() -> None:
-    model = make("attention").float()  # each mixer is compiled in the tests of the mixers
-    compiled = torch.compile(model.forward_features, backend="aot_eager", fullgraph=True)
-    tokens = make_tokens(2)
-    torch.testing.assert_close(compiled(tokens)[0], model.forward_features(tokens)[0])
-
-
-def test_the_autoencoder_reads_all_and_writes_from_the_last_feature() -> None:
-    torch.manual_seed(0)
-    model = SequenceAutoencoder(make(mlp=None)).double()
-    tokens = make_tokens(2)
-    assert model(tokens).shape == (2, 13, VOCABULARY)
-    changed = tokens.clone()
-    changed[:, 0] = (changed[:, 0] + 1) % VOCABULARY
-    assert ((model(changed) - model(tokens)).abs().amax(-1) > 0).all(), "every place depends on the first token"
-    assert model.flops(13) == model.encoder.flops(13) + 4 * 13 * 32**2
-    assert len({tuple(row) for row in sinusoids(13, 32).tolist()}) == 13
+@pytest.mark.parametrize("mixer", ["deltanet", HYBRID])
+def test_padding_leaves_no_trace(mixer: str) -> None:
+    model = make(mixer, positions="learned", max_length=20)
+    tokens, following = make_tokens(2), make_tokens(2, 3)
+    real = torch.arange(13) < torch.tensor([[13], [6]])
+    padded, state = model(tokens, mask=real)
+    alone, own = model(tokens[1:, :6])
+    assert_same(padded[1:, :6], alone)
+    assert_same(model(following, state)[0][1:], model(following[1:], own)[0])

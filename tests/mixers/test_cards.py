@@ -23,9 +23,3 @@ def test_a_card_tells_what_a_layer_costs(name: str) -> None:
     for tokens in (1, 5):
         _, state = mixer(torch.randn(1, tokens, WIDTH))
         assert card.state_size + tokens * card.state_growth == state_size(state)
-
-
-def test_reading_the_cards_leaves_the_random_state() -> None:
-    before = torch.get_rng_state()
-    mixers.list_mixers()
-    assert torch.equal(torch.get_rng_state(), before)

@@ -58,14 +58,6 @@ def test_retnet_is_the_parallel_form_of_its_paper() -> None:
     assert_same(mixer(x)[0], mixer.out_proj(o.flatten(-2) * functional.silu(gate)))
 
 
-def test_retnet_does_not_know_where_a_sequence_starts() -> None:
-    mixer, x = make("retnet"), make_tokens()
-    late = mixer.initial_state(2, dtype=x.dtype)._replace(position=torch.tensor([50, 7]))
-    y, state = mixer(x, late)
-    torch.testing.assert_close(y, mixer(x)[0], rtol=1e-8, atol=1e-9)
-    assert state.position.tolist() == [50 + TOKENS, 7 + TOKENS]
-
-
 @pytest.mark.parametrize("name", ["gla", "hgrn2"])
 def test_extreme_gates_stay_finite(name: str) -> None:
     """The gates' logs are computed from their logits: a gate that rounds to 0 or 1 has a finite log and gradient."""

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from longseq import mixers
-from longseq.mixers.long_convolution import long_convolution
 
 D_MODEL, TOKENS = 8, 21
 OPTIONS: list[dict[str, Any]] = [
@@ -110,21 +109,3 @@ def test_half_precision_changes_it_no_more_than_other_layers(dtype: torch.dtype)
     assert difference[:, 90:].norm() < 0.012 * expected[:, 90:].norm()
     assert half.to("meta", torch.float64).filter.skip.dtype == torch.float64
     assert half.to(dtype).filter.layers[0].weight.dtype == torch.float32
-
-
-class Convolution(nn.Module):
-    def forward(self, x: Tensor, filters: Tensor) -> Tensor:
-        return long_convolution(x, filters)
-
-
-@pytest.mark.slow
-def test_the_exported_convolution_is_the_same_for_any_length() -> None:
-    x, filters = torch.randn(2, 30, 4), torch.randn(30, 4)
-    length = torch.export.Dim("length", min=2)
-    exported = torch.export.export(Convolution(), (x, filters), dynamic_shapes=({1: length}, {0: length})).module()
-    traced = torch.jit.trace(Convolution(), (x, filters))
-    assert not any("fft" in str(node.target) for node in exported.graph.nodes)
-    for size in (30, 7):
-        expected = long_convolution(x[:, :size], filters[:size])
-        torch.testing.assert_close(exported(x[:, :size], filters[:size]), expected, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(traced(x[:, :size], filters[:size]), expected, rtol=1e-4, atol=1e-5)

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from longseq import mixers
-from longseq.kernels import linear_attention
 
 D_MODEL, TOKENS, SLOTS = 16, 19, 6
 
@@ -74,27 +73,6 @@ def test_gsa_with_the_forget_gates_of_abc_is_abc() -> None:
     expected, expected_state = abc.scan(abc.project_in(x))
     torch.testing.assert_close(y, expected, rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(state.values, expected_state.values, rtol=1e-8, atol=1e-8)
-
-
-def test_gsa_without_softmax_is_two_linear_attentions() -> None:
-    mixer, x = make("gsa", activation="identity", scale=0.5), make_tokens()
-    q, k, v, logits = project(mixer, x)
-    g = functional.logsigmoid(logits) / 8
-    scores, _ = linear_attention(q, k, 1 - g.exp(), g_value=g, scale=0.5, backend="reference")
-    o, _ = linear_attention(scores, 1 - g.exp(), v, g=g, backend="reference")
-    assert_same(mixer(x)[0], read_out(mixer, o))
-
-
-def test_one_slot_reads_a_moving_average() -> None:
-    """Softmax over a single slot is 1, whatever the query: the exponential moving average of the values."""
-    mixer, x = make("gsa", num_slots=1), make_tokens()
-    _, _, v, logits = mixer.project_in(x).split([D_MODEL, D_MODEL, D_MODEL, 4], dim=-1)
-    v, kept = functional.silu(v).unflatten(-1, (4, -1)), logits.sigmoid().pow(1 / 8)[..., None]
-    average, averages = torch.zeros_like(v[:, 0]), []
-    for t in range(TOKENS):
-        average = kept[:, t] * average + (1 - kept[:, t]) * v[:, t]
-        averages.append(average)
-    assert_same(mixer(x)[0], read_out(mixer, torch.stack(averages, 1)))
 
 
 def test_extreme_logits_are_safe() -> None:
