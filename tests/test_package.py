@@ -59,7 +59,7 @@ def test_an_sdist_holds_all_of_the_repository_and_its_tests_run_there(sources: P
     assert found == expected | ADDED
 
     # The whole suite is collected; the tests that run are of files beside the package, and of links, which are absent.
-    chosen = ("test_readme.py", "the_top_level", "public_forge", "editor_resolves", "in_the_root", "without_links")
+    chosen = ("the_top_level", "public_forge", "editor_resolves", "in_the_root", "without_links")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     result = subprocess.run(
         # The script, not `python -m pytest`: the unpacked folder longseq is no whole package.
@@ -80,8 +80,8 @@ def test_an_sdist_holds_all_of_the_repository_and_its_tests_run_there(sources: P
     assert result.returncode == 0, result.stdout + result.stderr
     told = re.search(r"^=+ (\d+) passed, 3 skipped, (\d+) deselected", result.stdout, re.MULTILINE)
     assert told is not None, result.stdout
-    assert int(told[1]) >= 5
-    assert int(told[2]) > 5000
+    assert int(told[1]) >= 2
+    assert int(told[2]) > 1000
     assert "an unpacked sdist has no links longseq/conf, kernels, tasks and tools" in result.stdout
 
 
