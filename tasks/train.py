@@ -4,8 +4,7 @@ import json
 import logging
 import os
 import shlex
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -13,21 +12,19 @@ from typing import Any, NamedTuple
 
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
-from longseq.models import CARD_FILE, from_pretrained, kind_of, save_pretrained
+from longseq.hub import CARD_FILE
+from longseq.models import from_pretrained, kind_of, save_pretrained
 from longseq.parameters import count_parameters
 from longseq.plugins import plugin_of
-from longseq.tasks import comparison_runs, registry
-from longseq.tasks.circumstances import find_commit
+from longseq.tasks import registry
 from longseq.tasks.data.module import Info, TaskData
-from longseq.tasks.devices import halve, is_out_of_memory
-from longseq.tasks.experiment import check_experiment, choose, with_any_choice
+from longseq.tasks.experiment import choose, read_experiment, with_any_choice
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
-from longseq.tasks.training import automatic, processes, runs
+from longseq.tasks.training import automatic, runs
 from longseq.tasks.training import checkpoint as checkpoints
 from longseq.tasks.training.callbacks.clock import RunClock
 from longseq.tasks.training.callbacks.run_log import logged
@@ -42,13 +39,10 @@ from longseq.tasks.training.lock import locked
 from longseq.tasks.training.logger import RunLogger, close_loggers, log_parameters, writes_events
 from longseq.tasks.training.model import reads_mixer, values_in_force
 from longseq.tasks.training.module import TrainedModule
-from longseq.tasks.training.peers import watched
 from longseq.tasks.training.recipe import Training, device_batch_size, device_count, effective_learning_rate
 from longseq.tasks.training.trainer import build_callbacks, build_trainer
 
 _log = logging.getLogger(__name__)
-
-RUN_FACTS = ("epochs", "updates", "seconds", "parameters", "data_wait_ms", "gpu_memory_gib")
 
 
 class Parts(NamedTuple):
@@ -65,16 +59,12 @@ def run(cfg: DictConfig) -> float | None:
     The run folder `cfg.output` receives config.yaml, checkpoints/ and TensorBoard events. At the end it also receives
     metrics.json and model/, the best model in the form for `longseq.from_pretrained` and timm.
     """
-    processes.follow_parent()
-    config = resolve(cfg)
-    check_experiment(config)
+    config = read_experiment(resolve(cfg))
     registry.of(config).data.prepare_process(config)
     folder = Path(config["output"])
-    _refuse_distributed_sweep(config)
     log = _find_log(folder)
     done = runs.finished(folder)
     if config["resume"] is True and done is not None:
-        comparison_runs.refuse_others([(folder, config)], find_commit())
         _print(f"this run is finished: {shorten(folder)}; without resume=true, and with another output, it trains anew")
         return done.get(config["optimized_metric"])
     try:
@@ -113,8 +103,6 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
         datamodule.keep_classes(runs.trained_on(checkpoint, datamodule.info))
         runs.check_data(checkpoint, datamodule.info)
     module = _build_module(config, datamodule, initialized=checkpoint is None)
-    _check_optimized_metric(config, module)
-    _check_direction(config["optimized_metric"], module)
     # From 0: also after a run that ended in this folder before it had saved anything.
     first_update = runs.updates_of(checkpoint) if checkpoint else 0
     trainer = build_trainer(config, build_callbacks(config, module), first_update=first_update)
@@ -128,11 +116,11 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     _save_config(in_force, folder)
     _announce(config, datamodule.info, module, checkpoint, events=writes_events(trainer.loggers))
     try:
-        with stoppable(trainer), watched(trainer):
+        with stoppable(trainer):
             log_parameters(trainer.loggers, dict(runs.flatten(in_force)))
-            _fit(trainer, module, datamodule, config, checkpoint)
+            _fit(trainer, module, datamodule, checkpoint)
             memory = _peak_memory(trainer)
-            metrics = _test(trainer, module, datamodule, config)
+            metrics = _test(trainer, module, datamodule)
         metrics |= _run_facts(trainer, module) | memory
         _record(trainer, config, module, metrics, datamodule.info)
     finally:
@@ -141,11 +129,8 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
 
 
 def build(config: DictConfig | Config, *, initialized: bool = True) -> Parts:
-    """The data module, set up, and the module with a new model, which starts from `config.init` if `initialized`.
-
-    ValueError, in one line, for errors that the user can correct.
-    """
-    config, datamodule, _ = _open(resolve(config))
+    """The data module, set up, and the module with a new model, which starts from `config.init` if `initialized`."""
+    config, datamodule, _ = _open(read_experiment(resolve(config)))
     return Parts(datamodule, _build_module(automatic.with_rate(config), datamodule, initialized))
 
 
@@ -159,7 +144,6 @@ def _open(config: Config) -> tuple[dict[str, Any], TaskData, str | None]:
     chosen, reason = choose(config, datamodule.info)
     if reason is not None:
         settled = automatic.with_rate(chosen)
-        check_experiment(settled)
         datamodule.take_recipe(settled, device_batch_size(settled))
     return chosen, datamodule, reason
 
@@ -205,47 +189,10 @@ def _is_first_process() -> bool:
     return processes.own_name() is None and os.environ.get("NODE_RANK", "0") == "0"
 
 
-def _check_optimized_metric(config: Config, module: TrainedModule) -> None:
-    metric, rate = config["optimized_metric"], f"{config['task']['unit']}_per_second"
-    measured = [f"val/{name}" for name in module.val_metrics] + [f"test/{name}" for name in module.test_metrics]
-    if metric is not None and metric not in (*measured, *RUN_FACTS, rate):
-        raise ValueError(f"optimized_metric={metric} is never measured: choose one of {', '.join(measured)}")
-
-
-def _check_direction(metric: str | None, module: TrainedModule) -> None:
-    """ValueError if a search looks for high values of a metric that should be low, or the reverse."""
-    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
-        return
-    hydra: Any = HydraConfig.get()
-    direction, directions = OmegaConf.select(hydra, "sweeper.direction"), module.directions()
-    if direction is None or metric not in directions:
-        return
-    wanted = "maximize" if directions[metric] else "minimize"
-    told = getattr(direction, "name", direction)
-    if told != wanted:
-        raise ValueError(
-            f"hydra.sweeper.direction={told}: better values of optimized_metric={metric} are "
-            f"{'higher' if directions[metric] else 'lower'}; give hydra.sweeper.direction={wanted}"
-        )
-
-
-def _refuse_distributed_sweep(config: dict[str, Any]) -> None:
-    sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-    devices = device_count(config)
-    if sweep and devices > 1:
-        raise ValueError(
-            f"a sweep (-m) runs on one device a trial, not on {devices}, where every process would repeat the sweep: "
-            f"set trainer.devices=1"
-        )
-
-
-def _fit(
-    trainer: Trainer, module: TrainedModule, datamodule: TaskData, config: Config, checkpoint: Path | None
-) -> None:
+def _fit(trainer: Trainer, module: TrainedModule, datamodule: TaskData, checkpoint: Path | None) -> None:
     if _trains_on_gpu(trainer):
         torch.cuda.reset_peak_memory_stats()  # a sweep trains several models in this process
-    with _memory_explained(trainer, module, datamodule, config):
-        trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
+    trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
 
 
 def _trains_on_gpu(trainer: Trainer) -> bool:
@@ -259,34 +206,11 @@ def _peak_memory(trainer: Trainer) -> dict[str, float]:
     return {"gpu_memory_gib": round(torch.cuda.max_memory_allocated(trainer.strategy.root_device) / 2**30, 2)}
 
 
-@contextmanager
-def _memory_explained(
-    trainer: Trainer, module: LightningModule, datamodule: TaskData, config: Config
-) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        # Lightning has forgotten the stage by now; the module is still in the mode in which it failed.
-        if module.training:
-            effective = config["recipe"]["batch_size"]
-            told = (
-                f"{device_batch_size(config)} of recipe.batch_size={effective} on a device at a time: halve that and "
-                f"keep the recipe with "
-                f"trainer.accumulate_grad_batches={2 * trainer.accumulate_grad_batches}"
-            )
-        else:
-            told = halve("data.eval_batch_size", datamodule.eval_batch_size)
-        raise ValueError(f"out of memory with {told}") from error
-
-
-def _test(trainer: Trainer, module: TrainedModule, datamodule: TaskData, config: Config) -> dict[str, Any]:
+def _test(trainer: Trainer, module: TrainedModule, datamodule: TaskData) -> dict[str, Any]:
     """Test with the best checkpoint, or with the last weights in a fast_dev_run, which writes none."""
     best = best_checkpoint(trainer)
     validated = {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("val/")}
-    with _memory_explained(trainer, module, datamodule, config):
-        (tested,) = trainer.test(module, datamodule=datamodule, ckpt_path=best, verbose=False, weights_only=True)
+    (tested,) = trainer.test(module, datamodule=datamodule, ckpt_path=best, verbose=False, weights_only=True)
     if best is not None:
         validated = getattr(trainer.checkpoint_callback, "best_metrics", None) or validated
     return validated | {key: float(value) for key, value in tested.items()}

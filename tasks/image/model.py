@@ -36,7 +36,6 @@ from longseq.tasks.training.options import check_call, signature_options
 from longseq.timm_models import (
     DECISION,
     constructor_defaults,
-    crop_mode_of,
     model_name,
     stated_by,
     stated_crop_mode,
@@ -347,7 +346,7 @@ def _compare_preprocessing(model: nn.Module, origin: str, theirs: Mapping[str, A
     if other:
         told, own = (" ".join(f"data.{key}={_digits(one[key])}" for key in other) for one in (stated, ours))
         _REMARKS[model] = f"{origin}: its weights were trained with {told}, and this run has {own}"
-    if (mode := crop_mode_of(theirs)) != info.crop_mode:
+    if (mode := str(theirs.get("crop_mode", "center"))) != info.crop_mode:
         before = f"{_REMARKS[model]}; they were" if model in _REMARKS else f"{origin}: its weights were"
         _REMARKS[model] = f"{before} measured with crop_mode={mode}, and this run measures with {info.crop_mode}"
 

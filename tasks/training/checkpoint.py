@@ -13,14 +13,8 @@ import torch
 from torch import nn
 
 from longseq.backbones.tokens import MODEL_TYPE, TokenBackbone
-from longseq.models import (
-    PLUGIN,
-    SavedModel,
-    find_source,
-    read,
-    restore,
-    weight_files,
-)
+from longseq.hub import find_source, weight_files
+from longseq.models import PLUGIN, SavedModel, read, restore
 from longseq.plugins import check_loaded
 from longseq.timm_models import stated_data, takes_any_resolution
 from longseq.tokenizer_files import SETTINGS_FILE, find_separator
@@ -83,7 +77,7 @@ def load(
         backbone = restore(saved, {**model_options, "dynamic_img_size": True})
     return Loaded(
         path=Path(path),
-        file=file / weight_files(file, label)[0] if file.is_dir() else file,
+        file=file / weight_files(file)[0] if file.is_dir() else file,
         backbone=backbone.to(map_location),
         task_name=task,
         config=dict(config),

@@ -12,6 +12,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix, MultilabelCon
 
 from longseq.blocks.precision import at_least_float32
 from longseq.models import CHECKPOINT_RUN
+from longseq.tasks.config import Criterion
 from longseq.tasks.training.classification import (
     dense_counts,
     reads_decisions,
@@ -19,7 +20,6 @@ from longseq.tasks.training.classification import (
     update_metrics,
 )
 from longseq.tasks.training.decisions import Scores, decide
-from longseq.tasks.training.keys import Criterion
 from longseq.tasks.training.metrics import MeanLoss
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training

@@ -8,7 +8,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from longseq.files import Kind, check_name, check_place, check_replaced, replacing
-from longseq.models import CONFIG_FILE, INDEX_FILE
+from longseq.hub import CONFIG_FILE, INDEX_FILE
 from longseq.tokenizer_files import SETTINGS_FILE, TOKENIZER_FILE
 
 # Files of a folder of save_pretrained that no command overwrites, beside checkpoints and weights.

@@ -18,8 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from longseq.files import replacing
 from longseq.tasks.data.info import Info
 from longseq.tasks.training.automatic import as_chosen_before
-from longseq.tasks.training.command import command_words
-from longseq.tasks.training.configuration import resolve, with_absolute_root
+from longseq.tasks.training.configuration import command_words, resolve, with_absolute_root
 from longseq.tasks.training.lock import is_locked
 
 _log = logging.getLogger(__name__)

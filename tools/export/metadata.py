@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,17 +13,18 @@ from torch import nn
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.image.decoding import DECODING, RESIZING, RESIZING_OBLONG
 from longseq.tasks.training.decisions import HALF
-from longseq.timm_models import crop_mode_of, model_name, stated_data
+from longseq.timm_models import model_name, stated_data
 from longseq.tokenizer_files import as_read, find_start
 from longseq.tools.export.states import StateSpec
 
 __all__ = [
     "EXTRA_FILE",
     "PREPROCESSING",
+    "check_class_names",
+    "check_vocabulary",
     "classifier_metadata",
     "document_metadata",
     "encode",
-    "holds_metadata",
     "language_metadata",
 ]
 
@@ -42,7 +41,7 @@ def classifier_metadata(
 ) -> dict[str, Any]:
     """Facts about an image classifier's file: classes, preprocessing, input and output, and its origin."""
     metadata: dict[str, Any] = {key: data[key] for key in PREPROCESSING if data.get(key) is not None}
-    mode = metadata["crop_mode"] = crop_mode_of({**stated_data(model), **data})
+    mode = metadata["crop_mode"] = data.get("crop_mode") or stated_data(model).get("crop_mode", "center")
     if data.get("in_chans", 3) in (1, 3):  # files are read as grey or RGB, and other channels are the program's own
         metadata["decoding"] = DECODING
         oblong = mode == "center" and not isinstance(data["img_size"], int)
@@ -144,12 +143,17 @@ def _origin(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def holds_metadata(path: Path) -> bool:
-    """True for an archive of torch with the metadata of an export."""
-    if not zipfile.is_zipfile(path):
-        return False
-    with zipfile.ZipFile(path) as archive:
-        return any(name.endswith(f"/extra/{EXTRA_FILE}") for name in archive.namelist())
+def check_class_names(data: Mapping[str, Any], classes: int) -> None:
+    """Raise ValueError if `class_names` are not those of a model with so many classes."""
+    names = data.get("class_names")
+    if names and len(names) != classes:
+        raise ValueError(f"the model has {classes} classes and class_names {len(names)}")
+
+
+def check_vocabulary(data: Mapping[str, Any], vocab_size: int) -> None:
+    """Raise ValueError if the text has more tokens than the model."""
+    if data.get("vocab_size", 0) > vocab_size:
+        raise ValueError(f"the text has {data['vocab_size']} tokens and the model {vocab_size}")
 
 
 def encode(metadata: Mapping[str, Any]) -> dict[str, str]:
