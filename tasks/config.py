@@ -179,8 +179,6 @@ class Scale(Keys):
     embed_dim: Count | None = key(None, "the width of the model")
     depth: Count | None = key(None, "the number of blocks")
     mixer: dict[str, Annotated[int | float, Field(gt=0)]] = key({}, "values of mixer options that are null")
-        {}, "values of mixer options that are null, for mixers that have these options"
-    )
 
 
 class Ema(Keys):
