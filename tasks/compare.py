@@ -35,7 +35,7 @@ from longseq.tasks.training.recipe import device_count
 RUNS = "runs"
 SAMPLES = "samples"  # generated samples, shared by all runs
 RESULTS_FILE, TABLE_FILE, PLOT_FILE = "results.json", "table.md", "plot.png"
-LOG_FILE = "log.txt"
+LOG_FILE, MEASURED_FILE = "log.txt", "measured.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         "command": shlex.join(["longseq", "compare", *_config_flags(), *words]),
         "report": report,
         "selected_by": metric,
-        "measured": find_circumstances(torch.device("cuda" if places and torch.cuda.is_available() else "cpu")),
+        "measured": find_circumstances(_device(places)),
         "jobs": jobs,
         "planned": len(trials),  # an interrupted comparison has fewer rows
     }
@@ -244,6 +244,7 @@ def _start(trial: Trial, place: str | None, *, jobs: int) -> subprocess.Popen[by
     if place is not None:
         environment["CUDA_VISIBLE_DEVICES"] = place
     trial.folder.mkdir(parents=True, exist_ok=True)
+    write_text(trial.folder / MEASURED_FILE, json.dumps(find_circumstances(_device(place))) + "\n")
     command = [
         sys.executable,
         sys.argv[0],
@@ -257,6 +258,10 @@ def _start(trial: Trial, place: str | None, *, jobs: int) -> subprocess.Popen[by
         return subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
 
+def _device(place: Any) -> torch.device:
+    return torch.device("cuda" if place and torch.cuda.is_available() else "cpu")
+
+
 def _row(trial: Trial, code: int) -> dict[str, Any]:
     """The row of a trial in the results, after its run has ended with an exit code."""
     row: dict[str, Any] = {
@@ -266,6 +271,7 @@ def _row(trial: Trial, code: int) -> dict[str, Any]:
         "seed": trial.seed,
         "overrides": trial.overrides,
         "folder": f"{RUNS}/{trial.folder.name}",
+        "measured": json.loads((trial.folder / MEASURED_FILE).read_text(encoding="utf-8")),
     }
     metrics = runs.finished(trial.folder)
     if metrics is not None:
