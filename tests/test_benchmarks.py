@@ -24,7 +24,7 @@ from PIL import Image
 
 from longseq import mixers
 from longseq.kernels import dispatch
-from longseq.tasks import compare
+from longseq.tasks import comparison_runs
 from longseq.tasks.image import data, sources
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.datasets import TrainingBatches
@@ -158,7 +158,7 @@ def test_language_models_are_measured_beyond_their_training_length(script, tmp_p
         words = [f"input={text}", f"output={tmp_path / name}", "validation=0.05", f"test={share}", "processes=1"]
         with initialize_config_module("longseq.conf", version_base="1.3"):
             prepare.run(compose("prepare", words))
-    start_others_as_forks(monkeypatch, compare)
+    start_others_as_forks(monkeypatch, comparison_runs)
     folder = tmp_path / "comparison"
     command = ["compare", "comparison=mixers_110m", "trainer=cpu", "jobs=1"]
     command += ["rows=null", "mixers=[gla]", f"data.root={tmp_path / 'short'}"]
@@ -192,7 +192,7 @@ def test_image_files_stand_beside_shards_of_them(script, tmp_path, monkeypatch, 
             for number in range(count):
                 pixels = np.full((150, 140 + number, 3), value, np.uint8)
                 Image.fromarray(pixels).save(tmp_path / "images" / part / name / f"{number}.jpg")
-    start_others_as_forks(monkeypatch, compare)
+    start_others_as_forks(monkeypatch, comparison_runs)
     image_shards = script("image_shards")
 
     def call(place: Path, *words: str) -> None:
