@@ -18,7 +18,7 @@ from forked import start_others_as_forks
 from hydra import compose, initialize_config_module
 from tiny_probe import TINY
 
-from longseq.tasks import compare, comparison
+from longseq.tasks import compare, comparison, comparison_runs
 from longseq.tools import cli
 
 
@@ -38,7 +38,7 @@ def results_of(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_mixers_are_compared(tmp_path, monkeypatch, capsys):
-    start_others_as_forks(monkeypatch, compare)
+    start_others_as_forks(monkeypatch, comparison_runs)
     sweep = ("recipe.epochs=1", "mixers=[linear_attention,'attention model.positions=learned']", "jobs=2")
     script = Path(sys.executable).with_name("longseq")
     assert comparing(monkeypatch, tmp_path, script, *sweep) == 0
@@ -161,7 +161,7 @@ def test_values_and_folders_are_spelled_so_that_hydra_reads_them(tmp_path):
     assert composed.data.cache == str(output / "samples")
 
 
-def plan_of(folder: Path, *given: str, **keys: Any) -> compare.Trial:
+def plan_of(folder: Path, *given: str, **keys: Any) -> comparison_runs.Trial:
     """The only trial of a comparison of one mixer."""
     absent = dict.fromkeys(("learning_rates", "rows", "jobs", "report", "sweep", "overrides"))
     own = compare.CompareKeys(
