@@ -186,8 +186,7 @@ def _find_plugins(
 
 def _is_first_process() -> bool:
     """True in the process of a run that writes; Lightning counts the processes of each machine from 0."""
-    rank: int = rank_zero_only.rank  # type: ignore[attr-defined]
-    return rank == 0 and os.environ.get("NODE_RANK", "0") == "0"
+    return processes.own_name() is None and os.environ.get("NODE_RANK", "0") == "0"
 
 
 def _fit(trainer: Trainer, module: TrainedModule, datamodule: TaskData, checkpoint: Path | None) -> None:

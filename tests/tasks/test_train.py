@@ -372,9 +372,7 @@ def test_resuming_layers_that_compute_something_else_by_now_is_refused(tiny, tmp
     contents["model_config"]["revisions"] = dict.fromkeys(revisions, 0)
     torch.save(contents, path)
     (tmp_path / "run" / "metrics.json").unlink()
-    with pytest.raises(
-        ValueError, match=r"resume: the checkpoint cannot be continued: its .* are of revision 0, and this"
-    ):
+    with pytest.raises(ValueError, match=r"its .* are of revision 0, and this"):
         train.run(tiny("recipe.epochs=1", "+trainer.limit_train_batches=1", f"resume={path}"))
     contents["model_config"]["revisions"] = revisions
     contents["model_config"]["model_args"]["merge"] = "mean"
@@ -399,7 +397,7 @@ def test_a_run_that_is_refused_leaves_no_folder(tiny, tmp_path):
 
     described = contents["model_config"]
     other = {**described, "revisions": dict.fromkeys(described["revisions"], 0)}
-    refused("resume: the checkpoint cannot be continued: its .* are of revision 0", model_config=other)
+    refused("its .* are of revision 0", model_config=other)
     parameters = contents["hyper_parameters"]
     names = [f"another {name}" for name in parameters["data"]["class_names"]]
     of_others = {**parameters, "data": {**parameters["data"], "class_names": names}}
@@ -579,5 +577,5 @@ def test_fine_tuning_starts_from_a_checkpoint_at_another_stride(tiny, tmp_path):
     assert second["state_dict"]["backbone.pos_embed"].shape[1] < first["state_dict"]["backbone.pos_embed"].shape[1]
     name = "backbone.blocks.1.mixer.in_proj.weight"
     torch.testing.assert_close(second["state_dict"][name], first["state_dict"][name], atol=1e-3, rtol=0)
-    with pytest.raises(ValueError, match="init: the checkpoint's model differs"):
+    with pytest.raises(ValueError, match=r"init: \d+ weights do not fit the model"):
         train.run(tiny(f"output={tmp_path / 'wider'}", f"init={trained}", "model.embed_dim=32"))

@@ -110,14 +110,14 @@ class LastCheckpoint(Checkpoint):
         self._kept: list[torch.Tensor] = []  # and their values after the latest update
         self._interrupted = False
         self._is_due = False  # whether a validation follows the resume point
+        self._loaded: dict[str, Any] = {}  # the loops of the checkpoint that is continued
         self._loaded_due = False
         self._saved_due = False
-        self._ends = False  # whether the run ends after the validation with which it was resumed
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # Lightning also calls this before the test, for the best checkpoint.
         if trainer.state.fn == TrainerFn.FITTING:
-            self._loaded_due = checkpoint.get(_DUE, False)
+            self._loaded, self._loaded_due = checkpoint["loops"]["fit_loop"], checkpoint.get(_DUE, False)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._saved_at = time.monotonic()
@@ -128,15 +128,10 @@ class LastCheckpoint(Checkpoint):
         at_end = trainer.global_step > 0 and trainer.global_step == getattr(pl_module, "last_update", None)
         if self._loaded_due and trainer.enable_validation:
             validate_now(trainer)
-            self._ends = trainer.should_stop or at_end
-            trainer.should_stop = False  # until the epoch has begun, so that it also ends
+            self._resume_point = self._loaded
         elif at_end:
             trainer.should_stop = True
         self._loaded_due = False
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._ends:
-            trainer.should_stop, self._ends = True, False
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
@@ -146,15 +141,20 @@ class LastCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if trainer.is_last_batch or not updated(trainer, batch_idx):
+            return
         # The checkpoint waits for the validation after its update, which is not repeated after a resume.
-        if updated(trainer, batch_idx) and not trainer.is_last_batch and not validation_follows(trainer):
+        if not validation_follows(trainer):
             self._record(trainer)
             self._save_if_time(trainer)
+        elif trainer.should_stop:  # a resumed run takes no further step, in which Lightning would count this one
+            self._record(trainer)
+            self._is_due = True
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or self._loaded_due:
             return
-        if updated(trainer, trainer.fit_loop.batch_idx):
+        if updated(trainer, trainer.fit_loop.batch_idx) and not self._is_due:
             self._record(trainer)
             self._is_due = True
 
@@ -224,6 +224,7 @@ def validate_now(trainer: Trainer) -> None:
     loop.restarting = False
     trainer.validating = True
     loop.run()
+    loop.reset()  # otherwise Lightning would leave the epoch without counting its last update
     trainer.training = True
 
 

@@ -241,7 +241,8 @@ def result(folder: Path) -> Any:
     curves = {tag: [(event.step, event.value) for event in board.Scalars(tag)] for tag in tags}
     measured = {name: value for name, value in metrics.items() if name.startswith(("val/", "test/", "epochs"))}
     rows = [row for row in rows if len(set(row.values())) > 2]
-    return as_lists([*states, saved[0]["loops"], measured, rows, curves])
+    loops = [saved[0]["loops"]["fit_loop"][key] for key in ("epoch_progress", "epoch_loop.state_dict")]
+    return as_lists([*states, loops, measured, rows, curves])
 
 
 def as_lists(value: Any) -> Any:
