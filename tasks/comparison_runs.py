@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,7 +52,7 @@ def find_places(config: Mapping[str, Any]) -> list[str]:
     return [",".join(visible[first : first + size]) for first in range(0, len(visible) - size + 1, size)]
 
 
-def run_all(trials: Sequence[Trial], places: Sequence[str | None]) -> Iterator[tuple[int, dict[str, Any]]]:
+def run_all(trials: Sequence[Trial], places: Sequence[str | None]) -> Generator[tuple[int, dict[str, Any]], None, None]:
     """Run the trials, one at a time in each of `places`; yield the index and the row of each when it ends.
 
     When the generator is closed, it ends the runs, which then write their checkpoints.
