@@ -186,7 +186,8 @@ def _find_plugins(
 
 def _is_first_process() -> bool:
     """True in the process of a run that writes; Lightning counts the processes of each machine from 0."""
-    return processes.own_name() is None and os.environ.get("NODE_RANK", "0") == "0"
+    ranks = (os.environ.get(name) or "0" for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK", "NODE_RANK"))
+    return all(rank == "0" for rank in ranks)
 
 
 def _fit(trainer: Trainer, module: TrainedModule, datamodule: TaskData, checkpoint: Path | None) -> None:

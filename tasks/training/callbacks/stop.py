@@ -18,7 +18,6 @@ from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from longseq.tasks.training.processes import is_started_by_run
-from longseq.tasks.training.signals import answered
 
 
 @contextmanager
@@ -42,9 +41,12 @@ def stoppable(trainer: Trainer) -> Iterator[None]:
     taken: dict[signal.Signals, Any] = dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL)
     if trainer.world_size > 1:
         taken[signal.SIGINT] = signal.default_int_handler
+    main = threading.current_thread() is threading.main_thread()
+    taken = {number: usual for number, usual in taken.items() if main and signal.getsignal(number) == usual}
+    for number in taken:
+        signal.signal(number, stop)
     try:
-        with answered([number for number, usual in taken.items() if signal.getsignal(number) == usual], stop):
-            yield
+        yield
     except SIGTERMException:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -58,6 +60,9 @@ def stoppable(trainer: Trainer) -> Iterator[None]:
         if isinstance(leaving.__context__, KeyboardInterrupt):
             raise SystemExit(128 + signal.SIGINT) from None
         raise
+    finally:
+        for number, usual in taken.items():
+            signal.signal(number, usual)
 
 
 class StopTogether(Callback):

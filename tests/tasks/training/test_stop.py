@@ -147,16 +147,6 @@ def test_slurms_signal_before_the_end_of_a_job_stops_all_its_processes(tmp_path,
     assert not list(tmp_path.glob("**/hpc_ckpt*"))
 
 
-def test_a_process_whose_parent_is_gone_does_not_begin():
-    """It may have ended before the other process could ask for the signal."""
-    program = "import runpy, sys; runpy.run_path(sys.argv[1])['follow_parent'](); print('begun')"
-    for parent, code in ((os.getpid(), 0), (1, 1)):
-        environment = {**os.environ, "LOCAL_RANK": "1", "LONGSEQ_PARENT": str(parent)}
-        command = [sys.executable, "-c", program, processes.__file__]
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert (result.returncode, result.stdout.strip()) == (code, "begun" if code == 0 else "")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_ctrl_c_and_a_closed_terminal_save_a_run_of_two_processes(
