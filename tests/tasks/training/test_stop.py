@@ -8,7 +8,6 @@ import os
 import pty
 import signal
 import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from longseq.tasks import train
 from longseq.tasks.image.module import ImageClassifier
-from longseq.tasks.training import processes
 from longseq.tasks.training.lock import is_locked
 
 LONG = ("recipe.epochs=200", "callbacks.checkpoint.every_n_train_steps=5", "callbacks.samples=null")
