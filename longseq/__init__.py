@@ -23,17 +23,6 @@ if TYPE_CHECKING:
 
     __version__: str
 
-try:
-    importlib.import_module("longseq.conf")
-except ModuleNotFoundError as error:
-    if error.name != "longseq.conf":
-        raise
-    # A checkout that is imported from its root and has no symbolic links (git on Windows, some unpackers).
-    raise ImportError(
-        f"{__path__[0]} lacks the links conf, kernels, tasks and tools to the folders beside it: run Python in another "
-        "folder, where the installed package is found, or check out anew after `git config core.symlinks true`"
-    ) from None
-
 register_with_timm()
 
 __all__ = ["from_pretrained", "plugins", "push_to_hub", "register_kind", "save_pretrained"]

@@ -5,16 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from types import MappingProxyType, NoneType, UnionType
-from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
+from types import NoneType
+from typing import Any, TypeVar
 
 Construct = TypeVar("Construct", bound=Callable[..., None])
 # For an option the cases in which it has no effect. A case is a mapping of other options to some of their values: it
 # holds if each of them has one of these. Example: {"eps": ({"normalizer": (False,)},)}.
 Inert = Mapping[str, tuple[Mapping[str, tuple[Any, ...]], ...]]
-
-# What messages call the types of numbers, the widest first.
-_NUMBERS = {float: "a number", int: "a whole number", bool: "true or false"}
 
 
 class KeepsArguments:
@@ -24,15 +21,7 @@ class KeepsArguments:
     If the constructor replaces an argument of None by a number or a word and keeps it under the argument's name, that
     value is recorded: `num_heads=None` becomes the computed `self.num_heads`. The constructor gives values that it
     resolves in another way to `resolve_arguments`.
-
-    Text in place of a number is refused by a ValueError: an argument that is annotated as a number is not "4".
-
-    Class attributes:
-        arguments_before: values of arguments that were added after the first release: what objects did before the
-            argument existed, whatever its default is. An object that was saved without the argument gets this value.
     """
-
-    arguments_before: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     arguments: dict[str, Any]
 
@@ -77,7 +66,6 @@ def _keep_arguments(construct: Callable[..., None]) -> Callable[..., None]:
         if not is_base:
             arguments = _bind(construct, self, args, kwargs)
             if arguments is not None:
-                _refuse_words(construct, arguments)
                 self.arguments = arguments
         construct(self, *args, **kwargs)
         if not is_base:
@@ -106,28 +94,6 @@ def _bind(construct: Callable[..., None], self: Any, args: Any, kwargs: Any) -> 
     return arguments
 
 
-def _refuse_words(construct: Callable[..., None], arguments: Mapping[str, Any]) -> None:
-    """ValueError, in one line, for text in place of a number, such as num_heads="4".
-
-    The annotations of the constructor tell which arguments are numbers.
-    """
-    for name, value in arguments.items():
-        kinds = _kinds_of(construct).get(name, ()) if isinstance(value, str) else ()
-        numbers = [words for kind, words in _NUMBERS.items() if kind in kinds]
-        if numbers and {*kinds} <= {*_NUMBERS, NoneType}:
-            raise ValueError(f"{name}={value!r} must be {numbers[0]}, and is text")
-
-
-@functools.lru_cache
-def _kinds_of(construct: Callable[..., None]) -> dict[str, tuple[Any, ...]]:
-    """The types that each argument of a constructor may have; none for arguments that are not annotated."""
-    try:
-        hints = get_type_hints(construct)
-    except (NameError, TypeError):  # a plug-in's, with types that it imports for a type checker alone
-        return {}
-    return {name: get_args(hint) if isinstance(hint, UnionType) else (hint,) for name, hint in hints.items()}
-
-
 def is_plain(value: Any) -> bool:
     """True for a value that JSON and configurations hold: a number, text, None, and lists and dictionaries of them."""
     if isinstance(value, Mapping):
@@ -144,26 +110,3 @@ def copy_containers(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [copy_containers(each) for each in value]
     return value
-
-
-def complete(
-    constructor: type[KeepsArguments], given: Mapping[str, Any], *, optional: Collection[str] = ()
-) -> dict[str, Any]:
-    """Add to saved arguments those that were added to the constructor later, with the values of `arguments_before`.
-
-    Arguments in `optional` may be missing: they get the constructor's default.
-
-    Raises:
-        ValueError: the constructor does not have an argument, or the former value of a missing argument is not known.
-            The message is a clause about the saved model, such as "its deltanet layers have ...".
-    """
-    parameters = list(inspect.signature(constructor).parameters.values())
-    known = [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
-    unknown = [name for name in given if name not in known]
-    if unknown and len(known) == len(parameters):
-        raise ValueError(f"{constructor.__name__} has no argument {', '.join(unknown)}")
-    before = {name: value for name, value in constructor.arguments_before.items() if name not in given}
-    missing = [name for name in known if name not in given and name not in before and name not in optional]
-    if missing:
-        raise ValueError(f"{constructor.__name__} takes {', '.join(missing)}, of which it says nothing")
-    return {**given, **before}

@@ -87,8 +87,7 @@ def check_place(path: Path, key: str, *, is_folder: bool = False) -> None:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ValueError(f"{key}={path}: the disk is full: make room first") from error
-        told = (error.strerror or str(error)).lower()
-        raise ValueError(f"{key}={path}: {above} takes no new file ({told}): give another {key}") from error
+        raise ValueError(f"{key}={path}: {error.strerror}") from error
 
 
 def check_above(path: Path, key: str, *, is_folder: bool = False) -> None:

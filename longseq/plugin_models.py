@@ -20,7 +20,7 @@ _MADE = "_plugin_arguments"
 
 
 def make_plugin_model(target: Any, arguments: Mapping[str, Any], key: str = f"model.{TARGET}") -> nn.Module:
-    """A model of the class that `target` names, of a loaded plug-in. ValueError, in one line, for another name.
+    """A model of the class that `target` names, of a loaded plug-in; errors as of `find_class`.
 
     `key` is where the name was given. The constructor's errors are its own.
     """
@@ -51,10 +51,7 @@ def describe_plugin_model(model: nn.Module) -> dict[str, Any]:
 
 
 def rebuild_plugin_model(config: Mapping[str, Any], changes: Mapping[str, Any]) -> nn.Module:
-    """Build the model of a config.json, without its weights; its plug-in must be loaded.
-
-    ValueError, in one line, where it is not, or the class has gone.
-    """
+    """Build the model of a config.json, without its weights; its plug-in must be loaded."""
     arguments = {**config["model_args"], **changes}
     target = arguments.pop(TARGET)
     model: Any = make_plugin_model(target, arguments, TARGET)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import timm
-from timm.models import filter_pretrained_cfg, get_model_args, get_model_input_config, is_model
+from timm.models import filter_pretrained_cfg, get_model_args, get_model_input_config
 from torch import nn
 
 # Options of timm's models that name files of weights, which the model's own file replaces.
@@ -20,10 +20,6 @@ DECISION = "decision"
 
 # How timm cuts an image to the model's size where it does not crop the centre.
 OTHER_CROPS = ("squash", "border")
-
-# The key of a checkpoint's `data` for one of `OTHER_CROPS` that its model states. It is not `crop_mode`, because runs
-# that wrote no `crop_mode` of their own cut the centre, whatever a model of timm stated: see `crop_mode_of`.
-STATED_CROP_MODE = "stated_crop_mode"
 
 # Options that timm records of a call but that are not needed to build the model again.
 UNSAVED_OPTIONS = (*WEIGHT_OPTIONS, "pretrained_model_args", "scriptable", "exportable", "no_jit")
@@ -62,8 +58,6 @@ def describe_timm_model(model: nn.Module) -> dict[str, Any]:
     }
     return {
         **timm_layout(model, stated_by(model)),
-        "timm_version": timm.__version__,
-        "timm_defaults": _spelled_defaults(type(model)),
         "model_args": arguments,
     }
 
@@ -73,42 +67,14 @@ def rebuild_timm_model(
 ) -> Any:
     """Build the model of timm's registry that a config.json names, without weights.
 
-    `arguments` are by default the `model_args` of the file. ValueError where an option that neither these nor `changes`
-    name had another default when the file was written.
+    `arguments` are by default the `model_args` of the file.
     """
-    name = config["architecture"]
-    if not is_model(name):
-        raise ValueError(f"timm {timm.__version__} has no model {name!r}")
     given = config.get("model_args", {}) if arguments is None else arguments
     options = {key: value for key, value in {**given, **changes}.items() if key not in UNSAVED_OPTIONS}
-    model: Any = timm.create_model(name, pretrained_cfg=read_stated(config), **options)
+    model: Any = timm.create_model(config["architecture"], pretrained_cfg=read_stated(config), **options)
     if config.get(DECISION):
         setattr(model, DECISION, dict(config[DECISION]))
-    _check_defaults(config, type(model), options)
     return model
-
-
-def _spelled_defaults(cls: type) -> dict[str, str]:
-    """The defaults of a constructor's options as text, without those that text does not distinguish."""
-    spelled = {}
-    for key, value in constructor_defaults(cls).items():
-        if value is None or isinstance(value, bool | int | float | str | tuple | list):
-            spelled[key] = repr(value)
-        elif (value is not inspect.Parameter.empty) and hasattr(value, "__qualname__"):
-            spelled[key] = value.__qualname__
-    return spelled
-
-
-def _check_defaults(config: Mapping[str, Any], cls: type, given: Mapping[str, Any]) -> None:
-    """Compare the present defaults with those that a config.json records. Models of longseq record none."""
-    then, now = config.get("timm_defaults") or {}, _spelled_defaults(cls)
-    for key in sorted(then.keys() & now.keys() - given.keys()):
-        if then[key] != now[key]:
-            version = config.get("timm_version", "of that time")
-            raise ValueError(
-                f"timm {timm.__version__} builds a {cls.__name__} with {key}={now[key]} by default, timm {version}, "
-                f"with which it was saved, with {key}={then[key]}: install timm=={version}, or give {key}"
-            )
 
 
 def read_stated(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,7 +136,6 @@ def stated_data(model: nn.Module) -> dict[str, Any]:
     if "input_size" not in stated:
         return {}
     channels, height, width = get_model_input_config(model)["input_size"]
-    mode = stated_crop_mode(stated)
     names = stated.get("label_names") or ()
     return {
         **({"class_names": list(names), "num_classes": len(names)} if len(names) == stated.get("num_classes") else {}),
@@ -181,7 +146,7 @@ def stated_data(model: nn.Module) -> dict[str, Any]:
         "std": _of_channels(stated["std"], channels),
         "interpolation": stated.get("interpolation", "bicubic"),
         "crop_pct": stated.get("crop_pct", 1.0),
-        STATED_CROP_MODE if mode in OTHER_CROPS else "crop_mode": mode,
+        "crop_mode": stated_crop_mode(stated),
     }
 
 
@@ -189,17 +154,6 @@ def stated_crop_mode(stated: Mapping[str, Any]) -> str:
     """The `crop_mode` of a model's `pretrained_cfg`; timm takes any but the two `OTHER_CROPS` for center."""
     mode = stated.get("crop_mode")
     return mode if mode in OTHER_CROPS else "center"
-
-
-def crop_mode_of(data: Mapping[str, Any]) -> str:
-    """How the images of a checkpoint's `data` were cut: center, squash or border.
-
-    What a run wrote holds, and a run that wrote none cut the centre. Without a run, which would have told its sizes, it
-    is what the model states.
-    """
-    if "crop_mode" in data:
-        return str(data["crop_mode"])
-    return "center" if "sizes" in data else str(data.get(STATED_CROP_MODE, "center"))
 
 
 def _of_channels(values: Sequence[float], channels: int) -> list[float]:

@@ -20,8 +20,6 @@ def main() -> None:
     """Run the program that the first argument names, with the others as its own."""
     if len(sys.argv) < 2:
         raise SystemExit("usage: python -m longseq.timm_script PROGRAM.py [ARGUMENT ...]")
-    if not os.path.isfile(sys.argv[1]):
-        raise SystemExit(f"{sys.argv[1]} is no file: give a program, such as timm's train.py, from timm's repository")
     plugins.load()
     del sys.argv[0]
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))

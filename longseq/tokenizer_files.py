@@ -34,22 +34,12 @@ def read_tokenizer(path: Path, separator: str | None = None) -> dict[str, Any]:
     """The tokenizer of a file tokenizer.json; the eos_token of the settings beside it is the default of `separator`.
 
     What would give a text other tokens in other commands and programs is left out (see `as_read`).
-    ValueError, in one line, for a file that is not JSON text.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no tokenizer file: it is no UTF-8") from error
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{path} is no tokenizer file of the library tokenizers: it is no JSON: {error}") from error
-    try:
-        if separator in (None, _BYTE_SEPARATOR[0]) and _is_of_bytes(content):
-            return dict(BYTES)
-        numbers = _numbers(content)
-    except (AttributeError, KeyError, IndexError, TypeError) as error:
-        raise ValueError(f"{path} is no tokenizer file of the library tokenizers") from error
+    text = path.read_text(encoding="utf-8")
+    content = json.loads(text)
+    if separator in (None, _BYTE_SEPARATOR[0]) and _is_of_bytes(content):
+        return dict(BYTES)
+    numbers = _numbers(content)
     usual = next((name for name in SEPARATORS if name in numbers), None)
     found = {"kind": "file", "separator": separator or _end_token(path.parent) or usual, "json": text}
     return as_read(found)
@@ -59,8 +49,6 @@ def as_read(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
     """A tokenizer without what a file may hold beside the tokens of a text.
 
     That is dropout of merges, with which a text would have other tokens each time, and truncation and padding.
-
-    Checkpoints of earlier versions may hold one with them.
     """
     content = json.loads(tokenizer["json"]) if tokenizer["kind"] == "file" else {}
     off: dict[str, Any] = {key: None for key in ("truncation", "padding") if content.get(key) is not None}
@@ -188,12 +176,9 @@ def _end_token(folder: Path) -> str | None:
 
 
 def _settings(folder: Path) -> Mapping[str, Any]:
-    """The settings beside a tokenizer file; empty where there are none that can be read."""
-    try:
-        settings = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return settings if isinstance(settings, dict) else {}
+    """The settings beside a tokenizer file; empty where there are none."""
+    path = folder / SETTINGS_FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def _is_of_bytes(content: Mapping[str, Any]) -> bool:

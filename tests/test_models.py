@@ -3,12 +3,9 @@ packages."""
 
 from __future__ import annotations
 
-import inspect
 import json
-import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,6 @@ import timm
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 import longseq
 from longseq import mixers, models
@@ -95,16 +91,6 @@ def test_a_model_that_reads_text_brings_its_tokenizer(tmp_path: Path) -> None:
     loaded.save_pretrained(tmp_path / "two")
     for name in names_in(tmp_path / "one") - {"model.safetensors"}:
         assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
-    (tmp_path / "two" / "tokenizer.json").write_text("[")
-    with pytest.raises(ValueError, match=r"tokenizer\.json is no tokenizer file .* it is no JSON"):
-        longseq.from_pretrained(tmp_path / "two")
-
-
-def test_an_encoder_is_no_language_model(tmp_path: Path) -> None:
-    token_model().save_pretrained(tmp_path / "lm")
-    token_model(direction="bidirectional").save_pretrained(tmp_path / "encoder")
-    named = [json.loads((tmp_path / name / "config.json").read_text()).get("model_type") for name in ("lm", "encoder")]
-    assert named == ["longseq", None]
 
 
 def test_large_models_have_several_files(tmp_path: Path) -> None:
@@ -123,15 +109,6 @@ def test_large_models_have_several_files(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, max_shard_size=8000)
     assert "model.safetensors" not in names_in(tmp_path)
     assert torch.equal(logits(longseq.from_pretrained(tmp_path)), logits(model))
-
-    (tmp_path / shards[1]).unlink()
-    with pytest.raises(ValueError, match=rf"1 of the {len(shards)} files that .* are missing, such as {shards[1]}"):
-        longseq.from_pretrained(tmp_path)
-    for wrong, message in (("{}", "has no weight_map"), ('{"weight_map": {"x": "../y"}}', "not in the folder")):
-        (tmp_path / "model.safetensors.index.json").write_text(wrong)
-        with pytest.raises(ValueError, match=message) as raised:
-            longseq.from_pretrained(tmp_path)
-        assert "\n" not in str(raised.value)
 
 
 def change_defaults(monkeypatch: pytest.MonkeyPatch, constructor: Any, **values: Any) -> None:
@@ -179,15 +156,6 @@ def test_config_holds_every_argument(tmp_path: Path) -> None:
     assert models.describe(TokenBackbone(vocab_size=12, d_model=16))["model_args"]["mlp_ratio"] == 4.0
 
 
-def test_a_checkpoint_from_before_an_argument_continues_without_it() -> None:
-    config = models.describe(ImageBackbone(**TINY))
-    for name in ("reg_tokens", "dynamic_img_pad", "init_values", "pool_num_heads"):
-        del config["model_args"][name]
-    models.check_continues(ImageBackbone(**TINY), config)
-    with pytest.raises(ValueError, match="its model was built with reg_tokens=0, this one with reg_tokens=2"):
-        models.check_continues(ImageBackbone(**TINY, reg_tokens=2), config)
-
-
 def test_a_plugins_mixer_and_kind_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixers.registry, "_REGISTRY", dict(mixers.registry._REGISTRY))
     monkeypatch.setattr(models, "_KINDS", dict(models._KINDS))
@@ -214,101 +182,12 @@ def test_a_plugins_mixer_and_kind_are_saved(tmp_path: Path, monkeypatch: pytest.
     assert longseq.from_pretrained(tmp_path / "sums").arguments == {"width": 4, "scale": 0.5}
 
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=f"unknown mixer 'mine'.*{__name__} defines parts of it"):
+    with pytest.raises(ValueError, match="unknown mixer 'mine'"):
         longseq.from_pretrained(tmp_path / "mine")
-    with pytest.raises(ValueError, match=f"of the kind sums.*{__name__} defines parts of it"):
+    with pytest.raises(ValueError, match="of the kind sums"):
         longseq.from_pretrained(tmp_path / "sums")
-    with pytest.raises(ValueError, match=r"a Sums cannot be saved.*register_kind"):
+    with pytest.raises(ValueError, match="Sums is no registered kind of model"):
         longseq.save_pretrained(Sums(4), tmp_path / "again")
-
-
-def test_an_argument_that_came_later_has_the_value_of_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ImageBackbone(**TINY, mixer="deltanet").eval()
-    model.save_pretrained(tmp_path)
-
-    def forget(config: dict[str, Any]) -> None:
-        del config["model_args"]["merge"], config["model_args"]["mixer_options"]["feature_map"]
-
-    edit(tmp_path, forget)
-    with pytest.raises(ValueError, match="ImageBackbone takes merge, of which it says nothing"):
-        longseq.from_pretrained(tmp_path)
-    change_defaults(monkeypatch, ImageBackbone, merge="mean")
-    change_defaults(monkeypatch, DeltaNet, feature_map="relu")
-    monkeypatch.setattr(ImageBackbone, "arguments_before", {"merge": "sum"})
-    monkeypatch.setattr(DeltaNet, "arguments_before", {"feature_map": "silu"})
-    assert torch.equal(logits(longseq.from_pretrained(tmp_path)), logits(model))
-    by_timm = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
-    assert torch.equal(logits(by_timm), logits(model))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda config: config["model_args"].update(colour=1), "ImageBackbone has no argument colour"),
-        (lambda config: config["model_args"]["mixer_options"].update(colour=1), "DeltaNet has no argument colour"),
-        (lambda config: config.update(config_version=9, longseq_version="7.0"), "config_version 9.*longseq 7.0"),
-        (
-            lambda config: config.update(kind="video", longseq_version="7.0"),
-            "of the kind video.*was saved by longseq 7.0",
-        ),
-        (lambda config: config.update(revisions={"deltanet": 1}), "layers are of revision 1"),
-        (lambda config: config.update(architecture="os.system"), "has no model 'os.system'"),
-        (
-            lambda config: config["model_args"].update(patch_size=4),
-            r"of another shape .patch_embed.proj.weight; .* \[16, 3, 8, 8\], not",
-        ),
-        (lambda config: config["model_args"].update(mlp_ratio=1.0), "missing .blocks.0.mlp"),
-        (lambda config: config.update(model_args=[]), "names no model"),
-        (lambda config: (config.pop("kind"), config.pop("architecture")), "does not tell 'architecture'"),
-    ],
-)
-def test_configs_that_fit_no_model(change: Any, message: str, tmp_path: Path) -> None:
-    tiny().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=message) as raised:
-        longseq.from_pretrained(edit(tmp_path, change))
-    assert str(raised.value).startswith(str(tmp_path))
-    assert "\n" not in str(raised.value)
-
-
-def change_weights(folder: Path, change: Callable[[bytes], bytes]) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(change(path.read_bytes()))
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda folder: (folder / "config.json").unlink(), "is a folder without config.json"),
-        (lambda folder: (folder / "config.json").write_text("{"), "is no JSON"),
-        (lambda folder: (folder / "config.json").write_text("[]"), "is no dictionary"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "has no model.safetensors"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"weights"), "damaged or cut short"),
-        (lambda folder: change_weights(folder, lambda data: data[:-1]), "damaged or cut short"),
-        (lambda folder: change_weights(folder, lambda data: data[:-2] + bytes([data[-2] ^ 4, data[-1]])), "checksum"),
-        (lambda folder: change_weights(folder, lambda data: data.replace(b"head.bias", b"head.bios")), "checksum"),
-    ],
-)
-def test_damaged_folders(damage: Any, message: str, tmp_path: Path) -> None:
-    tiny().save_pretrained(tmp_path)
-    damage(tmp_path)
-    with pytest.raises(ValueError, match=message) as raised:
-        longseq.from_pretrained(tmp_path)
-    assert "\n" not in str(raised.value)
-
-
-def test_weights_that_another_program_writes_load_without_a_checksum(tmp_path: Path) -> None:
-    tiny().save_pretrained(tmp_path)
-    state = {name: value + 1 for name, value in load_file(tmp_path / "model.safetensors").items()}
-    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert torch.equal(longseq.from_pretrained(tmp_path).head.bias, state["head.bias"])
-
-
-def test_a_model_that_was_changed_is_not_saved(tmp_path: Path) -> None:
-    model = tiny()
-    model.prune_intermediate_layers([0], prune_head=False)
-    with pytest.raises(ValueError, match=r"changed after it was built.*missing \(blocks.1."):
-        model.save_pretrained(tmp_path)
-    assert not list(tmp_path.iterdir())
 
 
 def test_changes_that_a_model_follows_are_saved(tmp_path: Path) -> None:
@@ -322,35 +201,38 @@ def test_changes_that_a_model_follows_are_saved(tmp_path: Path) -> None:
     assert timm.data.resolve_model_data_config(loaded)["input_size"] == (3, 24, 24)
 
 
-def test_changes_of_a_timm_model_are_saved(tmp_path: Path) -> None:
-    model = timm.create_model("test_resnet", num_classes=3).eval()
-    model.reset_classifier(3, "max")
-    longseq.save_pretrained(model, tmp_path)
-    x = torch.randn(2, 3, 64, 64)
-    assert torch.equal(longseq.from_pretrained(tmp_path)(x), model(x))
-
-
-def test_a_default_that_timm_has_changed_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = timm.create_model("test_resnet", num_classes=3).eval()
-    longseq.save_pretrained(model, tmp_path)
-    construct = type(model).__init__
-    options = [one for one in inspect.signature(construct).parameters.values() if one.default is not one.empty]
-    changed = tuple(not one.default if one.name == "zero_init_last" else one.default for one in options)
-    monkeypatch.setattr(construct, "__defaults__", changed)
-    with pytest.raises(ValueError, match=r"with zero_init_last=False by default, timm .*: install timm==") as raised:
-        longseq.from_pretrained(tmp_path)
-    assert "\n" not in str(raised.value)
-    given = longseq.from_pretrained(tmp_path, zero_init_last=True)
-    assert torch.equal(given(torch.ones(1, 3, 64, 64)), model(torch.ones(1, 3, 64, 64)))
-
-
 def test_arguments_can_be_changed_where_weights_stay(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path)
     loaded = longseq.from_pretrained(tmp_path, dynamic_img_size=True, backend="torch")
     assert loaded(torch.zeros(1, 3, 24, 40)).shape == (1, 3)
     assert {part.backend for part in loaded.modules() if isinstance(part, mixers.Mixer)} == {"torch"}
-    with pytest.raises(ValueError, match="unexpected keyword argument 'colour'"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
         longseq.from_pretrained(tmp_path, colour=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"revisions": {"deltanet": 1}}, ValueError, "layers are of revision 1"),
+        ({"kind": "video"}, ValueError, "of the kind video"),
+        ({"model_args": {**TINY, "mixer": "deltanet", "embed_dim": 24}}, RuntimeError, "size mismatch"),
+        ({"model_args": {**TINY, "mixer": "deltanet", "mlp_ratio": 1.0}}, RuntimeError, "Missing key"),
+        ({"model_args": {**TINY, "mixer": "deltanet", "colour": 1}}, TypeError, "colour"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(
+    change: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    tiny().save_pretrained(tmp_path)
+    with pytest.raises(error, match=message):
+        longseq.from_pretrained(edit(tmp_path, lambda config: config.update(change)))
+
+
+def test_a_run_continues_with_the_same_model_only() -> None:
+    config = models.describe(ImageBackbone(**TINY))
+    models.check_continues(ImageBackbone(**TINY), config)
+    with pytest.raises(ValueError, match="built with merge=sum, this one with merge=mean"):
+        models.check_continues(ImageBackbone(**TINY, merge="mean"), config)
 
 
 def test_timm_saves_and_loads(tmp_path: Path) -> None:
@@ -381,17 +263,6 @@ def test_transformers_loads_image_models(name: str, tmp_path: Path) -> None:
     theirs = transformers.AutoModelForImageClassification.from_pretrained(tmp_path).eval()
     with torch.no_grad():
         assert torch.equal(theirs(IMAGES).logits, logits(model))
-    edit(tmp_path, lambda config: config["model_args"].update(num_classes=3))  # as earlier versions wrote it
-    assert torch.equal(logits(longseq.from_pretrained(tmp_path)), logits(model))
-    by_timm = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
-    assert torch.equal(logits(by_timm), logits(model))
-
-
-def test_timm_refuses_layers_that_compute_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny().save_pretrained(tmp_path)
-    monkeypatch.setattr(DeltaNet, "revision", 9)
-    with pytest.raises(ValueError, match="deltanet layers are of revision 2"):
-        timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
 
 
 class FakeHub:
@@ -443,12 +314,9 @@ def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(logits(found), logits(spread))
     assert found.text == spread.text
     next((tmp_path / "user" / "spread").glob("model-00002*")).unlink()
-    with pytest.raises(ValueError, match="model-00002"):
-        longseq.from_pretrained("user/spread")
-    with pytest.raises(
-        ValueError, match=r"user/none is no folder or file here, and not on the hub either: config\.json"
-    ):
-        longseq.from_pretrained("user/none")
+    for name in ("user/spread", "user/none"):
+        with pytest.raises(FileNotFoundError):
+            longseq.from_pretrained(name)
 
 
 def test_a_card_that_is_there_stays(tmp_path: Path) -> None:
@@ -475,7 +343,7 @@ def test_weights_have_stable_names_and_may_share_memory(tmp_path: Path) -> None:
     assert saved.keys() == model.state_dict().keys()
     assert torch.equal(saved["head.weight"], saved["embedding.weight"])
     save_file({**saved, "extra": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"1 unexpected \(extra\)"):
+    with pytest.raises(RuntimeError, match="Unexpected key"):
         longseq.from_pretrained(tmp_path)
 
 
@@ -503,24 +371,6 @@ def test_import_and_loading_need_no_training_packages_and_import_adds_no_triton_
     assert done.stdout.splitlines() == ["[] False True", "[1, 3]"], done.stderr
 
 
-def test_a_sharded_model_is_of_its_own_kind() -> None:
-    """`fully_shard` gives the model a class of its own; checkpoints of such a run describe the model all the same."""
-    model = tiny()
-    expected = models.describe(model)
-    model.__class__ = type("FSDPImageBackbone", (FSDPModule, ImageBackbone), {})
-    assert models.describe(model) == expected
-
-
-def test_a_file_of_any_kind_finds_its_module():
-    folder = Path(models.__file__).parent / "backbones"
-    named = {
-        name: f"longseq.backbones.{file.stem}"
-        for file in folder.glob("*.py")
-        for name in re.findall(r'^@register_kind\("(\w+)"\)', file.read_text(encoding="utf-8"), re.M)
-    }
-    assert named == models.OWN_KINDS
-
-
 def test_weights_are_loaded_in_float32_in_the_type_of_the_file_or_in_a_given_one(tmp_path):
     torch.manual_seed(0)
     options = {"vocab_size": 40, "d_model": 16, "depth": 2, "mixer": "hyena+deltanet", "max_length": 8}
@@ -545,6 +395,10 @@ def test_weights_are_loaded_in_float32_in_the_type_of_the_file_or_in_a_given_one
     # The filters of Hyena stay in float32.
     assert not differing(rounded, exact.float().bfloat16())
     assert {value.dtype for value in rounded.parameters()} == {torch.bfloat16, torch.float32}
-    for wrong in ("bf16", "load", torch.int8):
-        with pytest.raises(ValueError, match=f"dtype={wrong} is no type of weights: give float32, bfloat16"):
-            load(tmp_path / "half", dtype=wrong)
+
+
+def test_timm_refuses_layers_that_compute_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny().save_pretrained(tmp_path)
+    monkeypatch.setattr(DeltaNet, "revision", 9)
+    with pytest.raises(ValueError, match="deltanet layers are of revision 2"):
+        timm.create_model(f"local-dir:{tmp_path}", pretrained=True)

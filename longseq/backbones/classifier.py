@@ -9,8 +9,7 @@ logits = model(tokens, cu_seqlens=borders)          # N documents packed into on
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from timm.layers import trunc_normal_
@@ -61,11 +60,6 @@ class TextClassifier(PretrainedModel, nn.Module):
     """
 
     decided_options = TokenBackbone.decided_options
-    arguments_before: ClassVar[Mapping[str, Any]] = {
-        **TokenBackbone.arguments_before,
-        "hashed_ngrams": 1,
-        "ngram_buckets": 32768,
-    }
 
     @takes_also(TokenBackbone, without=("tie_embeddings",))
     def __init__(
@@ -79,8 +73,6 @@ class TextClassifier(PretrainedModel, nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        if num_classes < 1:
-            raise ValueError(f"num_classes={num_classes}: a classifier has at least one class")
         restore_rng_state = save_rng_state()
         self.num_classes = num_classes
         # With tied embeddings a token model has no weights beyond its body.
@@ -90,11 +82,6 @@ class TextClassifier(PretrainedModel, nn.Module):
         self.pooling = Pooling(pooling, self.body.d_model)
         self.dropout = nn.Dropout(head_dropout)
         self.head = nn.Linear(self.body.d_model, num_classes)
-        if pooling == "first" and self.body.direction == "forward":
-            raise ValueError(
-                "pooling='first' with direction='forward': the first token sees nothing of the document; "
-                "use pooling='mean' or 'last', or direction='bidirectional'"
-            )
         self.resolve_arguments(**self.body.arguments)
         restore_rng_state()
         self.init_weights()
@@ -193,11 +180,6 @@ class TextClassifier(PretrainedModel, nn.Module):
         if (found := find_difference(own, its, ignored=("vocab_size", "tie_embeddings", *free))) is not None:
             raise ValueError(
                 f"{found.name} is {found.one} here and {found.other} in the model that this one starts from"
-            )
-        if self.body.max_length != other.max_length:
-            raise ValueError(
-                f"learned positions are for {self.body.max_length} tokens here and for {other.max_length} in the model "
-                f"that this one starts from: give max_length={other.max_length}"
             )
         trained, given = other.state_dict(), {}
         for name, weight in self.body.state_dict().items():

@@ -40,8 +40,6 @@ class PairClassifier(TextClassifier):
     def __init__(self, *, separator: int = 256, **options: Any) -> None:
         restore_rng_state = save_rng_state()
         super().__init__(**options)
-        if not 0 <= separator < self.body.vocab_size:
-            raise ValueError(f"separator={separator} is no token of vocab_size={self.body.vocab_size}")
         self.separator = separator
         width = self.body.d_model
         self.head: Any = nn.Sequential(

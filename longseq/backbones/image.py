@@ -14,13 +14,11 @@ Sources: Vision Mamba (Zhu et al., 2024), section 3; Longhorn (Liu et al., 2024)
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
-from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from timm.layers import AttentionPoolLatent, LayerScale, Mlp, lecun_normal_, to_2tuple, trunc_normal_
@@ -30,7 +28,7 @@ from timm.models.vision_transformer import global_pool_nlc
 from torch import Tensor, nn
 
 from longseq.backbones.image_weights import checkpoint_filter_fn
-from longseq.backbones.stack import build_blocks
+from longseq.backbones.stack import build_blocks, mixer_options_of
 from longseq.backbones.variants import UNNAMED, default_cfgs
 from longseq.blocks.hooks import has_observers
 from longseq.blocks.initialisation import save_rng_state
@@ -47,23 +45,19 @@ from longseq.blocks.positions import (
 )
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.reading import COLUMNS
-from longseq.blocks.recompute import check_recompute
 from longseq.blocks.residual import Block
 from longseq.blocks.sharding import full_parameters, gathers_parameters
 from longseq.kernels.packing import Packing
 from longseq.mixers import Mixer, check_revisions
 from longseq.mixers.heads import largest_heads
 from longseq.mixers.pattern import Pattern, expand_pattern, spell_pattern
-from longseq.models import PretrainedModel, check_config_version, describe_origin, mixer_options_of, register_kind
+from longseq.models import PretrainedModel, describe_origin, register_kind
 from longseq.parameters import no_weight_decay
 from longseq.timm_models import rebuild_timm_model, timm_layout
 
 POOLS = ("token", "avg", "max", "avgmax", "map", "")
 NORMS = {"rms": ResidualRMSNorm, "layer": ResidualLayerNorm}
 NORM_EPSILONS = {"rms": 1e-5, "layer": 1e-6}
-
-# Arguments that timm does not write to its files: they matter in training only.
-TRAINING_ARGUMENTS = ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "drop_path_rate")
 
 # Both functions read types and sizes, which a symbolic trace does not have: the trace keeps the calls.
 torch.fx.wrap("at_least_float32")
@@ -172,17 +166,6 @@ class ImageBackbone(PretrainedModel, nn.Module):
     """
 
     decided_options = ("causal",)
-    arguments_before: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {
-            "reg_tokens": 0,
-            "no_embed_class": True,
-            "init_values": None,
-            "patch_drop_rate": 0.0,
-            "proj_drop_rate": 0.0,
-            "dynamic_img_pad": False,
-            "pool_num_heads": None,
-        }
-    )
 
     def __init__(
         self,
@@ -222,8 +205,6 @@ class ImageBackbone(PretrainedModel, nn.Module):
     ) -> None:
         super().__init__()
         restore_rng_state = save_rng_state()
-        check_recompute(recompute)
-        _check_sizes(reg_tokens, init_values, patch_drop_rate)
         self.mixer_name = spell_pattern(mixer)
         self.direction = direction
         self.class_token = class_token
@@ -256,8 +237,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
         self.pos_drop = nn.Dropout(pos_drop_rate)
         self.patch_drop = PatchDropout(patch_drop_rate) if patch_drop_rate else nn.Identity()
 
-        default_eps = norm_epsilon(norm)
-        self.norm_eps = default_eps if norm_eps is None else norm_eps
+        self.norm_eps = NORM_EPSILONS[norm] if norm_eps is None else norm_eps
         make_norm = partial(NORMS[norm], embed_dim, eps=self.norm_eps, backend=backend)
         make_mlp = partial(Mlp, embed_dim, int(embed_dim * mlp_ratio), drop=proj_drop_rate) if mlp_ratio else None
         blocks = build_blocks(
@@ -277,10 +257,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
         )
         self.blocks = nn.Sequential(*blocks)
         if patch_drop_rate and any(COLUMNS in block.mixer.orders for block in blocks):
-            raise ValueError(
-                f"patch_drop_rate={patch_drop_rate} leaves no grid whose columns direction='cross' could read; use "
-                "direction='bidirectional' or patch_drop_rate=0"
-            )
+            raise ValueError("patch_drop_rate leaves no grid whose columns direction='cross' could read")
         self.feature_info = [
             {"module": f"blocks.{layer}", "num_chs": embed_dim, "reduction": self.patch_embed.feat_ratio()}
             for layer in range(depth)
@@ -288,7 +265,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
         self.norm = make_norm()
         self._make_norm = make_norm
         self._pool_ratio = mlp_ratio or 4.0
-        self._pool_heads = _count_pool_heads(embed_dim, pool_num_heads)
+        self._pool_heads = pool_num_heads or embed_dim // largest_heads(embed_dim, 64)
         self.attn_pool = self._build_attention_pool() if global_pool == "map" else None
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes) if num_classes > 0 else nn.Identity()
@@ -375,8 +352,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
         pool_type = self.global_pool if pool_type is None else pool_type
         if pool_type != "map":
             return global_pool_nlc(x, pool_type, self.num_prefix_tokens)
-        if self.attn_pool is None:
-            raise ValueError("pool_type='map' has weights of its own; build the model with global_pool='map'")
+        assert self.attn_pool is not None, "the model has no pooling by attention"
         return self.attn_pool(x[:, self.num_prefix_tokens :])
 
     def _embed(self, x: Tensor) -> tuple[Tensor, Layout]:
@@ -406,10 +382,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
             return None
         mask = attn_mask.flatten(1) if attn_mask.ndim == 4 else attn_mask
         if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
-            raise ValueError(
-                f"attn_mask is {attn_mask.dtype} {list(attn_mask.shape)}: give booleans {list(x.shape[:2])}, True at "
-                "the tokens to read, prefix tokens first; recurrent layers have no mask of pairs of tokens"
-            )
+            raise ValueError(f"attn_mask must hold booleans {list(x.shape[:2])}, True at the tokens to read")
         return move_prefix_back(mask.unsqueeze(-1), layout).squeeze(-1)
 
     def _run(self, block: nn.Module, x: Tensor, layout: Layout, mask: Tensor | None = None) -> Tensor:
@@ -461,11 +434,6 @@ class ImageBackbone(PretrainedModel, nn.Module):
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt={output_fmt!r} is not one of NCHW, NLC")
-        if output_fmt == "NCHW" and self.training and isinstance(self.patch_drop, PatchDropout):
-            raise ValueError(
-                f"patch_drop_rate={self.patch_drop.prob} leaves no grid in training; use output_fmt='NLC' or "
-                "model.eval()"
-            )
         taken, last = feature_take_indices(len(self.blocks), indices)
         x, layout = self._embed(x)
         mask = self._sequence_mask(attn_mask, x, layout)
@@ -594,15 +562,13 @@ class ImageBackbone(PretrainedModel, nn.Module):
     def rebuild(cls, config: Mapping[str, Any], changes: Mapping[str, Any]) -> ImageBackbone:
         """Build the model of a config.json through timm; its weights are initialised anew."""
         saved = {name: value for name, value in config["model_args"].items() if name != "saved_by"}
-        saved = cls.complete_arguments(saved, TRAINING_ARGUMENTS)
         model = rebuild_timm_model(config, changes, saved)
-        grid = grid_of(saved["img_size"], saved["patch_size"], saved["stride"], padded=saved["dynamic_img_pad"])
+        padded = saved.get("dynamic_img_pad", False)
+        grid = grid_of(saved["img_size"], saved["patch_size"], saved.get("stride"), padded=padded)
         if model.patch_embed.grid_size != grid:
-            key = next(key for key in ("img_size", "patch_size", "stride", "dynamic_img_pad") if key in changes)
             raise ValueError(
-                f"{key}={changes[key]} gives another grid of patches, {model.patch_embed.grid_size}, than that of the "
-                f"weights, {grid}: load the model without it and call model.set_input_size, or give "
-                "dynamic_img_size=True"
+                f"the grid of patches is {model.patch_embed.grid_size} and that of the weights {grid}: change it by "
+                "model.set_input_size after loading"
             )
         return model
 
@@ -648,37 +614,8 @@ class ImageBackbone(PretrainedModel, nn.Module):
         if pool not in POOLS:
             raise ValueError(f"global_pool={pool!r} is not one of {', '.join(map(repr, POOLS))}")
         if pool == "token" and self.class_token == "none":
-            raise ValueError("global_pool='token' needs a class token; use global_pool='avg' or class_token='middle'")
-        if pool == "token" and self.class_token == "first" and self.direction == "forward":
-            raise ValueError(
-                "direction='forward' with class_token='first': the token never sees the image; "
-                "use global_pool='avg', class_token='middle' or direction='bidirectional'"
-            )
+            raise ValueError("global_pool='token' needs a class token")
         return pool
-
-
-def norm_epsilon(kind: str) -> float:
-    """The `eps` of a norm of a kind where `norm_eps` is None."""
-    if kind not in NORM_EPSILONS:
-        raise ValueError(f"norm={kind!r} is not one of {', '.join(NORM_EPSILONS)}")
-    return NORM_EPSILONS[kind]
-
-
-def _count_pool_heads(width: int, given: int | None) -> int:
-    if given is None:
-        return width // largest_heads(width, 64)
-    if given < 1 or width % given:
-        raise ValueError(f"pool_num_heads={given} must divide embed_dim={width}")
-    return given
-
-
-def _check_sizes(reg_tokens: int, init_values: float | None, patch_drop_rate: float) -> None:
-    if reg_tokens < 0:
-        raise ValueError(f"reg_tokens={reg_tokens} must be a whole number of at least 0")
-    if init_values is not None and not init_values > 0:
-        raise ValueError(f"init_values={init_values} must be above 0, or None for blocks without LayerScale")
-    if not 0 <= patch_drop_rate < 1:
-        raise ValueError(f"patch_drop_rate={patch_drop_rate} must be at least 0 and below 1")
 
 
 def _init_linear(module: nn.Linear) -> None:
@@ -702,16 +639,8 @@ def create_variant(
     """The model of a name in timm's registry: `options` of the caller, else those of `chassis`, else the defaults."""
     options = {**chassis, **options}
     saved_by = options.pop("saved_by", None)
-    if saved_by is not None:  # all arguments come from a file that timm has read
-        check_config_version(saved_by, f"the file of this {variant}")
-        known = inspect.signature(ImageBackbone).parameters
-        if "num_classes" not in options:  # `longseq.save_pretrained` writes it outside the arguments
-            stated: Any = options.get("pretrained_cfg") or {}
-            options["num_classes"] = (stated if isinstance(stated, Mapping) else vars(stated))["num_classes"]
-        saved = {name: value for name, value in options.items() if name in known}
-        options |= ImageBackbone.complete_arguments(saved, TRAINING_ARGUMENTS)
-        if _keeps_stride_of_other_patches(options):
-            options["stride"] = None
+    if saved_by is not None and _keeps_stride_of_other_patches(options):
+        options["stride"] = None
     device, dtype = options.pop("device", None), options.pop("dtype", None)
     features = {"out_indices": options.pop("out_indices", 3), "feature_cls": "getter"}
     with nullcontext() if device is None else torch.device(device):

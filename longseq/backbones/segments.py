@@ -71,18 +71,12 @@ def read_in_segments(
 
     Raises:
         ValueError: the model cannot be read in segments (see `check_segments`); `cu_seqlens` or `mask` does not fit
-            `tokens`, or both are given; a document is longer than the model's learned positions.
+            `tokens`, or both are given.
     """
     check_segments(model, gradient_segments, segment)
     body = model.body
     segment = whole_chunks(model, segment)
     row, bounds = _as_row(tokens, cu_seqlens, mask)
-    longest = max(end - start for start, end in pairwise(bounds))
-    if body.max_length is not None and longest > body.max_length:
-        raise ValueError(
-            f"a document of {longest} tokens is longer than the max_length={body.max_length} of the learned positions: "
-            "truncate it, or train with a larger max_length or without positions"
-        )
     steps = _choose_gradients(_cut(bounds, segment), gradient_segments)
     pooling = _RunningPooling(model.pooling)
     reader = _Stream(model, pooling) if body.direction == "forward" else _Sweep(model, pooling)
@@ -108,38 +102,18 @@ def whole_chunks(model: TextClassifier, segment: int) -> int:
 
 
 def check_segments(model: nn.Module, gradient_segments: int | None = None, segment: int | None = None) -> None:
-    """Raise ValueError, in one line with the remedy, if a classifier cannot be read in segments."""
+    """Raise ValueError if a classifier cannot be read in segments."""
     if (obstacle := find_obstacle(model)) is not None:
-        whole = "read whole documents (data.segment=null)"
-        if unsharded_class(model) is not TextClassifier:
-            raise ValueError(f"{obstacle} cannot be read in segments: {whole}")
-        raise ValueError(
-            f"{obstacle} cannot be read in segments: take window_attention or a mixer with a state of constant size, "
-            f"in a hybrid for these layers, or {whole}"
-        )
+        raise ValueError(f"{obstacle} cannot be read in segments: leave data.segment=null")
     body: TokenBackbone = model.body  # type: ignore[assignment]
     if has_shards(model):
-        raise ValueError("a model with sharded weights reads whole documents (data.segment=null); take trainer=ddp")
+        raise ValueError("a model with sharded weights cannot be read in segments: take trainer=ddp")
     if (hooked := next(_find_hooked(model), None)) is not None:  # type: ignore[arg-type]
-        raise ValueError(
-            f"{hooked} has hooks, which reading in segments would not call: remove them, hook parts inside of it, or "
-            "read whole documents (data.segment=null)"
-        )
-    if segment is not None and segment < 1:
-        raise ValueError(f"segment={segment}: a segment has at least 1 token")
+        raise ValueError(f"{hooked} has hooks, which reading in segments would not call")
     if segment is not None and segment < body.piece_multiple:
-        raise ValueError(
-            f"segment={segment}: the model reads chunks of {body.piece_multiple} tokens, take at least as many"
-        )
-    if gradient_segments is None:
-        return
-    if gradient_segments < 1:
-        raise ValueError(f"gradient_segments={gradient_segments}: give at least 1, or null for all segments")
-    if body.direction != "forward":
-        raise ValueError(
-            f"gradient_segments={gradient_segments}: a model with direction={body.direction} reads the document from "
-            "its end too, and its gradients go through all segments: leave data.gradient_segments=null"
-        )
+        raise ValueError(f"segment={segment}: the model reads chunks of {body.piece_multiple} tokens")
+    if gradient_segments is not None and body.direction != "forward":
+        raise ValueError(f"direction={body.direction} needs gradients of all segments: leave gradient_segments=null")
 
 
 def _find_hooked(model: TextClassifier) -> Iterator[str]:
@@ -240,7 +214,7 @@ def _as_row(tokens: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | 
     """Documents as one row `[L]` of real tokens, and their borders."""
     if mask is not None:
         if cu_seqlens is not None:
-            raise ValueError("mask and cu_seqlens are both given; packed documents have no padding, leave the mask out")
+            raise ValueError("mask and cu_seqlens are both given, and packed documents have no padding")
         if mask.shape != tokens.shape:
             raise ValueError(f"mask has the shape {list(mask.shape)}, and tokens {list(tokens.shape)}")
         return tokens[mask], [0, *accumulate(mask.sum(1).tolist())]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from longseq.arguments import copy_containers
 from longseq.blocks.residual import Block
 from longseq.mixers import Mixer, get, make_reading
 from longseq.mixers.pattern import Pattern, expand_pattern, options_by_name
+from longseq.models import RUN_ARGUMENTS
 
 BlockT = TypeVar("BlockT", bound=Block[Any])
 
@@ -80,3 +82,24 @@ def _options_of_layer(mixer: str, options: Mapping[str, Any], layer: int, count:
             )
         chosen[option] = values[layer % len(values)]
     return chosen
+
+
+def mixer_options_of(
+    pattern: Any, given: Mapping[str, Any] | None, names: Iterable[str], layers: Iterable[nn.Module], without: Any = ()
+) -> dict[str, Any]:
+    """The complete options of the mixers in a stack of layers, in the form in which a model takes `mixer_options`.
+
+    `names` are those of the layers' mixers. The result keeps `given` options of mixers that the pattern names and no
+    layer has, and those whose values layers take in turn.
+    """
+    options = options_by_name(pattern, given)
+    in_turn = {
+        name: {key: copy_containers(own[key]) for key in get(name).options_in_turn if key in own}
+        for name, own in options.items()
+    }
+    left_out = ("d_model", *RUN_ARGUMENTS, *without)
+    for name, layer in zip(names, layers, strict=True):
+        mixer = next(part for part in layer.modules() if isinstance(part, Mixer))
+        complete_options = {key: value for key, value in mixer.arguments.items() if key not in left_out}
+        options[name] = complete_options | in_turn[name]
+    return options if len(options) > 1 else next(iter(options.values()))

@@ -42,7 +42,6 @@ class StepGraph:
     """
 
     def __init__(self, model: TokenBackbone, state: TokenState, sampler: TokenSampler | None = None) -> None:
-        check_step_graph(model)
         _check_preallocated(model, state)
         self.state = state._replace(
             layers=tuple(_own(layer) for layer in state.layers), position=map_state(torch.clone, state.position)
@@ -114,22 +113,8 @@ def _check_preallocated(model: TokenBackbone, state: TokenState) -> None:
     for block, layer in zip(model.blocks, state.layers, strict=True):
         if block.mixer.growing_state and not isinstance(block.mixer_state(layer), KeyValueCache):
             raise ValueError(
-                f"the state of {type(block.mixer).__name__} grows with every token, and a CUDA graph has fixed shapes; "
-                "give it room: model.preallocate(state, max_length)"
+                f"the state of {type(block.mixer).__name__} grows with every token, and a CUDA graph has fixed shapes"
             )
-
-
-def check_step_graph(model: nn.Module) -> None:
-    """Raise ValueError for a model whose steps a CUDA graph cannot record, whatever its state."""
-    device = next(model.parameters()).device
-    if device.type != "cuda":
-        raise ValueError(f"a CUDA graph records a model on a CUDA device, and this one is on {device.type}")
-    growing = {type(m).__name__ for m in model.modules() if isinstance(m, Mixer) and _only_grows(m)}
-    if growing:
-        raise ValueError(
-            f"the state of {', '.join(sorted(growing))} grows with every token, and a CUDA graph has fixed shapes; "
-            "leave cuda_graph out"
-        )
 
 
 def can_record(model: nn.Module) -> bool:

@@ -9,10 +9,9 @@ text = model.generate(prompt, 100)                  # [B, T + 100]; on a GPU fas
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from numbers import Integral
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from timm.layers import Mlp, trunc_normal_
@@ -21,8 +20,7 @@ from torch import Tensor, nn
 
 from longseq.backbones.continuation import Continuation
 from longseq.backbones.sampling import Sampling, TokenSampler
-from longseq.backbones.stack import build_blocks
-from longseq.backbones.step_graph import check_step_graph
+from longseq.backbones.stack import build_blocks, mixer_options_of
 from longseq.backbones.vocabulary_loss import SummedLoss, sum_scored, summed_loss, token_losses
 from longseq.blocks.channel_mixing import ChannelMixing
 from longseq.blocks.hooks import is_replaceable
@@ -30,7 +28,6 @@ from longseq.blocks.initialisation import save_rng_state
 from longseq.blocks.mlp import SwiGLU
 from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm
 from longseq.blocks.precision import at_least_float32
-from longseq.blocks.recompute import check_recompute
 from longseq.blocks.residual import Block, PostNormBlock
 from longseq.blocks.rotary import count_positions
 from longseq.blocks.sharding import full_parameters, gathers_parameters
@@ -38,7 +35,7 @@ from longseq.kernels.packing import Packing, pack_like
 from longseq.mixers import Mixer
 from longseq.mixers.base import check_state_rows
 from longseq.mixers.pattern import Pattern, expand_pattern, spell_pattern
-from longseq.models import PretrainedModel, mixer_options_of, register_kind
+from longseq.models import PretrainedModel, register_kind
 from longseq.parameters import no_weight_decay
 from longseq.state import StateTree, loadable
 
@@ -117,7 +114,6 @@ class TokenBackbone(PretrainedModel, nn.Module):
     """
 
     decided_options = ("causal",)
-    arguments_before: ClassVar[Mapping[str, Any]] = {"mlp_bias": False, "norm_order": "pre"}
 
     def __init__(
         self,
@@ -147,26 +143,11 @@ class TokenBackbone(PretrainedModel, nn.Module):
     ) -> None:
         super().__init__()
         restore_rng_state = save_rng_state()
-        for name, value, known in (
-            ("direction", direction, DIRECTIONS),
-            ("norm", norm, NORMS),
-            ("norm_order", norm_order, BLOCKS),
-            ("positions", positions, POSITIONS),
-        ):
+        for name, value, known in (("direction", direction, DIRECTIONS), ("positions", positions, POSITIONS)):
             if value not in known:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
-        if mlp is not None and mlp not in MLPS:
-            raise ValueError(f"mlp={mlp!r} is not one of {', '.join(MLPS)}, or None")
         if mlp == "rwkv" and direction != "forward":
-            raise ValueError(
-                f"mlp='rwkv' reads the token before, which direction={direction!r} does not have: give "
-                "direction='forward', or mlp='swiglu'"
-            )
-        if positions == "learned" and not max_length:
-            raise ValueError("positions='learned' needs max_length, the most tokens of a sequence")
-        if vocab_size < 1 or depth < 1:
-            raise ValueError(f"vocab_size={vocab_size}, depth={depth}: both are at least 1")
-        check_recompute(recompute)
+            raise ValueError(f"mlp='rwkv' reads the token before, which direction={direction!r} does not have")
         self.mixer_name = spell_pattern(mixer)
         self.direction = direction
         self.vocab_size = vocab_size
@@ -279,7 +260,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
 
         Raises:
             ValueError: a state is given to a model that does not read forward; `cu_seqlens` or `mask` does not fit
-                `tokens`, or both are given; a sequence is longer than `max_length`.
+                `tokens`, or both are given.
         """
         x, state = self.forward_features(
             tokens, state, cu_seqlens=cu_seqlens, mask=mask, output_final_state=output_final_state
@@ -297,13 +278,6 @@ class TokenBackbone(PretrainedModel, nn.Module):
         With `max_length` the state is preallocated (see `preallocate`), layer by layer, which needs less memory.
         `added [B, T, d_model]` is added to the embeddings of the tokens.
         """
-        if tokens.dim() != 2:
-            raise ValueError(f"tokens have the shape {list(tokens.shape)}: give rows of tokens, [B, T]")
-        if self.max_length is not None and tokens.shape[1] > self.max_length and cu_seqlens is None:
-            raise ValueError(
-                f"a sequence of {tokens.shape[1]} tokens is longer than the max_length={self.max_length} of the "
-                "learned positions: give shorter ones, or train with a larger max_length or without positions"
-            )
         output_final_state = output_final_state and self.direction == "forward"
         if state is not None:
             self._check_forward("a state")
@@ -354,8 +328,6 @@ class TokenBackbone(PretrainedModel, nn.Module):
             ValueError: the model does not read forward.
         """
         self._check_forward("step")
-        if token.dim() != 1:
-            raise ValueError(f"token has the shape {list(token.shape)}: give a token for each row, [B]")
         self._check_layers(state)
         position = state.position
         check_state_rows(position, token.shape[0])
@@ -430,31 +402,12 @@ class TokenBackbone(PretrainedModel, nn.Module):
         choice of the token as a `StepGraph` and replays it; the tokens are those of the same seed without it.
 
         Raises:
-            ValueError: the model does not read forward; the prompt is empty or has tokens that do not exist; the text
-                would be longer than `max_length`; an option has an invalid value; the model's scores are not finite.
+            ValueError: the model does not read forward, an option has an invalid value, or the scores are not finite.
         """
         self._check_forward("generate")
-        if cuda_graph:
-            check_step_graph(self)
-        if prompt.ndim != 2 or prompt.shape[1] == 0:
-            raise ValueError(f"prompt has the shape {list(prompt.shape)}; give [batch, tokens] with at least one token")
-        if prompt.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"prompt has numbers of {prompt.dtype}; give tokens as int64 or int32")
-        if not isinstance(max_new_tokens, Integral):
-            raise ValueError(f"max_new_tokens={max_new_tokens!r} is no whole number")
-        if prompt.numel() > 0 and (prompt.min() < 0 or prompt.max() >= self.vocab_size):
-            raise ValueError(
-                f"prompt has tokens from {prompt.min()} to {prompt.max()}; the model knows {self.vocab_size}"
-            )
         sampling = Sampling(temperature, top_k, top_p)
         if max_new_tokens < 1:
             return prompt.clone()
-        most = self.max_length
-        if most is not None and prompt.shape[1] + max_new_tokens - 1 > most:  # the last token is not read
-            raise ValueError(
-                f"a prompt of {prompt.shape[1]} tokens and max_new_tokens={max_new_tokens} are more than the "
-                f"max_length={most} of the learned positions"
-            )
         features, state = self.forward_features(prompt, max_length=prompt.shape[1] + max_new_tokens)
         assert state is not None
         device = "cpu" if generator is None else generator.device
@@ -502,9 +455,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
     def _check_layers(self, state: TokenState) -> None:
         """Refuse the state of a model with another number of blocks, whose first layers may fit."""
         if len(state.layers) != len(self.blocks):
-            raise ValueError(
-                f"the state is one of a model with depth={len(state.layers)}, and this one has depth={len(self.blocks)}"
-            )
+            raise ValueError(f"the state has {len(state.layers)} layers and the model {len(self.blocks)}")
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in the backward pass instead of keeping its activations."""

@@ -32,8 +32,6 @@ class ShortConvolution(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        if width < 1:
-            raise ValueError(f"convolution_width={width}: at least 1 (the token itself)")
         self.channels = channels
         self.width = width
         self.activation = activation

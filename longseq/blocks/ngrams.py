@@ -27,11 +27,6 @@ class HashedNgrams(nn.Module):
 
     def __init__(self, longest: int, buckets: int, d_model: int) -> None:
         super().__init__()
-        if longest < 2 or not 1 <= buckets <= _PRIME:
-            raise ValueError(
-                f"hashed_ngrams={longest}, ngram_buckets={buckets}: n-grams have at least 2 tokens, and from 1 to "
-                f"{_PRIME} buckets"
-            )
         self.longest, self.buckets = longest, buckets
         self.tables = nn.ModuleList(nn.Embedding(buckets, d_model) for _ in range(2, longest + 1))
 

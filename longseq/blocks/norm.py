@@ -15,13 +15,6 @@ from longseq.kernels.add_norm import add_norm
 from longseq.kernels.dispatch import backend_of_local
 
 
-def check_eps(eps: float) -> float:
-    """Return `eps`, which mixers and models call norm_eps; ValueError for a negative one, whose roots may not exist."""
-    if not eps >= 0:
-        raise ValueError(f"norm_eps={eps} must not be negative; 1e-5 is usual")
-    return eps
-
-
 class UpcastGroupNorm(nn.GroupNorm):
     """`nn.GroupNorm` that computes in the type of its input, whatever that of its parameters."""
 
@@ -36,7 +29,7 @@ class RMSNorm(nn.RMSNorm):
     eps: float
 
     def __init__(self, width: int, eps: float = 1e-5, *, backend: str = "auto") -> None:
-        super().__init__(width, eps=check_eps(eps))
+        super().__init__(width, eps=eps)
         self.backend = backend_of_local(backend)
 
     @whole_in_traces
@@ -75,7 +68,7 @@ class ResidualLayerNorm(nn.LayerNorm):
     """Layer norm of a residual in float32, with a result in the type of the next layer's arithmetic."""
 
     def __init__(self, width: int, eps: float = 1e-5, *, backend: str = "auto") -> None:
-        super().__init__(width, eps=check_eps(eps))
+        super().__init__(width, eps=eps)
         self.backend = backend_of_local(backend)
 
     @whole_in_traces

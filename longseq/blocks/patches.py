@@ -106,11 +106,6 @@ class PatchEmbed(layers.PatchEmbed):
         if img_size is None:
             return None, None, None
         img_size = layers.to_2tuple(img_size)
-        small = any(size < patch for size, patch in zip(img_size, self.patch_size, strict=True))
-        if small and not (self.dynamic_img_pad and self.stride == self.patch_size):
-            raise ValueError(
-                f"img_size={img_size} is smaller than one patch, {self.patch_size}; choose a smaller patch_size"
-            )
         grid_size = self.dynamic_feat_size(img_size)
         return img_size, grid_size, grid_size[0] * grid_size[1]
 
@@ -119,10 +114,7 @@ class PatchEmbed(layers.PatchEmbed):
         overlapping = self.stride != self.patch_size
         if patch_size is not None and layers.to_2tuple(patch_size) != self.patch_size:
             if overlapping:
-                raise ValueError(
-                    f"patch_size={patch_size}: patches of {self.patch_size} with stride {self.stride} keep their size; "
-                    "build a new model"
-                )
+                raise ValueError(f"patches of {self.patch_size} with stride {self.stride} keep their size")
             self.stride = layers.to_2tuple(patch_size)
         super().set_input_size(img_size=img_size, patch_size=patch_size)
         if type(self.proj) is nn.Conv2d:  # timm makes one for another patch size

@@ -10,18 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 from longseq.kernels.dispatch import is_exporting
 
+# none keeps everything that a gradient needs. mixer keeps the matrix products, and recomputes the cheap operations
+# between the projections of mixers and the products of gated MLPs. block keeps the inputs of blocks, and recomputes the
+# blocks.
 RECOMPUTE = ("none", "mixer", "block")
-
-
-def check_recompute(recompute: str) -> None:
-    """Raise ValueError unless it is one of `RECOMPUTE`.
-
-    none keeps everything that a gradient needs. mixer keeps the matrix products. It recomputes the cheap operations
-    between the projections of mixers, and the products of the gated MLPs of language models. block keeps the inputs of
-    blocks, and recomputes the blocks.
-    """
-    if recompute not in RECOMPUTE:
-        raise ValueError(f"recompute={recompute!r} is not one of {', '.join(RECOMPUTE)}")
 
 
 def checkpoint_if(enabled: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

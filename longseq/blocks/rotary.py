@@ -52,12 +52,12 @@ def rotary_angles(
     return (cosine, sine) if magnitude == 1 else (cosine * magnitude, sine * magnitude)
 
 
-def check_rotary(base: float, scaling: Mapping[str, Any] | None) -> None:
-    """Raise ValueError unless `rotary_angles` has angles for this base, which is above 0, and can scale them so.
+def check_rotary(scaling: Mapping[str, Any] | None) -> None:
+    """Raise ValueError for a `scaling` that `rotary_angles` does not know, or keys that it would ignore.
 
-    The keys of `scaling` are those of transformers' config.json:
+    They are those of transformers' config.json:
 
-    rope_type: linear (all angles divided by `factor`; Chen et al., 2023), llama3 (slow pairs alone; Llama 3.1), or yarn
+    rope_type: linear (all angles divided by `factor`; Chen et al., 2023), llama3 (slow pairs only; Llama 3.1), or yarn
         (YaRN; Peng et al., 2023, section 3, with the factor of the scores on both queries and keys).
     factor: how much longer the context becomes.
     original_max_position_embeddings: of llama3 and yarn: the context of the training.
@@ -65,30 +65,11 @@ def check_rotary(base: float, scaling: Mapping[str, Any] | None) -> None:
         more often is fast.
     beta_fast, beta_slow, truncate, attention_factor, mscale, mscale_all_dim: of yarn; all may be left out.
     """
-    if not base > 0:
-        raise ValueError(f"rotary_base={base} must be above 0; 10000 is usual")
     if not scaling:
         return
-    if not isinstance(scaling, Mapping):
-        raise ValueError(f"rotary_scaling={scaling!r} must be a mapping with rope_type, or None")
-    kind = scaling.get("rope_type")
-    if kind not in _SCALING_KEYS:
-        raise ValueError(f"rotary_scaling with rope_type={kind!r}: the types are {', '.join(_SCALING_KEYS)}")
-    needed, optional = _SCALING_KEYS[kind]
-    missing = [key for key in needed if scaling.get(key) is None]
-    unknown = [key for key in scaling if key not in (*needed, *optional, "rope_type")]
-    if missing or unknown:
-        what = f"needs {', '.join(missing)}" if missing else f"does not know {', '.join(unknown)}"
-        raise ValueError(f"rotary_scaling with rope_type={kind} {what}")
-    below = [
-        f"{key}={scaling[key]!r}"
-        for key in needed
-        if not isinstance(scaling[key], (int, float)) or not scaling[key] > 0
-    ]
-    if below:
-        raise ValueError(f"rotary_scaling with {', '.join(below)}: must be above 0")
-    if kind == "llama3" and scaling["low_freq_factor"] == scaling["high_freq_factor"]:
-        raise ValueError("rotary_scaling with low_freq_factor = high_freq_factor: between them lie the mixed angles")
+    known = _SCALING_KEYS.get(scaling.get("rope_type", ""))
+    if known is None or not {*scaling} <= {"rope_type", *known}:
+        raise ValueError(f"rotary_scaling={dict(scaling)} has another rope_type or other keys")
 
 
 def _scale_linearly(frequencies: Tensor, base: float, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
@@ -129,13 +110,12 @@ def _magnitude(factor: float, weight: float | None) -> float:
 
 _Scaling = Callable[[Tensor, float, Mapping[str, Any]], tuple[Tensor, float]]
 _SCALINGS: dict[str, _Scaling] = {"linear": _scale_linearly, "llama3": _scale_as_llama, "yarn": _scale_as_yarn}
-# The keys that each type needs, and those that it may have.
-_SCALING_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "linear": (("factor",), ()),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+_SCALING_KEYS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (
-        ("factor", "original_max_position_embeddings"),
-        ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"),
+        *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+        *("truncate", "attention_factor", "mscale", "mscale_all_dim"),
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Traces of torch.fx and TorchScript: modules that these keep whole or cannot compile, and whether one is made now."""
+"""Traces of torch.fx and TorchScript: modules that these keep whole, and whether one is made now."""
 
 from __future__ import annotations
 
@@ -28,17 +28,6 @@ def whole_in_traces(forward: Forward) -> Forward:
         return forward(self, *args, **kwargs)
 
     return call  # type: ignore[return-value]
-
-
-class NotScriptable(nn.Module):
-    """Base class of modules that choose operations at run time, which TorchScript's compiler cannot express."""
-
-    def __prepare_scriptable__(self) -> nn.Module:
-        """Called by `torch.jit.script` before it compiles: raises NotImplementedError with the remedy."""
-        raise NotImplementedError(
-            f"torch.jit.script cannot compile {type(self).__name__}, which chooses its operations when it runs; trace "
-            "the model with torch.jit.trace, or run `longseq export format=torchscript`"
-        )
 
 
 def makes_trace() -> bool:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from longseq.arguments import Inert
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.packing import front_places, scatter_tokens, unpack_rows
 from longseq.blocks.rotary import check_rotary, count_positions, rotary_angles, rotate_pairs
@@ -67,50 +66,32 @@ class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
     supports_noncausal = True
     recomputable = False
     preallocates = True
-    inert_with: ClassVar[Inert] = {
-        "rotary_base": ({"rotary": (False,)},),
-        "rotary_scaling": ({"rotary": (False,)},),
-        "norm_eps": ({"qk_norm": ("none",)},),
-    }
-    arguments_before: ClassVar[Mapping[str, Any]] = {
-        "out_bias": True,
-        "rotary_scaling": None,
-        "qk_norm": "none",
-        "norm_eps": 1e-5,
-    }
 
     def __init__(
         self,
         d_model: int,
         *,
-        num_heads: int | None,
-        head_dim: int | None,
-        num_kv_heads: int | None,
-        causal: bool,
-        qkv_bias: bool,
-        out_bias: bool,
-        rotary: bool,
-        rotary_base: float,
-        rotary_scaling: Mapping[str, Any] | None,
-        qk_norm: str,
-        norm_eps: float,
-        backend: str,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        num_kv_heads: int | None = None,
+        causal: bool = True,
+        qkv_bias: bool = True,
+        out_bias: bool = True,
+        rotary: bool = False,
+        rotary_base: float = 10000.0,
+        rotary_scaling: Mapping[str, Any] | None = None,
+        qk_norm: str = "none",
+        norm_eps: float = 1e-5,
+        backend: str = "auto",
     ) -> None:
-        if backend not in ("auto", "torch", "varlen"):
-            raise ValueError(
-                f"attention runs on torch's scaled_dot_product_attention, not on backend={backend!r}; use auto or "
-                "torch, or varlen for torch's varlen_attn over packed sequences"
-            )
         super().__init__(d_model, backend=backend)
         # Both together choose another width than d_model, as in Qwen3.
         width = d_model if num_heads is None or head_dim is None else num_heads * head_dim
         self.num_heads, self.head_dim = choose_heads(width, num_heads, head_dim, preferred=64)
         self.num_kv_heads = check_groups(self.num_heads, num_kv_heads)
-        if rotary and self.head_dim % 2:
-            raise ValueError(f"rotary=True turns pairs of channels, not head_dim={self.head_dim}; choose an even one")
         if qk_norm not in QK_NORMS:
             raise ValueError(f"qk_norm={qk_norm!r} is not one of {', '.join(QK_NORMS)}")
-        check_rotary(rotary_base, rotary_scaling)
+        check_rotary(rotary_scaling)
         self.causal = causal
         self.rotary = rotary
         self.rotary_base = rotary_base
@@ -261,39 +242,6 @@ class Attention(SoftmaxAttention):
 
     paper = "Softmax attention (arXiv:1706.03762), section 3.2"
     growing_state = True
-
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        num_heads: int | None = None,
-        head_dim: int | None = None,
-        num_kv_heads: int | None = None,
-        causal: bool = True,
-        qkv_bias: bool = True,
-        out_bias: bool = True,
-        rotary: bool = False,
-        rotary_base: float = 10000.0,
-        rotary_scaling: Mapping[str, Any] | None = None,
-        qk_norm: str = "none",
-        norm_eps: float = 1e-5,
-        backend: str = "auto",
-    ) -> None:
-        super().__init__(
-            d_model,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            num_kv_heads=num_kv_heads,
-            causal=causal,
-            qkv_bias=qkv_bias,
-            out_bias=out_bias,
-            rotary=rotary,
-            rotary_base=rotary_base,
-            rotary_scaling=rotary_scaling,
-            qk_norm=qk_norm,
-            norm_eps=norm_eps,
-            backend=backend,
-        )
 
     def initial_state(
         self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None

@@ -10,22 +10,21 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from longseq.arguments import Inert, KeepsArguments
+from longseq.arguments import KeepsArguments
 from longseq.blocks.hooks import has_observers, step_by_call
 from longseq.blocks.positions import Layout
 from longseq.blocks.reading import BACKWARD, FORWARD
 from longseq.blocks.recompute import checkpoint_if
 from longseq.blocks.sharding import gathers_parameters
-from longseq.blocks.traces import NotScriptable, whole_in_traces
+from longseq.blocks.traces import whole_in_traces
 from longseq.kernels.checks import check_mask
 from longseq.kernels.dispatch import backend_of_local, backend_of_step, is_exporting
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse
-from longseq.plugins import is_foreign
 from longseq.state import StateT, loadable, map_state
 
 
-class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
+class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
     """A layer that mixes information along a sequence: project in, scan, project out.
 
         y, state = mixer(x, state)              x, y [B, T, d_model]
@@ -48,8 +47,6 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
         own_backends: backends besides "auto" and "torch" that a class without `operations` takes.
         no_weight_decay_names: names of parameters that weight decay must leave alone (see `longseq.parameters`).
         options_in_turn: options for which a model also takes a list: its values in turn over the layers of this mixer.
-        inert_with: options that have no effect with some values of other options (see `longseq.arguments.Inert`).
-            `longseq train` refuses such combinations.
         supports_noncausal: the constructor takes `causal=False`, with which one pass sees all tokens.
         reads_backwards: `scan` takes `reverse`. True reads from the last token to the first, without a reversed copy of
             the tokens; the given state is then that of the tokens after the last one. "second_half" does so for the
@@ -82,7 +79,6 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
     reads_backwards: ClassVar[bool] = False
     reads_pairs: ClassVar[bool] = False
     options_in_turn: ClassVar[tuple[str, ...]] = ()
-    inert_with: ClassVar[Inert] = {}
     preallocates: ClassVar[bool] = False
     recomputable: ClassVar[bool] = True
 
@@ -98,12 +94,8 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
     in_proj: nn.Linear | None
     out_proj: nn.Linear | None
 
-    # True where the class, or one that it derives from, is outside longseq and defines `scan`.
-    _scan_is_foreign: ClassVar[bool] = False
-
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls._scan_is_foreign = is_foreign(cls.scan)
         states = [state for base in getattr(cls, "__orig_bases__", ()) for state in get_args(base)]
         for state in states:
             for each in get_args(state) or (state,):  # a union has several
@@ -112,11 +104,8 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
 
     def __init__(self, d_model: int, *, backend: str = "auto") -> None:
         super().__init__()
-        if d_model < 1:
-            raise ValueError(f"d_model={d_model}: a mixer needs at least one channel")
         if not self.operations and backend not in ("auto", "torch", *self.own_backends):
-            known = ", ".join(("auto", "torch", *self.own_backends))
-            raise ValueError(f"{type(self).__name__} has no kernels and no backend {backend!r}: choose one of {known}")
+            raise ValueError(f"{type(self).__name__} has no backend {backend!r}")
         self.d_model = d_model
         self.backend = backend
 
@@ -162,9 +151,8 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
             `y [B, T, d_model]` and the state after the last real token, or None.
 
         Raises:
-            ValueError: `x` is no batch of sequences, or `cu_seqlens`, `mask` or `state` does not fit it.
+            ValueError: `cu_seqlens`, `mask` or `state` does not fit `x`.
         """
-        check_dimensions(x, "[B, T, d_model]")
         packing = check_rows(x, cu_seqlens, mask)
         check_state_rows(state, x.shape[0] if packing is None else packing.count)
         y, state = self.read(
@@ -202,8 +190,6 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
         packing = cu_seqlens
         options |= {"cu_seqlens": packing, "mask": mask, "output_final_state": output_final_state}
         y, last = checkpoint_if(self.recompute and self.recomputable, self.scan, projected, state, **options)
-        if self._scan_is_foreign and not is_exporting():
-            _check_scanned(self, projected, y)
         if turned:
             y, last = y.flip(1), last if packing is None else map_state(_flip_rows, last)
         return y, last
@@ -217,9 +203,8 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
         """Mix one more token: `x [B, d_model]` and the state before it give `y [B, d_model]` and the state after it.
 
         Raises:
-            ValueError: `x` is no batch of tokens, or the state is one of another number of sequences.
+            ValueError: the state is one of another number of sequences.
         """
-        check_dimensions(x, "[B, d_model]")
         check_state_rows(state, x.shape[0])
         if has_observers(self):
             return step_by_call(self, x, state)
@@ -256,7 +241,7 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
         output_final_state: bool = True,
     ) -> tuple[Tensor, StateT | None]:
         """Scan projected tokens `[B, T, P]` along the sequence; returns `[B, T, I]`, and the state if it is wanted."""
-        raise _undefined(self, "scan")
+        raise NotImplementedError
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the sum of two scans: by this mixer from the first token on, and by `backward` from the last token on.
@@ -267,11 +252,11 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
         submodule has hooks or was replaced, if a callback watches (see `observe`), or for packed rows, which operations
         read in one direction.
         """
-        raise _undefined(self, "scan_pair")
+        raise NotImplementedError
 
     def scan_step(self, projected: Tensor, state: StateT) -> tuple[Tensor, StateT]:
         """Scan one projected token `[B, P]`; returns `[B, I]` and the state."""
-        raise _undefined(self, "scan_step")
+        raise NotImplementedError
 
     def needs_state(self, wanted: bool) -> bool:
         """True if a scan must compute its last state: the caller wants it, or a callback watches the layer."""
@@ -293,7 +278,7 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
 
         `dtype` is that of the inputs. Recurrent memories are float32 for every `dtype` but float64, which they keep.
         """
-        raise _undefined(self, "initial_state")
+        raise NotImplementedError
 
     def preallocate(self, state: StateT, max_length: int) -> StateT:
         """Return the state with room for sequences of `max_length` tokens in all, which steps fill in place.
@@ -314,7 +299,7 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
 
     def scan_flops(self, tokens: int) -> int:
         """Count the floating-point operations of `scan` over one sequence, the recurrence in its one-token form."""
-        raise _undefined(self, "scan_flops")
+        raise NotImplementedError
 
     def flops(self, tokens: int) -> int:
         """Count the floating-point operations of a forward pass over one sequence; a multiply-add counts as two."""
@@ -341,17 +326,10 @@ class Mixer(KeepsArguments, NotScriptable, Generic[StateT]):
 register_notrace_module(Mixer)
 
 
-def check_dimensions(x: Tensor, layout: str) -> None:
-    """Raise ValueError unless `x` has as many dimensions as `layout`, such as "[B, T, d_model]", names."""
-    wanted = layout.count(",") + 1
-    if x.dim() != wanted:
-        raise ValueError(f"x has the shape {list(x.shape)}, and must have {wanted} dimensions, {layout}: reshape it")
-
-
 def check_rows(x: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | None) -> Packing | None:
     """Return the packing of tokens `x [B, T, ...]`, or None; raise ValueError if it or the mask does not fit them."""
     if cu_seqlens is not None and mask is not None:
-        raise ValueError("mask and cu_seqlens are both given; packed sequences have no padding, leave the mask out")
+        raise ValueError("mask and cu_seqlens are both given, and packed sequences have no padding")
     if mask is not None and not is_exporting():
         check_mask("mixer", mask, "x", x)
     return pack_like(cu_seqlens, x)
@@ -359,30 +337,12 @@ def check_rows(x: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | No
 
 def check_state_rows(state: Any, rows: int) -> None:
     """Raise ValueError for a state of another number of sequences than are read: its tensors begin with that number."""
-    if not is_exporting():
-        _check_rows_of(state, rows)
-
-
-def _check_rows_of(state: Any, rows: int) -> None:
-    # A loop of its own: every step of decoding checks the state of each layer.
     if isinstance(state, Tensor):
-        shape = state.shape
-        if shape and shape[0] != rows:
-            raise ValueError(f"the state is one of {shape[0]} sequences, and {rows} are read: give each its state")
+        if not is_exporting() and state.dim() and state.shape[0] != rows:
+            raise ValueError(f"the state is one of {state.shape[0]} sequences, and {rows} are read")
     elif isinstance(state, tuple | list):
         for part in state:
-            _check_rows_of(part, rows)
-    else:
-        map_state(lambda x: x, state)  # tells what is no state
-
-
-def _check_scanned(mixer: Mixer[Any], projected: Tensor, y: Tensor) -> None:
-    """Raise ValueError for outputs of a plug-in's scan with which only what follows it would fail, and not name it."""
-    if y.shape[:2] != projected.shape[:2]:
-        raise ValueError(
-            f"{type(mixer).__module__}.{type(mixer).__qualname__}.scan returns outputs {list(y.shape)} for tokens "
-            f"{list(projected.shape)}: return one for each token"
-        )
+            check_state_rows(part, rows)
 
 
 def hide_padding(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -413,7 +373,3 @@ def activation_dtype(layer: nn.Module, device: torch.device) -> torch.dtype:
 def memory_dtype(dtype: torch.dtype | None) -> torch.dtype:
     """Dtype of a recurrent memory for inputs of `dtype`: float32, and float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _undefined(mixer: Mixer[Any], method: str) -> NotImplementedError:
-    return NotImplementedError(f"{type(mixer).__name__} does not define {method}")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from longseq.arguments import Inert
 from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.linear import UpcastLinear
 from longseq.blocks.packing import pack_rows, rows_of, unpack_rows
@@ -80,15 +78,9 @@ class BaseConv(Mixer[BaseConvState | ShortBaseConvState]):
     paper = "BaseConv (arXiv:2312.04927), section 4.1"
     own_backends = ("triton", "reference")  # of a short filter
     options_in_turn = ("filter",)
-    inert_with: ClassVar[Inert] = {
-        "convolution_width": ({"filter": ("implicit", "explicit")},),
-        "max_length": ({"filter": ("short",)},),
-        "filter_width": ({"filter": ("explicit", "short")},),
-    }
     reads_backwards = True
     growing_state = True
     no_weight_decay_names = ("bias",)
-    arguments_before: ClassVar[Mapping[str, Any]] = {"convolution_width": 3}
 
     def __init__(
         self,
@@ -107,10 +99,6 @@ class BaseConv(Mixer[BaseConvState | ShortBaseConvState]):
             raise ValueError(
                 f"baseconv runs on torch's Fourier transforms, not on backend={backend!r}; use auto or torch"
             )
-        if max_length < 2:
-            raise ValueError(f"max_length={max_length}: distances are measured in it; at least 2")
-        if filter_width < 1:
-            raise ValueError(f"filter_width={filter_width}: the network of a filter needs at least one hidden channel")
         self.max_length = max_length
         self.in_proj = nn.Linear(d_model, d_model)
         self.out_proj = None

@@ -46,8 +46,6 @@ class Based(LinearAttention):
         backend: str = "auto",
     ) -> None:
         super().__init__(d_model, num_heads=num_heads, head_dim=head_dim, eps=eps, backend=backend)
-        if feature_dim < 1:
-            raise ValueError(f"feature_dim={feature_dim}: queries and keys need at least one channel")
         self.feature_dim = feature_dim
         self.key_dim = 1 + feature_dim + feature_dim * (feature_dim + 1) // 2
         self.in_proj = nn.Linear(d_model, 2 * self.num_heads * feature_dim + d_model, bias=False)

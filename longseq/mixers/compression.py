@@ -73,21 +73,8 @@ class CompressionMixer(Mixer[CompressionState]):
         backend: str,
     ) -> None:
         super().__init__(d_model, backend=backend)
-        if gamma_activation not in GAMMA_ACTIVATIONS:
-            raise ValueError(f"gamma_activation {gamma_activation!r} is not one of {', '.join(GAMMA_ACTIVATIONS)}")
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size={chunk_size} must be at least 1, the exact recurrence")
         self.num_heads, self.head_dim = choose_heads(d_model, num_heads, head_dim, preferred=64)
-        if self.head_dim == 1:
-            raise ValueError(
-                f"head_dim=1: updates are orthogonal to slots, which one channel leaves no room for; d_model={d_model} "
-                "needs heads of at least 2 channels"
-            )
         self.num_slots = self.head_dim if num_slots is None else num_slots
-        if not 1 <= self.num_slots <= self.head_dim:
-            raise ValueError(
-                f"num_slots={num_slots} must be 1 to {self.head_dim}, the head's channels: slots start orthonormal"
-            )
         self.gamma_activation = gamma_activation
         self.forget_gate = forget_gate
         self.recurrence = recurrence

@@ -15,17 +15,16 @@ from longseq.blocks.positions import Layout
 from longseq.blocks.reading import (
     BACKWARD,
     COLUMNS,
-    COLUMNS_BACKWARD,
     REVERSED,
     are_pairs,
     reading_orders,
     reorder,
     restore,
 )
-from longseq.blocks.traces import NotScriptable, whole_in_traces
+from longseq.blocks.traces import whole_in_traces
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, check_dimensions, check_rows, hide_padding
+from longseq.mixers.base import Mixer, check_rows, hide_padding
 from longseq.mixers.registry import create, get
 
 SHARING = ("projections", "all", "none")
@@ -36,7 +35,7 @@ NO_STATE = "a reading in several directions has no state and no steps; build the
 AnyMixer = Mixer[Any]
 
 
-class Directions(NotScriptable):
+class Directions(nn.Module):
     """A reading in several orders: both ways along a sequence (bidirectional), or along rows and columns (cross).
 
     The parameter count depends on what the orders share. P is the count of a mixer's two projections, S that of its
@@ -105,21 +104,15 @@ class Directions(NotScriptable):
             `y [B, T, D]` and None: later tokens change every output, so that there is no state to continue from.
 
         Raises:
-            ValueError: a state is given; `x` is no batch of sequences; an order of columns has no layout, or packed
-                rows; `cu_seqlens` or `mask` does not fit `x`, or both are given.
+            ValueError: a state is given; columns are to be read of packed rows; `cu_seqlens` or `mask` does not fit
+                `x`, or both are given.
         """
         if state is not None:
             raise ValueError(NO_STATE)
-        check_dimensions(x, "[B, T, d_model]")
         packing = check_rows(x, cu_seqlens, mask)
         x = hide_padding(x, mask)
-        if COLUMNS in self.orders or COLUMNS_BACKWARD in self.orders:
-            if layout is None:
-                raise ValueError(
-                    "direction='cross' reads columns and needs the patch grid; pass layout=Layout(height, width, token)"
-                )
-            if packing is not None:
-                raise ValueError("direction='cross' reads one grid of patches a row; leave cu_seqlens out")
+        if packing is not None and COLUMNS in self.orders:
+            raise ValueError("direction='cross' reads one grid of patches a row: leave cu_seqlens out")
         readers = self.readers
         first = readers[0]
         if self.share == "none":
@@ -266,8 +259,6 @@ def make_reading(
     if "causal" in chosen:
         raise ValueError("mixer_options sets causal, which the direction decides: use direction='forward' for causal")
     if backend != "auto":
-        if chosen.get("backend", backend) != backend:
-            raise ValueError(f"backend={backend!r} contradicts mixer_options' backend={chosen['backend']!r}; give one")
         chosen["backend"] = backend
     sees_all = get(mixer).supports_noncausal and len(orders) > 1
     if get(mixer).supports_noncausal:

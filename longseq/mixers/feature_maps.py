@@ -10,9 +10,3 @@ FEATURE_MAPS = {
     "relu_squared": lambda x: functional.relu(x).square(),
     "identity": lambda x: x,
 }
-
-
-def check_feature_map(name: str) -> None:
-    """Raise ValueError for a name that is not in `FEATURE_MAPS`."""
-    if name not in FEATURE_MAPS:
-        raise ValueError(f"feature_map {name!r} is not one of {', '.join(FEATURE_MAPS)}")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +19,10 @@ from longseq.kernels.head_features import check_features
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import Mixer, memory_dtype, required
-from longseq.mixers.heads import choose_heads, expand_width, largest_heads
+from longseq.mixers.heads import choose_heads, largest_heads
 from longseq.mixers.measures import mean_norm, saturation, token_mean
 from longseq.mixers.registry import register
-from longseq.mixers.step_size import check_step_range, draw_decay_rates, draw_step_bias, step_size
+from longseq.mixers.step_size import draw_decay_rates, draw_step_bias, step_size
 
 
 class GatedDeltaNetState(NamedTuple):
@@ -70,7 +69,6 @@ class GatedDeltaNet(Mixer[GatedDeltaNetState]):
     reads_backwards = True
     reads_pairs = True
     no_weight_decay_names = ("A_log", "dt_bias")
-    arguments_before: ClassVar[Mapping[str, Any]] = {"num_value_heads": None}
     revision = 2  # the first had no 1/√K
 
     def __init__(
@@ -93,17 +91,12 @@ class GatedDeltaNet(Mixer[GatedDeltaNetState]):
     ) -> None:
         super().__init__(d_model, backend=backend)
         check_features(feature_map, key_norm)
-        check_step_range(dt_min, dt_max)
-        self.key_width = expand_width(d_model, expand_k, "expand_k")
+        self.key_width = round(expand_k * d_model)
         if num_heads is None and head_dim is None:
             head_dim = largest_heads(self.key_width, 128)
         self.num_heads, self.key_dim = choose_heads(self.key_width, num_heads, head_dim, preferred=128)
-        self.value_dim = expand_width(self.key_dim, expand_v, "expand_v")
+        self.value_dim = round(expand_v * self.key_dim)
         self.num_value_heads = self.num_heads if num_value_heads is None else num_value_heads
-        if self.num_value_heads < 1 or self.num_value_heads % self.num_heads:
-            raise ValueError(
-                f"num_value_heads={num_value_heads} is no multiple of the {self.num_heads} heads of keys; choose one"
-            )
         self.value_width = self.num_value_heads * self.value_dim
         self.feature_map = feature_map
         self.key_norm = key_norm

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -17,9 +14,9 @@ from longseq.blocks.precision import at_least_float32
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import memory_dtype, required
-from longseq.mixers.feature_maps import FEATURE_MAPS, check_feature_map
+from longseq.mixers.feature_maps import FEATURE_MAPS
 from longseq.mixers.gated_linear import GatedLinearMixer, MemoryState, recurrence_flops
-from longseq.mixers.heads import check_groups, choose_heads, expand_width, repeat_groups
+from longseq.mixers.heads import check_groups, choose_heads, repeat_groups
 from longseq.mixers.registry import register
 
 
@@ -48,12 +45,6 @@ class GatedLinearAttention(GatedLinearMixer[MemoryState]):
 
     paper = "GLA (arXiv:2312.06635), section 4.4"
 
-    arguments_before: ClassVar[Mapping[str, Any]] = {
-        "num_kv_heads": None,
-        "feature_map": "identity",
-        "output_gate": True,
-    }
-
     def __init__(
         self,
         d_model: int,
@@ -70,13 +61,10 @@ class GatedLinearAttention(GatedLinearMixer[MemoryState]):
         backend: str = "auto",
     ) -> None:
         super().__init__(d_model, backend=backend)
-        if gate_rank < 1 or gate_temperature <= 0:
-            raise ValueError(f"gate_rank={gate_rank}, gate_temperature={gate_temperature}: both must be positive")
-        self.key_width = expand_width(d_model, expand_k, "expand_k")
-        self.value_width = expand_width(d_model, expand_v, "expand_v")
+        self.key_width = round(expand_k * d_model)
+        self.value_width = round(expand_v * d_model)
         self.num_heads, self.key_dim = choose_heads(self.key_width, num_heads, None, preferred=1)
         _, self.value_dim = choose_heads(self.value_width, num_heads, None, preferred=1)
-        check_feature_map(feature_map)
         self.num_kv_heads = check_groups(self.num_heads, num_kv_heads)
         self.gate_rank = gate_rank
         self.gate_temperature = gate_temperature

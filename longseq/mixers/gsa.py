@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -65,7 +62,6 @@ class GatedSlotAttention(SlotMixer):
 
     paper = "GSA (arXiv:2409.07146), section 3"
     operations = ("slot_attention",)
-    arguments_before: ClassVar[Mapping[str, Any]] = {"num_kv_heads": None, "head_dim": None}
 
     def __init__(
         self,
@@ -97,8 +93,6 @@ class GatedSlotAttention(SlotMixer):
             norm_eps=norm_eps,
             backend=backend,
         )
-        if gate_temperature <= 0:
-            raise ValueError(f"gate_temperature={gate_temperature}, but must be positive; the paper's value is 8")
         self.gate_temperature = gate_temperature
         self.revision = 1 if feature_map == "silu" else 2  # the first applied φ to v as well
         self.gate = None if data_dependent_gate else ConstantGate(self.num_kv_heads, num_slots)

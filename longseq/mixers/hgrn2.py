@@ -53,8 +53,6 @@ class HGRN2(GatedLinearMixer[MemoryState]):
         backend: str = "auto",
     ) -> None:
         super().__init__(d_model, backend=backend)
-        if not 0 <= lower_bound < 1:
-            raise ValueError(f"lower_bound={lower_bound} must be at least 0 and below 1, which would write nothing")
         self.num_heads, self.head_dim = choose_heads(d_model, num_heads, head_dim, preferred=128)
         self.lower_bound = lower_bound
         self.in_proj = nn.Linear(d_model, 3 * d_model, bias=False)

@@ -102,10 +102,6 @@ class Hyena(Mixer[HyenaState]):
         backend: str = "auto",
     ) -> None:
         super().__init__(d_model, backend=backend)
-        if order < 2:
-            raise ValueError(f"order={order}: the first long convolution comes with order 2")
-        if max_length < 2:
-            raise ValueError(f"max_length={max_length}: distances are measured in it; at least 2")
         self.order = order
         self.max_length = max_length
         self.in_proj = nn.Linear(d_model, (order + 1) * d_model)
@@ -219,12 +215,6 @@ class ImplicitFilter(KeepsFloat32):
         bias: float,
     ) -> None:
         super().__init__()
-        if min(width, bands) < 1 or depth < 2:
-            raise ValueError(
-                f"filter_width={width}, filter_bands={bands}, filter_depth={depth}: at least 1, 1 and 2 are needed"
-            )
-        if min(decays) <= 0:
-            raise ValueError(f"fast_decay={decays[0]}, slow_decay={decays[1]}: windows fall at positive distances")
         self.channels = channels
         self.bands = bands
         self.decays = decays

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import Self
 
-from longseq.arguments import Inert
 from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import linear_attention, linear_attention_step, map_features
@@ -44,7 +43,6 @@ class LinearAttention(Mixer[LinearAttentionState]):
     operations = ("linear_attention",)
     reads_backwards = True
     reads_pairs = True
-    inert_with: ClassVar[Inert] = {"eps": ({"normalizer": (False,)},)}
 
     def __init__(
         self,

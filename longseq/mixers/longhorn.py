@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from typing_extensions import Self
 
+from longseq.arguments import takes_also
 from longseq.blocks.pairs import stack_pair
 from longseq.kernels import longhorn_pair, longhorn_scan, longhorn_scan_step
 from longseq.kernels.diagonal_scan import TRITON_ENTRIES
@@ -31,26 +34,9 @@ class Longhorn(SelectiveMixer):
     paper = "Longhorn (arXiv:2407.14207), equation 7"
     operations = ("short_convolution", "longhorn_scan")
 
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        expand: int = 2,
-        state_size: int = 16,
-        convolution_width: int = 4,
-        rate_rank: int | None = None,
-        backend: str = "auto",
-    ) -> None:
-        super().__init__(
-            d_model,
-            rates=None,
-            expand=expand,
-            state_size=state_size,
-            convolution_width=convolution_width,
-            rate_rank=rate_rank,
-            rate_bias=True,
-            backend=backend,
-        )
+    @takes_also(SelectiveMixer, without=("rates", "rate_bias"))
+    def __init__(self, d_model: int, **options: Any) -> None:
+        super().__init__(d_model, **options)
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         is_wide = self.rate_rank > TRITON_RANKS or self.state_size > TRITON_ENTRIES

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
+from longseq.arguments import takes_also
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step
 from longseq.kernels.packing import Packing
@@ -31,28 +34,10 @@ class LonghornExact(SelectiveMixer):
     operations = ("short_convolution", "delta_rule")
     flops_per_entry = 6  # reading at the key, writing there and reading at the query
 
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        expand: int = 2,
-        state_size: int = 16,
-        head_dim: int | None = None,
-        convolution_width: int = 4,
-        rate_rank: int | None = None,
-        backend: str = "auto",
-    ) -> None:
+    @takes_also(SelectiveMixer, without=("rates", "rate_bias"))
+    def __init__(self, d_model: int, *, expand: int = 2, head_dim: int | None = None, **options: Any) -> None:
         num_heads, head_dim = choose_heads(expand * d_model, None, head_dim, preferred=64)
-        super().__init__(
-            d_model,
-            rates=num_heads,
-            expand=expand,
-            state_size=state_size,
-            convolution_width=convolution_width,
-            rate_rank=rate_rank,
-            rate_bias=True,
-            backend=backend,
-        )
+        super().__init__(d_model, expand=expand, rates=num_heads, **options)
         self.num_heads = num_heads
         self.head_dim = head_dim
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from longseq.arguments import takes_also
 from longseq.blocks.pairs import stack_pair
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import selective_scan, selective_scan_step
@@ -14,7 +17,7 @@ from longseq.kernels.reading import Reverse
 from longseq.mixers.measures import saturation
 from longseq.mixers.registry import register
 from longseq.mixers.selective import SelectiveMixer
-from longseq.mixers.step_size import check_step_range, draw_step_bias, step_size
+from longseq.mixers.step_size import draw_step_bias, step_size
 
 
 @register("mamba")
@@ -34,33 +37,13 @@ class Mamba(SelectiveMixer):
     operations = ("short_convolution", "selective_scan")
     no_weight_decay_names = ("A_log", "rate_bias")
 
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        expand: int = 2,
-        state_size: int = 16,
-        convolution_width: int = 4,
-        rate_rank: int | None = None,
-        dt_min: float = 0.001,
-        dt_max: float = 0.1,
-        backend: str = "auto",
-    ) -> None:
-        super().__init__(
-            d_model,
-            rates=None,
-            expand=expand,
-            state_size=state_size,
-            convolution_width=convolution_width,
-            rate_rank=rate_rank,
-            rate_bias=False,
-            backend=backend,
-        )
-        check_step_range(dt_min, dt_max)
+    @takes_also(SelectiveMixer, without=("rates", "rate_bias"))
+    def __init__(self, d_model: int, *, dt_min: float = 0.001, dt_max: float = 0.1, **options: Any) -> None:
+        super().__init__(d_model, rate_bias=False, **options)
         self.dt_min = dt_min
         self.dt_max = dt_max
         self.rate_bias = nn.Parameter(torch.empty(self.inner))
-        self.A_log = nn.Parameter(torch.empty(self.inner, state_size))
+        self.A_log = nn.Parameter(torch.empty(self.inner, self.state_size))
         self.reset_parameters()
 
     @torch.no_grad()

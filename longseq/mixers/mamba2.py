@@ -21,7 +21,7 @@ from longseq.mixers.base import memory_dtype, required
 from longseq.mixers.gated_linear import GatedLinearMixer, recurrence_flops
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.registry import register
-from longseq.mixers.step_size import check_step_range, draw_decay_rates, draw_step_bias, step_size
+from longseq.mixers.step_size import draw_decay_rates, draw_step_bias, step_size
 
 
 class Mamba2State(NamedTuple):
@@ -68,14 +68,8 @@ class Mamba2(GatedLinearMixer[Mamba2State]):
         backend: str = "auto",
     ) -> None:
         super().__init__(d_model, backend=backend)
-        check_step_range(dt_min, dt_max)
-        for name, size in {"expand": expand, "state_size": state_size, "n_groups": n_groups}.items():
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}={size!r} must be a whole number of at least 1")
         self.inner = expand * d_model
         self.num_heads, self.head_dim = choose_heads(self.inner, None, head_dim, preferred=64)
-        if self.num_heads % n_groups:
-            raise ValueError(f"n_groups={n_groups} does not divide the {self.num_heads} heads; choose a divisor")
         self.state_size = state_size
         self.n_groups = n_groups
         self.dt_min = dt_min

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,9 @@ from longseq.blocks.rotary import check_rotary, count_positions, rotary_angles, 
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import memory_dtype, required
-from longseq.mixers.feature_maps import FEATURE_MAPS, check_feature_map
+from longseq.mixers.feature_maps import FEATURE_MAPS
 from longseq.mixers.gated_linear import GatedLinearMixer, recurrence_flops
-from longseq.mixers.heads import check_groups, choose_heads, expand_width, repeat_groups
+from longseq.mixers.heads import check_groups, choose_heads, repeat_groups
 from longseq.mixers.registry import register
 
 
@@ -55,13 +55,6 @@ class RetNet(GatedLinearMixer[RetNetState]):
 
     paper = "RetNet (arXiv:2307.08621), equations 6 to 8"
 
-    arguments_before: ClassVar[Mapping[str, Any]] = {
-        "num_kv_heads": None,
-        "rotary_scaling": None,
-        "feature_map": "identity",
-        "output_gate": True,
-    }
-
     def __init__(
         self,
         d_model: int,
@@ -78,14 +71,11 @@ class RetNet(GatedLinearMixer[RetNetState]):
         backend: str = "auto",
     ) -> None:
         super().__init__(d_model, backend=backend)
-        check_feature_map(feature_map)
-        check_rotary(rotary_base, rotary_scaling)
+        check_rotary(rotary_scaling)
         width = d_model if num_heads is None or head_dim is None else num_heads * head_dim
         self.num_heads, self.key_dim = choose_heads(width, num_heads, head_dim, preferred=256)
         self.num_kv_heads = check_groups(self.num_heads, num_kv_heads)
-        if self.key_dim % 2:
-            raise ValueError(f"head_dim={self.key_dim}: rotary positions turn pairs of channels; choose an even number")
-        self.value_dim = expand_width(self.key_dim, expand_v, "expand_v")
+        self.value_dim = round(expand_v * self.key_dim)
         self.rotary_base = rotary_base
         self.rotary_scaling = dict(rotary_scaling or {})
         self.feature_map = feature_map

@@ -71,11 +71,7 @@ class RGLRU(Mixer[RGLRUState]):
         backend: str = "auto",
     ) -> None:
         super().__init__(d_model, backend=backend)
-        if num_heads < 1:
-            raise ValueError(f"num_heads={num_heads}: the gates need at least one block")
         self.width = num_heads * max(1, round(4 * d_model / (3 * num_heads))) if width is None else width
-        if self.width < 1:
-            raise ValueError(f"width={width}: the recurrence needs at least one channel")
         self.num_heads, self.head_dim = choose_heads(self.width, num_heads, None, preferred=1)
         self.in_proj = nn.Linear(d_model, 2 * self.width)
         self.convolution = ShortConvolution(self.width, convolution_width, activation=None, bias=True, backend=backend)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import Self
 
-from longseq.blocks.norm import UpcastGroupNorm, check_eps
+from longseq.blocks.norm import UpcastGroupNorm
 from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.token_shift import latest_token, previous_tokens, previous_tokens_pair, shift_tokens
@@ -73,15 +73,7 @@ class RWKV6(Mixer[RWKV6State]):
         backend: str = "auto",
     ) -> None:
         super().__init__(d_model, backend=backend)
-        for name, rank in (("shift_rank", shift_rank), ("decay_rank", decay_rank)):
-            if rank < 1:
-                raise ValueError(f"{name}={rank}: a low-rank term needs at least one channel")
         self.num_heads, self.head_dim = choose_heads(d_model, num_heads, head_dim, preferred=64)
-        if self.head_dim == 1:
-            raise ValueError(
-                f"head_dim=1: the norm over a head of one channel is zero, whatever is read; d_model={d_model} needs "
-                "heads of at least 2 channels"
-            )
         self.shift_rank = shift_rank
         self.decay_rank = decay_rank
         self.in_proj = None
@@ -94,7 +86,7 @@ class RWKV6(Mixer[RWKV6State]):
         self.decay_up = nn.Linear(decay_rank, d_model, bias=False)
         self.key, self.value, self.receptance, self.gate = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))
         self.bonus = nn.Parameter(torch.empty(self.num_heads, self.head_dim))
-        self.norm = UpcastGroupNorm(self.num_heads, d_model, eps=check_eps(norm_eps))
+        self.norm = UpcastGroupNorm(self.num_heads, d_model, eps=norm_eps)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
         self.reset_parameters()
 

@@ -47,19 +47,15 @@ class SelectiveMixer(Mixer[SelectiveState]):
         self,
         d_model: int,
         *,
-        rates: int | None,
-        expand: int,
-        state_size: int,
-        convolution_width: int,
-        rate_rank: int | None,
-        rate_bias: bool,
-        backend: str,
+        expand: int = 2,
+        state_size: int = 16,
+        convolution_width: int = 4,
+        rate_rank: int | None = None,
+        rates: int | None = None,
+        rate_bias: bool = True,
+        backend: str = "auto",
     ) -> None:
         super().__init__(d_model, backend=backend)
-        sizes = {"expand": expand, "state_size": state_size, "rate_rank": 1 if rate_rank is None else rate_rank}
-        for name, size in sizes.items():
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}={size!r} must be a whole number of at least 1")
         self.inner = expand * d_model
         self.state_size = state_size
         self.rate_rank = math.ceil(d_model / 16) if rate_rank is None else rate_rank

@@ -17,7 +17,7 @@ from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.kernels.slot_attention import ACTIVATIONS
 from longseq.mixers.base import Mixer, memory_dtype, required
-from longseq.mixers.feature_maps import FEATURE_MAPS, check_feature_map
+from longseq.mixers.feature_maps import FEATURE_MAPS
 from longseq.mixers.heads import check_groups, choose_heads, repeat_groups
 from longseq.mixers.measures import mean_norm, saturation
 
@@ -61,11 +61,8 @@ class SlotMixer(Mixer[SlotState]):
         backend: str,
     ) -> None:
         super().__init__(d_model, backend=backend)
-        check_feature_map(feature_map)
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
-        if num_slots < 1:
-            raise ValueError(f"num_slots={num_slots}, but a memory needs at least one slot")
         width = d_model if head_dim is None else num_heads * head_dim
         self.num_heads, self.head_dim = choose_heads(width, num_heads, head_dim, preferred=1)
         self.num_kv_heads = check_groups(self.num_heads, num_kv_heads)

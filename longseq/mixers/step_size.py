@@ -11,12 +11,6 @@ from torch.nn import functional
 from longseq.blocks.precision import at_least_float32
 
 
-def check_step_range(dt_min: float, dt_max: float) -> None:
-    """Raise ValueError for a range of initial step sizes that is empty or not positive."""
-    if not 0 < dt_min <= dt_max:
-        raise ValueError(f"dt_min={dt_min}, dt_max={dt_max}: step sizes are positive and dt_min is the smaller one")
-
-
 @torch.no_grad()
 def draw_step_bias(bias: nn.Parameter, dt_min: float, dt_max: float) -> None:
     """Set `bias` so that softplus(bias) is uniform on a log scale between `dt_min` and `dt_max`."""

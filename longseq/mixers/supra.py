@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import Self
 
-from longseq.blocks.norm import check_eps
+from longseq.arguments import takes_also
 from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.rotary import count_positions
@@ -48,32 +47,9 @@ class Supra(RetNet):
 
     paper = "SUPRA (arXiv:2405.06640), section 3"
 
-    arguments_before: ClassVar[Mapping[str, Any]] = {}
-
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        num_heads: int | None = None,
-        head_dim: int | None = None,
-        num_kv_heads: int | None = None,
-        rotary_base: float = 10000.0,
-        rotary_scaling: Mapping[str, Any] | None = None,
-        norm_eps: float = 1e-5,
-        backend: str = "auto",
-    ) -> None:
-        super().__init__(
-            d_model,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            num_kv_heads=num_kv_heads,
-            expand_v=1.0,
-            rotary_base=rotary_base,
-            rotary_scaling=rotary_scaling,
-            feature_map="relu",
-            output_gate=False,
-            backend=backend,
-        )
+    @takes_also(RetNet, without=("expand_v", "feature_map", "output_gate"))
+    def __init__(self, d_model: int, *, norm_eps: float = 1e-5, **options: Any) -> None:
+        super().__init__(d_model, expand_v=1.0, feature_map="relu", output_gate=False, **options)
         self.norm = CentredNorm(norm_eps)
         queries, keys, *_ = self.widths
         self.query_map = nn.Linear(queries, queries)
@@ -108,7 +84,7 @@ class CentredNorm(nn.Module):
 
     def __init__(self, eps: float) -> None:
         super().__init__()
-        self.eps = check_eps(eps)
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.layer_norm(at_least_float32(x), x.shape[-1:], eps=self.eps).to(x.dtype)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from longseq.arguments import Inert
 from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.pairs import repeat_rows
 from longseq.kernels import map_features, variational_linear_attention, variational_linear_attention_step
@@ -77,13 +76,6 @@ class VLA(Mixer[VLAState]):
     operations = ("short_convolution", "variational_linear_attention")
     reads_backwards = True
     reads_pairs = True
-    inert_with: ClassVar[Inert] = {
-        "refresh_period": ({"update_penalty": (False,)},),
-        "refresh": ({"update_penalty": (False,)}, {"refresh_period": (0, None)}),
-        "lambda0": ({"update_penalty": (False,), "normalize_alpha": (True,)},),
-        "scale_penalty": ({"update_penalty": (False,)},),
-        "eps": ({"normalizer": (False,)},),
-    }
 
     def __init__(
         self,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from longseq.arguments import takes_also
 from longseq.blocks.packing import front_places, gather_tokens, last_tokens, scatter_tokens
 from longseq.kernels.dispatch import Call, is_exporting
 from longseq.kernels.packed_attention import packed_attention, varlen
@@ -47,41 +47,11 @@ class WindowAttention(SoftmaxAttention):
 
     paper = "Sliding-window attention (arXiv:2004.05150), section 3.1"
 
+    @takes_also(SoftmaxAttention)
     def __init__(
-        self,
-        d_model: int,
-        *,
-        window: int = 1024,
-        num_heads: int | None = None,
-        head_dim: int | None = None,
-        num_kv_heads: int | None = None,
-        causal: bool = True,
-        qkv_bias: bool = False,
-        out_bias: bool = True,
-        rotary: bool = True,
-        rotary_base: float = 10000.0,
-        rotary_scaling: Mapping[str, Any] | None = None,
-        qk_norm: str = "none",
-        norm_eps: float = 1e-5,
-        backend: str = "auto",
+        self, d_model: int, *, window: int = 1024, qkv_bias: bool = False, rotary: bool = True, **options: Any
     ) -> None:
-        super().__init__(
-            d_model,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            num_kv_heads=num_kv_heads,
-            causal=causal,
-            qkv_bias=qkv_bias,
-            out_bias=out_bias,
-            rotary=rotary,
-            rotary_base=rotary_base,
-            rotary_scaling=rotary_scaling,
-            qk_norm=qk_norm,
-            norm_eps=norm_eps,
-            backend=backend,
-        )
-        if window < 1:
-            raise ValueError(f"window={window}: at least 1 (the token itself)")
+        super().__init__(d_model, qkv_bias=qkv_bias, rotary=rotary, **options)
         self.window = window
 
     def initial_state(

@@ -12,14 +12,15 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
+from longseq.tasks.config import spell, unknown_key
 from longseq.tasks.data.unreadable import LabelError
-from longseq.tasks.training.options import Range, refuse_unknown, spell
 
 Labels = tuple[str, ...]
-Weight = Annotated[float, Range(0)]
+Weight = Annotated[float, Field(ge=0)]
 # `data.class_weights`: a rule, a number for each class in their order, or numbers by the names of classes.
-ClassWeights = Literal["none", "balanced"] | Annotated[list[float], Range(0)] | Mapping[str, Weight]
+ClassWeights = Literal["none", "balanced"] | list[Weight] | dict[Any, Weight]
 
 # `data.sampling`: balanced draws each class equally often (see `longseq.tasks.data.sampler.BalancedSampler`).
 Sampling = Literal["balanced"] | None
@@ -320,7 +321,8 @@ def find_weights(
             raise ValueError("data.class_weights={} names no class: give {NAME: NUMBER}, balanced or none")
         # A command line reads 3 and true as a number and a truth value, whatever the classes are called.
         choice = {name if isinstance(name, str) else spell(name): weight for name, weight in choice.items()}
-        refuse_unknown(choice, class_names, "data.class_weights")
+        if unknown := [str(name) for name in choice if name not in class_names]:
+            raise ValueError(unknown_key(unknown[0], class_names, "data.class_weights"))
         weights = [float(choice.get(name, 1.0)) for name in class_names]
     else:
         weights = [float(weight) for weight in choice]

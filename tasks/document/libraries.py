@@ -55,12 +55,12 @@ def conceal(source: str) -> str:
 
 
 def find_files() -> dict[str, list[str]]:
-    """The files of each library, in the order of their paths. ValueError for a library that is not installed."""
+    """The files of each library, in the order of their paths."""
     found = {}
     for name in LIBRARIES:
         spec = importlib.util.find_spec(name)
-        if spec is None or not spec.submodule_search_locations:
-            raise ValueError(f"data.source=libraries reads the files of {name}, which is not installed")
+        assert spec is not None, f"{name} is a dependency"
+        assert spec.submodule_search_locations
         root = spec.submodule_search_locations[0]
         files = sorted(path for path in modules_of(root) if os.path.getsize(path) >= _SHORTEST)
         # A hash of the path below the library's folder selects files, the same ones on every machine.
@@ -80,7 +80,7 @@ def _read(files: dict[str, list[str]]) -> Iterator[Sample | Malformed]:
                 with tokenize.open(path) as file:
                     text = conceal(file.read())
             except (OSError, SyntaxError, UnicodeDecodeError) as error:
-                yield Malformed(Place(path), f"no Python source ({error})")
+                yield Malformed(Place(path), str(error))
                 continue
             if len(text) >= _SHORTEST // 2:
                 yield Sample(text, (name,), Place(path))

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from longseq.tasks.training.options import Off, Range
+from pydantic import Field
 
-Share = Annotated[float, Range(0, 1), Off()]
+from longseq.tasks.config import Count, Keys, Positive, key
+
+Part = Annotated[float, Field(ge=0, le=1)]
+# The least and the largest value.
+Span = Annotated[tuple[Positive, Positive], Field(strict=False)]
 
 
-@dataclass(frozen=True)
-class Augmentation:
-    """The random transforms of a sample; the defaults change only the size.
+class ErasingKeys(Keys):
+    """The keys of `recipe.augment.erasing`, timm's RandomErasing."""
 
-    crop: random_resized (Inception's), padded (resize the short side to the image size, pad by `padding` pixels, random
-    crop: with padding_mode=reflect, the simple random crop of DeiT III), or center (as in evaluation). `auto_augment`
-    is one of timm's strings, such as rand-m9-mstd0.5-inc1 or 3a. timm ignores `color_jitter` together with RandAugment.
-    `erasing` has prob, mode (const, rand, pixel) and count. `scale` are the least and the largest part of an image's
-    area that random_resized takes, `ratio` those of the width to the height.
-    """
+    prob: Part = key(0.0, "the share of the images of which a rectangle is erased")
+    mode: Literal["const", "rand", "pixel"] = key("const", "zeros, a random colour, or random pixels")
+    count: Count = key(1, "the most rectangles")
 
-    crop: Literal["random_resized", "padded", "center"] = "center"
-    scale: tuple[float, float] = (0.08, 1.0)
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    padding: Annotated[int, Range(0)] = 4
-    padding_mode: Literal["constant", "reflect", "edge", "symmetric"] = "constant"
-    hflip: Share = 0.0
-    vflip: Share = 0.0
-    color_jitter: Share = 0.0
-    auto_augment: str | None = None
-    erasing: Mapping[str, Any] = field(default_factory=dict)
+
+class Augmentation(Keys):
+    """The random transforms of a sample; the defaults change only the size."""
+
+    crop: Literal["random_resized", "padded", "center"] = key(
+        "center", "random_resized: Inception's; padded: a random crop of the whole image (DeiT III's); center: none"
+    )
+    scale: Span = key((0.08, 1.0), "of random_resized: the least and the largest part of an image's area")
+    ratio: Span = key((3 / 4, 4 / 3), "of random_resized: the width over the height")
+    padding: int = key(4, "of padded: the pixels that are added at each side", ge=0)
+    padding_mode: Literal["constant", "reflect", "edge", "symmetric"] = key("constant", "of padded")
+    hflip: Part = key(0.0, "the share of the images that are mirrored")
+    vflip: Part = key(0.0, "the share of the images that are turned upside down")
+    color_jitter: Part = key(0.0, "timm ignores it together with RandAugment")
+    auto_augment: str | None = key(None, "a policy of timm such as rand-m9-mstd0.5-inc1, 3a or augmix-m3-w3")
+    erasing: ErasingKeys = key(ErasingKeys(), "random erasing")

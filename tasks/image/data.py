@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -549,6 +549,5 @@ def _augmentation(augment: Mapping[str, Any], batch_size: int) -> tuple[Augmenta
     mixing = augment.get("mixing") or {}
     if batch_size % 2 and (mixing.get("mixup") or mixing.get("cutmix")):
         raise ValueError(f"Mixup and CutMix pair the images of a batch, but a device gets {batch_size}")
-    known = {entry.name for entry in fields(Augmentation)}
-    options = {key: value for key, value in augment.items() if key in known}
+    options = {key: value for key, value in augment.items() if key in Augmentation.model_fields}
     return Augmentation(**options), int(augment.get("repeats", 1))

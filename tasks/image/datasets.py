@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from typing_extensions import Self
 
+from longseq.tasks.commands import Predict
 from longseq.tasks.data.batch import Batch, Failure
 from longseq.tasks.data.folders import written_name
-from longseq.tasks.data.input_keys import InputKeys
 from longseq.tasks.data.inputs import InputFiles
 from longseq.tasks.data.inputs import Unreadable as NotRead
 from longseq.tasks.data.labels import name_some, number_of_class
@@ -317,7 +317,7 @@ class ImageFiles(InputFiles):
         self._notes: list[str] = []
 
     @classmethod
-    def open(cls, path: str, info: DataInfo, keys: InputKeys) -> Self:
+    def open(cls, path: str, info: DataInfo, keys: Predict) -> Self:
         if keys.saliency_class is not None and str(keys.saliency_class) not in info.class_names:
             raise ValueError(f"saliency_class={keys.saliency_class} is not among {name_some(info.class_names)}")
         return super().open(path, info, keys)
@@ -343,7 +343,7 @@ class ImageFiles(InputFiles):
         """The normalised images."""
         return normalize(batch, self.info)
 
-    def score(self, model: nn.Module, batch: Tensor, paths: list[str], keys: InputKeys) -> Tensor:
+    def score(self, model: nn.Module, batch: Tensor, paths: list[str], keys: Predict) -> Tensor:
         if keys.saliency is None:
             return super().score(model, batch, paths, keys)
         names, chosen = self.info.class_names, None

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from typing_extensions import Self
 
 from longseq.tasks.data.info import Info
 
@@ -42,12 +39,6 @@ class DataInfo(Info):
 
     _changed = "other files or labels"
     _meaning = ("class_names", "multi_label")
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        from longseq.timm_models import crop_mode_of  # imports timm, for which the help of a command need not wait
-
-        return super().from_dict({**values, "crop_mode": crop_mode_of(values)})
 
     @property
     def sides(self) -> tuple[int, int]:

@@ -22,17 +22,16 @@ from omegaconf import DictConfig
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
+from longseq.tasks.commands import PrepareImages
 from longseq.tasks.data.unreadable import UNREADABLE
 from longseq.tasks.image.config import ImageDataKeys
 from longseq.tasks.image.decoding import decode, first_line
 from longseq.tasks.image.folder import open_folders
-from longseq.tasks.image.prepare_keys import PrepareImagesKeys
 from longseq.tasks.image.shards import MANIFEST
 from longseq.tasks.image.sources import Source
 from longseq.tasks.image.table import open_tables
 from longseq.tasks.report import progress_bar, quiet_libraries, shorten
-from longseq.tasks.training.command import read_command
-from longseq.tasks.training.configuration import command_word
+from longseq.tasks.training.configuration import command_word, read_command
 from longseq.tasks.training.processes import usable_cores
 
 # How many unreadable images a manifest names.
@@ -63,7 +62,7 @@ class Encoded(NamedTuple):
 @quiet_libraries()
 def run(cfg: DictConfig) -> None:
     """Prepare images as configured, and print a summary."""
-    keys = read_command(PrepareImagesKeys, cfg)
+    keys = read_command(PrepareImages, cfg)
     assert keys.input is not None
     assert keys.output is not None
     encoding = Encoding(keys.format, keys.size, keys.quality)
@@ -74,7 +73,7 @@ def run(cfg: DictConfig) -> None:
     print(f"longseq train data=image_shards {command_word('data.root', shorten(keys.output))}{several}")
 
 
-def open_input(keys: PrepareImagesKeys) -> dict[str, Source]:
+def open_input(keys: PrepareImages) -> dict[str, Source]:
     """The splits that the input has, by name: `train`, and `validation` and `test` where they are set apart."""
     root = os.path.expanduser(str(keys.input))
     train: Source

@@ -16,7 +16,7 @@ import torch
 from timm.models import adapt_input_conv, get_model_input_config
 from torch import Tensor, nn
 
-from longseq.models import CONFIG_FILE
+from longseq.hub import CONFIG_FILE
 from longseq.timm_models import stated_data
 
 # Weights between the blocks and the head, of which some files have none: the norm of pooled features.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.classification import (
     BinaryConfusionMatrix,
@@ -37,16 +37,6 @@ from torchmetrics.utilities.data import dim_zero_cat
 
 from longseq.tasks.training import targets
 from longseq.tasks.training.decisions import HALF
-from longseq.tasks.training.options import (
-    Range,
-    check_call,
-    check_value,
-    choices_of,
-    nearest,
-    refuse_unknown,
-    signature_options,
-    spell,
-)
 from longseq.tasks.training.targets import METRICS
 
 Make = Callable[[int], Metric]
@@ -64,8 +54,8 @@ _DECIDED = (
     MultilabelExactMatch,
     MultilabelStatScores,
 )
-# What the data tells a metric, and the user does not.
-_TOLD = ("num_classes", "num_labels")
+# Arguments of metrics that follow from the data.
+_COUNTS = ("num_classes", "num_labels")
 
 
 class _MeanOfShares:
@@ -234,57 +224,13 @@ def known_metrics(chosen: Mapping[str, Any], tables: Tables) -> list[str]:
 def check_metrics(
     metric: str, chosen: Mapping[str, Any], *, multi_label: bool, tables: Mapping[bool, Tables] = TABLES
 ) -> None:
-    """Raise ValueError, in one line, for a metric that does not exist, and for options that it does not have."""
-    known = known_metrics({}, tables[multi_label])
-    for name, node in chosen.items():
-        place = f"task.metrics.{name}"
-        if node is None:
-            continue
-        if node is True:
-            if name not in known:
-                raise ValueError(
-                    f"{place}=true names no metric: choose one of {', '.join(known)}, or give {place}._target_=CLASS"
-                )
-            continue
-        if name in known:
-            given = "" if isinstance(node, Mapping) else f"={spell(node)}"
-            raise ValueError(
-                f"{place}{given} is a metric that exists already: give {place}=true to measure it, or choose another "
-                "name for one of your own"
-            )
-        if "/" in name:
-            raise ValueError(f"{place} has a slash, which stands behind the split: choose another name")
-        if "." in name or hasattr(nn.ModuleDict(), name):
-            raise ValueError(f"{place}: a module of torch can have no metric of this name: choose another name")
-        function = targets.find(node, METRICS, place)
-        _refuse_unfit(node, place, multi_label=multi_label)
-        options = {key: value for key, value in node.items() if key not in (targets.TARGET, targets.PARTIAL)}
-        if counted := next((option for option in _TOLD if option in options), None):
-            raise ValueError(f"{place}.{counted}={spell(options[counted])} is told by the data: leave it out")
-        if function.__module__.startswith("torchmetrics."):  # they take any keyword, and refuse it when they are built
-            refuse_unknown(options, [one for one in signature_options(_constructor(function)) if one != "self"], place)
-        if options.get("top_k") is not None:  # torchmetrics takes any number
-            check_value(Annotated[int, Range(1)], options["top_k"], f"{place}.top_k")
-        _check_one_number(function, node, place)  # of options that the metric has: a remedy is one of its own
-        check_call(function, options, place, given=_TOLD)
-    stage, _, name = metric.rpartition("/")
-    wanted = known_metrics({key: node for key, node in chosen.items() if node is not None}, tables[multi_label])
-    if stage != "val" or name not in wanted:
-        near = nearest(name, wanted)
-        hint = f"did you mean val/{near}? " if near and near != name else ""
-        raise ValueError(
-            f"task.metric={metric} is never measured: {hint}choose one of {', '.join(f'val/{one}' for one in wanted)}"
-        )
-
-
-def refuse_top5(num_classes: int, chosen: Mapping[str, Any] | None, metric: str | None) -> None:
-    """Raise ValueError, in one line, where accuracy among the first five is wanted of five classes or fewer."""
-    wanted = (chosen or {}).get("top5") is True or (metric or "").rpartition("/")[2] == "top5"
-    if num_classes <= _FIRST and wanted:
-        told = f"task.metric={metric}" if (metric or "").endswith("top5") else "task.metrics.top5=true"
-        raise ValueError(
-            f"{told} is measured of more than {_FIRST} classes, and there are {num_classes}: choose another metric"
-        )
+    """Raise ValueError for names of metrics that do not exist, before the data is opened."""
+    own = {name: node for name, node in chosen.items() if isinstance(node, Mapping)}
+    known = known_metrics(own, tables[multi_label])
+    named = [name for name, node in chosen.items() if node is True]
+    for name in (*named, metric.removeprefix("val/")):
+        if name not in known:
+            raise ValueError(f"{name} names no metric: choose one of {', '.join(known)}")
 
 
 def make_metrics(
@@ -298,75 +244,38 @@ def make_metrics(
     """The metrics of a run: those of every run, those of `task.metrics`, and the one that `task.metric` names.
 
     `tables` are those of the task, for one label and for several. Accuracy among the first five is measured of more
-    than five classes. ValueError for one of two classes where there are more, for one of the other form of targets,
-    and for a name that no metric has.
+    than five classes. ValueError for a metric for the other form of targets, and for a name that no metric has.
     """
     always, more = tables[multi_label]
     if num_classes <= _FIRST:
         always, more = ({name: make for name, make in one.items() if name != "top5"} for one in (always, more))
     made = {name: make(num_classes) for name, make in always.items()}
-    chosen = {name: node for name, node in (chosen or {}).items() if node is not None}
-    named = [name for name, node in chosen.items() if node is True]
+    named = [name for name, node in (chosen or {}).items() if node is True]
     if metric is not None:
         named.append(metric.rpartition("/")[2])
     made |= {name: more[name](num_classes) for name in named if name in more}
-    for name, node in chosen.items():
-        if node is not True:
+    for name, node in (chosen or {}).items():
+        if isinstance(node, Mapping):
             made[name] = _build(node, f"task.metrics.{name}", num_classes, multi_label=multi_label)
-    known = known_metrics({name: node for name, node in chosen.items() if node is not True}, tables[multi_label])
-    if unknown := next((name for name in named if name not in known), None):
-        told = f"chosen_metrics.{unknown}=True" if unknown in chosen else f"metric={metric}"
-        raise ValueError(f"{told} names no metric: choose one of {', '.join(known)}")
+    if unknown := next((name for name in named if name not in made and name != LOSS), None):
+        raise ValueError(f"{unknown} names no metric: choose one of {', '.join([LOSS, *made, *more])}")
     return made
 
 
-def _refuse_unfit(node: Mapping[str, Any], place: str, *, multi_label: bool) -> None:
-    """ValueError, in one line, for a metric of torchmetrics that is for the other form of targets.
-
-    Those for one class a sample would read the labels of all samples as classes 0 and 1.
-    """
-    form = node[targets.TARGET].rpartition(".")[2]
-    if form.startswith(("Multiclass", "Binary") if multi_label else "Multilabel"):
-        kind = "several labels" if multi_label else "one class"
-        raise ValueError(f"{place}.{targets.TARGET}={form} is not for data with {kind} a sample: choose another one")
-
-
 def _build(node: Mapping[str, Any], place: str, num_classes: int, *, multi_label: bool) -> Metric:
+    """A metric of torchmetrics for the classes of the data.
+
+    One for the other form of targets would read the labels of all samples as classes 0 and 1.
+    """
     function = targets.find(node, METRICS, place)
-    _refuse_unfit(node, place, multi_label=multi_label)
-    if _is_binary(function) and num_classes != 2:
-        raise ValueError(
-            f"{place}.{targets.TARGET}={function.__name__} is for two classes, and there are {num_classes}: choose "
-            "another one"
-        )
-    _check_one_number(function, node, place)
-    told = {name: num_classes for name in _TOLD if name in signature_options(_constructor(function))}
-    try:
-        metric = targets.build({**node, **told}, METRICS, place)
-    except (ValueError, RuntimeError) as error:  # torchmetrics names the option alone, torch not even that
-        raise ValueError(str(error) if str(error).startswith(place) else f"{place}: {error}") from error
-    if not isinstance(metric, Metric):
-        raise ValueError(f"{place}.{targets.TARGET}={node[targets.TARGET]} makes no metric of torchmetrics")
+    other = ("Multiclass", "Binary") if multi_label else "Multilabel"
+    if function.__name__.startswith(other) or (_is_binary(function) and num_classes != 2):
+        raise ValueError(f"{place}: {function.__name__} does not fit {num_classes} classes of this data")
+    constructor = function.__init__ if inspect.isclass(function) else function
+    counts = {name: num_classes for name in _COUNTS if name in inspect.signature(constructor).parameters}
+    metric: Metric = targets.build({**node, **counts}, METRICS, place)
     metric.has_own_threshold = "threshold" in node  # type: ignore[assignment]
     return metric
-
-
-def _check_one_number(function: Any, node: Mapping[str, Any], place: str) -> None:
-    """ValueError for options of torchmetrics that give several numbers."""
-    average = node.get("average", "macro")
-    if average in (None, "none"):
-        raise ValueError(f"{place}.average=none gives a number for each class: choose macro or weighted")
-    known = [choice for choice in choices_of(_constructor(function), "average") if choice not in (None, "none")]
-    if "average" in node and known:
-        check_value(Literal[tuple(known)], average, f"{place}.average")
-    if node.get("multidim_average", "global") != "global":
-        raise ValueError(
-            f"{place}.multidim_average={node['multidim_average']} gives a number for each sample: choose global"
-        )
-
-
-def _constructor(function: Any) -> Any:
-    return function.__init__ if inspect.isclass(function) else function
 
 
 def _is_binary(metric: Any) -> bool:

@@ -57,8 +57,3 @@ def test_a_saved_model_gives_the_same_scores(tmp_path: Path) -> None:
     model.float().save_pretrained(tmp_path)
     loaded = longseq.from_pretrained(tmp_path)
     torch.testing.assert_close(loaded.eval()(torch.cat(pair)[None]), model(torch.cat(pair)[None]))
-
-
-def test_a_separator_is_a_token() -> None:
-    with pytest.raises(ValueError, match="separator=10 is no token of vocab_size=10"):
-        build(separator=10)

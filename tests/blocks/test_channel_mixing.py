@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from longseq import from_pretrained
-from longseq.backbones.classifier import TextClassifier
-from longseq.backbones.segments import read_in_segments
 from longseq.backbones.tokens import TokenBackbone
 from longseq.blocks.channel_mixing import ChannelMixing
 from longseq.blocks.residual import ChannelMixingState
@@ -107,39 +103,3 @@ def test_packed_and_padded_documents_are_single_ones() -> None:
     torch.testing.assert_close(changed[:, 5:], expected[1])
     (alone,), (packed,) = (torch.autograd.grad(part.square().sum(), embedded) for part in (expected[1], changed[:, 5:]))
     torch.testing.assert_close(packed, alone)
-
-
-def test_a_classifier_reads_documents_in_segments() -> None:
-    torch.manual_seed(0)
-    model = TextClassifier(
-        num_classes=3, vocab_size=VOCABULARY, d_model=WIDTH, mixer="rwkv4", mlp="rwkv", direction="forward"
-    ).double()
-    tokens = make_tokens(1, 40)
-    borders = torch.tensor([0, 9, 30, 40])
-    whole = model(tokens, cu_seqlens=borders)
-    torch.testing.assert_close(read_in_segments(model, tokens, cu_seqlens=borders, segment=6), whole)
-
-
-def test_it_is_saved_counted_and_initialised(tmp_path: Path) -> None:
-    model = TokenBackbone(vocab_size=VOCABULARY, d_model=64, mixer="rwkv4", mlp="rwkv")
-    mixing = model.blocks[0].mlp
-    assert mixing.fc1.weight.shape == (256, 64)  # 7/2, rounded up to a multiple of 64
-    assert model.blocks[0].flops(10) == model.blocks[0].mixer.flops(10) + 2 * 10 * (2 * 256 * 64 + 64 * 64)
-    assert "blocks.0.mlp.mix" in model.no_weight_decay()
-    assert mixing.fc2.weight.std() < 0.6 * (3 * 256) ** -0.5  # four branches: half of torch's standard deviation
-    model.save_pretrained(tmp_path)
-    tokens = make_tokens()
-    assert torch.equal(from_pretrained(tmp_path)(tokens)[0], model(tokens)[0])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"direction": "bidirectional"}, "reads the token before, .*: give direction='forward', or mlp='swiglu'"),
-        ({"direction": "alternating"}, "direction='alternating' does not have"),
-        ({"mlp_bias": True}, "mlp_bias=True: .* has no biases; leave mlp_bias out"),
-    ],
-)
-def test_what_it_cannot_do_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_model(**options)

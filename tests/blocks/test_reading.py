@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from longseq.blocks.positions import TOKEN_PLACES, layout_of
-from longseq.blocks.reading import DIRECTIONS, reading_orders, reorder, restore
+from longseq.blocks.reading import reading_orders, reorder, restore
 
 
 @pytest.mark.parametrize(
@@ -32,12 +32,3 @@ def test_restore_undoes_reorder(order, place):
     layout = layout_of(3, 5, place)
     x = torch.randn(2, 15 + (layout.token is not None), 4)
     assert torch.equal(restore(reorder(x, order, layout), order, layout), x)
-
-
-def test_directions_name_their_orders():
-    assert reading_orders("forward") == ("forward",)
-    assert reading_orders("bidirectional") == ("forward", "backward")
-    assert len(set(reading_orders("cross"))) == 4
-    assert [reading_orders("alternating", layer) for layer in range(3)] == [("forward",), ("backward",), ("forward",)]
-    with pytest.raises(ValueError, match=f"direction='up' is not one of {', '.join(DIRECTIONS)}"):
-        reading_orders("up")

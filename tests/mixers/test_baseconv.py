@@ -113,27 +113,3 @@ def test_layers_take_filters_in_turn_and_keep_them_in_files(tmp_path: Path) -> N
         logits, state = loaded.step(token, state)
         parts.append(logits)
     torch.testing.assert_close(torch.stack(parts, 1), expected, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match="has 3 values in turn and the model has 2 layers of baseconv: give 1 to 2"):
-        TokenBackbone(vocab_size=11, d_model=8, mixer="baseconv", mixer_options={"filter": ["short"] * 3})
-
-
-def test_every_tap_that_a_sequence_reaches_gets_a_gradient() -> None:
-    mixer = make(filter="explicit", max_length=30)
-    mixer(make_tokens())[0].square().sum().backward()
-    assert mixer.filter.taps.grad[:TOKENS].abs().min() > 0
-    assert mixer.filter.taps.grad[TOKENS:].abs().max() == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"filter": "long"}, "filter='long' is not one of implicit, explicit, short"),
-        ({"filter": ["short", "implicit"]}, "is not one of implicit, explicit, short"),
-        ({"filter": "short", "convolution_width": 0}, "convolution_width=0: at least 1"),
-        ({"max_length": 1}, "max_length=1: distances are measured in it"),
-        ({"filter_width": 0}, "filter_width=0: the network of a filter needs at least one hidden channel"),
-    ],
-)
-def test_options_that_make_no_layer_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        mixers.create("baseconv", D_MODEL, **options)

@@ -50,8 +50,3 @@ def test_small_scores_give_softmax_attention() -> None:
         attention.out_proj.bias.zero_()
     x = torch.randn(2, 23, 32, dtype=torch.float64)
     torch.testing.assert_close(based(x)[0], attention(x)[0], rtol=0, atol=1e-9)
-
-
-def test_no_features_are_refused() -> None:
-    with pytest.raises(ValueError, match="feature_dim=0: queries and keys need"):
-        mixers.create("based", 32, feature_dim=0)

@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 from cases import cases
-from loop_mixers import Mean
 from torch import Tensor, nn
 
 from longseq import mixers
@@ -92,56 +91,6 @@ def test_a_state_of_other_rows_is_refused(name: str) -> None:
             mixer.step(torch.randn(rows, D_MODEL), state)
     with pytest.raises(ValueError, match="the state is one of 1 sequences, and 2 are read"):
         mixer.step(torch.randn(2, D_MODEL), mixer.initial_state(1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_what_is_no_batch_of_sequences_is_refused(name: str) -> None:
-    mixer = mixers.create(name, D_MODEL)
-    both = Directions(partial(mixers.create, name, D_MODEL), reading_orders("bidirectional"))
-    for shape in ((4, D_MODEL), (D_MODEL,), (2, 2, 4, D_MODEL)):
-        for layer in (mixer, both):
-            with pytest.raises(ValueError, match=r"^x has the shape .*, and must have 3 dimensions, \[B, T, d_model\]"):
-                layer(torch.randn(shape))
-    for shape in ((D_MODEL,), (2, 1, D_MODEL)):
-        with pytest.raises(ValueError, match=r"^x has the shape \[.*\], and must have 2 dimensions, \[B, d_model\]"):
-            mixer.step(torch.randn(shape), mixer.initial_state(2))
-
-
-class Shorter(Mean):
-    def scan(self, projected, state=None, **options):
-        y, last = super().scan(projected, state, **options)
-        return y[:, :-1], last
-
-
-@pytest.mark.slow
-def test_outputs_of_a_plug_in_that_do_not_fit_name_it() -> None:
-    x = torch.randn(2, 5, 8)
-    message = r"Shorter\.scan returns outputs \[2, 4, 8\] for tokens \[2, 5, 8\]: return one for each token$"
-    for layer in (Shorter(8), Directions(partial(Shorter, 8), reading_orders("bidirectional"))):
-        with pytest.raises(ValueError, match=message):
-            layer(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert Mean(8)(x)[0].shape == x.shape
-    assert Mean(8).to("meta")(x.to("meta"))[0].shape == x.shape, "as `longseq describe` calls it"
-
-
-@pytest.mark.parametrize("name", ["deltanet", "lattice", "gated_deltanet"])
-def test_convolutions_of_one_tap_continue_no_rows(name: str) -> None:
-    mixer = mixers.create(name, D_MODEL, convolution_width=1)
-    _, state = mixer(torch.randn(0, 5, D_MODEL))
-    assert mixer(torch.randn(0, 5, D_MODEL), state)[0].shape == (0, 5, D_MODEL)
-
-
-@pytest.mark.slow
-@cases(("name", "dtype"), [(name, one) for name in mixers.mixer_names() for one in (torch.float16, torch.bfloat16)])
-def test_mixers_are_made_where_the_default_type_is_half_precision(name: str, dtype: torch.dtype) -> None:
-    torch.set_default_dtype(dtype)
-    try:
-        mixer = mixers.create(name, 16)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert all(weight.isfinite().all() for weight in mixer.state_dict().values())
 
 
 class Wrapper(nn.Module):

@@ -426,7 +426,13 @@ def test_the_layer_is_its_formula(layer: Layer, options: Options) -> None:
     x = torch.randn(TOKENS, D_MODEL, dtype=torch.float64)
     weights = dict(mixer.state_dict())
     expected = project(weights, "out_proj", layer(weights, x, options))
-    torch.testing.assert_close(mixer(x[None])[0][0], expected, rtol=1e-9, atol=1e-9 * expected.abs().max().item())
+    same = {"rtol": 1e-9, "atol": 1e-9 * expected.abs().max().item()}
+    torch.testing.assert_close(mixer(x[None])[0][0], expected, **same)
+    state, steps = mixer.initial_state(1, dtype=x.dtype), []
+    for token in x:
+        y, state = mixer.step(token[None], state)
+        steps.append(y)
+    torch.testing.assert_close(torch.cat(steps), expected, **same)
 
 
 def test_no_mixer_is_left_out() -> None:

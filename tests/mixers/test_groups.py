@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from longseq import mixers
 from longseq.mixers import make_reading
@@ -65,26 +65,6 @@ def test_a_group_shares_keys_and_values(name: str) -> None:
     torch.testing.assert_close(torch.cat(parts, 1), expected)
     empty = state_tensors(grouped.initial_state(2, dtype=torch.float64))
     assert name == "attention" or [t.shape for _, t in empty] == [t.shape for _, t in state_tensors(state)]
-
-
-@pytest.mark.parametrize("name", [name for name in LAYERS if name != "attention"])
-def test_both_directions_have_groups(name: str) -> None:
-    options, _ = LAYERS[name]
-    torch.manual_seed(0)
-    chosen = {"num_heads": HEADS, "num_kv_heads": GROUPS, **options}
-    reading: nn.Module = make_reading(
-        name, D_MODEL, options=chosen, direction="bidirectional", layer=0, share="none", merge="sum", backend="auto"
-    ).double()
-    x = torch.randn(2, 9, D_MODEL, dtype=torch.float64)
-    ahead, behind = (part for part in reading.modules() if isinstance(part, mixers.Mixer))
-    expected = ahead(x)[0] + behind(x.flip(1))[0].flip(1)
-    torch.testing.assert_close(reading(x)[0], expected)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_groups_divide_the_heads(name: str) -> None:
-    with pytest.raises(ValueError, match="num_kv_heads=3 does not divide the 4 query heads; choose a divisor"):
-        mixers.create(name, D_MODEL, num_heads=4, num_kv_heads=3)
 
 
 @pytest.mark.parametrize("width", [0, 3])

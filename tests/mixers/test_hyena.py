@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from longseq import mixers
-from longseq.mixers.long_convolution import long_convolution
 
 D_MODEL, TOKENS = 8, 21
 OPTIONS: list[dict[str, Any]] = [
@@ -111,61 +109,3 @@ def test_half_precision_changes_it_no_more_than_other_layers(dtype: torch.dtype)
     assert difference[:, 90:].norm() < 0.012 * expected[:, 90:].norm()
     assert half.to("meta", torch.float64).filter.skip.dtype == torch.float64
     assert half.to(dtype).filter.layers[0].weight.dtype == torch.float32
-
-
-class Convolution(nn.Module):
-    def forward(self, x: Tensor, filters: Tensor) -> Tensor:
-        return long_convolution(x, filters)
-
-
-@pytest.mark.slow
-def test_the_exported_convolution_is_the_same_for_any_length() -> None:
-    x, filters = torch.randn(2, 30, 4), torch.randn(30, 4)
-    length = torch.export.Dim("length", min=2)
-    exported = torch.export.export(Convolution(), (x, filters), dynamic_shapes=({1: length}, {0: length})).module()
-    traced = torch.jit.trace(Convolution(), (x, filters))
-    assert not any("fft" in str(node.target) for node in exported.graph.nodes)
-    for size in (30, 7):
-        expected = long_convolution(x[:, :size], filters[:size])
-        torch.testing.assert_close(exported(x[:, :size], filters[:size]), expected, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(traced(x[:, :size], filters[:size]), expected, rtol=1e-4, atol=1e-5)
-
-
-class Layer(nn.Module):
-    def __init__(self, mixer: nn.Module) -> None:
-        super().__init__()
-        self.mixer = mixer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mixer(x, output_final_state=False)[0]
-
-
-@pytest.mark.slow
-def test_an_onnx_file_made_by_torch_alone_is_right_at_any_length(tmp_path: Path) -> None:
-    """torch's exporter rounds numbers of the code to float32, and the filters' sines enlarge what 2π loses."""
-    onnxruntime = pytest.importorskip("onnxruntime")
-    torch.manual_seed(0)
-    layer = Layer(mixers.create("hyena", 8, filter_width=32)).eval()
-    open_length: dict[str, Any] = {"dynamic_shapes": ({1: torch.export.Dim.DYNAMIC},), "verbose": False}
-    with torch.no_grad():
-        torch.onnx.export(layer, (torch.randn(1, 37, 8),), tmp_path / "layer.onnx", dynamo=True, **open_length)
-    session = onnxruntime.InferenceSession(str(tmp_path / "layer.onnx"), providers=["CPUExecutionProvider"])
-    for length in (1, 37, 4000):
-        x = torch.randn(1, length, 8)
-        (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-        expected = layer(x).detach()
-        assert (torch.from_numpy(y) - expected).abs().max() < 5e-6 * expected.abs().max()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"order": 1}, "order=1: the first long convolution comes with order 2"),
-        ({"max_length": 1}, "max_length=1: distances are measured in it"),
-        ({"filter_depth": 1}, "filter_depth=1: at least 1, 1 and 2"),
-        ({"fast_decay": 0.0}, r"fast_decay=0\.0, slow_decay=1\.5: windows fall at positive distances"),
-    ],
-)
-def test_options_that_make_no_layer_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        mixers.create("hyena", D_MODEL, **options)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from longseq import mixers
 from longseq.backbones.classifier import TextClassifier
-from longseq.state import state_size
 
 D_MODEL, TOKENS = 32, 24
 
@@ -23,37 +22,6 @@ def make(name: str = "lattice", **options: Any) -> mixers.Mixer:
 def make_tokens(tokens: int = TOKENS) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     return 3 * torch.randn(2, tokens, D_MODEL, generator=generator, dtype=torch.float64)
-
-
-OPTIONS: list[tuple[str, dict[str, Any]]] = [
-    ("lattice", {"objective": "encode"}),
-    ("lattice", {"objective": "similarity"}),
-    ("lattice", {"num_slots": 5}),
-    ("lattice", {"head_dim": 8}),
-    ("lattice", {"num_heads": 2}),
-    ("lattice", {"convolution_width": 2}),
-    ("lattice", {"gamma_activation": "softplus"}),
-    ("lattice", {"forget_gate": False}),
-    ("lattice", {"normalize": False}),
-    ("lattice", {"normalize_key": True}),
-    ("lattice", {"sparsity": 0.1}),
-    ("ttt", {"head_dim": 8}),
-    ("ttt", {"num_heads": 2}),
-    ("ttt", {"convolution_width": 2}),
-    ("ttt", {"gamma_activation": "softplus"}),
-]
-
-
-@pytest.mark.parametrize(("name", "option"), OPTIONS, ids=str)
-def test_options_change_the_layer_and_keep_the_contract(name: str, option: dict[str, Any]) -> None:
-    mixer, x = make(name, **option), make_tokens()
-    expected, _ = mixer(x)
-    assert (expected - make(name)(x)[0]).norm() > 1e-3 * expected.norm()
-    state, parts = mixer.initial_state(2, dtype=x.dtype), []
-    for token in x.unbind(1):
-        y, state = mixer.step(token, state)
-        parts.append(y)
-    torch.testing.assert_close(torch.stack(parts, 1), expected, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["lattice", "ttt"])
@@ -69,40 +37,12 @@ def test_the_first_slots_are_orthonormal_and_belong_to_the_checkpoint(name: str)
     assert not any(name == "slots" for name, _ in mixer.named_parameters())
 
 
-def test_slots_stay_on_the_sphere_unless_they_are_not_normalised() -> None:
-    x = make_tokens()
-    _, state = make()(x)
-    assert (state.memory.norm(dim=-2) - 1).abs().max() < 1e-12
-    _, state = make(normalize=False, forget_gate=False)(x)
-    assert state.memory.norm(dim=-2).min() > 1, "an update orthogonal to its slot makes it longer"
-
-
 @pytest.mark.parametrize("normalize_key", [False, True])
 def test_gradients_through_a_hundred_equal_tokens_explode_unless_keys_are_normalised(normalize_key: bool) -> None:
     mixer = make(normalize_key=normalize_key)
     x = make_tokens(1).expand(-1, 96, -1).clone().requires_grad_()
     (gradient,) = torch.autograd.grad(mixer(x)[0][:, -1].sum(), x)
     assert gradient.norm() < 100 if normalize_key else gradient.norm() > 1e4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("objective", ["encode", "similarity"])
-def test_operations_of_other_objectives_are_counted(objective: str) -> None:
-    assert mixers.check("lattice", 64, laws=["flops_are_those_of_the_steps"], objective=objective) == ()
-
-
-def test_sparsity_is_counted() -> None:
-    """It takes five operations for each token and entry of the memory."""
-    assert mixers.check("lattice", 64, laws=["flops_are_those_of_the_steps"], sparsity=0.1) == ()
-    sparse, plain = (mixers.create("lattice", 64, sparsity=sparsity) for sparsity in (0.1, 0.0))
-    assert sparse.scan_flops(10) - plain.scan_flops(10) == 10 * 5 * state_size(sparse.initial_state(1).memory)
-
-
-def test_sparsity_empties_entries() -> None:
-    x = make_tokens()
-    dense, sparse = (make(sparsity=sparsity)(x)[1].memory for sparsity in (0.0, 0.1))
-    assert (dense == 0).sum() == 0
-    assert (sparse == 0).double().mean() > 0.05
 
 
 @pytest.mark.parametrize("name", ["lattice", "ttt"])
@@ -146,40 +86,3 @@ def test_a_classifier_of_chunks_scores_padded_documents_as_if_alone(name: str, s
     mask = torch.arange(60) < torch.tensor([[37], [60]])
     alone = torch.cat([model(tokens[:1, :37]), model(tokens[1:])])
     torch.testing.assert_close(model(tokens, mask=mask), alone, rtol=1e-9, atol=1e-10)
-
-
-@pytest.mark.parametrize(("name", "option"), [("lattice", {}), ("lattice", {"forget_gate": False}), ("ttt", {})])
-def test_telemetry_of_a_scan(name: str, option: dict[str, Any]) -> None:
-    mixer = make(name, **option)
-    mixer.observed = {}
-    _, state = mixer(make_tokens())
-    expected = {"state_norm", "gate_saturation"} | ({"slot_norm_drift"} if name == "lattice" else set())
-    assert mixer.observed.keys() == expected
-    torch.testing.assert_close(mixer.observed["state_norm"], state.memory.norm(dim=(-2, -1)).mean().float())
-    assert 0 <= mixer.observed["gate_saturation"] <= 1
-    if name == "lattice":
-        torch.testing.assert_close(mixer.observed["state_norm"], torch.tensor(32.0).sqrt())
-        assert mixer.observed["slot_norm_drift"] < 1e-6
-
-
-def test_unbounded_gates_do_not_saturate() -> None:
-    mixer = make(gamma_activation="softplus", forget_gate=False)
-    mixer.observed = {}
-    mixer(make_tokens())
-    assert "gate_saturation" not in mixer.observed
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"objective": "ttt"}, "objective 'ttt' is not one of decode, encode, similarity"),
-        ({"gamma_activation": "tanh"}, "gamma_activation 'tanh' is not one of sigmoid, softplus"),
-        ({"num_slots": 64}, "num_slots=64 must be 1 to 32"),
-        ({"chunk_size": 0}, "chunk_size=0 must be at least 1"),
-        ({"sparsity": -1.0}, "sparsity=-1.0 must not be negative"),
-        ({"sparsity": 0.1, "chunk_size": 4}, "takes chunk_size=1 instead of 4"),
-    ],
-)
-def test_what_makes_no_layer_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        mixers.create("lattice", D_MODEL, **options)

@@ -58,30 +58,6 @@ def test_it_is_the_published_recurrence(options: dict[str, Any]) -> None:
     torch.testing.assert_close(mixer(x)[0], naive(mixer, x), rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    ("d_model", "num_heads", "width"), [(192, 16, 256), (768, 16, 1024), (16, 16, 16), (40, 2, 54)]
-)
-def test_the_default_width_is_four_thirds(d_model: int, num_heads: int, width: int) -> None:
-    assert mixers.create("rg_lru", d_model, num_heads=num_heads).width == width
-
-
-def test_decays_start_in_their_range() -> None:
-    torch.manual_seed(0)
-    mixer = mixers.create("rg_lru", 768)
-    decay = torch.exp(-8 * functional.softplus(mixer.decay))
-    assert 0.9 <= decay.min() < 0.905
-    assert 0.994 < decay.max() <= 0.9991
-
-
-def test_taps_and_gates_start_as_published() -> None:
-    torch.manual_seed(0)
-    mixer = mixers.create("rg_lru", 768)
-    assert mixer.convolution.weight.std().item() == pytest.approx(0.05, rel=0.05)
-    assert not mixer.convolution.bias.any()
-    assert mixer.gate_weight.std().item() == pytest.approx(1 / 8, rel=0.05)  # of blocks of 64 channels
-    assert not mixer.gate_bias.any()
-
-
 @pytest.mark.parametrize("level", [-200.0, 200.0], ids=["closed", "open"])
 def test_gradients_are_finite_where_the_gates_saturate(level: float) -> None:
     mixer = make().float()
@@ -105,12 +81,3 @@ def test_the_root_is_exact_near_one_and_has_a_gradient_at_one() -> None:
     assert root.item() < 1e-18
     assert at_one.grad is not None
     assert at_one.grad.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"num_heads": 0}, "num_heads=0: the gates need"), ({"width": 30, "num_heads": 4}, "num_heads=4 does not divide")],
-)
-def test_sizes_that_make_no_layer_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        mixers.create("rg_lru", D_MODEL, **options)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from longseq import mixers
 from longseq.state import state_tensors
@@ -80,36 +80,3 @@ def test_the_decay_gets_its_gradient_where_rounding_makes_gates_positive() -> No
         layer(given)[0].square().sum().backward()
         gradients.append(layer.decay.grad.double())
     assert (gradients[1] - gradients[0]).norm() < 1e-4 * gradients[0].norm()
-
-
-class Scan(nn.Module):
-    def __init__(self, mixer: Any) -> None:
-        super().__init__()
-        self.mixer = mixer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mixer(x)[0]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_the_exported_layer_is_the_same_for_any_length() -> None:
-    mixer = make().eval()
-    x = make_tokens(2, 40)
-    dynamic = {1: torch.export.Dim.DYNAMIC}
-    exported = torch.export.export(Scan(mixer), (x,), dynamic_shapes=(dynamic,)).module()
-    traced = torch.jit.trace(Scan(mixer), (x,))
-    for tokens in (7, 40, 100):
-        x = make_tokens(2, tokens)
-        expected, _ = mixer(x)
-        torch.testing.assert_close(exported(x), expected, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(traced(x), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_it_starts_as_the_published_code_does_in_the_middle_of_a_network() -> None:
-    mixer = mixers.create("rwkv4", 4)
-    third = torch.tensor([0, 1 / 3, 2 / 3, 1])
-    quarter = torch.tensor([0, 0.25, 0.5, 0.75])
-    torch.testing.assert_close(mixer.decay.data, -5 + 8 * third**1.35)
-    torch.testing.assert_close(mixer.bonus.data, torch.tensor([0, 0.5, -0.5, 0]) - 1.2039728)
-    torch.testing.assert_close(mixer.mix.data, torch.stack([quarter**0.5, quarter**0.5 + 0.15, quarter**0.25]))

@@ -67,37 +67,6 @@ def test_it_is_the_published_recurrence(options: dict[str, Any]) -> None:
     torch.testing.assert_close(mixer(x)[0], naive(mixer, x), rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("part", ["bonus", "shift_up", "decay_up.weight"])
-def test_every_part_changes_the_layer(part: str) -> None:
-    mixer, x = make(), make_tokens()
-    before, _ = mixer(x)
-    with torch.no_grad():
-        mixer.get_parameter(part).zero_()
-    assert (mixer(x)[0] - before).abs().max() > 1e-3
-
-
-def test_decays_start_between_slow_and_fast() -> None:
-    decay = torch.exp(-torch.exp(mixers.create("rwkv6", 64).decay_base))
-    assert decay.diff().max() < 0
-    torch.testing.assert_close(decay[[0, -1]], torch.tensor([0.9975, 0.6922]), atol=1e-4, rtol=0)
-
-
-def test_ranks_below_one_are_refused() -> None:
-    with pytest.raises(ValueError, match="shift_rank=0: a low-rank term needs at least one channel"):
-        mixers.create("rwkv6", D_MODEL, shift_rank=0)
-
-
-@pytest.mark.parametrize(("level", "share"), [(-20.0, 1.0), (0.0, 0.0), (20.0, 1.0)])
-def test_the_share_of_saturated_decays_is_reported(level: float, share: float) -> None:
-    mixer = make()
-    with torch.no_grad():
-        mixer.decay_base.fill_(level)
-        mixer.decay_up.weight.zero_()
-    mixer.observed = {}
-    mixer(make_tokens())
-    assert mixer.observed["gate_saturation"] == share
-
-
 def test_the_norm_is_called() -> None:
     mixer, x = make(), make_tokens()
     seen: list[int] = []

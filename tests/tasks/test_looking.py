@@ -12,8 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from PIL import Image
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
 
@@ -25,7 +23,6 @@ from longseq.tasks.image.errors import COLUMNS
 from longseq.tasks.image.examples import name_images, pick_examples
 from longseq.tasks.image.saliency import draw_saliency, saliency, shade
 from longseq.tasks.training import checkpoint
-from longseq.tasks.training.callbacks.progress import _Facts
 from longseq.tasks.training.configuration import resolve
 
 SLOW = pytest.mark.slow  # they share a training
@@ -106,22 +103,6 @@ def test_hyper_parameters_are_those_that_matter(run):
     metrics = str(run.board.summary_metadata["_hparams_/experiment"])
     assert "test/top1" in metrics
     assert "val/top1" not in metrics
-
-
-@pytest.mark.parametrize("width", [80, 60, 132])
-def test_the_bar_stays_on_its_line(width):
-    console = Console(file=io.StringIO(), width=width, force_terminal=True, record=True)
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), _Facts(console))
-    progress = Progress(*columns, console=console, expand=True, auto_refresh=False)
-    values = ["train/loss 2.1234", "val/balanced_accuracy 0.8123"]
-    progress.add_task("epoch 120/300", total=10, left="12:34:56 left", rate="123456 images/s", values=values)
-    console.print(progress.get_renderable())
-    (line,) = console.export_text().splitlines()
-    assert len(line) <= width
-    assert "12:34:56 left" in line
-    assert ("val/balanced_accuracy 0.8123" in line) == (width > 80)
-    assert line.count("━") + line.count("╺") + line.count("╸") >= 6
-    assert "…" not in line
 
 
 @SLOW

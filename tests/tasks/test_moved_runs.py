@@ -174,7 +174,7 @@ def test_a_run_goes_on_with_its_own_data_alone(image_folder, tiny, tmp_path, cap
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", ["renamed", "relabelled", "of an old run"])
+@pytest.mark.parametrize("change", ["renamed", "relabelled", "rewritten"])
 def test_a_resumed_run_tells_other_training_files(change, image_folder, tiny, tmp_path, caplog):
     root, words = begin_on_copy(image_folder, tiny, tmp_path)
     first, second = sorted((root / "train" / "class0").iterdir())[:2]
@@ -186,18 +186,13 @@ def test_a_resumed_run_tells_other_training_files(change, image_folder, tiny, tm
         other.rename(root / "train" / "class0" / first.name)
     else:
         first.write_bytes(second.read_bytes() + b"\0")
-    if change == "of an old run":
-        checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
-        content = torch.load(checkpoint, weights_only=True)
-        del content["hyper_parameters"]["data"]["checksums"]["train"]
-        torch.save(content, checkpoint)
     caplog.clear()
     train.run(tiny(*words, "resume=true"))
     told = [message for message in caplog.messages if "have changed" in message]
     known = (
         "the data have changed: train has other files or labels than when the model was trained, and as many samples"
     )
-    assert told == ([] if change == "of an old run" else [known])
+    assert told == [known]
 
 
 TEXTS = {
@@ -233,50 +228,14 @@ def test_a_resumed_run_tells_texts_by_their_content_and_not_by_their_time(task, 
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_named(command_here, tiny_overrides, tmp_path):
-    words = ("train", *tiny_overrides, "recipe.epochs=1")
-    assert command_here(tmp_path, *words).returncode == 0
-    (run,) = (tmp_path / "outputs" / "image").glob("*/")
-    (run / "metrics.json").unlink()
-    checkpoint = run / "checkpoints" / "last.ckpt"
-    checkpoint.write_bytes(checkpoint.read_bytes()[:30_000])
-    anew = command_here(tmp_path, *words, "resume=true")
-    assert "last.ckpt cannot be read, and its run is passed over: it is damaged, or no checkpoint" in anew.stderr
-    for place in (("resume=true", f"output={run}"), (f"resume={checkpoint}",)):
-        refused = command_here(tmp_path, *words, *place)
-        assert refused.returncode == 2
-        assert "last.ckpt cannot be read: it is damaged, or no checkpoint; give another one by resume" in refused.stderr
-
-
-@pytest.mark.slow
-def test_a_checkpoint_with_another_byte_or_a_folder_in_its_place_is_refused_before_the_work(tiny, tmp_path):
-    words = ("recipe.epochs=1", "recipe.ema=null", "+trainer.limit_train_batches=2")
-    train.run(tiny(*words))
-    (tmp_path / "run" / "metrics.json").unlink()
-    checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
-    weights = next(iter(torch.load(checkpoint, weights_only=True)["state_dict"].values())).numpy().tobytes()
-    content = bytearray(checkpoint.read_bytes())
-    content[content.index(weights) + 2] ^= 1
-    checkpoint.write_bytes(content)
-    with pytest.raises(ValueError, match=r"last\.ckpt cannot be read: it is damaged, or no checkpoint; give another"):
-        train.run(tiny(*words, "resume=true"))
-    checkpoint.unlink()
-    checkpoint.mkdir()
-    with pytest.raises(ValueError, match=r"last\.ckpt is a folder, and the run writes its checkpoint there: remove it"):
-        train.run(tiny(*words, "resume=true"))
-    assert not list(checkpoint.iterdir())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("left", [None, b"", b"damaged"])
-def test_a_run_whose_best_checkpoint_is_gone_or_damaged_goes_on(left, tiny, tmp_path, caplog):
+def test_a_run_whose_best_checkpoint_is_gone_goes_on(tiny, tmp_path, caplog):
     words = ("recipe.epochs=3", "recipe.ema=null", "+trainer.limit_train_batches=2")
     run = tmp_path / "run"
     interrupted(lambda: train.run(tiny(*words)), at=3)
     best = run / "checkpoints" / "best.ckpt"
-    best.unlink() if left is None else best.write_bytes(left)
+    best.unlink()
     train.run(tiny(*words, "resume=true"))
-    assert f"{best} is gone or damaged: the best checkpoint is sought from here on" in caplog.text
+    assert f"{best} is missing: the best checkpoint is searched from here on" in caplog.text
     assert torch.load(best, weights_only=True)["global_step"] in (4, 6)
 
     # of a run that only has to be tested, the last weights are
@@ -288,28 +247,23 @@ def test_a_run_whose_best_checkpoint_is_gone_or_damaged_goes_on(left, tiny, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "word", "epochs", "reason"),
+    ("options", "word", "epochs"),
     [
-        ("patience: 0, min_delta: 100", "validate_every_epochs=1", 2, "did not improve in the last 1 records"),
-        ("patience: 1, min_delta: 100", "validate_every_epochs=1", 2, "did not improve in the last 1 records"),
-        ("patience: 1, min_delta: 100", "validate_every_epochs=2", 4, "did not improve in the last 1 records"),
-        ("patience: 1, min_delta: 100", "validate_every_updates=3", 3, "did not improve in the last 1 records"),
-        ("stopping_threshold: 100", "validate_every_epochs=1", 1, "Stopping threshold reached: val/loss = "),
+        ("patience: 0, min_delta: 100", "validate_every_epochs=1", 2),
+        ("patience: 1, min_delta: 100", "validate_every_epochs=1", 2),
+        ("patience: 1, min_delta: 100", "validate_every_epochs=2", 4),
+        ("patience: 1, min_delta: 100", "validate_every_updates=3", 3),
+        ("stopping_threshold: 100", "validate_every_epochs=1", 1),
     ],
 )
-def test_a_run_that_early_stopping_ended_says_so_and_is_only_tested(
-    options, word, epochs, reason, tiny, tmp_path, capsys
-):
+def test_a_run_that_early_stopping_ended_is_only_tested(options, word, epochs, tiny, tmp_path):
     stopping = f"+callbacks.stopping={{_target_: EarlyStopping, monitor: val/loss, {options}}}"
     words = ("recipe.epochs=5", "recipe.ema=null", "+trainer.limit_train_batches=2", f"recipe.{word}", stopping)
     train.run(tiny(*words))
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["epochs"] == epochs
-    told = f"\nended after update {metrics['updates']} of {metrics['updates'] // epochs * 5}: "
-    assert reason in capsys.readouterr().out.partition(told)[2].partition("\n")[0]
     (tmp_path / "run" / "metrics.json").unlink()
     train.run(tiny(*words, "resume=true"))
-    assert told in capsys.readouterr().out
     again = json.loads((tmp_path / "run" / "metrics.json").read_text())
     for key in ("epochs", "updates", "test/loss", "test/top1"):
         assert again[key] == metrics[key], key

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.document_pairs import PairClassifier
-from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.blocks.pooling import POOLINGS, Pooling
 from longseq.mixers import make_reading
 from longseq.tasks.document.libraries import conceal
@@ -70,16 +69,6 @@ def compare_with_single_documents(model: Any, call: Callable[..., Tensor]) -> No
         alone = torch.cat([model(row[:length][None]) for row, length in zip(tokens, lengths.tolist(), strict=True)])
     assert alone.softmax(-1).std(0).max() > 0.01, "documents must differ"
     torch.testing.assert_close(call(tokens, lengths), alone.softmax(-1), atol=1e-4, rtol=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mixer", ["gla", "mamba", "mamba2", "longhorn", "deltanet"])
-def test_a_pt2_file_takes_no_documents(mixer: str, tmp_path: Path) -> None:
-    path = tmp_path / "model.pt2"
-    check_file(build(mixer, direction="bidirectional"), path, "pt2")
-    call = FORMATS["pt2"].open_file(path)
-    for length in (1, 5, 70):
-        assert call(torch.zeros(0, length).long(), torch.zeros(0).long()).shape == (0, 3)
 
 
 @pytest.mark.slow
@@ -144,7 +133,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, P
 def test_every_pooling_in_every_format(exported: tuple[Any, dict[str, Path]]) -> None:
     model, files = exported
     for format, path in files.items():
-        compare_with_single_documents(model, FORMATS[format].open_file(path))
+        call = FORMATS[format].open_file(path)
+        compare_with_single_documents(model, call)
+        assert call(torch.zeros(0, 5).long(), torch.zeros(0).long()).shape == (0, 3)
 
 
 @pytest.mark.slow
@@ -221,9 +212,8 @@ def test_a_file_that_reads_the_padding_is_not_kept(tmp_path: Path, monkeypatch: 
         return self.model(tokens, mask=lengths.unsqueeze(1).expand_as(tokens) > 0).softmax(-1)
 
     monkeypatch.setattr(DocumentClassifierFile, "forward", read_all)
-    with pytest.raises(ValueError, match=r"no file was written: for documents \[3, \d+\] the file differs") as raised:
+    with pytest.raises(ValueError, match="the torchscript file differs"):
         export_document_classifier(build(), tmp_path / "model.pt", format="torchscript", batch_sizes=(3,))
-    assert "\n" not in str(raised.value)
     assert not list(tmp_path.iterdir())
 
 
@@ -239,29 +229,14 @@ def test_differences_of_small_probabilities_are_found(tmp_path: Path, monkeypatc
         model.head.weight[-1], model.head.bias[-1] = 0, -5
     assert model(torch.zeros(1, 5, dtype=torch.long)).softmax(-1)[0, -1] < 1e-3
     monkeypatch.setattr(DocumentClassifierFile, "forward", change_one)
-    with pytest.raises(ValueError, match="the file differs from the model"):
+    with pytest.raises(ValueError, match="the torchscript file differs"):
         export_document_classifier(model, tmp_path / "model.pt", format="torchscript", batch_sizes=(1,))
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"class_names": ["ant", "bee"]}, "the model has 3 classes and class_names 2"),
-        ({"vocab_size": 12}, "the documents have 12 tokens, and the model knows 11"),
-    ],
-)
-def test_requests_that_cannot_be_met(data: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message) as raised:
-        export_document_classifier(build(), tmp_path / "model.pt", format="torchscript", data={**DATA, **data})
-    assert "\n" not in str(raised.value)
 
 
 def load_client(folder: Path) -> Any:
     """The program of the page, which uses neither torch nor longseq."""
     found = re.search(r"<!-- file (classify_text\.py) -->\n```python\n(.*?)```", PAGE.read_text(), re.S)
     assert found is not None
-    assert len(found[2].splitlines()) < 40
-    assert "python classify_text.py" not in found[2], "it reads no command line"
     imported = set(re.findall(r"^ *(?:import|from) (\w+)", found[2], re.M))
     assert imported == {"json", "numpy", "onnxruntime", "tokenizers"}
     (folder / found[1]).write_text(found[2])
@@ -271,12 +246,6 @@ def load_client(folder: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def test_the_linear_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a LinearTextClassifier counts the words of a text") as raised:
-        export_document_classifier(LinearTextClassifier(num_classes=3), tmp_path / "model.onnx", data=DATA)
-    assert "\n" not in str(raised.value)
 
 
 TEXTS = ["so it was", "and so it été", "it", "was it so, or was it not so at all?"]
@@ -326,8 +295,6 @@ def test_a_file_tells_that_its_texts_are_prepared(exported: tuple[Any, dict[str,
         assert not {"source", "preparation"} & document_metadata(model, {**data, "source": source}, extra={}).keys()
     facts = document_metadata(model, {**data, "source": "libraries"}, extra={})
     assert (facts["source"], facts["preparation"]) == ("libraries", "longseq.tasks.document.libraries.conceal")
-    with pytest.raises(ValueError, match=r"data\.source=of_nobody, which nothing registers here: add plugins="):
-        document_metadata(model, {**data, "source": "of_nobody"}, extra={})
     file = onnx.load(str(files["onnx"]))
     path, plain = str(tmp_path / "model.onnx"), str(tmp_path / "plain.onnx")
     for written, metadata in ((path, facts), (plain, document_metadata(model, data, extra={}))):

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
 import torch
 
 from longseq import plugins
-from longseq.tasks.generate import TASKS, GenerateKeys, Writer
+from longseq.tasks.generate import TASKS, Generate, Writer
 from longseq.tasks.lm.likelihood import Likelihood, Row, score_rows
 from longseq.tasks.report import progress_bar
 from longseq.tasks.text.info import TextInfo
-from longseq.tasks.training import checkpoint, processes
+from longseq.tasks.training import checkpoint
 
 Item = TypeVar("Item")
 
@@ -39,7 +36,7 @@ class Worker:
 
         Each prompt comes with its number among all, on which alone what is drawn for it depends.
         """
-        keys = GenerateKeys(**{**_WRITING, **options, "batch_size": len(numbered)})
+        keys = Generate(**{**_WRITING, **options, "batch_size": len(numbered)})
         numbers, prompts = zip(*numbered, strict=True)
         writer = Writer(self.model, self.tokenizer, keys, cut_prompts=True)
         return [written.text for written in writer.write(prompts, numbers=numbers)]
@@ -56,7 +53,7 @@ _WRITING = {
 class Workers:
     """A worker on each of `devices`: one in this process, or several in processes of their own.
 
-    `first` is the worker of this process. With several devices it is on the CPU and only tells of the model. `modules`
+    `first` is the worker of this process. With several devices it is on the CPU and not used for batches. `modules`
     are the plug-ins that the other processes load.
     """
 
@@ -113,16 +110,11 @@ class Workers:
                 yield batch, getattr(self.first, name)([items[index] for index in batch], *options)
             return
         running: dict[Future[list[Any]], Sequence[int]] = {}
-        try:
-            for batch in batches:
-                running[self._executor.submit(_call, name, [items[index] for index in batch], *options)] = batch
-            while running:
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    yield running.pop(future), future.result()
-        except BrokenProcessPool as error:
-            raise ValueError(
-                "a process of the harness ended early, most likely for want of memory: give a smaller batch_size"
-            ) from error
+        for batch in batches:
+            running[self._executor.submit(_call, name, [items[index] for index in batch], *options)] = batch
+        while running:
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                yield running.pop(future), future.result()
 
 
 _worker: Worker | None = None  # of a process that `Workers` has started
@@ -130,9 +122,6 @@ _worker: Worker | None = None  # of a process that `Workers` has started
 
 def _start(waiting: Any, path: str, weights: str, dtype: str, modules: Sequence[str]) -> None:
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first one ends this one
-    os.environ[processes.COMPARISON_VARIABLE] = str(os.getppid())
-    processes.follow_parent()
     plugins.load(modules)
     _worker = Worker(path, waiting.get(), weights=weights, dtype=dtype)
 

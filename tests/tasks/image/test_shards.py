@@ -15,7 +15,7 @@ from PIL import Image
 
 from longseq.tasks import ImageDataKeys, ImageDataModule
 from longseq.tasks.image.draws import read_encoded
-from longseq.tasks.image.prepare import Encoding, PrepareImagesKeys, describe, encode_image, open_input, prepare
+from longseq.tasks.image.prepare import Encoding, PrepareImages, describe, encode_image, open_input, prepare
 from longseq.tasks.image.shards import open_shards
 
 KEEP = Encoding("keep", None, 90)
@@ -40,10 +40,10 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def keys_of(root: Path, **changes: Any) -> PrepareImagesKeys:
+def keys_of(root: Path, **changes: Any) -> PrepareImages:
     usual = dict.fromkeys(("size", "file_column", "label_column", "label_delimiter"))
     usual |= {"format": "jpeg", "quality": 90, "shard_bytes": 1000, "multi_label": False, "processes": 1}
-    return PrepareImagesKeys(**{**usual, "input": str(root), "output": "shards", **changes})
+    return PrepareImages(**{**usual, "input": str(root), "output": "shards", **changes})
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:

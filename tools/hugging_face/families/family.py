@@ -152,7 +152,7 @@ def read_rotary(values: Values) -> dict[str, Any]:
             rope["original_max_position_embeddings"] = values["original_max_position_embeddings"]
         rope.setdefault("original_max_position_embeddings", values.get("max_position_embeddings"))
     scaling = {"rope_type": kind, **{key: value for key, value in rope.items() if value is not None}}
-    check_rotary(float(base), scaling)
+    check_rotary(scaling)
     return {"rotary": True, "rotary_base": float(base), "rotary_scaling": scaling}
 
 

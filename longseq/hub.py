@@ -1,0 +1,77 @@
+"""The files of a model in a repository of the Hugging Face hub, and their names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from longseq.tokenizer_files import GENERATION_FILE, SETTINGS_FILE, TOKENIZER_FILE
+from longseq.version import installed_version
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+CARD_FILE = "README.md"
+
+# Where a file or folder could stand, a repository of the hub has this before its name, as in timm.
+HUB = "hf-hub:"
+
+
+def find_source(
+    source: str | Path, revision: str | None = None, token: str | None = None, cache_dir: str | Path | None = None
+) -> Path:
+    """The file or folder of a model: `source` itself, or that of hf-hub:OWNER/NAME@REVISION in the hub's cache.
+
+    The files of a repository are fetched. A revision in `source` comes before the argument. Errors are those of
+    huggingface_hub.
+    """
+    if not is_on_hub(source):
+        return Path(source)
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    repo_id, _, named = str(source).removeprefix(HUB).partition("@")
+
+    def fetch(name: str) -> Path:
+        path = hf_hub_download(repo_id, name, revision=named or revision, token=token, cache_dir=cache_dir)
+        return Path(path)
+
+    def has(name: str) -> bool:
+        try:
+            return bool(fetch(name))
+        except (EntryNotFoundError, FileNotFoundError):
+            return False
+
+    folder = fetch(CONFIG_FILE).parent
+    for name in weight_files(folder) if has(INDEX_FILE) else (WEIGHTS_FILE,):
+        fetch(name)
+    for name in (TOKENIZER_FILE, SETTINGS_FILE, GENERATION_FILE):
+        has(name)
+    return folder
+
+
+def is_on_hub(source: str | Path) -> bool:
+    """True for hf-hub:OWNER/NAME, unless a file or folder has this name."""
+    return str(source).startswith(HUB) and not Path(source).exists()
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The names of the files of weights: model.safetensors, or those of the index."""
+    index = folder / INDEX_FILE
+    if (folder / WEIGHTS_FILE).is_file() or not index.is_file():
+        return [WEIGHTS_FILE]
+    return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+
+
+def upload(
+    folder: Path, repo_id: str, *, private: bool, token: str | None, revision: str | None, commit_message: str
+) -> str:
+    """Upload a model's folder, all but the README.md where the repository has one; returns the commit's address."""
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=token, library_name="longseq", library_version=installed_version())
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    if api.file_exists(repo_id=repo_id, filename=CARD_FILE, revision=revision):
+        (folder / CARD_FILE).unlink()
+    commit = api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision, commit_message=commit_message)
+    return commit.commit_url
