@@ -55,22 +55,6 @@ FREE_KEYS = (
     "plugins",  # a checkpoint names those that its run used, a command those that it declares
 )
 
-# Keys that may differ from machine to machine of one run: places, and how data get from there to the device.
-LOCAL_KEYS = (
-    "resume",
-    "output",
-    "init",
-    "plugins",
-    "logger",
-    "data.root",
-    "data.train",
-    "data.validation",
-    "data.test",
-    "data.cache",
-    "data.num_workers",
-    "data.pin_memory",
-)
-
 # Keys that a file of `trainer` sets for its hardware, and a run keeps to its end unless a command gives them by hand.
 KEPT_KEYS = ("trainer.log_every_n_steps", "trainer.precision")
 
@@ -202,11 +186,6 @@ def _inside_the_run(config: Mapping[str, Any]) -> dict[str, Any]:
         return f"OUTPUT{value.removeprefix(folder)}" if below else value
 
     return {key: relative(value) for key, value in flatten(with_absolute_root(config))}
-
-
-def shared_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The flat configuration that all processes of a run have in common."""
-    return {key: value for key, value in _inside_the_run(config).items() if not _is_below(key, LOCAL_KEYS)}
 
 
 def _newest_run(parent: Path, config: Mapping[str, Any]) -> Path | None:
