@@ -58,9 +58,8 @@ class BoundedMemoryControl(SlotMixer):
         feature_map: str = "silu",
         **options: Any,
     ) -> None:
-        maps = {"feature_map": feature_map, "value_map": feature_map}
-        heads: dict[str, Any] = {"num_heads": num_heads, "num_slots": num_slots, "gate_width": num_heads * num_slots}
-        super().__init__(d_model, **heads, **maps, **options)
+        options |= {"num_heads": num_heads, "num_slots": num_slots, "gate_width": num_heads * num_slots}
+        super().__init__(d_model, feature_map=feature_map, value_map=feature_map, **options)
         self.renormalize = renormalize
 
     def initial_state(
