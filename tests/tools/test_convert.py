@@ -411,10 +411,10 @@ def test_models_that_do_not_become_another_are_refused(llama: Path, tmp_path: Pa
         write_family(change_mixer(model, "gsa", {}), FAMILIES["llama"], out)
     rotary = {"vocab_size": 9, "d_model": 16, "mixer": "attention", "mixer_options": {"rotary": True}}
     TokenBackbone(**rotary, norm="layer").save_pretrained(tmp_path / "layer")
-    with pytest.raises(ValueError, match="its norm is layer, not rms"):
+    with pytest.raises(ValueError, match="whose norm is layer, only rms"):
         write_family(read_model(tmp_path / "layer"), FAMILIES["llama"], out)
     TokenBackbone(vocab_size=9, d_model=16, mixer="attention").save_pretrained(tmp_path / "biased")
-    with pytest.raises(ValueError, match="its rotary of attention is False, not True"):
+    with pytest.raises(ValueError, match="whose rotary of attention is False, only True"):
         write_family(read_model(tmp_path / "biased"), FAMILIES["llama"], out)
     with pytest.raises(ValueError, match=r"no place for blocks\.0\.mixer\.in_proj\.bias"):
         change_mixer(read_model(tmp_path / "biased"), "gsa", {})
