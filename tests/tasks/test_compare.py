@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,9 +165,8 @@ def test_values_and_folders_are_spelled_so_that_hydra_reads_them(tmp_path):
 def plan_of(folder: Path, *given: str, **keys: Any) -> comparison_runs.Trial:
     """The only trial of a comparison of one mixer."""
     absent = dict.fromkeys(("learning_rates", "rows", "jobs", "report", "sweep", "overrides"))
-    own = compare.CompareKeys(
-        **{**absent, "output": str(folder), "mixers": ["gla"], "seeds": [0], "plot": False, **keys}
-    )
+    fixed = {"output": str(folder), "mixers": ["gla"], "seeds": [0], "plot": False}
+    own: Any = SimpleNamespace(**{**absent, **fixed, **keys})
     (trial,) = compare.plan(own, ["task=probe", "data=mqar", *given])
     return trial
 
