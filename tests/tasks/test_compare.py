@@ -105,9 +105,9 @@ def test_runs_of_an_edited_configuration_file_are_trained_anew(tmp_path, monkeyp
     script.write_text(STAND_IN)
     recipe = tmp_path / "own" / "recipe" / "mine.yaml"
     recipe.parent.mkdir(parents=True)
-    words = ("--config-dir=own", "recipe=mine", "mixers=[gla]", "learning_rates=[0.1]", "plot=false")
+    words = ("recipe=mine", "mixers=[gla]", "learning_rates=[0.1]", "plot=false", "--config-dir=own")
     for size in (32, 64, 64):
-        recipe.write_text(f"defaults: [probe, _self_]\ntasks: [probe]\nname: mine\nbatch_size: {size}\n")
+        recipe.write_text(f"defaults: [probe, _self_]\nname: mine\nbatch_size: {size}\n")
         capsys.readouterr()
         assert comparing(monkeypatch, tmp_path, script, *words) == 0
     assert "1 runs, 1 of them finished before" in capsys.readouterr().out
