@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 
 from longseq.files import replacing
 from longseq.tasks import registry
+from longseq.tasks.commands import Predict
 from longseq.tasks.data.folders import written_name
 from longseq.tasks.data.inputs import Inputs, Prediction, Unreadable, describe_passed_over
 from longseq.tasks.devices import choose_device
