@@ -136,7 +136,7 @@ def _print_models(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 # What `list=NAME` collects, and how it is printed.
-LISTS: dict[str, tuple[Callable[[], list[dict[str, Any]]], Callable[[list[dict[str, Any]], Console], None]]] = {
+LISTS: dict[str, tuple[Callable[[], Any], Callable[[Any, Console], None]]] = {
     "mixers": (list_mixers, _print_mixers),
     "models": (list_models, _print_models),
 }

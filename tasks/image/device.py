@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torchvision.io import ImageReadMode, decode_jpeg
-from torchvision.transforms.functional import center_crop, pad, pil_to_tensor, rgb_to_grayscale
+from torchvision.transforms.functional import pil_to_tensor, rgb_to_grayscale
 
 from longseq.tasks.data.batch import Batch, Failure
 from longseq.tasks.data.sampler import SampleIndex
@@ -25,9 +25,6 @@ from longseq.tasks.image.sources import Split
 # Pixels that are decoded at a time; of three bytes each, 384 MiB.
 _MOST_PIXELS = 1 << 27
 
-# torch's name of a filter of Pillow, or of the one that is nearest to it.
-_MODES = {"nearest": "nearest-exact", "box": "area", "hamming": "bilinear", "lanczos": "bicubic"}
-
 
 class DeviceTransform:
     """Decodes and augments a batch: inputs `EncodedImages` -> uint8 [B, C, S, S] on the device.
@@ -41,7 +38,7 @@ class DeviceTransform:
     ) -> None:
         self.split, self.info, self.augmentation = split, info, augmentation
         self.device, self.seed = device, seed
-        self.mode = _MODES.get(info.interpolation, info.interpolation)
+        self.precision = torch.float16 if device.type == "cuda" else torch.float32
         self.fill = torch.tensor([round(255 * value) for value in (info.mean * 3)[:3]], device=device).view(3, 1, 1)
 
     def __call__(self, batch: Batch) -> Batch:
@@ -50,9 +47,6 @@ class DeviceTransform:
             return batch
         targets = targets.clone()
         images = self._crop(encoded, targets, failures)
-        flips = encoded.samples[:, 9:11].to(self.device).bool()[..., None, None, None]
-        for column, dim in ((0, 3), (1, 2)):
-            images = torch.where(flips[:, column], images.flip(dim), images)
         images = apply_steps(images, encoded.kinds, encoded.numbers, self.fill)
         if self.info.in_chans == 1:
             images = rgb_to_grayscale(images)
@@ -65,28 +59,67 @@ class DeviceTransform:
         return Batch(images, targets.to(self.device), failures)
 
     def _crop(self, encoded: EncodedImages, targets: Tensor, failures: list[Failure]) -> Tensor:
-        """The cropped images, float32 [B, 3, S, S] in 0..255."""
-        rows = encoded.samples.tolist()
-        cropped: dict[int, Tensor] = {}
+        """The cropped and mirrored images, float32 [B, 3, S, S] in 0..255."""
+        side = self.info.side
+        cropped = torch.empty(len(encoded.samples), 3, side, side, device=self.device)
         for files in self._parts(encoded.files.tolist()):
             images = self.decode(encoded, files)
-            for place, row in enumerate(rows):
-                if row[0] in images:
-                    image = images[row[0]]
-                    if image is None:
-                        image = images[row[0]] = self._replace(encoded, row, rows, targets, failures)
-                    cropped[place] = self._resize(image, row)
-        return torch.stack([cropped[place] for place in range(len(rows))])
+            places = [place for place, file in enumerate(encoded.samples[:, 0].tolist()) if file in images]
+            for place in places:
+                row = encoded.samples[place].tolist()
+                if images[row[0]] is None:
+                    images[row[0]] = self._replace(encoded, row, targets, failures)
+            cropped[places] = self._resize(images, encoded.samples[places])
+        return cropped
+
+    def _resize(self, images: dict[int, Any], samples: Tensor) -> Tensor:
+        """The crops [N, 3, S, S] that the rows of `samples` say.
+
+        Resizing is linear in each axis: two products with the weights of all pixels of a box resize a batch at once.
+        """
+        boxes = samples[:, 1:5]
+        height, width = boxes[:, 2:].amax(0).tolist()
+        pixels = torch.zeros(len(samples), 3, height, width, dtype=torch.uint8, device=self.device)
+        for place, (file, top, left, rows, columns) in zip(pixels, samples[:, :5].tolist(), strict=True):
+            place[:, :rows, :columns] = images[file][:, top : top + rows, left : left + columns]
+        here = samples.to(self.device, non_blocking=True)
+        down, across = (self._weigh(here[:, axis:11:2], length) for axis, length in ((3, height), (4, width)))
+        wide = pixels.to(self.precision).flatten(1, 2) @ across.mT
+        found = down[:, None] @ wide.view(len(samples), 3, height, -1)
+        return found.float().round_().clamp_(0, 255)
+
+    def _weigh(self, axis: Tensor, length: int) -> Tensor:
+        """How much each of `length` pixels of a box counts in each pixel of the result, [N, S, length].
+
+        `axis` [N, 4] has of each image the length of its box, that of the resized box, where the result begins in it,
+        and whether it is mirrored.
+        """
+        size, resized, start, mirrored = (column[:, None] for column in axis.unbind(1))
+        place = torch.arange(self.info.side, device=self.device)
+        place = torch.where(mirrored > 0, self.info.side - 1 - place, place) + start
+        padding = self.augmentation.padding_mode if self.augmentation.crop == "padded" else "constant"
+        if padding == "edge":
+            place = torch.minimum(place.clamp(min=0), resized - 1)
+        elif padding in ("reflect", "symmetric"):
+            edge = int(padding == "symmetric")  # which is repeated
+            place = torch.where(place < 0, -place - edge, place)
+            place = torch.where(place >= resized, 2 * (resized - 1) + edge - place, place)
+        scale = (size / resized)[..., None]
+        filter_scale = scale.clamp(min=1) if self.info.interpolation != "nearest" else 1
+        pixel = torch.arange(length, device=self.device)
+        weights = _FILTERS[self.info.interpolation]((pixel + 0.5 - (place[..., None] + 0.5) * scale) / filter_scale)
+        weights = weights * (pixel < size[..., None]) * ((place >= 0) & (place < resized))[..., None]
+        return (weights / weights.sum(2, keepdim=True).clamp(min=1e-6)).to(self.precision)
 
     def _parts(self, files: Sequence[Sequence[int]]) -> list[list[int]]:
-        """The numbers of the files, in parts that are decoded together."""
+        """The numbers of the files, in parts that are decoded and resized together."""
         parts: list[list[int]] = []
-        pixels = 0
-        for number, (_, _, height, width, _) in enumerate(files):
-            pixels += height * width
-            if not parts or pixels > _MOST_PIXELS:
+        sides = (0, 0)
+        for number, (_, _, *size, _) in enumerate(files):
+            sides = max(sides[0], size[0]), max(sides[1], size[1])
+            if not parts or (len(parts[-1]) + 1) * sides[0] * sides[1] > _MOST_PIXELS:
                 parts.append([])
-                pixels = height * width
+                sides = size[0], size[1]
             parts[-1].append(number)
         return parts
 
@@ -111,14 +144,7 @@ class DeviceTransform:
             return None
         return pil_to_tensor(image).to(self.device) if (image.height, image.width) == size else None
 
-    def _replace(
-        self,
-        encoded: EncodedImages,
-        row: Sequence[int],
-        rows: Sequence[Sequence[int]],
-        targets: Tensor,
-        failures: list[Failure],
-    ) -> Tensor:
+    def _replace(self, encoded: EncodedImages, row: Sequence[int], targets: Tensor, failures: list[Failure]) -> Tensor:
         """An image in place of the file of a sample; all samples of the file get its class."""
         index = SampleIndex(*row[11:])
         path = self.split.source.path(int(self.split.indices[index.position]))
@@ -129,25 +155,30 @@ class DeviceTransform:
             if isinstance(sample, Failure):
                 failures.append(sample)
                 continue
-            for place, other in enumerate(rows):
-                if other[0] == row[0]:
-                    targets[place] = torch.as_tensor(sample[1])
+            targets[encoded.samples[:, 0] == row[0]] = torch.as_tensor(sample[1], dtype=targets.dtype)
             return pil_to_tensor(sample[0].convert("RGB").resize((width, height))).to(self.device)
         raise ValueError(f"{path} and {REPLACEMENTS} other files cannot be decoded")
 
-    def _resize(self, image: Tensor, row: Sequence[int]) -> Tensor:
-        """The crop of an image that a row of `samples` says, before its flips."""
-        top, left, height, width, resized_height, resized_width, corner_top, corner_left = row[1:9]
-        part = image[None, :, top : top + height, left : left + width].float()
-        antialias = {"antialias": True} if self.mode in ("bilinear", "bicubic") else {}
-        part = functional.interpolate(part, size=(resized_height, resized_width), mode=self.mode, **antialias)[0]
-        part = part.round_().clamp_(0, 255)
-        side, options = self.info.side, self.augmentation
-        if corner_top >= 0:
-            if options.padding:
-                part = pad(part, [options.padding], padding_mode=options.padding_mode)
-            return part[:, corner_top : corner_top + side, corner_left : corner_left + side]
-        return center_crop(part, [side, side]) if part.shape[1:] != (side, side) else part
+
+def _cubic(x: Tensor) -> Tensor:
+    x = x.abs()
+    near, far = (1.5 * x - 2.5) * x * x + 1, ((2.5 - 0.5 * x) * x - 4) * x + 2
+    return torch.where(x < 1, near, torch.where(x < 2, far, 0))
+
+
+def _box(x: Tensor) -> Tensor:
+    return ((x > -0.5) & (x <= 0.5)).float()
+
+
+# Pillow's, by the distance in pixels of the result, or of the box where those are smaller.
+_FILTERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "nearest": _box,
+    "box": _box,
+    "bilinear": lambda x: (1 - x.abs()).clamp(min=0),
+    "hamming": lambda x: torch.where(x.abs() < 1, x.sinc() * (0.54 + 0.46 * (torch.pi * x).cos()), 0),
+    "bicubic": _cubic,
+    "lanczos": lambda x: torch.where(x.abs() < 3, x.sinc() * (x / 3).sinc(), 0),
+}
 
 
 def decode_jpegs(files: list[Tensor], device: torch.device) -> list[Tensor | None]:
@@ -209,8 +240,8 @@ def _affine(images: Tensor, numbers: Tensor, fill: Tensor) -> Tensor:
     return functional.grid_sample(images - fill, grid, align_corners=False) + fill
 
 
-def _blend(base: Tensor, images: Tensor, numbers: Tensor) -> Tensor:
-    return base + _amount(numbers) * (images - base)
+def _blend(base: Tensor | int, images: Tensor, numbers: Tensor) -> Tensor:
+    return (base + _amount(numbers) * (images - base)).floor()  # as Pillow rounds
 
 
 def _sharpness(images: Tensor, numbers: Tensor) -> Tensor:
@@ -250,7 +281,7 @@ def _gaussian_blur(images: Tensor, numbers: Tensor) -> Tensor:
 
 _OPERATIONS: dict[str, Any] = {
     "affine": _affine,
-    "brightness": lambda images, numbers, _: images * _amount(numbers),
+    "brightness": lambda images, numbers, _: _blend(0, images, numbers),
     "contrast": lambda images, numbers, _: _blend(_grey(images).mean((2, 3), keepdim=True).round(), images, numbers),
     "color": lambda images, numbers, _: _blend(_grey(images), images, numbers),
     "sharpness": lambda images, numbers, _: _sharpness(images, numbers),

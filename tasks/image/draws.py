@@ -39,14 +39,14 @@ NUMBERS = 6  # of an operation: an affine map has as many
 
 
 class Geometry(NamedTuple):
-    """How an image becomes [S, S]: its `box` (top, left, height, width) is resized to `resized` (height, width), padded
-    where the augmentation says so, and cut from `corner` (top, left) on, or around the centre where that is negative.
+    """How an image becomes [S, S]: its `box` (top, left, height, width) is resized to `resized` (height, width), of
+    which a square is cut out that begins at `corner` (top, left), maybe outside; then it is mirrored.
     """
 
     box: tuple[int, int, int, int]
     resized: tuple[int, int]
-    corner: tuple[int, int] = (-1, -1)
-    flips: tuple[bool, bool] = (False, False)  # horizontal, vertical
+    corner: tuple[int, int] = (0, 0)
+    flips: tuple[bool, bool] = (False, False)  # of the rows, and of the columns
 
 
 Step = tuple[str, tuple[float, ...]]
@@ -92,17 +92,20 @@ class TrainingDraws:
             found = Geometry(first.get_params(stand_in, first.scale, first.ratio), (self.size, self.size))
         else:
             cut, *flips = flips
-            found = Geometry((0, 0, *size), _resized(size, first))
+            height, width = _resized(size, first)
             if isinstance(cut, transforms.RandomCrop):
-                height, width = (side + 2 * (cut.padding or 0) for side in found.resized)
-                top, left, _, _ = cut.get_params(torch.empty(1, height, width, device="meta"), cut.size)
-                found = found._replace(corner=(top, left))
+                padding: Any = cut.padding or 0
+                stand_in = torch.empty(1, height + 2 * padding, width + 2 * padding, device="meta")
+                top, left = (number - padding for number in cut.get_params(stand_in, cut.size)[:2])
+            else:
+                top, left = (_centre(side, self.size) for side in (height, width))
+            found = Geometry((0, 0, *size), (height, width), (top, left))
         mirrored = [bool(torch.rand(1) < flip.p) for flip in flips]
         kinds = [isinstance(flip, transforms.RandomVerticalFlip) for flip in flips]
-        across, along = (
-            any(m for m, kind in zip(mirrored, kinds, strict=True) if kind == one) for one in (False, True)
+        rows, columns = (
+            any(m for m, kind in zip(mirrored, kinds, strict=True) if kind == one) for one in (True, False)
         )
-        return found._replace(flips=(across, along))
+        return found._replace(flips=(rows, columns))
 
 
 def _resized(size: tuple[int, int], resize: transforms.Resize) -> tuple[int, int]:
@@ -112,6 +115,11 @@ def _resized(size: tuple[int, int], resize: transforms.Resize) -> tuple[int, int
     if height >= width:
         return int(short * height / width), short
     return short, int(short * width / height)
+
+
+def _centre(side: int, size: int) -> int:
+    """Where torchvision's centre of `size` pixels begins."""
+    return round((side - size) / 2) if side > size else -((size - side) // 2)
 
 
 def _jitter(jitter: Any, steps: list[Step]) -> list[Step]:

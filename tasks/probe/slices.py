@@ -83,7 +83,7 @@ def slice_names(listed: Sequence[Mapping[str, Any]]) -> list[str]:
     return names
 
 
-def _make(generator: str, options: Mapping[str, Any], splits: Described, seed: int) -> Splits:
+def _make(generator: str, options: dict[str, Any], splits: Described, seed: int) -> Splits:
     seen: Integers = np.zeros(0, dtype=np.uint64)
     made: Splits = {}
     for number, (split, listed) in enumerate(splits.items()):

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchmetrics.classification import MulticlassAccuracy
 
 from longseq import plugins
-from longseq.tasks import compare, registry
+from longseq.tasks import comparison_runs, registry
 from longseq.tasks.training.metrics import MeanLoss, WeightedMean
 from longseq.tasks.training.module import TrainedModule
 
@@ -94,7 +94,7 @@ def test_the_task_of_the_page_has_a_hundred_lines():
 
 @pytest.mark.slow
 def test_a_task_from_outside_is_compared(folder, command_here, monkeypatch):
-    start_others_as_forks(monkeypatch, compare)
+    start_others_as_forks(monkeypatch, comparison_runs)
     words = [word for word in WORDS if not word.startswith("mixer=")]
     rates = "learning_rates=[0,0.02]"
     done = command_here(folder, "compare", *words, "mixers=[linear_attention]", rates, "plot=false", "output=compared")

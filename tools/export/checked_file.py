@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from longseq.blocks.convolution import ShortConvolution
 from longseq.mixers import Mixer
 from longseq.tools.export.formats import FORMATS
-from longseq.tools.export.parity import Comparison, Expected, latency_ms
+from longseq.tools.export.parity import Comparison, latency_ms
 from longseq.tools.export.report import ExportReport
 from longseq.tools.export.spec import FileSpec
 
-__all__ = ["TRACED_BATCH", "check_finite", "float_copy", "no_rows", "readable", "tokens_of", "write_checked"]
+__all__ = ["TRACED_BATCH", "float_copy", "no_rows", "probabilities", "readable", "tokens_of", "write_checked"]
 
 # An axis of size 1 would be traced as a constant.
 TRACED_BATCH = 2
@@ -43,10 +43,9 @@ def float_copy(model: nn.Module) -> Any:
     return duplicate
 
 
-def check_finite(expected: Iterable[Expected]) -> None:
-    """Raise ValueError if an output of the model is NaN or infinite."""
-    if not all(batch.output.isfinite().all() for batch in expected):
-        raise ValueError("the outputs of the model are not finite")
+def probabilities(logits: Tensor, *, multi_label: bool) -> Tensor:
+    """Probabilities of classes, which add up to 1; with `multi_label` each class has its own."""
+    return logits.sigmoid() if multi_label else logits.softmax(-1)
 
 
 def tokens_of(tokens: Tensor, vocab_size: int) -> Tensor:

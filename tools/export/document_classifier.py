@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from longseq.tools.export.checked_file import (
     TRACED_BATCH,
-    check_finite,
     float_copy,
     no_rows,
+    probabilities,
     tokens_of,
     write_checked,
 )
@@ -54,27 +54,11 @@ class DocumentClassifierFile(nn.Module):
         mask = torch.arange(tokens.shape[1], device=tokens.device) < lengths.unsqueeze(1)
         # The padding may hold numbers that are no tokens.
         tokens = tokens_of(tokens.masked_fill(~mask, 0), self.vocab_size)
-        logits = self.model(tokens, mask=mask)
-        return logits.sigmoid() if self.multi_label else logits.softmax(-1)
+        return probabilities(self.model(tokens, mask=mask), multi_label=self.multi_label)
 
 
-class _OneByOne(nn.Module):
-    """The logarithms of the documents' probabilities; the model reads one document at a time and without padding."""
-
-    def __init__(self, model: nn.Module, *, multi_label: bool) -> None:
-        super().__init__()
-        self.model = model
-        self.multi_label = multi_label
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        lengths = _compared_lengths(tokens)
-        rows = [self.model(row[:length].unsqueeze(0)) for row, length in zip(tokens, lengths.tolist(), strict=True)]
-        logits = torch.cat(rows)
-        return _logarithms(logits.sigmoid() if self.multi_label else logits.softmax(-1))
-
-
-def _logarithms(probabilities: Tensor) -> Tensor:
-    return probabilities.clamp_min(LEAST).log()
+def _logarithms(values: Tensor) -> Tensor:
+    return values.clamp_min(LEAST).log()
 
 
 def export_document_classifier(
@@ -111,10 +95,14 @@ def export_document_classifier(
     multi_label = bool(data.get("multi_label"))
     limit, vocab_size = copied.body.max_length, copied.body.vocab_size
     shapes = sorted({(batch, min(tokens, limit or tokens)) for batch in batch_sizes for tokens in COMPARED_TOKENS})
-    expected = expect(
-        _OneByOne(copied, multi_label=multi_label), [probe_tokens(*shape, vocab_size) for shape in shapes]
-    )
-    check_finite(expected)
+
+    def read_one_by_one(model: Any, tokens: Tensor) -> Tensor:
+        """The logarithms of the probabilities of documents that are read alone, without padding."""
+        lengths = _compared_lengths(tokens).tolist()
+        logits = [model(row[:length].unsqueeze(0)) for row, length in zip(tokens, lengths, strict=True)]
+        return _logarithms(probabilities(torch.cat(logits), multi_label=multi_label))
+
+    expected = expect(copied, [probe_tokens(*shape, vocab_size) for shape in shapes], read_one_by_one)
     traced = probe_tokens(TRACED_BATCH, min(TRACED_TOKENS, limit or TRACED_TOKENS), vocab_size)
     module = DocumentClassifierFile(copied, multi_label=multi_label).eval()
     example = traced, _compared_lengths(traced)

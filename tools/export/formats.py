@@ -39,5 +39,5 @@ SUFFIXES: Mapping[str, str] = MappingProxyType(_SUFFIXES)
 def register_format(name: str, suffix: str, file_format: FileFormat) -> None:
     """Register a file format, which `longseq export format=NAME` and names that end in `suffix` then choose."""
     if name in _FORMATS or suffix in _SUFFIXES.values():
-        raise ValueError(f"an export format {name!r} or its suffix {suffix!r} exists already")
+        raise ValueError(f"the export format {name!r} or its suffix {suffix!r} is taken")
     _FORMATS[name], _SUFFIXES[name] = file_format, suffix

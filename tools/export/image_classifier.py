@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from longseq.timm_models import stated_data, takes_any_resolution
 from longseq.tools.export.checked_file import (
     TRACED_BATCH,
-    check_finite,
     float_copy,
     no_rows,
+    probabilities,
     readable,
     write_checked,
 )
@@ -64,37 +64,31 @@ class ImageClassifierFile(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:  # [B, C, H, W] -> [B, classes]
         if self.image_size is not None:
-            images = _require_size(images, *self.image_size)
+            images = _check_traced(images, *self.image_size, False)
         if self.patch_size is not None:
-            images = _require_whole_patches(images, *self.patch_size)
+            images = _check_patches(images, *self.patch_size)
         if self.preprocess:
             images = (images.to(self.mean.dtype) / 255 - self.mean) / self.std
         logits = self.backbone(images)
-        if not self.softmax:
-            return logits
-        return logits.sigmoid() if self.multi_label else logits.softmax(-1)
+        return probabilities(logits, multi_label=self.multi_label) if self.softmax else logits
 
 
 @torch.jit.script_if_tracing
-def _require_size(images: Tensor, height: int, width: int) -> Tensor:
-    if images.size(2) != height or images.size(3) != width:
-        raise RuntimeError("this file takes one image size: see img_size in its metadata")
+def _check_traced(images: Tensor, height: int, width: int, multiples: bool) -> Tensor:
+    rows, columns = images.size(2), images.size(3)
+    if multiples:
+        rows, columns = height + rows % height, width + columns % width
+    if rows != height or columns != width:
+        raise RuntimeError("the file does not take images of this size: see img_size or patch_size in its metadata")
     return images
 
 
-def _require_whole_patches(images: Tensor, height: int, width: int) -> Tensor:
+def _check_patches(images: Tensor, height: int, width: int) -> Tensor:
     if not torch.compiler.is_exporting():
-        return _raise_for_part_of_patch(images, height, width)
+        return _check_traced(images, height, width, True)
     # ONNX has no error to raise, but refuses an index that is not there.
     rest = torch.tensor(0) + images.shape[2] % height + images.shape[3] % width
     return images + images.new_zeros(1).index_select(0, rest.reshape(1))
-
-
-@torch.jit.script_if_tracing
-def _raise_for_part_of_patch(images: Tensor, height: int, width: int) -> Tensor:
-    if images.size(2) % height != 0 or images.size(3) % width != 0:
-        raise RuntimeError("this file takes whole patches: see patch_size in its metadata")
-    return images
 
 
 def export_image_classifier(
@@ -154,7 +148,6 @@ def export_image_classifier(
         images = [(probe_images(min(batch_sizes), channels, *size, pixels=preprocess),) for size in smallest]
         probes += readable(module, images)
     expected = expect(module, [images for (images,) in probes])
-    check_finite(expected)
     check_class_names(data, expected[0].output.shape[-1])
     extra = {**({} if whole_patches is None else {"patch_size": list(whole_patches)}), **extra_metadata}
     spec = FileSpec(

@@ -17,7 +17,6 @@ from longseq.mixers.compression import CompressionMixer
 from longseq.state import fill_state, state_tensors
 from longseq.tools.export.checked_file import (
     TRACED_BATCH,
-    check_finite,
     float_copy,
     no_rows,
     tokens_of,
@@ -62,17 +61,6 @@ class LanguageModelFile(nn.Module):
         tokens = tokens_of(tokens, self.model.vocab_size)
         logits, following = self.model.step(tokens, state) if self.one_token else self.model(tokens, state)
         return logits, [tensor for _, tensor in state_tensors(following)]
-
-
-class _ParallelForm(nn.Module):
-    """The logits of whole sequences, which the model reads at once."""
-
-    def __init__(self, model: TokenBackbone) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor) -> Tensor:  # [B, T] -> [B, T, V]
-        return self.model(tokens, output_final_state=False)[0]
 
 
 def export_language_model(
@@ -120,8 +108,11 @@ def export_language_model(
 
     probed = READ_TOKENS if dynamic_length else STEPPED_TOKENS
     probed = probed if limit is None else min(probed, limit)
-    expected = expect(_ParallelForm(copied), [probe_tokens(batch, probed, model.vocab_size) for batch in batch_sizes])
-    check_finite(expected)
+    expected = expect(
+        copied,
+        [probe_tokens(batch, probed, model.vocab_size) for batch in batch_sizes],
+        lambda model, tokens: model(tokens, output_final_state=False)[0],
+    )
     tokens = probe_tokens(TRACED_BATCH, probed, model.vocab_size)
     # Where there is little room, half of it for the traced tokens, and half of the rest for those before them.
     earlier, tokens = tokens[:, : min(EARLIER_TOKENS, probed // 4)], tokens[:, -min(TRACED_TOKENS, (probed + 1) // 2) :]

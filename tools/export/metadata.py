@@ -65,12 +65,12 @@ def _decision(data: Mapping[str, Any], sample: str) -> dict[str, Any]:
         thresholds = thresholds or [HALF] * len(data.get("class_names") or ())
     if not thresholds:
         return {}
-    told = (
+    decision = (
         f"{sample} has each label whose probability, the sigmoid of its logit, is at least the label's threshold"
         if several
         else "the second class if its probability, the softmax of the logits, is at least the threshold; else the first"
     )
-    return {"multi_label": several, "thresholds": list(thresholds), "decision": told}
+    return {"multi_label": several, "thresholds": list(thresholds), "decision": decision}
 
 
 def language_metadata(
@@ -87,9 +87,12 @@ def language_metadata(
     `limit` is the most tokens that the file reads, None: any. `vocab_size` is that of the model; its tokenizer may use
     fewer tokens.
     """
-    metadata = _told_of_text(data, TEXT)
+    metadata = _facts_of_text(data, TEXT)
     if "tokenizer" in metadata:
-        metadata["start"] = _first_of_prompts(metadata["tokenizer"], metadata.get("separator"))
+        # The token in front of a text that the model continues, None where it reads the text alone.
+        tokenizer = metadata["tokenizer"]
+        start = find_start(tokenizer) if "start" in tokenizer else metadata.get("separator")
+        metadata["start"] = None if tokenizer.get("bare_prompts") else start
     metadata["vocab_size"] = model.vocab_size
     if limit is not None:
         metadata["max_length"] = limit
@@ -100,24 +103,17 @@ def language_metadata(
     return {**metadata, **_origin(model), **extra}
 
 
-def _first_of_prompts(tokenizer: Mapping[str, Any], separator: int | None) -> int | None:
-    """The token in front of a text that the model continues, None where it reads the text alone."""
-    if tokenizer.get("bare_prompts"):
-        return None
-    return find_start(tokenizer) if "start" in tokenizer else separator
-
-
-def _told_of_text(data: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    """What is known of `keys`; the tokenizer gives a text the same tokens each time."""
-    told: dict[str, Any] = {key: data[key] for key in keys if data.get(key) is not None}
+def _facts_of_text(data: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """The known values of `keys`; the tokenizer gives a text the same tokens each time."""
+    facts: dict[str, Any] = {key: data[key] for key in keys if data.get(key) is not None}
     if data.get("window_is_assumed"):
-        told.pop("window", None)
-    return {**told, "tokenizer": as_read(told["tokenizer"])} if "tokenizer" in told else told
+        facts.pop("window", None)
+    return {**facts, "tokenizer": as_read(facts["tokenizer"])} if "tokenizer" in facts else facts
 
 
 def document_metadata(model: Any, data: Mapping[str, Any], *, extra: Mapping[str, Any]) -> dict[str, Any]:
     """Facts about a document classifier's file: classes, tokenizer, truncation, input and output, and its origin."""
-    metadata = _told_of_text(data, DOCUMENTS)
+    metadata = _facts_of_text(data, DOCUMENTS)
     metadata |= _decision(data, "a document")
     if data.get("source") is not None:
         # Imported here: an export of other models needs no training packages.

@@ -71,14 +71,24 @@ class Expected:
 
 
 @torch.no_grad()
-def expect(model: nn.Module, batches: Sequence[Tensor]) -> list[Expected]:
-    """Run a float32 model on each batch, and a double precision copy for the rounding error."""
+def expect(
+    model: nn.Module,
+    batches: Sequence[Tensor],
+    read: Callable[[Any, Tensor], Tensor] = lambda model, batch: model(batch),
+) -> list[Expected]:
+    """Let a float32 model `read` each batch, and a double precision copy for the rounding error.
+
+    Raises:
+        ValueError: an output is NaN or infinite.
+    """
     exact = copy.deepcopy(model).double()
     expected = []
     for batch in batches:
-        output = model(batch)
+        output = read(model, batch)
+        if not output.isfinite().all():
+            raise ValueError("the outputs of the model are not finite")
         wide = batch.double() if batch.is_floating_point() else batch
-        expected.append(Expected(batch, output, (output - exact(wide)).abs().max().item()))
+        expected.append(Expected(batch, output, (output - read(exact, wide)).abs().max().item()))
     return expected
 
 

@@ -90,6 +90,10 @@ def indices_of(count, repeats=1):
         (DEIT3, image_info(48)),
         (JITTER, image_info(in_chans=1)),
         ({"crop": "padded", "padding_mode": "edge", "hflip": 0.5, "vflip": 0.5}, image_info(in_chans=1)),
+        ({"crop": "padded", "padding_mode": "symmetric", "padding": 6}, image_info(interpolation="lanczos")),
+        ({"crop": "random_resized"}, image_info(interpolation="nearest")),
+        ({"crop": "random_resized", "hflip": 0.5}, image_info(interpolation="hamming")),
+        ({"crop": "random_resized", "vflip": 0.5}, image_info(interpolation="box")),
         ({"crop": "center", "auto_augment": "original"}, image_info(64, crop_pct=1.2, interpolation="bilinear")),
     ],
 )

@@ -154,8 +154,3 @@ def test_a_model_that_has_diverged_is_measured(trained, compose_config, tmp_path
     found = evaluate.run(compose_config("evaluate", *words, f"input={path}", f"output={tmp_path / 'out.jsonl'}"))
     assert found["loss"] > 710
     assert found["perplexity"] == rows_of(tmp_path / "out.jsonl")[0]["perplexity"] == math.inf
-    data = ("data.source=files", f"data.root={path}", f"data.cache={tmp_path}", "data.test=0.5")
-    windows = evaluate.run(compose_config("evaluate", *words, *data, f"output={tmp_path / 'out.json'}"))
-    assert windows["test/perplexity"] == math.inf
-    by_position = json.loads((tmp_path / "out.json").read_text())["test/perplexity_by_position"]
-    assert by_position[0]["perplexity"] == math.inf

@@ -184,14 +184,6 @@ def test_characters_come_whole_and_in_order(text):
     assert [held.push(token) for token in "😀".encode()] == ["", "", "", "😀"]
 
 
-def test_bytes_that_are_no_character_are_shown_in_the_end():
-    stream = TextStream(ByteTokenizer())
-    assert [stream.push(token) for token in b"a\xff"] == ["a", ""]
-    assert stream.finish() == "\N{REPLACEMENT CHARACTER}"
-    stream = TextStream(ByteTokenizer())
-    assert "".join(stream.push(token) for token in b"\xffab") == "\N{REPLACEMENT CHARACTER}ab"
-
-
 @pytest.mark.parametrize(
     "text", [b"Y\x8b\x9b\x94\xde\xb6r", b"\xe2\x82\xf0\x9f\x98\x80", b"\xf0\xb6\xac\xff\x80\x9f", b"\x8b" * 9]
 )

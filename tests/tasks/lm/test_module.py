@@ -302,19 +302,6 @@ def test_padding_between_tokens_is_not_read_and_predicts_nothing():
     torch.testing.assert_close(module(inputs)[:, [0, 1, 4]], read)
 
 
-@pytest.mark.slow
-def test_labels_of_padding_are_no_targets():
-    module = LanguageModelTask(make())
-    ids, mask = torch.tensor([[3, 4, 5, 0, 0], [0, 0, 6, 7, 8]]), torch.tensor([[1, 1, 1, 0, 0], [0, 0, 1, 1, 1]])
-    batch = {"input_ids": ids, "attention_mask": mask}
-    inputs, targets = module.read_batch(batch)
-    labelled, same = module.read_batch(batch | {"labels": ids.clone()})
-    assert same.tolist() == targets.tolist() == [[4, 5, *[IGNORED] * 2], [*[IGNORED] * 2, 7, 8]]
-    assert labelled.units == inputs.units == 4
-    some = module.read_batch(batch | {"labels": ids.masked_fill(ids < 6, IGNORED)})[1]
-    assert some.tolist() == [[IGNORED] * 4, [*[IGNORED] * 2, 7, 8]]
-
-
 def test_a_batch_without_padding_or_with_padding_behind_is_read_without_a_mask():
     ids, mask = torch.tensor([[3, 4, 5, 0]]), torch.tensor([[1, 1, 1, 0]])
     module = LanguageModelTask(make())
