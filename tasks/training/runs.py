@@ -84,8 +84,10 @@ def run_folder(fresh: str, *, _root_: DictConfig) -> str:
     resume = OmegaConf.select(_root_, "resume")
     if not resume:
         return _own(fresh)
+    from longseq.tasks.experiment import read_experiment  # which `--help` does not need
+
     config: Any = OmegaConf.to_container(OmegaConf.masked_copy(_root_, [str(key) for key in _root_ if key != "hydra"]))
-    wanted = resolve(OmegaConf.create({**config, "output": fresh}))
+    wanted = read_experiment(resolve(OmegaConf.create({**config, "output": fresh})))
     if resume is True:
         return str(_newest_run(Path(fresh).parent, wanted) or _own(fresh))
     saved = saved_config(Path(resume)) or {}
