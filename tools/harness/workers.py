@@ -37,7 +37,7 @@ class Worker:
 
         Each prompt comes with its number among all, on which alone what is drawn for it depends.
         """
-        keys = Generate(**{"checkpoint": "", "prompt": "", **options, "batch_size": len(numbered)})
+        keys = Generate(checkpoint="", prompt="", batch_size=len(numbered), **options)
         numbers, prompts = zip(*numbered, strict=True)
         writer = Writer(self.model, self.tokenizer, keys, cut_prompts=True)
         return [written.text for written in writer.write(prompts, numbers=numbers)]
