@@ -178,7 +178,7 @@ class Scale(Keys):
     model: str = key(..., "the size in the name of an image model")
     embed_dim: Count | None = key(None, "the width of the model")
     depth: Count | None = key(None, "the number of blocks")
-    mixer: dict[str, Positive] = key({}, "values of mixer options that are null, for mixers that have these options")
+    mixer: dict[str, Annotated[int | float, Field(gt=0)]] = key({}, "values of mixer options that are null")
 
 
 class Ema(Keys):

@@ -65,6 +65,7 @@ def run(cfg: DictConfig) -> float | None:
     log = _find_log(folder)
     done = runs.finished(folder)
     if config["resume"] is True and done is not None:
+        runs.checkpoint_to_resume(config)  # refuses another configuration
         _print(f"this run is finished: {shorten(folder)}; without resume=true, and with another output, it trains anew")
         return done.get(config["optimized_metric"])
     try:

@@ -118,8 +118,7 @@ def test_images_of_any_loader_train_and_their_checkpoint_serves_every_command(tm
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_any_loader_is_exported_and_a_run_begins_from_it(tmp_path: Path, command_here) -> None:
-    """At a learning rate of 0 a run that begins from it ends with its weights, but for a head of other classes."""
+def test_a_checkpoint_of_any_loader_is_exported(tmp_path: Path, command_here) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     model, info, rows = make_images()
     recipe = Training(learning_rate=1e-2)
@@ -134,55 +133,6 @@ def test_a_checkpoint_of_any_loader_is_exported_and_a_run_begins_from_it(tmp_pat
     (found,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), module(images).detach(), rtol=1e-4, atol=1e-4)
     assert json.loads(session.get_modelmeta().custom_metadata_map["class_names"]) == ["dark", "bright"]
-
-    for number in range(8):
-        for split, name in (("train", "dark"), ("train", "bright"), ("val", "dark"), ("val", "bright")):
-            (tmp_path / "data" / split / name).mkdir(parents=True, exist_ok=True)
-            value = 60 + number + 8 * (split == "val") + 100 * (name == "bright")
-            Image.new("L", (8, 8), value).save(tmp_path / "data" / split / name / f"{number}.png")
-    words = [
-        *("data=image_folder", "data.root=data", "data.img_size=8", "data.in_chans=1", "data.num_workers=0"),
-        *("data.mean=[0.4]", "data.std=[0.2]", "mixer=linear_attention", "scale=tiny", "model.patch_size=4"),
-        *("model.stride=4", "model.embed_dim=32", "model.depth=1", "trainer=cpu", "logger=none", "recipe=finetune"),
-        *("recipe.epochs=1", "recipe.learning_rate=0", "recipe.batch_size=4", "init=own.ckpt"),
-    ]
-    ordered, resized = "data.class_map={dark: 0, bright: 1}", "positions of 2 x 2 patches are interpolated to 5 x 5"
-    for run, own in (("same", [ordered]), ("other", [])):
-        done = command_here(tmp_path, "train", *words, *own, f"output={run}")
-        assert done.returncode == 0, done.stderr
-        saved = longseq.from_pretrained(tmp_path / run / "model").state_dict()
-        for name, values in model.state_dict().items():
-            assert torch.equal(saved[name], values) == (run == "same" or not name.startswith("head.")), name
-        assert resized not in done.stdout
-    assert "the head is new: the classes are bright, dark, and those of the weights are dark, bright" in done.stdout
-    done = command_here(tmp_path, "train", *words, ordered, "model.stride=null", "output=finer")  # one pixel
-    assert done.stdout.splitlines().count(resized) == 1, done.stderr
-
-
-def test_a_checkpoint_keeps_what_is_measured_and_how_it_decides(tmp_path: Path) -> None:
-    model, info, rows = make_images()
-    node = {"_target_": "MulticlassFBetaScore", "beta": 2.0, "average": "macro"}
-    measured: dict[str, Any] = {"chosen_metrics": {"f2": node, "recall": True}, "metric": "val/auroc"}
-    recipe = Training(learning_rate=1e-2)
-    module = ImageClassifier(model, num_classes=2, info=info, training=recipe, threshold="f1", **measured)
-    make_trainer(tmp_path, "own").fit(module, DataLoader(rows, 8), DataLoader(rows, 8))
-    assert {"f2", "recall", "auroc"} <= module.val_metrics.keys()
-    loaded = ImageClassifier.load_from_checkpoint(tmp_path / "own.ckpt")
-    assert loaded.val_metrics.keys() == loaded.test_metrics.keys() == module.val_metrics.keys()
-    assert loaded.higher_is_better("val/auroc", "monitor")
-    assert (loaded.threshold, loaded.metric, loaded.chosen_metrics) == ("f1", "val/auroc", measured["chosen_metrics"])
-    assert module.thresholds is not None
-    assert loaded.thresholds is not None
-    assert torch.equal(loaded.thresholds, module.thresholds)
-    before = loaded.thresholds
-    make_trainer(tmp_path, "again").validate(
-        loaded, DataLoader([{**row, "label": 1 - row["label"]} for row in rows], 8)
-    )
-    assert not torch.equal(loaded.thresholds, before), "a validation chooses the threshold"
-    other = ImageClassifier.load_from_checkpoint(tmp_path / "own.ckpt", metric="val/loss", threshold=0.25)
-    assert "auroc" not in other.val_metrics
-    assert other.thresholds is not None
-    assert other.thresholds.tolist() == [0.25]
 
 
 def test_forms_of_image_batches() -> None:
@@ -200,16 +150,6 @@ def test_forms_of_image_batches() -> None:
             module.read_batch((images, torch.tensor(labels)))
     several = ImageClassifier(model, num_classes=2, multi_label=True)
     assert several.read_batch((images, torch.ones(2, 2)))[1].sum() == 4
-
-
-@pytest.mark.slow
-def test_soft_labels_are_trained_on_as_they_are(tmp_path: Path) -> None:
-    model, _, rows = make_images()
-    module = ImageClassifier(model, num_classes=2, training=Training(learning_rate=1e-2))
-    pairs = [(row["pixel_values"], torch.eye(2)[row["label"]]) for row in rows]
-    trainer = make_trainer(tmp_path, "soft", max_epochs=4)
-    trainer.fit(module, DataLoader(pairs, 8), DataLoader(pairs, 8))
-    assert trainer.callback_metrics["val/top1"] == 1
 
 
 class Stream(IterableDataset):
@@ -308,20 +248,6 @@ def make_language_task() -> tuple[LanguageModelTask, torch.Tensor]:
     torch.manual_seed(0)
     model = TokenBackbone(vocab_size=20, d_model=16, depth=1, mixer="linear_attention")
     return LanguageModelTask(model, training=Training(learning_rate=1e-3)), torch.randint(0, 20, (16, 9))
-
-
-class OwnStep(LanguageModelTask):
-    """Measures each of several loaders in a way of its own."""
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("rows", float(len(batch[1])))
-
-
-def test_a_module_with_a_step_of_its_own_may_measure_several_loaders(tmp_path: Path) -> None:
-    given, rows = make_language_task()
-    loaders: Any = [DataLoader(rows, 4), DataLoader(rows, 8)]  # type: ignore[arg-type]
-    found = make_trainer(tmp_path, "own").validate(OwnStep(given.backbone), loaders, verbose=False)
-    assert [list(of_loader.values()) for of_loader in found] == [[4.0], [8.0]]
 
 
 def test_lightnings_tuner_finds_and_sets_the_learning_rate(tmp_path: Path) -> None:

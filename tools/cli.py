@@ -163,9 +163,11 @@ def _run_verb(verb: str, arguments: list[str]) -> None:
 
     from longseq import plugins
     from longseq.tasks.training import runs  # noqa: F401  registers the resolver of hydra.run.dir
+    from longseq.tools.deferred_metrics import defer_torchmetrics
     from longseq.tools.groups import load_plugins
     from longseq.tools.key_help import register
 
+    defer_torchmetrics()
     words = [quote(verb, argument) for argument in arguments]
     load_plugins(words)
     register()

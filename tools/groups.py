@@ -13,9 +13,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 import longseq.conf
 from longseq import plugins
-
-# Options of a mixer that the model and its direction decide.
-_DECIDED = ("backend", "causal")
+from longseq.tasks.commands import store_mixer
 
 
 class PluginFolders(SearchPathPlugin):
@@ -43,8 +41,7 @@ def load_plugins(words: Sequence[str]) -> None:
     Plugins.instance().register(PluginFolders)
     store = ConfigStore.instance().store
     for name in _without_file("mixer", mixers.mixer_names()):
-        options = {key: value for key, value in mixers.options(name).items() if key not in _DECIDED}
-        store(group="mixer", name=name, node={"name": name, "options": options})
+        store_mixer(name)
     foreign = [name for name, generator in generators.GENERATORS.items() if plugins.is_foreign(generator)]
     for name in _without_file("data", foreign):
         store(group="data", name=name, node=generators.preset(name))

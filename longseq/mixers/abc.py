@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from longseq.arguments import takes_also
 from longseq.blocks.pairs import repeat_rows
 from longseq.kernels import cumulative_softmax, cumulative_softmax_step
 from longseq.kernels.cumulative_softmax import NOTHING
@@ -44,6 +47,7 @@ class BoundedMemoryControl(SlotMixer):
     paper = "ABC (arXiv:2110.02488), section 4"
     operations = ("cumulative_softmax", "slot_attention")
 
+    @takes_also(SlotMixer, without=("gate_width", "value_map", "num_kv_heads", "head_dim"))
     def __init__(
         self,
         d_model: int,
@@ -52,23 +56,10 @@ class BoundedMemoryControl(SlotMixer):
         num_slots: int = 64,
         renormalize: bool = True,
         feature_map: str = "silu",
-        activation: str = "softmax",
-        scale: float = 1.0,
-        norm_eps: float = 1e-5,
-        backend: str = "auto",
+        **options: Any,
     ) -> None:
-        super().__init__(
-            d_model,
-            gate_width=num_heads * num_slots,
-            num_heads=num_heads,
-            num_slots=num_slots,
-            feature_map=feature_map,
-            value_map=feature_map,
-            activation=activation,
-            scale=scale,
-            norm_eps=norm_eps,
-            backend=backend,
-        )
+        options |= {"num_heads": num_heads, "num_slots": num_slots, "gate_width": num_heads * num_slots}
+        super().__init__(d_model, feature_map=feature_map, value_map=feature_map, **options)
         self.renormalize = renormalize
 
     def initial_state(

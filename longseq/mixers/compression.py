@@ -62,15 +62,15 @@ class CompressionMixer(Mixer[CompressionState]):
         self,
         d_model: int,
         *,
-        num_heads: int | None,
-        head_dim: int | None,
-        num_slots: int | None,
-        convolution_width: int,
-        gamma_activation: str,
-        forget_gate: bool,
         recurrence: dict[str, Any],
-        chunk_size: int,
-        backend: str,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        num_slots: int | None = None,
+        convolution_width: int = 4,
+        gamma_activation: str = "sigmoid",
+        forget_gate: bool = True,
+        chunk_size: int = 1,
+        backend: str = "auto",
     ) -> None:
         super().__init__(d_model, backend=backend)
         self.num_heads, self.head_dim = choose_heads(d_model, num_heads, head_dim, preferred=64)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import Self
 
+from longseq.arguments import takes_also
 from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels.packing import Packing
@@ -63,38 +66,23 @@ class GatedSlotAttention(SlotMixer):
     paper = "GSA (arXiv:2409.07146), section 3"
     operations = ("slot_attention",)
 
+    @takes_also(SlotMixer, without=("gate_width", "value_map"))
     def __init__(
         self,
         d_model: int,
         *,
         num_heads: int = 4,
         num_kv_heads: int | None = None,
-        head_dim: int | None = None,
         num_slots: int = 64,
         gate_temperature: float = 8.0,
         data_dependent_gate: bool = True,
-        feature_map: str = "silu",
-        activation: str = "softmax",
-        scale: float = 1.0,
-        norm_eps: float = 1e-5,
-        backend: str = "auto",
+        **options: Any,
     ) -> None:
-        super().__init__(
-            d_model,
-            gate_width=(num_kv_heads or num_heads) * num_slots if data_dependent_gate else 0,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            num_slots=num_slots,
-            feature_map=feature_map,
-            value_map="silu",
-            activation=activation,
-            scale=scale,
-            norm_eps=norm_eps,
-            backend=backend,
-        )
+        gate_width = (num_kv_heads or num_heads) * num_slots if data_dependent_gate else 0
+        heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "num_slots": num_slots}
+        super().__init__(d_model, gate_width=gate_width, value_map="silu", **heads, **options)
         self.gate_temperature = gate_temperature
-        self.revision = 1 if feature_map == "silu" else 2  # the first applied φ to v as well
+        self.revision = 1 if self.feature_map == "silu" else 2  # the first applied φ to v as well
         self.gate = None if data_dependent_gate else ConstantGate(self.num_kv_heads, num_slots)
 
     def write(

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from longseq.arguments import takes_also
 from longseq.kernels import map_features
 from longseq.mixers.compression import CompressionMixer
 from longseq.mixers.registry import register
@@ -62,41 +63,20 @@ class Lattice(CompressionMixer):
     paper = "Lattice (arXiv:2504.05646), equations 7 to 18"
     no_weight_decay_names = ("forget_bias",)
 
+    @takes_also(CompressionMixer, without=("recurrence",))
     def __init__(
         self,
         d_model: int,
         *,
         objective: str = "decode",
-        num_heads: int | None = None,
-        head_dim: int | None = None,
-        num_slots: int | None = None,
-        convolution_width: int = 4,
-        gamma_activation: str = "sigmoid",
-        forget_gate: bool = True,
         normalize: bool = True,
         normalize_key: bool = False,
         sparsity: float = 0.0,
-        chunk_size: int = 1,
-        backend: str = "auto",
+        **options: Any,
     ) -> None:
         if objective not in FLOPS_PER_ENTRY:
             raise ValueError(f"objective {objective!r} is not one of {', '.join(FLOPS_PER_ENTRY)}")
-        if sparsity < 0 or (sparsity > 0 and chunk_size > 1):
-            raise ValueError(
-                f"sparsity={sparsity} must not be negative, and takes chunk_size=1 instead of {chunk_size}"
-            )
-        super().__init__(
-            d_model,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            num_slots=num_slots,
-            convolution_width=convolution_width,
-            gamma_activation=gamma_activation,
-            forget_gate=forget_gate,
-            recurrence={"objective": objective, "normalize": normalize},
-            chunk_size=chunk_size,
-            backend=backend,
-        )
+        super().__init__(d_model, recurrence={"objective": objective, "normalize": normalize}, **options)
         self.normalize_key = normalize_key
         self.sparsity = sparsity
 

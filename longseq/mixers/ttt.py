@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from longseq.arguments import takes_also
 from longseq.mixers.compression import CompressionMixer
 from longseq.mixers.registry import register
 
@@ -30,29 +33,9 @@ class TTT(CompressionMixer):
 
     paper = "Lattice (arXiv:2504.05646), equation 19; TTT (arXiv:2407.04620)"
 
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        num_heads: int | None = None,
-        head_dim: int | None = None,
-        convolution_width: int = 4,
-        gamma_activation: str = "sigmoid",
-        chunk_size: int = 1,
-        backend: str = "auto",
-    ) -> None:
-        super().__init__(
-            d_model,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            num_slots=None,
-            convolution_width=convolution_width,
-            gamma_activation=gamma_activation,
-            forget_gate=False,
-            recurrence={"objective": "ttt"},
-            chunk_size=chunk_size,
-            backend=backend,
-        )
+    @takes_also(CompressionMixer, without=("recurrence", "num_slots", "forget_gate"))
+    def __init__(self, d_model: int, **options: Any) -> None:
+        super().__init__(d_model, recurrence={"objective": "ttt"}, forget_gate=False, **options)
 
     def scan_flops(self, tokens: int) -> int:
         # For each head, decoding at the key, writing there and reading at the query take 2 D M each.

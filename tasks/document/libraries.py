@@ -10,16 +10,14 @@ import hashlib
 import importlib.util
 import os
 import re
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longseq.tasks.data.stamps import stamp
 from longseq.tasks.document.sources import _TEXT, Opened, Reader, Sample, Source, register
-from longseq.tasks.text.documents import Place
 from longseq.tasks.text.python_sources import modules_of
-from longseq.tasks.text.sources import Malformed
+from longseq.tasks.text.sources import TEXT, Malformed, group_files, read_part
 
 if TYPE_CHECKING:
     from longseq.tasks.document.config import DocumentDataKeys
@@ -75,15 +73,13 @@ def _hash(path: str) -> bytes:
 
 def _read(files: dict[str, list[str]]) -> Iterator[Sample | Malformed]:
     for name, paths in files.items():
-        for path in paths:
-            try:
-                with tokenize.open(path) as file:
-                    text = conceal(file.read())
-            except (OSError, SyntaxError, UnicodeDecodeError) as error:
-                yield Malformed(Place(path), str(error))
-                continue
-            if len(text) >= _SHORTEST // 2:
-                yield Sample(text, (name,), Place(path))
+        for part in group_files(paths, format="python"):
+            for one in read_part(part, TEXT):
+                if isinstance(one, Malformed):
+                    yield one
+                elif len(text := conceal(one.text)) >= _SHORTEST // 2:
+                    assert one.place is not None
+                    yield Sample(text, (name,), one.place)
 
 
 def _open(keys: DocumentDataKeys) -> Opened:

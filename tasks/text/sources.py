@@ -132,10 +132,7 @@ def files_below(path: Path) -> Iterator[str]:
             for name in folders
             if not name.startswith(".") and os.path.realpath(os.path.join(folder, name)) not in above
         )
-        for name in sorted(names):
-            file = os.path.join(folder, name)
-            if not name.startswith(".") and os.path.isfile(file):
-                yield file
+        yield from (os.path.join(folder, name) for name in sorted(names) if not name.startswith("."))
 
 
 def group_files(files: Iterable[str], *, size: int = PART_SIZE, format: str = "text") -> Iterator[Part]:

@@ -9,29 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torchmetrics import Metric
-from torchmetrics.classification import (
-    BinaryConfusionMatrix,
-    BinaryStatScores,
-    MulticlassAccuracy,
-    MulticlassAUROC,
-    MulticlassAveragePrecision,
-    MulticlassCalibrationError,
-    MulticlassCohenKappa,
-    MulticlassConfusionMatrix,
-    MulticlassF1Score,
-    MulticlassMatthewsCorrCoef,
-    MulticlassPrecision,
-    MulticlassRecall,
-    MulticlassStatScores,
-    MultilabelAUROC,
-    MultilabelAveragePrecision,
-    MultilabelConfusionMatrix,
-    MultilabelExactMatch,
-    MultilabelF1Score,
-    MultilabelPrecision,
-    MultilabelRecall,
-    MultilabelStatScores,
-)
+from torchmetrics import classification as tm
 from torchmetrics.functional.classification import binary_auroc, binary_average_precision
 from torchmetrics.utilities.data import dim_zero_cat
 
@@ -46,13 +24,13 @@ _OWN: dict[str, Any] = {"validate_args": False}
 
 # Metrics that read decisions. The others read probabilities.
 _DECIDED = (
-    BinaryConfusionMatrix,
-    BinaryStatScores,
-    MulticlassConfusionMatrix,
-    MulticlassStatScores,
-    MultilabelConfusionMatrix,
-    MultilabelExactMatch,
-    MultilabelStatScores,
+    tm.BinaryConfusionMatrix,
+    tm.BinaryStatScores,
+    tm.MulticlassConfusionMatrix,
+    tm.MulticlassStatScores,
+    tm.MultilabelConfusionMatrix,
+    tm.MultilabelExactMatch,
+    tm.MultilabelStatScores,
 )
 # Arguments of metrics that follow from the data.
 _COUNTS = ("num_classes", "num_labels")
@@ -73,7 +51,7 @@ class _MeanOfShares:
         return scores[(tp + fn + fp if self.predicted else tp + fn) > 0].mean()
 
 
-class MeanRecall(_MeanOfShares, MulticlassRecall):
+class MeanRecall(_MeanOfShares, tm.MulticlassRecall):
     """The mean over the classes of the share of their samples that is recognised; classes without samples do not count.
 
     It is the balanced accuracy. torchmetrics counts a class without samples as 0 as soon as a model predicts it.
@@ -82,13 +60,13 @@ class MeanRecall(_MeanOfShares, MulticlassRecall):
     predicted = False
 
 
-class MeanLabelRecall(_MeanOfShares, MultilabelRecall):
+class MeanLabelRecall(_MeanOfShares, tm.MultilabelRecall):
     """`MeanRecall` of several labels: those that no sample has do not count."""
 
     predicted = False
 
 
-class MeanLabelPrecision(_MeanOfShares, MultilabelPrecision):
+class MeanLabelPrecision(_MeanOfShares, tm.MultilabelPrecision):
     """The mean precision of the labels that a sample has or is given, as torchmetrics has it of classes.
 
     A label that is given and that no sample has counts as 0.
@@ -97,7 +75,7 @@ class MeanLabelPrecision(_MeanOfShares, MultilabelPrecision):
     predicted = True
 
 
-class MeanLabelF1(_MeanOfShares, MultilabelF1Score):
+class MeanLabelF1(_MeanOfShares, tm.MultilabelF1Score):
     """The mean F1 score of the labels that a sample has or is given, as scikit-learn has it of classes.
 
     A label that is given and that no sample has counts as 0. It is scikit-learn's score with `zero_division=nan`.
@@ -126,19 +104,19 @@ class _MeanOfRanks:
         return positives > 0
 
 
-class MeanAveragePrecision(_MeanOfRanks, MulticlassAveragePrecision):
+class MeanAveragePrecision(_MeanOfRanks, tm.MulticlassAveragePrecision):
     """The mean of the classes' average precisions; classes without samples do not count."""
 
     score = staticmethod(binary_average_precision)
 
 
-class MeanLabelAveragePrecision(_MeanOfRanks, MultilabelAveragePrecision):
+class MeanLabelAveragePrecision(_MeanOfRanks, tm.MultilabelAveragePrecision):
     """The mean of the labels' average precisions; labels that no sample has do not count."""
 
     score = staticmethod(binary_average_precision)
 
 
-class MeanAUROC(_MeanOfRanks, MulticlassAUROC):
+class MeanAUROC(_MeanOfRanks, tm.MulticlassAUROC):
     """The mean of the areas below the curves of each class against the others; classes of no or all samples do not
     count.
     """
@@ -149,7 +127,7 @@ class MeanAUROC(_MeanOfRanks, MulticlassAUROC):
         return 0 < positives < samples
 
 
-class MeanLabelAUROC(_MeanOfRanks, MultilabelAUROC):
+class MeanLabelAUROC(_MeanOfRanks, tm.MultilabelAUROC):
     """The mean of the areas below the labels' curves; labels that no sample or each one has do not count."""
 
     score = staticmethod(binary_auroc)
@@ -162,7 +140,7 @@ _FIRST = 5  # classes, among which the accuracy top5 seeks the right one
 
 
 def _top(places: int) -> Make:
-    return lambda classes: MulticlassAccuracy(classes, top_k=places, average="micro", **_OWN)
+    return lambda classes: tm.MulticlassAccuracy(classes, top_k=places, average="micro", **_OWN)
 
 
 def _averaged(metric: Callable[..., Metric], average: str | None = None) -> Make:
@@ -175,27 +153,27 @@ def _averaged(metric: Callable[..., Metric], average: str | None = None) -> Make
 ONE_LABEL: Mapping[str, Make] = {
     "top1": _top(1),
     "top5": _top(_FIRST),
-    "f1": _averaged(MulticlassF1Score, "macro"),
+    "f1": _averaged(tm.MulticlassF1Score, "macro"),
     "balanced_accuracy": MeanRecall,
 }
 ONE_LABEL_MORE: Mapping[str, Make] = {
-    "f1_weighted": _averaged(MulticlassF1Score, "weighted"),
-    "precision": _averaged(MulticlassPrecision, "macro"),
+    "f1_weighted": _averaged(tm.MulticlassF1Score, "weighted"),
+    "precision": _averaged(tm.MulticlassPrecision, "macro"),
     "recall": MeanRecall,
     "auroc": _averaged(MeanAUROC),
     "average_precision": _averaged(MeanAveragePrecision),
-    "calibration_error": _averaged(MulticlassCalibrationError),
-    "cohen_kappa": _averaged(MulticlassCohenKappa),
-    "matthews": _averaged(MulticlassMatthewsCorrCoef),
+    "calibration_error": _averaged(tm.MulticlassCalibrationError),
+    "cohen_kappa": _averaged(tm.MulticlassCohenKappa),
+    "matthews": _averaged(tm.MulticlassMatthewsCorrCoef),
 }
 SEVERAL_LABELS: Mapping[str, Make] = {
-    "accuracy": _averaged(MultilabelExactMatch),
+    "accuracy": _averaged(tm.MultilabelExactMatch),
     "f1": MeanLabelF1,
-    "f1_micro": _averaged(MultilabelF1Score, "micro"),
+    "f1_micro": _averaged(tm.MultilabelF1Score, "micro"),
     "average_precision": _averaged(MeanLabelAveragePrecision),
 }
 SEVERAL_LABELS_MORE: Mapping[str, Make] = {
-    "f1_weighted": _averaged(MultilabelF1Score, "weighted"),
+    "f1_weighted": _averaged(tm.MultilabelF1Score, "weighted"),
     "precision": MeanLabelPrecision,
     "recall": MeanLabelRecall,
     "auroc": _averaged(MeanLabelAUROC),

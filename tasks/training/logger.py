@@ -21,8 +21,6 @@ class RunLogger(TensorBoardLogger):
     Events of an interrupted run from `purge_step` on are hidden.
     """
 
-    FILES = ("events.out.tfevents.*",)
-
     def __init__(self, folder: str, purge_step: int | None = None) -> None:
         super().__init__(folder, name="", version="", default_hp_metric=False, purge_step=purge_step)
 

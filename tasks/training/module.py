@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from inspect import signature
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -15,22 +14,30 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from timm.optim import create_optimizer_v2, get_optimizer_class
 from torch import Tensor, nn
 
 from longseq.models import CHECKPOINT_CONFIG, CHECKPOINT_RUN, check_continues, describe, kind_of, read, restore
 from longseq.plugins import check_loaded
 from longseq.tasks.data.info import Info
 from longseq.tasks.data.module import TaskData
-from longseq.tasks.data.seeds import derive_seed
+from longseq.tasks.data.seeds import derive_seed, seed_generators
 from longseq.tasks.training.callbacks.updates import updated
 from longseq.tasks.training.checkpoint import known_data
 from longseq.tasks.training.length import Epoch, count_epoch, refuse_other_epoch
 from longseq.tasks.training.logger import log_metrics
 from longseq.tasks.training.precision import refuse_half_weights, widen_weights
 from longseq.tasks.training.recipe import Training
-from longseq.tasks.training.schedule import build_schedule, check_end, is_constant_rate, step_schedule
-from longseq.tasks.training.update_mean import UpdateMean, multiply_gradients
+from longseq.tasks.training.schedule import (
+    build_schedule,
+    can_fuse,
+    check_end,
+    count_updates,
+    epoch_of_loader,
+    is_constant_rate,
+    set_length,
+    step_schedule,
+)
+from longseq.tasks.training.update_mean import UpdateMean, gradient_norm, multiply_gradients
 
 _log = logging.getLogger(__name__)
 
@@ -254,14 +261,21 @@ class TrainedModule(LightningModule):
             self._validate_at_end()
         # A constant rate depends on the update only, and this run may end elsewhere.
         checkpoint["lr_schedulers"] = [{} if is_constant_rate(state) else state for state in saved]
+        self._check_ends()
 
-    def on_train_start(self) -> None:
-        if self._reload_every is not None:
-            self.trainer.reload_dataloaders_every_n_epochs, self._reload_every = self._reload_every, None
+    def on_fit_start(self) -> None:
+        self._check_ends()
+
+    def _check_ends(self) -> None:
+        # A sharded model loads its checkpoint after on_fit_start, others before it has a schedule.
         own = [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs]
         own = [state for state in own if is_constant_rate(state)]
         for states in zip(self._saved_schedules, own, strict=False):
             check_end(self._saved_update, *states)
+
+    def on_train_start(self) -> None:
+        if self._reload_every is not None:
+            self.trainer.reload_dataloaders_every_n_epochs, self._reload_every = self._reload_every, None
 
     def on_train_epoch_end(self) -> None:
         is_empty = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0
@@ -341,7 +355,7 @@ class TrainedModule(LightningModule):
         # When the batch ends, the schedule has already set the next update's rate.
         self._update_rate = max(group["lr"] for group in optimizer.param_groups)
         if self._logs_update(self.global_step + 1):
-            self._gradient_norm = _gradient_norm(optimizer)
+            self._gradient_norm = gradient_norm(optimizer)
         if self.global_step + 1 == self.last_update:
             # The run ends here, with a validation. This is set before the callbacks of the batch run.
             self._validate_at_end()
@@ -384,41 +398,24 @@ class TrainedModule(LightningModule):
         if data is None or not (isinstance(data, TaskData) or is_overridden("on_after_batch_transfer", data)):
             self.on_before_batch_transfer = self._read_before_transfer  # type: ignore[method-assign]
         if stage == TrainerFn.FITTING:
-            self._set_length()
+            length = self.recipe.length if self.recipe else None
+            self._saved_schedules = []
+            self.last_update = None  # of an earlier fit
+            if length is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+                self.last_update = set_length(trainer, length, self._epoch())
 
     def teardown(self, stage: str) -> None:
         self._stage = None
-
-    def _set_length(self) -> None:
-        trainer, length = self.trainer, self.recipe.length if self.recipe else None
-        self.last_update = None  # of an earlier fit
-        self._saved_schedules = []
-        if length is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return
-        epoch = self._epoch()
-        self.last_update = length.count_updates(epoch)
-        # Lightning counts whole epochs; `on_before_optimizer_step` ends a run within one.
-        trainer.fit_loop.max_epochs = math.ceil(self.last_update / epoch.updates) if epoch.counted else -1
-        validation = length.validation
-        if validation is None or validation.unit == "epochs":
-            # Of a loader without a length, each update may be an epoch.
-            most = trainer.fit_loop.max_epochs if epoch.counted else self.last_update
-            trainer.check_val_every_n_epoch, shortened = length.count_validation_epochs(most)
-            if shortened:
-                _log.warning(shortened)
-        else:
-            trainer.check_val_every_n_epoch = None
-            updates = max(1, round(validation.in_updates(epoch)))
-            trainer.val_check_interval = updates * trainer.accumulate_grad_batches  # type: ignore[attr-defined]
 
     def configure_optimizers(self) -> Any:
         recipe = self.recipe
         if recipe is None:
             raise ValueError(f"this {type(self).__name__} only measures: give it training=Training(...)")
-        optimizer = recipe.optimizer(self.backbone, lr=recipe.learning_rate, **self._fused(recipe.optimizer))
+        scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        options = {"fused": True} if self.device.type == "cuda" and not scaled and can_fuse(recipe.optimizer) else {}
+        optimizer = recipe.optimizer(self.backbone, lr=recipe.learning_rate, **options)
         epoch = self._epoch()
-        total = self._trainer_updates(epoch) if recipe.length is None else recipe.length.count_updates(epoch)
-        scheduler = build_schedule(recipe, optimizer, epoch, total)
+        scheduler = build_schedule(recipe, optimizer, epoch, count_updates(self.trainer, recipe, epoch))
         if scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -441,21 +438,6 @@ class TrainedModule(LightningModule):
         else:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
-    def _fused(self, optimizer: Any) -> dict[str, bool]:
-        """The option of torch's optimizers that makes an update on a GPU one kernel, where it is left open.
-
-        Under a loss scaler (16-mixed) a fused optimizer would scale gradients by itself, after they were clipped.
-        """
-        given = getattr(optimizer, "keywords", {})
-        cls = getattr(optimizer, "func", None)
-        if cls is create_optimizer_v2:
-            cls = get_optimizer_class(given.get("opt", "sgd"), bind_defaults=False)
-        takes = cls is not None and "fused" in signature(cls).parameters
-        scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
-        if self.device.type != "cuda" or scaled or not takes or "fused" in given or given.get("foreach"):
-            return {}
-        return {"fused": True}
-
     @property
     def epochs_trained(self) -> float:
         """The number of epochs so far; a whole number after a whole epoch."""
@@ -477,43 +459,7 @@ class TrainedModule(LightningModule):
         trainer.fit_loop.setup_data()
         # Lightning makes the loader anew when the fit begins, with the validation interval of this run, and loads a
         # checkpoint's state into it only then.
-        self._reload_every, trainer.reload_dataloaders_every_n_epochs = trainer.reload_dataloaders_every_n_epochs, -1
-        batches = trainer.num_training_batches
-        if not math.isinf(batches):
-            return Epoch(max(1, math.ceil(batches / trainer.accumulate_grad_batches)))
-        length = self.recipe.length if self.recipe else None
-        updates = length.updates if length is not None else trainer.max_steps
-        if updates is None or updates <= 0:
-            raise ValueError("the training loader has no length: give RunLength(updates=...) or max_steps")
-        return Epoch(updates, counted=False)
-
-    def _trainer_updates(self, epoch: Epoch) -> int:
-        """The updates of a run whose length was given to the Trainer."""
-        epochs, steps = self.trainer.max_epochs, self.trainer.max_steps
-        counts = [epochs * epoch.updates] if epochs is not None and epochs >= 0 else []
-        counts += [steps] if steps >= 0 else []
-        if not counts:
-            raise ValueError("a schedule needs an end: give max_epochs, max_steps or RunLength")
-        return min(counts)
-
-
-def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed the generators of the CPU and of `device`, as `torch.manual_seed` does for all devices.
-
-    Without a GPU, torch.manual_seed records each of its callers for a later GPU, which takes half a millisecond per
-    step.
-    """
-    if device.type == "cpu":
-        torch.default_generator.manual_seed(seed)
-    elif device.type == "cuda":
-        torch.default_generator.manual_seed(seed)
-        torch.cuda.manual_seed(seed)
-    else:
-        torch.manual_seed(seed)
-
-
-def _gradient_norm(optimizer: torch.optim.Optimizer) -> Tensor:
-    """The Euclidean norm `[]` of all gradients together, before they are clipped."""
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    norm: Any = torch.nn.utils.get_total_norm(gradients)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of a model that is sharded over processes
+        if self._reload_every is None:
+            self._reload_every = trainer.reload_dataloaders_every_n_epochs
+        trainer.reload_dataloaders_every_n_epochs = -1
+        return epoch_of_loader(trainer, self.recipe)

@@ -55,22 +55,6 @@ FREE_KEYS = (
     "plugins",  # a checkpoint names those that its run used, a command those that it declares
 )
 
-# Keys that may differ from machine to machine of one run: places, and how data get from there to the device.
-LOCAL_KEYS = (
-    "resume",
-    "output",
-    "init",
-    "plugins",
-    "logger",
-    "data.root",
-    "data.train",
-    "data.validation",
-    "data.test",
-    "data.cache",
-    "data.num_workers",
-    "data.pin_memory",
-)
-
 # Keys that a file of `trainer` sets for its hardware, and a run keeps to its end unless a command gives them by hand.
 KEPT_KEYS = ("trainer.log_every_n_steps", "trainer.precision")
 
@@ -100,8 +84,10 @@ def run_folder(fresh: str, *, _root_: DictConfig) -> str:
     resume = OmegaConf.select(_root_, "resume")
     if not resume:
         return _own(fresh)
+    from longseq.tasks.experiment import read_experiment  # which `--help` does not need
+
     config: Any = OmegaConf.to_container(OmegaConf.masked_copy(_root_, [str(key) for key in _root_ if key != "hydra"]))
-    wanted = resolve(OmegaConf.create({**config, "output": fresh}))
+    wanted = read_experiment(resolve(OmegaConf.create({**config, "output": fresh})))
     if resume is True:
         return str(_newest_run(Path(fresh).parent, wanted) or _own(fresh))
     saved = saved_config(Path(resume)) or {}
@@ -202,11 +188,6 @@ def _inside_the_run(config: Mapping[str, Any]) -> dict[str, Any]:
         return f"OUTPUT{value.removeprefix(folder)}" if below else value
 
     return {key: relative(value) for key, value in flatten(with_absolute_root(config))}
-
-
-def shared_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The flat configuration that all processes of a run have in common."""
-    return {key: value for key, value in _inside_the_run(config).items() if not _is_below(key, LOCAL_KEYS)}
 
 
 def _newest_run(parent: Path, config: Mapping[str, Any]) -> Path | None:

@@ -1,24 +1,80 @@
-"""Learning-rate schedules of timm and torch, set after each update and laid out over the updates of a run."""
+"""The length of a run in updates, its optimizer, and its learning-rate schedule, which is set after each update."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
+from timm.optim import create_optimizer_v2, get_optimizer_class
 from timm.scheduler.multistep_lr import MultiStepLRScheduler
 from timm.scheduler.scheduler import Scheduler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from longseq.tasks.training.length import Epoch
+from longseq.tasks.training.length import Epoch, RunLength
 from longseq.tasks.training.recipe import Training, is_of_timm
 
 _log = logging.getLogger(__name__)
 
 # The part of a run, after its warm-up, in which a constant rate (wsd) falls unless decay_epochs gives another.
 DECAY = 0.2
+
+
+def set_length(trainer: Any, length: RunLength, epoch: Epoch) -> int:
+    """Set the epochs and the validation interval of the Trainer; returns the last update of the run.
+
+    Lightning counts whole epochs; the module ends a run within one.
+    """
+    last = length.count_updates(epoch)
+    trainer.fit_loop.max_epochs = math.ceil(last / epoch.updates) if epoch.counted else -1
+    validation = length.validation
+    if validation is None or validation.unit == "epochs":
+        # Of a loader without a length, each update may be an epoch.
+        most = trainer.fit_loop.max_epochs if epoch.counted else last
+        trainer.check_val_every_n_epoch, shortened = length.count_validation_epochs(most)
+        if shortened:
+            _log.warning(shortened)
+    else:
+        trainer.check_val_every_n_epoch = None
+        updates = max(1, round(validation.in_updates(epoch)))
+        trainer.val_check_interval = updates * trainer.accumulate_grad_batches
+    return last
+
+
+def count_updates(trainer: Any, recipe: Training, epoch: Epoch) -> int:
+    """The updates of a run, whose length the recipe or the Trainer has."""
+    if recipe.length is not None:
+        return recipe.length.count_updates(epoch)
+    epochs, steps = trainer.max_epochs, trainer.max_steps
+    counts: list[int] = [epochs * epoch.updates] if epochs is not None and epochs >= 0 else []
+    counts += [steps] if steps >= 0 else []
+    if not counts:
+        raise ValueError("a schedule needs an end: give max_epochs, max_steps or RunLength")
+    return min(counts)
+
+
+def epoch_of_loader(trainer: Any, recipe: Training | None) -> Epoch:
+    """The epoch of the loader that the Trainer has made."""
+    batches = trainer.num_training_batches
+    if not math.isinf(batches):
+        return Epoch(max(1, math.ceil(batches / trainer.accumulate_grad_batches)))
+    length = recipe.length if recipe else None
+    updates = length.updates if length is not None else trainer.max_steps
+    if updates is None or updates <= 0:
+        raise ValueError("the training loader has no length: give RunLength(updates=...) or max_steps")
+    return Epoch(updates, counted=False)
+
+
+def can_fuse(optimizer: Any) -> bool:
+    """True if an update can be one kernel on a GPU, by an option of torch's optimizers that is left open."""
+    given, cls = getattr(optimizer, "keywords", {}), getattr(optimizer, "func", None)
+    if cls is create_optimizer_v2:
+        cls = get_optimizer_class(given.get("opt", "sgd"), bind_defaults=False)
+    takes = cls is not None and "fused" in signature(cls).parameters
+    return takes and "fused" not in given and not given.get("foreach")
 
 
 def build_schedule(recipe: Training, optimizer: Optimizer, epoch: Epoch, total: int) -> Any:

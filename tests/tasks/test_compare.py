@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,9 +105,9 @@ def test_runs_of_an_edited_configuration_file_are_trained_anew(tmp_path, monkeyp
     script.write_text(STAND_IN)
     recipe = tmp_path / "own" / "recipe" / "mine.yaml"
     recipe.parent.mkdir(parents=True)
-    words = ("--config-dir=own", "recipe=mine", "mixers=[gla]", "learning_rates=[0.1]", "plot=false")
+    words = ("recipe=mine", "mixers=[gla]", "learning_rates=[0.1]", "plot=false", "--config-dir=own")
     for size in (32, 64, 64):
-        recipe.write_text(f"defaults: [probe, _self_]\ntasks: [probe]\nname: mine\nbatch_size: {size}\n")
+        recipe.write_text(f"defaults: [probe, _self_]\nname: mine\nbatch_size: {size}\n")
         capsys.readouterr()
         assert comparing(monkeypatch, tmp_path, script, *words) == 0
     assert "1 runs, 1 of them finished before" in capsys.readouterr().out
@@ -164,9 +165,8 @@ def test_values_and_folders_are_spelled_so_that_hydra_reads_them(tmp_path):
 def plan_of(folder: Path, *given: str, **keys: Any) -> comparison_runs.Trial:
     """The only trial of a comparison of one mixer."""
     absent = dict.fromkeys(("learning_rates", "rows", "jobs", "report", "sweep", "overrides"))
-    own = compare.CompareKeys(
-        **{**absent, "output": str(folder), "mixers": ["gla"], "seeds": [0], "plot": False, **keys}
-    )
+    fixed = {"output": str(folder), "mixers": ["gla"], "seeds": [0], "plot": False}
+    own: Any = SimpleNamespace(**{**absent, **fixed, **keys})
     (trial,) = compare.plan(own, ["task=probe", "data=mqar", *given])
     return trial
 

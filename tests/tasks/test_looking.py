@@ -18,6 +18,7 @@ from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin
 from longseq import mixers
 from longseq.backbones.image import ImageBackbone
 from longseq.tasks import predict, train
+from longseq.tasks.experiment import read_experiment
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.errors import COLUMNS
 from longseq.tasks.image.examples import name_images, pick_examples
@@ -138,7 +139,7 @@ def test_pictures_show_the_same_images_of_all_classes(run, compose_config, tiny_
     for name in ("samples", "saliency", "worst_errors"):
         assert shown[f"val/{name}"] == [19, 39]
     assert shown["test/worst_errors"] == [40]
-    config = resolve(compose_config("train", *tiny_overrides, "output=unused"))
+    config = read_experiment(resolve(compose_config("train", *tiny_overrides, "output=unused")))
     modules = [ImageDataModule.from_config({**config, "seed": seed}, 64) for seed in (0, 1)]
     picked = [pick_examples(datamodule, 16) for datamodule in modules]
     assert all(torch.equal(*pair) for pair in zip(*picked, strict=True)), "the same in every run"

@@ -174,18 +174,16 @@ def test_a_run_goes_on_with_its_own_data_alone(image_folder, tiny, tmp_path, cap
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", ["renamed", "relabelled", "rewritten"])
+@pytest.mark.parametrize("change", ["renamed", "relabelled"])
 def test_a_resumed_run_tells_other_training_files(change, image_folder, tiny, tmp_path, caplog):
     root, words = begin_on_copy(image_folder, tiny, tmp_path)
-    first, second = sorted((root / "train" / "class0").iterdir())[:2]
+    first = min((root / "train" / "class0").iterdir())
     if change == "renamed":
         first.rename(first.with_name("other.jpg"))
-    elif change == "relabelled":
+    else:
         first.rename(root / "train" / "class1" / "moved.jpg")
         other = min((root / "train" / "class1").glob("*.jpg"))
         other.rename(root / "train" / "class0" / first.name)
-    else:
-        first.write_bytes(second.read_bytes() + b"\0")
     caplog.clear()
     train.run(tiny(*words, "resume=true"))
     told = [message for message in caplog.messages if "have changed" in message]
@@ -267,18 +265,3 @@ def test_a_run_that_early_stopping_ended_is_only_tested(options, word, epochs, t
     again = json.loads((tmp_path / "run" / "metrics.json").read_text())
     for key in ("epochs", "updates", "test/loss", "test/top1"):
         assert again[key] == metrics[key], key
-
-
-@pytest.mark.slow
-def test_documents_that_an_epoch_leaves_out_are_told(command_here, tmp_path):
-    write_jsonl(tmp_path / "rows.jsonl", make_rows(90))
-    words = ("train", "task=document", "data=documents", "data.root=rows.jsonl", "data.validation=0.2", "data.test=0.2")
-    words += ("trainer=cpu", "model.d_model=16", "model.depth=1", "recipe.epochs=1", "callbacks.linear=null")
-    words += ("recipe.schedule.warmup_updates=0", "data.num_workers=0", "data.cache=cache")
-    told = {}
-    for packing in ("packed", "padded"):
-        done = command_here(tmp_path, *words, f"data.packing={packing}", "recipe.batch_size=6000", f"output={packing}")
-        assert done.returncode == 0, done.stderr
-        told[packing] = done.stderr
-    assert "of the 54 training documents, other ones in each epoch: a smaller recipe.batch_size" in told["packed"]
-    assert "training documents, other ones" not in told["padded"]

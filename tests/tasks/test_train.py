@@ -505,7 +505,7 @@ def test_a_run_remembers_where_its_images_are(tmp_path, command_here, tiny_overr
     (home / "images").rename(tmp_path / "images")
     gone = command_here(home, *evaluate)
     assert gone.returncode == 2
-    assert f"data.root={home / 'images'} does not exist: give the folder" in gone.stderr
+    assert f"data.root={home / 'images'} does not exist" in gone.stderr
     moved = command_here(tmp_path, *again)
     assert moved.returncode == 0, moved.stderr
 
@@ -526,7 +526,8 @@ def test_a_run_is_repeated_by_its_record(tmp_path, command_here, tiny_overrides)
     assert plain[0] == plain[1]
     assert_same_weights(*(read(tmp_path / run / "checkpoints" / "last.ckpt") for run in ("first", "second")))
     records = [(tmp_path / run / "config.yaml").read_text() for run in ("first", "second")]
-    assert records[1] == records[0].replace("output: first", "output: second")
+    kept = [[line for line in record.splitlines() if not line.startswith("output: ")] for record in records]
+    assert kept[0] == kept[1]
 
     changed = ("seed=1", "recipe.learning_rate=0.5", "output=third")
     other = command_here(tmp_path, "train", "--config-name=config.yaml", "-cd", "second", *changed)
@@ -543,13 +544,6 @@ def test_a_run_is_repeated_by_its_record(tmp_path, command_here, tiny_overrides)
     same_place = command_here(tmp_path, "train", "--config-dir=first", "--config-name=config")
     assert same_place.returncode == 2
     assert "first holds a run already" in same_place.stderr
-    (tmp_path / "first" / "config.yaml").write_text(records[0].replace("${output}", "first"))
-    earlier = command_here(tmp_path, "train", "--config-dir=first", "--config-name=config", "output=fourth")
-    assert earlier.returncode == 2
-    assert "whose callbacks and loggers name first: write ${output} there in its place" in earlier.stderr
-    flag = command_here(tmp_path, "train", "--config-path=first", "--config-name=config", "output=fourth")
-    assert flag.returncode == 2
-    assert "--config-path=first: write --config-dir=first" in flag.stderr
 
 
 @pytest.mark.slow

@@ -73,23 +73,6 @@ def test_names_that_do_not_fit_the_head_are_refused(count: int, checkpoint: Path
         load(path)
 
 
-def test_pretrained_weights_are_not_fetched_again(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*arguments: Any, **options: Any) -> None:
-        raise AssertionError("the weights are in the checkpoint")
-
-    def pretrain(contents: dict[str, Any]) -> None:
-        contents["model_config"]["model_args"] |= {"pretrained": True, "checkpoint_path": "weights.pth"}
-        contents["model_config"] |= {
-            "kind": "timm",
-            "pretrained_cfg": {"hf_hub_id": "owner/name", "input_size": [1, 8, 8]},
-        }
-
-    monkeypatch.setattr("timm.models._builder.load_pretrained", refuse)
-    load(change(checkpoint, tmp_path / "pretrained.ckpt", pretrain))
-
-
 @pytest.mark.parametrize(
     "edit",
     [
@@ -174,18 +157,6 @@ def test_a_saved_folder_is_measured_on_data_that_are_given(tmp_path: Path) -> No
         counts = predict.run(compose("predict", [given[0], images, f"output={written}", "device=cpu"]))
     assert counts["classified"] == 3
     assert "class2" in written.read_text()
-
-
-@pytest.mark.slow
-def test_a_model_of_grey_images_that_states_the_pixels_of_rgb_classifies_them(tmp_path: Path) -> None:
-    Image.new("L", (20, 20), 99).save(tmp_path / "grey.png")
-    options = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_classes": 3, "in_chans": 1}
-    timm.create_model("longseq_tiny_patch16_224", **options).save_pretrained(tmp_path / "model")
-    data = load(tmp_path / "model").data
-    assert (data["mean"], data["std"]) == ([pytest.approx(0.449)], [pytest.approx(0.226)])
-    words = (f"checkpoint={tmp_path / 'model'}", f"input={tmp_path / 'grey.png'}", f"output={tmp_path / 'told.csv'}")
-    with initialize_config_module("longseq.conf", version_base="1.3"):
-        assert predict.run(compose("predict", [*words, "device=cpu"]))["classified"] == 1
 
 
 def test_a_saved_folder_serves_as_a_checkpoint(checkpoint: Path, tmp_path: Path) -> None:

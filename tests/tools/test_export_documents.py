@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,15 +19,13 @@ from torch import Tensor, nn
 from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.document_pairs import PairClassifier
 from longseq.blocks.pooling import POOLINGS, Pooling
-from longseq.mixers import make_reading
 from longseq.tasks.document.libraries import conceal
 from longseq.tasks.document.truncation import truncate
 from longseq.tasks.text.tokenizer import tokenizer_from_dict, train_tokenizer
-from longseq.tools.export import FORMATS, export_document_classifier, onnx_file
+from longseq.tools.export import FORMATS, export_document_classifier
 from longseq.tools.export.document_classifier import DocumentClassifierFile
 from longseq.tools.export.formats import SUFFIXES
-from longseq.tools.export.metadata import document_metadata, encode, language_metadata
-from longseq.tools.export.spec import FileSpec
+from longseq.tools.export.metadata import document_metadata, encode
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pages" / "export.md"
 DATA: dict[str, Any] = {
@@ -80,28 +77,6 @@ def test_files_read_padded_documents_of_any_number_and_length(
 ) -> None:
     model = build("+".join(mixers), depth=len(mixers), direction=direction)
     check_file(model, tmp_path / "model.pt", "torchscript")
-
-
-@pytest.mark.slow
-def test_onnx_of_a_layer_whose_readings_have_parameters_of_their_own(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    layer = make_reading("rwkv4", 8, options={}, direction="bidirectional", backend="torch")
-    layer.eval().requires_grad_(False)
-    spec = FileSpec(inputs={"x": {0: "batch"}}, outputs=("y",), metadata={}, opset=20)
-    onnx_file.write(OutputAlone(layer), (torch.randn(2, 3, 8),), tmp_path / "layer.onnx", spec)
-    x = torch.randn(3, 3, 8)
-    torch.testing.assert_close(onnx_file.open_file(tmp_path / "layer.onnx")(x), layer(x)[0], atol=1e-5, rtol=0)
-
-
-class OutputAlone(nn.Module):
-    """A layer without the state that it returns."""
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)[0]
 
 
 class EveryPooling(nn.Module):
@@ -188,22 +163,6 @@ def test_learned_positions_limit_the_length_of_a_document(tmp_path: Path) -> Non
     assert report.metadata["positions"] == 12
     with pytest.raises(Exception, match=r"(?i)out of (bounds|range)"):
         FORMATS["torchscript"].open_file(path)(torch.zeros(1, 13, dtype=torch.long), torch.tensor([13]))
-
-
-@pytest.mark.slow
-def test_a_tokenizer_of_an_older_checkpoint_is_told_as_longseq_reads_it() -> None:
-    """With its dropout, truncation and padding, a program without longseq would read other tokens."""
-    content = json.loads(train_tokenizer(["the cat sat on the mat"] * 20, 280).to_dict()["json"])
-    content["model"]["dropout"] = 0.5
-    held = {**content, "truncation": {"max_length": 3}, "padding": {"strategy": {"Fixed": 9}}}
-    data = {"tokenizer": {"kind": "file", "separator": "<|endoftext|>", "json": json.dumps(held)}, "window": 8}
-    model = build()
-    exported = (
-        document_metadata(model, data, extra={}),
-        language_metadata(model.body, data, [], limit=None, dynamic_length=False, extra={}),
-    )
-    for told in exported:
-        assert json.loads(told["tokenizer"]["json"]) == {**content, "model": {**content["model"], "dropout": None}}
 
 
 @pytest.mark.slow

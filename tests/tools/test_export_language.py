@@ -8,13 +8,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from hydra import compose, initialize_config_module
@@ -26,9 +24,8 @@ from longseq import mixers
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks import generate
 from longseq.tasks.text.tokenizer import train_tokenizer
-from longseq.tools.export import FORMATS, checked_file, export_language_model, onnx_file, run, state_spec
+from longseq.tools.export import FORMATS, export_language_model, onnx_file, run, state_spec
 from longseq.tools.export.formats import SUFFIXES
-from longseq.tools.export.graph import capture
 from longseq.tools.export.language_model import LanguageModelFile
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pages" / "export.md"
@@ -138,33 +135,6 @@ def test_the_length_can_be_open(mixer: str, tmp_path: Path, captured_once: None)
         if mixer == "attention":  # whose cache has room for 140 tokens
             with pytest.raises(Exception, match=NO_ROOM):
                 call(tokens[:, :1], values)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("format", ["onnx", "pt2"])
-@pytest.mark.parametrize("taps", [6, 100])  # fewer than the comparison reads, and more
-def test_a_text_may_be_longer_than_an_explicit_filter(taps: int, format: str, tmp_path: Path) -> None:
-    model = build("baseconv", mixer_options={"filter": "explicit", "max_length": taps})
-    call = check_file(model, tmp_path / f"model{SUFFIXES[format]}", format)
-    tokens = torch.randint(11, (2, taps + 4))
-    with torch.no_grad():
-        expected, _ = model(tokens)
-    values = [state.starts(2) for state in state_spec(model, len(tokens))]
-    for index, token in enumerate(tokens.unbind(1)):
-        logits, values = call(token, values)
-        torch.testing.assert_close(logits, expected[:, index], atol=1e-3, rtol=0)
-
-
-@pytest.mark.slow
-def test_a_program_traced_with_views_takes_other_tensors() -> None:
-    module = LanguageModelFile(build("linear_attention"), one_token=False, max_length=80).eval().requires_grad_(False)
-    states = state_spec(module.model)
-    earlier = [state.start.expand(2, *state.start.shape[1:]) for state in states]
-    tokens = torch.randint(11, (4, 90))
-    axes: list[dict[int, str]] = [{0: "batch", 1: "length"}, *(state.axes for state in states)]
-    program = capture(module, (tokens[:2, 7:], earlier), axes).module()
-    logits, _ = program(tokens, [state.starts(4) for state in states])
-    torch.testing.assert_close(logits, module.model(tokens)[0], atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow
@@ -355,18 +325,6 @@ print(ascii(continue_text({str(output)!r}, {prompt!r}, 40)))
 
 
 @pytest.mark.slow
-def test_a_latency_is_that_of_one_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(checked_file, "latency_ms", partial(checked_file.latency_ms, seconds=0.01))
-    folder = tmp_path / "model"
-    save_model(folder, "deltanet", {"kind": "bytes"}, 257)
-    report = run(compose_verb("export", f"checkpoint={folder}", "format=torchscript", "batch_sizes=[1]"))
-    assert report.path == folder / "model.pt"
-    assert re.search(r"one token: model \d+\.\d ms, file \d+\.\d ms", capsys.readouterr().out)
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("own_mixers")
 def test_a_mixer_that_loops_over_the_tokens_is_written_for_one_token(tmp_path: Path) -> None:
     """A loop of Python has the length of the traced tokens in every format."""
@@ -394,37 +352,3 @@ def test_models_and_texts_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         export_language_model(build(**options), tmp_path / "model.onnx", **arguments)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mixer", ["gla", "mamba2", "attention"])
-def test_a_file_is_quantised_as_the_page_says(mixer: str, tmp_path: Path) -> None:
-    from onnxruntime.quantization import quantize_dynamic
-    from onnxruntime.quantization.shape_inference import quant_pre_process
-
-    torch.manual_seed(0)
-    model = TokenBackbone(vocab_size=11, d_model=16, depth=1, mixer=mixer).eval()
-    export_language_model(model, tmp_path / "step.onnx")
-    quant_pre_process(tmp_path / "step.onnx", tmp_path / "prepared.onnx", skip_symbolic_shape=True)
-    quantize_dynamic(tmp_path / "prepared.onnx", tmp_path / "quantised.onnx")
-    whole, quantised = (onnxruntime.InferenceSession(tmp_path / f"{name}.onnx") for name in ("step", "quantised"))
-    feed = {}
-    for one in whole.get_inputs():
-        shape = [3 if isinstance(size, str) else size for size in one.shape]
-        feed[one.name] = np.zeros(shape, np.int64 if "int64" in one.type else np.float32)
-    np.testing.assert_allclose(quantised.run(None, feed)[0], whole.run(None, feed)[0], atol=0.1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mixer", ["longhorn", "mamba", "mamba2", "rg_lru"])
-def test_steps_add_no_bias_to_a_sum_that_gives_up_its_axis(mixer: str, tmp_path: Path) -> None:
-    """OpenVINO 2026.4 computes such sums wrongly in all rows but the first."""
-    torch.manual_seed(0)
-    model = TokenBackbone(vocab_size=11, d_model=16, depth=1, mixer=mixer).eval()
-    export_language_model(model, tmp_path / "step.onnx")
-    graph = onnx.load(tmp_path / "step.onnx").graph
-    constants = {one.name for one in graph.initializer}
-    biased = [set(node.input) for node in graph.node if node.op_type == "Add" and constants & set(node.input)]
-    added = set().union(*biased)
-    sums = [node for node in graph.node if node.op_type == "ReduceSum" and node.output[0] in added]
-    assert not [one.name for one in sums if not any(each.name == "keepdims" and each.i for each in one.attribute)]

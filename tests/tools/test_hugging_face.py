@@ -96,25 +96,6 @@ def test_a_second_turn_reads_only_what_the_cache_of_the_first_has_not(mixer: str
 
 
 @pytest.mark.parametrize("mixer", ["deltanet", "attention"])
-@pytest.mark.slow
-def test_what_is_told_of_the_cache_changes_no_text(mixer: str) -> None:
-    model, options = make_writer(mixer), {"max_new_tokens": 6, "do_sample": False}
-    text, padded = model.generate(TOKENS, **options), model.generate(**pad(PROMPTS), **options)
-    for size in (1, 3, 7):
-        read = {**options, "prefill_chunk_size": size}
-        assert torch.equal(model.generate(TOKENS, **{CACHE_NAME: LongseqCache()}, **read), text)
-        assert torch.equal(model.generate(**pad(PROMPTS), **{CACHE_NAME: LongseqCache()}, **read), padded)
-        begun = {CACHE_NAME: model(TOKENS[:, :2])[CACHE_NAME]}
-        assert torch.equal(model.generate(TOKENS, **begun, **read), text)
-    for kind in ("static", "dynamic", "quantized"):
-        assert torch.equal(model.generate(TOKENS, cache_implementation=kind, **options), text)
-    beams = {"num_beams": 2, **options}
-    cache = model(TOKENS[:, :4])[CACHE_NAME]
-    cache.batch_repeat_interleave(2)
-    assert torch.equal(model.generate(TOKENS, **{CACHE_NAME: cache}, **beams), model.generate(TOKENS, **beams))
-
-
-@pytest.mark.parametrize("mixer", ["deltanet", "attention"])
 def test_a_prompt_is_read_in_chunks_without_a_given_cache(mixer: str) -> None:
     model, options = make_writer(mixer), {"max_new_tokens": 4, "do_sample": False}
     for more in ({}, {"num_beams": 2}):
@@ -253,17 +234,6 @@ def test_a_saved_model_of_each_mixer_is_loaded_by_its_auto_class(mixer: str, tmp
     torch.testing.assert_close(loaded(TOKENS).logits, model(TOKENS).logits, atol=1e-5, rtol=0)
 
 
-def test_the_filters_of_hyena_are_loaded_in_float32(tmp_path: Path) -> None:
-    plain = make("hyena", d_model=64, max_length=64).float()
-    plain.save_pretrained(tmp_path)
-    half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
-    kinds = {(".filter." in name, value.dtype) for name, value in half.named_parameters()}
-    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
-    with torch.no_grad():
-        expected = plain(TOKENS).logits
-        assert (half(TOKENS).logits.float() - expected).norm() < 0.02 * expected.norm()
-
-
 def test_an_adapter_of_the_embedding_also_changes_the_tied_head() -> None:
     peft = pytest.importorskip("peft", reason="needs peft")
     adapted = peft.get_peft_model(
@@ -301,32 +271,6 @@ def test_one_folder_serves_both_libraries(mixer: str, shards: bool, tmp_path: Pa
         assert torch.equal(back.state_dict()[name], value)
     config = AutoConfig.from_pretrained(tmp_path / "theirs")
     assert (config.vocab_size, config.hidden_size, config.num_hidden_layers) == (257, 16, 2)
-
-
-def test_half_precision_and_placement(tmp_path: Path) -> None:
-    make().save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, device_map="auto")
-    assert {value.dtype for value in model.parameters()} == {torch.bfloat16}
-    assert model(TOKENS.to(model.device)).logits.dtype == torch.bfloat16
-
-
-@pytest.mark.slow
-def test_generation_ends_with_a_stop_string(tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    model = TokenBackbone(vocab_size=257, d_model=16, depth=1).eval()
-    model.text = {"tokenizer": {"kind": "bytes"}, "window": None}
-    longseq.save_pretrained(model, tmp_path)
-    tokenizer, loaded = AutoTokenizer.from_pretrained(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
-    prompt = tokenizer("def main(", return_tensors="pt")["input_ids"]
-    torch.manual_seed(0)
-    free = loaded.generate(prompt, max_new_tokens=30, do_sample=True, eos_token_id=None)[0, prompt.shape[1] :]
-    letter = next(x for x in tokenizer.decode(free)[3:] if x.isascii() and x.isprintable())
-    torch.manual_seed(0)
-    stopping = {"stop_strings": [letter], "tokenizer": tokenizer}
-    stopped = loaded.generate(prompt, max_new_tokens=30, do_sample=True, eos_token_id=None, **stopping)
-    written = stopped[0, prompt.shape[1] :]
-    first = next(n for n, token in enumerate(free.tolist()) if tokenizer.decode([token]) == letter)
-    assert written.tolist() == free[: first + 1].tolist()
 
 
 def test_the_pipeline_writes_text_of_a_byte_tokenizer(tmp_path: Path) -> None:
@@ -472,27 +416,6 @@ def test_blocks_are_recomputed_where_that_is_wanted() -> None:
         calls.append(0)
     assert calls == [1, 1, 0, 1, 0]
     torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.slow
-def test_the_trainer_takes_a_step(tmp_path: Path) -> None:
-    from transformers import Trainer, TrainingArguments
-
-    model = make().float()
-    before = model.model.embedding.weight.detach().clone()
-    rows = [{"input_ids": row, "labels": row} for row in TOKENS]
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=1, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True
-    )
-    trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
-    assert trainer.train().training_loss > 0
-    assert not torch.equal(model.model.embedding.weight, before)
-    losses = [trainer.evaluate()["eval_loss"], float(model.eval()(TOKENS, labels=TOKENS).loss)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert trainer.predict(rows).predictions.shape == (2, 6, VOCABULARY)
-    trainer.save_model(str(tmp_path / "model"))
-    saved = longseq.from_pretrained(tmp_path / "model")
-    assert torch.equal(saved.embedding.weight, model.model.embedding.weight)
 
 
 @pytest.mark.parametrize("adapter", [False, True])

@@ -18,7 +18,7 @@ from longseq.tokenizer_files import BYTES
 
 pytest.importorskip("transformers", reason='needs transformers: pip install "longseq[text]"')
 
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, pipeline
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from longseq.tools.hugging_face.sequence_classification import LongseqDocumentConfig, LongseqForSequenceClassification
 
@@ -140,30 +140,6 @@ def test_missing_weights_and_unknown_options_are_refused(tmp_path: Path) -> None
     model = LongseqForSequenceClassification(LongseqDocumentConfig(model_args={"vocab_size": 9, "d_model": 16}))
     with pytest.raises(TypeError, match="unexpected argument 'token_mask'"):
         model(torch.tensor([[1]]), token_mask=torch.ones(1, 1))
-
-
-@pytest.mark.slow
-def test_the_trainer_takes_a_step(tmp_path: Path) -> None:
-    from transformers import Trainer, TrainingArguments
-
-    make().save_pretrained(tmp_path)
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    before = model.model.head.weight.detach().clone()
-    rows = [{"input_ids": encode(text)[0], "labels": number} for number, text in enumerate(TEXTS)]
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path / "run"), max_steps=1, per_device_train_batch_size=2, report_to=[], use_cpu=True,
-        save_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
-    trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows,
-                      processing_class=AutoTokenizer.from_pretrained(tmp_path))  # fmt: skip
-    assert trainer.train().training_loss > 0
-    assert not torch.equal(model.model.head.weight, before)
-    assert trainer.predict(rows).predictions.shape == (3, 3)
-    trainer.save_model(str(tmp_path / "model"))
-    saved = longseq.from_pretrained(tmp_path / "model")
-    assert torch.equal(saved.head.weight, model.model.head.weight)
-    assert saved.text["class_names"] == NAMES
-    assert AutoConfig.from_pretrained(tmp_path / "model").model_type == "longseq_document"
 
 
 @pytest.mark.slow

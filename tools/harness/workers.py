@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
@@ -94,27 +95,17 @@ class Workers:
         """The results of items in batches of similar sizes, the largest first, in the order of the items."""
         order = sorted(range(len(items)), key=lambda index: -size(items[index]))
         batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
+        chosen = [[items[index] for index in batch] for batch in batches]
+        if self._executor is None:
+            results: Iterator[list[Any]] = (getattr(self.first, name)(batch, *options) for batch in chosen)
+        else:
+            results = self._executor.map(partial(_call, name, options), chosen)
         found: dict[int, Any] = {}
         with progress_bar(description, len(items)) as advance:
-            for batch, results in self._batches(name, batches, items, options):
-                found |= dict(zip(batch, results, strict=True))
+            for batch, answers in zip(batches, results, strict=True):
+                found |= dict(zip(batch, answers, strict=True))
                 advance(len(batch))
         return [found[index] for index in range(len(items))]
-
-    def _batches(
-        self, name: str, batches: Sequence[Sequence[int]], items: Sequence[Any], options: tuple[Any, ...]
-    ) -> Iterator[tuple[Sequence[int], list[Any]]]:
-        """Each batch with its results, as they come."""
-        if self._executor is None:
-            for batch in batches:
-                yield batch, getattr(self.first, name)([items[index] for index in batch], *options)
-            return
-        running: dict[Future[list[Any]], Sequence[int]] = {}
-        for batch in batches:
-            running[self._executor.submit(_call, name, [items[index] for index in batch], *options)] = batch
-        while running:
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                yield running.pop(future), future.result()
 
 
 _worker: Worker | None = None  # of a process that `Workers` has started
@@ -126,5 +117,5 @@ def _start(waiting: Any, path: str, weights: str, dtype: str, modules: Sequence[
     _worker = Worker(path, waiting.get(), weights=weights, dtype=dtype)
 
 
-def _call(name: str, *arguments: Any) -> list[Any]:
-    return getattr(_worker, name)(*arguments)
+def _call(name: str, options: tuple[Any, ...], batch: Sequence[Any]) -> list[Any]:
+    return getattr(_worker, name)(batch, *options)

@@ -72,7 +72,7 @@ class BackboneConfig(PreTrainedConfig):
     def build(self) -> Any:
         """The model, with initialised weights."""
         description = {**vars(self), "model_args": self._complete(self._arguments)}
-        return build(description, label=self.name_or_path or "the configuration")
+        return build(description, label=self.name_or_path or "config.json")
 
 
 class BackboneModel(PreTrainedModel):
@@ -122,12 +122,7 @@ class BackboneModel(PreTrainedModel):
             state_dict = {name.removeprefix(_PREFIX): value for name, value in state.items()}
         super().save_pretrained(save_directory, state_dict=state_dict, **options)
 
-    def _set_gradient_checkpointing(
-        self,
-        enable: bool = True,
-        gradient_checkpointing_func: Callable[..., Any] | None = None,
-        every_n_layers: int = 1,
-    ) -> None:
+    def _set_gradient_checkpointing(self, enable: bool = True, **options: Any) -> None:
         self.gradient_checkpointing = enable
         self.model.set_grad_checkpointing(enable)
 
@@ -144,18 +139,15 @@ class BackboneModel(PreTrainedModel):
         missing = [name for name, value in drawn if not getattr(value, "_is_hf_initialized", False)]
         if not missing and len(drawn) < len(weights):
             return
-        raise ValueError(
-            f"{self.name_or_path} lacks weights: {', '.join(name.removeprefix(_PREFIX) for name in missing)}"
-        )
+        names = ", ".join(name.removeprefix(_PREFIX) for name in missing)
+        raise ValueError(f"{self.name_or_path} lacks weights: {names}")
 
 
 def check_options(options: Mapping[str, Any], taken: Collection[str] = ()) -> None:
     """Raise TypeError for options of a call that are not `taken`: a mask by another name would change nothing."""
-    unknown = [
-        name for name, value in options.items() if name not in taken and value is not None and value is not False
-    ]
-    if unknown:
-        raise TypeError(f"unexpected argument {unknown[0]!r}")
+    for name, value in options.items():
+        if name not in taken and value is not None and value is not False:
+            raise TypeError(f"unexpected argument {name!r}")
 
 
 def _read_short_names(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

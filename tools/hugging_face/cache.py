@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from longseq.backbones.tokens import TokenBackbone, TokenState
-from longseq.state import map_state, select_state, state_tensors
+from longseq.state import map_state, select_state
 
 # What the installed transformers calls the cache: `cache` from 5.24 on, `past_key_values` before.
 CACHE_NAME = next(
@@ -32,6 +32,10 @@ class LongseqCache(Cache):
         is_padding: True at the columns `[B, C]` that were padding; the columns after these are real tokens. None
             before the first column, and for packed sequences.
     """
+
+    is_compileable = False
+    is_croppable = False
+    is_linear = (False,)  # `generate` then leaves out the tokens of a prompt that the cache has read
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -102,34 +106,6 @@ class LongseqCache(Cache):
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1  # none
-
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return self.state is not None
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.tokens + query_length, 0
-
-    @property
-    def batch_size(self) -> int:
-        """The rows of the state, -1 before the first token."""
-        return next((len(tensor) for _, tensor in state_tensors(self.state)), -1)
-
-    @property
-    def is_compileable(self) -> bool:
-        return False
-
-    @property
-    def is_linear(self) -> list[bool]:
-        """Not linear for `generate`: it then leaves out the tokens of a prompt that the cache has read."""
-        return [False]
-
-    @property
-    def is_initialized(self) -> bool:
-        return self.state is not None
-
-    @property
-    def is_croppable(self) -> bool:
-        return False
 
     def reset(self) -> None:
         self.state, self.tokens, self.last, self.is_padding, self._room = None, 0, None, None, 0

@@ -49,11 +49,10 @@ GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id")
 class TokenModel:
     """A token model whose weights are not read yet: the arguments of `TokenBackbone`, and the weights by name.
 
-    `label` names its source in messages, and `folder` is the source if it is a folder. `text` is that of
-    `longseq.models.PretrainedModel`; its tokenizer may be None, as the files of a folder are copied.
+    `folder` is the source if it is a folder. `text` is that of `longseq.models.PretrainedModel`; its tokenizer may be
+    None, as the files of a folder are copied.
     """
 
-    label: str
     arguments: Mapping[str, Any]
     weights: Mapping[str, Weight]
     folder: Path | None = None
@@ -74,17 +73,17 @@ def read_model(source: Path) -> TokenModel:
     if source.is_file():
         saved = models.read(source)
         weights = {name: Weight.of(tensor) for name, tensor in saved.state.items()}
-        return _ours(str(source), saved.config, weights, None, saved.text)
+        return _ours(saved.config, weights, None, saved.text)
     config = json.loads((source / models.CONFIG_FILE).read_text(encoding="utf-8"))
     if config.get("library_name") == "longseq":
         text = {"tokenizer": read_folder(source), "window": config.get("window")}
-        return _ours(str(source), config, read_weights(source), source, text)
+        return _ours(config, read_weights(source), source, text)
     family = FAMILIES.get(config["model_type"])
     if family is None:
         raise ValueError(f"model_type={config['model_type']} is unknown; longseq converts {', '.join(FAMILIES)}")
     text = {"tokenizer": None, "window": config.get("max_position_embeddings")}
-    model = TokenModel(str(source), family.read_config(config), {}, source, text)
-    return replace(model, weights=_join(family, model.backbone(), read_weights(source), source))
+    model = TokenModel(family.read_config(config), {}, source, text)
+    return replace(model, weights=_join(family, model.backbone(), read_weights(source)))
 
 
 def write_model(model: TokenModel, folder: Path, max_shard_size: int | str = "5GB") -> None:
@@ -246,15 +245,15 @@ def _new_part(
 
 
 def _ours(
-    label: str, config: Values, weights: Mapping[str, Weight], folder: Path | None, text: Mapping[str, Any] | None
+    config: Values, weights: Mapping[str, Weight], folder: Path | None, text: Mapping[str, Any] | None
 ) -> TokenModel:
+    if config["kind"] != "token":
+        raise ValueError(f"kind={config['kind']} is not converted, only token models")
     with torch.device("meta"):
-        backbone: Any = models.build(config, label=label)
+        backbone = models.build(config)
         state = {name: torch.empty(weight.shape) for name, weight in weights.items()}
-    if not isinstance(backbone, TokenBackbone):
-        raise ValueError(f"{label} is not a token model")
     backbone.load_state_dict(state, assign=True)  # torch's error for weights that do not fit
-    return TokenModel(label, models.describe(backbone)["model_args"], weights, folder, text)
+    return TokenModel(models.describe(backbone)["model_args"], weights, folder, text)
 
 
 def _spell(family: Family, backbone: TokenBackbone) -> dict[str, dict[str, int]]:
@@ -278,7 +277,7 @@ def _their_shape(name: str, rows: int, shape: tuple[int, ...]) -> tuple[int, ...
     return (rows, 1, *rest) if name.endswith("conv1d.weight") else (rows, *rest)
 
 
-def _join(family: Family, backbone: TokenBackbone, theirs: Mapping[str, Weight], source: Path) -> dict[str, Weight]:
+def _join(family: Family, backbone: TokenBackbone, theirs: Mapping[str, Weight]) -> dict[str, Weight]:
     """Our weights, of those of a family."""
     found: dict[str, Weight] = {}
     read: set[str] = set()
@@ -288,7 +287,7 @@ def _join(family: Family, backbone: TokenBackbone, theirs: Mapping[str, Weight],
         for part, rows in parts.items():
             expected = _their_shape(part, rows, shape)
             if theirs[part].shape != expected:
-                raise ValueError(f"{source}: {part} has the shape {list(theirs[part].shape)}, not {list(expected)}")
+                raise ValueError(f"{part} has the shape {list(theirs[part].shape)}, not {list(expected)}")
         weights = [theirs[part] for part in parts]
         found[name] = Weight(shape, weights[0].dtype, _joined(weights, shape))
         read |= parts.keys()
@@ -298,7 +297,7 @@ def _join(family: Family, backbone: TokenBackbone, theirs: Mapping[str, Weight],
         tied = backbone.head is None and name == f"{family.ends['head']}.weight"
         if tied and torch.equal(theirs[name].read(), theirs[f"{family.ends['embedding']}.weight"].read()):
             continue
-        raise ValueError(f"{source}: the model has no place for the weight {name}")
+        raise ValueError(f"the model has no place for the weight {name}")
     return found
 
 
@@ -334,7 +333,7 @@ def _config_of(model: TokenModel, family: Family) -> dict[str, Any]:
         read = models.describe(TokenBackbone(**family.read_config(config)))["model_args"]
     if (found := find_difference(own, read, ignored=("share_directions", "merge"))) is not None:
         name, value, only = found
-        raise ValueError(f"{model.label} is no {family.architecture}: its {name} is {value}, not {only}")
+        raise ValueError(f"{family.architecture} has no model whose {name} is {value}, only {only}")
     return config
 
 

@@ -62,7 +62,6 @@ def is_own(name: str) -> bool:
 def preset(name: str) -> dict[str, Any]:
     """The group `data` of a generator that has no file: its defaults, and mqar's numbers of samples."""
     return {
-        "tasks": ["probe"],
         "name": name,
         "generator": name,
         "options": generator_options(name),

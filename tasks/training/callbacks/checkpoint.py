@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -17,7 +17,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from longseq.tasks.training.callbacks.nonfinite import NonFiniteError
 from longseq.tasks.training.callbacks.updates import updated, validation_follows
-from longseq.tasks.training.options import Range
 
 _log = logging.getLogger(__name__)
 
@@ -31,8 +30,6 @@ class BestCheckpoint(ModelCheckpoint):
     metric. `best_metrics` are the validation metrics of the best checkpoint. After a validation that was the best so
     far, `on_best_validation()` of other callbacks is called, where it exists.
     """
-
-    FILES = ("best.ckpt",)
 
     def __init__(self, dirpath: str, monitor: str, mode: str) -> None:
         super().__init__(
@@ -71,7 +68,7 @@ class BestCheckpoint(ModelCheckpoint):
         Lightning forgets the score in another folder: the next validation would be the best one. That is so here where
         the file is gone.
         """
-        own = Path(str(self.dirpath)) / self.FILES[0]
+        own = Path(str(self.dirpath)) / "best.ckpt"
         if state_dict["best_model_path"] and not own.is_file():
             _log.warning("%s is missing: the best checkpoint is searched from here on", own)
             return
@@ -92,15 +89,13 @@ class LastCheckpoint(Checkpoint):
     this validation. After an interruption during the optimizer's step, the previous checkpoint remains.
     """
 
-    FILES = ("last.ckpt",)
-
     def __init__(
         self,
         dirpath: str,
-        every_n_train_steps: Annotated[int | None, Range(1)] = None,
-        every_n_minutes: Annotated[float | None, Range(0)] = None,
+        every_n_train_steps: int | None = None,
+        every_n_minutes: float | None = None,
     ) -> None:
-        self.path = Path(dirpath) / self.FILES[0]
+        self.path = Path(dirpath) / "last.ckpt"
         self.every_n_train_steps = every_n_train_steps
         self.every_n_minutes = every_n_minutes
         self._saved_at = 0.0

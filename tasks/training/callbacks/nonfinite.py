@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -10,7 +10,6 @@ from torch import Tensor, distributed, nn
 
 from longseq.blocks.sharding import own_part
 from longseq.tasks.training.callbacks.updates import updated
-from longseq.tasks.training.options import Range
 
 
 class NonFiniteError(ValueError):
@@ -36,7 +35,7 @@ class NonFiniteStop(Callback):
     result, which names the ranks, and stop together.
     """
 
-    def __init__(self, every_n_steps: Annotated[int, Range(1)] = 50) -> None:
+    def __init__(self, every_n_steps: int = 50) -> None:
         self.every_n_steps = every_n_steps
         self._loss: Tensor | None = None
         # Listed once in a training: walking through the modules takes longer than the checks.

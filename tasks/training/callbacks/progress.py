@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from typing import Annotated, Any
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
@@ -14,7 +14,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from longseq.tasks.data.units import count_units
 from longseq.tasks.training.callbacks.throughput import Throughput
 from longseq.tasks.training.memory import peak_memory
-from longseq.tasks.training.options import Range
 
 
 class TrainingProgress(RichProgressBar):
@@ -27,8 +26,8 @@ class TrainingProgress(RichProgressBar):
 
     def __init__(
         self,
-        refresh_seconds: Annotated[float, Range(0)] = 1.0,
-        line_seconds: Annotated[float, Range(0)] = 60.0,
+        refresh_seconds: float = 1.0,
+        line_seconds: float = 60.0,
         metric: str = "val/top1",
         unit: str = "images",
     ) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -12,7 +12,6 @@ from longseq.blocks.sharding import has_shards
 from longseq.mixers import Mixer, named_readings
 from longseq.tasks.training.callbacks.updates import updated
 from longseq.tasks.training.logger import log_metrics
-from longseq.tasks.training.options import Range
 
 # TensorBoard sorts groups by name: this one of many charts comes after train and val.
 GROUP = "watch"
@@ -27,7 +26,7 @@ class Telemetry(Callback):
     orders, LAYER also names the order: `blocks.3.backward`.
     """
 
-    def __init__(self, every_n_steps: Annotated[int, Range(1)] = 100, examples: Annotated[int, Range(1)] = 8) -> None:
+    def __init__(self, every_n_steps: int = 100, examples: int = 8) -> None:
         self.every_n_steps = every_n_steps
         self.examples = examples
 

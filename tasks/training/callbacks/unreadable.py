@@ -15,11 +15,9 @@ class UnreadableSamples(Callback):
     `folder/unreadable.txt` lists them all, one path per line. `unit` names the samples.
     """
 
-    FILES = ("unreadable.txt",)
-
     def __init__(self, max_paths: int = 10, folder: str | None = None, unit: str = "samples") -> None:
         self.max_paths, self.unit = max_paths, unit
-        self.path = None if folder is None else Path(folder) / self.FILES[0]
+        self.path = None if folder is None else Path(folder) / "unreadable.txt"
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._write(trainer)

@@ -141,15 +141,3 @@ def test_predictions_read_the_documents_in_their_order_on_any_number_of_processe
                 assert batch.places * batch.length <= 8192
                 assert len(batch.documents) in (0, batch.places)
                 assert all(lengths[batch.documents] <= batch.length)
-
-
-def test_a_budget_below_the_longest_document_is_told() -> None:
-    lengths = np.array([10, 500])
-    with pytest.raises(ValueError, match="longest training document has 500 tokens"):
-        PackedSampler(lengths, 400, seed=0)
-    with pytest.raises(ValueError, match="longest training document has 500 tokens"):
-        PaddedSampler(lengths, 400, seed=0, world_size=2)
-    with pytest.raises(ValueError, match="longest document to evaluate has 500 tokens"):
-        EveryDocument(lengths, 400, packed=True)
-    with pytest.raises(ValueError, match="an update needs 4096"):
-        PackedSampler(lengths, 4096, seed=0)

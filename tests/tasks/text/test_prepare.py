@@ -311,15 +311,6 @@ def test_a_changed_store_is_refused(tmp_path: Path) -> None:
         open_store(root, check=False)
 
 
-def test_a_saved_set_of_splits_asks_which(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    one = datasets.Dataset.from_dict({"text": TEXTS})
-    datasets.DatasetDict({"train": one, "test": one}).save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(ValueError, match="several splits"):
-        find_parts([str(tmp_path / "saved")], Columns())
-    assert documents(run(tmp_path / "saved" / "train", tmp_path / "out")) == split_texts(TEXTS)
-
-
 def test_a_stream_is_read_shard_by_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     files = [str(tmp_path / f"{number}.jsonl") for number in range(3)]

@@ -54,27 +54,6 @@ def test_a_warmup_that_would_outlast_the_run_is_shortened_to_a_tenth():
     )
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({}, r"recipe\.epochs, recipe\.updates and recipe\.tokens are null: give one"),
-        ({"epochs": 8, "updates": 100}, r"recipe\.epochs=8 and recipe\.updates=100 .*set recipe\.epochs=null"),
-        ({"epochs": 0}, r"recipe\.epochs=0 must be a whole number of at least 1"),
-        ({"epochs": 1.5}, r"recipe\.epochs=1\.5 must be a whole number"),
-        ({"epochs": 1, "schedule": {"warmup_updates": -1}}, r"recipe\.schedule\.warmup_updates=-1 must be a whole"),
-        (
-            {"epochs": 1, "schedule": {"warmup_updates": 1, "warmup_tokens": 5}},
-            r"recipe\.schedule\.warmup_updates=1 and recipe\.schedule\.warmup_tokens=5 say the same",
-        ),
-        ({"epochs": 1, "validate_every_updates": 0}, r"recipe\.validate_every_updates=0 must be a whole number"),
-    ],
-)
-def test_what_cannot_be_is_one_line_with_the_key(keys, message):
-    with pytest.raises(ValueError, match=message) as raised:
-        RunLength.from_recipe(NULL | keys)
-    assert "\n" not in str(raised.value)
-
-
 @pytest.mark.slow
 def test_one_epoch_alone_trains_with_a_shorter_warmup(compose_config, tmp_path, caplog):
     words = ("mixer=attention", "trainer=cpu", "model.embed_dim=16", "model.depth=1", "recipe.epochs=1")
@@ -225,7 +204,7 @@ def test_a_limit_counts_batches_where_another_number_is_accumulated(
 )
 def test_a_run_goes_on_with_the_limit_that_has_its_updates(then, now, alike):
     saved, wanted = (
-        {"output": "run", "trainer": {"accumulate_grad_batches": parts, "limit_train_batches": limit}}
+        {"output": "run", "recipe": {}, "trainer": {"accumulate_grad_batches": parts, "limit_train_batches": limit}}
         for parts, limit in (then, now)
     )
     found = [key for key, _, _ in differences(saved, wanted)]

@@ -53,12 +53,12 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path):
 
 
 def test_resume_passes_over_a_run_that_is_being_continued(tmp_path):
-    config = {"seed": 0, "output": str(tmp_path / "new")}
+    config = {"seed": 0, "recipe": {}, "output": str(tmp_path / "new")}
     for age, name in enumerate(("older", "newer")):
         folder = tmp_path / name
         (folder / "checkpoints").mkdir(parents=True)
         (folder / "config.yaml").write_text(f"seed: 0\noutput: {folder}\n")
-        written = {"hyper_parameters": {"config": {"seed": 0, "output": str(folder)}}}
+        written = {"hyper_parameters": {"config": {"seed": 0, "recipe": {}, "output": str(folder)}}}
         torch.save(written, folder / "checkpoints" / "last.ckpt")
         os.utime(folder / "checkpoints" / "last.ckpt", (1000 + age, 1000 + age))
     assert runs._newest_run(tmp_path, config) == tmp_path / "newer"

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from forked import start_fork
+from lightning.pytorch import Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from longseq.tasks import train
@@ -367,3 +368,8 @@ def test_two_processes_stop_before_a_validation(tmp_path, tiny_overrides):
         assert process.returncode == code, errors
         assert ("stopped; saved as of update 12: " in errors) == (code == 143), errors
     assert result(tmp_path / "run") == result(tmp_path / "whole")
+
+
+def test_lightning_has_the_private_method_that_several_processes_replace():
+    """`StopTogether` replaces it: Lightning's own would wait for the GPU before each batch."""
+    assert callable(Trainer(accelerator="cpu", logger=False).fit_loop.epoch_loop._broadcast_sigterm_tensor)
