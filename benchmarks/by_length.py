@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
-from command import run_script
 from matplotlib.figure import Figure
 from table import read
 
@@ -42,4 +41,4 @@ def draw() -> Figure:
 
 
 if __name__ == "__main__":
-    run_script(lambda: draw().savefig(HERE / "imdb.png", dpi=100), __doc__, most=0)
+    draw().savefig(HERE / "imdb.png", dpi=100)

@@ -19,12 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from command import read_json, run_script
-
 from longseq.tasks import comparison
 
 HERE = Path(__file__).parent
-RESULTS = ("rows", "summary", "command", "measured", "report", "selected_by", "training_seconds", "jobs")
 
 
 def row(results: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -77,7 +74,7 @@ def trained_row(results: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def read(files: str) -> dict[str, Any]:
     """The results of one command, or of several as if they were one."""
-    first, *others = (read_json(Path(file), RESULTS) for file in files.split(","))
+    first, *others = (json.loads(Path(file).read_text(encoding="utf-8")) for file in files.split(","))
     for other in others:
         if other["measured"]["commit"] != first["measured"]["commit"]:
             sys.exit(f"{files} are of several commits: keep each as its own table")
@@ -90,16 +87,10 @@ def read(files: str) -> dict[str, Any]:
 def results_of(kept: Mapping[str, Any]) -> dict[str, Any]:
     """The rows of a file, which have the value of each seed in each column, as the results of one command.
 
-    A column in which a row diverged has no value of it. ValueError for other rows.
+    A column in which a row diverged has no value of it.
     """
     columns = [(row, heading) for row in kept["rows"] for heading in row if "=" in heading]
     columns = [(row, heading) for row, heading in columns if row[heading] != "diverged"]
-    without = next((pair for pair in columns if not isinstance(pair[0][pair[1]], Mapping)), None)
-    if without is not None:
-        row, heading = without
-        raise ValueError(f"the row {row['mixer']} has no value of each seed in {heading}, but {row[heading]!r}")
-    if not columns:
-        raise ValueError("no row has a column SETTING=VALUE with the value of each seed, so there is nothing to draw")
     runs = [
         {
             "name": row["mixer"],
@@ -118,11 +109,9 @@ def results_of(kept: Mapping[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     if len(sys.argv) == 2:
-        kept = read_json(HERE / f"{sys.argv[1]}.json", ("report", "rows"))
-        comparison.plot(results_of(kept), HERE / f"{sys.argv[1]}.png")
+        name = sys.argv[1]
+        comparison.plot(results_of(json.loads((HERE / f"{name}.json").read_text())), HERE / f"{name}.png")
         return
-    if len(sys.argv) < 4:
-        sys.exit(__doc__)
     source, name, title, *notes = sys.argv[1:]
     results = read(source)
     seeds = sorted({one["seed"] for one in results["rows"]})
@@ -148,4 +137,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_script(main, __doc__)
+    main()

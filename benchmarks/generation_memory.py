@@ -8,21 +8,20 @@ top_p=0.95, with its step and its sampler in a CUDA graph.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from command import run_script
+from report import add_circumstances
 
 from longseq.backbones.continuation import Continuation
 from longseq.backbones.sampling import Sampling, TokenSampler
 from longseq.backbones.tokens import TokenBackbone
 from longseq.parameters import count_parameters
 from longseq.tasks.generate import draw_tokens
-from longseq.tools.benchmark.report import add_circumstances
 
 VOCABULARY = 32_000
 PROMPT = 512
@@ -62,14 +61,16 @@ def measure(mixer: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    if len(sys.argv) < 3:
-        sys.exit(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("mixers", nargs="+")
+    options = parser.parse_args()
     rows = []
-    for mixer in sys.argv[2:]:
+    for mixer in options.mixers:
         rows.append(measure(mixer))
         print(rows[-1], flush=True)
         torch.cuda.empty_cache()
-        write(rows, Path(sys.argv[1]))  # after every row: a mixer that is cut off loses no other row
+        write(rows, options.output)  # after every row: a mixer that is cut off loses no other row
 
 
 def write(rows: list[dict[str, Any]], file: Path) -> None:
@@ -86,4 +87,4 @@ def write(rows: list[dict[str, Any]], file: Path) -> None:
 
 
 if __name__ == "__main__":
-    run_script(main, __doc__, gpu="measures the memory of a GPU")
+    main()

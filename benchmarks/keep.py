@@ -1,4 +1,4 @@
-"""Save rows of `longseq benchmark` in this folder: python benchmarks/keep.py RESULT.json NAME [KEY=VALUE ...]
+"""Save rows of a benchmark in this folder: python benchmarks/keep.py RESULT.json NAME [KEY=VALUE ...]
 
 Rows of RESULT.json replace the rows of NAME.json for the same call or model. The other rows remain, with their older
 circumstances, and so do the title and the notes, which are written by hand. KEY=VALUE is added to each row
@@ -7,13 +7,11 @@ circumstances, and so do the title and the notes, which are written by hand. KEY
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from command import read_json, run_script
 
 HERE = Path(__file__).parent
 ABOUT = ("task", "model", "mixer", "pixels", "tokens", "document_tokens", "batch", "recompute")
@@ -40,14 +38,16 @@ def merge(kept: Mapping[str, Any], result: Mapping[str, Any], words: Mapping[str
 
 
 def main() -> None:
-    if len(sys.argv) < 3:
-        sys.exit(__doc__)
-    source, name, *words = sys.argv[1:]
-    file, result = HERE / f"{name}.json", read_json(Path(source), ("rows", "command"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("result", type=Path)
+    parser.add_argument("name")
+    parser.add_argument("words", nargs="*", metavar="KEY=VALUE")
+    options = parser.parse_args()
+    file, result = HERE / f"{options.name}.json", json.loads(options.result.read_text())
     kept = json.loads(file.read_text()) if file.is_file() else {**result, "rows": []}
-    merged = merge(kept, result, dict(word.split("=", 1) for word in words))
+    merged = merge(kept, result, dict(word.split("=", 1) for word in options.words))
     file.write_text(json.dumps(merged, indent=2, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":
-    run_script(main, __doc__)
+    main()

@@ -1,6 +1,6 @@
 """Count the bytes that a layer keeps for its gradient, for each token and channel, and print them as a table.
 
-python benchmarks/kept_bytes.py [MIXER ...] [RECOMPUTE ...]
+python benchmarks/kept_bytes.py [--mixers deltanet ...] [--recompute none ...]
 
 Nothing runs on a GPU: the operations allocate what their kernels would write, and autograd says which tensors it keeps.
 Layers have 1,024 channels and a gated MLP, in autocast to bfloat16. The count is the difference between two lengths and
@@ -9,17 +9,15 @@ between two depths, so that parameters, the embedding and the head are no part o
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 from typing import Any
 
 import torch
-from command import run_script
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longseq.backbones.tokens import TokenBackbone
 from longseq.blocks.recompute import RECOMPUTE
-from longseq.mixers import get
 
 MIXERS = ("deltanet", "gsa", "longhorn", "vla", "attention")
 WIDTH = 1024
@@ -28,10 +26,9 @@ LENGTHS = (9216, 10240)  # of shorter sequences, or of fewer heads, the delta ru
 
 def pretend_to_launch() -> None:
     """Let operations take tensors of the CPU as those of a GPU, and launch nothing."""
+    import absent_gpu
+    from compile import import_kernels
     from triton import knobs
-
-    from longseq.tools.benchmark import absent_gpu
-    from longseq.tools.benchmark.compile import import_kernels
 
     absent_gpu.activate()
     import_kernels()
@@ -77,10 +74,11 @@ def count(mixer: str, recompute: str, width: int = WIDTH) -> float:
 
 
 def main() -> None:
-    kinds = [word for word in sys.argv[1:] if word in RECOMPUTE] or RECOMPUTE
-    mixers = [word for word in sys.argv[1:] if word not in RECOMPUTE] or MIXERS
-    for mixer in mixers:
-        get(mixer)  # an unknown one is a ValueError
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mixers", nargs="+", default=MIXERS)
+    parser.add_argument("--recompute", nargs="+", default=RECOMPUTE, choices=RECOMPUTE)
+    options = parser.parse_args()
+    mixers, kinds = options.mixers, options.recompute
     pretend_to_launch()
     lines = [["recompute", *mixers], ["---"] * (len(mixers) + 1)]
     lines += [[f"`{kind}`", *(f"{count(mixer, kind):.0f}" for mixer in mixers)] for kind in kinds]
@@ -88,4 +86,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_script(main, __doc__)
+    main()

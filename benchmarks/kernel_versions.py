@@ -5,7 +5,7 @@ python benchmarks/kernel_versions.py OUTPUT.json THEN [NOW] [gates | others | OP
 THEN and NOW are folders with the `kernels` of a commit (`git archive COMMIT kernels | tar x -C THEN`); NOW is this
 checkout if it is left out. The delta rule is timed, with `gates` with a gate in each token, and with `others` other
 operations in its place, or only the one that is named (linear_attention). Each commit is timed in processes of its own,
-which take turns, twice. Nothing is compared with float64 here: `longseq benchmark kernels` does that.
+which take turns, twice. Nothing is compared with float64 here: kernels.py does that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from command import run_script
 from torch import Tensor
 from torch.nn import functional
 
@@ -72,7 +71,7 @@ Times = list[tuple[str, str, str, dict[str, float]]]
 
 
 # A process that times has the kernels of one commit alone, of which an early one lacks what longseq's own clock
-# (`longseq.tools.benchmark.measure`) imports.
+# (`measure.py`) imports.
 def capture(work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     """The work as a CUDA graph, after three calls that compile its kernels."""
     side = torch.cuda.Stream()
@@ -121,7 +120,7 @@ def delta_rule_calls(gated: bool) -> Iterator[Call]:
 
 
 def other_calls(kind: str) -> Iterator[Call]:
-    from longseq.kernels.testing import make_inputs
+    from longseq.kernels.self_test_inputs import make_inputs
 
     for op, variant, sizes in list_others(kind):
         own = {name: size for name, size in sizes.items() if name not in "BT"}
@@ -204,7 +203,7 @@ def main() -> None:
     kind = words.pop() if words and words[-1] in (GATES, REST, *(op for op, _, _ in OTHERS)) else PLAIN
     if len(words) not in (2, 3):
         sys.exit(__doc__)
-    from longseq.tools.benchmark.report import add_circumstances
+    from report import add_circumstances
 
     output, folders = Path(words[0]), {"then": Path(words[1]), "now": Path(words[2]) if words[2:] else HERE.parent}
     # The kernels of all calls are compiled first, side by side: one after the other they take most of the time.
@@ -250,4 +249,4 @@ if __name__ == "__main__":
         else:
             print(json.dumps(time_version(kind)))
     else:
-        run_script(main, __doc__, gpu="times kernels")
+        main()

@@ -10,14 +10,13 @@ measured before are not measured again.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-from command import read_json, run_script
 
 matplotlib.use("Agg")
 
@@ -96,17 +95,22 @@ def plot(rows: Sequence[Mapping[str, Any]], trained: int, file: Path) -> None:
 
 
 def main() -> None:
-    if len(sys.argv) < 5:
-        sys.exit(__doc__)
-    folder, long, name, title, *notes = sys.argv[1:]
-    results = read_json(Path(folder) / "results.json", ("rows", "command"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("comparison", type=Path)
+    parser.add_argument("long")
+    parser.add_argument("name")
+    parser.add_argument("title")
+    parser.add_argument("notes", nargs="*")
+    options = parser.parse_args()
+    folder, name = options.comparison, options.name
+    results = json.loads((folder / "results.json").read_text())
     finished = [one for one in results["rows"] if one["status"] == "finished"]
     names = dict.fromkeys(one["name"] for one in finished)
-    rows = [row([one for one in finished if one["name"] == mixer], mixer, Path(folder), long) for mixer in names]
+    rows = [row([one for one in finished if one["name"] == mixer], mixer, folder, options.long) for mixer in names]
     rows.sort(key=lambda row: mean_of(row["test_perplexity"]))
     missing = [one["name"] for one in results["rows"] if one["status"] != "finished"]
     kept = {
-        "what": title,
+        "what": options.title,
         "command": f"{results['command']}; python benchmarks/language_mixers.py FOLDER LONG {name} TITLE",
         "kind": "accuracy and speed",
         "rows": [{key: value for key, value in one.items() if key != "by_position"} for one in rows],
@@ -114,7 +118,7 @@ def main() -> None:
             f"perplexity to N: of tokens at positions N/2 to N of documents with {WINDOW:,} tokens and more, read in "
             f"windows of {WINDOW:,}; training windows had 2,048. The plot: {name}.png.",
             *([f"Not finished: {', '.join(missing)}."] if missing else []),
-            *notes,
+            *options.notes,
         ],
     }
     (HERE / f"{name}.json").write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n")
@@ -122,4 +126,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_script(main, __doc__)
+    main()

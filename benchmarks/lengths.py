@@ -6,11 +6,11 @@ are left out: they have a command of their own.
 
 from __future__ import annotations
 
-import sys
+import argparse
+import json
 from pathlib import Path
 
 import matplotlib
-from command import read_json, run_script
 
 matplotlib.use("Agg")
 
@@ -23,11 +23,8 @@ LONGER = "longer"
 
 def draw(name: str) -> None:
     file = HERE / f"{name}.json"
-    rows = [row for row in read_json(file)["rows"] if "command" not in row]
-    first = rows[0] if rows else {}
-    bins = [key for key in first if key.startswith("up_to_")] + [LONGER] * (LONGER in first)
-    if not bins or not all(isinstance(row.get(key), dict) for row in rows for key in bins):
-        raise ValueError(f"{file}: its rows have no values of each seed by length (up_to_N, {LONGER})")
+    rows = [row for row in json.loads(file.read_text())["rows"] if "command" not in row]
+    bins = [key for key in rows[0] if key.startswith("up_to_")] + [LONGER] * (LONGER in rows[0])
     figure, axes = plt.subplots(figsize=(7.5, 3.8), dpi=120)
     for row in sorted(rows, key=lambda row: -mean_of(row[bins[-1]])):
         style = {"color": "#111827", "linestyle": "--"} if row["mixer"] == "linear" else {}
@@ -41,10 +38,11 @@ def draw(name: str) -> None:
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    draw(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name")
+    options = parser.parse_args()
+    draw(options.name)
 
 
 if __name__ == "__main__":
-    run_script(main, __doc__)
+    main()

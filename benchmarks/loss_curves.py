@@ -1,18 +1,19 @@
 """Train every mixer with its Triton kernels and with the torch form; write loss_curves.json and loss_curves.png.
 
-python benchmarks/loss_curves.py FOLDER [UPDATES] [JOBS] [OUTPUT.json] [mixers=NAME,...]
+python benchmarks/loss_curves.py FOLDER [--updates 200] [--jobs N] [--output FILE] [--mixers NAME ...]
 
 Runs of the torch form show how much two runs of one form differ: in float32, and in bfloat16 from weights that were
 rounded to bfloat16 at random, as autocast rounds them in every product.
 
 FOLDER holds text files; every tenth one, by name, is left out. JOBS mixers train at a time, distributed over torch's
 CUDA devices, those with the slowest torch form first. The files are written after every mixer, and mixers that OUTPUT
-holds from this commit are not trained again. With mixers= only those are trained, and rows of other
+holds from this commit are not trained again. With --mixers only those are trained, and rows of other
 mixers stay in OUTPUT, whatever their commit.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import sys
@@ -23,21 +24,19 @@ from typing import Any
 
 import torch
 from byte_text import read_text, train
-from command import run_script
 from matplotlib import pyplot
+from measure import one_line
 from torch import Tensor
 
 from longseq import mixers
 from longseq.backbones.tokens import TokenBackbone
 from longseq.kernels import explain
 from longseq.tasks.circumstances import find_circumstances, find_commit
-from longseq.tools.benchmark.measure import one_line
 
 HERE = Path(__file__).parent
-TOKENS, BATCH, UPDATES = 256, 32, 200
+TOKENS, BATCH = 256, 32
 LOOPED = {"lattice": 64, "ttt": 64}  # tokens for mixers whose torch form is a loop over them
 LEARNING_RATE = 1e-3
-CHOICE = "mixers="
 SMOOTH = 10  # updates over which losses are averaged before two curves are compared
 ROUNDINGS = 2  # further runs of the torch form, each from differently rounded weights
 
@@ -133,21 +132,23 @@ def draw(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 
 def main() -> None:
-    words = [word for word in sys.argv[1:] if not word.startswith(CHOICE)]
-    if not 1 <= len(words) <= 4:
-        sys.exit(__doc__)
-    updates = int(words[1]) if len(words) > 1 else UPDATES
-    jobs = int(words[2]) if len(words) > 2 else torch.cuda.device_count()
-    output = Path(words[3]) if len(words) > 3 else HERE / "loss_curves.json"
-    names = choose(next((word.removeprefix(CHOICE) for word in sys.argv[1:] if word.startswith(CHOICE)), None))
-    _, _, files = read_text(words[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder")
+    parser.add_argument("--updates", type=int, default=200)
+    parser.add_argument("--jobs", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--output", type=Path, default=HERE / "loss_curves.json")
+    parser.add_argument("--mixers", nargs="+")
+    options = parser.parse_args()
+    updates, jobs, output = options.updates, options.jobs, options.output
+    names = choose(options.mixers)
+    _, _, files = read_text(options.folder)
     rows = [
         row for row in kept_rows(output) if row["mixer"] not in names or row["measured"].get("commit") == find_commit()
     ]
     done = [row["mixer"] for row in rows]
     left = [name for name in names if name not in done]
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        running = {pool.submit(compare, name, words[0], updates, n): name for n, name in enumerate(left)}
+        running = {pool.submit(compare, name, options.folder, updates, n): name for n, name in enumerate(left)}
         for ended in as_completed(running):
             try:
                 row = ended.result()
@@ -163,13 +164,10 @@ def main() -> None:
         sys.exit(f"failed: {', '.join(missing)}")
 
 
-def choose(given: str | None) -> list[str]:
-    """The mixers to train, those with the slowest torch form first. ValueError for one that has no kernels."""
-    names = sorted(filter(operations_with_kernels, mixers.mixer_names()), key=lambda name: name not in LOOPED)
-    chosen = names if given is None else given.split(",")
-    if unknown := sorted(set(chosen) - set(names)):
-        raise ValueError(f"{CHOICE}{unknown[0]}: the mixers with kernels are {', '.join(sorted(names))}")
-    return [name for name in names if name in chosen]
+def choose(given: list[str] | None) -> list[str]:
+    """The mixers to train, those with the slowest torch form first."""
+    names = given or filter(operations_with_kernels, mixers.mixer_names())
+    return sorted(names, key=lambda name: name not in LOOPED)
 
 
 def kept_rows(file: Path) -> list[dict[str, Any]]:
@@ -214,4 +212,4 @@ def write(rows: Sequence[Mapping[str, Any]], updates: int, jobs: int, files: int
 
 
 if __name__ == "__main__":
-    run_script(main, __doc__, most=5, gpu="compares kernels on a GPU")
+    main()

@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from command import run_script
 from table import Row, find_later_changes, read
 
 HERE = Path(__file__).parent
@@ -95,4 +94,4 @@ def _spread(places: Mapping[str, float]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    run_script(lambda: FILE.write_text(draw()), __doc__, most=0)
+    FILE.write_text(draw())

@@ -9,13 +9,12 @@ of that label is replaced.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from command import read_json, run_script
 from omegaconf import OmegaConf
 
 HERE = Path(__file__).parent
@@ -31,18 +30,22 @@ def row(metrics: Mapping[str, Any], seed: int, label: str, command: str, measure
 
 
 def main() -> None:
-    if len(sys.argv) != 6:
-        sys.exit(__doc__)
-    folder, circumstances, name, label, command = sys.argv[1:]
-    file, run = HERE / f"{name}.json", Path(folder)
-    kept = read_json(file)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("measured")
+    parser.add_argument("name")
+    parser.add_argument("label")
+    parser.add_argument("command")
+    options = parser.parse_args()
+    file, run = HERE / f"{options.name}.json", options.run
+    kept = json.loads(file.read_text())
     metrics, measured = (
-        json.loads(Path(one).read_text(encoding="utf-8")) for one in (run / "metrics.json", circumstances)
+        json.loads(Path(one).read_text(encoding="utf-8")) for one in (run / "metrics.json", options.measured)
     )
-    found = row(metrics, OmegaConf.load(run / "config.yaml").seed, label, command, measured)
-    kept["rows"] = [*(one for one in kept["rows"] if one["mixer"] != label), found]
+    found = row(metrics, OmegaConf.load(run / "config.yaml").seed, options.label, options.command, measured)
+    kept["rows"] = [*(one for one in kept["rows"] if one["mixer"] != options.label), found]
     file.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    run_script(main, __doc__)
+    main()

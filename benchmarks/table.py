@@ -17,10 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from command import run_script
+from report import format_mean, to_markdown
 
 from longseq.mixers import list_mixers
-from longseq.tools.benchmark.report import format_mean, to_markdown
 
 HERE = Path(__file__).parent
 ABOVE = HERE.parent
@@ -32,8 +31,9 @@ HEAD = """# Measured results
 Tables made by `python benchmarks/table.py` from the JSON rows beside this page. An empty cell was not measured. A cell
 with ± is the mean and the standard deviation over seeds, with the value of each seed behind it; where one value stands
 alone, there was one seed. "Recorded in commit" is said of rows from before rows told their commit, or whose own commit
-was not kept: the commit that brought them here, which is the state that was measured or one soon after it. A command
-with a word in capitals (MIXER, SEED, SHAPE) was run for each that the table names; FOLDER holds the data.
+was not kept: the commit that brought them here, which is the state that was measured or one soon after it. A command is
+that of the commit of its rows, which has the scripts. A command with a word in capitals (MIXER, SEED, SHAPE) was run
+for each that the table names; FOLDER holds the data.
 
 "Changed since" numbers the changes of a row's layer or kernels after it was measured:
 
@@ -421,4 +421,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_script(main, __doc__, most=0)
+    main()

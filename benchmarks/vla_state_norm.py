@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from command import run_script
+from report import add_circumstances
 from torch import Tensor
 from torch.nn import functional
 
@@ -22,7 +22,6 @@ from longseq.kernels import (
     recursive_least_squares,
     variational_linear_attention,
 )
-from longseq.tools.benchmark.report import add_circumstances
 
 HERE = Path(__file__).parent
 BATCH, TOKENS, HEADS, HEAD_DIM, EVERY = (
@@ -148,4 +147,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_script(main, __doc__, most=0)
+    main()

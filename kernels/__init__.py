@@ -9,8 +9,7 @@ projections, read in both directions. `convolved_features` has no step: for one 
 
 A `Packing`, made once from `cu_seqlens`, can be given in place of `cu_seqlens`. Operations and layers then derive
 positions and groups from the borders once per batch. `packed_attention` is softmax attention over such packed
-sequences. `token_choice` draws tokens from the scores of a language model. `image_resize` and `image_steps` crop,
-resize and augment batches of images.
+sequences. `token_choice` draws tokens from the scores of a language model.
 
 Rows of a batch, heads and packed sequences do not mix. The values of one, inf and NaN included, change no bit of the
 results of another, nor of its gradients; only gradients of parameters are sums over all. Along time inf and NaN reach
@@ -29,7 +28,6 @@ from longseq.kernels.delta_rule import delta_rule, delta_rule_step
 from longseq.kernels.diagonal_scan import longhorn_scan, longhorn_scan_step, selective_scan, selective_scan_step
 from longseq.kernels.dispatch import explain, list_ops
 from longseq.kernels.head_features import head_features
-from longseq.kernels.image_transforms import image_resize, image_steps
 from longseq.kernels.linear_attention import linear_attention, linear_attention_step
 from longseq.kernels.longhorn_pair import longhorn_pair
 from longseq.kernels.map_features import map_features
@@ -57,8 +55,6 @@ __all__ = [
     "delta_rule_step",
     "explain",
     "head_features",
-    "image_resize",
-    "image_steps",
     "linear_attention",
     "linear_attention_step",
     "list_ops",

@@ -40,9 +40,9 @@ def check_tensors(
                 f"{op}: {name} has shape {shape}, but must have {len(layout)} dimensions [{', '.join(layout)}]"
             )
         if not tensor.is_floating_point():
-            raise ValueError(f"{op}: {name} is {tensor.dtype}, but must be floating point; cast it first")
+            raise ValueError(f"{op}: {name} is {tensor.dtype}, but must be floating point")
         if tensor.device != first.device:
-            raise ValueError(f"{op}: {name} is on {tensor.device} but {first_name} on {first.device}; move it there")
+            raise ValueError(f"{op}: {name} is on {tensor.device} but {first_name} on {first.device}")
         for dim, size in zip(layout, shape, strict=True):
             if dim == "B":
                 sizes["2B"], source["2B"] = 2 * size, f"two readings of the batch of {name}"
@@ -59,10 +59,7 @@ def check_tensors(
     if mask is not None:
         check_mask(op, mask, first_name, first)
     if cu_seqlens is not None and sizes["B"] != 1:
-        raise ValueError(
-            f"{op}: cu_seqlens needs a batch of 1, but {first_name} has a batch of {sizes['B']}; "
-            "concatenate the sequences along time"
-        )
+        raise ValueError(f"{op}: cu_seqlens needs a batch of 1, but {first_name} has a batch of {sizes['B']}")
     return sizes
 
 
@@ -71,53 +68,32 @@ def check_parts(op: str, state: Any, *parts: str, name: str = "initial_state") -
     if state is None:
         return (None,) * len(parts)
     if not isinstance(state, tuple) or len(state) != len(parts):
-        given = f"{len(state)} parts" if isinstance(state, tuple) else f"a {type(state).__name__}"
-        raise ValueError(f"{op}: {name} is {given}, but must be a tuple of {len(parts)}; pass ({', '.join(parts)})")
+        raise ValueError(f"{op}: {name} must be a tuple ({', '.join(parts)})")
     return state
 
 
 def check_scale(op: str, scale: object) -> None:
-    """Raise ValueError for a scale that is no number. One that is a tensor would get no gradient."""
-    if scale is None:
-        raise ValueError(f"{op}: scale is None, but must be a number; give 1.0 for none, or the usual K ** -0.5")
+    """Raise ValueError for a scale that is a tensor, which would get no gradient."""
     if isinstance(scale, Tensor):
-        raise ValueError(f"{op}: scale is a tensor, and has no gradient here: multiply what it scales by the tensor")
+        raise ValueError(f"{op}: scale is a tensor, and has no gradient here")
 
 
 def check_chunk_size(op: str, chunk_size: int, *, power_of_two: bool = False) -> None:
     """Check that a chunk size is positive, and a power of two where chunks are split in halves."""
-    if not isinstance(chunk_size, int | torch.SymInt):
-        raise ValueError(f"{op}: chunk_size is {chunk_size!r}, but must be a whole number; use 64")
-    if chunk_size < 1:
-        raise ValueError(f"{op}: chunk_size is {chunk_size}, but must be at least 1")
-    if power_of_two and chunk_size & (chunk_size - 1):
-        nearest = 1 << (chunk_size.bit_length() - 1)
-        raise ValueError(
-            f"{op}: chunk_size is {chunk_size}, but must be a power of two; use {nearest} or {2 * nearest}"
-        )
+    if chunk_size < 1 or (power_of_two and chunk_size & (chunk_size - 1)):
+        kind = "a power of two" if power_of_two else "at least 1"
+        raise ValueError(f"{op}: chunk_size is {chunk_size}, but must be {kind}")
 
 
 def check_mask(op: str, mask: Tensor, name: str, like: Tensor) -> None:
     """Check the dtype, device and shape of a mask `[B, T]` for `like [B, T, ...]`, the tensor called `name`."""
-    if mask.dtype != torch.bool:
-        raise ValueError(f"{op}: mask is {mask.dtype}, but must be bool with True at real tokens; use mask.bool()")
-    if mask.device != like.device:
-        raise ValueError(f"{op}: mask is on {mask.device} but {name} on {like.device}; move it there")
-    if mask.shape != like.shape[:2]:
-        raise ValueError(
-            f"{op}: mask has shape {tuple(mask.shape)}, but must be [B, T] = {tuple(like.shape[:2])} as {name}"
-        )
+    if (mask.dtype, mask.device, mask.shape) != (torch.bool, like.device, like.shape[:2]):
+        raise ValueError(f"{op}: mask must be bool {tuple(like.shape[:2])} on {like.device}, as {name}")
 
 
 def check_counter(op: str, name: str, counter: Tensor | None, like: Tensor | None) -> None:
     """Check the counter of a state, called `name`: one integer for each row of `like`, the state's first tensor."""
     if counter is None or like is None or is_exporting():
         return
-    if counter.dtype != torch.int64:
-        raise ValueError(f"{op}: {name} is {counter.dtype}, but must be int64: the tokens seen by each row; cast it")
-    if counter.shape != like.shape[:1]:
-        raise ValueError(f"{op}: {name} has shape {tuple(counter.shape)}, but must be [{like.shape[0]}], one a row")
-    if counter.device != like.device:
-        raise ValueError(
-            f"{op}: {name} is on {counter.device} but the rest of the state on {like.device}; move it there"
-        )
+    if (counter.dtype, counter.device, counter.shape) != (torch.int64, like.device, like.shape[:1]):
+        raise ValueError(f"{op}: {name} must be int64 [{like.shape[0]}] on {like.device}")

@@ -11,10 +11,9 @@ are compiled first, side by side. Kernels that fail or do not compile are refuse
 A verdict holds for one kind of GPU, one version of Triton, one of torch, and one state of these sources and tables.
 Each verdict is a file of its own below `LONGSEQ_CACHE_DIR` (~/.cache/longseq), so that processes can write at the same
 time. A verdict stays in the process where no folder can be written, and where the failure was temporary, such as a full
-disk. A file of launches that does not fit raises ValueError and is no verdict. The ranks of a process group act on one
-verdict (see `_agree`).
+disk. The ranks of a process group act on one verdict (see `_agree`).
 
-LONGSEQ_SELF_TEST=0 trusts all kernels but those of `KNOWN_BAD`. Emulated kernels are not tested.
+LONGSEQ_SELF_TEST=0 trusts all kernels. Emulated kernels are not tested.
 """
 
 import hashlib
@@ -36,27 +35,12 @@ from torch import Tensor
 
 from longseq.kernels.accuracy import Bar
 from longseq.kernels.compile_ahead import compile_ahead
-from longseq.kernels.launch_file import file_of_launches, is_about_launches
 from longseq.kernels.self_test_cases import TRIALS, Case, Trial
 
 SELF_TEST_VARIABLE = "LONGSEQ_SELF_TEST"
 CACHE_VARIABLE = "LONGSEQ_CACHE_DIR"
 FAULTS = "illegal memory access|illegal instruction|misaligned address"  # errors of a GPU that kernels cause
 
-
-class KnownBad(NamedTuple):
-    """Kernels that must not run: of `op`, on GPUs of this capability (None: all), from one Triton to before another."""
-
-    op: str
-    capability: tuple[int, int] | None
-    first: tuple[int, ...]
-    fixed: tuple[int, ...] | None
-    why: str
-
-
-# Empty: the kernels are written around the compiler's known errors (see delta_rule/triton_backward.py), and none of
-# them has been seen wrong with a combination of GPU and Triton.
-KNOWN_BAD: tuple[KnownBad, ...] = ()
 
 # By operation, precision, device and widths: None, or why the kernels are refused.
 _VERDICTS: dict[tuple[object, ...], str | None] = {}
@@ -75,10 +59,7 @@ def failures(
     packed: bool = False,
     kind: str = "",
 ) -> list[str]:
-    """The reasons against an operation's Triton kernels for a call: none, or that they failed.
-
-    Raises ValueError for a file of launches that does not fit.
-    """
+    """The reasons against an operation's Triton kernels for a call: none, or that they failed."""
     if not is_tested(device.type):
         return []
     widths = [_representative(sizes.get(name, size)) for name, size in find_trial(op).widths.items()]
@@ -224,8 +205,6 @@ class _Test(NamedTuple):
 
 def _judge(test: _Test) -> tuple[str | None, bool]:
     """The failure of the kernels or None, and whether that is final."""
-    if bad := _find_known_bad(test):
-        return bad, True
     if os.environ.get(SELF_TEST_VARIABLE) == "0":
         return None, True
     record = test.record
@@ -252,18 +231,6 @@ def _judge(test: _Test) -> tuple[str | None, bool]:
 def _describe(place: Mapping[str, Any]) -> str:
     capability = "" if place["capability"] is None else " (capability {}.{})".format(*place["capability"])
     return f"on {place['gpu']}{capability} with Triton {place['triton']} and torch {place['torch']}"
-
-
-def _find_known_bad(test: _Test) -> str | None:
-    place = test.place
-    version = tuple(int(part) for part in re.findall(r"\d+", place["triton"])[:3])
-    capability = place["capability"] and tuple(place["capability"])
-    for bad in KNOWN_BAD:
-        elsewhere = bad.op != test.op or bad.capability not in (None, capability)
-        if not elsewhere and bad.first <= version and (bad.fixed is None or version < bad.fixed):
-            remedy = "" if bad.fixed is None else f" (Triton {'.'.join(map(str, bad.fixed))} is right)"
-            return f"known to be wrong {_describe(place)}: {bad.why}{remedy}"
-    return None
 
 
 def _find_obstacle(device: torch.device) -> str | None:
@@ -311,7 +278,7 @@ def _run_in_own_thread(test: _Test) -> tuple[str | None, bool]:
     (found,) = outcome
     if not isinstance(found, Exception):
         return found, True
-    if isinstance(found, torch.OutOfMemoryError) or is_about_launches(found):
+    if isinstance(found, torch.OutOfMemoryError):
         raise found  # it does not concern the kernels
     text = f"{type(found).__name__}: {' '.join(str(found).split())}"
     return text if len(text) <= 300 else f"{text[:100]} ... {text[-200:]}", _is_of_kernels(found)
@@ -383,7 +350,7 @@ def list_calls(
 
 def _make(test: _Test, case: Case, dtype: torch.dtype) -> Any:
     """A case's inputs, with float32 states as models keep them."""
-    from longseq.kernels.testing import make_inputs
+    from longseq.kernels.self_test_inputs import make_inputs
 
     op, trial = test.op.removesuffix("_step"), find_trial(test.op)
     own = {"D": trial.channels if case.channels is None else case.channels, "H": case.heads}
@@ -411,14 +378,14 @@ def _make(test: _Test, case: Case, dtype: torch.dtype) -> Any:
 
 
 def _take_steps(inputs: Any, backend: str) -> dict[str, Tensor]:
-    from longseq.kernels.testing import results
+    from longseq.kernels.self_test_inputs import results
 
     with torch.no_grad():
         return results(*inputs.take_steps(backend=backend))
 
 
 def _check_of_case(test: _Test, case: Case) -> _Check:
-    from longseq.kernels.testing import gradients, results
+    from longseq.kernels.self_test_inputs import gradients, results
 
     options = {**case.options, **({"chunk_size": test.widths["C"]} if "C" in test.widths else {})}
 
@@ -452,14 +419,11 @@ def _find_difference(check: _Check, device: torch.device) -> str | None:
 
 
 def _hash_sources() -> str:
-    """A digest of this folder and of the measured launches: stricter than a version, which not every change raises."""
+    """A digest of this folder: stricter than a version, which not every change raises."""
     folder = Path(__file__).parent
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):
         digest.update(file.read_bytes())
-    if (launches := file_of_launches()) is not None:
-        # Kernels that need the file report that it is missing; not all kernels need it.
-        digest.update(b"launches" + launches.read_bytes() if launches.is_file() else b"no launches")
     return digest.hexdigest()[:16]
 
 

@@ -15,12 +15,12 @@ import torch
 
 
 class Case(NamedTuple):
-    """A call: its variant of longseq.kernels.testing.make_inputs, its tokens and its options."""
+    """A call: its variant of longseq.kernels.self_test_inputs.make_inputs, its tokens and its options."""
 
     variant: str
     tokens: int
     options: Mapping[str, Any] = {}
-    own_parameters: bool = False  # see longseq.kernels.testing.Inputs.with_own_parameters
+    own_parameters: bool = False  # see longseq.kernels.self_test_inputs.Inputs.with_own_parameters
     has_state: bool = True  # begins from a state, and the loss includes the final state
     has_gradient: bool = True
     batch: int | None = None  # instead of one row, or of one for each direction

@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from longseq.kernels.devices import ROOMY, longseq_shared_memory
-from longseq.kernels.launch_file import file_of_launches, find_misfit, named_file, read_launches
 from longseq.kernels.packing import find_once
 
 # Columns that fill 128 bytes, by the bytes of a number. Blocks whose rows all have this width are safe (see `Launch`).
@@ -39,8 +38,8 @@ class Launch(NamedTuple):
     A wrong launch can give wrong numbers, not only a slow kernel. Example: one kernel has operands of tensor cores with
     rows of 128 bytes and others with rows of 64 or 32 bytes (64 columns of float16 beside 32, or 32 columns of float32
     beside 16). ptxas of CUDA 12.8, which Triton 3.4 to 3.6 bring, may then add the high word of an operand's descriptor
-    to the wrong register: the kernel gives wrong numbers or accesses memory illegally. `longseq benchmark tune`
-    therefore compares every candidate with float64.
+    to the wrong register: the kernel gives wrong numbers or accesses memory illegally. benchmarks/tune.py therefore
+    compares every candidate with float64.
     """
 
     block: int
@@ -53,19 +52,6 @@ class Launch(NamedTuple):
     def options(self) -> dict[str, Any]:
         """The keyword arguments that Triton itself reads."""
         return launch_options(self.warps, num_stages=self.stages, maxnreg=self.registers)
-
-    def find_fault(self, kernel: str) -> str | None:
-        """Why the kernel cannot be launched with these numbers, or None. Compiling the kernel may find other faults."""
-        return find_uneven(self, ("block", "step"), least=0) or find_uneven(self, ("warps",))
-
-
-def find_uneven(launch: Any, names: tuple[str, ...], least: int = 1) -> str | None:
-    """The first of these fields that is no power of two, with its value, or None. 0 is allowed if `least` is 0."""
-    for name in names:
-        number = getattr(launch, name)
-        if number < least or number & (number - 1):
-            return f"{name}={number}, which is no power of two"
-    return None
 
 
 class Prepared:
@@ -113,47 +99,17 @@ class Prepared:
 find_launch = lru_cache(PREPARED)(Prepared)
 
 
-def fit_launches(op: str, launches: dict[tuple[int, int], dict[str, Any]]) -> None:
-    """Adapt the table of an operation's launches, measured on an H200, to the current GPU.
+def fit_launches(launches: dict[tuple[int, int], dict[str, Launch]]) -> None:
+    """Adapt a table of launches, measured on an H200, to the current GPU.
 
     GPUs with less than half of the H200's shared memory (99 KiB: compute capabilities 8.6, 8.9 and 12.0) get fewer
-    pipeline stages, so that the tiles fit. After that, the entries of the file that the environment names replace those
-    of the table, where they were measured on GPUs of the same capability. The entries are a `Launch` or another
-    NamedTuple with the method `find_fault`.
-
-    Raises ValueError if the file was measured only on GPUs of other capabilities, or holds kernels that the operation
-    does not launch.
+    pipeline stages, so that the tiles fit.
     """
     if longseq_shared_memory("cuda", None) < ROOMY:
         for (_, width), table in launches.items():
             most = 2 if width <= 128 else 1
             for name, launch in table.items():
-                if isinstance(launch, Launch):
-                    table[name] = launch._replace(stages=min(launch.stages, most))
-    file = file_of_launches()
-    if file is None:
-        return
-    named, remedy = named_file(file)
-    rows = read_launches(file, named, remedy)["launches"]
-    here = capability_here()
-    if all(row["capability"] != here for row in rows):
-        measured = " and ".join(sorted({str(row["capability"]) for row in rows}))
-        raise ValueError(
-            f"{named} was measured on {f'GPUs of capability {measured}' if rows else 'no GPU'}, and this one has "
-            f"{here}: unset it, or measure here with `longseq benchmark tune`"
-        )
-    for number, row in enumerate(rows):
-        if row["op"] != op or row["capability"] != here:
-            continue
-        table, kernel = launches.get((row["bytes"], row["width"]), {}), row["kernel"]
-        if kernel not in table:
-            raise ValueError(
-                f"{named} has {kernel} of {row['bytes']} bytes and width {row['width']}, which {op} does not launch: "
-                f"measure again with `longseq benchmark tune`"
-            )
-        if fault := find_misfit(table[kernel], kernel, row["launch"]):
-            raise ValueError(f"{named}, launches[{number}].launch{fault}: {remedy}")
-        table[kernel] = type(table[kernel])(**row["launch"])
+                table[name] = launch._replace(stages=min(launch.stages, most))
 
 
 def capability_here() -> list[int] | None:

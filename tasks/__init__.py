@@ -16,6 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from longseq.tasks.config import Keys, TaskKeys, key
     from longseq.tasks.data.info import Info
     from longseq.tasks.data.samples import SampleData
     from longseq.tasks.document.info import DocumentInfo
@@ -32,11 +33,9 @@ if TYPE_CHECKING:
     from longseq.tasks.registry import Task
     from longseq.tasks.report import Report
     from longseq.tasks.text.info import TextInfo
-    from longseq.tasks.training.keys import TaskKeys
     from longseq.tasks.training.length import RunLength
     from longseq.tasks.training.metrics import MeanLoss, MeanScore
     from longseq.tasks.training.module import TrainedModule
-    from longseq.tasks.training.options import Range
     from longseq.tasks.training.recipe import Training
     from longseq.tasks.training.token_model import TokenModel, build_token_model
 
@@ -48,6 +47,7 @@ __all__ = [
     "ImageDataKeys",
     "ImageDataModule",
     "Info",
+    "Keys",
     "LanguageModelData",
     "LanguageModelTask",
     "MeanLoss",
@@ -55,7 +55,6 @@ __all__ = [
     "ProbeDataKeys",
     "ProbeDataModule",
     "ProbeTask",
-    "Range",
     "Report",
     "RunLength",
     "SampleData",
@@ -66,6 +65,7 @@ __all__ = [
     "TrainedModule",
     "Training",
     "build_token_model",
+    "key",
 ]
 
 # Imported on first use: a module below this package must not wait for all tasks.
@@ -77,6 +77,7 @@ _MODULES = {
     "ImageDataKeys": "image.config",
     "ImageDataModule": "image.data",
     "Info": "data.info",
+    "Keys": "config",
     "LanguageModelData": "lm.data",
     "LanguageModelTask": "lm.module",
     "MeanLoss": "training.metrics",
@@ -84,17 +85,17 @@ _MODULES = {
     "ProbeDataKeys": "probe.config",
     "ProbeDataModule": "probe.data",
     "ProbeTask": "probe.module",
-    "Range": "training.options",
     "Report": "report",
     "RunLength": "training.length",
     "SampleData": "data.samples",
     "Task": "registry",
-    "TaskKeys": "training.keys",
+    "TaskKeys": "config",
     "TextInfo": "text.info",
     "TokenModel": "training.token_model",
     "TrainedModule": "training.module",
     "Training": "training.recipe",
     "build_token_model": "training.token_model",
+    "key": "config",
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from math import inf, isfinite, isnan, nan
 from pathlib import Path
@@ -12,15 +11,18 @@ from typing import Any
 from longseq.tasks.circumstances import describe
 
 Row = Mapping[str, Any]
-SIDE_BY_SIDE = 0.3  # of the distance of two columns in a plot: the width over which the rows of a column are spread
+SIDE_BY_SIDE = 0.3  # width over which the rows of a column are spread in a plot, in units of the column distance
 
 
 def summarize(rows: Sequence[Row], report: str, selected_by: str, others: Collection[str] = ()) -> list[dict[str, Any]]:
-    """For each row and setting the learning rate with the best mean of `selected_by`, and its metrics over the seeds.
+    """For each row and setting, the learning rate with the best mean of `selected_by`, and its metrics over the seeds.
 
-    The runs state which values of a metric are better. A rate at which a run failed loses to one at which more runs
-    finished. `metrics` holds the mean, the standard deviation (None for one seed) and the number of runs for `report`
-    and for its slices, whose names begin with that of `report`; `others` are metrics of which that is true by chance.
+    A rate at which a run failed loses to one at which more runs finished. `metrics` holds mean, standard deviation
+    (None for one seed) and number of runs for `report` and its slices, whose names begin with that of `report`.
+    `others` are metrics with such a name that are no slices.
+
+    Raises:
+        ValueError: there are several rates, and the metrics do not state which values of `selected_by` are better.
     """
     groups: dict[str, list[Row]] = {}
     for row in rows:
@@ -29,53 +31,41 @@ def summarize(rows: Sequence[Row], report: str, selected_by: str, others: Collec
 
 
 def _best(group: Sequence[Row], report: str, selected_by: str, others: Collection[str]) -> dict[str, Any]:
-    rates: dict[Any, list[Row]] = {}
+    finished: dict[Any, list[Row]] = {row["learning_rate"]: [] for row in group}
     for row in group:
-        rates.setdefault(row["learning_rate"], []).append(row)
-    finished = {rate: [row["metrics"] for row in listed if "metrics" in row] for rate, listed in rates.items()}
-    better = find_direction([one for listed in finished.values() for one in listed], selected_by)
+        if "metrics" in row:
+            finished[row["learning_rate"]].append(row["metrics"])
+    better = is_higher_better([metrics for listed in finished.values() for metrics in listed], selected_by)
+    if better is None and sum(map(bool, finished.values())) > 1:
+        raise ValueError(f"{selected_by} does not say which values are better: give one learning rate")
     sign = -1 if better is False else 1
-    merit = {
-        rate: (len(listed), _merit([sign * metrics.get(selected_by, nan) for metrics in listed]) if listed else 0.0)
-        for rate, listed in finished.items()
-    }
-    rate = max(merit, key=lambda candidate: merit[candidate])
-    names = {
-        key
-        for metrics in finished[rate]
-        for key, value in metrics.items()
-        if is_number(value) and (key == report or (key.startswith(f"{report}_") and key not in others))
-    }
+
+    def merit(rate: Any) -> tuple[int, float]:
+        values = [sign * metrics.get(selected_by, nan) for metrics in finished[rate]]
+        # NaN is neither lower nor higher than a number, so that the first rate with one would stay the best.
+        return len(values), -inf if not values or any(map(isnan, values)) else fmean(values)
+
+    rate = max(finished, key=merit)
+    values: dict[str, list[float]] = {}
+    for metrics in finished[rate]:
+        for key, value in metrics.items():
+            is_slice = key.startswith(f"{report}_") and key not in others
+            if isinstance(value, int | float) and (key == report or is_slice):
+                values.setdefault(key, []).append(value)
     return {
         "name": group[0]["name"],
         "setting": group[0]["setting"],
         "learning_rate": rate,
         "finished": len(finished[rate]),  # at this rate
-        "failed": sum(row["status"] != "finished" for row in group),
-        "metrics": {
-            # in the order of the first run, which is that of the slices
-            key: _spread([metrics[key] for metrics in finished[rate] if key in metrics])
-            for key in (finished[rate][0] if finished[rate] else ())
-            if key in names
-        },
+        "failed": sum("metrics" not in row for row in group),
+        "metrics": {key: _spread(listed) for key, listed in values.items()},
     }
 
 
-def _merit(values: Sequence[float]) -> float:
-    """The mean of values of which higher ones are better; the lowest number where one of them is NaN."""
-    # NaN is neither lower nor higher than a number, so that the first rate with one would stay the best.
-    return -inf if any(map(isnan, values)) else fmean(values)
-
-
-def is_number(value: Any) -> bool:
-    """True for a metric; metrics.json also has lists, such as the perplexity by position."""
-    return isinstance(value, int | float)
-
-
-def find_direction(found: Sequence[Mapping[str, Any]], metric: str) -> bool | None:
-    """True if higher values of a metric are better, as the metrics of finished runs state; None if they do not."""
-    told = {metrics.get("higher_is_better", {}).get(metric) for metrics in found} - {None}
-    return told.pop() if len(told) == 1 else None
+def is_higher_better(found: Sequence[Row], metric: str) -> bool | None:
+    """Whether higher values of a metric are better, as the metrics of finished runs state; None if they do not."""
+    stated = {metrics.get("higher_is_better", {}).get(metric) for metrics in found} - {None}
+    return stated.pop() if len(stated) == 1 else None
 
 
 def _spread(values: Sequence[float]) -> dict[str, Any]:
@@ -91,11 +81,11 @@ def columns(results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any], str]]
     measured = [entry["setting"] for entry in results["summary"] if entry["metrics"]]
     for entry in results["summary"]:
         if not entry["metrics"] and entry["setting"] in measured:
-            continue  # a row without finished runs knows no slices; the others name them
+            continue  # rows that have finished name the slices
         slices = [key for key in entry["metrics"] if key != report]
         whole = [report] if report in entry["metrics"] or not slices else []
         if whole and len(slices) == 1:
-            slices = []  # the only one has the whole test
+            slices = []  # the only slice is the whole test
         for metric in [*whole, *slices]:
             parts = [f"{key.rsplit('.', 1)[-1]}={value}" for key, value in entry["setting"].items()]
             parts += [metric.removeprefix(f"{report}_")] if metric != report or not parts else []
@@ -109,18 +99,22 @@ def table(results: Mapping[str, Any]) -> list[list[str]]:
     """The heading and rows of the table; a cell is the mean over the seeds, with the standard deviation of several."""
     shown = columns(results)
     rows = [["model", *(heading for heading, _, _ in shown)]]
-    for name in dict.fromkeys(entry["name"] for entry in results["summary"]):
+    for name in _names(results):
         rows.append([name, *(_cell(_entry(results, name, setting), metric) for _, setting, metric in shown)])
     return rows
 
 
-def _entry(results: Mapping[str, Any], name: str, setting: Mapping[str, Any]) -> Mapping[str, Any]:
+def _names(results: Mapping[str, Any]) -> list[str]:
+    return list(dict.fromkeys(entry["name"] for entry in results["summary"]))
+
+
+def _entry(results: Mapping[str, Any], name: str, setting: Mapping[str, Any]) -> Row:
     """The summary of a row and setting; one without metrics if there is none."""
     entries = (entry for entry in results["summary"] if entry["name"] == name and entry["setting"] == setting)
     return next(entries, {"metrics": {}})
 
 
-def _cell(entry: Mapping[str, Any], metric: str) -> str:
+def _cell(entry: Row, metric: str) -> str:
     value = entry["metrics"].get(metric)
     if value is None:
         # A finished run may lack a slice that its test does not have, such as documents of a length.
@@ -132,49 +126,24 @@ def markdown(results: Mapping[str, Any]) -> str:
     """The table in Markdown, with the command, the hardware and the chosen learning rates below it."""
     heading, *rows = table(results)
     lines = [" | ".join(heading), " | ".join(["---"] * len(heading)), *(" | ".join(row) for row in rows)]
-    text = "\n".join(f"| {line} |" for line in lines)
-    seeds = max((value["runs"] for entry in results["summary"] for value in entry["metrics"].values()), default=0)
+    summary = results["summary"]
+    seeds = max((value["runs"] for entry in summary for value in entry["metrics"].values()), default=0)
     notes = [f"{results['report']}, mean over {seeds} seed(s) with the standard deviation."]
-    if failed := [entry for entry in results["summary"] if entry["failed"] and entry["metrics"]]:
-        told = ", ".join(f"{_setting(entry)} ({entry['failed']} run(s))" for entry in failed)
-        notes.append(f"Over fewer seeds or learning rates, as runs failed: {told}.")
-    if any(entry["learning_rate"] is not None for entry in results["summary"]):
-        chosen = ", ".join(_chosen(entry) for entry in results["summary"])
+    if failed := [entry for entry in summary if entry["failed"] and entry["metrics"]]:
+        listed = ", ".join(f"{_label(entry)} ({entry['failed']} run(s))" for entry in failed)
+        notes.append(f"Over fewer seeds or learning rates, as runs failed: {listed}.")
+    if any(entry["learning_rate"] is not None for entry in summary):
+        chosen = ", ".join(f"{_label(entry)} {entry['learning_rate']:g}" for entry in summary)
         notes.append(f"The learning rate with the best {results['selected_by']}: {chosen}.")
-    if "tokenizers" in results:
-        told = ", ".join(results["tokenizers"])
-        notes.append(f"The runs have other tokenizers ({told}): lengths and losses by token have other units, too.")
-    if "other_data" in results:
-        notes.append(f"Not of the same data: {results['other_data']}.")
-    notes.append(_as_code(results["command"]))
+    notes.append(f"`` {results['command']} ``")
     effort = f"{results['training_seconds']:.0f} s of training in all, {results['jobs']} run(s) at a time"
     notes.append(f"{describe(results['measured'])}; {effort}.")
-    return text + "\n\n" + "\n\n".join(notes) + "\n"
+    return "\n\n".join(["\n".join(f"| {line} |" for line in lines), *notes]) + "\n"
 
 
-def _as_code(text: str) -> str:
-    """Text as code in Markdown, between more backticks than it has itself."""
-    if "`" not in text:
-        return f"`{text}`"
-    fence = "`" * (1 + max(map(len, re.findall("`+", text))))
-    return f"{fence} {text} {fence}"
-
-
-def _chosen(entry: Mapping[str, Any]) -> str:
-    return f"{_setting(entry)} {entry['learning_rate']:g}"
-
-
-def _setting(entry: Mapping[str, Any]) -> str:
+def _label(entry: Row) -> str:
     """A row and the setting of its column."""
     return entry["name"] + "".join(f" {key.rsplit('.', 1)[-1]}={value}" for key, value in entry["setting"].items())
-
-
-def require_matplotlib() -> None:
-    """Raise ValueError with the remedy if matplotlib is missing."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ValueError('plot.png needs matplotlib: pip install "longseq[plot]", or give plot=false') from None
 
 
 def plot(results: Mapping[str, Any], path: Path) -> None:
@@ -182,16 +151,20 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     shown = columns(results)
-    names = list(dict.fromkeys(entry["name"] for entry in results["summary"]))
     values = {
-        name: [_entry(results, name, setting)["metrics"].get(metric) for _, setting, metric in shown] for name in names
+        name: [_entry(results, name, setting)["metrics"].get(metric) for _, setting, metric in shown]
+        for name in _names(results)
     }
-    figure = Figure(figsize=(8, max(3.0, 0.3 * len(names) + 1.5)), dpi=150, layout="constrained")
+    figure = Figure(figsize=(8, max(3.0, 0.3 * len(values) + 1.5)), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     if len(shown) == 1:
         found = [row["metrics"] for row in results["rows"] if "metrics" in row]
-        upwards = find_direction(found, results["report"]) is not False
-        _draw_bars(axes, {name: listed[0] for name, listed in values.items()}, upwards)
+        known = {name: listed[0] for name, listed in values.items() if listed[0] is not None}
+        # The best value is on top.
+        descends = is_higher_better(found, results["report"]) is False
+        ordered = sorted(known, key=lambda name: known[name]["mean"], reverse=descends)
+        means = [known[name]["mean"] for name in ordered]
+        axes.barh(ordered, means, xerr=[known[name]["std"] or 0.0 for name in ordered])
         axes.set_xlabel(results["report"])
     else:
         _draw_lines(axes, values)
@@ -201,16 +174,7 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
     if "accuracy" in results["report"]:
         (axes.set_xlim if len(shown) == 1 else axes.set_ylim)(0.0, 1.02)
     axes.grid(alpha=0.3)
-    partial = path.with_name(f"partial_{path.name}")
-    figure.savefig(partial)
-    partial.replace(path)
-
-
-def _draw_bars(axes: Any, values: Mapping[str, Row | None], upwards: bool) -> None:
-    """Draw bars with the best value on top."""
-    known = {name: value for name, value in values.items() if value is not None}
-    ordered = sorted(known, key=lambda name: known[name]["mean"], reverse=not upwards)
-    axes.barh(ordered, [known[name]["mean"] for name in ordered], xerr=[known[one]["std"] or 0.0 for one in ordered])
+    figure.savefig(path)
 
 
 def _draw_lines(axes: Any, values: Mapping[str, Sequence[Row | None]]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longseq.tasks.training.keys import TaskKeys
+from longseq.tasks.config import TaskKeys
 
 if TYPE_CHECKING:  # the table itself needs none of what tasks import
     from longseq.tasks.data.module import TaskData
@@ -88,9 +88,13 @@ def like(name: str) -> list[str]:
     return [other for other in names() if issubclass(get(other).data, get(name).data)]
 
 
-def names() -> list[str]:
-    """The names of all tasks: the folders here with the files of a task, and the registered tasks."""
+def own_names() -> list[str]:
+    """The names of this package's tasks: the folders here with the files of a task."""
     here = Path(__file__).parent
-    folders = {path.parent.name for path in here.glob("*/config.py")}
-    whole = [name for name in sorted(folders) if all((here / name / f"{part}.py").is_file() for part in PARTS)]
-    return [*whole, *sorted(_registered)]
+    folders = sorted(path.parent.name for path in here.glob("*/config.py"))
+    return [name for name in folders if all((here / name / f"{part}.py").is_file() for part in PARTS)]
+
+
+def names() -> list[str]:
+    """The names of all tasks: those of this package, and the registered ones."""
+    return [*own_names(), *sorted(_registered)]

@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -74,26 +73,19 @@ class Report:
 def quiet_libraries() -> Iterator[None]:
     """Show only warnings that a user can act on: those of this package, one line each, and few of other packages.
 
-    A line also tells when kernels are compiled and compared with float64 at their first call on a GPU, because nothing
-    else is printed in the 10 to 22 seconds that it takes.
-
-    The traceback of a thread is not shown if the main thread raises the same error. After the block, logging, warnings
-    and errors of threads are as they were before it.
+    Kernels also report when they are compiled and compared with float64 at their first call on a GPU, which takes 10 to
+    22 seconds. Logging and warnings are restored after the block.
     """
     package = logging.getLogger("longseq")
     lines = None if any(isinstance(handler, _Lines) for handler in package.handlers) else _Lines()
-    shown = {_KERNELS: logging.INFO, "lightning.pytorch": logging.WARNING, "lightning.fabric": logging.WARNING}
-    # timm tells of a file that a split of shards may have, and need not.
-    shown["timm.data.readers.reader_wds"] = logging.ERROR
+    # timm warns of a file that a split of shards may have, and need not.
+    shown = {
+        _KERNELS: logging.INFO,
+        "lightning.pytorch": logging.WARNING,
+        "lightning.fabric": logging.WARNING,
+        "timm.data.readers.reader_wds": logging.ERROR,
+    }
     levels = {name: logging.getLogger(name).level for name in shown}
-    told = threading.excepthook
-
-    def tell(error: threading.ExceptHookArgs) -> None:
-        # TensorBoard's thread keeps its error, which the main thread raises when it logs the next value.
-        if getattr(error.thread, "exception", None) is not error.exc_value:
-            told(error)
-
-    threading.excepthook = tell
     with warnings.catch_warnings():
         for message in UNWANTED:
             warnings.filterwarnings("ignore", message)
@@ -104,7 +96,6 @@ def quiet_libraries() -> Iterator[None]:
         try:
             yield
         finally:
-            threading.excepthook = told
             if lines is not None:
                 package.removeHandler(lines)
             for name, level in levels.items():
@@ -112,37 +103,18 @@ def quiet_libraries() -> Iterator[None]:
 
 
 class _Lines(logging.Handler):
-    """Writes warnings, and what kernels tell, to stderr, from only one of several processes.
-
-    What a program's own logging already shows there, such as that of `logging.basicConfig`, is not written again.
-    """
+    """Writes warnings, and what kernels report, to stderr, from only one of several processes."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        is_wanted = record.levelno >= logging.WARNING or record.name.startswith(f"{_KERNELS}.")
-        return is_wanted and not any(_is_shown(record, by=handler) for handler in _handlers_of(record.name))
+        return record.levelno >= logging.WARNING or record.name.startswith(f"{_KERNELS}.")
 
     @rank_zero_only
     def emit(self, record: logging.LogRecord) -> None:
         kind = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         print(f"longseq: {kind}{' '.join(record.getMessage().split())}", file=sys.stderr)
-
-
-def _handlers_of(name: str) -> Iterator[logging.Handler]:
-    """The handlers that hear a logger: its own, and those of the loggers above it."""
-    logger: logging.Logger | None = logging.getLogger(name)
-    while logger is not None:
-        yield from logger.handlers
-        logger = logger.parent if logger.propagate else None
-
-
-def _is_shown(record: logging.LogRecord, by: logging.Handler) -> bool:
-    """True if a handler writes a record to this process's output. That of rich has a console in place of a stream."""
-    stream = getattr(by, "stream", None) or getattr(getattr(by, "console", None), "file", None)
-    screens = (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__)
-    return stream is not None and stream in screens and record.levelno >= by.level
 
 
 @contextmanager

@@ -4,8 +4,7 @@ import json
 import logging
 import os
 import shlex
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -13,55 +12,37 @@ from typing import Any, NamedTuple
 
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
-from longseq.hub import CARD_FILE, is_on_hub
+from longseq.hub import CARD_FILE
 from longseq.models import from_pretrained, kind_of, save_pretrained
 from longseq.parameters import count_parameters
 from longseq.plugins import plugin_of
-from longseq.tasks import comparison_runs, registry
-from longseq.tasks.circumstances import find_commit
+from longseq.tasks import registry
 from longseq.tasks.data.module import Info, TaskData
-from longseq.tasks.devices import halve, is_out_of_memory
-from longseq.tasks.experiment import check_experiment, choose, with_any_choice
+from longseq.tasks.experiment import choose, read_experiment, with_any_choice
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
-from longseq.tasks.training import automatic, processes, runs
+from longseq.tasks.training import automatic, runs
 from longseq.tasks.training import checkpoint as checkpoints
-from longseq.tasks.training.callbacks.agreement import Agreement
-from longseq.tasks.training.callbacks.checkpoint import LastCheckpoint
 from longseq.tasks.training.callbacks.clock import RunClock
 from longseq.tasks.training.callbacks.run_log import logged
-from longseq.tasks.training.callbacks.stop import find_early_end, stoppable
+from longseq.tasks.training.callbacks.stop import stoppable
 from longseq.tasks.training.callbacks.throughput import Throughput
 from longseq.tasks.training.class_figures import to_csv
-from longseq.tasks.training.command import refuse_given
 from longseq.tasks.training.configuration import Config, command_word, resolve, with_absolute_root
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.freeze import freeze
-from longseq.tasks.training.learning_rate_finder import TABLE, find_learning_rate, refuse_search
-from longseq.tasks.training.length import Epoch, RunLength, count_epoch, refuse_longer_minimum
+from longseq.tasks.training.learning_rate_finder import TABLE, find_learning_rate
 from longseq.tasks.training.lock import locked
-from longseq.tasks.training.logger import RunLogger, close_loggers, continue_loggers, log_parameters, writes_events
-from longseq.tasks.training.model import check_trainable, reads_mixer, refuse_mixer, values_in_force
+from longseq.tasks.training.logger import RunLogger, close_loggers, log_parameters, writes_events
+from longseq.tasks.training.model import reads_mixer, values_in_force
 from longseq.tasks.training.module import TrainedModule
-from longseq.tasks.training.peers import watched
 from longseq.tasks.training.recipe import Training, device_batch_size, device_count, effective_learning_rate
-from longseq.tasks.training.run_folder import check_folder, check_output
-from longseq.tasks.training.trainer import (
-    build_callbacks,
-    build_trainer,
-    refuse_absent_devices,
-    refuse_lonely_machine,
-    refuse_nameless_program,
-    refuse_other_processes,
-)
+from longseq.tasks.training.trainer import build_callbacks, build_trainer
 
 _log = logging.getLogger(__name__)
-
-RUN_FACTS = ("epochs", "updates", "seconds", "parameters", "data_wait_ms", "gpu_memory_gib")
 
 
 class Parts(NamedTuple):
@@ -78,42 +59,20 @@ def run(cfg: DictConfig) -> float | None:
     The run folder `cfg.output` receives config.yaml, checkpoints/ and TensorBoard events. At the end it also receives
     metrics.json and model/, the best model in the form for `longseq.from_pretrained` and timm.
     """
-    processes.follow_parent()
-    config = resolve(cfg)
-    check_output(config.get("output"))
-    if config["resume"] == "":  # as from a variable of a shell that is not set: no wish to begin anew
-        raise ValueError("resume= is empty: give a .ckpt file, or resume=true for the newest, or leave it out")
-    refuse_absent_devices(config.get("trainer") or {})  # before its batch is divided over them
-    check_experiment(config)
+    config = read_experiment(resolve(cfg))
     registry.of(config).data.prepare_process(config)
-    if automatic.searches(config):
-        refuse_search(config)
-    else:
-        refuse_given(
-            lambda key: key.startswith("learning_rate_finder"),
-            "it is of a search, which recipe.learning_rate=find begins",
-        )
     folder = Path(config["output"])
-    _refuse_long_warmup(config, None)
-    # What cannot run is refused before the data is opened: devices that are not there, too.
-    refuse_other_processes(config)
-    trial = build_trainer({**config, "logger": None})
-    refuse_nameless_program(trial)
-    refuse_lonely_machine(trial)
-    _refuse_distributed_sweep(config)
-    log, names_mixer = _find_log(folder), _names_mixer(cfg)
-    if _is_first_process():  # the others may find what it has just written
-        check_folder(config, log=log, tables=registry.of(config).report.files)
+    log = _find_log(folder)
     done = runs.finished(folder)
     if config["resume"] is True and done is not None:
-        comparison_runs.refuse_others([(folder, config)], find_commit())
+        runs.checkpoint_to_resume(config)  # refuses another configuration
         _print(f"this run is finished: {shorten(folder)}; without resume=true, and with another output, it trains anew")
         return done.get(config["optimized_metric"])
     try:
         if not _is_first_process():
-            return _train(config, folder, names_mixer)
+            return _train(config, folder)
         with locked(folder), logged(log):
-            return _train(config, folder, names_mixer)
+            return _train(config, folder)
     finally:
         runs.forget_folders()
 
@@ -128,20 +87,13 @@ def _find_log(folder: Path) -> Path | None:
     return folder / f"{HydraConfig.get().job.name}.log"
 
 
-def _names_mixer(cfg: DictConfig) -> bool:
-    """True if the model's keys refer to those of a mixer, before they are resolved."""
-    return not isinstance(cfg, DictConfig) or "mixer" in OmegaConf.to_yaml(cfg.model)
-
-
-def _train(config: dict[str, Any], folder: Path, names_mixer: bool) -> float | None:
+def _train(config: dict[str, Any], folder: Path) -> float | None:
     checkpoint = runs.checkpoint_to_resume(config)
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision(config["matmul_precision"])
     if checkpoint is not None:
         given, config = config, runs.chosen_in(checkpoint, config)
         _tell_kept(given, config)
-    else:
-        check_init(config)
     config, datamodule, reason = _open(config)
     config = with_absolute_root(config)  # the run remembers where its data are, whoever evaluates it from elsewhere
     if reason is not None:
@@ -149,44 +101,27 @@ def _train(config: dict[str, Any], folder: Path, names_mixer: bool) -> float | N
     if automatic.searches(config):
         config = _search(config, datamodule, folder)
     if checkpoint is not None:
-        if (trained := runs.trained_on(checkpoint, datamodule.info)) is not None:
-            datamodule.keep_classes(trained)
-        runs.check_data(checkpoint, datamodule.info, datamodule.files)
+        datamodule.keep_classes(runs.trained_on(checkpoint, datamodule.info))
+        runs.check_data(checkpoint, datamodule.info)
     module = _build_module(config, datamodule, initialized=checkpoint is None)
-    if not names_mixer:
-        refuse_mixer(module.backbone)
-    module.higher_is_better(config["task"]["metric"], "task.metric")
-    _check_optimized_metric(config, module)
-    _check_direction(config["optimized_metric"], module)
-    facts = {**runs.shared_keys(config), "the update to go on from": runs.updates_of(checkpoint) if checkpoint else 0}
-    trainer = build_trainer(config, [Agreement(facts), *build_callbacks(config, module)])
+    # From 0: also after a run that ended in this folder before it had saved anything.
+    first_update = runs.updates_of(checkpoint) if checkpoint else 0
+    trainer = build_trainer(config, build_callbacks(config, module), first_update=first_update)
     # As Lightning does later: the batches of an epoch depend on the processes and on the accumulated batches.
     datamodule.trainer = trainer
-    if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-        epoch = count_epoch(trainer, datamodule)
-        if epoch is not None:
-            length = RunLength.from_recipe(config["recipe"])
-            length.check_units(epoch)
-            if module.has_gradients:
-                refuse_longer_minimum(trainer, length, epoch)
-        _refuse_long_warmup(config, epoch)
     if checkpoint is not None:
         module.check_continues(runs.contents_of(checkpoint), trainer, datamodule)
         if _is_first_process():
             runs.bring_best(checkpoint, folder)  # after all that may refuse the run, which then leaves no folder
-    # From 0: also after a run that ended in this folder before it had saved anything.
-    continue_loggers(trainer.loggers, runs.updates_of(checkpoint) if checkpoint else 0)
     in_force = values_in_force(config, module.backbone)
     _save_config(in_force, folder)
     _announce(config, datamodule.info, module, checkpoint, events=writes_events(trainer.loggers))
     try:
-        with stoppable(trainer), watched(trainer):
+        with stoppable(trainer):
             log_parameters(trainer.loggers, dict(runs.flatten(in_force)))
-            _fit(trainer, module, datamodule, config, checkpoint)
-            if (reason := find_early_end(trainer)) is not None:
-                _print(reason)
+            _fit(trainer, module, datamodule, checkpoint)
             memory = _peak_memory(trainer)
-            metrics = _test(trainer, module, datamodule, config)
+            metrics = _test(trainer, module, datamodule)
         metrics |= _run_facts(trainer, module) | memory
         _record(trainer, config, module, metrics, datamodule.info)
     finally:
@@ -194,29 +129,9 @@ def _train(config: dict[str, Any], folder: Path, names_mixer: bool) -> float | N
     return metrics.get(config["optimized_metric"])
 
 
-def check_init(config: Config) -> None:
-    """ValueError, before the data are read, if `init` names no file or folder, or a checkpoint of another task."""
-    init, task = config["init"], registry.of(config)
-    if init is None or task.model.is_weights(init):
-        return
-    if not (os.path.exists(init) or is_on_hub(init)):
-        raise ValueError(f"init={init}: no such file or folder; `longseq train` writes checkpoints/best.ckpt")
-    taken = (config["task"]["name"], *task.model.starts_from)
-    if not os.path.isfile(init):
-        checkpoints.check_task(init, "init", taken)
-    saved = runs.saved_config(Path(init)) if os.path.isfile(init) else None
-    trained = ((saved or {}).get("task") or {}).get("name")
-    if trained is not None and trained not in taken:
-        known = " or ".join(f"task={name}" for name in taken)
-        raise ValueError(f"init={init} belongs to task={trained}; this command takes checkpoints of {known}")
-
-
 def build(config: DictConfig | Config, *, initialized: bool = True) -> Parts:
-    """The data module, set up, and the module with a new model, which starts from `config.init` if `initialized`.
-
-    ValueError, in one line, for errors that the user can correct.
-    """
-    config, datamodule, _ = _open(resolve(config))
+    """The data module, set up, and the module with a new model, which starts from `config.init` if `initialized`."""
+    config, datamodule, _ = _open(read_experiment(resolve(config)))
     return Parts(datamodule, _build_module(automatic.with_rate(config), datamodule, initialized))
 
 
@@ -230,16 +145,12 @@ def _open(config: Config) -> tuple[dict[str, Any], TaskData, str | None]:
     chosen, reason = choose(config, datamodule.info)
     if reason is not None:
         settled = automatic.with_rate(chosen)
-        check_experiment(settled)
         datamodule.take_recipe(settled, device_batch_size(settled))
     return chosen, datamodule, reason
 
 
 def _build_module(config: Config, datamodule: TaskData, initialized: bool) -> TrainedModule:
     task, config = registry.of(config), dict(config)
-    outline = task.model.outline(config, datamodule.info)
-    if outline is not None:
-        check_trainable(config, outline)
     model = task.model.build(config if initialized else task.model.untrained(config), datamodule.info)
     if initialized and config["init"] is not None and task.model.is_weights(config["init"]):
         task.model.start_from_weights(model, config, datamodule.info)
@@ -276,71 +187,14 @@ def _find_plugins(
 
 def _is_first_process() -> bool:
     """True in the process of a run that writes; Lightning counts the processes of each machine from 0."""
-    rank: int = rank_zero_only.rank  # type: ignore[attr-defined]
-    return rank == 0 and os.environ.get("NODE_RANK", "0") == "0"
+    ranks = (os.environ.get(name) or "0" for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK", "NODE_RANK"))
+    return all(rank == "0" for rank in ranks)
 
 
-def _check_optimized_metric(config: Config, module: TrainedModule) -> None:
-    metric, rate = config["optimized_metric"], f"{config['task']['unit']}_per_second"
-    measured = [f"val/{name}" for name in module.val_metrics] + [f"test/{name}" for name in module.test_metrics]
-    if metric is not None and metric not in (*measured, *RUN_FACTS, rate):
-        raise ValueError(f"optimized_metric={metric} is never measured: choose one of {', '.join(measured)}")
-
-
-def _check_direction(metric: str | None, module: TrainedModule) -> None:
-    """ValueError if a search looks for high values of a metric that should be low, or the reverse."""
-    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
-        return
-    hydra: Any = HydraConfig.get()
-    direction, directions = OmegaConf.select(hydra, "sweeper.direction"), module.directions()
-    if direction is None or metric not in directions:
-        return
-    wanted = "maximize" if directions[metric] else "minimize"
-    told = getattr(direction, "name", direction)
-    if told != wanted:
-        raise ValueError(
-            f"hydra.sweeper.direction={told}: better values of optimized_metric={metric} are "
-            f"{'higher' if directions[metric] else 'lower'}; give hydra.sweeper.direction={wanted}"
-        )
-
-
-def _refuse_long_warmup(config: Config, epoch: Epoch | None) -> None:
-    """ValueError for a warm-up that a person gave on the command line and that is not shorter than the run.
-
-    One of a recipe is shortened. Without an `epoch`, lengths in different units are not compared.
-    """
-    words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
-    by_hand = any(word.lstrip("+").startswith("recipe.schedule.warmup_") for word in words)
-    # When the epoch is known, all values are chosen; what is_automatic still finds then is the recipe's name.
-    is_chosen = epoch is not None or not automatic.is_automatic(config)
-    if by_hand and is_chosen:
-        RunLength.from_recipe(config["recipe"]).refuse_long_warmup(epoch)
-
-
-def _refuse_distributed_sweep(config: dict[str, Any]) -> None:
-    sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-    devices = device_count(config)
-    if sweep and devices > 1:
-        raise ValueError(
-            f"a sweep (-m) runs on one device a trial, not on {devices}, where every process would repeat the sweep: "
-            f"set trainer.devices=1"
-        )
-
-
-def _fit(
-    trainer: Trainer, module: TrainedModule, datamodule: TaskData, config: Config, checkpoint: Path | None
-) -> None:
+def _fit(trainer: Trainer, module: TrainedModule, datamodule: TaskData, checkpoint: Path | None) -> None:
     if _trains_on_gpu(trainer):
         torch.cuda.reset_peak_memory_stats()  # a sweep trains several models in this process
-    with _memory_explained(trainer, module, datamodule, config):
-        try:
-            trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
-        except RuntimeError as error:
-            # That of a lost data worker comes wherever the program is, also before callbacks are told of another error.
-            for callback in trainer.checkpoint_callbacks:
-                if isinstance(callback, LastCheckpoint) and not callback.has_ended:
-                    callback.on_exception(trainer, module, error)
-            raise
+    trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
 
 
 def _trains_on_gpu(trainer: Trainer) -> bool:
@@ -354,34 +208,11 @@ def _peak_memory(trainer: Trainer) -> dict[str, float]:
     return {"gpu_memory_gib": round(torch.cuda.max_memory_allocated(trainer.strategy.root_device) / 2**30, 2)}
 
 
-@contextmanager
-def _memory_explained(
-    trainer: Trainer, module: LightningModule, datamodule: TaskData, config: Config
-) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        # Lightning has forgotten the stage by now; the module is still in the mode in which it failed.
-        if module.training:
-            effective = config["recipe"]["batch_size"]
-            told = (
-                f"{device_batch_size(config)} of recipe.batch_size={effective} on a device at a time: halve that and "
-                f"keep the recipe with "
-                f"trainer.accumulate_grad_batches={2 * trainer.accumulate_grad_batches}"
-            )
-        else:
-            told = halve("data.eval_batch_size", datamodule.eval_batch_size)
-        raise ValueError(f"out of memory with {told}") from error
-
-
-def _test(trainer: Trainer, module: TrainedModule, datamodule: TaskData, config: Config) -> dict[str, Any]:
+def _test(trainer: Trainer, module: TrainedModule, datamodule: TaskData) -> dict[str, Any]:
     """Test with the best checkpoint, or with the last weights in a fast_dev_run, which writes none."""
     best = best_checkpoint(trainer)
     validated = {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("val/")}
-    with _memory_explained(trainer, module, datamodule, config):
-        (tested,) = trainer.test(module, datamodule=datamodule, ckpt_path=best, verbose=False, weights_only=True)
+    (tested,) = trainer.test(module, datamodule=datamodule, ckpt_path=best, verbose=False, weights_only=True)
     if best is not None:
         validated = getattr(trainer.checkpoint_callback, "best_metrics", None) or validated
     return validated | {key: float(value) for key, value in tested.items()}
@@ -401,11 +232,11 @@ def _run_facts(trainer: Trainer, module: TrainedModule) -> dict[str, Any]:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, RunClock):
             facts["seconds"] = round(callback.seconds, 1)
-        if isinstance(callback, Throughput) and callback.rate is not None:
-            facts[f"{callback.unit}_per_second"] = round(callback.rate, 1)
-            if callback.token_rate is not None:
-                facts["tokens_per_second"] = round(callback.token_rate, 1)
-            facts["data_wait_ms"] = round(callback.data_wait_ms or 0.0, 2)
+        if isinstance(callback, Throughput) and callback.mean.rate is not None:
+            facts[f"{callback.unit}_per_second"] = round(callback.mean.rate, 1)
+            if callback.mean.token_rate is not None:
+                facts["tokens_per_second"] = round(callback.mean.token_rate, 1)
+            facts["data_wait_ms"] = round(callback.mean.data_wait_ms or 0.0, 2)
     return facts
 
 
@@ -451,7 +282,7 @@ def _announce(
     if checkpoint is not None:
         _print(f"continuing from {shorten(checkpoint)}")
     elif config["resume"]:
-        _print(f"nothing to resume: {_what_else_ran(config)}; starting anew")
+        _print("nothing to resume: no run of this configuration; starting anew")
     shown = f"   ({_tensorboard(Path(config['output']))})" if events else ""
     _print(f"writing to {shorten(config['output'])}{shown}")
 
@@ -464,15 +295,6 @@ def _tell_kept(given: Config, config: Config) -> None:
     kept = [f"{key}={values[key]}" for key in runs.KEPT_KEYS if values.get(key) != old.get(key)]
     if kept:
         _print(f"as the run began: {', '.join(kept)}")
-
-
-def _what_else_ran(config: dict[str, Any]) -> str:
-    other = runs.newest_other_run(config)
-    if other is None:
-        return "no run of this configuration"
-    folder, keys = other
-    more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
-    return f"no run of this configuration; the newest, {shorten(folder)}, differs in {', '.join(keys[:5])}{more}"
 
 
 def _data_line(config: dict[str, Any], info: Info) -> str:

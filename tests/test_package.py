@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -52,37 +51,11 @@ def build(folder: Path, kind: str) -> Path:
 
 
 @pytest.mark.slow
-def test_an_sdist_holds_all_of_the_repository_and_its_tests_run_there(sources: Path) -> None:
+def test_an_sdist_holds_all_of_the_repository(sources: Path) -> None:
     expected = list_files(sources)
     unpacked = unpack_sdist(sources)
     found = {name for name in list_files(unpacked) if not name.startswith("longseq.egg-info/")}
     assert found == expected | ADDED
-
-    # The whole suite is collected; the tests that run are of files beside the package, and of links, which are absent.
-    chosen = ("test_readme.py", "the_top_level", "public_forge", "editor_resolves", "in_the_root", "without_links")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    result = subprocess.run(
-        # The script, not `python -m pytest`: the unpacked folder longseq is no whole package.
-        [
-            Path(sys.executable).with_name("pytest"),
-            "-p",
-            "no:cacheprovider",
-            "--assert=plain",
-            "-k",
-            " or ".join(chosen),
-        ],
-        cwd=unpacked,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    told = re.search(r"^=+ (\d+) passed, 3 skipped, (\d+) deselected", result.stdout, re.MULTILINE)
-    assert told is not None, result.stdout
-    assert int(told[1]) >= 5
-    assert int(told[2]) > 5000
-    assert "an unpacked sdist has no links longseq/conf, kernels, tasks and tools" in result.stdout
 
 
 @pytest.mark.slow

@@ -124,22 +124,3 @@ def test_every_task_trains_and_trained_models_are_used(plain: Path, tmp_path: Pa
     )  # fmt: skip
     assert done.stdout.splitlines()[-1] == f"exit codes: {[0] * 6}", done.stdout + done.stderr
     assert (tmp_path / "model.pt").is_file()
-
-
-@pytest.mark.slow
-def test_what_needs_an_extra_names_it_in_one_line(plain: Path, tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    done = run(
-        plain,
-        tmp_path,
-        PROGRAM,
-        ("train", "data=image_folder", "data.source=hfds/data", "data.root=data"),
-        ("train", "data=image_folder", "data.source=hfids/data", "data.root=data"),
-        ("train", "data=image_folder", "data.source=wds/data", "data.root=data"),
-    )
-    assert done.stdout.splitlines() == ["exit codes: [2, 2, 2]"], done.stderr
-    errors = [line for line in done.stderr.splitlines() if not line.startswith("longseq: warning:")]
-    assert errors == [
-        f'longseq: error: data.source={source}/data needs the library {library}: pip install "longseq[datasets]"'
-        for source, library in (("hfds", "datasets"), ("hfids", "datasets"), ("wds", "webdataset"))
-    ]

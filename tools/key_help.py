@@ -1,30 +1,16 @@
-"""The keys in `longseq VERB --help`: the default and the line of each in its YAML file, and what it takes."""
+"""The keys in `longseq VERB --help` and in the reference page, from the classes that declare them."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from dataclasses import is_dataclass
-from importlib import import_module, resources
-from typing import Any, get_type_hints
+import types
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from omegaconf import OmegaConf
+from pydantic.fields import FieldInfo
 
-from longseq.tasks.training.options import OneOf, Required, describe_type
+from longseq.tasks.commands import COMMANDS
+from longseq.tasks.config import Keys, spell
 
-# The dataclass of each command whose help lists its keys.
-KEYS = {
-    "train": "longseq.tasks.command_keys.TrainKeys",
-    "evaluate": "longseq.tasks.command_keys.EvaluateKeys",
-    "predict": "longseq.tasks.command_keys.PredictKeys",
-    "generate": "longseq.tasks.command_keys.GenerateKeys",
-    "prepare_image": "longseq.tasks.image.prepare_keys.PrepareImagesKeys",
-    "prepare": "longseq.tasks.text.prepare_keys.PrepareKeys",
-    "harness": "longseq.tasks.command_keys.HarnessKeys",
-    "convert": "longseq.tools.hugging_face.convert_keys.ConvertKeys",
-}
-
-_LINE = re.compile(r"(?P<indent>(?:  )?)(?P<key>\w+):(?P<value>(?: [^#]*)?)(?:# *(?P<words>.*))?")
 _WIDTH = 34  # of a key with its default
 
 
@@ -35,48 +21,44 @@ def register() -> None:
 
 def describe_keys(verb: str) -> str:
     """A line for each key of a command that is no group: `key=default`, what it means, and what it takes."""
-    module, _, name = KEYS[verb].rpartition(".")
-    hints = get_type_hints(getattr(import_module(module), name), include_extras=True)
-    inner = {f"data.{key}": hint for key, hint in _data_hints().items()}
-    for key, hint in hints.items():
-        if is_dataclass(hint):
-            inner |= {f"{key}.{part}": of for part, of in get_type_hints(hint, include_extras=True).items()}
+    # Hydra's help fills in a template, in which $ has a meaning.
+    return "\n".join(lines_of(COMMANDS[verb])).replace("$", "$$")
+
+
+def lines_of(cls: type[Keys], place: str = "") -> list[str]:
+    """A line for each key of a section, and for those of the sections in it that have defaults."""
     lines = []
-    for key, default, words in _read_file(verb):
-        hint = hints.get(key, inner.get(key))
-        if hint is not None:
-            told = words if hint is Any else f"{words}; {_describe(hint)}"
-            lines.append(f"{f'{key}={default}':<{_WIDTH}}  {told}")
-    return "\n".join(lines).replace("$", "$$")  # Hydra's help fills in a template
+    for name, field in cls.model_fields.items():
+        if _section(field) is not None:
+            if not field.is_required():
+                lines += lines_of(_section(field), f"{place}{name}.")  # type: ignore[arg-type]
+        elif field.annotation is not type(None):
+            begin = f"{place}{name}=" + ("..." if field.is_required() else spell(field.get_default()))
+            lines.append(f"{begin:<{_WIDTH}}  {field.description}{_allowed(field)}")
+    return lines
 
 
-def _describe(hint: Any) -> str:
-    for one in getattr(hint, "__metadata__", ()):
-        if isinstance(one, OneOf) and one.such_as:
-            return f"one of {', '.join(one.such_as)} and others"
-    needed = any(isinstance(one, Required) for one in getattr(hint, "__metadata__", ()))
-    return describe_type(hint).removesuffix(" or null") + ", needed" if needed else describe_type(hint)
+def _section(field: FieldInfo) -> type[Keys] | None:
+    kind: Any = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, Keys) else None
 
 
-def _read_file(verb: str) -> Iterator[tuple[str, str, str]]:
-    """Each key of a command's file, one level deep, with its default and its line."""
-    place = ""
-    for line in (resources.files("longseq.conf") / f"{verb}.yaml").read_text(encoding="utf-8").splitlines():
-        if (match := _LINE.fullmatch(line)) is None:
-            continue
-        default, words = match["value"].strip(), (match["words"] or "").strip()
-        if not match["indent"]:
-            place = match["key"]
-        if default:
-            yield (f"{place}.{match['key']}" if match["indent"] else place), default, words
+def _allowed(field: FieldInfo) -> str:
+    """What a key takes, where that says more than its default and its line."""
+    kinds = [kind for kind in _kinds(field.annotation) if kind is not type(None)]
+    names = [spell(name) for kind in kinds if get_origin(kind) is Literal for name in get_args(kind)]
+    limits = {"Ge": "at least", "Gt": "above", "Le": "at most", "Lt": "below"}
+    bounds = [
+        f"{limits[type(one).__name__]} {getattr(one, type(one).__name__.lower())}"
+        for one in field.metadata
+        if type(one).__name__ in limits
+    ]
+    return "".join(f"; {told}" for told in (", ".join(names), " and ".join(bounds)) if told)
 
 
-def _data_hints() -> dict[str, Any]:
-    """The types of the keys of `data`, but of those to which tasks give several."""
-    from longseq.tasks import registry
-
-    found: dict[str, list[Any]] = {}
-    for name in registry.names():
-        for key, hint in get_type_hints(registry.keys(name).data, include_extras=True).items():
-            found.setdefault(key, []).append(hint)
-    return {key: hints[0] if hints == hints[:1] * len(hints) else Any for key, hints in found.items()}
+def _kinds(hint: Any) -> list[Any]:
+    if get_origin(hint) is Annotated:
+        return _kinds(get_args(hint)[0])
+    if get_origin(hint) in (Union, types.UnionType):
+        return [kind for one in get_args(hint) for kind in _kinds(one)]
+    return [hint]

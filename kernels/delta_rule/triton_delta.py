@@ -129,7 +129,7 @@ if longseq_shared_memory("cuda", None) < THREE_STAGES:
     for walk in ("retreat", "retreat_summary"):
         LAUNCHES[2, 128][walk] = LAUNCHES[2, 128][walk]._replace(stages=most)
         LAUNCHES[2, 128][f"{walk}_wide"] = LAUNCHES[2, 128][f"{walk}_wide"]._replace(stages=2)
-fit_launches("delta_rule", LAUNCHES)
+fit_launches(LAUNCHES)
 CHUNKS = {2: 64, 4: 32}  # tokens of a chunk, by the precision's bytes
 # Where nothing is kept for a backward pass, `read_through` can do all in one launch, for half precision of up to
 # WALKED_WIDTH columns. Its programs walk along time, so it is faster for sequences of up to SHORT_TOKENS, or where

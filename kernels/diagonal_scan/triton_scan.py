@@ -28,8 +28,6 @@ from longseq.kernels.triton_launch import (
     count_sequences,
     count_slots,
     find_launch,
-    find_uneven,
-    fit_launches,
     launch_options,
     longest_first,
     next_power_of_2,
@@ -50,13 +48,6 @@ class Walk(NamedTuple):
         entries = min(self.entries, width)
         sharing = width // entries
         return {"P": entries, "Q": sharing, "BLOCK_D": max(32 // sharing, 1) * self.vector}
-
-    def find_fault(self, kernel: str) -> str | None:
-        """Why the kernel cannot be launched with these numbers, or None."""
-        whole = STACKED if kernel.startswith("backward") else CHECKPOINT
-        if self.tokens < 1 or whole % self.tokens:
-            return f"tokens={self.tokens}, of which {whole} is no multiple"
-        return find_uneven(self, ("entries", "vector"))
 
 
 CHECKPOINT = 16
@@ -97,13 +88,11 @@ LAUNCHES[4, 16] |= {
     "forward": Walk(8, 2, 16, REGISTERS),
     "forward_queued": Walk(16, 2, 4, REGISTERS_CROWDED),
 }
-fit_launches("diagonal_scan", LAUNCHES)
 SHORTEST_PART = 128
 FEWEST_PARTS = 4  # fewer would not make up for computing every part twice
 PREPARED = 64  # tokens of a program that prepares keys and queries
 GATHERED = 16  # tokens of a program that adds up the gradients of keys and queries
 LOG2E = 1.4426950408889634
-assert not any(walk.find_fault(kernel) for table in LAUNCHES.values() for kernel, walk in table.items())
 assert SHORTEST_PART % CHECKPOINT == CHECKPOINT % STACKED == 0
 
 

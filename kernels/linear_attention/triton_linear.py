@@ -80,7 +80,7 @@ LAUNCHES |= {
     }
     for width in (64, 512)
 }
-fit_launches("linear_attention", LAUNCHES)
+fit_launches(LAUNCHES)
 WHOLE = 128  # the most key channels whose states one program holds in registers, to read them in the same loop
 CHUNKS = {2: 64, 4: 32}  # tokens of a chunk, by the bytes of the products' type
 # Decays over a chunk are mild above e^-LIMIT. For e^-64, float32 holds the sums over the chunk; for e^-8, the rounding

@@ -92,7 +92,7 @@ if longseq_shared_memory("cuda", None) < WIDE_INPUTS:
     LAUNCHES[4, 128]["differentiate_inputs"] = LAUNCHES[4, 128]["differentiate_inputs"]._replace(block=32)
 if longseq_shared_memory("cuda", None) < SINGLE_STAGES:
     LAUNCHES[4, 64]["retreat_chunks"] = LAUNCHES[4, 64]["retreat_chunks"]._replace(stages=1)
-fit_launches("orthogonal_recurrence", LAUNCHES)
+fit_launches(LAUNCHES)
 CHECKPOINT = 32  # tokens
 SHORT = 16  # tokens of a chunk
 WIDTH = 64  # the least block of tokens, channels or slots: rows of operands as wide as tensor cores load

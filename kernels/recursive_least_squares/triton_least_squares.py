@@ -88,7 +88,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "differentiate_directions": Launch(64, 0, 8, 1),
     },
 }
-fit_launches("recursive_least_squares", LAUNCHES)
+fit_launches(LAUNCHES)
 CHUNKS = {2: 32, 4: 16}  # tokens of a chunk, by the same bytes
 PROGRAMS = 256  # the most programs that half precision sequences are cut into for the loops over time
 FEWEST_SEGMENTS = 4  # fewer would not make up for two thirds of the work being done twice

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import Self
 
-from longseq.tasks.data.input_keys import InputKeys
+from longseq.tasks.commands import Predict
 from longseq.tasks.training.decisions import decide
 
 _NAMED = 5
@@ -58,14 +58,14 @@ class Inputs(ABC):
 
     @classmethod
     @abstractmethod
-    def open(cls, path: str, info: Any, keys: InputKeys) -> Self:
+    def open(cls, path: str, info: Any, keys: Predict) -> Self:
         """The inputs at a path, for a model whose data has this info.
 
         ValueError, in one line, if there are none, or if a key is for inputs of another kind.
         """
 
     @abstractmethod
-    def predict(self, model: nn.Module, keys: InputKeys) -> Iterator[Prediction | Unreadable]:
+    def predict(self, model: nn.Module, keys: Predict) -> Iterator[Prediction | Unreadable]:
         """Classify the inputs in their order; the model is in eval mode, and gradients are off."""
 
     def notes(self) -> list[str]:
@@ -89,7 +89,7 @@ class InputFiles(Inputs, Dataset[Any]):
     def __init__(self, path: str, info: Any) -> None: ...
 
     @classmethod
-    def open(cls, path: str, info: Any, keys: InputKeys) -> Self:
+    def open(cls, path: str, info: Any, keys: Predict) -> Self:
         for name in ("column", "truncation", "segment"):
             if (value := getattr(keys, name)) is not None:
                 raise ValueError(
@@ -112,11 +112,11 @@ class InputFiles(Inputs, Dataset[Any]):
         """The model's input for a batch, on the device of the batch."""
         return batch
 
-    def score(self, model: nn.Module, batch: Tensor, paths: list[str], keys: InputKeys) -> Tensor:
+    def score(self, model: nn.Module, batch: Tensor, paths: list[str], keys: Predict) -> Tensor:
         """The logits [B, num_classes] of a prepared batch; a subclass may write what else the keys ask for."""
         return model(batch)
 
-    def predict(self, model: nn.Module, keys: InputKeys) -> Iterator[Prediction | Unreadable]:
+    def predict(self, model: nn.Module, keys: Predict) -> Iterator[Prediction | Unreadable]:
         info, device = self.info, next(model.parameters()).device
         several = getattr(info, "multi_label", False)
         most = len(info.class_names) if several else _TOP_K

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, Dataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from longseq.tasks.data.batch import Batch, Failure
-from longseq.tasks.data.parcel import Packer, unpack
 from longseq.tasks.data.sampler import EvaluationSampler, UpdateSampler
 from longseq.tasks.training.processes import prepare_data_worker
 
@@ -26,12 +25,8 @@ SPREAD = ("batch_size", "world_size", "accumulate")
 class BatchLoader(DataLoader[Batch]):
     """Yields (inputs, targets) of a data set that makes whole batches.
 
-    `report` is told of the samples of each batch that could not be read; without it there may be none. Workers live as
-    long as the loader. `finish` maps the iterator of the workers' batches to that of finished ones, as `Prefetch` does.
-
-    Workers send a batch as one tensor (see `longseq.tasks.data.parcel`) where it moves on to a device, which is where
-    there is a `finish` or memory is pinned. Its tensors are then views: one that is kept keeps the memory of all, which
-    the worker otherwise fills again.
+    `report` gets the samples of each batch that could not be read; without it there may be none. Workers live as long
+    as the loader. `finish` maps the iterator of the workers' batches to that of finished ones, as `work_ahead` does.
 
     Lightning makes a loader anew for a prediction, for `overfit_batches` and for several devices. It then passes the
     arguments that are attributes of the same names, and `sampler`, `shuffle` and `batch_sampler`. `own_sampler` stays
@@ -58,7 +53,6 @@ class BatchLoader(DataLoader[Batch]):
                 "module (datamodule=...), which divides the samples"
             )
         self.own_sampler, self.report, self.finish = own_sampler, report, finish
-        self._packed = num_workers > 0 and (finish is not None or pin_memory)
         super().__init__(
             dataset,
             batch_size=None,
@@ -66,7 +60,7 @@ class BatchLoader(DataLoader[Batch]):
             num_workers=num_workers,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
-            collate_fn=Packer() if self._packed else _as_it_is,
+            collate_fn=_as_it_is,
             worker_init_fn=prepare_data_worker if num_workers else None,
             generator=torch.Generator(),  # else the loader draws its workers' seed from the global generator
         )
@@ -75,8 +69,7 @@ class BatchLoader(DataLoader[Batch]):
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:  # type: ignore[override]
         """Start nothing before the first batch is requested: Lightning sets the epoch after it has called iter()."""
-        sent: Iterator[Any] = super().__iter__()
-        batches = self._finish(map(unpack, sent) if self._packed else sent)
+        batches = self._finish(super().__iter__())
         try:
             for inputs, targets, failures in batches:
                 self._report(failures)

@@ -35,11 +35,9 @@ class Split(NamedTuple):
     def documents(self) -> int:
         return len(self.numbers)
 
-    def checksum(self) -> int | None:
-        """The CRC-32 of the hashes of the documents and of their targets; None where the hashes are not known."""
-        if self.corpus.hashes is None:
-            return None
-        hashes = np.ascontiguousarray(self.corpus.hashes[self.numbers])
+    def checksum(self) -> int:
+        """The CRC-32 of the hashes of the documents and of their targets."""
+        hashes = np.ascontiguousarray(np.asarray(self.corpus.hashes)[self.numbers])
         return zlib.crc32(np.ascontiguousarray(self.targets).data, zlib.crc32(hashes.data))
 
     @property

@@ -3,132 +3,131 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from longseq.arguments import Inert
+from pydantic import ConfigDict, Field, model_validator
+
+from longseq.tasks.config import ClassifierGroup, Count, Keys, Share, TaskKeys, key
 from longseq.tasks.data.labels import ClassWeights, Sampling, check_balance, check_label_keys
 from longseq.tasks.document.truncation import Truncation
-from longseq.tasks.training.keys import ClassifierGroup, TaskKeys
-from longseq.tasks.training.options import Length, Range
 from longseq.tasks.training.token_keys import BodyKeys
 
-Fraction = Annotated[float, Range(above=0, below=1)]
+Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 
-@dataclass(frozen=True, kw_only=True)
 class DocumentModelKeys(BodyKeys):
     """The keys of `model`, explained in `longseq.backbones.classifier.TextClassifier` and `TokenBackbone`."""
 
-    inert_with: ClassVar[Inert] = {
-        **BodyKeys.inert_with,
-        "ngram_buckets": ({"hashed_ngrams": (1,)},),
-    }
-
-    name: Literal["document", "document_pair"]
-    pooling: Literal["mean", "max", "last", "first", "attention"] | None = None
-    head_dropout: Annotated[float | None, Range(0, below=1)] = None
-    hashed_ngrams: Annotated[int | None, Range(1, 16)] = None
-    ngram_buckets: Annotated[int | None, Range(1, 2**31 - 1)] = None
-    share_directions: Literal["projections", "all", "none"] | None = None
-    merge: Literal["sum", "mean"] | None = None
-    separator: Annotated[int | None, Range(0)] = None  # of pairs
-
-    def __post_init__(self) -> None:
-        if self.separator is not None and self.name != "document_pair":
-            raise ValueError(
-                f"model.separator={self.separator} stands between the two documents of a pair: take model=document_pair"
-            )
+    name: Literal["document", "document_pair"] = key("document", "the kind of model")
+    pooling: Literal["mean", "max", "last", "first", "attention"] | None = key(None, "over the tokens of a document")
+    head_dropout: Share | None = key(None, "of the pooled features")
+    hashed_ngrams: Annotated[int, Field(ge=1, le=16)] | None = key(
+        None, "3: embeddings of the pairs and triples of tokens that end at a token are added to its own"
+    )
+    ngram_buckets: Annotated[int, Field(ge=1, lt=2**31)] | None = key(
+        None, "the embeddings that n-grams of one length share by a hash"
+    )
+    share_directions: Literal["projections", "all", "none"] | None = key(None, "what both readings of a layer share")
+    merge: Literal["sum", "mean"] | None = key(None, "of the two readings")
+    separator: Annotated[int, Field(ge=0)] | None = key(None, "of pairs: the token between the two documents")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DocumentDataKeys:
+class DocumentDataKeys(Keys):
     """The keys of `data`, explained in `longseq.tasks.document.data.DocumentData`."""
 
-    name: str
-    source: str
-    root: str | None = None
-    train: str | None = None
-    validation: Fraction | str | None = None
-    test: Fraction | str | None = None
-    text_column: str | None = None
-    label_column: str | Annotated[list[str], Length(1)] | None = None
-    label_delimiter: str | None = None
-    multi_label: bool = False
-    on_bad_line: Literal["skip", "stop"] = "skip"
-    duplicates: Literal["report", "drop"] = "report"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    tokenizer: str | None = None
-    separator: str | None = None
-    max_length: Annotated[int | None, Range(2)] = None
-    truncation: Truncation = "none"
-    random_crops: bool = False
-    segment: Annotated[int | None, Range(1)] = None
-    gradient_segments: Annotated[int | None, Range(1)] = None
-    class_weights: ClassWeights = "none"
-    sampling: Sampling = None
-    packing: Literal["packed", "padded"] = "packed"
-    cache: str | None = None
-    check: bool = True
-    eval_batch_size: Annotated[int | None, Range(1)] = None
-    num_workers: Annotated[int, Range(0)] = 0
-    pin_memory: bool = False
+    name: str = key(..., "the name in tables")
+    source: str = key(..., "what the documents are")
+    root: str | None = key(
+        None, "jsonl, csv, tsv, parquet, a saved set, a folder of these, or a folder of class folders"
+    )
+    train: str | None = key(None, "the training documents below root; null: root itself")
+    validation: Fraction | str | None = key(None, "a file below root, or the share of the training documents")
+    test: Fraction | str | None = key(None, "as validation")
+    text_column: str | None = key(None, "null: text")
+    label_column: str | Annotated[list[str], Field(min_length=1)] | None = key(
+        None, "null: label; or for several labels a list of columns that hold 1 or 0"
+    )
+    label_delimiter: str | None = key(None, "what stands between several labels in a cell of text")
+    multi_label: bool = key(False, "true: a document has any number of labels")
+    on_bad_line: Literal["skip", "stop"] = key("skip", "what happens where a document cannot be read")
+    duplicates: Literal["report", "drop"] = key("report", "documents in two splits: report, or drop them from training")
+    options: dict[str, Any] = key({}, "of a source that a program registers")
+    tokenizer: str | None = key(
+        None, "bytes, a tokenizer.json or its folder, train:16384, init; null: init's, else bytes"
+    )
+    separator: str | None = key(None, "the token that begins a document; null: the tokenizer's end-of-text token")
+    max_length: Annotated[int, Field(ge=2)] | None = key(None, "the tokens that are read of a longer document")
+    truncation: Truncation = key("none", "which ones: head, tail, head_tail, middle; none: whole documents")
+    random_crops: bool = key(False, "in training the window of max_length tokens begins anywhere")
+    segment: Count | None = key(None, "tokens in memory at once: longer documents are read in segments; null: whole")
+    gradient_segments: Count | None = key(None, "of a document, the last segments that gradients go through; null: all")
+    class_weights: ClassWeights = key("none", "balanced, a list, or {NAME: NUMBER}: weights of classes in the loss")
+    sampling: Sampling = key(None, "balanced: an epoch draws each class equally often")
+    packing: Literal["packed", "padded"] = key(
+        "packed", "packed: documents end to end; padded: rows of similar lengths"
+    )
+    cache: str | None = key(None, "the folder of prepared text; null: longseq/text in XDG_CACHE_HOME")
+    check: bool = key(True, "compare the checksums of the cache's files")
+    eval_batch_size: Count | None = key(None, "tokens at a time; null: the training batch, or the longest document")
+    num_workers: int = key(0, "processes that make batches", ge=0)
+    pin_memory: bool = key(False, "copy batches to a GPU from pinned memory")
 
-    def __post_init__(self) -> None:
-        if (self.max_length is None) != (self.truncation == "none"):
-            raise ValueError(
-                f"data.truncation={self.truncation} needs the tokens that are read of a document: give "
-                "data.max_length=NUMBER"
-                if self.max_length is None
-                else f"data.max_length={self.max_length} cuts longer documents: give data.truncation=head, tail, "
-                "head_tail or middle"
-            )
+    @model_validator(mode="after")
+    def _agree(self) -> DocumentDataKeys:
+        if self.max_length is None and self.truncation != "none":
+            raise ValueError(f"truncation={self.truncation} needs max_length=NUMBER")
+        if self.max_length is not None and self.truncation == "none":
+            raise ValueError(f"max_length={self.max_length} needs truncation=head, tail, head_tail or middle")
         if self.random_crops and self.max_length is None:
-            raise ValueError("data.random_crops=true reads windows of a document: give data.max_length=NUMBER")
+            raise ValueError("random_crops=true needs max_length=NUMBER")
         if self.gradient_segments is not None and self.segment is None:
-            raise ValueError(
-                f"data.gradient_segments={self.gradient_segments} counts segments: give their length too, "
-                "data.segment=TOKENS"
-            )
-        fractions = [value for value in (self.validation, self.test) if isinstance(value, float)]
-        if sum(fractions) >= 1:
-            raise ValueError(
-                f"data.validation={self.validation} and data.test={self.test} leave nothing to train on: give less "
-                "than 1"
-            )
-        check_balance(self.sampling, self.class_weights)
+            raise ValueError("gradient_segments counts segments: give segment=TOKENS too")
+        if sum(value for value in (self.validation, self.test) if isinstance(value, float)) >= 1:
+            raise ValueError("validation and test leave nothing to train on: give less than 1")
         if self.sampling is not None and self.packing == "padded":
-            raise ValueError(
-                "data.sampling=balanced fills packed rows, and data.packing=padded sorts documents by their length: "
-                "give data.packing=packed, or data.class_weights=balanced in place of data.sampling"
-            )
+            raise ValueError("sampling=balanced needs packing=packed")
+        check_balance(self.sampling, self.class_weights)
         text = ("text_column", self.text_column or "text")
         check_label_keys(self.multi_label, self.label_column, self.label_delimiter, text)
+        return self
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossKeys:
+class LossKeys(Keys):
     """The keys of `recipe.loss`, explained in `longseq.tasks.document.module.DocumentTask`."""
 
-    label_smoothing: Annotated[float, Range(0, below=1)] = 0.0
+    label_smoothing: Share = key(0.0, "the part of a target's probability that all classes share")
+
+
+class LinearModelKeys(Keys):
+    """The keys of `model=linear`, explained in `longseq.tasks.document.linear`; those of model=document have no effect.
+
+    The defaults were chosen on the validation documents of data=libraries: single characters between words are words of
+    their own, pairs of words beat single ones and triples, and C=10 beats C=1.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    name: Literal["linear"] = key("linear", "the kind of model")
+    label: str = key("TF-IDF", "the name in tables")
+    ngrams: Count = key(2, "the most words of an n-gram")
+    min_documents: Count = key(2, "the vocabulary has n-grams of at least so many training documents")
+    inverse_regularization: Annotated[float, Field(gt=0)] = key(10.0, "scikit-learn's C")
 
 
 @dataclass(frozen=True)
 class DocumentKeys(TaskKeys):
     """The keys of document classifiers."""
 
-    data: type = DocumentDataKeys
-    group: type = ClassifierGroup
-    loss: type | None = LossKeys
+    data: type[Keys] = DocumentDataKeys
+    model: Any = Annotated[DocumentModelKeys | LinearModelKeys, Field(discriminator="name")]
+    group: type[ClassifierGroup] = ClassifierGroup
+    loss: type[Keys] | None = LossKeys
 
     def check(self, config: Mapping[str, Any]) -> None:
-        if config["recipe"].get("model"):
-            raise ValueError("recipe.model is read by no part of task=document: leave it out with ~recipe.model")
         # The keys themselves need none of these, which take seconds to import.
         from longseq.tasks.document.metrics import TABLES
         from longseq.tasks.training.classification import check_metrics
 
-        group = config["task"]
-        if isinstance(group.get("metrics") or {}, Mapping):
-            several = bool(config["data"].get("multi_label"))
-            check_metrics(group["metric"], group.get("metrics") or {}, multi_label=several, tables=TABLES)
+        group, several = config["task"], bool(config["data"]["multi_label"])
+        check_metrics(group["metric"], group["metrics"], multi_label=several, tables=TABLES)

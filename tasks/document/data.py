@@ -15,18 +15,9 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from longseq.models import read as read_model
 from longseq.plugins import plugin_of
-from longseq.tasks.data.labels import (
-    FLAGS,
-    count_classes,
-    find_weights,
-    rarest_labels,
-    remarks,
-    sort_names,
-    targets_of,
-    unknown_label,
-)
+from longseq.tasks.data.labels import count_classes, find_weights, rarest_labels, sort_names, targets_of
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader
-from longseq.tasks.data.module import TaskData, refuse_training_keys
+from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
 from longseq.tasks.data.shares import refuse_larger_shares, same_root
 from longseq.tasks.document import arena as _arena  # noqa: F401  registers its sources
@@ -36,21 +27,12 @@ from longseq.tasks.document.assemble import DocumentBatches, Split
 from longseq.tasks.document.config import DocumentDataKeys
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.inputs import DocumentFiles
-from longseq.tasks.document.prepared import Bare, Labelled, prepare_documents, trained_tokenizer
+from longseq.tasks.document.prepared import LEFT_OUT, Bare, Labelled, prepare_documents, trained_tokenizer
 from longseq.tasks.document.sampler import DocumentSampler, EveryDocument, PackedSampler, PaddedSampler
-from longseq.tasks.document.splits import LonelyLabelError, count_contradictions, divide, find_repeats
-from longseq.tasks.text.sources import READING, STREAM
-from longseq.tasks.text.store import SPLITS, Integers
-from longseq.tasks.text.tokenizer import (
-    ByteTokenizer,
-    Tokenizer,
-    read_tokenizer,
-    refuse_separator,
-    require_tokenizer,
-    tokenizer_from_dict,
-    trained_size,
-)
-from longseq.tasks.training.options import read, spell
+from longseq.tasks.document.splits import divide, find_repeats
+from longseq.tasks.text.store import Integers
+from longseq.tasks.text.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer, tokenizer_from_dict, trained_size
+from longseq.tasks.training.options import read
 from longseq.tokenizer_files import same_tokenizer
 
 _log = logging.getLogger(__name__)
@@ -58,19 +40,10 @@ _log = logging.getLogger(__name__)
 # The split of each stage of a run.
 STAGES = {"train": "train", "val": "validation", "test": "test"}
 
-# A run says so if an epoch reads a smaller share of the training documents.
-MOST = 0.95
-
-# Keys of training alone.
-_EVALUATED = {"sampling": None, "random_crops": False}
-
 # Of a model that is saved without its run: the tokens of a batch in evaluation.
 _BUDGET = 65536
 
-_NO_INIT = (
-    "data.tokenizer=init is the tokenizer of the checkpoint with the initial weights: give init=FILE, a model that "
-    "reads text"
-)
+_NAMED = 3  # documents that cannot be read, in messages
 
 
 class DocumentData(TaskData):
@@ -83,11 +56,11 @@ class DocumentData(TaskData):
     `longseq.tasks.document.sources`), which read `options`.
 
     `validation` and `test` are files, or the shares of the training documents that are set apart, stratified by label
-    (see `longseq.tasks.document.splits.divide`). A document that is in two splits is told; with `duplicates=drop`
-    training and validation leave out what test has, and training what validation has. A document has one label, or with
-    `multi_label` any number (see `longseq.tasks.data.labels.read_labels`). What cannot be read is left out and
-    listed, or with `on_bad_line=stop` an error. `class_weights=balanced` weights the classes in the loss, each by
-    documents / (classes * documents of the class), or with `multi_label` by documents without / with the label.
+    (see `longseq.tasks.document.splits.divide`). A warning counts the documents that are in two splits; with
+    `duplicates=drop` training and validation leave out what test has, and training what validation has. A document has
+    one label, or with `multi_label` any number (see `longseq.tasks.data.labels.read_labels`). What cannot be read is
+    left out and listed, or with `on_bad_line=stop` an error. `class_weights=balanced` weights the classes in the loss,
+    each by documents / (classes * documents of the class), or with `multi_label` by documents without / with the label.
     `sampling=balanced` draws each class equally often instead, of several labels each document by its rarest one.
 
     `tokenizer` is bytes, a tokenizer.json or its folder, `train:SIZE` (trained on the training documents), or `init`
@@ -99,7 +72,7 @@ class DocumentData(TaskData):
 
     `packing` puts the documents of a batch end to end (`packed`) or pads documents of similar lengths (`padded`; see
     `longseq.tasks.document.sampler`). `batch_size` and `eval_batch_size` count tokens. Which documents make a batch is
-    a function of (`seed`, epoch, place in the epoch). ValueError, in one line, for what the user can mend.
+    a function of (`seed`, epoch, place in the epoch).
     """
 
     info_class = DocumentInfo
@@ -125,20 +98,8 @@ class DocumentData(TaskData):
         self._init, self._trained = init, trained
         self._source = sources.find(keys)
         self._splits: dict[str, Split] = {}
-        self._told_left_out = False
         self._counts: dict[tuple[int, ...], tuple[int, int]] = {}  # see `_count_epoch`
-        self._told: set[Path] = set()  # folders of the cache whose unreadable lines a warning has listed
         self._info: DocumentInfo | None = None
-
-    @classmethod
-    def require_files(cls, config: Mapping[str, Any]) -> None:
-        keys = read(DocumentDataKeys, config["data"], "data")
-        if (require := sources.find(keys).require) is not None:
-            require(keys)
-        if keys.tokenizer != "init":
-            require_tokenizer(keys.tokenizer)
-        elif config.get("init") is None:
-            raise ValueError(_NO_INIT)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> DocumentData:
@@ -150,8 +111,6 @@ class DocumentData(TaskData):
             # The fit reads the documents by itself; a batch only has to hold each of them.
             datamodule.keys = replace(datamodule.keys, packing="padded", sampling=None)
             datamodule.batch_size = max(batch_size, datamodule.split("train").longest)
-        else:  # mistakes are told before a run begins
-            datamodule._sample(world_size=config["recipe"]["batch_size"] // batch_size)
         return datamodule
 
     @classmethod
@@ -173,25 +132,15 @@ class DocumentData(TaskData):
             "truncation": trained.truncation,
             "segment": trained.segment,
         }
-        if not config.get("data") and not {"root", "test", "validation"} & changes.keys():
-            raise ValueError("a saved model does not tell what to measure it on: give data.test=FILE")
         # The tokenizer is that of the model: the file of the training may be elsewhere by now.
-        own = {**own, "tokenizer": None, "separator": None, **_EVALUATED}
-        refuse_training_keys(changes, (*_EVALUATED, "class_weights"))
+        own = {**own, "tokenizer": None, "separator": None, "sampling": None, "random_crops": False}
         if changes.get("truncation") == "none":
             own = {**own, "max_length": None}
         keys = read(DocumentDataKeys, {**own, **_found_here(changes, own.get("root"))}, "data")
         if keys.multi_label != trained.multi_label:
-            raise ValueError(
-                f"data.multi_label={str(keys.multi_label).lower()}: the model was trained with "
-                f"{'several labels' if trained.multi_label else 'one label'} a document"
-            )
-        if sources.preparation_of(trained.source) is not None and keys.source != trained.source:
-            _warn(f"the model was trained on data.source={trained.source}, which prepares its texts; these are not")
-        run = read(DocumentDataKeys, config["data"], "data") if config.get("data") else None
-        alike = run is not None and (run.source, run.train) == (keys.source, keys.train)
-        if run is not None and alike and same_root(run.root, keys.root):
-            _refuse_trained(keys, run, STAGES[split])
+            raise ValueError(f"the model was trained with data.multi_label={trained.multi_label}")
+        if config.get("data"):
+            _refuse_trained(keys, read(DocumentDataKeys, config["data"], "data"), STAGES[split])
         budget = (config.get("recipe") or {}).get("batch_size") or _BUDGET
         # What validation leaves out depends on test.
         stages = ("val", "test") if split == "val" and keys.duplicates == "drop" else (split,)
@@ -249,16 +198,15 @@ class DocumentData(TaskData):
             numbers |= self._divide(found["train"], fractions)
             found |= {name: found["train"] for name in fractions}
         found = {name: one for name, one in found.items() if name in self._wanted()}
+        self._report_left_out(found)
         numbers = self._without_repeats(found, {name: numbers[name] for name in found})
-        _tell_contradictions(found, numbers)
         for name, chosen in numbers.items():
             if not len(chosen):
-                raise ValueError(f"the {name} split has no document: {_remedy(name)}")
+                raise ValueError(f"the {name} split has no document")
         self._finish(found, numbers, tokenizer)
 
     def train_dataloader(self) -> TrainingLoader:
         sampler = self._training_sampler()
-        self._tell_left_out(sampler)
         return TrainingLoader(
             DocumentBatches(  # type: ignore[arg-type]
                 self._splits["train"],
@@ -271,16 +219,6 @@ class DocumentData(TaskData):
             pin_memory=self.keys.pin_memory and torch.cuda.is_available(),
             **follow(self.trainer),
         )
-
-    def _tell_left_out(self, sampler: DocumentSampler) -> None:
-        if self._told_left_out or not isinstance(sampler, PackedSampler):
-            return
-        self._told_left_out, read = True, sampler.read_per_epoch
-        if read < MOST * sampler.num_samples:
-            _warn(
-                f"an epoch of whole batches reads about {read} of the {sampler.num_samples} training documents, other "
-                "ones in each epoch: a smaller recipe.batch_size leaves out fewer, data.packing=padded none"
-            )
 
     def val_dataloader(self) -> BatchLoader:
         return self._evaluation_loader("val")
@@ -322,65 +260,35 @@ class DocumentData(TaskData):
         found = {}
         for name in ("validation", "test"):
             value = getattr(self.keys, name)
-            if name in given:
+            if name in given or (value is None and name not in self._wanted()):
                 continue
-            if value is None and name in self._wanted() and name not in self._source.reads:
-                raise ValueError(
-                    f"data.source={self.keys.source} has no documents for {name}: give its Opened a function for "
-                    f"{name!r}, or register it with reads=({name!r},), and data.{name} is a share of its training "
-                    "documents"
-                )
-            if value is None and name in self._wanted():
-                raise ValueError(
-                    f"data.{name}=null: give data.{name}=FILE, or the share of the training documents, such as 0.1"
-                )
-            if isinstance(value, str):
-                raise ValueError(
-                    f"data.{name}={value} is a file, which data.source={self.keys.source} does not read: give "
-                    "data.source=files too"
-                )
-            if value is not None:
-                found[name] = value
+            if not isinstance(value, float):
+                raise ValueError(f"data.{name}={value}: give a file, or the share of the training documents")
+            found[name] = value
         return found
 
     def _choose_tokenizer(
         self, opened: sources.Opened, readers: Mapping[str, sources.Reader], fractions: Mapping[str, float]
     ) -> Tokenizer | Bare:
+        trained, choice = self._trained, self.keys.tokenizer
         if opened.vocab_size is not None:
-            trained = self._trained
             if trained is not None and (trained.tokenizer is not None or opened.vocab_size > trained.vocab_size):
-                raise ValueError(
-                    f"data.source={self.keys.source} has {opened.vocab_size} tokens that stand for no text, and the "
-                    f"model was trained on {'text' if trained.tokenizer else f'{trained.vocab_size} tokens'}"
-                )
+                raise ValueError(f"the tokens of data.source={self.keys.source} are not those of the model")
             return Bare(opened.vocab_size)
-        choice, initial = self.keys.tokenizer, self._initial_tokenizer()
-        if self._trained is not None:
-            tokenizer: Tokenizer = self._trained.make_tokenizer()
-            new = choice is not None and trained_size(choice) is not None
-            given = None if choice is None or new else read_tokenizer(choice, self.keys.separator)
-            if new or (given is not None and not same_tokenizer(given.to_dict(), tokenizer.to_dict())):
-                raise ValueError(
-                    f"data.tokenizer={choice} is another tokenizer than the model was trained with: leave it out"
-                )
-            return tokenizer
-        if choice == "init" or (choice is None and initial is not None):
-            if initial is None:
-                raise ValueError(_NO_INIT)
-            return tokenizer_from_dict(initial, f"init={self._init}")
+        known = self._initial_tokenizer() if trained is None else trained.make_tokenizer().to_dict()
+        if known is not None and choice in (None, "init"):
+            return tokenizer_from_dict(known)
+        if choice == "init":
+            raise ValueError("data.tokenizer=init needs init=FILE, a model that reads text")
         size = None if choice is None else trained_size(choice)
-        if size is not None:
-            refuse_separator(str(choice), self.keys.separator)
-            plain = self._prepare(readers["train"], ByteTokenizer(), "train", warn=False)  # the tokens will warn
+        if size is None:
+            tokenizer = read_tokenizer(choice or "bytes", self.keys.separator)
+        else:
+            plain = self._prepare(readers["train"], ByteTokenizer(), "train")
             numbers = self._divide(plain, fractions)["train"] if fractions else np.arange(plain.corpus.documents)
             tokenizer = trained_tokenizer(plain, numbers, size, self.keys.cache)
-        else:
-            tokenizer = read_tokenizer(choice or "bytes", self.keys.separator)
-        if initial is not None and not same_tokenizer(tokenizer.to_dict(), initial):
-            raise ValueError(
-                f"data.tokenizer={choice} is another tokenizer than that of init={self._init}, whose embeddings stand "
-                "for other tokens: leave data.tokenizer out"
-            )
+        if known is not None and not same_tokenizer(tokenizer.to_dict(), known):
+            raise ValueError(f"data.tokenizer={choice} is another tokenizer than the model was trained with")
         return tokenizer
 
     def _initial_tokenizer(self) -> Mapping[str, Any] | None:
@@ -391,104 +299,57 @@ class DocumentData(TaskData):
         data = (saved.run.get("hyper_parameters") or {}).get("data") or {}
         return data.get("tokenizer") or (saved.text or {}).get("tokenizer")
 
-    def _prepare(
-        self, reader: sources.Reader, tokenizer: Tokenizer | Bare, split: str, *, warn: bool = True
-    ) -> Labelled:
+    def _prepare(self, reader: sources.Reader, tokenizer: Tokenizer | Bare, split: str) -> Labelled:
         keys = self.keys
         given = getattr(keys, split, None)
         name = Path(os.path.abspath(given if isinstance(given, str) else keys.root or keys.source)).stem
-        reading: dict[str, Any] = {
+        reading = {
             "source": keys.source,
-            "reading": READING,
             "columns": [keys.text_column, keys.label_column, keys.label_delimiter, keys.multi_label],
             "options": dict(keys.options),
         }
-        if isinstance(keys.label_column, list | tuple):
-            # Not from the cache of earlier versions, which took a list of one column for a column of labels, and knew
-            # fewer flags.
-            reading["flags"] = sorted(FLAGS)
-        stop = keys.on_bad_line == "stop"
-        return prepare_documents(
-            name,
-            reader,
-            tokenizer,
-            reading=reading,
-            cache=keys.cache,
-            check=keys.check,
-            stop=stop,
-            warn=warn,
-            told=self._told,
-        )
+        return prepare_documents(name, reader, tokenizer, reading=reading, cache=keys.cache, check=keys.check)
+
+    def _report_left_out(self, found: Mapping[str, Labelled]) -> None:
+        """Warn of documents that cannot be read; with `on_bad_line=stop` they are a ValueError."""
+        for folder, count in {one.folder: one.left_out for one in found.values() if one.left_out}.items():
+            path = folder / LEFT_OUT
+            first = "; ".join(path.read_text(encoding="utf-8").splitlines()[:_NAMED])
+            message = f"{count} documents cannot be read and are left out ({path}): {first}"
+            if self.keys.on_bad_line == "stop":
+                raise ValueError(message)
+            _warn(message)
 
     def _divide(self, found: Labelled, fractions: Mapping[str, float]) -> dict[str, Integers]:
         corpus = found.corpus
         assert corpus.labels is not None
         assert corpus.hashes is not None
-        try:
-            numbers = divide(corpus.labels, found.sets, corpus.hashes, fractions, multi_label=self.keys.multi_label)
-        except LonelyLabelError as error:
-            raise ValueError(
-                f"the class {found.sets[error.number][0]!r} has one document ({found.places[str(error.number)]}), and "
-                "a split by data.validation and data.test needs one to train on and one to measure: give more, leave "
-                "it out, or give files for the splits"
-            ) from None
+        numbers = divide(corpus.labels, found.sets, corpus.hashes, fractions, multi_label=self.keys.multi_label)
         return {name: chosen for name, chosen in numbers.items() if name == "train" or name in fractions}
 
     def _without_repeats(self, found: Mapping[str, Labelled], numbers: dict[str, Integers]) -> dict[str, Integers]:
-        """Tell of documents that two splits have, and with `duplicates=drop` leave them out."""
-        if len(found) < 2:
-            return numbers
-        none = np.zeros((0, 2), np.uint64)
-        hashes = {
-            name: np.asarray(found[name].corpus.hashes)[numbers[name]] if name in found else none for name in SPLITS
-        }
-        repeats = find_repeats(hashes)
-        if not len(repeats.train) and not len(repeats.validation):
-            return numbers
-        counts = {
-            "training documents are in validation or test too": len(repeats.train),
-            "validation documents are in test too": len(repeats.validation),
-        }
-        told = ", ".join(f"{count} {words}" for words, count in counts.items() if count)
-        if self.keys.duplicates == "report":
-            _warn(f"{told}: data.duplicates=drop leaves them out of training and validation")
-            return numbers
-        _warn(f"{told}: they are left out of training and validation")
-        for name, repeated in repeats._asdict().items():
-            if len(repeated):
+        """Warn of documents that two splits have; with `duplicates=drop` leave them out."""
+        hashes = {name: np.asarray(one.corpus.hashes)[numbers[name]] for name, one in found.items()}
+        for name, repeated in find_repeats(hashes).items():
+            _warn(f"{len(repeated)} {name} documents are in a later split too (data.duplicates={self.keys.duplicates})")
+            if self.keys.duplicates == "drop":
                 numbers[name] = np.delete(numbers[name], repeated)
         return numbers
 
     def _finish(
         self, found: Mapping[str, Labelled], numbers: Mapping[str, Integers], tokenizer: Tokenizer | Bare
     ) -> None:
-        """Name the classes, make the targets and the info, and refuse what cannot be trained on or measured."""
+        """Name the classes, make the targets and the info."""
         keys, trained = self.keys, self._trained
         labels = {name: np.asarray(one.corpus.labels)[numbers[name]] for name, one in found.items()}
-        if trained is not None:
-            names = trained.class_names
-        else:
-            used = np.unique(labels["train"]).tolist()
-            names = sort_names(label for number in used for label in found["train"].sets[number])
-            if len(names) < 2 and not keys.multi_label:
-                raise ValueError(
-                    f"all {len(labels['train'])} training documents have the label {names[0]!r}: a classifier needs two"
-                )
-            if not names:
-                raise ValueError(f"none of the {len(labels['train'])} training documents has a label")
-            for told in remarks(names, multi_label=keys.multi_label):
-                _warn(told)
-            columns = keys.label_column if isinstance(keys.label_column, list | tuple) else []
-            if unused := [column for column in columns if column not in names]:
-                _warn(f"no training document has the label {', '.join(map(repr, unused))}: the model does not know it")
-        owner = "the training documents" if trained is None else "the model"
-        for name, one in found.items():
-            if (unknown := unknown_label(labels[name], one.sets, one.places, names)) is not None:
-                label, place = unknown
-                shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
-                raise ValueError(
-                    f"the label {label!r} ({place}) is none of the {len(names)} classes of {owner}: {shown}"
-                )
+        sets = {name: {label for number in np.unique(labels[name]) for label in one.sets[number]}
+                for name, one in found.items()}  # fmt: skip
+        names = sort_names(sets["train"]) if trained is None else trained.class_names
+        if len(names) < (1 if keys.multi_label else 2):
+            raise ValueError(f"the training documents have {len(names)} different labels, too few for a classifier")
+        for name, used in sets.items():
+            if unknown := sorted(used.difference(names)):
+                raise ValueError(f"the label {unknown[0]!r} of {name} documents is none of the classes {names}")
         separator = None if isinstance(tokenizer, Bare) else tokenizer.separator
         for stage, name in STAGES.items():
             if name in found:
@@ -496,106 +357,75 @@ class DocumentData(TaskData):
                 self._splits[stage] = Split(
                     found[name].corpus, numbers[name], targets, separator, keys.max_length, keys.truncation
                 )
-        own = self._splits.get("train")
-        sizes = {stage: split.documents for stage, split in self._splits.items()}
-        known = {stage: split.checksum() for stage, split in self._splits.items()}
-        checksums = {stage: [found] for stage, found in known.items() if found is not None}
-        if trained is not None:
-            self._info = replace(
-                trained,
-                max_length=keys.max_length,
-                truncation=keys.truncation,
-                segment=keys.segment,
-                gradient_segments=keys.gradient_segments,
-                sizes={**trained.sizes, **sizes},
-                checksums={**trained.checksums, **checksums},
-            )
-        else:
-            assert own is not None
-            counts = count_classes(own.targets, len(names))
-            prepare = self._source.prepare
-            self._info = DocumentInfo(
-                class_names=names,
-                multi_label=keys.multi_label,
-                vocab_size=tokenizer.vocab_size,
-                separator=separator,
-                tokenizer=None if isinstance(tokenizer, Bare) else tokenizer.to_dict(),
-                window=own.longest,
-                max_length=keys.max_length,
-                truncation=keys.truncation,
-                segment=keys.segment,
-                gradient_segments=keys.gradient_segments,
-                text_column=keys.text_column,
-                class_counts=counts,
-                source=keys.source,
-                source_plugin=plugin_of(self._source.open) or plugin_of(prepare),
-                preparation=None if prepare is None else sources.describe_preparation(keys.source, prepare),
-                class_weights=find_weights(
-                    keys.class_weights, counts, own.documents, names, multi_label=keys.multi_label
-                ),
-                sizes=dict(sizes),
-                checksums=checksums,
-            )
-        for stage in self._splits:  # mistakes are told before a run begins
-            if stage != "train":
-                self._every(stage)
+        sizes: dict[str, int | None] = {stage: split.documents for stage, split in self._splits.items()}
+        checksums = {stage: [split.checksum()] for stage, split in self._splits.items()}
+        if trained is None:
+            self._info = self._describe(names, tokenizer, sizes, checksums)
+            return
+        self._info = replace(
+            trained,
+            max_length=keys.max_length,
+            truncation=keys.truncation,
+            segment=keys.segment,
+            gradient_segments=keys.gradient_segments,
+            sizes={**trained.sizes, **sizes},
+            checksums={**trained.checksums, **checksums},
+        )
 
-
-def _tell_contradictions(found: Mapping[str, Labelled], numbers: Mapping[str, Integers]) -> None:
-    """Warn of documents of a split with the same text and other labels: a model cannot be right about all of them."""
-    for name, one in found.items():
-        own = numbers[name]
-        count = count_contradictions(np.asarray(one.corpus.hashes)[own], np.asarray(one.corpus.labels)[own])
-        if count:
-            _warn(f"{count} {name} documents have a text that others have with other labels: correct or remove them")
+    def _describe(
+        self,
+        names: list[str],
+        tokenizer: Tokenizer | Bare,
+        sizes: dict[str, int | None],
+        checksums: dict[str, list[int]],
+    ) -> DocumentInfo:
+        """The info of the training documents."""
+        keys, own, prepare = self.keys, self._splits["train"], self._source.prepare
+        counts = count_classes(own.targets, len(names))
+        return DocumentInfo(
+            class_names=names,
+            multi_label=keys.multi_label,
+            vocab_size=tokenizer.vocab_size,
+            separator=own.separator,
+            tokenizer=None if isinstance(tokenizer, Bare) else tokenizer.to_dict(),
+            window=own.longest,
+            max_length=keys.max_length,
+            truncation=keys.truncation,
+            segment=keys.segment,
+            gradient_segments=keys.gradient_segments,
+            text_column=keys.text_column,
+            class_counts=counts,
+            source=keys.source,
+            source_plugin=plugin_of(self._source.open) or plugin_of(prepare),
+            preparation=None if prepare is None else sources.describe_preparation(keys.source, prepare),
+            class_weights=find_weights(keys.class_weights, counts, own.documents, names, multi_label=keys.multi_label),
+            sizes=sizes,
+            checksums=checksums,
+        )
 
 
 def _refuse_trained(keys: DocumentDataKeys, run: DocumentDataKeys, split: str) -> None:
-    """ValueError, in one line, where a split of the documents of a run would have some that it was trained on."""
-    if not isinstance(getattr(keys, split), float):
+    """ValueError where a split of the documents of a run would have some that it was trained on."""
+    same = (run.source, run.train) == (keys.source, keys.train) and same_root(run.root, keys.root)
+    if not same or not isinstance(getattr(keys, split), float):
         return
     # Those for the test are chosen first, and those for validation from the others.
     chosen = ("test", "validation") if split == "validation" else ("test",)
     shares, own = ({key: getattr(one, key) for key in chosen} for one in (keys, run))
     refuse_larger_shares(shares, own, f"give data.{split}=FILE")
     for key, usual in {"text_column": "text", "label_column": "label", "label_delimiter": None}.items():
-        given, before = (getattr(one, key) or usual for one in (keys, run))
-        if given != before:
-            raise ValueError(
-                f"data.{key}={spell(given)} divides the documents in another way than the run's {spell(before)}: some "
-                f"for {split} would be ones that it was trained on; give data.{split}=FILE"
-            )
+        if (getattr(keys, key) or usual) != (getattr(run, key) or usual):
+            raise ValueError(f"data.{key} divides the documents in another way than the run: give data.{split}=FILE")
 
 
 def _found_here(changes: Mapping[str, Any], root: str | None) -> dict[str, Any]:
-    """`changes` to the data of a training with `root`: files for a split that lie in the working folder are those.
-
-    ValueError, in one line, for a path that also leads to another file below `root`.
-    """
+    """`changes` to the data of a training with `root`: files for a split that lie in the working folder are those."""
     found = dict(changes)
     for split in ("validation", "test"):
         given = changes.get(split)
-        if not isinstance(given, str) or "root" in changes:
-            continue
-        other = os.path.join(root, given) if root is not None and os.path.isdir(root) else given
-        if not os.path.exists(given):
-            if not os.path.exists(other) and not os.path.isabs(given) and not given.startswith(STREAM):
-                below = f" nor below the training's data.root={root}" if other != given else ""
-                raise ValueError(f"data.{split}={given} does not exist here{below}: give the path of a file")
-            continue
-        if os.path.exists(other) and not os.path.samefile(given, other):
-            raise ValueError(
-                f"data.{split}={given} is here and below the training's data.root={root}: give "
-                f"data.{split}={os.path.abspath(given)} or data.{split}={os.path.abspath(other)}"
-            )
-        found[split] = os.path.abspath(given)
-        if root is not None and root.startswith(STREAM):
-            found["root"] = None
+        if isinstance(given, str) and "root" not in changes and os.path.exists(given):
+            found[split] = os.path.abspath(given)
     return found
-
-
-def _remedy(split: str) -> str:
-    return "give more documents" if split == "train" else f"give more documents, or a larger data.{split}"
 
 
 @rank_zero_only

@@ -55,18 +55,12 @@ class DocumentInfo(Info):
         return len(self.class_names)
 
     def make_tokenizer(self) -> Tokenizer:
-        """ValueError where its library is not installed, for data that consists of tokens, and for a tokenizer of other
-        tokens than the model's, as of a file that was replaced.
-        """
+        """ValueError for data that consists of tokens, and for a tokenizer of other tokens than the model's."""
         if self.tokenizer is None:
-            raise ValueError("the model was trained on tokens that stand for no text: it reads no files of text")
+            raise ValueError("the model was trained on tokens that stand for no text")
         found = tokenizer_from_dict(self.tokenizer)
         if found.vocab_size > self.vocab_size or found.separator != self.separator:
-            raise ValueError(
-                f"the tokenizer beside the model has {found.vocab_size} tokens and the separator {found.separator}, "
-                f"and the model was trained with {self.vocab_size} and {self.separator}: put back the model's own "
-                "tokenizer.json"
-            )
+            raise ValueError("the tokenizer beside the model is not that of its training")
         return found
 
     def describe(self) -> str:

@@ -10,16 +10,14 @@ import hashlib
 import importlib.util
 import os
 import re
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longseq.tasks.data.stamps import stamp
 from longseq.tasks.document.sources import _TEXT, Opened, Reader, Sample, Source, register
-from longseq.tasks.text.documents import Place
 from longseq.tasks.text.python_sources import modules_of
-from longseq.tasks.text.sources import Malformed
+from longseq.tasks.text.sources import TEXT, Malformed, group_files, read_part
 
 if TYPE_CHECKING:
     from longseq.tasks.document.config import DocumentDataKeys
@@ -55,12 +53,12 @@ def conceal(source: str) -> str:
 
 
 def find_files() -> dict[str, list[str]]:
-    """The files of each library, in the order of their paths. ValueError for a library that is not installed."""
+    """The files of each library, in the order of their paths."""
     found = {}
     for name in LIBRARIES:
         spec = importlib.util.find_spec(name)
-        if spec is None or not spec.submodule_search_locations:
-            raise ValueError(f"data.source=libraries reads the files of {name}, which is not installed")
+        assert spec is not None, f"{name} is a dependency"
+        assert spec.submodule_search_locations
         root = spec.submodule_search_locations[0]
         files = sorted(path for path in modules_of(root) if os.path.getsize(path) >= _SHORTEST)
         # A hash of the path below the library's folder selects files, the same ones on every machine.
@@ -75,15 +73,13 @@ def _hash(path: str) -> bytes:
 
 def _read(files: dict[str, list[str]]) -> Iterator[Sample | Malformed]:
     for name, paths in files.items():
-        for path in paths:
-            try:
-                with tokenize.open(path) as file:
-                    text = conceal(file.read())
-            except (OSError, SyntaxError, UnicodeDecodeError) as error:
-                yield Malformed(Place(path), f"no Python source ({error})")
-                continue
-            if len(text) >= _SHORTEST // 2:
-                yield Sample(text, (name,), Place(path))
+        for part in group_files(paths, format="python"):
+            for one in read_part(part, TEXT):
+                if isinstance(one, Malformed):
+                    yield one
+                elif len(text := conceal(one.text)) >= _SHORTEST // 2:
+                    assert one.place is not None
+                    yield Sample(text, (name,), one.place)
 
 
 def _open(keys: DocumentDataKeys) -> Opened:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,61 +13,18 @@ from torch import Tensor
 
 from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.tasks.document.assemble import Split
-from longseq.tasks.document.config import DocumentModelKeys
+from longseq.tasks.document.config import LinearModelKeys
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.metrics import make_scores
 from longseq.tasks.training import targets
 from longseq.tasks.training.classification import update_metrics
 from longseq.tasks.training.decisions import decide
-from longseq.tasks.training.options import Range, read
 
 # The name of the model in `config.model`.
 MODEL = "linear"
 
-_log = logging.getLogger(__name__)
-
 # The documents that are scored at once.
 _BATCH = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearModelKeys:
-    """The keys of `model` for model=linear.
-
-    `ngrams` is the most words of an n-gram. The vocabulary has the n-grams of at least `min_documents` training
-    documents. `inverse_regularization` is scikit-learn's C.
-
-    The defaults were chosen on the validation documents of data=libraries: single characters between words are words of
-    their own, pairs of words beat single ones and triples, and C=10 beats C=1.
-    """
-
-    name: Literal["linear"] = "linear"
-    label: str = "TF-IDF"
-    ngrams: Annotated[int, Range(1, 100)] = 2
-    min_documents: Annotated[int, Range(1)] = 2
-    inverse_regularization: Annotated[float, Range(above=0)] = 10.0
-
-
-def read_keys(model: Mapping[str, Any]) -> LinearModelKeys:
-    """The keys of `config.model`. Those of model=document are left out: experiments set them for that model."""
-    foreign = {entry.name for entry in fields(DocumentModelKeys)} - {entry.name for entry in fields(LinearModelKeys)}
-    return read(LinearModelKeys, {name: value for name, value in model.items() if name not in foreign}, "model")
-
-
-def check(config: Mapping[str, Any]) -> None:
-    """ValueError, in one line, for keys of a configuration that model=linear does not have, or that it cannot heed."""
-    own = read_keys(config["model"])
-    if unread := [f"model.{name}={value}" for name, value in config["model"].items() if not hasattr(own, name)]:
-        _warn(f"{', '.join(unread)}: not read by model=linear")
-    for key, value in (("class_weights", "none"), ("sampling", None)):
-        if config["data"].get(key, value) != value:
-            _warn(f"data.{key}={config['data'][key]}: not read by model=linear, which fits each document alike")
-    recipe = config["recipe"]
-    if recipe.get("ema") is not None:
-        _warn("recipe.ema averages the weights of updates, which model=linear does not have: it is not read")
-    for name, value in (("init", config["init"]), ("recipe.freeze", recipe.get("freeze"))):
-        if value is not None:
-            raise ValueError(f"{name} is for models that are trained by gradients, not for model=linear: leave it out")
 
 
 def read_documents(split: Split) -> Iterator[tuple[Sequence[int], Any]]:
@@ -81,10 +36,7 @@ def read_documents(split: Split) -> Iterator[tuple[Sequence[int], Any]]:
 def fit_linear(
     documents: Iterable[tuple[Sequence[int], Any]], info: DocumentInfo, keys: LinearModelKeys
 ) -> LinearTextClassifier:
-    """The linear model of training documents: their tokens, and their classes, or `[C]` zeros and ones for labels.
-
-    ValueError, in one line, if no n-gram is in as many documents as `min_documents`.
-    """
+    """The linear model of training documents: their tokens, and their classes, or `[C]` zeros and ones for labels."""
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     empty = LinearTextClassifier(num_classes=info.num_classes, ngrams=keys.ngrams)
@@ -97,13 +49,7 @@ def fit_linear(
             yield empty.read(tokens)
 
     vectorizer = TfidfVectorizer(analyzer=empty.grams, sublinear_tf=True, min_df=keys.min_documents, dtype=np.float32)
-    try:
-        values = vectorizer.fit_transform(texts())
-    except ValueError as error:
-        raise ValueError(
-            f"model=linear: none of {len(wanted)} training documents shares an n-gram with {keys.min_documents - 1} "
-            "others: give model.min_documents=1"
-        ) from error
+    values = vectorizer.fit_transform(texts())
     vocabulary = vectorizer.get_feature_names_out().tolist()
     model = LinearTextClassifier(num_classes=info.num_classes, vocabulary=vocabulary, ngrams=keys.ngrams)
     model.text = _text_of(info)
@@ -149,7 +95,7 @@ class LinearBaseline(Callback):
     out and says so; model=linear measures it then. Its time is not part of the run's `seconds`.
     """
 
-    def __init__(self, most_documents: Annotated[int, Range(1)] = 50_000) -> None:
+    def __init__(self, most_documents: int = 50_000) -> None:
         self.most_documents = most_documents
         self.scores: dict[str, float] = {}
         self.documents = 0
@@ -193,8 +139,3 @@ def measure(
 
 def _no() -> bool:
     return False
-
-
-@rank_zero_only
-def _warn(message: str) -> None:
-    _log.warning(message)

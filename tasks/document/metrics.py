@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import Metric, SumMetric
 from torchmetrics.classification import (
     BinaryCalibrationError,
     MulticlassAccuracy,
@@ -94,26 +94,6 @@ def make_scores(num_classes: int, multi_label: bool) -> dict[str, Metric]:
     return {name: make(num_classes) for name, make in TABLES[multi_label].always.items()}
 
 
-class LengthCounts(Metric):
-    """The number of documents in each bin of `BINS`, over all batches and processes."""
-
-    full_state_update = False
-
-    count: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("count", torch.zeros(len(BINS), dtype=torch.long), dist_reduce_fx="sum")
-
-    def update(self, bins: Tensor) -> None:
-        """Add documents by the numbers of their bins, `[N]`."""
-        self.count += torch.bincount(bins, minlength=len(BINS))
-
-    def compute(self) -> Tensor:
-        """The documents of each bin."""
-        return self.count
-
-
 class ScoresByLength(nn.Module):
     """The metrics of `make_scores` for each bin of lengths.
 
@@ -123,16 +103,16 @@ class ScoresByLength(nn.Module):
     def __init__(self, num_classes: int, multi_label: bool) -> None:
         super().__init__()
         self.scores = nn.ModuleDict({name: nn.ModuleDict(make_scores(num_classes, multi_label)) for name in BINS})
-        self.counts = LengthCounts()
+        self.counts = nn.ModuleDict({name: SumMetric(nan_strategy="disable") for name in BINS})  # documents
 
     def update(self, probabilities: Tensor, decisions: Tensor, targets: Tensor, lengths: Tensor) -> None:
         """Add documents: probabilities `[N, C]`, the decisions about them, targets as in `make_scores`, lengths `[N]`
         in tokens.
         """
         bins = torch.bucketize(lengths, torch.tensor(LENGTHS, device=lengths.device))
-        self.counts.update(bins)
         for number, name in enumerate(BINS):
             chosen = bins == number
+            self.counts[name].update(chosen.sum())  # type: ignore[operator]
             update_metrics(self.scores[name], probabilities[chosen], decisions[chosen], targets[chosen])  # type: ignore[arg-type]
 
     def compute(self) -> tuple[Scores, dict[str, int]]:
@@ -140,7 +120,7 @@ class ScoresByLength(nn.Module):
 
         All processes of a run call it together.
         """
-        counts = dict(zip(BINS, self.counts.compute().tolist(), strict=True))
+        counts = {name: int(count.compute()) for name, count in self.counts.items()}  # type: ignore[operator]
         found: Scores = {}
         with warnings.catch_warnings():
             # a bin may have no document of a label

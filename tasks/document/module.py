@@ -16,6 +16,7 @@ from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.backbones.segments import check_segments, read_in_segments
 from longseq.kernels.packing import Packing
 from longseq.models import CHECKPOINT_CONFIG, build
+from longseq.tasks.config import Criterion, read
 from longseq.tasks.data.given import (
     TARGETS,
     as_pair,
@@ -25,12 +26,12 @@ from longseq.tasks.data.given import (
     read_right_mask,
 )
 from longseq.tasks.document.batch import DocumentBatch, DocumentInputs
+from longseq.tasks.document.config import LinearModelKeys
 from longseq.tasks.document.info import DocumentInfo
-from longseq.tasks.document.linear import LinearModelKeys, fit_linear, read_documents, read_keys
+from longseq.tasks.document.linear import fit_linear, read_documents
 from longseq.tasks.document.metrics import TABLES, ScoresByLength
 from longseq.tasks.training.classification import make_metrics
 from longseq.tasks.training.classifier import ClassifierModule
-from longseq.tasks.training.keys import Criterion
 from longseq.tasks.training.recipe import Training
 from longseq.tasks.training.token_model import PluginMixers
 
@@ -105,7 +106,7 @@ class DocumentTask(ClassifierModule):
             "threshold": task.get("threshold") if training else None,
         }
         if isinstance(backbone, LinearTextClassifier):
-            keys = read_keys(config["model"]) if training else None
+            keys = read(LinearModelKeys, config["model"], "model") if training else None
             return LinearTask(backbone, info=info, keys=keys, training=training, **measured)
         smoothing = loss.get("label_smoothing", 0.0)
         return cls(backbone, info=info, label_smoothing=smoothing, training=training, **measured)
@@ -135,11 +136,7 @@ class DocumentTask(ClassifierModule):
                 return tokens, targets
             mask = torch.ones_like(tokens, dtype=torch.bool)
         if tokens.ndim != 2 or targets.ndim != (2 if self.info.multi_label else 1) or len(targets) != len(tokens):
-            wanted = "[N, C], 0 or 1 for each label" if self.info.multi_label else "[N], class numbers"
-            raise ValueError(
-                f"tokens of the shape {list(tokens.shape)} with labels of {list(targets.shape)}: a batch is rows of "
-                f"tokens [N, T], with labels {wanted}"
-            )
+            raise ValueError(f"tokens {list(tokens.shape)} do not fit labels {list(targets.shape)}")
         if self.info.multi_label:
             check_several_labels(targets, exact=not self.training)
         else:

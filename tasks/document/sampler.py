@@ -56,12 +56,9 @@ class DocumentSampler(UpdateSampler[Chosen]):
         self.tokens_per_epoch = int(lengths.sum())  # that an epoch reads
         self.longest = int(lengths.max())
         if self.longest > batch_size:
-            devices = f" on {self.parts} devices or accumulated batches" if self.parts > 1 else ""
             raise ValueError(
-                f"the longest training document has {self.longest} tokens, and a batch holds {batch_size} "
-                f"(recipe.batch_size={self.effective_batch_size}{devices}): give "
-                f"recipe.batch_size={self.longest * self.parts} or more, or cut documents with data.max_length=NUMBER "
-                "data.truncation=head, tail, head_tail or middle"
+                f"the longest training document has {self.longest} tokens, and a batch holds {batch_size}: give a "
+                "larger recipe.batch_size, or data.max_length"
             )
 
 
@@ -83,25 +80,18 @@ class PackedSampler(DocumentSampler):
         effective = self.effective_batch_size
         self.rows = row_count(lengths, effective)
         if self.rows % self.parts:
-            raise ValueError(
-                f"recipe.batch_size={effective} is {self.rows} rows, which documents of up to {self.longest} tokens "
-                f"fill and {self.parts} devices or accumulated batches cannot share evenly: give "
-                f"recipe.batch_size={effective * self.parts}, or data.packing=padded"
-            )
+            raise ValueError(f"{self.rows} rows of documents cannot be shared evenly by {self.parts} parts of a batch")
         self.row = effective // self.rows
         self.slots = slots_of(lengths, self.row)
         # The sequences of padding that fill a batch up are no longer than the longest document.
         self.places = self.slots * self.rows // self.parts + -(-batch_size // self.longest)
         packed = self._pack(0)
         self._updates = len(packed) // self.rows
-        # What an epoch reads, about: the documents of its whole effective batches, and their tokens.
+        # The tokens of an epoch, about: those of its whole effective batches.
         read = [number for row in packed[: self._updates * self.rows] for number in row]
-        self.read_per_epoch, self.tokens_per_epoch = len(read), int(lengths[read].sum())
+        self.tokens_per_epoch = int(lengths[read].sum())
         if self._updates == 0:
-            raise ValueError(
-                f"the training split has {int(lengths.sum())} tokens in {len(lengths)} documents, and an update needs "
-                f"{effective} (recipe.batch_size): give more documents, or a smaller recipe.batch_size"
-            )
+            raise ValueError(f"the training split has {int(lengths.sum())} tokens, and an update needs {effective}")
 
     @property
     def updates(self) -> int:
@@ -196,11 +186,7 @@ class EveryDocument(Sampler[Chosen]):
         self._lengths, self._packed = lengths, packed
         self.longest = int(lengths.max())
         if self.longest > budget:
-            raise ValueError(
-                f"the longest document to evaluate has {self.longest} tokens, and a batch holds {budget}: give "
-                f"data.eval_batch_size={self.longest} or more, or cut documents with data.max_length=NUMBER "
-                "data.truncation=head, tail, head_tail or middle"
-            )
+            raise ValueError(f"the longest document to evaluate has {self.longest} tokens, and a batch holds {budget}")
         if packed:
             slots, places = self._places()
             order = np.random.default_rng(_EVALUATION).permutation(len(lengths)).tolist()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +24,7 @@ def divide(
     the order of a file nor a seed, and equal documents go to the same split. A document of several labels counts as one
     of its rarest label.
 
-    Raises LonelyLabelError if a class has one document only.
+    ValueError if a class has one document only: a split needs one to train on and one to measure.
     """
     strata = _rarest(labels, sets)
     same = np.unique(hashes, axis=0, return_index=True, return_inverse=True)
@@ -34,7 +33,7 @@ def divide(
     for stratum in np.unique(strata[first]).tolist():
         members = np.flatnonzero(strata[first] == stratum)  # in the order of the hashes, which `unique` sorts
         if len(members) == 1 and not multi_label and fractions:
-            raise LonelyLabelError(int(labels[first[members[0]]]))
+            raise ValueError(f"the class {sets[labels[first[members[0]]]][0]!r} has one document, too few for a split")
         room, start = len(members) - 1, 0
         for name in ("test", "validation"):
             if name in fractions and room:
@@ -42,14 +41,6 @@ def divide(
                 split[members[start : start + count]] = SPLITS.index(name)
                 start, room = start + count, room - count
     return {name: np.flatnonzero(split[group] == index) for index, name in enumerate(SPLITS)}
-
-
-class LonelyLabelError(Exception):
-    """One document alone has a label; `number` is the number of its set of labels."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
 
 
 def _rarest(labels: Integers, sets: Sequence[Labels]) -> Integers:
@@ -61,28 +52,15 @@ def _rarest(labels: Integers, sets: Sequence[Labels]) -> Integers:
     return np.array([max((order[name] for name in one), default=-1) for one in sets], np.int64)[labels]
 
 
-class Repeats(NamedTuple):
-    """Documents of training, of validation that are in another split too: their numbers."""
-
-    train: Integers
-    validation: Integers
-
-
-def find_repeats(hashes: Mapping[str, Hashes]) -> Repeats:
-    """The documents of training that validation or test have too, and those of validation that test has too."""
+def find_repeats(hashes: Mapping[str, Hashes]) -> dict[str, Integers]:
+    """The numbers of the documents of training that validation or test have too, and of validation that test has."""
     keys = {split: _joined(found) for split, found in hashes.items()}
-    held = np.concatenate([keys["validation"], keys["test"]])
-    return Repeats(
-        np.flatnonzero(np.isin(keys["train"], held)), np.flatnonzero(np.isin(keys["validation"], keys["test"]))
-    )
-
-
-def count_contradictions(hashes: Hashes, labels: Integers) -> int:
-    """The number of documents whose text another one has with other labels; `labels [N]` are numbers of label sets."""
-    _, group = np.unique(_joined(hashes), return_inverse=True)
-    pairs = np.unique(np.stack([group, labels]), axis=1)
-    ambiguous = np.flatnonzero(np.bincount(pairs[0]) > 1)
-    return int(np.isin(group, ambiguous).sum())
+    repeats = {}
+    for number, split in enumerate(SPLITS):
+        held = [keys[name] for name in SPLITS[number + 1 :] if name in keys]
+        if split in keys and held:
+            repeats[split] = np.flatnonzero(np.isin(keys[split], np.concatenate(held)))
+    return {split: numbers for split, numbers in repeats.items() if len(numbers)}
 
 
 def _joined(hashes: Hashes) -> npt.NDArray[np.void]:

@@ -3,154 +3,99 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from longseq.arguments import Inert
+from pydantic import Field, model_validator
+
+from longseq.tasks.config import Choice, ClassifierGroup, Count, Keys, OpenKeys, Positive, Share, TaskKeys, key
 from longseq.tasks.data.labels import ClassWeights, Sampling, check_balance, check_label_keys
-from longseq.tasks.image.augmentation import Augmentation
+from longseq.tasks.image.augmentation import Augmentation, Part
 from longseq.tasks.image.info import LEAST_CROP, DataInfo
 from longseq.tasks.image.recipe import choose_recipe, starts_trained
-from longseq.tasks.training.automatic import Choice
-from longseq.tasks.training.command import refuse_inert
-from longseq.tasks.training.keys import ClassifierGroup, TaskKeys
-from longseq.tasks.training.options import Length, Off, Range, read, read_beside, refuse_unknown, spell
 
-Size = Annotated[int, Range(1)] | tuple[Annotated[int, Range(1)], Annotated[int, Range(1)]]
-Share = Annotated[float, Range(0, below=1)]
+Size = Count | Annotated[tuple[Count, Count], Field(strict=False)]
+Set = dict[str, Any] | None
 
 # Sources whose images have one class each. A plug-in's source may have several.
 ONE_LABEL_SOURCES = ("digits", "fashion_mnist", "cifar10", "folder")
 
 # The source of classes of the user's own, and the keys that name them.
 OWN, DATAMODULE = "own", "datamodule"
+OWN_KEYS = ("train_set", "val_set", "test_set", DATAMODULE)
 # How a source names the labels of its images: of folders, and of tables.
 LABEL_KEYS = ("class_map", "file_column", "label_column", "label_delimiter")
 
-OWN_KEYS = ("train_set", "val_set", "test_set", DATAMODULE)
-
 # The recipe that has no sense for weights that nobody has trained.
 FINETUNE = "finetune"
-
-# Options of our image models that are set by the data and by the group `mixer`.
-_DECIDED = ("img_size", "in_chans", "num_classes", "mixer", "mixer_options")
-
-# Keys of `data` that the digits do not heed, with the values that other data has by default.
-_OF_LARGER_DATA: dict[str, tuple[Any, ...]] = {
-    "download": (False,),
-    "val_fraction": (0.1,),
-    "split_seed": (0,),
-    "train_split": ("train",),
-    "val_split": ("validation", None),
-    "test_split": ("test", None),
-}
-
 
 # Each class has a name in the memory of every process, whether it has images or not.
 MOST_CLASSES = 10_000_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageDataKeys:
+class ImageDataKeys(Keys):
     """The keys of `data`; `ImageDataModule` documents them."""
 
-    name: str
-    source: str
-    img_size: Annotated[int, Range(1)]
-    root: str | None = None
-    download: bool = False
-    in_chans: Literal[1, 3] = 3
-    num_classes: Annotated[int | None, Range(1, MOST_CLASSES)] = None
-    class_map: str | Mapping[str, Annotated[int, Range(0, MOST_CLASSES - 1)]] | None = None
-    train_split: str = "train"
-    val_split: str | None = "validation"
-    test_split: str | None = None
-    val_fraction: Annotated[float, Range(above=0, below=1)] = 0.1
-    split_seed: Annotated[int, Range(0)] = 0
-    train_samples: Annotated[int | None, Range(1)] = None
-    mean: Annotated[Sequence[float], Range(0, 1), Length(1)] = (0.5,)
-    std: Annotated[Sequence[float], Range(above=0), Length(1)] = (0.5,)
-    interpolation: Literal["bicubic", "bilinear", "nearest", "lanczos", "box", "hamming"] = "bicubic"
-    crop_pct: Annotated[float, Range(LEAST_CROP, 1)] = 1.0
-    eval_batch_size: Annotated[int | None, Range(1)] = None
-    num_workers: Annotated[int | None, Range(0)] = None
-    decode: Literal["cpu", "gpu", "auto"] = "cpu"  # of runs from before there was a choice
-    pin_memory: bool = True
-    on_error: Literal["skip", "raise"] = "skip"
-    class_weights: ClassWeights = "none"
-    sampling: Sampling = None
-    multi_label: bool = False
-    file_column: str | None = None
-    label_column: str | Annotated[list[str], Length(1)] | None = None
-    label_delimiter: str | None = None
-    train_set: Mapping[str, Any] | None = None
-    val_set: Mapping[str, Any] | None = None
-    test_set: Mapping[str, Any] | None = None
-    datamodule: Mapping[str, Any] | None = None
+    name: str = key(..., "the name in tables")
+    source: str = key(
+        ..., "digits, fashion_mnist, cifar10, folder, csv, shards, hfds/NAME, hfids/NAME, wds/NAME, torch/NAME"
+    )
+    img_size: Count = key(..., "pixels of a side in training and evaluation")
+    root: str | None = key(None, "the folder of the data")
+    download: bool = key(False, "true: fetch the data if they are not in root")
+    in_chans: Literal[1, 3] = key(3, "1: grey, 3: RGB")
+    num_classes: Annotated[int, Field(ge=1, le=MOST_CLASSES)] | None = key(None, "null: the number in the data")
+    class_map: str | dict[Any, Annotated[int, Field(ge=0, lt=MOST_CLASSES)]] | None = key(
+        None, "a .txt with one class per line, or {NAME: NUMBER}"
+    )
+    train_split: str = key("train", "the name of the training split")
+    val_split: str | None = key("validation", "the name of the validation split")
+    test_split: str | None = key(None, "the name of the test split; null: the validation images are tested")
+    val_fraction: Annotated[float, Field(gt=0, lt=1)] = key(
+        0.1, "the part of the training images that validates, if there is no validation split"
+    )
+    split_seed: int = key(0, "which images these are", ge=0)
+    train_samples: Count | None = key(None, "the images of an epoch, for streams of unknown length")
+    mean: Annotated[Sequence[Part], Field(min_length=1)] = key((0.5,), "of each channel, on the scale from 0 to 1")
+    std: Annotated[Sequence[Positive], Field(min_length=1)] = key((0.5,), "of each channel")
+    interpolation: Literal["bicubic", "bilinear", "nearest", "lanczos", "box", "hamming"] = key(
+        "bicubic", "of resizing"
+    )
+    crop_pct: Annotated[float, Field(ge=LEAST_CROP, le=1)] = key(
+        1.0, "the part of the shorter side that evaluation sees"
+    )
+    eval_batch_size: Count | None = key(None, "null: the training batch of one device")
+    num_workers: Annotated[int, Field(ge=0)] | None = key(None, "null: one per core, at most 16 per device")
+    decode: Literal["cpu", "gpu", "auto"] = key(
+        "cpu", "gpu: nvJPEG and transforms of whole batches; auto: where possible"
+    )
+    pin_memory: bool = key(True, "copy batches to a GPU from pinned memory")
+    on_error: Literal["skip", "raise"] = key(
+        "skip", "skip: unreadable images are counted; raise: the first ends the run"
+    )
+    class_weights: ClassWeights = key("none", "balanced, a list, or {NAME: NUMBER}: weights of classes in the loss")
+    sampling: Sampling = key(None, "balanced: an epoch draws each class equally often")
+    multi_label: bool = key(False, "true: an image has any number of labels")
+    file_column: str | None = key(None, "of source=csv; null: file_name")
+    label_column: str | Annotated[list[str], Field(min_length=1)] | None = key(
+        None, "null: label; or for several labels a list of columns that hold 1 or 0"
+    )
+    label_delimiter: str | None = key(None, "what stands between several labels in a cell")
+    train_set: Set = key(None, "of source=own: {_target_: my_module.MyDataset, OPTION: VALUE}")
+    val_set: Set = key(None, "as train_set; null: val_fraction of the training set")
+    test_set: Set = key(None, "as train_set; null: the validation set")
+    datamodule: Set = key(None, "a LightningDataModule in place of all three")
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _agree(self) -> ImageDataKeys:
         check_balance(self.sampling, self.class_weights)
         file = ("file_column", self.file_column or "file_name")
         check_label_keys(self.multi_label, self.label_column, self.label_delimiter, file)
-        tables = {name: getattr(self, name) for name in ("file_column", "label_column", "label_delimiter")}
-        for name, value in tables.items():
-            if value is not None and self.source != "csv":
-                raise ValueError(
-                    f"data.{name}={spell(value)} is of a table of images, and data.source={self.source} has none: give "
-                    "data.source=csv"
-                )
         if self.multi_label and (self.source in ONE_LABEL_SOURCES or "/" in self.source):
-            raise ValueError(
-                f"data.multi_label=true: data.source={self.source} has one class an image: give data.source=csv"
-            )
-        for key, default in _OF_LARGER_DATA.items() if self.source == "digits" else ():
-            if (value := getattr(self, key)) not in default:
-                raise ValueError(
-                    f"data.{key}={spell(value)} has no effect: data.source=digits comes with splits of its own; "
-                    "leave it out"
-                )
-        prefix, slash, name = self.source.partition("/")
-        if slash and not name.strip("/ "):
-            raise ValueError(f"data.source={self.source} lacks the name of a data set: give data.source={prefix}/NAME")
-        check_own_keys(self)
+            raise ValueError(f"multi_label=true: source={self.source} has one class an image: give source=csv")
         if self.class_map is not None and self.source in ("csv", "shards"):
-            raise ValueError(
-                f"data.class_map={spell(self.class_map)} is for folders: data.source={self.source} has its own labels"
-            )
-
-
-def _no_class(given: str, key: str) -> str:
-    return (
-        f"{given} names no class: give plugins=[my_module] 'data.{key}={{_target_: my_module.MyDataset}}', or "
-        "'data.datamodule={_target_: my_module.MyDataModule}'"
-    )
-
-
-def require_train_set(data: Mapping[str, Any]) -> None:
-    """ValueError, in one line, for `data=own` with nothing to train on; a test needs no more than a set of its own."""
-    from longseq.tasks.training.targets import is_named
-
-    if data.get("source") == OWN and not any(is_named(data.get(key)) for key in ("train_set", DATAMODULE)):
-        raise ValueError(_no_class("data=own", "train_set"))
-
-
-def check_own_keys(keys: ImageDataKeys) -> None:
-    """ValueError for classes of the user's own beside other data, and for `data.source=own` without any."""
-    from longseq.tasks.training.targets import is_named  # it imports Lightning, which the keys do not need
-
-    named = [key for key in OWN_KEYS if is_named(getattr(keys, key))]
-    if keys.source != OWN:
-        if named:
-            raise ValueError(f"data.{named[0]} is of data=own, and data.source={keys.source} reads none: leave it out")
-        return
-    if not named:
-        raise ValueError(_no_class("data.source=own", "test_set"))
-    if DATAMODULE in named and len(named) > 1:
-        raise ValueError(f"data.datamodule has all splits: leave data.{named[0]} out")
-    if DATAMODULE in named and keys.sampling is not None:
-        raise ValueError("data.sampling is not for data.datamodule, whose loaders choose their samples: leave it out")
-    if DATAMODULE in named and keys.class_weights == "balanced":
-        raise ValueError("data.class_weights=balanced does not know the labels of data.datamodule: give {NAME: NUMBER}")
+            raise ValueError(f"class_map is for folders: source={self.source} has its own labels")
+        return self
 
 
 def per_channel(name: str, values: Sequence[float], in_chans: int) -> list[float]:
@@ -162,178 +107,76 @@ def per_channel(name: str, values: Sequence[float], in_chans: int) -> list[float
     return [sum(values) / len(values)] * in_chans
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageLossKeys:
-    """The keys of `recipe.loss`; `bce` is binary cross entropy, one decision for each class."""
+class ImageLossKeys(Keys):
+    """The keys of `recipe.loss`."""
 
-    label_smoothing: Annotated[float, Range(0, below=1)] = 0.0
-    bce: bool = False
+    label_smoothing: Share = key(0.0, "the part of a target's probability that all classes share")
+    bce: bool = key(False, "binary cross entropy, one decision for each class")
 
 
-@dataclass(frozen=True, kw_only=True)
-class MixingKeys:
+class MixingKeys(Keys):
     """The keys of `recipe.augment.mixing`; see `longseq.tasks.image.mixing.BatchMixing`."""
 
-    mixup: Annotated[float, Range(0), Off()] = 0.0
-    cutmix: Annotated[float, Range(0), Off()] = 0.0
-    prob: Annotated[float, Range(0, 1)] = 1.0
-    switch_prob: Annotated[float, Range(0, 1)] = 0.5
-    mode: Literal["batch", "pair", "elem"] = "batch"
+    mixup: float = key(0.0, "alpha of Mixup; 0: off", ge=0)
+    cutmix: float = key(0.0, "alpha of CutMix; 0: off", ge=0)
+    prob: Part = key(1.0, "the share of the batches that are mixed")
+    switch_prob: Part = key(0.5, "of these, the share with CutMix if both are on")
+    mode: Literal["batch", "pair", "elem"] = key("batch", "what has parameters of its own")
 
 
-@dataclass(frozen=True, kw_only=True)
 class ImageAugmentKeys(Augmentation):
-    """The keys of `recipe.augment`: a sample's transforms, its repeats in an epoch, and the mixing of a batch."""
+    """The keys of `recipe.augment`: transforms of a sample, its repeats in an epoch, and the mixing of a batch."""
 
-    # As of `LongseqModelOptions`.
-    inert_with: ClassVar[Inert] = {
-        **dict.fromkeys(("scale", "ratio"), ({"crop": ("padded", "center")},)),
-        **dict.fromkeys(("padding", "padding_mode"), ({"crop": ("random_resized", "center")},)),
-    }
-
-    repeats: Annotated[int, Range(1)] = 1
-    mixing: MixingKeys = field(default_factory=MixingKeys)
+    repeats: Count = key(1, "how often each image is drawn in an epoch, which keeps its number of samples")
+    mixing: MixingKeys = key(MixingKeys(), "Mixup and CutMix")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """Options of any image model. A null option has the value of the recipe (`recipe.model`), or else of the model."""
+class ModelOptions(OpenKeys):
+    """Options of any image model. A null option has the value of the recipe (`recipe.model`), or else of the model.
 
-    patch_size: Size | None = None
-    drop_rate: Share | None = None
-    drop_path_rate: Share | None = None
+    Other options of the model's constructor pass through.
+    """
 
-
-@dataclass(frozen=True, kw_only=True)
-class LongseqModelOptions(ModelOptions):
-    """Options of our image models; `longseq.backbones.image.ImageBackbone` has more."""
-
-    # Options that have no effect beside others, which `refuse_inert` refuses.
-    inert_with: ClassVar[Inert] = {
-        "share_directions": ({"direction": ("forward", "alternating")},),
-        "merge": ({"direction": ("forward", "alternating")},),
-    }
-
-    embed_dim: Annotated[int | None, Range(1)] = None
-    depth: Annotated[int | None, Range(1)] = None
-    stride: Size | None = None
-    direction: Literal["bidirectional", "forward", "cross", "alternating"] | None = None
-    merge: Literal["sum", "mean"] | None = None
-    class_token: Literal["middle", "first", "none"] | None = None
-    reg_tokens: Annotated[int | None, Range(0)] = None
-    global_pool: Literal["token", "avg", "max", "avgmax", "map"] | None = None
-    pool_num_heads: Annotated[int | None, Range(1)] = None
-    mlp_ratio: Annotated[float | None, Range(0)] = None
-    init_values: Annotated[float | None, Range(above=0)] = None
-    pos_drop_rate: Share | None = None
-    patch_drop_rate: Share | None = None
-    proj_drop_rate: Share | None = None
-    recompute: Literal["none", "mixer", "block"] | None = None
-    backend: Literal["auto", "torch", "reference", "triton"] | None = None
+    patch_size: Size | None = key(None, "null: 16 from 128 px on, 4 below, 6 for the 8 px of digits")
+    drop_rate: Share | None = key(None, "before the head")
+    drop_path_rate: Share | None = key(None, "stochastic depth")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimmModelOptions(ModelOptions):
-    """Options of timm's models; the constructor of the model has more."""
+class ModelKeys(ModelOptions):
+    """The keys of `model`; `longseq.backbones.image.ImageBackbone`, or the model of timm, has the other options."""
 
-    pretrained: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelName:
-    """The keys of `model` that are not options of a constructor."""
-
-    name: str
-    label: str
-
-
-def _check_model(config: Mapping[str, Any]) -> None:
-    """ValueError for an unknown model, and for options of `model` or `recipe.model` that the model does not have."""
-    # The keys themselves need none of these, which take seconds to import.
-    from longseq.backbones.image import ImageBackbone
-    from longseq.plugin_models import TARGET
-    from longseq.tasks.image.model import check_model_name, model_options, own_arguments
-
-    own = [entry.name for entry in fields(ModelName)]
-    if TARGET in config["model"]:
-        read(ModelName, {key: value for key, value in config["model"].items() if key in own}, "model")
-        own_arguments(config, {"num_classes": 2, "in_chans": 3, "img_size": 1})
-        return
-    name = read(ModelName, {key: value for key, value in config["model"].items() if key in own}, "model").name
-    check_model_name(name)
-    given = {key: value for key, value in config["model"].items() if key not in own}
-    for place, options in (("model", given), ("recipe.model", config["recipe"].get("model") or {})):
-        chosen = {key: value for key, value in options.items() if value is not None}
-        if name.startswith("longseq_"):
-            read_beside(LongseqModelOptions, ImageBackbone, chosen, place, given=_DECIDED)
-        else:
-            known = [entry.name for entry in fields(TimmModelOptions)]
-            of_ours = {entry.name for entry in fields(LongseqModelOptions)}.difference(known, model_options(name))
-            if place == "recipe.model" and (key := next((key for key in chosen if key in of_ours), None)):
-                raise ValueError(f"the recipe sets {key}, which {name} does not have: add {place}.{key}=null")
-            if key := next((key for key in chosen if key in of_ours), None):
-                raise ValueError(
-                    f"{place}.{key} is no option of {name}, a model of timm: give model=timm model.name={name}, and "
-                    "options that it has"
-                )
-            read(TimmModelOptions, {key: value for key, value in chosen.items() if key in known}, place)
-            refuse_unknown(chosen, dict.fromkeys([*known, *model_options(name)]), place)
-    if name.startswith("longseq_"):
-        _check_pool_heads(config)
-        chosen = {key: value for key, value in given.items() if value is not None}
-        refuse_inert("model", (config["recipe"].get("model") or {}) | chosen, LongseqModelOptions.inert_with)
-
-
-def _check_augmentation(chosen: Mapping[str, Any]) -> None:
-    """ValueError, in one line, if a person gave an option of the augmentation that has no effect beside the others."""
-    policy = chosen.get("auto_augment")
-    jitters = chosen.get("color_jitter") and policy is not None and "3a" not in policy
-    # timm's policies change colours in place of color_jitter, but for 3a.
-    replaced: Inert = {"color_jitter": ({"auto_augment": (policy,)},)} if jitters else {}
-    refuse_inert("recipe.augment", chosen, {**ImageAugmentKeys.inert_with, **replaced})
-
-
-def _check_pool_heads(config: Mapping[str, Any]) -> None:
-    """ValueError for heads of a pooling by attention that the model does not have."""
-    places = {"recipe.model": config["recipe"].get("model") or {}, "model": config["model"]}
-    heads = {place: keys["pool_num_heads"] for place, keys in places.items() if keys.get("pool_num_heads") is not None}
-    pools = [keys["global_pool"] for keys in places.values() if keys.get("global_pool") is not None]
-    if heads and pools[-1:] != ["map"]:
-        place, count = next(reversed(heads.items()))
-        raise ValueError(
-            f"{place}.pool_num_heads={count} has no effect without attention that pools: give model.global_pool=map, "
-            f"or leave it out"
-        )
+    name: str = key(..., "a model of timm, ours among them")
+    label: str = key(..., "the name in tables")
+    pretrained: bool = key(False, "of timm's models: begin with trained weights")
+    embed_dim: Count | None = key(None, "the width")
+    depth: Count | None = key(None, "the number of blocks")
+    stride: Size | None = key(None, "null: the patch size, 1 for the 8 px of digits; smaller: patches overlap")
+    direction: Literal["bidirectional", "forward", "cross", "alternating"] | None = key(None, "how patches are read")
 
 
 @dataclass(frozen=True)
 class ImageKeys(TaskKeys):
     """The keys of image classification."""
 
-    data: type = ImageDataKeys
-    group: type = ClassifierGroup
-    loss: type | None = ImageLossKeys
-    augment: type | None = ImageAugmentKeys
+    data: type[Keys] = ImageDataKeys
+    model: Any = ModelKeys
+    group: type[ClassifierGroup] = ClassifierGroup
+    loss: type[Keys] | None = ImageLossKeys
+    augment: type[Keys] | None = ImageAugmentKeys
+    recipe_model: type[Keys] | None = ModelOptions
 
     def check(self, config: Mapping[str, Any]) -> None:
         from longseq.tasks.training.classification import check_metrics
 
-        require_train_set(config["data"])
-        _check_model(config)
-        _check_augmentation(config["recipe"].get("augment") or {})
-        group, several = config["task"], bool(config["data"].get("multi_label"))
-        if isinstance(group.get("metrics") or {}, Mapping):
-            check_metrics(group["metric"], group.get("metrics") or {}, multi_label=several)
-        if config["recipe"].get("name") == FINETUNE and not starts_trained(config):
+        group = config["task"]
+        check_metrics(group["metric"], group["metrics"], multi_label=bool(config["data"]["multi_label"]))
+        if config["recipe"]["name"] == FINETUNE and not starts_trained(config):
             raise ValueError(
                 f"recipe={FINETUNE} begins with trained weights: give init=FILE, or model=timm model.name=NAME "
                 "model.pretrained=true"
             )
-
-        if config.get("init") is not None and config["model"].get("pretrained"):
-            raise ValueError(
-                f"init={config['init']} and model.pretrained=true both give the first weights: leave one out"
-            )
+        if config["init"] is not None and config["model"].get("pretrained"):
+            raise ValueError("init and model.pretrained=true both give the first weights: leave one out")
 
     def choose(self, config: Mapping[str, Any], info: DataInfo | None, parts: int) -> Choice:
         return choose_recipe(config, info, parts)

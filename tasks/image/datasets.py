@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import random
@@ -18,10 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from typing_extensions import Self
 
-from longseq.files import check_replaced
+from longseq.tasks.commands import Predict
 from longseq.tasks.data.batch import Batch, Failure
 from longseq.tasks.data.folders import written_name
-from longseq.tasks.data.input_keys import InputKeys
 from longseq.tasks.data.inputs import InputFiles
 from longseq.tasks.data.inputs import Unreadable as NotRead
 from longseq.tasks.data.labels import name_some, number_of_class
@@ -29,23 +29,17 @@ from longseq.tasks.data.loader import BatchLoader
 from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.data.unreadable import UNREADABLE, LabelError
-from longseq.tasks.image.decoding import decode, first_line, image_endings, in_eight_bits, upright
+from longseq.tasks.image.decoding import decode, first_line, in_eight_bits, upright
 from longseq.tasks.image.folder import Found, find_images
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.image.saliency import PICTURES, draw_saliency, saliency, write_picture
-from longseq.tasks.image.shard_streams import PassedOver, leave_encoded, note_failures
+from longseq.tasks.image.saliency import draw_saliency, saliency
 from longseq.tasks.image.sources import Split
-from longseq.tasks.image.split_folders import is_compressed
 from longseq.tasks.image.transforms import denormalize, evaluation_transform, normalize
-from longseq.tasks.training.options import nearest
 
 _log = logging.getLogger(__name__)
 
 REPLACEMENTS = 100
 _REPORTED_PATHS = 20
-
-# The endings of tables.
-_TABLES = (".csv", ".tsv", ".parquet", ".json", ".jsonl", ".xls", ".xlsx", ".arrow")
 
 
 class Unreadable:
@@ -66,31 +60,23 @@ class Unreadable:
         """Record the failures of one batch."""
         for found, reason, stops in failures:
             path = written_name(found)
-            if stops:
+            if stops or self.on_error == "raise":
                 raise ValueError(f"{path}: {reason}")
-            if self.on_error == "raise":
-                raise ValueError(
-                    f"{path} is not readable ({reason}): replace it, or skip such images with data.on_error=skip"
-                )
-            if path in self.reasons:
-                continue
-            self.reasons[path] = reason
-            if len(self.reasons) <= _REPORTED_PATHS:
-                _log.warning("skipped unreadable image %s (%s)", path, reason)
-            if len(self.reasons) == _REPORTED_PATHS:
-                _log.warning("%d unreadable images so far; further ones are only counted", _REPORTED_PATHS)
+            if path not in self.reasons:
+                self.reasons[path] = reason
+                if len(self.reasons) <= _REPORTED_PATHS:
+                    _log.warning("skipped unreadable image %s (%s)", path, reason)
 
 
 class TrainingBatches(Dataset[Batch]):
     """SampleIndexes -> a full batch; an unreadable image is replaced by one that the seed of its index determines.
 
-    Repeats of an image stand side by side in a batch: the image is read and decoded once for all of them. The batch is
-    empty if too many replacements in a row are unreadable.
+    Repeats of an image stand next to each other in a batch: the image is read and decoded once for all of them. The
+    batch is empty if too many replacements in a row are unreadable. `info` is that of the data.
     """
 
-    def __init__(self, split: Split, transform: Callable[[Image.Image], Any], seed: int) -> None:
-        self.split, self.transform, self.seed = split, transform, seed
-        self.info: DataInfo | None = None  # of the data, for a module without their data module
+    def __init__(self, split: Split, transform: Callable[..., Any], seed: int, info: DataInfo | None = None) -> None:
+        self.split, self.transform, self.seed, self.info = split, transform, seed, info
         self.read: Callable[[Split, int], tuple[Any, Any] | Failure] = read_or_failure
 
     def __len__(self) -> int:
@@ -127,7 +113,7 @@ class TrainingBatches(Dataset[Batch]):
     def _read(self, index: SampleIndex, failures: list[Failure]) -> tuple[Any, Any] | None:
         for attempt in range(REPLACEMENTS):
             position = replace_position(self.seed, index, attempt, len(self.split)) if attempt else index.position
-            result = self.read(self.split, position)
+            result = _in_classes(self.read(self.split, position), self.split, position, self.info)
             if not isinstance(result, Failure):
                 return result
             failures.append(result)
@@ -138,47 +124,50 @@ class EvaluationBatches(Dataset[Batch]):
     """Positions -> a batch without the images that cannot be read."""
 
     def __init__(self, split: Split, transform: Callable[[Image.Image], Any], info: DataInfo) -> None:
-        self.split, self.transform = split, transform
-        self.info: DataInfo | None = info
-        self.shape = (info.in_chans, *info.sides)
-        self.num_labels = info.num_classes if info.multi_label else None
-        self.read: Callable[[Split, int], tuple[Any, Any] | Failure] = read_or_failure
+        self.split, self.transform, self.info = split, transform, info
 
     def __len__(self) -> int:
         return len(self.split)
 
     def __getitem__(self, positions: list[int]) -> Batch:
         failures: list[Failure] = []
-        samples = [(self.transform(image), target) for image, target in self.samples(positions, failures)]
-        images = _stack([image for image, _ in samples], self.shape)
-        return Batch(images, as_targets([target for _, target in samples], self.num_labels), failures)
-
-    def samples(self, positions: list[int], failures: list[Failure]) -> Iterator[tuple[Any, Any]]:
-        """Each image that can be read, with its class; the others are added to `failures`."""
+        images, targets = [], []
         for position in positions:
-            sample = self.read(self.split, position)
+            sample = _in_classes(read_or_failure(self.split, position), self.split, position, self.info)
             if isinstance(sample, Failure):
                 failures.append(sample)
             else:
-                yield sample
+                images.append(self.transform(sample[0]))
+                targets.append(sample[1])
+        num_labels = self.info.num_classes if self.info.multi_label else None
+        return Batch(_stack(images, (self.info.in_chans, *self.info.sides)), as_targets(targets, num_labels), failures)
+
+
+def _in_classes(
+    sample: tuple[Any, Any] | Failure, split: Split, position: int, info: DataInfo | None
+) -> tuple[Any, Any] | Failure:
+    """The sample, or a failure that stops the run where its label is the number of no class."""
+    if isinstance(sample, Failure) or info is None or not isinstance(sample[1], int):
+        return sample
+    if 0 <= sample[1] < info.num_classes:
+        return sample
+    message = f"the label {sample[1]} is not among the classes 0 to {info.num_classes - 1}"
+    return Failure(split.source.path(int(split.indices[position])), message, stops=True)
 
 
 class StreamBatches(IterableDataset[Batch]):
     """Batches of a timm IterableImageDataset, in its own order.
 
-    Images that cannot be read are skipped: those of shards are named by shard and sample, and others by their path, or
-    by their position where they have none. Training yields full batches only. In an evaluation, each rank takes every
-    `world_size`-th image of the whole stream: all ranks read the whole stream, so that no image is used twice or left
-    out, and the first one reports what cannot be read. `seen` [workers] is then how many samples each data worker came
-    upon.
-
-    A batch without images carries failures at the end of a stream.
+    Images that cannot be read are skipped, and others of the stream take their places. Training yields full batches
+    only. In an evaluation, each rank takes every `world_size`-th image of the whole stream: all ranks read the whole
+    stream, so that no image is used twice or left out. A batch without images carries failures at the end of a stream.
     """
 
     def __init__(
         self,
         dataset: Any,
         transform: Callable[[Image.Image], Tensor],
+        info: DataInfo,
         *,
         batch_size: int,
         training: bool,
@@ -186,13 +175,10 @@ class StreamBatches(IterableDataset[Batch]):
         rank: int,
         world_size: int,
     ) -> None:
-        self.dataset, self.transform, self.batch_size = dataset, transform, batch_size
-        self.info: DataInfo | None = None
+        self.dataset, self.transform, self.info, self.batch_size = dataset, transform, info, batch_size
         self.training, self.seed, self.rank, self.world_size = training, seed, rank, world_size
         self._epoch = SharedCount()
-        self._passed = PassedOver()
-        self._decode: Callable[[Any], Any] | None = None
-        self.seen = torch.zeros(1, dtype=torch.long)
+        self._is_encoded = False
         if not training:
             dataset.reader.dist_rank, dataset.reader.dist_num_replicas = 0, 1
 
@@ -203,78 +189,73 @@ class StreamBatches(IterableDataset[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         images: list[Tensor] = []
-        targets: list[Any] = []
+        targets: list[int] = []
         failures: list[Failure] = []
         worker = get_worker_info()
-        place = worker.id if worker else 0
-        key = (self.seed, self._epoch.value, self.rank, place)
-        if self._decode is None:
-            self._decode = leave_encoded(self.dataset.reader)
+        key = (self.seed, self._epoch.value, self.rank, worker.id if worker else 0)
+        self._leave_encoded()
         drawn = full = 0  # samples of all passes, and batches
         wanted: int | None = None
         while wanted is None or full < wanted:
-            before = drawn
-            any_read = False
-            for found, target in self._read():
+            before, readable = drawn, False
+            for found, target in self.dataset:
                 count, drawn = drawn, drawn + 1
-                failures += self._take_passed()
                 if not self.training and count % self.world_size != self.rank:
                     continue
-                try:
-                    number = number_of_class(target, "the stream")
-                    if found is None:
-                        raise ValueError("its row has no image")
-                    image = in_eight_bits(upright(self._decode(found)))
-                except LabelError as error:
-                    raise ValueError(f"image {count}: {error}") from error
-                except UNREADABLE as error:
-                    name = found.get("path") if isinstance(found, Mapping) else None
-                    failures.append(Failure(name or f"image {count} of the stream", first_line(error)))
+                sample = self._read(found, target, count)
+                if isinstance(sample, Failure):
+                    failures.append(sample)
                     continue
-                any_read = True
+                readable = True
                 with preserved_random_state():
                     seed_everything(derive_seed(*key, count))
-                    images.append(self.transform(image))
-                targets.append(number)
+                    images.append(self.transform(sample[0]))
+                targets.append(sample[1])
                 if len(images) == self.batch_size:
                     yield Batch(torch.stack(images), torch.tensor(targets), failures)
                     images, targets, failures = [], [], []
                     full += 1
                     if full == wanted:
                         break
-            failures += self._take_passed()
-            if not self.training or not any_read:
+            if not self.training or not readable:
                 break
-            # timm counts samples that cannot be read as well: others of the stream take their places.
+            # timm counts samples that cannot be read as well: another pass gives others.
             wanted = (drawn - before) // self.batch_size if wanted is None else wanted
-        self.seen[place] = drawn + self._passed.samples
-        self._passed.samples = 0
         if images and not self.training:
             yield Batch(torch.stack(images), torch.tensor(targets), failures)
         elif failures:
             yield Batch(torch.empty(0), torch.empty(0), failures)
 
-    def _take_passed(self) -> list[Failure]:
-        taken = self._passed.take()
-        return taken if self.training or self.rank == 0 else []
+    def _leave_encoded(self) -> None:
+        """Let a Hugging Face stream give its images as they are stored: within its iterator, a bad one would end it."""
+        reader = self.dataset.reader
+        if not self._is_encoded and type(reader).__name__ == "ReaderHfids":
+            reader._lazy_init()
+            feature: Any = (reader.ds.features or {}).get("image")
+            if type(feature).__name__ == "Image":
+                reader.ds = reader.ds.cast_column("image", type(feature)(decode=False))
+        self._is_encoded = True
 
-    def _read(self) -> Iterator[tuple[Image.Image, Any]]:
-        note_failures(self.dataset.reader, self._passed)
+    def _read(self, found: Any, target: Any, count: int) -> tuple[Image.Image, int] | Failure:
+        """A sample of the stream. A Hugging Face stream gives {"bytes": ..., "path": ...}, or None without an image."""
+        stored: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
+        name = stored.get("path")
         try:
-            yield from self.dataset
-        except KeyError as error:
-            if not getattr(self.dataset.reader, "remap_class", False):
-                raise
-            raise ValueError(
-                f"data.class_map gives no number to {error.args[0]!r}, as this stream calls a class: give it one, or "
-                "read the data by index (data.source=hfds/NAME)"
-            ) from error
+            number = number_of_class(target, "the stream")
+            if isinstance(found, Image.Image):
+                return in_eight_bits(upright(found)), number
+            if stored.get("bytes") is None and name is None:
+                raise ValueError("its row has no image")
+            return decode(str(name) if stored.get("bytes") is None else io.BytesIO(stored["bytes"])), number
+        except LabelError as error:
+            raise ValueError(f"image {count}: {error}") from error
+        except UNREADABLE as error:
+            return Failure(name or f"image {count} of the stream", first_line(error))
 
 
 class StreamLoader(BatchLoader):
     """A BatchLoader over a stream; each training epoch begins at the start of the stream.
 
-    `finished` is told at the end of an evaluation how many samples the stream had, those that cannot be read included.
     A stream has no sampler, also where Lightning makes its loader anew.
     """
 
@@ -286,15 +267,13 @@ class StreamLoader(BatchLoader):
         pin_memory: bool = False,
         report: Callable[[list[Failure]], None],
         epoch: Callable[[], int],
-        finished: Callable[[int], None] | None = None,
         sampler: None = None,
         shuffle: bool = False,
         batch_sampler: None = None,
     ) -> None:
         dataset.dataset.set_loader_cfg(num_workers=num_workers)
-        dataset.seen = torch.zeros(max(1, num_workers), dtype=torch.long).share_memory_()
         super().__init__(dataset, None, num_workers=num_workers, pin_memory=pin_memory, report=report)
-        self.epoch, self.finished = epoch, finished
+        self.epoch = epoch
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:  # type: ignore[override]
         stream: Any = self.dataset
@@ -305,17 +284,12 @@ class StreamLoader(BatchLoader):
                 count += 1
                 yield inputs, targets
         if stream.training and count < len(self):
-            raise ValueError(
-                f"the training images end after {count} of the {len(self)} batches of an epoch: no sample of a data "
-                "worker's shards could be read (see the log)"
-            )
-        if not stream.training and self.finished is not None:
-            self.finished(int(stream.seen.sum()))
+            raise ValueError(f"the training images end after {count} of the {len(self)} batches of an epoch")
 
     def __len__(self) -> int:
         stream: Any = self.dataset
         if not stream.training:
-            raise TypeError("a stream does not tell how many evaluation batches it gives")
+            raise TypeError("a stream does not know how many evaluation batches it gives")
         return len(stream.dataset) // stream.batch_size
 
 
@@ -331,13 +305,11 @@ class ImageFiles(InputFiles):
     def __init__(self, path: str, info: DataInfo) -> None:
         root = Path(path)
         if not root.exists():
-            raise ValueError(f"input={path} does not exist: give an image file or a folder of images")
-        _refuse_other_files(root)
-        found = Found([str(root)], [], []) if root.is_file() else find_images(str(root))
+            raise FileNotFoundError(f"input={path} does not exist")
+        found = Found([str(root)], []) if root.is_file() else find_images(str(root))
         self.paths, self.passed_over = sorted(found.images), found.passed_over
         if not self.paths:
-            endings = ", ".join(sorted(image_endings()))
-            raise ValueError(f"input={path} holds no images: the endings looked for are {endings}")
+            raise ValueError(f"input={path} holds no images")
         self.info = info
         self.transform = evaluation_transform(info)
         self.shape = (info.in_chans, *info.sides)
@@ -345,22 +317,10 @@ class ImageFiles(InputFiles):
         self._notes: list[str] = []
 
     @classmethod
-    def open(cls, path: str, info: DataInfo, keys: InputKeys) -> Self:
+    def open(cls, path: str, info: DataInfo, keys: Predict) -> Self:
         if keys.saliency_class is not None and str(keys.saliency_class) not in info.class_names:
-            near = nearest(str(keys.saliency_class), info.class_names)
-            raise ValueError(
-                f"saliency_class={keys.saliency_class} is none of the model's {info.num_classes} classes: "
-                + (f"did you mean {near}?" if near else f"choose one of {name_some(info.class_names)}")
-            )
-        images = super().open(path, info, keys)
-        if keys.saliency is not None:
-            for one in images.paths:
-                check_replaced(images._picture_of(one, keys.saliency), "saliency", PICTURES)
-        return images
-
-    def _picture_of(self, path: str, folder: str) -> Path:
-        """The picture of an image's saliency in a folder with the folders of the input."""
-        return Path(folder, os.path.relpath(path, self._root) + ".png")
+            raise ValueError(f"saliency_class={keys.saliency_class} is not among {name_some(info.class_names)}")
+        return super().open(path, info, keys)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -383,7 +343,7 @@ class ImageFiles(InputFiles):
         """The normalised images."""
         return normalize(batch, self.info)
 
-    def score(self, model: nn.Module, batch: Tensor, paths: list[str], keys: InputKeys) -> Tensor:
+    def score(self, model: nn.Module, batch: Tensor, paths: list[str], keys: Predict) -> Tensor:
         if keys.saliency is None:
             return super().score(model, batch, paths, keys)
         names, chosen = self.info.class_names, None
@@ -396,27 +356,14 @@ class ImageFiles(InputFiles):
         pixels = denormalize(batch, self.info).cpu()
         captions = [f"{names[one]} {value:.3f}" for one, value in zip(chosen.tolist(), probabilities, strict=True)]
         for path, *shown in zip(paths, pixels, maps.cpu(), captions, strict=True):
-            write_picture(draw_saliency(*shown), self._picture_of(path, keys.saliency))
+            picture = Path(keys.saliency, os.path.relpath(path, self._root) + ".png")
+            picture.parent.mkdir(parents=True, exist_ok=True)
+            draw_saliency(*shown).save(picture)
         self._notes = [f"pictures of saliency written below {keys.saliency}"]
         return logits
 
     def notes(self) -> list[str]:
         return self._notes
-
-
-def _refuse_other_files(path: Path) -> None:
-    """Raise ValueError, in one line, for a file that is no image but may hold or list some."""
-    if not path.is_file():
-        return
-    if path.suffix.lower() in _TABLES:
-        raise ValueError(
-            f"input={path} is a table, and images are read from files: give the folder of those that it lists, or one "
-            "image; `longseq evaluate` reads tables, by data.source=csv data.root=FILE.csv"
-        )
-    if path.suffix.lower() == ".tar" or is_compressed(str(path)):
-        raise ValueError(
-            f"input={path} is an archive, and images are read from files: unpack it and give that folder, or one image"
-        )
 
 
 def as_targets(targets: Sequence[Any], num_labels: int | None = None) -> Tensor:
@@ -466,17 +413,3 @@ def read_or_failure(split: Split, position: int) -> tuple[Image.Image, Any] | Fa
         return Failure(split.source.path(index), str(error), stops=True)
     except UNREADABLE as error:
         return Failure(split.source.path(index), first_line(error))
-
-
-class ReadInClasses:
-    """A way to read a position of a split, such as `read_or_failure`, that stops the run at a label of no class."""
-
-    def __init__(self, read: Callable[[Split, int], tuple[Any, Any] | Failure], num_classes: int) -> None:
-        self.read, self.num_classes = read, num_classes
-
-    def __call__(self, split: Split, position: int) -> tuple[Any, Any] | Failure:
-        found = self.read(split, position)
-        if isinstance(found, Failure) or not isinstance(found[1], int) or 0 <= found[1] < self.num_classes:
-            return found
-        told = f"the label {found[1]} is not among the classes 0 to {self.num_classes - 1}"
-        return Failure(split.source.path(int(split.indices[position])), told, stops=True)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import re
-import stat
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -90,19 +87,12 @@ def decode(file: str | Path | IO[bytes]) -> Image.Image:
     """
     if isinstance(file, (str, Path)):
         # Pillow 13 maps files that it opens itself into memory, and then misreads rotated TIFF images.
-        with open(file, "rb", opener=open_regular) as stream:
+        with open(file, "rb") as stream:
             return decode(stream)
     with Image.open(file) as image:
         _correct_planes(image)
         image.load()
         return in_eight_bits(upright(image))
-
-
-def open_regular(path: str, flags: int) -> int:
-    """An opener for `open`: OSError for a pipe or a device, of which nobody knows whether anything will come."""
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(errno.EINVAL, "no regular file", path)
-    return os.open(path, flags)
 
 
 def first_line(error: BaseException) -> str:
@@ -165,30 +155,6 @@ def in_eight_bits(image: Image.Image) -> Image.Image:
     return image if between in (None, image.mode) else image.convert(between)
 
 
-def find_range(file: IO[bytes]) -> tuple[int, int] | None:
-    """The largest value of a file of 16 bits per channel, and the largest one that it could have; None for others.
-
-    Raises one of UNREADABLE.
-    """
-    with Image.open(file) as image:  # reads the head alone
-        _correct_planes(image)
-        in_colour = _is_wide_colour(image)
-        if not (in_colour or image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))):
-            return None
-        if not in_colour:
-            image.load()
-            return None if _white_is_zero(image) else (int(np.asarray(image).max()), 2 ** _bits(image) - 1)
-        largest = int(np.asarray(image.convert("RGB")).max())
-    if largest:
-        return largest, 255  # Pillow keeps the upper 8 bits of colours
-    file.seek(0)
-    with Image.open(file) as image:
-        _correct_planes(image)
-        # In the other byte order Pillow keeps the lower 8 bits.
-        image.tile = [tile._replace(args=_with_raw_mode(tile.args, _swapped)) for tile in image.tile]
-        return int(np.asarray(image.convert("RGB")).max()), 65535
-
-
 def _correct_planes(image: ImageFile.ImageFile) -> None:
     """Make Pillow read planes of 16 bits in a TIFF file as such: where they are not compressed, it takes them for 8."""
     tags = _tags(image)
@@ -199,25 +165,9 @@ def _correct_planes(image: ImageFile.ImageFile) -> None:
         image.tile = [tile._replace(args=_with_raw_mode(tile.args, f"{{}};16{order}".format)) for tile in image.tile]
 
 
-def _is_wide_colour(image: ImageFile.ImageFile) -> bool:
-    """True for colours of 16 bits, of which Pillow keeps 8."""
-    if image.mode not in ("RGB", "RGBA") or not image.tile:
-        return False
-    args = image.tile[0].args
-    if image.format == "PPM":
-        return isinstance(args, tuple) and args[1] > 255
-    return ";16" in str(_first(args))
-
-
 def _with_raw_mode(args: Any, change: Callable[[str], str]) -> Any:
     """The arguments of a decoder of Pillow with another raw mode, which is the first one or the only one."""
     return (change(args[0]), *args[1:]) if isinstance(args, tuple) else change(args)
-
-
-def _swapped(raw_mode: str) -> str:
-    kind, _, order = raw_mode.partition(";16")
-    little = order == "L" or (order == "N" and sys.byteorder == "little")
-    return f"{kind};16{'B' if little else 'L'}"
 
 
 def _scaled(image: Image.Image, white: float, *, inverted: bool = False) -> Image.Image:

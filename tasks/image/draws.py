@@ -1,14 +1,15 @@
-"""The random parameters of a sample's transforms, drawn without its pixels: exactly those of `training_transform`.
+"""Training images for a device to decode and augment: workers read the files and draw the parameters.
 
-The draws run timm's and torchvision's own code with stand-ins for the image. So the same seeds give the same crop,
-flips, colour operations and erased pixels, whoever then applies them (see `longseq.tasks.image.batched`).
+The draws run timm's and torchvision's own code on stand-ins for the image. So a seed gives the crop, flips, colour
+operations and erased pixels of `training_transform`, whoever applies them.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import random
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,268 +17,99 @@ import torch
 from PIL import Image
 from timm.data import auto_augment
 from timm.data.transforms import RandomResizedCropAndInterpolation
+from torch import Tensor
 from torchvision import transforms
 
+from longseq.tasks.data.batch import Batch, Failure
+from longseq.tasks.data.sampler import SampleIndex
+from longseq.tasks.data.unreadable import UNREADABLE
+from longseq.tasks.image.augmentation import Augmentation
+from longseq.tasks.image.datasets import TrainingBatches, as_targets, preserved_random_state, read_or_failure
+from longseq.tasks.image.decoding import decode, find_jpeg_size, first_line
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.image.transforms import (
-    Augmentation,
-    evaluation_transform,
-    list_operations,
-    posterize,
-    training_steps,
-)
+from longseq.tasks.image.sources import Split
+from longseq.tasks.image.transforms import list_operations, training_steps
 
-Size = tuple[int, int]  # height, width
-
-_OUTSIDE = -1  # a row or column of padding
-_LONGEST = 2**15 - 1  # rows and columns are picked by numbers of 16 bits
-
-# Operations that change each value of a pixel for itself: a table of 256 values holds them, made by the operation.
-_RAMP = Image.frombytes("L", (256, 1), bytes(range(256)))
-_TABLES = (
-    *(auto_augment.invert, auto_augment.solarize, auto_augment.solarize_add, auto_augment.brightness),
-    *(auto_augment.posterize, posterize),
+# The operations of `longseq.tasks.image.device`; an affine one covers rotation, shear and translation.
+KINDS = (
+    *("none", "affine", "brightness", "contrast", "color", "sharpness", "posterize", "solarize", "solarize_add"),
+    *("invert", "auto_contrast", "equalize", "gaussian_blur"),
 )
-_BY_FACTOR = {auto_augment.color: "color", auto_augment.contrast: "contrast", auto_augment.sharpness: "sharpness"}
-_ALONE = (
-    *(auto_augment.auto_contrast, auto_augment.equalize, auto_augment.desaturate),
-    *(auto_augment.gaussian_blur, auto_augment.gaussian_blur_rand),
-)
-_SHEARS_AND_SHIFTS: dict[Any, Callable[[int, float], tuple[float, ...]]] = {
-    auto_augment.shear_x: lambda size, factor: (1, factor, 0, 0, 1, 0),
-    auto_augment.shear_y: lambda size, factor: (1, 0, 0, factor, 1, 0),
-    auto_augment.translate_x_abs: lambda size, pixels: (1, 0, pixels, 0, 1, 0),
-    auto_augment.translate_y_abs: lambda size, pixels: (1, 0, 0, 0, 1, pixels),
-    auto_augment.translate_x_rel: lambda size, part: (1, 0, part * size, 0, 1, 0),
-    auto_augment.translate_y_rel: lambda size, part: (1, 0, 0, 0, 1, part * size),
-}
+NUMBERS = 6  # of an operation: an affine map has as many
 
 
 class Geometry(NamedTuple):
-    """How an image becomes [S, S]: a box of it is resized, and rows and columns of the result are picked.
-
-    `box` is (top, left, height, width) in the image. `rows` and `columns` [S] number those of the resized box, -1 a
-    black one.
+    """How an image becomes [S, S]: its `box` (top, left, height, width) is resized to `resized` (height, width), of
+    which a square is cut out that begins at `corner` (top, left), maybe outside; then it is mirrored.
     """
 
     box: tuple[int, int, int, int]
-    resized: Size
-    rows: np.ndarray
-    columns: np.ndarray
+    resized: tuple[int, int]
+    corner: tuple[int, int] = (0, 0)
+    flips: tuple[bool, bool] = (False, False)  # of the rows, and of the columns
 
 
-class Step(NamedTuple):
-    """One colour operation or small warp: its kind, as in `longseq.tasks.image.batched`, and its numbers."""
-
-    kind: str
-    values: tuple[float, ...] = ()
-    table: bytes = b""
-
-
-class Erased(NamedTuple):
-    """Where pixels are erased (bool [S, S]), and the values that replace them (uint8, in the order of channel, row,
-    column)."""
-
-    where: np.ndarray
-    values: np.ndarray
+Step = tuple[str, tuple[float, ...]]
 
 
 class Draw(NamedTuple):
-    """All parameters of one sample; `geometry` is None for an image that is cropped and resized already."""
+    """The parameters of one image; `erased` is as of `PixelErasing.draw`."""
 
-    geometry: Geometry | None
+    geometry: Geometry
     steps: list[Step]
-    erased: Erased | None
+    erased: tuple[Tensor, Tensor] | None
 
 
 class TrainingDraws:
     """Draws the parameters of `training_transform` from the generators that `seed_everything` seeds.
 
-    ValueError for an augmentation that has no batched form.
+    ValueError for an augmentation that has no batched form, such as AugMix.
     """
 
     def __init__(self, info: DataInfo, augmentation: Augmentation) -> None:
-        if found := _find_other_cut(info):
-            raise ValueError(f"{found} has no batched form")
-        self.size = info.side
-        self.channels = info.in_chans
-        self.mode, self.geometry, colour, self.erasing = training_steps(info, augmentation)
-        self.colour = [_ColourDraws(operation, info.side) for operation in colour]
-        self.fill = _find_fill(colour)
-        self.inner_channels = 1 if self.mode.mode == "L" else 3  # of the image between crop and erasing
+        self.size, self.channels = info.side, info.in_chans
+        _, self.geometry, self.colour, self.erasing = training_steps(info, augmentation)
+        for transform in self.colour:
+            if isinstance(transform, (auto_augment.RandAugment, auto_augment.AutoAugment)):
+                for operation in list_operations(transform):
+                    operation.aug_fn = partial(note, operation.aug_fn.__name__, info.side)  # type: ignore[assignment]
+            elif not isinstance(transform, transforms.ColorJitter):
+                raise ValueError(f"{type(transform).__name__} needs data.decode=cpu")
 
-    def __call__(self, size: Size) -> Draw:
+    def __call__(self, size: tuple[int, int]) -> Draw:
         """The parameters for an image of (height, width)."""
-        return Draw(self._geometry(size), *self._after_geometry())
+        geometry = self._geometry(size)
+        steps: list[Step] = []
+        for transform in self.colour:
+            steps = _jitter(transform, steps) if isinstance(transform, transforms.ColorJitter) else transform(steps)
+        erased = None if self.erasing is None else self.erasing.draw((self.channels, self.size, self.size))
+        return Draw(geometry, steps, erased)
 
-    def takes(self, size: Size) -> bool:
-        """True if an image of (height, width) has a geometry; none is for one that is too long after resizing."""
-        first = self.geometry[0]
-        return isinstance(first, RandomResizedCropAndInterpolation) or max(_resized(size, first)) <= _LONGEST
-
-    def crop(self, image: Image.Image) -> tuple[Image.Image, Draw]:
-        """The image after crop and flips, [S, S], and the parameters of the rest."""
-        return transforms.Compose([self.mode, *self.geometry])(image), Draw(None, *self._after_geometry())
-
-    def _after_geometry(self) -> tuple[list[Step], Erased | None]:
-        steps = [step for operation in self.colour for step in operation()]
-        drawn = None if self.erasing is None else self.erasing.draw((self.channels, self.size, self.size))
-        if drawn is None:
-            return steps, None
-        where, values = drawn
-        return steps, Erased(where.numpy(), values[:, where].numpy().reshape(-1))
-
-    def _geometry(self, size: Size) -> Geometry:
-        first = self.geometry[0]
+    def _geometry(self, size: tuple[int, int]) -> Geometry:
+        first, *flips = self.geometry
         if isinstance(first, RandomResizedCropAndInterpolation):
             stand_in = torch.empty(1, *size, device="meta")
-            box = first.get_params(stand_in, first.scale, first.ratio)
-            found = Geometry(box, (self.size, self.size), np.arange(self.size), np.arange(self.size))
-            flips = self.geometry[1:]
+            found = Geometry(first.get_params(stand_in, first.scale, first.ratio), (self.size, self.size))
         else:
-            found = self._cropped(size)
-            flips = self.geometry[2:]
-        for flip in flips:
-            if torch.rand(1) < flip.p:
-                if isinstance(flip, transforms.RandomHorizontalFlip):
-                    found = found._replace(columns=found.columns[::-1])
-                else:
-                    found = found._replace(rows=found.rows[::-1])
-        return found
-
-    def _cropped(self, size: Size) -> Geometry:
-        """The whole image, resized, and a square of it, at random or in the centre."""
-        resize, cut = self.geometry[:2]
-        resized = _resized(size, resize)
-        if isinstance(cut, transforms.CenterCrop):
-            return _centred(size, resized, self.size)
-        padding = cut.padding or 0
-        rows, columns = (_padded(length, padding, cut.padding_mode) for length in resized)
-        top, left, _, _ = cut.get_params(torch.empty(1, len(rows), len(columns), device="meta"), cut.size)
-        return Geometry((0, 0, *size), resized, rows[top : top + self.size], columns[left : left + self.size])
+            cut, *flips = flips
+            height, width = _resized(size, first)
+            if isinstance(cut, transforms.RandomCrop):
+                padding: Any = cut.padding or 0
+                stand_in = torch.empty(1, height + 2 * padding, width + 2 * padding, device="meta")
+                top, left = (number - padding for number in cut.get_params(stand_in, cut.size)[:2])
+            else:
+                top, left = (_centre(side, self.size) for side in (height, width))
+            found = Geometry((0, 0, *size), (height, width), (top, left))
+        mirrored = [bool(torch.rand(1) < flip.p) for flip in flips]
+        kinds = [isinstance(flip, transforms.RandomVerticalFlip) for flip in flips]
+        rows, columns = (
+            any(m for m, kind in zip(mirrored, kinds, strict=True) if kind == one) for one in (True, False)
+        )
+        return found._replace(flips=(rows, columns))
 
 
-class EvaluationDraws:
-    """The parameters of `evaluation_transform`. ValueError for another cut than that of a square in the centre."""
-
-    def __init__(self, info: DataInfo) -> None:
-        if found := _find_other_cut(info):
-            raise ValueError(f"data.decode=gpu: {found} has no batched form; give data.decode=cpu")
-        self.size = info.side
-        self.mode, self.resize, self.cut, _ = evaluation_transform(info).transforms
-        self.inner_channels = info.in_chans
-
-    def __call__(self, size: Size) -> Draw:
-        """The parameters for an image of (height, width)."""
-        return Draw(_centred(size, _resized(size, self.resize), self.size), [], None)
-
-    def takes(self, size: Size) -> bool:
-        """True if an image of (height, width) has a geometry; none is for one that is too long after resizing."""
-        return max(_resized(size, self.resize)) <= _LONGEST
-
-    def crop(self, image: Image.Image) -> tuple[Image.Image, Draw]:
-        """The image after resizing and cropping, [S, S], and the parameters of the rest: none."""
-        return self.cut(self.resize(self.mode(image))), Draw(None, [], None)
-
-
-class _ColourDraws:
-    """One colour transform of timm or torchvision; a call draws its steps."""
-
-    def __init__(self, operation: Any, size: int) -> None:
-        self.operation, self.size = operation, size
-        if isinstance(operation, (auto_augment.RandAugment, auto_augment.AutoAugment)):
-            for one in list_operations(operation):
-                _require_batched_form(one)
-                one.aug_fn = _Note(one.aug_fn, size)  # type: ignore[assignment]
-        elif not isinstance(operation, transforms.ColorJitter) or operation.hue is not None:
-            raise ValueError(f"{type(operation).__name__} has no batched form")
-
-    def __call__(self) -> list[Step]:
-        if not isinstance(self.operation, transforms.ColorJitter):
-            return self.operation([])
-        jitter: Any = self.operation
-        order, *factors, _ = jitter.get_params(jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)
-        functions = (auto_augment.brightness, auto_augment.contrast, auto_augment.color)
-        found = [(functions[number], factors[number]) for number in order.tolist() if number < len(functions)]
-        steps = [_step(function, self.size, factor) for function, factor in found if factor is not None]
-        return [step for step in steps if step is not None]
-
-
-def _find_other_cut(info: DataInfo) -> str | None:
-    """What asks for another cut than that of a square in the centre, None where nothing does."""
-    if info.crop_mode != "center":
-        return f"crop_mode={info.crop_mode}"
-    height, width = info.sides
-    return None if height == width else f"img_size={[height, width]}"
-
-
-def _find_fill(colour: list[Any]) -> tuple[int, ...]:
-    """The colour with which timm's warps fill the corners: the data's mean."""
-    fills = [one.kwargs["fillcolor"] for operation in colour for one in list_operations(operation)]
-    return fills[0] if fills else (0, 0, 0)
-
-
-class _Note:
-    """Takes the place of a function of an image: adds to a list what would have been done."""
-
-    def __init__(self, function: Any, size: int) -> None:
-        self.function, self.size = function, size
-
-    def __call__(self, noted: list[Step], *arguments: Any, **options: Any) -> list[Step]:
-        step = _step(self.function, self.size, *arguments, **options)
-        return noted if step is None else [*noted, step]
-
-
-def _step(function: Any, size: int, *values: Any, **options: Any) -> Step | None:
-    """The step that does what `function(image, *values, **options)` does to an image [size, size]; None: nothing."""
-    if function in _TABLES:
-        return Step("table", table=function(_RAMP, *values, **options).tobytes())
-    if function in _BY_FACTOR:
-        return Step(_BY_FACTOR[function], (float(values[0]),))
-    if function is auto_augment.auto_contrast:
-        return Step("auto_contrast")
-    if function is auto_augment.equalize:
-        return Step("equalize")
-    if function is auto_augment.desaturate:
-        return Step("color", (min(1.0, max(0.0, 1.0 - values[0])),))
-    if function is auto_augment.gaussian_blur:
-        return Step("blur", (float(values[0]),)) if values[0] else None
-    if function is auto_augment.gaussian_blur_rand:
-        return Step("blur", (random.uniform(0.1, 2.0 * values[0]),))
-    resample: Any = options["resample"]
-    if isinstance(resample, (list, tuple)):
-        resample = random.choice(resample)
-    if function is auto_augment.rotate:
-        if values[0] % 360 == 0:
-            return None
-        return Step(resample.name.lower(), _rotation(values[0], size))
-    matrix = _SHEARS_AND_SHIFTS[function](size, values[0])
-    moves = "in_rows" if matrix[3:] == (0, 1, 0) else "in_columns"
-    return Step(f"{resample.name.lower()}_{moves}", tuple(float(value) for value in matrix))
-
-
-def _require_batched_form(operation: auto_augment.AugmentOp) -> None:
-    """Raise ValueError for an operation of timm that `_step` does not know."""
-    function, resample = operation.aug_fn, operation.kwargs["resample"]
-    if function in _SHEARS_AND_SHIFTS or function is auto_augment.rotate:
-        for one in resample if isinstance(resample, (list, tuple)) else [resample]:
-            if one not in (Image.Resampling.BILINEAR, Image.Resampling.BICUBIC):
-                raise ValueError(f"{operation.name} with data.interpolation={one.name.lower()} has no batched form")
-    elif function not in (*_TABLES, *_BY_FACTOR, *_ALONE):
-        raise ValueError(f"{operation.name} has no batched form")
-
-
-def _rotation(degrees: float, size: int) -> tuple[float, ...]:
-    """The matrix of Pillow's `Image.rotate`, from pixels of the result to those of the image."""
-    angle = -math.radians(degrees % 360.0)
-    cosine, sine, centre = round(math.cos(angle), 15), round(math.sin(angle), 15), size / 2
-    left = cosine * -centre + sine * -centre + centre
-    top = round(-math.sin(angle), 15) * -centre + cosine * -centre + centre
-    return (cosine, sine, left, round(-math.sin(angle), 15), cosine, top)
-
-
-def _resized(size: Size, resize: transforms.Resize) -> Size:
-    """The size after torchvision's resizing of the short side."""
+def _resized(size: tuple[int, int], resize: transforms.Resize) -> tuple[int, int]:
+    """The (height, width) after torchvision's resizing of the short side."""
     height, width = size
     short = resize.size if isinstance(resize.size, int) else resize.size[0]
     if height >= width:
@@ -285,21 +117,139 @@ def _resized(size: Size, resize: transforms.Resize) -> Size:
     return short, int(short * width / height)
 
 
-def _centred(size: Size, resized: Size, length: int) -> Geometry:
-    """The centre [length, length] of the resized image, with black around an image that is smaller."""
-    rows, columns = (_centre(side, length) for side in resized)
-    return Geometry((0, 0, *size), resized, rows, columns)
+def _centre(side: int, size: int) -> int:
+    """Where torchvision's centre of `size` pixels begins."""
+    return round((side - size) / 2) if side > size else -((size - side) // 2)
 
 
-def _centre(side: int, length: int) -> np.ndarray:
-    before = (length - side) // 2 if length > side else 0
-    start = round(max(side - length, 0) / 2) - before
-    found = np.arange(start, start + length)
-    return np.where((found >= 0) & (found < side), found, _OUTSIDE)
+def _jitter(jitter: Any, steps: list[Step]) -> list[Step]:
+    order, *factors, _ = jitter.get_params(jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)
+    names = ("brightness", "contrast", "color")
+    chosen = [number for number in order.tolist() if number < len(names) and factors[number] is not None]
+    return [*steps, *((names[number], (float(factors[number]),)) for number in chosen)]
 
 
-def _padded(length: int, padding: int, mode: str) -> np.ndarray:
-    """The row of the image for each row of the padded image."""
-    if mode == "constant":
-        return np.pad(np.arange(length), padding, constant_values=_OUTSIDE)
-    return np.pad(np.arange(length), padding, mode=mode)  # type: ignore[call-overload]
+def note(name: str, size: int, steps: list[Step], *values: Any, **options: Any) -> list[Step]:
+    """Takes the place of timm's function `name` of an image [size, size]: adds to the steps what it would do."""
+    amount = float(values[0]) if values else 0.0
+    if name == "desaturate":
+        return [*steps, ("color", (min(1.0, max(0.0, 1.0 - amount)),))]
+    if name == "gaussian_blur_rand":
+        return [*steps, ("gaussian_blur", (random.uniform(0.1, 2.0 * amount),))]
+    if name in KINDS:
+        return [*steps, (name, (amount,))]
+    if isinstance(options["resample"], list | tuple):
+        random.choice(options["resample"])  # as timm, whose later draws depend on it; here all are bilinear
+    return [*steps, ("affine", _affine(name, size, amount))]
+
+
+def _affine(name: str, size: int, amount: float) -> tuple[float, ...]:
+    """Pillow's (a, b, c, d, e, f): the pixel (x, y) of the result is (ax + by + c, dx + ey + f) of the image."""
+    if name == "rotate":
+        cosine, sine, centre = math.cos(math.radians(amount)), -math.sin(math.radians(amount)), size / 2
+        return cosine, sine, centre * (1 - cosine - sine), -sine, cosine, centre * (1 - cosine + sine)
+    shift = amount * size if name.endswith("rel") else amount
+    maps = {
+        "shear_x": (1.0, amount, 0.0, 0.0, 1.0, 0.0),
+        "shear_y": (1.0, 0.0, 0.0, amount, 1.0, 0.0),
+        "translate_x": (1.0, 0.0, shift, 0.0, 1.0, 0.0),
+        "translate_y": (1.0, 0.0, 0.0, 0.0, 1.0, shift),
+    }
+    return maps[name.removesuffix("_rel").removesuffix("_abs")]
+
+
+class EncodedFile(NamedTuple):
+    """The bytes of a JPEG file that a device decodes, or of the RGB pixels [H, W, 3] of another image."""
+
+    data: bytes
+    size: tuple[int, int]  # height, width
+    is_jpeg: bool
+
+
+class EncodedImages(NamedTuple):
+    """A batch before decoding: each file once, whatever the number of its repeats.
+
+    `data` uint8 [N]: the files, one after the other. `files` int64 [F, 5]: start, end, height, width, is_jpeg.
+    `samples` int64 [B, 14]: file, box (4), resized (2), corner (2), flips (2), and the `SampleIndex` (3).
+    `kinds` int64 [n, B] and `numbers` float32 [n, B, 6]: the n-th operation of each image, by its place in `KINDS`.
+    `erased` bool [B], `where` bool [K, S, S] and `values` uint8 [M]: which images have erased pixels, which of their
+    pixels these are, and what replaces them, in the order of image, channel, row, column.
+    """
+
+    data: Tensor
+    files: Tensor
+    samples: Tensor
+    kinds: Tensor
+    numbers: Tensor
+    erased: Tensor
+    where: Tensor
+    values: Tensor
+
+
+def read_encoded(split: Split, position: int) -> tuple[EncodedFile, Any] | Failure:
+    """The file at a position of a split and its class, or why it cannot be read."""
+    index = int(split.indices[position])
+    read_file = getattr(split.source, "read_file", None)
+    if read_file is None:
+        found = read_or_failure(split, position)
+        return found if isinstance(found, Failure) else (_as_pixels(found[0]), found[1])
+    try:
+        data, target = read_file(index)
+        size = find_jpeg_size(data)
+        return (_as_pixels(decode(io.BytesIO(data))) if size is None else EncodedFile(data, size, True)), target
+    except UNREADABLE as error:
+        return Failure(split.source.path(index), first_line(error))
+
+
+def _as_pixels(image: Image.Image) -> EncodedFile:
+    return EncodedFile(image.convert("RGB").tobytes(), (image.height, image.width), False)
+
+
+class EncodedTrainingBatches(TrainingBatches):
+    """`TrainingBatches` that a `longseq.tasks.image.device.DeviceTransform` finishes: inputs are `EncodedImages`."""
+
+    def __init__(self, split: Split, draws: TrainingDraws, seed: int, info: DataInfo | None = None) -> None:
+        super().__init__(split, draws, seed, info)
+        self.size = draws.size
+        self.read = read_encoded
+
+    def __getitem__(self, indices: list[SampleIndex]) -> Batch:
+        failures: list[Failure] = []
+        files: list[EncodedFile] = []
+        drawn: list[tuple[int, Draw, Any]] = []
+        with preserved_random_state():
+            for file, target in self.samples(indices, failures):
+                if not files or file is not files[-1]:  # repeats of a file are neighbours
+                    files.append(file)
+                drawn.append((len(files) - 1, self.transform(file.size), target))
+        if len(drawn) < len(indices):
+            return Batch(torch.empty(0), torch.empty(0), failures)
+        return Batch(_pack(files, drawn, indices, self.size), as_targets([one[2] for one in drawn]), failures)
+
+
+def _pack(
+    files: list[EncodedFile], drawn: list[tuple[int, Draw, Any]], indices: list[SampleIndex], size: int
+) -> EncodedImages:
+    ends = np.cumsum([len(file.data) for file in files]).tolist()
+    rows = [(end - len(file.data), end, *file.size, file.is_jpeg) for file, end in zip(files, ends, strict=True)]
+    samples = [
+        (file, *(number for part in draw.geometry for number in part), *index)
+        for (file, draw, _), index in zip(drawn, indices, strict=True)
+    ]
+    most = max(len(draw.steps) for _, draw, _ in drawn)
+    kinds, numbers = torch.zeros(most, len(drawn), dtype=torch.long), torch.zeros(most, len(drawn), NUMBERS)
+    for row, (_, draw, _) in enumerate(drawn):
+        for turn, (kind, values) in enumerate(draw.steps):
+            kinds[turn, row] = KINDS.index(kind)
+            numbers[turn, row, : len(values)] = torch.tensor(values)
+    erased = [draw.erased for _, draw, _ in drawn if draw.erased is not None]
+    return EncodedImages(
+        data=torch.from_numpy(np.frombuffer(bytearray().join(file.data for file in files), dtype=np.uint8)),
+        files=torch.tensor(rows, dtype=torch.long),
+        samples=torch.tensor(samples, dtype=torch.long),
+        kinds=kinds,
+        numbers=numbers,
+        erased=torch.tensor([draw.erased is not None for _, draw, _ in drawn]),
+        where=torch.stack([where for where, _ in erased]) if erased else torch.zeros(0, size, size, dtype=torch.bool),
+        values=torch.cat([values[:, where].flatten() for where, values in erased] or [torch.zeros(0)]).byte(),
+    )

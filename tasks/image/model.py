@@ -24,14 +24,12 @@ from longseq.plugin_models import TARGET, make_plugin_model
 from longseq.plugins import find_class
 from longseq.tasks.image import weight_file
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.training.memory import machine_memory
 from longseq.tasks.training.model import (
     TaskModel,
     copy_weights,
     mixer_options,
     note,
     note_new_head,
-    outlined,
     refuse_difference,
 )
 from longseq.tasks.training.options import check_call, signature_options
@@ -98,29 +96,6 @@ class ImageModel(TaskModel):
             )
         except TypeError as error:
             raise ValueError(f"model {name} does not take these options: {error}") from error
-
-    def check(self, config: Mapping[str, Any]) -> None:
-        data = config["data"]
-        size, memory = data["img_size"], machine_memory()
-        if memory is not None and 4 * 3 * size**2 > memory:
-            raise ValueError(f"data.img_size={size}: one such image is larger than the memory of this machine")
-        if config["model"]["name"].startswith("longseq_") and TARGET not in config["model"]:
-            info = DataInfo(
-                class_names=["0", "1"],
-                num_classes=2,
-                img_size=data["img_size"],
-                in_chans=data.get("in_chans", 3),
-                mean=[0.5],
-                std=[0.5],
-                interpolation="bicubic",
-                crop_pct=1.0,
-            )
-            self.outline(config, info)
-
-    def outline(self, config: Mapping[str, Any], info: DataInfo) -> nn.Module | None:
-        # Models of timm may load weights when they are made, and do not all go without memory.
-        ours = config["model"]["name"].startswith("longseq_") and TARGET not in config["model"]
-        return outlined(config, lambda: self.build(config, info)) if ours else None
 
     def remarks(self, model: nn.Module) -> list[str]:
         return [line for line in (_find_unread(model), _REMARKS.get(model)) if line is not None]

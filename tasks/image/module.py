@@ -9,6 +9,7 @@ from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor, nn
 from torch.nn import functional
 
+from longseq.tasks.config import Criterion
 from longseq.tasks.data.given import (
     IMAGES,
     TARGETS,
@@ -25,7 +26,6 @@ from longseq.tasks.image.model import state_data, state_decision
 from longseq.tasks.image.transforms import normalize
 from longseq.tasks.training.classification import make_metrics
 from longseq.tasks.training.classifier import ClassifierModule
-from longseq.tasks.training.keys import Criterion
 from longseq.tasks.training.recipe import Training
 from longseq.tasks.training.update_mean import UpdateSum, count_processes
 

@@ -12,20 +12,17 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from longseq.tasks.data.given import TARGETS, given_loader
+from longseq.tasks.data.given import given_loader
 from longseq.tasks.data.labels import find_weights
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.image.config import DATAMODULE, ImageDataKeys, per_channel
 from longseq.tasks.image.datasets import ImageFiles
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.own_dataset import class_names_of
-from longseq.tasks.image.sources import check_class_map
 from longseq.tasks.training.options import read, signature_options
 from longseq.tasks.training.targets import TARGET, build_own
 
 _log = logging.getLogger(__name__)
-
-_PLACE = f"data.{DATAMODULE}"
 
 
 class OwnDataModule(TaskData):
@@ -34,8 +31,7 @@ class OwnDataModule(TaskData):
     Its batches are those of `longseq.tasks.ImageClassifier.read_batch`, with images that are ready for the model:
     `keys` (img_size, mean, std and more) say how they were made, for predictions and exported files. The names of the
     classes are its attribute `classes` or `class_to_idx`; without names, their number is its `num_classes` or
-    `data.num_classes`. Without a test loader the validation is also the test, which a warning tells. `setup` is called
-    once for each stage.
+    `data.num_classes`. Without a test loader the validation is also the test. `setup` is called once for each stage.
     """
 
     info_class = DataInfo
@@ -67,14 +63,11 @@ class OwnDataModule(TaskData):
 
     def _build(self, batch_size: int) -> None:
         node: Any = self.keys.datamodule
-        self.own: LightningDataModule = build_own(node, _PLACE, {"batch_size": batch_size})
+        self.own: LightningDataModule = build_own(node, f"data.{DATAMODULE}", {"batch_size": batch_size})
         self.own.trainer = self.trainer
         self.label = str(node[TARGET])
         self.batch_size = batch_size
         self.eval_batch_size = self.keys.eval_batch_size or batch_size
-        for name in ("train_dataloader", "val_dataloader"):
-            if not is_overridden(name, self.own, LightningDataModule):
-                raise ValueError(f"{self.label} defines no {name}: give it one")
         self._takes_batch = "batch_size" in signature_options(type(self.own))
         self._prepared = False
         self._stages: set[str | None] = set()
@@ -101,7 +94,7 @@ class OwnDataModule(TaskData):
 
     @property
     def batches_per_epoch(self) -> None:
-        """None: the loader tells it when the run begins."""
+        """None: the loader knows it when the run begins."""
         return
 
     @property
@@ -140,11 +133,8 @@ class OwnDataModule(TaskData):
     def train_dataloader(self) -> Any:
         loader = given_loader(self.own, "train_dataloader", self.label)
         size = getattr(loader, "batch_size", None)
-        if isinstance(size, int) and size != self.batch_size:
-            raise ValueError(
-                f"{self.label} makes batches of {size}, and the recipe means {self.batch_size} for a device: let its "
-                f"constructor take batch_size, or give recipe.batch_size={size} for one device"
-            )
+        if isinstance(size, int) and size != self.batch_size:  # the learning rate belongs to the recipe's batch
+            raise ValueError(f"{self.label} makes batches of {size}, and recipe.batch_size means {self.batch_size}")
         return loader
 
     def val_dataloader(self) -> Any:
@@ -163,58 +153,33 @@ class OwnDataModule(TaskData):
         return given_loader(self.own, name, self.label)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        batch = self.own.on_before_batch_transfer(batch, dataloader_idx)
-        self._check_labels(batch)
-        return batch
+        return self.own.on_before_batch_transfer(batch, dataloader_idx)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         return self.own.transfer_batch_to_device(batch, device, dataloader_idx)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """The batch as the pair that the module reads, which callbacks see, too."""
+        """The batch as the pair that the module reads, which callbacks see, too. ValueError for other images."""
         batch = self.own.on_after_batch_transfer(batch, dataloader_idx)
         module: Any = self.trainer.lightning_module
         images, targets = module.read_batch(batch)
         wanted = (self.keys.in_chans, self.keys.img_size, self.keys.img_size)
         if not isinstance(images, Tensor) or not images.is_floating_point() or images.shape[1:] != wanted:
-            given = f"{list(images.shape)} of {images.dtype}" if isinstance(images, Tensor) else type(images).__name__
-            raise ValueError(
-                f"{self.label}: the images of a batch are {given}, and must be {['B', *wanted]} of floats, as "
-                "data.in_chans and data.img_size say"
-            )
+            raise ValueError(f"{self.label}: images must be floats {['B', *wanted]}")
         if len(targets) != len(images):
             raise ValueError(f"{self.label}: a batch has {len(images)} images and {len(targets)} labels")
         return images, targets
 
-    def _check_labels(self, batch: Any) -> None:
-        """ValueError for a class number that does not exist, before the device stops at it."""
-        if isinstance(batch, Mapping):
-            labels = next((batch[name] for name in TARGETS if name in batch), None)
-        else:
-            labels = batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None
-        if self.keys.multi_label or not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.numel():
-            return
-        least, most = int(labels.min()), int(labels.max())
-        if labels.device.type == "cpu" and not (least >= 0 and most < self.info.num_classes):
-            raise ValueError(
-                f"{self.label}: the label {most if least >= 0 else least} is not among the classes 0 to "
-                f"{self.info.num_classes - 1}"
-            )
-
     def _describe(self, stage: str) -> DataInfo:
         keys, names = self.keys, class_names_of(self.own, self.label)
         count = keys.num_classes or getattr(self.own, "num_classes", None) or len(names)
-        if not isinstance(count, int) or count < max(1, len(names)):
-            raise ValueError(
-                f"{self.label} does not tell its classes: give it an attribute `classes`, a list of names, or give "
-                "data.num_classes=N"
-            )
+        if count < max(1, len(names)):
+            raise ValueError(f"{self.label} does not know its classes: give it `classes`, or give data.num_classes=N")
         names += [str(index) for index in range(len(names), count)]
-        check_class_map(keys.source, keys.class_map, names)
         sizes: dict[str, int | None] = {}
         if stage == "fit":
-            loader = given_loader(self.own, "train_dataloader", self.label)
-            sizes = {"train": _count(loader) or keys.train_samples}
+            dataset = getattr(given_loader(self.own, "train_dataloader", self.label), "dataset", None)
+            sizes = {"train": (len(dataset) if isinstance(dataset, Sized) else None) or keys.train_samples}
         return DataInfo(
             class_names=names,
             num_classes=count,
@@ -228,9 +193,3 @@ class OwnDataModule(TaskData):
             class_weights=find_weights(keys.class_weights, [], 0, names, multi_label=keys.multi_label),
             sizes=sizes,
         )
-
-
-def _count(loader: Any) -> int | None:
-    """The samples of a loader's data set; None if it does not tell them."""
-    dataset = getattr(loader, "dataset", None)
-    return len(dataset) if isinstance(dataset, Sized) else None

@@ -13,8 +13,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from longseq.tasks.config import Choice
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.training.automatic import FIND, Choice, value_of
+from longseq.tasks.training.automatic import FIND, value_of
 
 # From this number of images on, the recipe is that of ImageNet-1k.
 LARGE = 200_000

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from PIL import Image, ImageDraw
-from PIL.PngImagePlugin import PngInfo
 from torch import Tensor, nn
 from torchvision.transforms.functional import gaussian_blur, to_pil_image
-
-from longseq.files import Kind, replacing
 
 _SMALLEST = 128  # the least size of an image in a picture, in pixels
 _LINE = 14  # the height of a line of text
 _HOT = (1.0, 0.35, 0.0)  # the colour of the strongest pixels
-_SOFTWARE = ("Software", "longseq")  # the PNG text that tells our pictures from others
 
 
 def saliency(model: nn.Module, images: Tensor, classes: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -69,23 +63,3 @@ def draw_saliency(pixels: Tensor, saliency_map: Tensor, caption: str) -> Image.I
         canvas.paste(tile.resize((width, height), Image.Resampling.NEAREST), (place * (width + 2), 0))
     ImageDraw.Draw(canvas).text((2, height + 1), caption, fill="black")
     return canvas
-
-
-def write_picture(picture: Image.Image, path: Path) -> None:
-    """Write a picture as PNG, by which `PICTURES` knows it again."""
-    told = PngInfo()
-    told.add_text(*_SOFTWARE)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as partial:
-        picture.save(partial, format="PNG", pnginfo=told)
-
-
-def _is_picture(path: Path) -> bool:
-    try:
-        with Image.open(path) as picture:
-            return picture.info.get(_SOFTWARE[0]) == _SOFTWARE[1]
-    except OSError:
-        return False
-
-
-PICTURES = Kind("picture of saliency", _is_picture)

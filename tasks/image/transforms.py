@@ -145,7 +145,7 @@ def training_steps(info: DataInfo, augmentation: Augmentation) -> TrainingSteps:
     inner = ToMode("RGB") if colour.transforms else _final_mode(info)
     for operation in colour.transforms:
         _allow_zero_bits(operation)
-    erasing = PixelErasing(info, **augmentation.erasing) if augmentation.erasing.get("prob", 0) else None
+    erasing = PixelErasing(info, **augmentation.erasing.model_dump()) if augmentation.erasing.prob else None
     return TrainingSteps(inner, geometry, colour.transforms, erasing)
 
 

@@ -11,7 +11,7 @@ from longseq.backbones.tokens import TokenBackbone
 from longseq.blocks.rotary import count_positions
 from longseq.kernels.packing import Packing
 from longseq.mixers import Mixer
-from longseq.state import map_state, select_state, state_tensors
+from longseq.state import fill_state, map_state, select_state, state_tensors
 from longseq.tasks.text.batch import TokenInputs
 
 
@@ -19,17 +19,13 @@ class CarriedState:
     """Keeps the recurrent state of each row of a batch, for the batch that continues the rows.
 
     Gradients end where a batch begins (truncated backpropagation through time). ValueError for a model whose state
-    grows with every token: its batches would have no fixed shape.
+    grows with every token, which has no fixed shape.
     """
 
     def __init__(self, model: TokenBackbone) -> None:
         growing = {type(part).__name__ for part in model.modules() if isinstance(part, Mixer) and part.growing_state}
         if growing:
-            raise ValueError(
-                f"the state of {', '.join(sorted(growing))} grows with every token and cannot go on from batch to "
-                "batch: choose another mixer, or data.packing=concatenated, whose windows each begin anew "
-                "(data.window sets their length)"
-            )
+            raise ValueError(f"data.packing=streams: the state of {', '.join(sorted(growing))} grows with every token")
         self.model = model
         self.rows: Any = None  # the state of each row of the last batch
 
@@ -41,10 +37,15 @@ class CarriedState:
         start = self.model.initial_state(sequences, device, self.model.embedding.weight.dtype)
         if self.rows is None:
             return start
-        rows = map_state(lambda x: x.to(device), self.rows)
         places = torch.arange(sequences, device=device) if carry.first is None else carry.first
-        kept = ~carry.fresh
-        return _blend(start, rows, places, kept)
+
+        def go_on(begun: Tensor, row: Tensor) -> Tensor:
+            fresh = carry.fresh.view(-1, *[1] * (begun.ndim - 1))
+            chosen = torch.where(fresh, begun.index_select(0, places), row.to(device, begun.dtype))
+            return begun.index_copy(0, places, chosen)
+
+        pairs = zip(state_tensors(start), state_tensors(self.rows), strict=True)
+        return fill_state(start, [go_on(begun, row) for (_, begun), (_, row) in pairs])
 
     def keep(self, inputs: TokenInputs, state: Any) -> None:
         """Keep the state with which each row of the batch ends."""
@@ -59,8 +60,7 @@ class CarriedState:
 
     def restore(self, tensors: list[Tensor]) -> None:
         """Continue with what `tensors` returned."""
-        found = iter(tensors)
-        self.rows = map_state(lambda _: next(found), self.model.initial_state(1)) if tensors else None
+        self.rows = fill_state(self.model.initial_state(1), tensors) if tensors else None
 
 
 class CarriedPositions:
@@ -92,15 +92,3 @@ def packing_of(inputs: TokenInputs) -> Packing | None:
     if inputs.cu_seqlens is None:
         return None
     return Packing(inputs.cu_seqlens, inputs.tokens.shape[1], max_seqlen=inputs.max_seqlen)
-
-
-def _blend(start: Any, rows: Any, places: Tensor, kept: Tensor) -> Any:
-    """`start`, with `rows` at `places` where `kept`."""
-    if start is None:
-        return None
-    if not isinstance(start, Tensor):
-        parts = [_blend(one, other, places, kept) for one, other in zip(start, rows, strict=True)]
-        return type(start)(*parts) if hasattr(start, "_fields") else type(start)(parts)
-    wanted = kept.view(-1, *[1] * (start.ndim - 1))
-    chosen = torch.where(wanted, rows.to(start.dtype), start.index_select(0, places))
-    return start.index_copy(0, places, chosen)

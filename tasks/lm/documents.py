@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,12 @@ from longseq.files import replacing
 from longseq.tasks.lm.likelihood import document_rows, score_rows
 from longseq.tasks.lm.metrics import perplexity_of
 from longseq.tasks.report import progress_bar
-from longseq.tasks.text.documents import Document, LineCounter
+from longseq.tasks.text.documents import Document
 from longseq.tasks.text.sources import Columns, Malformed, Part, read_part
 from longseq.tasks.text.tokenizer import Tokenizer
 
 # Documents whose text is in memory; those of similar lengths among them are read together.
 _BLOCK = 1024
-_NAMED = 3  # malformed lines that are named in the summary
 
 
 @dataclass
@@ -35,8 +34,6 @@ class Totals:
     log_probability: float = 0.0
     malformed: int = 0
     empty: int = 0
-    named: list[str] = field(default_factory=list)
-    lines: LineCounter = field(default_factory=LineCounter)  # for the places of what could not be read
 
     def metrics(self) -> dict[str, float]:
         """The loss of a token in nats, its exponential, and the bits of a byte, over all documents."""
@@ -57,23 +54,22 @@ def score_documents(
 ) -> Totals:
     """Write a line of JSON for each document of `parts`, in their order, and return the sums.
 
-    A document is read behind the token with which texts begin. Its log-probability is that of its text and of the
+    A document is read after the token with which texts begin. Its log-probability is that of its text and of the
     separator that ends it, as in training; a prompt (`columns.prompt`) is read and not scored. A line holds `document`
     (its number, from 0), `log_probability` (in nats), `tokens`, `bytes`, `bits_per_byte` and `perplexity`; or
     `document` and `error`, where a document is malformed or empty. `context` is entered while the model computes.
-
-    ValueError, in one line: no document can be read, or the tokenizer is not that of the model.
     """
     totals = Totals()
-    with replacing(output) as partial:
-        with context, progress_bar("evaluating", len(parts)) as advance, partial.open("w", encoding="utf-8") as file:
-            for block in _blocks(_read(parts, columns, advance)):
-                for row in _score_block(model, tokenizer, block, batch_size, totals):
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        if totals.documents == 0:
-            told = f": {totals.named[0]}" if totals.named else ""
-            empty = f"{totals.empty} empty ones, " if totals.empty else ""
-            raise ValueError(f"the input holds no document, {empty}{totals.malformed} malformed lines or files{told}")
+    with (
+        replacing(output) as partial,
+        partial.open("w", encoding="utf-8") as file,
+        progress_bar("evaluating", len(parts)) as advance,
+        context,
+    ):
+        documents = _read(parts, columns, advance)
+        while block := list(islice(documents, _BLOCK)):
+            for row in _score_block(model, tokenizer, block, batch_size, totals):
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
     return totals
 
 
@@ -81,11 +77,6 @@ def _read(parts: Sequence[Part], columns: Columns, advance: Any) -> Iterator[Doc
     for part in parts:
         yield from read_part(part, columns)
         advance(1)
-
-
-def _blocks(documents: Iterator[Document | Malformed]) -> Iterator[list[Document | Malformed]]:
-    while block := list(islice(documents, _BLOCK)):
-        yield block
 
 
 def _score_block(
@@ -113,10 +104,7 @@ def _score_block(
         number = totals.documents + totals.malformed + totals.empty
         if isinstance(one, Malformed):
             totals.malformed += 1
-            told = one.describe(totals.lines)
-            if len(totals.named) < _NAMED:
-                totals.named.append(told)
-            yield {"document": number, "error": told}
+            yield {"document": number, "error": one.describe()}
         elif one.is_empty:
             totals.empty += 1
             yield {"document": number, "error": "empty"}

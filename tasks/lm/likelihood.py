@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,17 +50,14 @@ def document_rows(model: TokenBackbone, tokens: Sequence[int], start: int = 1) -
 
 
 @torch.inference_mode()
-def score_rows(
-    model: TokenBackbone, rows: Sequence[Row], batch_size: int, advance: Callable[[int], Any] | None = None
-) -> list[Likelihood]:
+def score_rows(model: TokenBackbone, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
     """The likelihood of each row, in their order; `batch_size` rows of similar lengths are read together.
 
     Long rows are read in pieces, with the state carried from one to the next. A model with learned positions reads no
-    more than the last `max_length` tokens before the last one of a row. `advance` is called with the number of rows of
-    each finished batch.
+    more than the last `max_length` tokens before the last one of a row.
 
     Raises:
-        ValueError: a row has a token outside the vocabulary, or more tokens are scored than a model has positions.
+        ValueError: more tokens of a row are scored than a model has learned positions.
     """
     rows = [_fit(model, row) for row in rows]
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens))
@@ -68,27 +65,17 @@ def score_rows(
     for first in range(0, len(order), batch_size):
         chosen = order[first : first + batch_size]
         found |= dict(zip(chosen, _score_batch(model, [rows[index] for index in chosen]), strict=True))
-        if advance is not None:
-            advance(len(chosen))
     return [found[index] for index in range(len(rows))]
 
 
 def _fit(model: TokenBackbone, row: Row) -> Row:
     tokens, start = row
-    if (highest := max(tokens)) >= model.vocab_size:
-        raise ValueError(
-            f"the text has the token {highest}, and the model knows {model.vocab_size}: the tokenizer is not that of "
-            "the model"
-        )
     most = model.max_length
     if most is None or len(tokens) - 1 <= most:
         return row
     left_out = len(tokens) - 1 - most
     if left_out >= start:
-        raise ValueError(
-            f"{len(tokens) - start} tokens are scored at once, more than the {most} positions that the model has "
-            "learned"
-        )
+        raise ValueError(f"{len(tokens) - start} tokens are scored at once, and the model has {most} positions")
     return Row(tokens[left_out:], start - left_out)
 
 

@@ -86,8 +86,7 @@ class LanguageModelTask(TrainedModule):
             ids = find_entry(batch, ("input_ids", "tokens"), "tokens")
             labels, real = batch.get("labels"), read_mask(batch, ids)
             labels = ids if labels is None else labels
-            if labels.shape == real.shape:  # others are refused below
-                labels = labels.masked_fill(~real, IGNORED)
+            labels = labels.masked_fill(~real, IGNORED)
             tokens, targets, mask = ids[:, :-1], labels[:, 1:], real[:, :-1]
         elif isinstance(batch, Tensor) or len(batch) == 1:
             ids = batch if isinstance(batch, Tensor) else batch[0]
@@ -97,10 +96,7 @@ class LanguageModelTask(TrainedModule):
             if isinstance(tokens, TokenInputs):
                 return tokens, targets
         if tokens.ndim != 2 or targets.shape != tokens.shape:
-            raise ValueError(
-                f"tokens of the shape {list(tokens.shape)} with targets of {list(targets.shape)}: a batch is rows of "
-                "tokens [B, T], with a target for each"
-            )
+            raise ValueError(f"tokens {list(tokens.shape)} with targets {list(targets.shape)}: both must be [B, T]")
         targets = targets.long()
         if mask is not None:
             targets = targets.masked_fill(~mask, IGNORED)
@@ -195,8 +191,7 @@ class LanguageModelTask(TrainedModule):
             return
         if len(carried) != self.trainer.world_size:
             raise ValueError(
-                f"the checkpoint holds the states of streams on {len(carried)} device(s), and there are "
-                f"{self.trainer.world_size}: resume on as many"
+                f"the checkpoint holds the states of streams on {len(carried)} device(s): resume on as many"
             )
         # A run that has validated since it resumed is saved before its first update.
         self._restored = self._at_update = carried[self.global_rank]

@@ -24,10 +24,6 @@ class TextSamples(Callback):
     """
 
     def __init__(self, tokens: int = 256, temperature: float = 0.8) -> None:
-        if tokens < 1 or temperature < 0:
-            raise ValueError(
-                f"callbacks.text_samples: tokens={tokens} must be at least 1, and temperature={temperature} at least 0"
-            )
         self.tokens = tokens
         self.temperature = temperature
 

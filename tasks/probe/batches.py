@@ -69,12 +69,8 @@ class MixtureSampler(UpdateSampler[BatchIndices]):
     ) -> None:
         super().__init__(batch_size, seed=seed, rank=rank, world_size=world_size, accumulate=accumulate)
         effective = self.effective_batch_size
-        if small := [size for size in sizes if size < effective]:
-            accumulated = f" x {accumulate} accumulated batches" if accumulate > 1 else ""
-            raise ValueError(
-                f"a batch of {batch_size} on {world_size} device(s){accumulated} needs {effective} training samples, "
-                f"but a slice has {small[0]}: choose recipe.batch_size of at most {small[0]}, or more samples"
-            )
+        if min(sizes) < effective:
+            raise ValueError(f"a slice has {min(sizes)} training samples, and an update needs {effective}")
         self.sizes = sizes
         self.num_samples = sum(sizes)
 

@@ -2,47 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from longseq.tasks.training.command import refuse_inert
-from longseq.tasks.training.keys import TaskKeys
-from longseq.tasks.training.options import Length, Range, read
+from pydantic import Field
+
+from longseq.tasks.config import Count, Keys, TaskKeys, key
 from longseq.tasks.training.token_keys import TokenModelKeys
 
 SPLITS = ("train", "validation", "test")
 
-Slices = Annotated[list[Mapping[str, Any]], Length(1)]
+Slices = Annotated[list[dict[str, Any]], Field(min_length=1)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProbeDataKeys:
+class ProbeDataKeys(Keys):
     """The keys of `data`; `ProbeDataModule` documents them."""
 
-    name: str
-    generator: str
-    options: Mapping[str, Any]
-    train: Slices
-    validation: Slices
-    test: Slices
-    eval_batch_size: Annotated[int | None, Range(1)] = None
-    draw_seed: int = 0
-    cache: str | None = None
+    name: str = key(..., "the name in tables")
+    generator: str = key(..., "mqar, copying, a task of MAD, regbench, or a registered one")
+    options: dict[str, Any] = key({}, "options of the generator")
+    train: Slices = key(..., "a list of slices: `samples`, an optional `name`, and any option of the generator")
+    validation: Slices = key(..., "as train")
+    test: Slices = key(..., "as train")
+    eval_batch_size: Count | None = key(None, "sequences at a time; null: the training batch")
+    draw_seed: int = key(0, "the seed of the samples; `seed` determines their order")
+    cache: str | None = key(None, "a folder in which the samples are saved")
 
 
 @dataclass(frozen=True)
 class ProbeKeys(TaskKeys):
     """The keys of probes."""
 
-    data: type = ProbeDataKeys
-
-    def check(self, config: Mapping[str, Any]) -> None:
-        from longseq.tasks.probe.slices import check_slices  # it imports torch, which the keys do not need
-
-        read(TokenModelKeys, config["model"], "model")
-        refuse_inert("model", config["model"], TokenModelKeys.inert_with)
-        if config["recipe"].get("model"):
-            raise ValueError("recipe.model is read by no part of task=probe: leave it out with ~recipe.model")
-        data = read(ProbeDataKeys, config["data"], "data")
-        check_slices(data.generator, data.options, {name: getattr(data, name) for name in SPLITS})
+    data: type[Keys] = ProbeDataKeys
+    model: type[Keys] = TokenModelKeys

@@ -12,7 +12,7 @@ from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
 from longseq.tasks.probe.batches import MixtureSampler, SliceBatches, SliceSampler
-from longseq.tasks.probe.config import SPLITS, ProbeDataKeys, ProbeKeys
+from longseq.tasks.probe.config import SPLITS, ProbeDataKeys
 from longseq.tasks.probe.generators import GENERATORS, generator_options
 from longseq.tasks.probe.info import ProbeInfo
 from longseq.tasks.probe.slices import Slice, make_splits
@@ -29,7 +29,7 @@ class ProbeDataModule(TaskData):
     generator that replace those of `options`. Samples are functions of (`draw_seed`, slice), so that runs with
     different seeds share them; no sample occurs more than once. With `cache`, they are saved in a file of that folder.
     Batches are (tokens `[B, T]`, ProbeTargets), gathered from tensors on the device; their order is a function of
-    (`seed`, epoch). ValueError for errors that the user can correct.
+    (`seed`, epoch).
     """
 
     info_class = ProbeInfo
@@ -51,7 +51,6 @@ class ProbeDataModule(TaskData):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> ProbeDataModule:
-        ProbeKeys().check(config)
         datamodule = cls(read(ProbeDataKeys, config["data"], "data"), batch_size=batch_size, seed=config["seed"])
         datamodule.setup()
         return datamodule
@@ -71,11 +70,6 @@ class ProbeDataModule(TaskData):
         datamodule = super().for_evaluation(config, changes, split=split, trained=trained, batch_size=batch_size)
         # The trainer's test stage evaluates either split, under the names of that split's slices.
         datamodule._info = replace(datamodule.info, slices=dict.fromkeys(STAGES, datamodule.info.slices[split]))
-        if datamodule.info.vocab_size > trained.vocab_size:
-            raise ValueError(
-                f"the data has {datamodule.info.vocab_size} tokens, the model {trained.vocab_size}: give data with as "
-                "many"
-            )
         return datamodule
 
     @property

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
+import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from longseq.tasks.data.folders import refuse_inside
+from filelock import FileLock
+
 from longseq.tasks.text.documents import Document, Fractions, encode, store_of
 from longseq.tasks.text.keys import TextDataKeys
-from longseq.tasks.text.prepare import count_left_out, plan_of, prepare
+from longseq.tasks.text.prepare import describe, plan_of, prepare
 from longseq.tasks.text.python_sources import installed_files, standard_library_files
-from longseq.tasks.text.sources import DATA_KEYS, STREAM, TEXT, Columns, Part, find_parts, group_files, read_part
-from longseq.tasks.text.store import MANIFEST, SPLITS, TokenStore, open_store, read_manifest
+from longseq.tasks.text.sources import STREAM, TEXT, Columns, Part, find_parts, group_files, read_part
+from longseq.tasks.text.store import MANIFEST, TokenStore, open_store
 from longseq.tasks.text.tokenizer import ByteTokenizer
 
 _log = logging.getLogger(__name__)
@@ -24,30 +26,22 @@ _FRACTION = 0.05
 
 
 def open_corpora(keys: TextDataKeys) -> list[TokenStore]:
-    """One corpus for each entry of `data.root`, or the only one. Raises ValueError for errors of the user."""
+    """One corpus for each entry of `data.root`, or the only one."""
     fractions = fractions_of(keys)
     if keys.source == "standard_library":
         return [_standard_library(fractions)]
     if keys.source == "python_sources":
-        return [
-            _prepared("python_sources", list(group_files(installed_files(), format="python")), TEXT, fractions, keys)
-        ]
-    roots = require_roots(keys)
-    places = [os.path.realpath(root) for root in roots]
-    if twice := next((root for root, place in zip(roots, places, strict=True) if places.count(place) > 1), None):
-        _log.warning(
-            "data.root names %s more than once, and so often it is read, in validation and test too: name each once; "
-            "data.weights=[...] says how often the training reads each",
-            twice,
-        )
+        parts = list(group_files(installed_files(), format="python"))
+        return [_prepared("python_sources", parts, TEXT, fractions, keys)]
+    roots = [keys.root] if isinstance(keys.root, str) else keys.root or []
     if keys.source == "tokens":
-        return [_open_tokens(root, check=keys.check) for root in roots]
-    refuse_inside(cache_folder() if keys.cache is None else keys.cache, roots, "data.cache")
-    columns = Columns(keys.column or TEXT.text, keys.prompt_column, keys=DATA_KEYS)
-    return [
-        _prepared(Path(root).resolve().stem, find_parts([_absolute(root)], columns), columns, fractions, keys)
-        for root in roots
-    ]
+        return [open_store(root, check=keys.check) for root in roots]
+    columns = Columns(keys.column or TEXT.text, keys.prompt_column)
+    found = []
+    for root in roots:
+        path = root if root.startswith(STREAM) else os.path.realpath(root)
+        found.append(_prepared(Path(root).resolve().stem, find_parts([path], columns), columns, fractions, keys))
+    return found
 
 
 def fractions_of(keys: TextDataKeys) -> dict[str, float]:
@@ -56,40 +50,25 @@ def fractions_of(keys: TextDataKeys) -> dict[str, float]:
     return {split: _FRACTION if share is None else share for split, share in shares.items()}
 
 
-def require_roots(keys: TextDataKeys) -> list[str]:
-    """The entries of `data.root`. ValueError, in one line, for one that is not there, or is not prepared."""
-    roots = [keys.root] if isinstance(keys.root, str) else keys.root or []
-    for root in roots:
-        if keys.source == "tokens":
-            read_manifest(Path(root))
-        elif not root.startswith(STREAM) and not os.path.exists(root):
-            raise ValueError(f"data.root={root} does not exist")
-    return roots
-
-
-def _open_tokens(root: str, *, check: bool) -> TokenStore:
-    store = open_store(root, check=check)
-    if lacking := [split for split in SPLITS if split not in store.splits]:
-        raise ValueError(
-            f"data.root={root} has no split {lacking[0]}, but {', '.join(store.splits)}: it was not prepared for "
-            "task=lm; give a folder that `longseq prepare task=lm` has written"
-        )
-    if store.tokenizer["kind"] == "bare":
-        raise ValueError(
-            f"data.root={root} was made without a tokenizer: its tokens stand for no text, which task=lm writes and "
-            "measures; give a folder that `longseq prepare task=lm` has written"
-        )
-    return store
-
-
-def _absolute(root: str) -> str:
-    return root if root.startswith(STREAM) else os.path.realpath(root)
-
-
 def cache_folder() -> Path:
     """The folder of text that was prepared for training: longseq/text in the user's cache (XDG_CACHE_HOME)."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "longseq" / "text"
+
+
+def in_cache(name: str, plan: Any, cache: str | None, file: str, write: Callable[[Path], Any]) -> Path:
+    """The folder of the cache for `plan`, which decides its content; `write` makes it, and `file` last of all.
+
+    One process writes while others wait.
+    """
+    base = cache_folder() if cache is None else Path(cache)
+    folder = base / f"{name}_{hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:16]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(base / f"{folder.name}.lock"):
+        if not (folder / file).exists():
+            _log.info("preparing %s in %s", name, folder)
+            write(folder)
+    return folder
 
 
 def _standard_library(fractions: Fractions) -> TokenStore:
@@ -104,38 +83,15 @@ def _standard_library(fractions: Fractions) -> TokenStore:
 def _prepared(
     name: str, parts: Sequence[Part], columns: Columns, fractions: Fractions, keys: TextDataKeys
 ) -> TokenStore:
-    """The tokens of text, from the cache if it has them. Otherwise one process prepares them while the others wait."""
+    """The tokens of text, from the cache if it has them."""
     tokenizer = keys.tokenizer or "bytes"
+
+    def write(folder: Path) -> None:
+        manifest = prepare(
+            parts, folder, columns=columns, tokenizer=tokenizer, separator=keys.separator, fractions=fractions
+        )
+        if manifest["malformed"]:
+            _log.warning("%s: %s", name, describe(manifest))
+
     plan = plan_of(parts, columns, tokenizer, keys.separator, fractions)
-    known = hashlib.sha256(plan.encode()).hexdigest()[:16]
-    base = cache_folder() if keys.cache is None else Path(keys.cache)
-    output = base / f"{name}_{known}"
-    try:
-        base.mkdir(parents=True, exist_ok=True)
-        opened = (base / f"{output.name}.lock").open("w")
-    except OSError as error:
-        raise ValueError(f"{base} cannot be written ({error.strerror}): give data.cache=FOLDER") from error
-    with opened as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (output / MANIFEST).exists():
-            _log.info("preparing %s in %s", name, output)
-            manifest = prepare(
-                parts,
-                output,
-                columns=columns,
-                tokenizer=tokenizer,
-                separator=keys.separator,
-                fractions=fractions,
-            )
-            if left := count_left_out(manifest, ("duplicates", "empty")):
-                _log.warning("of %s are left out: %s", name, left)
-            if manifest["lost"] is not None:
-                _log.warning("%s: %s", name, manifest["lost"])
-            if count := manifest["counts"]["malformed"]:
-                _log.warning(
-                    "%d lines or files of %s could not be read and are left out, such as %s",
-                    count,
-                    name,
-                    manifest["malformed"][0],
-                )
-    return open_store(output, check=keys.check)
+    return open_store(in_cache(name, plan, keys.cache, MANIFEST, write), check=keys.check)

@@ -5,57 +5,36 @@ from __future__ import annotations
 import gzip
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from longseq.tasks.text.store import SPLITS, Corpus, Integers, Tokens, TokenStore, token_type
 from longseq.tasks.text.tokenizer import Tokenizer
 
-# Documents in one call of a tokenizer, which bounds the memory.
-_BATCH = 256
-
+T = TypeVar("T")
 
 # The shares of the documents in the splits "validation" and "test".
 Fractions = Mapping[str, float]
 
 
 class Place(NamedTuple):
-    """Where an input stands: a line of a file (`line`, or `offset` in bytes), a `row` of a table, or a whole file."""
+    """Where an input stands: a line of a file (or its first byte), a `row` of a table, or a whole file."""
 
     path: str
     line: int | None = None
-    offset: int | None = None
     row: int | None = None
+    byte: int | None = None
 
-    def describe(self, lines: LineCounter | None = None) -> str:
-        """The place in words; a counter of lines saves time for many places of a file."""
-        line = self.line
-        if self.offset is not None:
-            line = 1 + (lines or LineCounter()).count(self.path, self.offset)
-        # A name of bytes that are no UTF-8 has lone surrogates, which not every terminal takes.
+    def describe(self) -> str:
+        """The place in words."""
+        found = [
+            f", {name} {getattr(self, name)}" for name in ("line", "row", "byte") if getattr(self, name) is not None
+        ]
+        # A name of bytes that are not UTF-8 has lone surrogates, which not every terminal takes.
         path = self.path.encode(errors="surrogateescape").decode(errors="backslashreplace")
-        if line is not None:
-            return f"{path}, line {line}"
-        return path if self.row is None else f"{path}, row {self.row}"
-
-
-class LineCounter:
-    """Counts the ends of lines before places of a file; places in their order take one pass over the file."""
-
-    def __init__(self) -> None:
-        self._path, self._offset, self._found = "", 0, 0
-
-    def count(self, path: str, offset: int, block: int = 1 << 20) -> int:
-        """The ends of lines in the first `offset` bytes of a file."""
-        if path != self._path or offset < self._offset:
-            self._path, self._offset, self._found = path, 0, 0
-        with open(path, "rb") as file:
-            file.seek(self._offset)
-            for start in range(self._offset, offset, block):
-                self._found += file.read(min(block, offset - start)).count(b"\n")
-        self._offset = offset
-        return self._found
+        return path + "".join(found)
 
 
 class Document(NamedTuple):
@@ -96,7 +75,7 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer, fractions: Fract
     parts: list[np.ndarray] = []
     numbers: list[tuple[int, int, int]] = []
     hashes, gzipped = [np.zeros((0, 2), np.uint64)], []
-    for batch in _batches(documents):
+    for batch in batched(documents):
         encoded = tokenizer.encode_all([part for one in batch for part in (one.prompt, one.text)])
         found = hashes_of(batch)
         measured = split_numbers(found, fractions) == SPLITS.index("test")
@@ -104,10 +83,7 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer, fractions: Fract
             prompt, text = encoded[2 * index], encoded[2 * index + 1]
             if tokenizer.separator in prompt or tokenizer.separator in text:
                 where = "a document" if one.place is None else one.place.describe()
-                raise ValueError(
-                    f"{where} holds the separator, token {tokenizer.separator}: give separator=TOKEN (in a training "
-                    "data.separator=TOKEN), one that no text has"
-                )
+                raise ValueError(f"{where} holds the separator, token {tokenizer.separator}: give another separator")
             parts += [np.array(separator, dtype), prompt.astype(dtype), text.astype(dtype)]
             content = one.text.encode()
             numbers.append((1 + len(prompt) + len(text), len(content), len(prompt)))
@@ -180,12 +156,8 @@ def store_of(name: str, encoded: Encoded, tokenizer: Tokenizer, fractions: Fract
     )
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[Sequence[Document]]:
-    batch: list[Document] = []
-    for document in documents:
-        batch.append(document)
-        if len(batch) == _BATCH:
-            yield batch
-            batch = []
-    if batch:
+def batched(items: Iterable[T], size: int = 256) -> Iterator[list[T]]:
+    """Lists of `size` items, and one of the rest."""
+    rest = iter(items)
+    while batch := list(islice(rest, size)):
         yield batch

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from longseq.tasks.training.options import Length, Range, spell
+from pydantic import Field, model_validator
 
-Fraction = Annotated[float, Range(0, below=1)]
+from longseq.tasks.config import Count, Keys, Positive, Share, key
 
 _PREPARED = ("python_sources", "files")
 # The sources that read a key. All sources read the keys that are not here.
@@ -24,51 +23,44 @@ READ_BY: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextDataKeys:
+class TextDataKeys(Keys):
     """The keys of `data`, explained in `longseq.tasks.lm.data.LanguageModelData`."""
 
-    name: str
-    source: Literal["standard_library", "python_sources", "files", "tokens"]
-    root: str | Annotated[list[str], Length(1)] | None = None
-    weights: Annotated[list[Annotated[float, Range(above=0)]], Length(1)] | None = None
-    check: bool = True
-    tokenizer: str | None = None
-    separator: str | None = None
-    column: str | None = None
-    prompt_column: str | None = None
-    validation: Fraction | None = None
-    test: Fraction | None = None
-    cache: str | None = None
-    window: Annotated[int, Range(2)]
-    packing: Literal["concatenated", "documents", "streams"] = "concatenated"
-    reset_state: bool = True
-    eval_batch_size: Annotated[int | None, Range(1)] = None
-    num_workers: Annotated[int, Range(0)] = 0
-    pin_memory: bool = False
+    name: str = key(..., "the name in tables")
+    source: Literal["standard_library", "python_sources", "files", "tokens"] = key(..., "what the text is")
+    root: str | Annotated[list[str], Field(min_length=1)] | None = key(
+        None, "a file, a folder, or a list, mixed by weights"
+    )
+    weights: Annotated[list[Positive], Field(min_length=1)] | None = key(None, "the share of each root")
+    check: bool = key(True, "compare the checksums of prepared tokens")
+    tokenizer: str | None = key(None, "bytes, a tokenizer.json or its folder, train:16384")
+    separator: str | None = key(None, "the token between documents")
+    column: str | None = key(None, "the column of the text, in jsonl, tables and saved sets")
+    prompt_column: str | None = key(None, "the column of the prompts, which are read and not trained on")
+    validation: Share | None = key(None, "the share of the text that validates")
+    test: Share | None = key(None, "the share of the text that tests")
+    cache: str | None = key(None, "the folder of prepared text; null: longseq/text in XDG_CACHE_HOME")
+    window: int = key(..., "the tokens of a window", ge=2)
+    packing: Literal["concatenated", "documents", "streams"] = key("concatenated", "how windows are filled")
+    reset_state: bool = key(True, "reset the state where a document begins")
+    eval_batch_size: Count | None = key(None, "windows at a time; null: the training batch of one device")
+    num_workers: int = key(0, "processes that read windows", ge=0)
+    pin_memory: bool = key(False, "copy batches to a GPU from pinned memory")
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _agree(self) -> TextDataKeys:
         if self.root is None and self.source in ("tokens", "files"):
-            what = "the folder that `longseq prepare` has written" if self.source == "tokens" else "the text"
-            raise ValueError(f"data={self.name} reads a folder or a file: give data.root=PATH, {what}")
-        unread = [name for name in READ_BY if getattr(self, name) is not None and self.source not in READ_BY[name]]
-        if unread:
-            raise ValueError(
-                f"data.{unread[0]}={spell(getattr(self, unread[0]))} is not read by data.source={self.source}: "
-                f"set data.{unread[0]}=null"
-            )
-        if self.validation is not None and self.test is not None and self.validation + self.test >= 1:
-            raise ValueError(
-                f"data.validation={self.validation} and data.test={self.test} leave nothing to train on: give less "
-                "than 1"
-            )
-        roots = 1 if self.root is None or isinstance(self.root, str) else len(self.root)
+            raise ValueError(f"data={self.name} reads a folder or a file: give data.root=PATH")
+        for name, sources in READ_BY.items():
+            if getattr(self, name) is not None and self.source not in sources:
+                raise ValueError(f"{name} is not read by source={self.source}: set data.{name}=null")
+        if (self.validation or 0) + (self.test or 0) >= 1:
+            raise ValueError("validation and test leave nothing to train on: give less than 1")
+        roots = len(self.root) if isinstance(self.root, list) else 1
         if self.weights is not None and len(self.weights) != roots:
-            raise ValueError(
-                f"data.weights has {len(self.weights)} entries, data.root {roots}: give one for each folder, or "
-                "data.weights=null"
-            )
+            raise ValueError(f"weights has {len(self.weights)} entries, root {roots}: give one for each folder")
         if self.packing == "streams" and roots > 1:
-            raise ValueError("data.packing=streams reads one corpus: give one data.root, or another data.packing")
+            raise ValueError("packing=streams reads one corpus: give one root, or another packing")
         if self.packing == "documents" and not self.reset_state:
-            raise ValueError("data.packing=documents keeps documents apart: leave data.reset_state at true")
+            raise ValueError("packing=documents keeps documents apart: leave reset_state at true")
+        return self

@@ -64,10 +64,7 @@ class MixedSampler(UpdateSampler[list[WindowIndex]]):
         self.num_samples = sum(windows.count for windows in corpora)
         refuse_few_windows(self, self.num_samples, corpora[0].length)
         if short := [windows.size for windows in corpora if weights is not None and windows.count == 0]:
-            raise ValueError(
-                f"a corpus that data.weights mixes has {short[0]} tokens, less than a window of {corpora[0].length}: "
-                "leave it out, or give a smaller data.window"
-            )
+            raise ValueError(f"a corpus of {short[0]} tokens has no window of {corpora[0].length}")
         self.shares = _shares([windows.count for windows in corpora], weights)
 
     @property
@@ -119,10 +116,7 @@ class StreamSampler(UpdateSampler[list[WindowIndex]]):
     ) -> None:
         super().__init__(batch_size, seed=seed, rank=rank, world_size=world_size, accumulate=accumulate)
         if accumulate > 1:
-            raise ValueError(
-                f"data.packing=streams carries the state from batch to batch and accumulates none, not {accumulate}: "
-                "give a batch that fits the device, or more devices"
-            )
+            raise ValueError(f"data.packing=streams accumulates no batches, not {accumulate}")
         self.windows = windows
         self.num_samples = windows.count
         refuse_few_windows(self, self.num_samples, windows.length)
@@ -199,11 +193,7 @@ def refuse_few_windows(sampler: UpdateSampler[Any], count: int, length: int) -> 
     """Raise ValueError if the training split is smaller than an effective batch."""
     needed = sampler.effective_batch_size
     if count < needed:
-        raise ValueError(
-            f"the training split has {count} windows of {length} tokens, and an update needs {needed} "
-            f"({sampler.batch_size} at a time on {sampler.world_size} device(s) x {sampler.accumulate} accumulated "
-            "batch(es)): give more text, a smaller recipe.batch_size, or a smaller data.window"
-        )
+        raise ValueError(f"the training split has {count} windows of {length} tokens, and an update needs {needed}")
 
 
 def _shares(counts: Sequence[int], weights: Sequence[float] | None) -> list[int]:

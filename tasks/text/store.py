@@ -29,7 +29,6 @@ import numpy as np
 import numpy.typing as npt
 
 from longseq.files import crc32_of
-from longseq.tokenizer_files import count_tokens, find_separator
 
 Integers = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
@@ -39,9 +38,6 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 PARTIAL = ".partial"
 SPLITS = ("train", "validation", "test")
-
-# Without these keys a manifest does not tell what the tokens are.
-_KEYS = {"version", "tokenizer", "vocab_size", "separator", "gzip_bits_per_byte", "splits"}
 
 
 class Corpus(NamedTuple):
@@ -105,19 +101,21 @@ def open_store(root: str | Path, *, check: bool = True) -> TokenStore:
     The sizes of its files are compared with the manifest, and with `check` their checksums, which reads all of them.
 
     Raises:
-        ValueError: in one line, what is missing, unfinished, truncated or changed.
+        FileNotFoundError: a file is missing; a folder without a manifest is not prepared to its end.
+        ValueError: the folder is of another version, or a file is truncated or changed.
     """
     root = Path(root)
-    manifest = read_manifest(root)
+    manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
+    if manifest["version"] != VERSION:
+        raise ValueError(f"{root} has the format {manifest['version']}, not {VERSION}: prepare the tokens again")
     tokenizer = dict(manifest["tokenizer"])
     if tokenizer["kind"] == "file":
         path = root / TOKENIZER
         _check_file(path, manifest["tokenizer_file"], check=True)
         tokenizer["json"] = path.read_text(encoding="utf-8")
-    _check_vocabulary(root / MANIFEST, manifest, tokenizer)
     splits = {}
-    for split, told in manifest["splits"].items():
-        files = told["files"]
+    for split, entry in manifest["splits"].items():
+        files = entry["files"]
         types = file_types(manifest["vocab_size"], prompts="prompts" in files, labels="labels" in files)
         arrays = {}
         for ending, dtype in types.items():
@@ -143,47 +141,9 @@ def open_store(root: str | Path, *, check: bool = True) -> TokenStore:
     )
 
 
-def read_manifest(root: Path) -> dict[str, Any]:
-    """The manifest of a folder of prepared tokens. ValueError, in one line, for another or an unfinished one."""
-    path = root / MANIFEST
-    if not root.is_dir():
-        raise ValueError(f"{root} is no folder: give one that `longseq prepare` has written")
-    if not path.is_file():
-        unfinished = (root / PARTIAL).is_dir()
-        raise ValueError(
-            f"{root} was not prepared to its end: give the same `longseq prepare` again, which goes on"
-            if unfinished
-            else f"{root} holds no {MANIFEST}: give a folder that `longseq prepare` has written"
-        )
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        version = manifest["version"]
-        lacking = _KEYS - manifest.keys()
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no manifest of prepared tokens: prepare them again") from error
-    if version != VERSION:
-        raise ValueError(f"{path} is of version {version}, this longseq reads {VERSION}: prepare the tokens again")
-    if lacking:
-        raise ValueError(f"{path} lacks {', '.join(sorted(lacking))}: prepare the tokens again")
-    return manifest
-
-
-def _check_vocabulary(path: Path, manifest: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> None:
-    """Raise ValueError where the manifest tells another vocabulary or separator than the tokenizer has."""
-    if tokenizer["kind"] not in ("bytes", "file"):  # the tokens stand for no text, or the version is a later one
-        return
-    found = find_separator(tokenizer)
-    own = {"vocab_size": count_tokens(tokenizer), "separator": None if found is None else found[1]}
-    for name, value in own.items():
-        if manifest[name] != value:
-            raise ValueError(
-                f"{path} tells {name}={manifest[name]}, and its tokenizer has {name}={value}: prepare the tokens again"
-            )
-
-
-def _open_file(path: Path, told: Mapping[str, int], dtype: Any, check: bool) -> Any:
-    _check_file(path, told, check)
-    return _Mapped(path.resolve(), dtype=dtype, mode="r") if told["size"] else np.zeros(0, dtype)
+def _open_file(path: Path, written: Mapping[str, int], dtype: Any, check: bool) -> Any:
+    _check_file(path, written, check)
+    return _Mapped(path.resolve(), dtype=dtype, mode="r") if written["size"] else np.zeros(0, dtype)
 
 
 class _Mapped(np.memmap):
@@ -195,14 +155,9 @@ class _Mapped(np.memmap):
         return np.asarray(self).__reduce__()  # a part of the file
 
 
-def _check_file(path: Path, told: Mapping[str, int], check: bool) -> None:
-    if not path.is_file():
-        raise ValueError(f"{path} is missing: copy it again, or prepare the tokens again")
-    size = path.stat().st_size
-    if size != told["size"]:
-        raise ValueError(f"{path} has {size} bytes, its manifest tells {told['size']}: it is truncated or changed")
-    if check and crc32_of(path) != told["crc32"]:
-        raise ValueError(f"{path} was changed: its checksum is not that of its manifest; prepare the tokens again")
+def _check_file(path: Path, written: Mapping[str, int], check: bool) -> None:
+    if path.stat().st_size != written["size"] or (check and crc32_of(path) != written["crc32"]):
+        raise ValueError(f"{path} was truncated or changed after it was prepared")
 
 
 class SplitWriter:

@@ -16,8 +16,6 @@ from longseq.tokenizer_files import SEPARATORS
 
 Tokens = npt.NDArray[np.integer[Any]]
 
-_INSTALL = "tokenizer files need the library tokenizers: pip install tokenizers"
-
 
 class Tokenizer(ABC):
     """Maps text to numbers below `vocab_size` and back.
@@ -83,8 +81,7 @@ class FileTokenizer(Tokenizer):
 
     `separator` is the name of a token; by default the end-of-text token of well-known vocabularies. `start` is the name
     of the token in front of a text, by default the separator. Tokens that a tokenizer adds around a text by itself are
-    left out. `special_names` are the names of its special tokens, which are ordinary text where a text holds them.
-    ValueError if the text is not a tokenizer, if it has no such token, or if the library is not installed.
+    left out; names of special tokens in a text are ordinary text. ValueError if the tokenizer has no such token.
     """
 
     def __init__(
@@ -96,47 +93,28 @@ class FileTokenizer(Tokenizer):
         *,
         bare_prompts: bool = False,
     ) -> None:
-        try:
-            from tokenizers import Tokenizer as Library
-        except ImportError as error:
-            raise ValueError(_INSTALL) from error
-        try:
-            self._tokenizer = Library.from_str(text)
-        except Exception as error:  # the library raises Exception itself
-            raise ValueError(f"{name} is no tokenizer file of the library tokenizers: {error}") from error
-        self._text = text
-        if getattr(self._tokenizer.model, "dropout", None):  # of a checkpoint from before it was left out
-            self._tokenizer.model.dropout = None
+        from tokenizers import Tokenizer as Library
+
+        self._tokenizer, self._text = Library.from_str(text), text
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        self.special_names = sorted(token.content for token in added if token.special)
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        if self.vocab_size == 0:
-            raise ValueError(f"{name} has an empty vocabulary")
-        found = _find_separator(self._tokenizer, separator)
-        if found is None:
-            wanted = repr(separator) if separator else f"end-of-text token ({', '.join(SEPARATORS)})"
-            raise ValueError(
-                f"{name} has no {wanted}: give separator=TOKEN (in a training data.separator=TOKEN), a token of its "
-                "vocabulary that no text has"
-            )
-        self.separator_name, self.separator = found
-        begins = _find_separator(self._tokenizer, start) if start else found
-        if begins is None:
-            raise ValueError(f"{name} has no {start!r}, with which its texts begin")
-        self.start_name, self.start = begins
+        self.separator_name, self.separator = self._find_token([separator] if separator else SEPARATORS, name)
+        self.start_name, self.start = self._find_token([start or self.separator_name], name)
         self.bare_prompts = bare_prompts
 
+    def _find_token(self, names: Sequence[str], tokenizer: str) -> tuple[str, int]:
+        """The first of `names` that the tokenizer has, and its number."""
+        for name in names:
+            number = self._tokenizer.token_to_id(name)
+            if number is not None:
+                return name, number
+        raise ValueError(f"{tokenizer} has none of the tokens {', '.join(names)}: name its separator")
+
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
-        for text in texts:
-            text.encode()  # the library replaces lone surrogates or fails, depending on the normaliser
         # `encode_special_tokens` makes the tokenizer treat the separator's name in a text as ordinary text.
         self._tokenizer.encode_special_tokens = True
-        try:
-            encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception as error:  # the library raises Exception itself, as for an unknown word without a token for it
-            raise ValueError(f"the tokenizer cannot encode a text: {error}") from error
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(one.ids, dtype=np.uint32) for one in encoded]
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -154,76 +132,37 @@ class FileTokenizer(Tokenizer):
 def read_tokenizer(choice: str, separator: str | None = None) -> Tokenizer:
     """`bytes`, or the tokenizer of a file tokenizer.json, or of a folder that holds one, such as a saved model's.
 
-    A folder's tokenizer_config.json names the separator where `separator` does not. FileNotFoundError or ValueError, in
-    one line, where there is none.
+    A folder's tokenizer_config.json names the separator where `separator` does not.
     """
     if choice == "bytes":
-        refuse_separator(choice, separator)
         return ByteTokenizer()
-    path = _find_file(choice, "tokenizer")
-    return tokenizer_from_dict(tokenizer_files.read_tokenizer(path, separator), str(path))
-
-
-def require_tokenizer(choice: str | None) -> None:
-    """Raise ValueError, in one line, if the file of `data.tokenizer` is not there; it is not read."""
-    if choice is not None and choice != "bytes" and trained_size(choice) is None:
-        _find_file(choice, "data.tokenizer")
-
-
-def _find_file(choice: str, key: str) -> Path:
     path = Path(choice)
     if path.is_dir():
         path = path / tokenizer_files.TOKENIZER_FILE
-        if not path.is_file():
-            raise ValueError(f"{key}={choice} holds no tokenizer.json")
-    if not path.is_file():
-        raise ValueError(f"{key}={choice} is no file: give bytes, train:SIZE, or a tokenizer.json")
-    return path
+    return tokenizer_from_dict(tokenizer_files.read_tokenizer(path, separator), str(path))
 
 
 def tokenizer_from_dict(values: Mapping[str, Any], name: str = "the tokenizer") -> Tokenizer:
     """The inverse of `Tokenizer.to_dict`; `name` is that of the tokenizer in messages."""
     if values["kind"] == "bytes":
         return ByteTokenizer()
-    if values["kind"] == "file":
-        bare = bool(values.get("bare_prompts"))
-        return FileTokenizer(values["json"], values["separator"], name, values.get("start"), bare_prompts=bare)
-    raise ValueError(f"tokenizers of the kind {values['kind']!r} are unknown: this file is of a later version")
+    bare = bool(values.get("bare_prompts"))
+    return FileTokenizer(values["json"], values["separator"], name, values.get("start"), bare_prompts=bare)
 
 
 def trained_size(choice: str) -> int | None:
-    """The size in `train:SIZE`; None for another choice. Raises ValueError for a size that is not a number."""
-    if not choice.startswith("train:"):
-        return None
-    size = choice.removeprefix("train:")
-    if not size.isdecimal():
-        raise ValueError(f"tokenizer={choice}: give train:SIZE, such as train:16384")
-    return int(size)
-
-
-def refuse_separator(choice: str, separator: str | None) -> None:
-    """Raise ValueError if a separator is named for a tokenizer whose separator is fixed."""
-    if separator is not None:
-        raise ValueError(
-            f"separator={separator}: the tokens of tokenizer={choice} have a separator of their own; leave it out, or "
-            "give a tokenizer.json"
-        )
+    """The size in `train:SIZE`; None for another choice."""
+    return int(choice.removeprefix("train:")) if choice.startswith("train:") else None
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
     """Byte-pair encoding of bytes, as in GPT-2, trained on texts; its separator is <|endoftext|>.
 
-    ValueError for a vocabulary that cannot hold all bytes and the separator.
+    A vocabulary has at least the 256 bytes and the separator.
     """
-    if vocab_size < 257:
-        raise ValueError(
-            f"tokenizer=train:{vocab_size}: a vocabulary needs the 256 bytes and the separator, 257 tokens"
-        )
-    try:
-        from tokenizers import Tokenizer as Library
-        from tokenizers import decoders, models, pre_tokenizers, trainers
-    except ImportError as error:
-        raise ValueError(_INSTALL) from error
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
     tokenizer = Library(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -242,11 +181,3 @@ def _pieces(texts: Iterable[str], size: int = 1 << 16) -> Iterator[str]:
     for text in texts:
         for start in range(0, len(text), size):
             yield text[start : start + size]
-
-
-def _find_separator(tokenizer: Any, wanted: str | None) -> tuple[str, int] | None:
-    for name in (wanted,) if wanted else SEPARATORS:
-        number = tokenizer.token_to_id(name)
-        if number is not None:
-            return name, number
-    return None

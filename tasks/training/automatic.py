@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from longseq.tasks.config import Choice
 from longseq.tasks.training.length import UNITS
 
 AUTO = "auto"  # the task chooses the value by the data
@@ -19,30 +19,16 @@ FIND = "find"  # the value is searched before the run, see `longseq.tasks.traini
 RATE = "learning_rate"
 CHOSEN = "chosen"
 
-# Options of models that tasks choose.
+# Options of models that tasks choose. The model's other options have an `auto` of their own.
 OF_MODELS = ("model.drop_path_rate",)
 
-# A rate that stands for one that is still to be found.
-_ANY_RATE = 1e-3
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Values for keys below `recipe`, such as `optimizer.weight_decay`, and in words why they are these."""
-
-    values: Mapping[str, Any]
-    reason: str
+_ANY_RATE = 1e-3  # stands for a rate that is still to be found
 
 
 def is_automatic(config: Mapping[str, Any]) -> bool:
-    """True if a key of the recipe waits for the task's choice. Options of the model have an `auto` of their own."""
-    leaves = _leaves(config["recipe"]) if isinstance(config["recipe"], Mapping) else ()
+    """True if a key of the recipe waits for the task's choice."""
+    leaves = _leaves(config["recipe"])
     return any(value == AUTO for key, value in leaves if not key.startswith("model.") or key in OF_MODELS)
-
-
-def is_open(config: Mapping[str, Any]) -> bool:
-    """True if a key of the recipe waits for the data: for a choice or for a search."""
-    return is_automatic(config) or searches(config)
 
 
 def searches(config: Mapping[str, Any]) -> bool:
@@ -80,19 +66,22 @@ def with_rate(config: Mapping[str, Any], rate: float | None = None) -> dict[str,
 
 
 def as_chosen_before(config: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with the values that an earlier run chose, where it says `auto` or `find`.
-
-    `saved` is the configuration of that run, of which only the recipe is read.
-    """
-    earlier = saved.get("recipe")
-    if not isinstance(earlier, Mapping) or not isinstance(config.get("recipe"), Mapping):
-        return dict(config)
+    """The configuration with the values that an earlier run, of the configuration `saved`, chose."""
+    earlier = saved.get("recipe") or {}
     recipe, taken = copy.deepcopy(dict(config["recipe"])), []
     for key in earlier.get(CHOSEN) or []:
         if _get(recipe, key) in (AUTO, FIND):
             _put(recipe, key, _get(earlier, key))
             taken.append(key)
     return {**config, "recipe": {**recipe, CHOSEN: taken}} if taken else dict(config)
+
+
+def restore_words(checked: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """`checked` with the words `auto` and `find` where the recipe of `config` has them."""
+    for key, value in _leaves(config["recipe"]):
+        if value in (AUTO, FIND) and (not key.startswith("model.") or key in OF_MODELS):
+            _put(checked["recipe"], key, value)
+    return checked
 
 
 def _stated_otherwise(recipe: Mapping[str, Any], key: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,28 +13,24 @@ import torch
 from torch import nn
 
 from longseq.backbones.tokens import MODEL_TYPE, TokenBackbone
-from longseq.hub import find_source, is_on_hub, weight_files
-from longseq.models import PLUGIN, SavedModel, read, read_description, restore
+from longseq.hub import find_source, weight_files
+from longseq.models import PLUGIN, SavedModel, read, restore
 from longseq.plugins import check_loaded
-from longseq.timm_models import model_name, stated_data, takes_any_resolution
-from longseq.tokenizer_files import SETTINGS_FILE, TOKENIZER_FILE, find_separator
-
-_log = logging.getLogger(__name__)
+from longseq.timm_models import stated_data, takes_any_resolution
+from longseq.tokenizer_files import SETTINGS_FILE, find_separator
 
 # The tokens of a window in which a language model is described and measured if that of its training is not known.
 WINDOW = 2048
 
-__all__ = ["Loaded", "known_data", "load", "refuse_hub", "sha256"]
-
 
 @dataclass(frozen=True)
 class Loaded:
-    """A trained backbone in eval mode, and what is known of it.
+    """A trained backbone in eval mode, and its data.
 
     `path` is what the user gave. `config` is the resolved configuration of the run. It is empty for a model that
     `longseq train` did not write, such as a folder of `save_pretrained`. `data` is what the model had to know of its
     data (for images class_names, num_classes, img_size, in_chans, mean, std, interpolation, crop_pct; for a probe see
-    `ProbeInfo`; `window_is_assumed` is True for a model of text that does not tell its `window`). `weights` is "ema" or
+    `ProbeInfo`; `window_is_assumed` is True for a model of text without a recorded `window`). `weights` is "ema" or
     "model", whichever were loaded. `file` holds the weights: the checkpoint, or in a folder the first file of weights.
     """
 
@@ -70,22 +65,16 @@ def load(
     whose models the caller can use.
 
     `weights` is "ema" (the average of the weights), "model" (the weights themselves) or "auto": the average if the run
-    has one. Raises ValueError, in one line, if the file does not exist, is damaged, or is not a checkpoint; if it is of
-    another task; if its weights or the names of its classes do not fit the model that it describes; or if a layer now
-    computes another function of its weights.
+    has one. ValueError if the file is damaged or not a checkpoint, is of another task, if its weights or the names of
+    its classes do not fit the model that it describes, or if a layer now computes another function of its weights.
     """
     label = f"{key}={path}"
-    file = _find(path, key)
+    file = find_source(path)
     saved = read(file, weights, label)
-    task, config = _find_task(saved, file, tasks)
+    task, config = _find_task(saved, tasks)
     backbone = restore(saved, model_options)
     if any_resolution and saved.text is None and not takes_any_resolution(backbone):
-        try:
-            backbone = restore(saved, {**model_options, "dynamic_img_size": True})
-        except (TypeError, ValueError) as error:
-            size = stated_data(backbone).get("img_size")
-            raise ValueError(f"{label} holds a {model_name(backbone)}, which takes images of {size} px only") from error
-    _tell_assumed(saved, backbone)
+        backbone = restore(saved, {**model_options, "dynamic_img_size": True})
     return Loaded(
         path=Path(path),
         file=file / weight_files(file)[0] if file.is_dir() else file,
@@ -99,84 +88,32 @@ def load(
     )
 
 
-def check_task(path: str | Path, key: str, tasks: Collection[str]) -> None:
-    """ValueError as of `load`, without reading the weights, for a folder whose model is of none of `tasks`."""
-    folder = _find(path, key)
-    _find_task(read_description(folder, f"{key}={path}"), folder, tasks)
-
-
-def _tell_assumed(saved: SavedModel, model: nn.Module) -> None:
-    """Warn, in one line, of a training checkpoint of a program that has not said how its samples were prepared."""
-    stated = stated_data(model)
-    if saved.run and stated and not (saved.run.get("hyper_parameters") or {}).get("data"):
-        shown = ", ".join(f"{name}={stated[name]}" for name in ("mean", "std", "crop_pct") if name in stated)
-        _log.warning(
-            "%s does not tell how the images of its training were prepared: %s are taken, which its model states; a "
-            "program tells others by info=",
-            saved.label,
-            shown,
-        )
-
-
-def _find(path: str | Path, key: str) -> Path:
-    try:
-        return find_source(path)
-    except ValueError as error:
-        raise ValueError(f"{key}={error}") from error
-
-
-def refuse_hub(path: str | Path) -> None:
-    """ValueError for a checkpoint of the hub where a command would write its output beside it."""
-    if is_on_hub(path):
-        raise ValueError(f"checkpoint={path} has no folder of yours beside it: give output=FILE")
-
-
-def _find_task(saved: SavedModel, path: str | Path, tasks: Collection[str]) -> tuple[str, dict[str, Any]]:
+def _find_task(saved: SavedModel, tasks: Collection[str]) -> tuple[str, dict[str, Any]]:
     """The task of a saved model, and the configuration of its run. ValueError for another task than `tasks`."""
-    run = saved.run.get("hyper_parameters") or {}
-    config = run.get("config") or {}
+    config = (saved.run.get("hyper_parameters") or {}).get("config") or {}
     # Weights load without the plug-in that registered the source of documents; a command needs it.
     registers = (saved.text or {}).get("source_plugin")
     check_loaded(sorted({*(config.get("plugins") or []), *filter(None, [registers])}), saved.label)
     task = (config.get("task") or {}).get("name") or _task_of(saved)
-    taken = " or ".join(f"task={name}" for name in tasks)
-    if task is None and saved.config.get("kind") is None and "model_type" in saved.config:
-        raise ValueError(
-            f"{saved.label} holds a model of another library (model_type={saved.config['model_type']}): `longseq "
-            "convert source=FOLDER output=FOLDER` turns those that it knows into ours"
-        )
-    if task is None:
-        remedy = "give one of the run that trained it, such as checkpoints/best.ckpt"
-        if Path(path).is_dir() and "lm" in tasks:
-            remedy += f", or put its {TOKENIZER_FILE} into the folder"
-        elif Path(path).is_file() and "lm" in tasks:
-            remedy += ", or let the program that wrote it state its text, by LanguageModelTask(info=TextInfo(...))"
-        raise ValueError(
-            f"{saved.label} holds a model of the kind {saved.config.get('kind')} without a task; this command takes "
-            f"checkpoints of {taken}: {remedy}"
-        )
-    if task not in tasks:
-        raise ValueError(f"{saved.label} belongs to task={task}; this command takes checkpoints of {taken}")
+    if task is None or task not in tasks:
+        raise ValueError(f"{saved.label} is of task={task}; this command takes {', '.join(tasks)}")
     return task, config
 
 
 def known_data(saved: SavedModel, model: nn.Module) -> dict[str, Any]:
-    """What a checkpoint or a folder tells of the data of its model: `Loaded.data`."""
+    """The data of a saved model: `Loaded.data`."""
     data = (saved.run.get("hyper_parameters") or {}).get("data") or {}
     known = {**_numbered_classes(model), **stated_data(model), **_text_data(saved, model), **data}
     names, count = known.get("class_names"), getattr(model, "num_classes", None)
     if names is not None and isinstance(count, int) and len(names) != count:
-        raise ValueError(f"{saved.label}: its model has {count} classes, and it names {len(names)}: it is damaged")
+        raise ValueError(f"{saved.label}: its model has {count} classes, and it names {len(names)}")
     return known
 
 
 def sha256(path: str | Path) -> str:
     """Hexadecimal SHA-256 of a file."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _numbered_classes(model: nn.Module) -> dict[str, Any]:
@@ -186,10 +123,11 @@ def _numbered_classes(model: nn.Module) -> dict[str, Any]:
 
 
 def _task_of(saved: SavedModel) -> str | None:
-    """The task of a model that is saved without its run, None where it is not known.
+    """The task of a model that is saved without its run, None if unknown.
 
-    Models that timm can read, and those of a plug-in's own class, classify images. Models that are saved with what they
-    know of documents classify these. Models that read text forward, and are saved with its tokenizer, continue it.
+    Models that timm can read, and those of a plug-in's own class, classify images. Models that are saved with class
+    names and a text format classify documents. Models that read text forward, and are saved with its tokenizer,
+    continue it.
     """
     if "architecture" in saved.config or saved.config.get("kind") == PLUGIN:
         return "image"
@@ -207,9 +145,7 @@ def _text_data(saved: SavedModel, model: nn.Module) -> dict[str, Any]:
     tokenizer = saved.text["tokenizer"]
     separator = find_separator(tokenizer)
     if separator is None:
-        raise ValueError(
-            f"{saved.label}: its tokenizer has no end-of-text token: name it as eos_token in {SETTINGS_FILE}"
-        )
+        raise ValueError(f"{saved.label}: name the end-of-text token as eos_token in {SETTINGS_FILE}")
     return {
         "vocab_size": model.vocab_size,
         "separator": separator[1],

@@ -4,49 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric
-from torchmetrics.classification import (
-    BinaryConfusionMatrix,
-    BinaryStatScores,
-    MulticlassAccuracy,
-    MulticlassAUROC,
-    MulticlassAveragePrecision,
-    MulticlassCalibrationError,
-    MulticlassCohenKappa,
-    MulticlassConfusionMatrix,
-    MulticlassF1Score,
-    MulticlassMatthewsCorrCoef,
-    MulticlassPrecision,
-    MulticlassRecall,
-    MulticlassStatScores,
-    MultilabelAUROC,
-    MultilabelAveragePrecision,
-    MultilabelConfusionMatrix,
-    MultilabelExactMatch,
-    MultilabelF1Score,
-    MultilabelPrecision,
-    MultilabelRecall,
-    MultilabelStatScores,
-)
+from torchmetrics import classification as tm
 from torchmetrics.functional.classification import binary_auroc, binary_average_precision
 from torchmetrics.utilities.data import dim_zero_cat
 
 from longseq.tasks.training import targets
 from longseq.tasks.training.decisions import HALF
-from longseq.tasks.training.options import (
-    Range,
-    check_call,
-    check_value,
-    choices_of,
-    nearest,
-    refuse_unknown,
-    signature_options,
-    spell,
-)
 from longseq.tasks.training.targets import METRICS
 
 Make = Callable[[int], Metric]
@@ -56,16 +24,16 @@ _OWN: dict[str, Any] = {"validate_args": False}
 
 # Metrics that read decisions. The others read probabilities.
 _DECIDED = (
-    BinaryConfusionMatrix,
-    BinaryStatScores,
-    MulticlassConfusionMatrix,
-    MulticlassStatScores,
-    MultilabelConfusionMatrix,
-    MultilabelExactMatch,
-    MultilabelStatScores,
+    tm.BinaryConfusionMatrix,
+    tm.BinaryStatScores,
+    tm.MulticlassConfusionMatrix,
+    tm.MulticlassStatScores,
+    tm.MultilabelConfusionMatrix,
+    tm.MultilabelExactMatch,
+    tm.MultilabelStatScores,
 )
-# What the data tells a metric, and the user does not.
-_TOLD = ("num_classes", "num_labels")
+# Arguments of metrics that follow from the data.
+_COUNTS = ("num_classes", "num_labels")
 
 
 class _MeanOfShares:
@@ -83,7 +51,7 @@ class _MeanOfShares:
         return scores[(tp + fn + fp if self.predicted else tp + fn) > 0].mean()
 
 
-class MeanRecall(_MeanOfShares, MulticlassRecall):
+class MeanRecall(_MeanOfShares, tm.MulticlassRecall):
     """The mean over the classes of the share of their samples that is recognised; classes without samples do not count.
 
     It is the balanced accuracy. torchmetrics counts a class without samples as 0 as soon as a model predicts it.
@@ -92,13 +60,13 @@ class MeanRecall(_MeanOfShares, MulticlassRecall):
     predicted = False
 
 
-class MeanLabelRecall(_MeanOfShares, MultilabelRecall):
+class MeanLabelRecall(_MeanOfShares, tm.MultilabelRecall):
     """`MeanRecall` of several labels: those that no sample has do not count."""
 
     predicted = False
 
 
-class MeanLabelPrecision(_MeanOfShares, MultilabelPrecision):
+class MeanLabelPrecision(_MeanOfShares, tm.MultilabelPrecision):
     """The mean precision of the labels that a sample has or is given, as torchmetrics has it of classes.
 
     A label that is given and that no sample has counts as 0.
@@ -107,7 +75,7 @@ class MeanLabelPrecision(_MeanOfShares, MultilabelPrecision):
     predicted = True
 
 
-class MeanLabelF1(_MeanOfShares, MultilabelF1Score):
+class MeanLabelF1(_MeanOfShares, tm.MultilabelF1Score):
     """The mean F1 score of the labels that a sample has or is given, as scikit-learn has it of classes.
 
     A label that is given and that no sample has counts as 0. It is scikit-learn's score with `zero_division=nan`.
@@ -136,19 +104,19 @@ class _MeanOfRanks:
         return positives > 0
 
 
-class MeanAveragePrecision(_MeanOfRanks, MulticlassAveragePrecision):
+class MeanAveragePrecision(_MeanOfRanks, tm.MulticlassAveragePrecision):
     """The mean of the classes' average precisions; classes without samples do not count."""
 
     score = staticmethod(binary_average_precision)
 
 
-class MeanLabelAveragePrecision(_MeanOfRanks, MultilabelAveragePrecision):
+class MeanLabelAveragePrecision(_MeanOfRanks, tm.MultilabelAveragePrecision):
     """The mean of the labels' average precisions; labels that no sample has do not count."""
 
     score = staticmethod(binary_average_precision)
 
 
-class MeanAUROC(_MeanOfRanks, MulticlassAUROC):
+class MeanAUROC(_MeanOfRanks, tm.MulticlassAUROC):
     """The mean of the areas below the curves of each class against the others; classes of no or all samples do not
     count.
     """
@@ -159,7 +127,7 @@ class MeanAUROC(_MeanOfRanks, MulticlassAUROC):
         return 0 < positives < samples
 
 
-class MeanLabelAUROC(_MeanOfRanks, MultilabelAUROC):
+class MeanLabelAUROC(_MeanOfRanks, tm.MultilabelAUROC):
     """The mean of the areas below the labels' curves; labels that no sample or each one has do not count."""
 
     score = staticmethod(binary_auroc)
@@ -172,7 +140,7 @@ _FIRST = 5  # classes, among which the accuracy top5 seeks the right one
 
 
 def _top(places: int) -> Make:
-    return lambda classes: MulticlassAccuracy(classes, top_k=places, average="micro", **_OWN)
+    return lambda classes: tm.MulticlassAccuracy(classes, top_k=places, average="micro", **_OWN)
 
 
 def _averaged(metric: Callable[..., Metric], average: str | None = None) -> Make:
@@ -185,27 +153,27 @@ def _averaged(metric: Callable[..., Metric], average: str | None = None) -> Make
 ONE_LABEL: Mapping[str, Make] = {
     "top1": _top(1),
     "top5": _top(_FIRST),
-    "f1": _averaged(MulticlassF1Score, "macro"),
+    "f1": _averaged(tm.MulticlassF1Score, "macro"),
     "balanced_accuracy": MeanRecall,
 }
 ONE_LABEL_MORE: Mapping[str, Make] = {
-    "f1_weighted": _averaged(MulticlassF1Score, "weighted"),
-    "precision": _averaged(MulticlassPrecision, "macro"),
+    "f1_weighted": _averaged(tm.MulticlassF1Score, "weighted"),
+    "precision": _averaged(tm.MulticlassPrecision, "macro"),
     "recall": MeanRecall,
     "auroc": _averaged(MeanAUROC),
     "average_precision": _averaged(MeanAveragePrecision),
-    "calibration_error": _averaged(MulticlassCalibrationError),
-    "cohen_kappa": _averaged(MulticlassCohenKappa),
-    "matthews": _averaged(MulticlassMatthewsCorrCoef),
+    "calibration_error": _averaged(tm.MulticlassCalibrationError),
+    "cohen_kappa": _averaged(tm.MulticlassCohenKappa),
+    "matthews": _averaged(tm.MulticlassMatthewsCorrCoef),
 }
 SEVERAL_LABELS: Mapping[str, Make] = {
-    "accuracy": _averaged(MultilabelExactMatch),
+    "accuracy": _averaged(tm.MultilabelExactMatch),
     "f1": MeanLabelF1,
-    "f1_micro": _averaged(MultilabelF1Score, "micro"),
+    "f1_micro": _averaged(tm.MultilabelF1Score, "micro"),
     "average_precision": _averaged(MeanLabelAveragePrecision),
 }
 SEVERAL_LABELS_MORE: Mapping[str, Make] = {
-    "f1_weighted": _averaged(MultilabelF1Score, "weighted"),
+    "f1_weighted": _averaged(tm.MultilabelF1Score, "weighted"),
     "precision": MeanLabelPrecision,
     "recall": MeanLabelRecall,
     "auroc": _averaged(MeanLabelAUROC),
@@ -234,57 +202,13 @@ def known_metrics(chosen: Mapping[str, Any], tables: Tables) -> list[str]:
 def check_metrics(
     metric: str, chosen: Mapping[str, Any], *, multi_label: bool, tables: Mapping[bool, Tables] = TABLES
 ) -> None:
-    """Raise ValueError, in one line, for a metric that does not exist, and for options that it does not have."""
-    known = known_metrics({}, tables[multi_label])
-    for name, node in chosen.items():
-        place = f"task.metrics.{name}"
-        if node is None:
-            continue
-        if node is True:
-            if name not in known:
-                raise ValueError(
-                    f"{place}=true names no metric: choose one of {', '.join(known)}, or give {place}._target_=CLASS"
-                )
-            continue
-        if name in known:
-            given = "" if isinstance(node, Mapping) else f"={spell(node)}"
-            raise ValueError(
-                f"{place}{given} is a metric that exists already: give {place}=true to measure it, or choose another "
-                "name for one of your own"
-            )
-        if "/" in name:
-            raise ValueError(f"{place} has a slash, which stands behind the split: choose another name")
-        if "." in name or hasattr(nn.ModuleDict(), name):
-            raise ValueError(f"{place}: a module of torch can have no metric of this name: choose another name")
-        function = targets.find(node, METRICS, place)
-        _refuse_unfit(node, place, multi_label=multi_label)
-        options = {key: value for key, value in node.items() if key not in (targets.TARGET, targets.PARTIAL)}
-        if counted := next((option for option in _TOLD if option in options), None):
-            raise ValueError(f"{place}.{counted}={spell(options[counted])} is told by the data: leave it out")
-        if function.__module__.startswith("torchmetrics."):  # they take any keyword, and refuse it when they are built
-            refuse_unknown(options, [one for one in signature_options(_constructor(function)) if one != "self"], place)
-        if options.get("top_k") is not None:  # torchmetrics takes any number
-            check_value(Annotated[int, Range(1)], options["top_k"], f"{place}.top_k")
-        _check_one_number(function, node, place)  # of options that the metric has: a remedy is one of its own
-        check_call(function, options, place, given=_TOLD)
-    stage, _, name = metric.rpartition("/")
-    wanted = known_metrics({key: node for key, node in chosen.items() if node is not None}, tables[multi_label])
-    if stage != "val" or name not in wanted:
-        near = nearest(name, wanted)
-        hint = f"did you mean val/{near}? " if near and near != name else ""
-        raise ValueError(
-            f"task.metric={metric} is never measured: {hint}choose one of {', '.join(f'val/{one}' for one in wanted)}"
-        )
-
-
-def refuse_top5(num_classes: int, chosen: Mapping[str, Any] | None, metric: str | None) -> None:
-    """Raise ValueError, in one line, where accuracy among the first five is wanted of five classes or fewer."""
-    wanted = (chosen or {}).get("top5") is True or (metric or "").rpartition("/")[2] == "top5"
-    if num_classes <= _FIRST and wanted:
-        told = f"task.metric={metric}" if (metric or "").endswith("top5") else "task.metrics.top5=true"
-        raise ValueError(
-            f"{told} is measured of more than {_FIRST} classes, and there are {num_classes}: choose another metric"
-        )
+    """Raise ValueError for names of metrics that do not exist, before the data is opened."""
+    own = {name: node for name, node in chosen.items() if isinstance(node, Mapping)}
+    known = known_metrics(own, tables[multi_label])
+    named = [name for name, node in chosen.items() if node is True]
+    for name in (*named, metric.removeprefix("val/")):
+        if name not in known:
+            raise ValueError(f"{name} names no metric: choose one of {', '.join(known)}")
 
 
 def make_metrics(
@@ -298,75 +222,38 @@ def make_metrics(
     """The metrics of a run: those of every run, those of `task.metrics`, and the one that `task.metric` names.
 
     `tables` are those of the task, for one label and for several. Accuracy among the first five is measured of more
-    than five classes. ValueError for one of two classes where there are more, for one of the other form of targets,
-    and for a name that no metric has.
+    than five classes. ValueError for a metric for the other form of targets, and for a name that no metric has.
     """
     always, more = tables[multi_label]
     if num_classes <= _FIRST:
         always, more = ({name: make for name, make in one.items() if name != "top5"} for one in (always, more))
     made = {name: make(num_classes) for name, make in always.items()}
-    chosen = {name: node for name, node in (chosen or {}).items() if node is not None}
-    named = [name for name, node in chosen.items() if node is True]
+    named = [name for name, node in (chosen or {}).items() if node is True]
     if metric is not None:
         named.append(metric.rpartition("/")[2])
     made |= {name: more[name](num_classes) for name in named if name in more}
-    for name, node in chosen.items():
-        if node is not True:
+    for name, node in (chosen or {}).items():
+        if isinstance(node, Mapping):
             made[name] = _build(node, f"task.metrics.{name}", num_classes, multi_label=multi_label)
-    known = known_metrics({name: node for name, node in chosen.items() if node is not True}, tables[multi_label])
-    if unknown := next((name for name in named if name not in known), None):
-        told = f"chosen_metrics.{unknown}=True" if unknown in chosen else f"metric={metric}"
-        raise ValueError(f"{told} names no metric: choose one of {', '.join(known)}")
+    if unknown := next((name for name in named if name not in made and name != LOSS), None):
+        raise ValueError(f"{unknown} names no metric: choose one of {', '.join([LOSS, *made, *more])}")
     return made
 
 
-def _refuse_unfit(node: Mapping[str, Any], place: str, *, multi_label: bool) -> None:
-    """ValueError, in one line, for a metric of torchmetrics that is for the other form of targets.
-
-    Those for one class a sample would read the labels of all samples as classes 0 and 1.
-    """
-    form = node[targets.TARGET].rpartition(".")[2]
-    if form.startswith(("Multiclass", "Binary") if multi_label else "Multilabel"):
-        kind = "several labels" if multi_label else "one class"
-        raise ValueError(f"{place}.{targets.TARGET}={form} is not for data with {kind} a sample: choose another one")
-
-
 def _build(node: Mapping[str, Any], place: str, num_classes: int, *, multi_label: bool) -> Metric:
+    """A metric of torchmetrics for the classes of the data.
+
+    One for the other form of targets would read the labels of all samples as classes 0 and 1.
+    """
     function = targets.find(node, METRICS, place)
-    _refuse_unfit(node, place, multi_label=multi_label)
-    if _is_binary(function) and num_classes != 2:
-        raise ValueError(
-            f"{place}.{targets.TARGET}={function.__name__} is for two classes, and there are {num_classes}: choose "
-            "another one"
-        )
-    _check_one_number(function, node, place)
-    told = {name: num_classes for name in _TOLD if name in signature_options(_constructor(function))}
-    try:
-        metric = targets.build({**node, **told}, METRICS, place)
-    except (ValueError, RuntimeError) as error:  # torchmetrics names the option alone, torch not even that
-        raise ValueError(str(error) if str(error).startswith(place) else f"{place}: {error}") from error
-    if not isinstance(metric, Metric):
-        raise ValueError(f"{place}.{targets.TARGET}={node[targets.TARGET]} makes no metric of torchmetrics")
+    other = ("Multiclass", "Binary") if multi_label else "Multilabel"
+    if function.__name__.startswith(other) or (_is_binary(function) and num_classes != 2):
+        raise ValueError(f"{place}: {function.__name__} does not fit {num_classes} classes of this data")
+    constructor = function.__init__ if inspect.isclass(function) else function
+    counts = {name: num_classes for name in _COUNTS if name in inspect.signature(constructor).parameters}
+    metric: Metric = targets.build({**node, **counts}, METRICS, place)
     metric.has_own_threshold = "threshold" in node  # type: ignore[assignment]
     return metric
-
-
-def _check_one_number(function: Any, node: Mapping[str, Any], place: str) -> None:
-    """ValueError for options of torchmetrics that give several numbers."""
-    average = node.get("average", "macro")
-    if average in (None, "none"):
-        raise ValueError(f"{place}.average=none gives a number for each class: choose macro or weighted")
-    known = [choice for choice in choices_of(_constructor(function), "average") if choice not in (None, "none")]
-    if "average" in node and known:
-        check_value(Literal[tuple(known)], average, f"{place}.average")
-    if node.get("multidim_average", "global") != "global":
-        raise ValueError(
-            f"{place}.multidim_average={node['multidim_average']} gives a number for each sample: choose global"
-        )
-
-
-def _constructor(function: Any) -> Any:
-    return function.__init__ if inspect.isclass(function) else function
 
 
 def _is_binary(metric: Any) -> bool:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,21 +12,17 @@ from torchmetrics.classification import MulticlassConfusionMatrix, MultilabelCon
 
 from longseq.blocks.precision import at_least_float32
 from longseq.models import CHECKPOINT_RUN
-from longseq.tasks.data.labels import name_some
+from longseq.tasks.config import Criterion
 from longseq.tasks.training.classification import (
     dense_counts,
     reads_decisions,
-    refuse_top5,
     sparse_counts,
     update_metrics,
 )
 from longseq.tasks.training.decisions import Scores, decide
-from longseq.tasks.training.keys import Criterion
 from longseq.tasks.training.metrics import MeanLoss
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training
-
-_log = logging.getLogger(__name__)
 
 
 class ClassifierModule(TrainedModule):
@@ -42,7 +37,7 @@ class ClassifierModule(TrainedModule):
     `longseq.tasks.training.decisions.choose_threshold`). `thresholds` are those in force, and checkpoints keep them.
     Metrics of a validation are of the thresholds that it chose; `thresholds` are in force before the first one.
 
-    Means over the classes are of those that a split has. One warning names the others.
+    Means over the classes are of those that a split has.
     """
 
     # Counts [true class, predicted class] of the last test, and of the last validation; of several labels [C, 2, 2].
@@ -64,8 +59,6 @@ class ClassifierModule(TrainedModule):
         thresholds: Sequence[float] | None = None,
     ) -> None:
         super().__init__(backbone, training)
-        if training is not None and not multi_label:
-            refuse_top5(num_classes, chosen_metrics, metric)
         self.num_classes, self.multi_label = num_classes, multi_label
         self.chosen_metrics, self.metric, self.threshold = _plain(chosen_metrics), metric, _plain(threshold)
         self.val_metrics, self.test_metrics = (nn.ModuleDict({"loss": MeanLoss(), **make_metrics()}) for _ in range(2))
@@ -77,15 +70,6 @@ class ClassifierModule(TrainedModule):
             self.thresholds = _given_thresholds(thresholds, num_classes, multi_label)
         self._criterion: Criterion | None = threshold if isinstance(threshold, str) else None
         self._scores = Scores() if self._criterion else None
-        self._told_absent: set[str] = set()  # the stages whose warning was printed
-
-    @classmethod
-    def _kept(cls, run: Mapping[str, Any]) -> dict[str, Any]:
-        # Checkpoints of earlier versions tell these in the configuration of a run alone.
-        task = (run.get("config") or {}).get("task") or {}
-        told = {"chosen_metrics": task.get("metrics"), "metric": task.get("metric"), "threshold": task.get("threshold")}
-        kept = super()._kept({"options": told}) | super()._kept(run)
-        return {name: value for name, value in kept.items() if value is not None}
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """The probabilities `[N, C]` of logits: of classes that exclude each other, or of labels that do not.
@@ -151,34 +135,15 @@ class ClassifierModule(TrainedModule):
             self._count(decided, *self._scores.own())
             self._log_metrics(decided, "val")
             self._scores.reset()
-        self.val_confusion_matrix = self._finish_confusion("validation")
+        self.val_confusion_matrix = self._finish_confusion()
 
     def on_test_epoch_end(self) -> None:
-        self.confusion_matrix = self._finish_confusion("test")
+        self.confusion_matrix = self._finish_confusion()
 
-    def _finish_confusion(self, kind: str) -> Tensor:
+    def _finish_confusion(self) -> Tensor:
         counts: Tensor = self.confusion.compute().cpu()
         self.confusion.reset()
-        trainer: Any = self.trainer
-        # a sanity check and a trial run read some batches alone
-        if kind not in self._told_absent and not trainer.sanity_checking and not trainer.fast_dev_run:
-            self._told_absent.add(kind)
-            self._tell_absent(counts, kind)
         return counts
-
-    def _tell_absent(self, counts: Tensor, kind: str) -> None:
-        """Warn, in one line, of the classes that no sample of a split has."""
-        samples = counts[:, 1].sum(dim=1) if self.multi_label else counts.sum(dim=1)
-        absent = (samples == 0).nonzero().flatten().tolist()
-        if absent and self.global_rank == 0:
-            names = getattr(self.info, "class_names", None) or range(self.num_classes)
-            _log.warning(
-                "no %s sample has %s %s: averages over the classes leave out what has none, but F1 and precision count "
-                "it as 0 where it is predicted",
-                kind,
-                "the label" if self.multi_label else "the class",
-                name_some([str(names[number]) for number in absent]),
-            )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
@@ -209,23 +174,15 @@ def _plain(value: Any) -> Any:
 
 
 def _given_thresholds(threshold: Any, num_classes: int, multi_label: bool) -> Tensor | None:
-    """The thresholds as `decide` takes them, None where none are given. ValueError for those that do not fit."""
+    """The thresholds as `decide` takes them, None without numbers. ValueError for those that do not fit the classes."""
     if threshold is None:
         return None
     if not multi_label and num_classes != 2:
-        raise ValueError(
-            f"task.threshold={threshold} decides between two classes or about several labels, and there are "
-            f"{num_classes} classes: leave it null, which takes the most probable one"
-        )
+        raise ValueError(f"task.threshold={threshold} needs two classes or several labels, not {num_classes} classes")
     if isinstance(threshold, str):
-        if threshold not in get_args(Criterion):
-            raise ValueError(f"threshold={threshold} is unknown: give a number, or one of {get_args(Criterion)}")
         return None
     places = num_classes if multi_label else 1
     values = [threshold] * places if isinstance(threshold, float | int) else list(threshold)
     if len(values) != places:
-        remedy = (
-            f"give one, or one for each of the {places} labels" if multi_label else "two classes have one threshold"
-        )
-        raise ValueError(f"task.threshold has {len(values)} numbers: {remedy}")
+        raise ValueError(f"task.threshold has {len(values)} numbers, not {places}")
     return torch.tensor([float(value) for value in values])

@@ -7,7 +7,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
-from longseq.tasks.training.keys import Criterion
+from longseq.tasks.config import Criterion
 
 # Of several labels without a threshold of their own.
 HALF = 0.5

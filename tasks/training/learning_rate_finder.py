@@ -7,37 +7,23 @@ steeply is suggested.
 from __future__ import annotations
 
 import io
-import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import nullcontext, redirect_stderr
+from contextlib import redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.tuner import Tuner
 
-from longseq.files import replacing
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.module import TrainedModule
-from longseq.tasks.training.recipe import device_count, effective_learning_rate
+from longseq.tasks.training.recipe import effective_learning_rate
 from longseq.tasks.training.trainer import build_trainer
 
 # The files of the curve in the run folder.
 TABLE, PICTURE = "learning_rates.csv", "learning_rates.png"
-COLUMNS = "learning_rate,loss"
-
-
-def refuse_search(config: Mapping[str, Any]) -> None:
-    """ValueError, in one line, for a run that cannot search: on several devices, or of one batch."""
-    if (devices := device_count(config)) > 1:
-        raise ValueError(
-            f"recipe.learning_rate=find searches on one device, not on {devices}: search with trainer.devices=1 "
-            f"trainer.accumulate_grad_batches={devices}, and give the rate that it finds"
-        )
-    if config["trainer"].get("fast_dev_run"):
-        raise ValueError("recipe.learning_rate=find needs more than the batches of trainer.fast_dev_run: give a number")
 
 
 def find_learning_rate(
@@ -54,33 +40,19 @@ def find_learning_rate(
         trainer = build_trainer({**config, "logger": None, "output": place})
         trainer.fit_loop.epoch_loop.max_steps = options["num_training"]
         trainer.check_val_every_n_epoch = options["num_training"] + 1  # more epochs than the search can have
-        # the bar of the search, which Lightning shows without a terminal, too
-        quiet = nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
-        with quiet:
-            curve = Tuner(trainer).lr_find(module, datamodule=datamodule, update_attr=False, **options)
-    assert curve is not None
+        with redirect_stderr(io.StringIO()):  # the bar of the search, which Lightning shows without a terminal, too
+            curve: Any = Tuner(trainer).lr_find(module, datamodule=datamodule, update_attr=False, **options)
+    rates, losses = curve.results["lr"], curve.results["loss"]
+    lines = [f"{rate:.6g},{loss:.6g}" for rate, loss in zip(rates, losses, strict=False)]
+    write_text(folder / TABLE, "\n".join(["learning_rate,loss", *lines]) + "\n")
+    if find_spec("matplotlib") is not None:
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6, 4), dpi=150, layout="constrained")
+        curve.plot(suggest=True, ax=figure.add_subplot())
+        figure.savefig(folder / PICTURE)
     found = curve.suggestion()
-    _write(curve, folder)
     if found is None:
-        raise ValueError(
-            f"recipe.learning_rate=find: after {len(curve.results['loss'])} updates there is no rate to suggest; give "
-            "a number, or a lower learning_rate_finder.max_lr"
-        )
+        raise ValueError("recipe.learning_rate=find: the loss falls at no rate; give a number")
     scale = effective_learning_rate({**config, "recipe": {**config["recipe"], "learning_rate": 1.0}})
     return found, float(f"{found / scale:.3g}")
-
-
-def _write(curve: Any, folder: Path) -> None:
-    rows = zip(curve.results["lr"], curve.results["loss"], strict=False)
-    lines = [f"{rate:.6g},{loss:.6g}" for rate, loss in rows]
-    write_text(folder / TABLE, "\n".join([COLUMNS, *lines]) + "\n")
-    if find_spec("matplotlib") is None:
-        return
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), dpi=150, layout="constrained")
-    curve.plot(suggest=True, ax=figure.add_subplot())
-    image = io.BytesIO()
-    figure.savefig(image)
-    with replacing(folder / PICTURE) as partial:
-        partial.write_bytes(image.getvalue())

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, NamedTuple
-
-from longseq.tasks.training.options import Range, read
+from typing import Any, NamedTuple
 
 UNITS = ("epochs", "updates", "tokens")
 WARMUPS = tuple(f"warmup_{unit}" for unit in UNITS)
@@ -83,10 +81,7 @@ class Span:
         if self.unit == "updates":
             return self.count
         if epoch.tokens_per_update is None:
-            raise ValueError(
-                f"{self.key}={self.count:g}: this task's data has no tokens to count: give "
-                f"{self.key.replace('tokens', 'epochs')} or {self.key.replace('tokens', 'updates')} in its place"
-            )
+            raise ValueError(f"{self.key}={self.count:g}: this data has no tokens to count")
         return self.count / epoch.tokens_per_update
 
     def in_epochs(self, epoch: Epoch) -> float:
@@ -104,15 +99,15 @@ class RunLength:
     batch; tokens are those of all devices.
     """
 
-    epochs: Annotated[int, Range(1)] | None = None
-    updates: Annotated[int, Range(1)] | None = None
-    tokens: Annotated[float, Range(1)] | None = None
-    warmup_epochs: Annotated[float, Range(0)] | None = None
-    warmup_updates: Annotated[int, Range(0)] | None = None
-    warmup_tokens: Annotated[float, Range(0)] | None = None
-    validate_every_epochs: Annotated[int, Range(1)] | None = None
-    validate_every_updates: Annotated[int, Range(1)] | None = None
-    validate_every_tokens: Annotated[float, Range(1)] | None = None
+    epochs: int | None = None
+    updates: int | None = None
+    tokens: float | None = None
+    warmup_epochs: float | None = None
+    warmup_updates: int | None = None
+    warmup_tokens: float | None = None
+    validate_every_epochs: int | None = None
+    validate_every_updates: int | None = None
+    validate_every_tokens: float | None = None
 
     def __post_init__(self) -> None:
         for prefix in ("", "warmup_", "validate_every_"):
@@ -124,12 +119,10 @@ class RunLength:
 
     @classmethod
     def from_recipe(cls, recipe: Mapping[str, Any]) -> RunLength:
-        """The lengths in a recipe's keys. ValueError, in one line, for impossible ones."""
-        schedule = recipe["schedule"]
-        warmup = {name: schedule[name] for name in WARMUPS if name in schedule}
-        own = {field.name: recipe[field.name] for field in fields(cls) if field.name in recipe}
-        read(cls, {"epochs": 1, **warmup}, "recipe.schedule")  # an error here names recipe.schedule
-        return read(cls, {**own, **warmup}, "recipe")
+        """The lengths in a recipe's keys. ValueError for two of one kind, or none of the run."""
+        warmup = {name: recipe["schedule"].get(name) for name in WARMUPS}
+        own = {field.name: recipe.get(field.name) for field in fields(cls) if field.name not in WARMUPS}
+        return cls(**own, **warmup)
 
     @property
     def run(self) -> Span:
@@ -177,18 +170,6 @@ class RunLength:
             if span is not None:
                 span.in_updates(epoch)
 
-    def refuse_long_warmup(self, epoch: Epoch | None) -> None:
-        """Raise ValueError, in one line, for a warm-up that is not shorter than the run.
-
-        Without an `epoch`, before the data is open, one in another unit than the run is not judged.
-        """
-        span, run = self.warmup, self.run
-        if span is None or (epoch is None and span.unit != run.unit):
-            return
-        longer = span.count >= run.count if epoch is None else span.in_updates(epoch) >= self.count_updates(epoch)
-        if longer and span.count > 0:
-            raise ValueError(f"{self._outlasted(span)}: give a shorter warm-up")
-
     def _outlasted(self, warmup: Span) -> str:
         return f"{warmup.key}={warmup.count:g} is no shorter than the run ({self.run.key}={self.run.count:g})"
 
@@ -200,26 +181,5 @@ class RunLength:
         ]
         if len(spans) > 1:
             told = " and ".join(f"{span.key}={span.count:g}" for span in spans)
-            raise ValueError(f"{told} say the same in two units: give one, and set {spans[0].key}=null beside another")
+            raise ValueError(f"{told}: give only one")
         return spans[0] if spans else None
-
-
-def refuse_longer_minimum(trainer: Any, length: RunLength, epoch: Epoch) -> None:
-    """ValueError if the Trainer has a minimum beyond the length of the run, which would then not end there."""
-    loop, last, run = trainer.fit_loop, length.count_updates(epoch), length.run
-    if loop.min_epochs == 1 and loop.min_steps is not None and (last < epoch.updates or not epoch.counted):
-        loop.min_epochs = 0  # Lightning sets one epoch where only steps are given
-    if loop.min_epochs and not epoch.counted:
-        raise ValueError(
-            f"trainer.min_epochs={loop.min_epochs}: the training loader has no length, and the run ends with update "
-            f"{last} in any epoch: leave min_epochs out, or give min_steps"
-        )
-    for key, value, most in (
-        ("min_epochs", loop.min_epochs, last // epoch.updates),
-        ("min_steps", loop.min_steps, last),
-    ):
-        if value is not None and value > most:
-            raise ValueError(
-                f"trainer.{key}={value} is longer than the run ({run.key}={run.count:g}): give at most {most}, or "
-                "a longer run"
-            )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 import torch
@@ -21,13 +20,3 @@ def peak_memory(device: torch.device) -> int | None:
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 2**10
-
-
-def machine_memory() -> int | None:
-    """The bytes of this machine's memory and of its GPUs together. None where nothing tells it, as on Windows."""
-    try:
-        own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
-    gpus = range(torch.cuda.device_count())
-    return own + sum(torch.cuda.get_device_properties(index).total_memory for index in gpus)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import Tensor, nn
 
 from longseq.blocks.sharding import is_sharded
-from longseq.tasks.training.options import Length, Range
 
 _OURS = "muon"  # the key by which a group of parameters says whose it is
 
@@ -109,12 +108,12 @@ def create_muon(
     model: nn.Module,
     *,
     lr: float,
-    weight_decay: Annotated[float, Range(0, below=1e30)] = 0.1,
-    momentum: Annotated[float, Range(0, below=1)] = 0.95,
-    betas: Annotated[Sequence[float], Length(2, 2), Range(0, below=1)] = (0.9, 0.95),
-    eps: Annotated[float, Range(above=0)] = 1e-8,
-    ns_steps: Annotated[int, Range(1, below=100)] = 5,
-    layer_decay: Annotated[float | None, Range(above=0, most=1)] = None,
+    weight_decay: float = 0.1,
+    momentum: float = 0.95,
+    betas: Sequence[float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    ns_steps: int = 5,
+    layer_decay: float | None = None,
     fused: bool | None = None,
 ) -> MuonAdamW:
     """Muon for the weights of the linear layers in `model.blocks`, AdamW for all other parameters.

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from longseq.backbones.tokens import TokenBackbone
 from longseq.kernels.packing import Packing
-from longseq.mixers import ContractError, Mixer
+from longseq.mixers import Mixer
 from longseq.mixers.contract import check_sequences_apart
 from longseq.mixers.registry import name_of
 from longseq.models import describe
 from longseq.tasks.training.checkpoint import Loaded
-from longseq.tasks.training.model import TaskModel, mixer_options, outlined, refuse_difference
+from longseq.tasks.training.model import TaskModel, mixer_options, refuse_difference
 from longseq.tokenizer_files import same_tokenizer
 
 # The only model of these tasks, as `config.model` names it.
@@ -32,27 +32,17 @@ class TokenModel(TaskModel):
         super().initialize(model, trained)
         check_alike(model, trained, ignored=("vocab_size", "direction", "share_directions", "merge"))
 
-    def outline(self, config: Mapping[str, Any], info: Any) -> nn.Module:
-        return outlined(config, lambda: self.build(config, info))
-
-    def check(self, config: Mapping[str, Any]) -> None:
-        outlined(config, lambda: build_token_model(config, vocab_size=2, longest=2))
-
 
 def check_alike(model: TokenBackbone, trained: TokenBackbone, ignored: Collection[str]) -> None:
-    """ValueError, which names the key to give, if token models compute different functions of the same weights."""
+    """ValueError, which names the key, if token models compute different functions of the same weights."""
     own, its = (describe(one)["model_args"] for one in (model, trained))
     refuse_difference(own, its, ignored)
 
 
 def check_tokenizer(loaded: Loaded, tokenizer: Mapping[str, Any] | None) -> None:
     """ValueError if the model of a file was trained with another tokenizer than that of the data, None for tokens."""
-    if have_one_tokenizer(loaded.data.get("tokenizer"), tokenizer):
-        return
-    raise ValueError(
-        f"init={loaded.path}: its model was trained with another tokenizer than that of the data, whose tokens mean "
-        "something else: take the tokenizer of the model"
-    )
+    if not have_one_tokenizer(loaded.data.get("tokenizer"), tokenizer):
+        raise ValueError(f"init={loaded.path}: its model was trained with another tokenizer than that of the data")
 
 
 def have_one_tokenizer(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
@@ -63,12 +53,10 @@ def have_one_tokenizer(one: Mapping[str, Any] | None, other: Mapping[str, Any] |
 def build_token_model(config: Mapping[str, Any], *, vocab_size: int, longest: int) -> TokenBackbone:
     """The token model of a configuration. Options that are null there take the model's own defaults.
 
-    `longest` is the length of learned positions where `model.max_length` is null. ValueError, in one line, for another
-    model and for options that the model does not have.
+    `longest` is the length of learned positions where `model.max_length` is null. ValueError for another model.
     """
     if config["model"]["name"] != MODEL:
-        task = config["task"]["name"]
-        raise ValueError(f"task={task} trains token models: take model=token in place of {config['model']['name']}")
+        raise ValueError(f"task={config['task']['name']} trains token models: give model=token")
     return build_seeded(TokenBackbone, config, longest, vocab_size=vocab_size)
 
 
@@ -76,7 +64,7 @@ def build_seeded(kind: Callable[..., ModelT], config: Mapping[str, Any], longest
     """A model with the body that a configuration describes, built after `config.seed` is set.
 
     `kind` takes the options of `TokenBackbone`; `given` are those that the data decides. `longest` is the length of
-    learned positions where `model.max_length` is null. ValueError for options that `kind` does not have.
+    learned positions where `model.max_length` is null.
     """
     options = {key: value for key, value in config["model"].items() if key not in ("name", "label")}
     mlp = options.pop("mlp", None)
@@ -84,20 +72,17 @@ def build_seeded(kind: Callable[..., ModelT], config: Mapping[str, Any], longest
     if options.get("positions") == "learned":
         options.setdefault("max_length", longest)
     torch.manual_seed(config["seed"])
-    try:
-        return kind(
-            mixer=config["mixer"]["name"],
-            mixer_options=mixer_options(config),
-            mlp=None if mlp == "none" else mlp,
-            **given,
-            **options,
-        )
-    except TypeError as error:
-        raise ValueError(f"model={config['model']['name']} does not take these options: {error}") from error
+    return kind(
+        mixer=config["mixer"]["name"],
+        mixer_options=mixer_options(config),
+        mlp=None if mlp == "none" else mlp,
+        **given,
+        **options,
+    )
 
 
 class PluginMixers:
-    """Stops a run whose mixer, of a plug-in, lets the sequences of a batch see each other: no loss would tell.
+    """Stops a run whose plug-in mixer lets the sequences of a batch see each other, which no loss would show.
 
     longseq's own mixers are tested for it.
     """
@@ -109,7 +94,7 @@ class PluginMixers:
         """Check the plug-ins' mixers of a model, once, before it reads its first packed or padded batch.
 
         Raises:
-            ValueError: in one line, the mixer and what it mixes up.
+            ContractError: what the mixer mixes up.
         """
         packed, device = packing is not None, next(model.parameters()).device
         if packed in self.checked or (packing is None and mask is None):
@@ -123,17 +108,8 @@ class PluginMixers:
             # numbers of half precision differ with the length of a row.
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 own = kind(**layer.arguments).to(device, torch.float32)
-            try:
-                with torch.autocast(device.type, enabled=False):
-                    check_sequences_apart(own, packed=packed)
-            except ContractError as error:
-                name = name_of(kind)
-                refuse = ", and give data.reset_state=false" if packed else ""
-                raise ValueError(
-                    f"the mixer {name} of a plug-in lets sequences see each other: {error}: read "
-                    f"{'cu_seqlens' if packed else 'mask'} (longseq.mixers.check({name!r}) checks it), or refuse it by "
-                    f"a ValueError{refuse}"
-                ) from None
+            with torch.autocast(device.type, enabled=False):
+                check_sequences_apart(own, packed=packed)
 
 
 def _registered_class(mixer: Mixer[Any]) -> type[Mixer[Any]] | None:

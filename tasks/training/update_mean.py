@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 from longseq.blocks.sharding import own_part
 
@@ -92,6 +92,13 @@ def multiply_gradients(parameters: Iterable[Tensor], factor: Tensor | float) -> 
     gradients = [own_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)
+
+
+def gradient_norm(optimizer: torch.optim.Optimizer) -> Tensor:
+    """The Euclidean norm `[]` of all gradients together, before they are clipped."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm: Any = nn.utils.get_total_norm(gradients)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of a model that is sharded over processes
 
 
 def count_processes() -> int:

@@ -1,19 +1,15 @@
 """The parts of the chunk forms, with inputs for which simpler ways of computing them fail."""
 
-import pytest
 import torch
 from cases import cases
+from kernel_inputs import assert_accurate, assert_equal_up_to_rounding
 
 from longseq.kernels.chunks import (
     decay_matrix,
     decayed_products,
     decayed_sums,
-    fit_chunk_size,
-    join_chunks,
-    split_chunks,
     unit_lower_inverse,
 )
-from longseq.kernels.testing import assert_accurate, assert_equal_up_to_rounding
 
 
 def gram(kind, size, beta, width=64):
@@ -68,20 +64,3 @@ def only_token(size, token):
     weights = torch.zeros(1, size, size)
     weights[:, :, token] = 1
     return weights
-
-
-@pytest.mark.parametrize(
-    ("chunk_size", "tokens", "fitted"),
-    [(64, 1, 1), (64, 9, 16), (64, 64, 64), (64, 65, 16), (64, 197, 32), (64, 1024, 64), (64, 4000, 64), (16, 17, 16)],
-)
-def test_chunks_fit_the_tokens(chunk_size, tokens, fitted):
-    assert fit_chunk_size(chunk_size, tokens) == fitted
-
-
-def test_chunks_join_to_what_was_split():
-    x = torch.randn(2, 13, 3, 5)
-    chunks = split_chunks(x, x.dtype, 4, 4)
-    assert chunks.shape == (4, 6, 4, 5)
-    assert torch.equal(join_chunks(chunks, 2, 3, 13), x)
-    assert not chunks.reshape(4, 2, 3, 4, 5)[3, :, :, 1:].any()
-    assert join_chunks(split_chunks(x[:0], x.dtype, 4, 4), 0, 3, 13).shape == (0, 13, 3, 5)

@@ -7,11 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from cases import cases
-
-from longseq.kernels import list_ops
-from longseq.kernels.dispatch import list_stepped_ops
-from longseq.kernels.recurrence import each
-from longseq.kernels.testing import (
+from kernel_inputs import (
     Inputs,
     assert_accurate,
     assert_equal_up_to_rounding,
@@ -24,6 +20,10 @@ from longseq.kernels.testing import (
     takes,
     takes_chunk_size,
 )
+
+from longseq.kernels import list_ops
+from longseq.kernels.dispatch import list_stepped_ops
+from longseq.kernels.recurrence import each
 
 CASES = [(op, variant) for op in list_ops() for variant in list_variants(op)]
 FORMS = [(op, backend) for op in list_ops() for backend in list_forms(op)]
@@ -240,34 +240,11 @@ def test_half_of_the_rows_is_read_from_the_end(op, backend, tokens):
             assert_same(gradients(own, backend=backend, reverse="second_half"), expected)
 
 
-@pytest.mark.parametrize("op", [op for op in list_ops() if takes(op, "reverse")])
-def test_half_of_the_rows_needs_two_halves(op):
-    inputs, segments = make_inputs(op, batch=3, tokens=5), torch.tensor([0, 2, 5])
-    refused = [
-        (inputs, {"reverse": "second_half"}, "3 rows, but their number must be even"),
-        (inputs, {"reverse": "first_half"}, "'first_half', but must be False, True or 'second_half'"),
-        (make_inputs(op, tokens=5, segments=2), {"reverse": "second_half", "cu_seqlens": segments}, "packed segments"),
-    ]
-    if inputs.parameters:
-        refused.append((inputs.with_own_parameters(), {"reverse": True}, "reverse is True, but with a parameter for"))
-    for call, options, message in refused:
-        with pytest.raises(ValueError, match=message) as caught:
-            call.run(**options)
-        assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize("op", [op for op in list_ops() if takes(op, "scale")])
 def test_a_scale_that_is_a_tensor_is_refused(op):
     """Operations have no gradient for it; a parameter that scales would never learn."""
-    with pytest.raises(ValueError, match="scale is a tensor, and has no gradient here: multiply"):
+    with pytest.raises(ValueError, match="scale is a tensor"):
         make_inputs(op, tokens=3).run(scale=torch.nn.Parameter(torch.ones(())))
-
-
-@pytest.mark.parametrize("op", [op for op in list_ops() if takes(op, "scale")])
-def test_an_absent_scale_is_refused(op):
-    """In other libraries it stands for K ** -0.5, here the default is 1."""
-    with pytest.raises(ValueError, match=r"scale is None, but must be a number; give 1\.0"):
-        make_inputs(op, tokens=3).run(scale=None)
 
 
 @pytest.mark.parametrize(("op", "backend"), BACKENDS)
@@ -282,15 +259,6 @@ def test_absent_state_is_zero_or_the_stated_one(op, backend):
     for name, value in results(*inputs.run(backend=backend, initial_state=None)).items():
         assert torch.equal(value, expected[name]), name
     assert inputs.run(backend=backend, output_final_state=False)[1] is None
-
-
-@pytest.mark.parametrize("op", [op for op in list_ops() if isinstance(make_inputs(op).initial_state, tuple)])
-def test_a_state_of_other_parts_is_refused_in_one_line(op):
-    inputs = make_inputs(op, tokens=4)
-    for state in (inputs.initial_state[0], inputs.initial_state[:1], list(inputs.initial_state)):
-        with pytest.raises(ValueError, match=f"{op}: initial_state is .* but must be a tuple of .; pass") as caught:
-            inputs.run(initial_state=state)
-        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])

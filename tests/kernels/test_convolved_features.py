@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from kernel_inputs import assert_accurate, assert_equal_up_to_rounding, error, gradients, make_inputs, results
 from torch import Tensor
 
-from longseq.kernels import convolved_features, explain, head_features, self_test, short_convolution
-from longseq.kernels.testing import assert_accurate, assert_equal_up_to_rounding, error, gradients, make_inputs, results
+from longseq.kernels import convolved_features, head_features, short_convolution
 
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1, 1, 1, 1]], dtype=torch.bool)
 WAYS = {
@@ -147,39 +147,3 @@ def test_precisions(interpreted, way, backend, dtype):
     for name, value in gradients(inputs, backend=backend, **WAYS[way]).items():
         # The interpreter truncates bfloat16, where a GPU rounds; masked rows are rounded between the two operations.
         assert error(value, exact[name]) <= 4 * torch.finfo(dtype).eps, name
-
-
-def test_calls_that_are_composed_are_tested_as_such(interpreted, monkeypatch):
-    kinds = []
-    monkeypatch.setattr(self_test, "failures", lambda *call: kinds.append(call[-1]) or [])
-    inputs = draw(dtype=torch.float32)
-    for options in ({"initial_state": None}, {"initial_state": None, "mask": MASK}, {}):
-        inputs.run(backend="triton", **options)
-    assert kinds == ["", "composed", "composed"]
-    cases = self_test.TRIALS["convolved_features"].cases
-    assert all(case.has_state == (case.kind == "composed") for case in cases)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"feature_map": "tanh"}, "feature_map 'tanh' is not one of silu"),
-        ({"key_norm": "l3"}, "key_norm 'l3' is not one of l2"),
-        ({"num_heads": 0}, "weight has 42 channels, which num_heads=0 with key_dim=5 do not share out"),
-        ({"key_dim": 7}, "weight has 42 channels, which num_heads=3 with key_dim=7 do not share out"),
-        ({"num_heads": 4}, "weight has 42 channels, which num_heads=4 with key_dim=5 do not share out"),
-        ({"x": torch.zeros(2, 9, 44)}, "x has 44 channels, but must have the 42 of weight and num_heads=3 logits"),
-        ({"mask": MASK, "cu_seqlens": torch.tensor([0, 9])}, "both given"),
-        ({"mask": MASK[:, 1:]}, r"mask has shape \(2, 8\), but must be \[B, T\] = \(2, 9\)"),
-    ],
-)
-def test_refusals(options, message):
-    arguments = {"x": torch.zeros(2, 9, 45), "weight": torch.zeros(42, 4), "num_heads": 3, "key_dim": 5}
-    with pytest.raises(ValueError, match=message) as caught:
-        convolved_features(**{**arguments, **options})
-    assert "\n" not in str(caught.value)
-
-
-def test_heads_too_wide_for_one_program_are_refused():
-    reasons = explain("convolved_features", device="cuda", sizes={"K": 8193, "V": 64})["triton"]
-    assert reasons == ["K = 8193, and it goes to 8192 (use backend='torch')"]

@@ -1,16 +1,14 @@
 """Which backend runs, why others do not, and the messages for arguments that do not fit."""
 
 import re
-import threading
 from functools import partial
 
 import pytest
 import torch
 from cases import cases
+from kernel_inputs import list_variants, make_inputs
 
-from longseq import kernels
 from longseq.kernels import dispatch, explain, list_ops
-from longseq.kernels.testing import list_variants, make_inputs, takes_chunk_size
 
 
 @pytest.fixture
@@ -47,33 +45,11 @@ def test_a_named_backend_runs_or_is_refused_with_every_reason(scratch_op):
         dispatch.select(scratch_op, "picky", call(K=5))
 
 
-def test_an_absent_backend_is_answered_with_those_there_are(scratch_op):
-    with pytest.raises(ValueError, match=r"no backend 'fast': choose one of auto, picky, plain"):
-        dispatch.select(scratch_op, "fast", call())
-
-
 def test_explain_lists_reasons_by_backend(scratch_op):
     assert explain(scratch_op) == {"picky": ["needs a GPU"], "plain": []}
     assert explain(scratch_op, device="cuda", sizes={"K": 3})["picky"] == ["K is 3, but must be even"]
     with pytest.raises(ValueError, match="unknown operation 'other': choose one of scratch"):
         explain("other")
-
-
-@pytest.mark.parametrize("op", list_ops())
-def test_every_operation_is_public_and_has_the_common_backends(op):
-    assert callable(getattr(kernels, op))
-    assert callable(getattr(kernels, f"{op}_step", None)) == (op in dispatch.list_stepped_ops())
-    on_cpu = explain(op)
-    assert [name for name, reasons in on_cpu.items() if not reasons] == ["torch", "reference"]
-    assert list(on_cpu)[-1] == "reference"
-    with pytest.raises(ValueError, match=f"{op} has no backend 'quantum'"):
-        make_inputs(op).run(backend="quantum")
-
-
-@pytest.mark.parametrize("op", list_ops())
-def test_backends_say_what_they_cannot_export(op):
-    assert "time" in explain(op, exporting=True)["reference"][0]
-    assert "cu_seqlens" in explain(op, exporting=True, packed=True)["torch"][0]
 
 
 @pytest.mark.parametrize("op", list_ops())
@@ -112,13 +88,6 @@ def test_wrong_segments_are_refused(op, backend, cu_seqlens, message):
 
 
 @pytest.mark.parametrize("op", list_ops())
-def test_borders_that_are_no_tensor_are_refused(op):
-    for borders in ([0, 4], (0, 4)):
-        with pytest.raises(ValueError, match=r"cu_seqlens is a (list|tuple), but must be a tensor; use torch\.tensor"):
-            make_inputs(op, tokens=4, segments=1).run(cu_seqlens=borders)
-
-
-@pytest.mark.parametrize("op", list_ops())
 def test_packed_input_has_one_row_and_one_state_per_segment(op):
     cu_seqlens = torch.tensor([0, 1, 4])
     with pytest.raises(ValueError, match=r"cu_seqlens needs a batch of 1, but .* has a batch of 2"):
@@ -137,39 +106,6 @@ def test_a_switch_checks_segments_that_kernels_take_as_they_are(interpreted, mon
     inputs.run(backend="triton", cu_seqlens=torch.tensor([0, 1, 1, 4]))
     with pytest.raises(ValueError, match=f"cu_seqlens {words}"):
         run()
-
-
-def test_recorded_calls_are_those_of_one_thread():
-    inputs, found, begun, ended = make_inputs("delta_rule", tokens=3), [], threading.Event(), threading.Event()
-
-    def work():
-        begun.wait()
-        found.append(inputs.run(backend="reference"))
-        ended.set()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    with dispatch.record_calls() as calls:
-        begun.set()
-        ended.wait(60)
-        inputs.run(backend="reference")
-    thread.join()
-    assert len(calls) == 1
-    assert torch.equal(found[0][0], inputs.run(backend="reference")[0])
-    assert not dispatch.is_recording()
-
-
-@pytest.mark.parametrize("op", [op for op in list_ops() if takes_chunk_size(op)])
-def test_chunk_sizes_are_checked(op):
-    for chunk_size, message in ((0, "0, but must be at least 1"), (32.0, r"32\.0, but must be a whole number; use 64")):
-        with pytest.raises(ValueError, match=f"chunk_size is {message}"):
-            make_inputs(op).run(chunk_size=chunk_size)
-
-
-@pytest.mark.parametrize("op", ["delta_rule", "linear_attention"])
-def test_chunks_that_are_halved_need_a_power_of_two(op):
-    with pytest.raises(ValueError, match="chunk_size is 48, but must be a power of two; use 32 or 64"):
-        make_inputs(op).run(chunk_size=48)
 
 
 def test_triton_kernels_refuse_amd_gpus_which_torch_calls_cuda(monkeypatch):

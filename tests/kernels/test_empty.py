@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_inputs import gradients, make_inputs, results, takes
 
 from longseq.kernels import list_ops, short_convolution, token_loss
 from longseq.kernels.dispatch import backends, list_local_ops, list_stepped_ops
 from longseq.kernels.recurrence import each
-from longseq.kernels.testing import gradients, make_inputs, results, takes
 
 LOCAL = list_local_ops()
 FORMS = [(op, backend.name) for op in (*list_ops(), *LOCAL) for backend in backends(op)]

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 import torch
+from kernel_inputs import assert_equal_up_to_rounding, list_variants, make_inputs, results
 from torch.utils._pytree import tree_leaves
 
-from longseq.kernels import list_ops, short_convolution
-from longseq.kernels.testing import assert_equal_up_to_rounding, list_variants, make_inputs, results
+from longseq.kernels import list_ops
 from longseq.tools.export import onnx_file
 
 # the variants that lead to graphs of their own
@@ -91,54 +91,6 @@ def test_torch_export_and_the_onnx_file_made_of_it(op, variant):
         return session.run(None, {name: tensor.numpy() for name, tensor in zip(names, x, strict=True)})
 
     check(run, op, variant, sizes)
-
-
-@pytest.mark.slow
-def test_onnx_of_a_masked_convolution():
-    onnxruntime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
-
-    class Masked(torch.nn.Module):
-        def forward(self, x, weight, mask):
-            return short_convolution(x, weight, activation="silu", mask=mask, output_final_state=True)
-
-    def tensors(batch, tokens):
-        return torch.randn(batch, tokens, 5), torch.randn(5, 4), torch.rand(batch, tokens) < 0.7
-
-    shapes: tuple[dict[int, str], ...] = ({0: "batch", 1: "tokens"}, {}, {0: "batch", 1: "tokens"})
-    program = torch.onnx.export(
-        Masked().eval(),
-        tensors(2, 30),
-        dynamo=True,
-        dynamic_shapes=shapes,
-        input_names=["x", "weight", "mask"],
-        verbose=False,
-    )
-    assert program is not None
-    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
-    for batch, tokens in SIZES:
-        x, weight, mask = tensors(batch, tokens)
-        actual = session.run(None, {"x": x.numpy(), "weight": weight.numpy(), "mask": mask.numpy()})
-        for value, expected in zip(actual, Masked()(x, weight, mask), strict=True):
-            assert_equal_up_to_rounding(torch.as_tensor(value), expected, f"at B={batch}, T={tokens}")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("op", "variant"), CASES)
-def test_a_trace_has_the_gradients(op, variant):
-    inputs, tensors = draw(op, variant, 2, 70)
-    traced = torch.jit.trace(Call(inputs), (tensors,), check_trace=False)
-    for batch, tokens in [(2, 70), (3, 129), (1, 5)]:  # TorchScript optimises from the second call on
-        inputs, tensors = draw(op, variant, batch, tokens)
-        found = []
-        for run in (traced, Call(inputs)):
-            leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in tensors]
-            loss = sum(result.square().sum() for result in tree_leaves(run(leaves)) if result.requires_grad)
-            loss.backward()
-            found.append([x.grad for x in leaves if x.requires_grad])
-        names = [name for name, x in inputs.arguments.items() if x.is_floating_point()]
-        for name, actual, expected in zip(names, *found, strict=True):
-            assert_equal_up_to_rounding(actual, expected, f"gradient of {name} at B={batch}, T={tokens}")
 
 
 @pytest.mark.slow

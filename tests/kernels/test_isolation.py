@@ -7,10 +7,10 @@ from itertools import cycle, pairwise
 
 import pytest
 import torch
+from kernel_inputs import gradients, list_variants, make_inputs, results, takes, takes_chunk_size
 
 from longseq.kernels import list_ops
 from longseq.kernels.dispatch import backends, list_local_ops
-from longseq.kernels.testing import gradients, list_variants, make_inputs, results, takes, takes_chunk_size
 
 LOCAL = list_local_ops()
 FORMS = [(op, backend.name) for op in (*list_ops(), *LOCAL) for backend in backends(op)]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import cases
+from kernel_inputs import assert_accurate, error, gradients, list_variants, make_inputs, results
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from longseq.kernels import add_norm, explain, head_features, silu_product, token_loss
+from longseq.kernels import add_norm, explain, head_features, token_loss
 from longseq.kernels.dispatch import list_local_ops
-from longseq.kernels.testing import assert_accurate, error, gradients, list_variants, make_inputs, results
 
 CASES = [(op, variant) for op in list_local_ops() for variant in list_variants(op)]
 
@@ -140,24 +139,6 @@ def test_compiles_to_one_graph_with_the_kernel(interpreted, op, variant):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@cases("wanted", ["projected taps offset selection rate rate_offset skip", "projected offset skip", "selection rate"])
-def test_a_compiler_is_told_the_layout_of_the_gradients_of_a_pair_of_longhorn_layers(interpreted, dtype, wanted):
-    from longseq.kernels.longhorn_pair.triton_pair import longhorn_pair, longhorn_pair_backward
-
-    # Of one type, as without autocast; what is selected is no multiple of 16 numbers wide.
-    inputs = make_inputs("longhorn_pair", dtype=dtype)
-    tensors = [*inputs.sequences.values(), *inputs.parameters.values()]
-    output, *saved = longhorn_pair(*tensors, True)
-    given = (*tensors, *saved, torch.ones_like(output))
-    is_wanted = [name in wanted.split() for name in (*inputs.sequences, *inputs.parameters)]
-    found = longhorn_pair_backward(*given, is_wanted)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        told = torch.ops.longseq.longhorn_pair_backward(*(mode.from_tensor(x) for x in given), is_wanted)
-    assert [(x.shape, x.stride(), x.dtype) for x in found] == [(x.shape, x.stride(), x.dtype) for x in told]
-
-
-@pytest.mark.slow
 def test_a_pair_of_longhorn_layers_in_parts_of_time_with_many_ranks(interpreted, monkeypatch):
     from longseq.kernels.diagonal_scan import triton_scan
 
@@ -167,13 +148,6 @@ def test_a_pair_of_longhorn_layers_in_parts_of_time_with_many_ranks(interpreted,
     exact, plain = gradients(inputs.map(Tensor.double)), gradients(inputs, backend="torch")
     for name, value in gradients(inputs, backend="triton").items():
         assert_accurate(value, plain[name], exact[name], name)
-
-
-def test_a_pair_of_longhorn_layers_without_tokens(interpreted):
-    for batch, tokens in ((0, 3), (2, 0)):
-        inputs = make_inputs("longhorn_pair", batch=batch, tokens=tokens, dtype=torch.float32)
-        for name, value in gradients(inputs, backend="triton").items():
-            assert not value.any(), name
 
 
 @pytest.mark.parametrize("op", list_local_ops())
@@ -187,13 +161,6 @@ def test_autocast_does_not_reach_inside(op):
 
     actual = gradients(inputs, run)
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
-
-
-@pytest.mark.parametrize("op", list_local_ops())
-def test_reasons_name_the_remedy(op):
-    reasons = explain(op, dtype=torch.float64, exporting=True)["triton"]
-    assert any("float64" in reason and "backend='torch'" in reason for reason in reasons)
-    assert explain(op)["torch"] == []
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -283,34 +250,6 @@ def test_the_loss_of_a_target_out_of_range_is_no_number_in_the_kernel(interprete
     assert losses[2] > 0
     assert not gradient[:2].any()
     assert gradient[2].any()
-
-
-def test_tensors_that_do_not_fit_are_refused():
-    with pytest.raises(
-        ValueError, match=r"token_loss: target is torch.int64 of shape \(3,\), but must be int64 of shape"
-    ):
-        token_loss(torch.zeros(2, 5), torch.zeros(3, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"x has 13 channels, which num_heads=2 with key_dim=3 do not share out"):
-        head_features(torch.zeros(1, 13), num_heads=2, key_dim=3)
-    with pytest.raises(ValueError, match=r"head_features: x has shape \(6, 5, 4\) and logits \(2, 5, 1\), which must"):
-        head_features(torch.zeros(6, 5, 4), logits=torch.zeros(2, 5, 1), num_heads=1, key_dim=1)
-    with pytest.raises(ValueError, match=r"head_features: x has shape \(6, 5, 4\) and logits \(\), which must"):
-        head_features(torch.zeros(6, 5, 4), logits=torch.zeros(()), num_heads=1, key_dim=1)
-    with pytest.raises(ValueError, match="feature_map 'tanh' is not one of silu"):
-        head_features(torch.zeros(1, 3), num_heads=1, key_dim=1, feature_map="tanh")
-    with pytest.raises(ValueError, match=r"add_norm: x has shape \(2, 3\), its branch \(3, 3\) and weight \(3,\)"):
-        add_norm(torch.zeros(2, 3), torch.zeros(3), branch=torch.zeros(3, 3))
-    with pytest.raises(ValueError, match=r"silu_product: x has shape \(2, 3\) and gate \(2, 4\)"):
-        silu_product(torch.zeros(2, 3), torch.zeros(2, 4))
-    inputs = make_inputs("longhorn_pair")
-    with pytest.raises(ValueError, match=r"longhorn_pair: rate_offset has shape \(6,\), but must have \(2, 6\)"):
-        inputs.replace({"rate_offset": torch.zeros(6)}).run()
-    with pytest.raises(ValueError, match="R = 129, and it goes to 128"):
-        make_inputs("longhorn_pair", dtype=torch.float32, sizes={"R": 129}).run(backend="triton")
-    with pytest.raises(ValueError, match="skip and skip_weight go together"):
-        silu_product(torch.zeros(2, 3), torch.zeros(2, 3), skip=torch.zeros(2, 3))
-    with pytest.raises(ValueError, match=r"x has shape \(2, 3\) and x of skip_weight's width \(2, 4\)"):
-        silu_product(torch.zeros(2, 3), torch.zeros(2, 3), skip=torch.zeros(2, 3), skip_weight=torch.zeros(4))
 
 
 @pytest.mark.gpu

@@ -7,16 +7,16 @@ import pickle
 
 import pytest
 import torch
+from kernel_inputs import gradients, list_variants, make_inputs, takes
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils import _pytree as pytree
 
 from longseq import kernels
-from longseq.kernels import linear_attention, packing, recurrence
+from longseq.kernels import linear_attention
 from longseq.kernels.dispatch import explain, list_ops
-from longseq.kernels.packed_attention import packed_attention, varlen
+from longseq.kernels.packed_attention import packed_attention
 from longseq.kernels.packing import Packing, pack_like
-from longseq.kernels.testing import gradients, list_variants, make_inputs, takes
 
 BORDERS = torch.tensor([0, 3, 3, 4, 11])
 
@@ -53,12 +53,6 @@ def test_borders_that_are_changed_are_read_again(copied) -> None:
     torch.testing.assert_close(output, expected, rtol=0, atol=0)
 
 
-def test_what_is_found_for_borders_is_kept_in_inference_mode() -> None:
-    with torch.inference_mode():
-        borders = Packing(torch.tensor([0, 4, 9])).cu_seqlens
-        assert packing.sequence_of_tokens(borders, 9) is packing.sequence_of_tokens(borders, 9)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["delta_rule", "linear_attention"])
 def test_borders_read_in_inference_mode_serve_a_training(op: str) -> None:
@@ -85,29 +79,6 @@ def test_nothing_waits_for_a_device() -> None:
     assert pack_like(BORDERS.to("meta"), torch.empty(1, 11, device="meta")).max_seqlen == 11
 
 
-@pytest.mark.parametrize(
-    ("borders", "options", "message"),
-    [
-        ([0, 4, 3, 11], {}, "cu_seqlens falls from 4 to 3"),
-        ([1, 11], {}, "cu_seqlens starts with 1"),
-        ([0, 11], {"tokens": 12}, "must end with T = 12"),
-        ([0, 4, 11], {"max_seqlen": 5}, "max_seqlen=5, but cu_seqlens holds a sequence of 7 tokens"),
-        ([0], {}, "N >= 1 segments"),
-        ([0.0, 11.0], {}, "must be int32 or int64"),
-    ],
-)
-def test_what_makes_no_packing_is_refused(borders: list[float], options: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Packing(torch.tensor(borders), **options)
-
-
-def test_a_list_is_no_packing() -> None:
-    x, borders = torch.zeros(1, 11, 2, 4), BORDERS.tolist()
-    for call in (lambda: Packing(borders), lambda: packed_attention(x, x, x, borders)):
-        with pytest.raises(ValueError, match="Packing: cu_seqlens is a list, but must be a tensor"):
-            call()
-
-
 def test_a_packing_of_other_tokens_is_refused() -> None:
     x = torch.zeros(1, 12, 2, 4)
     with pytest.raises(ValueError, match="cu_seqlens ends with 11, but must end with T = 12"):
@@ -124,22 +95,6 @@ def test_operations_take_a_packing(op: str) -> None:
         expected = gradients(inputs, backend="torch", cu_seqlens=BORDERS, **options)
         actual = gradients(inputs, backend="torch", cu_seqlens=Packing(BORDERS), **options)
         assert all(torch.equal(actual[name], value) for name, value in expected.items())
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_index_tensors_are_found_once(interpreted, monkeypatch, backend) -> None:
-    """Once for all calls and both passes; Triton's chunks have one size here, `torch` groups similar lengths."""
-    calls = []
-    module, name = (recurrence, "_find_groups") if backend == "torch" else (torch, "searchsorted")
-    find = getattr(module, name)
-    monkeypatch.setattr(module, name, lambda *args, **kwargs: calls.append(args) or find(*args, **kwargs))
-    inputs = make_inputs("linear_attention", segments=4, tokens=11, dtype=torch.float32)
-    found = Packing(BORDERS)
-    for _ in range(2):
-        gradients(inputs, backend=backend, cu_seqlens=found)
-    assert len(calls) == 1
-    gradients(inputs, backend=backend, cu_seqlens=BORDERS)
-    assert len(calls) > 1
 
 
 @pytest.mark.slow
@@ -196,23 +151,6 @@ def test_packed_attention_is_attention_within_each_sequence(causal: bool, window
     torch.testing.assert_close(given, wanted)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_packed_attention_keeps_no_scores_of_padding(causal: bool) -> None:
-    """One long sequence and 63 short ones: padded rows would have 32 times the tokens, their masks 2,000 times."""
-    borders = torch.tensor([0, 512, *range(520, 1025, 8)])
-    q, k, v = (torch.randn(1, 1024, 2, 16, requires_grad=True) for _ in range(3))
-    kept = 0
-
-    def count(x: torch.Tensor) -> torch.Tensor:
-        nonlocal kept
-        kept += x.numel()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
-        packed_attention(q, k, v, borders, causal=causal)
-    assert kept < 20 * q.numel()
-
-
 def test_what_one_sequence_holds_reaches_no_other() -> None:
     q, k, v = (torch.randn(1, 11, 2, 8) for _ in range(3))
     expected = packed_attention(q, k, v, BORDERS)
@@ -220,18 +158,6 @@ def test_what_one_sequence_holds_reaches_no_other() -> None:
     for x in spoiled:
         x[:, 4:] = float("nan")
     assert torch.equal(packed_attention(*spoiled, BORDERS)[:, :4], expected[:, :4])
-
-
-def test_a_form_asked_for_by_name_runs_or_is_refused() -> None:
-    x = torch.zeros(1, 11, 2, 12)
-    with pytest.raises(ValueError, match=r"varlen.*runs on CUDA, not on cpu; it takes float16.*a multiple of 8, not"):
-        packed_attention(x, x, x, BORDERS, backend="varlen")
-    with pytest.raises(ValueError, match="choose one of auto, varlen, torch"):
-        packed_attention(x, x, x, BORDERS, backend="flash")
-    reasons = explain("packed_attention", device="cuda", dtype=torch.bfloat16, packed=True, sizes={"D": 64})
-    assert reasons["torch"] == []
-    if "window_size" in varlen._options() and not torch.cuda.is_available():
-        assert reasons["varlen"] == []
 
 
 @pytest.mark.gpu
@@ -267,13 +193,6 @@ def test_fused_packed_attention_on_a_gpu(causal: bool, window: int | None, group
     exact, plain = run(torch.float32, backend="torch"), run(torch.bfloat16, backend="torch")
     for given, other, wanted in zip(actual, plain, exact, strict=True):
         assert (given - wanted).norm() <= 2 * (other - wanted).norm() + 1e-3 * wanted.norm()
-
-
-def test_what_is_found_for_borders_stays_with_those_of_a_packing() -> None:
-    found = Packing(BORDERS)
-    assert found.bounds is found.bounds
-    assert packing.find_once(found.cu_seqlens, "x", list) is packing.find_once(found.cu_seqlens, "x", list)
-    assert packing.find_once(BORDERS, "x", list) is not packing.find_once(BORDERS, "x", list)
 
 
 @pytest.mark.slow

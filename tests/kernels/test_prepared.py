@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import ast
-import os
-import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from longseq import kernels
-from longseq.kernels import dispatch, list_ops, operation, self_test
-from longseq.kernels.dispatch import list_local_ops
-from longseq.kernels.operation import Later, dispatched
-from longseq.kernels.testing import make_inputs
+from longseq.kernels import dispatch
+from longseq.kernels.operation import dispatched
 from longseq.kernels.triton_launch import Prepared
 
 
@@ -120,126 +113,12 @@ def test_a_choice_is_made_once_for_calls_that_are_alike(asked):
     assert shapes[5:] == [(1, 3)]
 
 
-def test_a_named_backend_has_its_own_choice(asked):
-    call, shapes = asked
-    for backend in ("torch", "auto", "torch"):
-        assert call(torch.zeros(2), backend=backend) == ("torch" if backend == "torch" else "triton")
-    assert len(shapes) == 2
-
-
 def test_refusals_are_asked_for_each_time(asked):
     call, shapes = asked
     for _ in range(2):
         with pytest.raises(ValueError, match="too many rows"):
             call(torch.zeros(5))
     assert len(shapes) == 2
-
-
-def test_where_kernels_prove_themselves_the_preferred_backend_alone_is_remembered(asked, monkeypatch):
-    call, shapes = asked
-    monkeypatch.setattr(self_test, "is_tested", lambda device_type: True)
-    monkeypatch.setattr(self_test, "failures", lambda *_: [])
-    for backend in ("torch", "torch", "auto", "auto"):
-        call(torch.zeros(2), backend=backend)
-    assert len(shapes) == 3
-    monkeypatch.setattr(self_test, "failures", lambda *_: ["no verdict yet"])
-    assert call(torch.zeros(3)) == "torch"
-    monkeypatch.setattr(self_test, "failures", lambda *_: [])
-    assert call(torch.zeros(3)) == "triton"
-
-
-def test_arguments_that_the_signature_does_not_have_are_refused_as_python_does(asked):
-    call, shapes = asked
-    x = torch.zeros(2)
-    call(x)
-    with pytest.raises(TypeError, match=r"example\(\) missing 1 required positional argument: 'x'"):
-        call()
-    with pytest.raises(TypeError, match=r"example\(\) got an unexpected keyword argument 'y'"):
-        call(x, y=1)
-    with pytest.raises(TypeError, match=r"example\(\) got multiple values for argument 'x'"):
-        call(x, x=x)
-    with pytest.raises(TypeError, match=r"example\(\) takes from 1 to 2 positional arguments but 3 were given"):
-        call(x, None, "torch")
-    assert len(shapes) == 1
-
-
-def test_a_choice_is_not_remembered_where_it_may_be_another_one(asked, monkeypatch):
-    call, shapes = asked
-    x = torch.zeros(2)
-    thread = threading.Thread(target=lambda: (setattr(self_test._THREAD, "is_testing", True), call(x)))
-    thread.start()
-    thread.join()
-    with FakeTensorMode():
-        call(torch.zeros(2))
-    with dispatch.record_calls():
-        assert call(x) == "torch"
-    call(x, [])  # a list has no hash
-    assert len(shapes) == 4
-    call(x)
-    monkeypatch.setenv("TRITON_INTERPRET", "0" if os.environ.get("TRITON_INTERPRET") == "1" else "1")
-    call(x)
-    call(x)
-    assert len(shapes) == 6
-    backends = dispatch._LOCAL.pop("example")
-    dispatch.register_local("example", *reversed(backends))
-    assert call(x) == "torch"
-    monkeypatch.setattr(operation, "MOST_REMEMBERED", 1)
-    shapes.clear()
-    for rows in (1, 1, 3, 3, 1):
-        call(torch.zeros(rows))
-    assert len(shapes) == 3
-
-
-@pytest.mark.slow
-def test_sizes_that_are_symbols_are_not_remembered(asked):
-    call, shapes = asked
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
-    x = mode.from_tensor(torch.zeros(3, 8), symbolic_context=dynamic)
-    for _ in range(2):
-        assert call(x) == "triton"
-    assert len(shapes) == 2
-
-
-@pytest.mark.slow
-def test_a_remembered_choice_compiles_to_one_graph(asked):
-    call, _ = asked
-    x = torch.zeros(2)
-    call(x)
-
-    def double(x):
-        return 2 * x if call(x) == "triton" else x
-
-    torch._dynamo.reset()
-    y = torch.compile(double, fullgraph=True, backend="eager")(x + 1)
-    assert y.tolist() == [2, 2]
-
-
-def test_kernels_are_imported_by_their_first_call_which_compiles_to_one_graph(tmp_path, monkeypatch):
-    (tmp_path / "kernels_of_tomorrow.py").write_text("def double(x, *, factor):\n    return x * factor\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    later = Later("kernels_of_tomorrow", "double")
-    assert "kernels_of_tomorrow" not in sys.modules
-    torch._dynamo.reset()
-    y = torch.compile(lambda x: later(x, factor=2) + later(x, factor=3), fullgraph=True, backend="eager")(torch.ones(2))
-    assert y.tolist() == [5, 5]
-    assert later.load() is sys.modules["kernels_of_tomorrow"].double
-
-
-@pytest.mark.parametrize("op", [*list_ops(), *list_local_ops()])
-def test_every_operation_remembers_its_choice(op, monkeypatch):
-    inputs, judged = make_inputs(op, tokens=4, dtype=torch.float32), []
-    select = operation.select
-    monkeypatch.setattr(operation, "select", lambda *call: judged.append(call) or select(*call))
-    with torch.no_grad():
-        for scale in (1, 2):
-            for _ in range(2):
-                inputs.map(lambda x, scale=scale: x / scale).run()
-        assert [name for name, *_ in judged].count(op) == 1
-        if hasattr(kernels, f"{op}_step"):
-            for _ in range(2):
-                inputs.step(0, inputs.initial_state)
-            assert [name for name, *_ in judged].count(f"{op}_step") == 1
 
 
 def list_unguarded_launches(node: ast.AST) -> Iterator[ast.Call]:
@@ -251,11 +130,6 @@ def list_unguarded_launches(node: ast.AST) -> Iterator[ast.Call]:
             yield node
     for child in ast.iter_child_nodes(node):
         yield from list_unguarded_launches(child)
-
-
-def test_unguarded_launches_are_found():
-    found = list_unguarded_launches(ast.parse("with torch.cuda.device_of(x):\n    a[grid](x)\nb[grid](x)\nc(x)"))
-    assert [ast.unparse(call) for call in found] == ["b[grid](x)"]
 
 
 @pytest.mark.parametrize("file", sorted(Path(kernels.__path__[0]).rglob("triton_*.py")), ids=lambda file: file.stem)

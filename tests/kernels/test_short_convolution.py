@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from kernel_inputs import assert_equal_up_to_rounding, gradients, list_variants, make_inputs
 
 from longseq.kernels import short_convolution
-from longseq.kernels.testing import assert_equal_up_to_rounding, gradients, list_variants, make_inputs
 
 
 @pytest.fixture(params=["right", "left", "holes", "nothing", "everything"])
@@ -75,17 +75,3 @@ def test_garbage_behind_the_mask_reaches_nothing(mask):
     inputs = make_inputs("short_convolution", batch=3, tokens=9)
     inputs.sequences["x"][~mask] = torch.nan
     assert all(value.isfinite().all() for value in gradients(inputs, mask=mask).values())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"activation": "relu"}, "activation is 'relu', but must be None or 'silu'"),
-        ({"mask": torch.ones(2, 4)}, "mask is torch.float32, but must be bool"),
-        ({"mask": torch.ones(2, 5, dtype=torch.bool)}, r"mask has shape \(2, 5\), but must be \[B, T\] = \(2, 4\)"),
-        ({"mask": torch.ones(2, 4, dtype=torch.bool), "cu_seqlens": torch.tensor([0, 4])}, "both given"),
-    ],
-)
-def test_refusals(options, message):
-    with pytest.raises(ValueError, match=message):
-        short_convolution(torch.zeros(2, 4, 3), torch.zeros(3, 4), **options)

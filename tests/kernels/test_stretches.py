@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_inputs import Inputs, gradients, make_inputs
 
 from longseq.kernels import list_ops
 from longseq.kernels.dispatch import backends
-from longseq.kernels.testing import Inputs, gradients, make_inputs
 
 CHUNK = 64
 OPS = [op for op in list_ops() if any(backend.name == "triton" for backend in backends(op))]

@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from longseq.kernels import explain, first_use, token_choice
+from longseq.kernels import explain, first_use
 from longseq.kernels.token_choice import fused
 
 triton_choice = importlib.import_module("longseq.kernels.token_choice.triton_choice")
@@ -46,16 +46,6 @@ def test_only_tokens_that_have_probability_are_drawn_across_blocks(short_blocks)
         found.add(int(triton_choice.token_choice_triton(scores, counter, valid, None, **how)))
         assert bool(valid)
     assert found == {3, 70, 150}
-
-
-def test_the_processor_takes_the_form_of_torch_and_names_the_reason():
-    why = explain("token_choice", dtype=torch.float32)
-    assert why["torch"] == []
-    assert "it runs on a CUDA device, not on cpu" in why["fused"][0]
-    if not torch.cuda.is_available():  # of a GPU that is elsewhere, what is known without it
-        assert explain("token_choice", device="cuda") == {"fused": [], "torch": []}
-    with pytest.raises(ValueError, match="it runs on a CUDA device"):
-        token_choice(torch.randn(1, 9), torch.zeros(1).long(), torch.ones(1).bool(), backend="fused")
 
 
 def test_a_kernel_that_fails_its_check_is_refused_in_one_line(monkeypatch):

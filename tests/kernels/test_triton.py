@@ -9,29 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
-
-from longseq.kernels import (
-    delta_rule,
-    explain,
-    linear_attention,
-    list_ops,
-    longhorn_scan,
-    orthogonal_recurrence,
-    recursive_least_squares,
-    selective_scan,
-    short_convolution,
-    slot_attention,
-    variational_linear_attention,
-)
-from longseq.kernels.dispatch import backends
-from longseq.kernels.packing import Packing
-from longseq.kernels.testing import (
+from kernel_inputs import (
     Inputs,
     assert_accurate,
-    convolved_features,
     error,
     gradients,
     list_variants,
@@ -39,6 +19,17 @@ from longseq.kernels.testing import (
     results,
     takes,
 )
+
+from longseq.kernels import (
+    delta_rule,
+    linear_attention,
+    list_ops,
+    recursive_least_squares,
+    short_convolution,
+)
+from longseq.kernels.accuracy import Bar
+from longseq.kernels.dispatch import backends
+from longseq.kernels.packing import Packing
 
 TRITON_OPS = [op for op in list_ops() if any(backend.name == "triton" for backend in backends(op))]
 CASES = [(op, variant) for op in TRITON_OPS for variant in list_variants(op)]
@@ -82,15 +73,6 @@ def test_gradients_of_a_part_that_runs_again(interpreted, op):
     actual = gradients(inputs, run=Inputs.run_checkpointed, backend="triton")
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("op", TRITON_OPS)
-def test_second_derivatives_are_refused(interpreted, op):
-    inputs = make_inputs(op, list_variants(op)[0], tokens=3, dtype=torch.float32).map(lambda x: x.requires_grad_())
-    output = results(*inputs.run(backend="triton"))["output"]
-    with pytest.raises(RuntimeError, match="has no second derivative"):
-        torch.autograd.grad(output.sum(), list(inputs.tensors.values()), create_graph=True, allow_unused=True)
 
 
 @pytest.mark.slow
@@ -172,44 +154,6 @@ def test_linear_attention_of_tiny_and_huge_values(interpreted, gate, size):
     )
     for name, value in _differentiate_gated(q, k, v, d_output, **gates, backend="triton").items():
         assert error(value.double() / exact[name].abs().max(), exact[name] / exact[name].abs().max()) <= 2e-2, name
-
-
-class _WithFakes(TorchDispatchMode):
-    """Calls each of our operations on fake tensors, too, and records the memory layout of the results."""
-
-    def __init__(self):
-        super().__init__()
-        self.results = {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if function.namespace == "longseq":
-            with FakeTensorMode() as mode:
-                fake = function(*tree_map_only(torch.Tensor, mode.from_tensor, args))
-            self.results[str(function)] = tuple([self._describe(x) for x in tree_leaves(y)] for y in (result, fake))
-        return result
-
-    @staticmethod
-    def _describe(x):
-        strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
-        return x.dtype, x.shape, strides if x.numel() else []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("op", TRITON_OPS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-def test_fake_results_are_like_real_ones_in_shape_and_strides(interpreted, op, dtype):
-    # torch.compile plans its buffers with fake tensors, and fails if a real one has another layout.
-    inputs = make_inputs(op, tokens=11, dtype=dtype)
-    calls = [(inputs, {})]
-    if inputs.parameters and takes(op, "reverse"):
-        calls.append((inputs.with_own_parameters(), {"reverse": "second_half"}))
-    for call, options in calls:
-        with _WithFakes() as watched:
-            gradients(call, backend="triton", **options)
-        assert len(watched.results) >= 2, "a forward and a backward pass"
-        for name, (real, fake) in watched.results.items():
-            assert real == fake, name
 
 
 DELTA_FORMS = ("trained", "read", "walked")
@@ -615,28 +559,6 @@ def test_delta_rule_without_gradients_leaves_chunks_before_a_steep_one_alone(int
         assert not actual["output"][:, 40:44].isfinite().all()
 
 
-@pytest.mark.parametrize(("tokens", "limit", "kept"), [(1024, 1 << 19, False), (2048, 1 << 19, True), (2048, 1, False)])
-def test_delta_rule_keeps_queries_and_keys_without_a_gate_only_of_few_segments(
-    interpreted, monkeypatch, tokens, limit, kept
-):
-    from longseq.kernels.delta_rule import triton_delta
-
-    monkeypatch.setattr(triton_delta, "KEPT_ROWS", limit)
-    x = torch.randn(1, tokens, 1, 64, dtype=torch.float16)
-
-    def count_kept(**gates):
-        saved = []
-        arguments = [y.clone().requires_grad_() for y in (x, x / 8, x, x[..., 0])]
-        with torch.autograd.graph.saved_tensors_hooks(lambda y: saved.append(y) or y, lambda y: y):
-            delta_rule(*arguments, **gates, backend="triton")
-        inputs = {y.data_ptr() for y in (*arguments, *gates.values())}
-        return sum(y.numel() * y.itemsize for y in saved if y.data_ptr() not in inputs)
-
-    gated, plain = count_kept(g=-torch.rand(1, tokens, 1)), count_kept()
-    assert (gated - plain < x.numel() * x.itemsize) == kept
-    assert kept or gated - plain >= 2 * x.numel() * x.itemsize
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["repeated_keys", "extreme_decay"])
 def test_delta_rule_over_several_float32_chunks(interpreted, variant):
@@ -685,39 +607,6 @@ def test_delta_rule_in_segments_of_time(interpreted, delta_segments, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("variant", "reverse"), [("plain", False), ("repeated_keys", True), ("gated_write_key", "second_half")]
-)
-def test_two_programs_share_a_chunk_of_few_with_the_same_bits(
-    interpreted, delta_segments, monkeypatch, variant, reverse
-):
-    from longseq.kernels.delta_rule import triton_delta
-
-    programs = []
-
-    class Noted(triton_delta.Prepared):
-        def __init__(self, kernel, device, count, *rest, **constants):
-            super().__init__(kernel, device, count, *rest, **constants)
-            if constants.get("PARTS") and not constants["AGAIN"]:
-                programs.append(count)
-
-    monkeypatch.setattr(triton_delta, "Prepared", Noted)
-    inputs = make_inputs("delta_rule", variant, tokens=300, dtype=torch.float16, sizes={"H": 1, "V": 80})
-
-    def compute(chunks):
-        monkeypatch.setattr(triton_delta, "SHARED_CHUNKS", chunks)
-        triton_delta._prepare_forward.cache_clear()
-        return gradients(inputs, backend="triton", reverse=reverse)
-
-    try:
-        apart, shared = compute(9), compute(10)  # two rows of five chunks
-        assert programs == [10, 20]
-        assert all(torch.equal(shared[name], value) for name, value in apart.items())
-    finally:
-        triton_delta._prepare_forward.cache_clear()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["plain", "extreme_decay"])
 def test_delta_rule_in_segments_of_time_in_float32(interpreted, delta_segments, variant):
     exact, inputs = (
@@ -739,22 +628,6 @@ def test_delta_rule_in_segments_of_time_reads_half_of_the_rows_in_reverse(interp
 
 
 @pytest.mark.slow
-def test_delta_rule_in_segments_of_time_from_no_state(interpreted, delta_segments):
-    inputs = lasting(
-        make_inputs("delta_rule", "gated", tokens=600, batch=1, dtype=torch.float16, sizes={"H": 1, "V": 80})
-    )
-
-    def gradients_of(backend, dtype):
-        leaves = {name: x.to(dtype).requires_grad_() for name, x in inputs.sequences.items()}
-        o, _ = delta_rule(**leaves, backend=backend)
-        return [o, *torch.autograd.grad(o.square().sum(), list(leaves.values()))]
-
-    for ours, exact in zip(gradients_of("triton", torch.float16), gradients_of("torch", torch.float64), strict=True):
-        assert error(ours, exact) <= 3e-3
-    assert set(delta_segments) == {5}
-
-
-@pytest.mark.slow
 def test_delta_rule_walks_with_wide_states_in_pieces(interpreted, delta_segments):
     sizes = {"H": 1, "K": 130, "V": 20}
     inputs = lasting(
@@ -765,59 +638,6 @@ def test_delta_rule_walks_with_wide_states_in_pieces(interpreted, delta_segments
     for name, value in gradients(inputs, backend="triton").items():
         assert error(value, exact[name]) <= 3e-3, name
     assert set(delta_segments) == {3}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("narrow", [False, True])
-@pytest.mark.parametrize(("span", "reverse"), [(0, "second_half"), (2, False)])
-def test_gradients_after_wide_walks_multiply_all_value_columns_at_once(interpreted, monkeypatch, span, reverse, narrow):
-    from longseq.kernels.delta_rule import triton_delta
-
-    launches = triton_delta.LAUNCHES[2, 128]
-    if narrow:  # as a file of launches may have it: then the value columns of a chunk have two units
-        monkeypatch.setitem(launches, "retreat_wide", launches["retreat_wide"]._replace(block=64))
-    monkeypatch.setattr(triton_delta, "_find_span", lambda *sizes: span)
-    monkeypatch.setitem(triton_delta.PROGRAMS, (2, 128), 1)
-    steps = []
-
-    class Noted(triton_delta.Prepared):
-        def __init__(self, kernel, *rest, **constants):
-            super().__init__(kernel, *rest, **constants)
-            if kernel is triton_delta.differentiate_inputs:
-                steps.append(constants["STEP"])
-
-    monkeypatch.setattr(triton_delta, "Prepared", Noted)
-    inputs = make_inputs("delta_rule", "plain", tokens=270, dtype=torch.float16, sizes={"H": 1, "K": 40, "V": 100})
-    value = inputs.sequences["v"]
-    inputs = lasting(inputs.replace({"v": value * torch.where(torch.arange(100) < 50, 64, 1).half()}))
-    run = Inputs.run_both_ways if reverse else Inputs.run
-    for cache in (triton_delta._prepare_forward, triton_delta._prepare_backward):
-        cache.cache_clear()
-    try:
-        actual = gradients(inputs, backend="triton", reverse=reverse)
-    finally:
-        for cache in (triton_delta._prepare_forward, triton_delta._prepare_backward):
-            cache.cache_clear()
-    assert steps == [64 if narrow else 128]
-    for name, exact in gradients(inputs.map(torch.Tensor.double), run=run, backend="torch").items():
-        assert error(actual[name], exact) <= 1e-3, name
-        if exact.shape == value.shape:
-            assert error(actual[name][..., 50:], exact[..., 50:]) <= 1e-3, name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["differentiate_scores", "differentiate_gated"])
-def test_only_a_fused_launch_multiplies_all_value_columns_at_once(interpreted, monkeypatch, kernel):
-    from longseq.kernels.delta_rule import triton_delta
-
-    launches = triton_delta.LAUNCHES[2, 128]
-    monkeypatch.setitem(
-        launches, kernel, launches[kernel]._replace(step=128)
-    )  # their results have a unit for each tile
-    monkeypatch.setitem(triton_delta.PROGRAMS, (2, 128), 1)
-    inputs = make_inputs("delta_rule", "gated", batch=1, tokens=70, dtype=torch.float16, sizes={"H": 2, "V": 100})
-    with pytest.raises(AssertionError, match=r"one tile at a time$"):
-        gradients(inputs, backend="triton")
 
 
 @pytest.mark.slow
@@ -845,51 +665,6 @@ def test_what_is_written_while_a_large_state_fades_keeps_its_bits(interpreted, m
     assert (ours - exact).norm() <= 0.03 * exact.norm()
 
 
-def test_delta_rule_walks_without_gradients_where_sequences_and_heads_fill_a_gpu():
-    from longseq.kernels.delta_rule.triton_delta import _plan
-
-    def is_walked(batch, tokens, heads, width=64, *bounds, half=True, differentiable=False):
-        x = torch.empty((batch, tokens, heads, width), device="meta")
-        return _plan(x, x, torch.tensor(bounds) if bounds else None, half, differentiable).walked
-
-    assert all(is_walked(*sizes) for sizes in ((128, 197, 6), (8, 4096, 32), (1, 64, 2), (12, 100, 16)))
-    assert not any(is_walked(*sizes) for sizes in ((1, 197, 6), (1, 65, 190), (8, 1024, 16), (128, 197, 6, 80)))
-    assert not is_walked(128, 197, 6, half=False)
-    assert not is_walked(128, 197, 6, differentiable=True)
-    # One of several packed sequences may have nearly all tokens.
-    assert is_walked(1, 1024, 64, 64, 0, 100, 1023, 1024)
-    assert not is_walked(1, 1025, 64, 64, 0, 100, 1023, 1025)
-
-
-def test_delta_rule_is_cut_where_a_gpu_would_be_idle():
-    from longseq.kernels.delta_rule.triton_delta import _plan
-
-    def plan(batch, tokens, heads, width, *bounds, half=True):
-        x = torch.empty((batch, tokens, heads, width), device="meta")
-        return _plan(x, x, torch.tensor(bounds) if bounds else None, half, True)
-
-    def segments(*sizes, **options):
-        found = plan(*sizes, **options)
-        assert found.walks * found.span * found.chunk >= sizes[0] * sizes[1] or not found.span
-        return found.walks if found.span else 0
-
-    assert segments(1, 16384, 16, 128) == segments(1, 65536, 16, 128) == segments(1, 2048, 4, 128) == 8
-    assert segments(1, 65536, 4, 128) == 32
-    assert segments(2, 4096, 2, 128) == 2 * segments(1, 4096, 2, 128) == 32
-    # Shorter ones where each of their programs still has a multiprocessor for itself.
-    assert segments(1, 4096, 4, 128) == segments(1, 8192, 4, 128) == segments(1, 4096, 8, 64) == 16
-    assert segments(1, 4096, 8, 128) == segments(1, 4096, 16, 64) == segments(1, 4096, 2, 128, half=False) == 8
-    assert segments(8, 2048, 16, 128) == segments(1, 16384, 64, 128) == segments(1, 1024, 4, 128) == 0
-    assert segments(1, 16384, 16, 128, 0, 100, 16384) == 8 + 3
-    assert segments(1, 16384, 16, 128, *range(0, 16385, 1024)) == 0
-    assert segments(1, 16384, 4, 256, half=False) == 0
-    # Wide blocks of columns, where the programs of narrow ones would not all run at the same time.
-    assert plan(8, 2048, 16, 128).advance == plan(1, 16384, 16, 128).advance == "advance_wide"
-    assert (
-        plan(1, 2048, 4, 128).advance == plan(1, 16384, 64, 128).advance == plan(8, 2048, 8, 128).advance == "advance"
-    )
-
-
 @pytest.mark.slow
 def test_compiled_graph_takes_delta_rules_in_any_number_of_segments(interpreted, monkeypatch):
     from longseq.kernels.delta_rule import triton_delta
@@ -907,21 +682,7 @@ def test_compiled_graph_takes_delta_rules_in_any_number_of_segments(interpreted,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-def test_delta_rule_takes_half_precision_values_beside_float32_keys(interpreted, dtype):
-    inputs = make_inputs("delta_rule", "gated_write_key", tokens=40, dtype=torch.float32)
-    inputs = inputs.replace({"v": inputs.arguments["v"].to(dtype)})
-    exact = gradients(inputs.map(torch.Tensor.double), backend="reference")
-    actual = gradients(inputs, backend="triton")
-    assert actual["output"].dtype == actual["gradient of v"].dtype == dtype
-    assert actual["gradient of q"].dtype == actual["gradient of k"].dtype == torch.float32
-    for name, value in exact.items():
-        # The gradient of the output has its dtype, and enters all others.
-        assert error(actual[name], value) <= 2e-3 + torch.finfo(dtype).eps, name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("op", ["linear_attention", "slot_attention"])
+@pytest.mark.parametrize("op", ["delta_rule", "linear_attention", "slot_attention"])
 def test_half_precision_values_beside_float32_keys(interpreted, op):
     for variant in list_variants(op)[:4]:
         inputs = make_inputs(op, variant, tokens=40, dtype=torch.float32)  # more than a chunk of float32
@@ -997,25 +758,15 @@ def test_linear_attention_in_half_precision_takes_values_and_gradients_of_any_si
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.slow
-def test_slot_attention_over_several_chunks(interpreted):
-    bounds = torch.tensor([0, 3, 3, 68, 70])  # the third segment has two chunks
-    inputs = make_inputs("slot_attention", "write", tokens=70, segments=4, dtype=torch.float16)
-    exact = gradients(inputs.map(torch.Tensor.double), backend="reference", cu_seqlens=bounds)
-    actual = gradients(inputs, backend="triton", cu_seqlens=bounds)
-    for name, value in exact.items():
-        assert error(actual[name], value) <= 2e-3, name
-
-
 LEAST_SQUARES_OPS = ["recursive_least_squares", "variational_linear_attention"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("op", LEAST_SQUARES_OPS)
-def test_least_squares_over_several_chunks(interpreted, op, dtype):
-    bounds = torch.tensor([0, 3, 3, 68, 70])  # the third segment has three chunks
-    inputs = make_inputs(op, tokens=70, segments=4, dtype=dtype, sizes={"H": 1})
+@pytest.mark.parametrize(("op", "variant"), [("slot_attention", "write"), *((op, "plain") for op in LEAST_SQUARES_OPS)])
+def test_packed_half_precision_over_several_chunks(interpreted, op, variant, dtype):
+    bounds = torch.tensor([0, 3, 3, 68, 70])  # the third segment has two chunks or more
+    inputs = make_inputs(op, variant, tokens=70, segments=4, dtype=dtype, sizes={"H": 1})
     exact = gradients(inputs.map(torch.Tensor.double), backend="reference", cu_seqlens=bounds)
     actual = gradients(inputs, backend="triton", cu_seqlens=bounds)
     for name, value in exact.items():
@@ -1084,17 +835,6 @@ def test_variational_linear_attention_has_the_precision_of_its_values(interprete
         assert error(actual[name], value) <= (8e-3 if actual[name].dtype == torch.bfloat16 else 3e-3), name
 
 
-@pytest.mark.parametrize("op", LEAST_SQUARES_OPS)
-@pytest.mark.slow
-def test_least_squares_of_what_is_not_a_number(interpreted, op):
-    inputs = make_inputs(op, tokens=9, dtype=torch.bfloat16)
-    inputs.sequences["u"][0, 5, 0, 0] = torch.nan
-    o, _ = inputs.run(backend="triton")
-    assert o[0, 5:, 0].isnan().all()
-    assert o[1].isfinite().all()
-    assert o[0, :, 1].isfinite().all()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("op", LEAST_SQUARES_OPS)
 def test_least_squares_pass_over_padding_in_reverse(interpreted, op):
@@ -1104,23 +844,6 @@ def test_least_squares_pass_over_padding_in_reverse(interpreted, op):
     actual = inputs.run(backend="triton", mask=mask, reverse=True)
     for name, value in results(expected[0][mask], expected[1]).items():
         torch.testing.assert_close(results(actual[0][mask], actual[1])[name], value, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("factor", [1e-30, 1e30])
-def test_delta_rule_in_half_precision_takes_values_and_gradients_of_any_size(interpreted, factor):
-    inputs = make_inputs("delta_rule", tokens=20, dtype=torch.bfloat16)
-    large = inputs.replace({name: inputs.arguments[name] * factor for name in ("v", "initial_state")})
-    expected, actual = inputs.run(backend="triton"), large.run(backend="triton")
-    for ours, theirs in zip(actual, expected, strict=True):
-        torch.testing.assert_close(ours.double() / factor, theirs.double(), rtol=2e-2, atol=1e-2)
-
-    def query_gradient(weight):
-        q = inputs.arguments["q"].detach().requires_grad_()
-        o, _ = inputs.replace({"q": q}).run(backend="triton")
-        return torch.autograd.grad(o, q, torch.full_like(o, weight))[0].double() / weight
-
-    torch.testing.assert_close(query_gradient(factor), query_gradient(1.0), rtol=2e-2, atol=1e-2)
 
 
 @pytest.mark.slow
@@ -1250,27 +973,6 @@ def test_diagonal_scans_of_more_warps_than_run_at_once(interpreted, monkeypatch,
 
 
 @pytest.mark.slow
-def test_launches_of_the_scans_by_the_number_of_warps():
-    from longseq.kernels.diagonal_scan.triton_scan import WARPS, _plan
-
-    def name(warps, longhorn):
-        x, key = torch.empty((warps, 20, 32), device="meta"), torch.empty((warps, 20, 16), device="meta")
-        return _plan(x, key, None if longhorn else torch.empty((32, 16), device="meta"), None, 0).name("forward", 32)
-
-    half = WARPS // 2
-    names = {warps: name(warps, True) for warps in (WARPS, WARPS + 1, 3 * half, 3 * half + 1, 2 * WARPS, 4 * WARPS)}
-    ends = ["", *["_crowded"] * 2, *["_doubled"] * 3]
-    assert list(names.values()) == [f"forward{end}" for end in ends]
-    # With half as many warps of twice as many channels, one round is enough in place of two, and two in place of three.
-    numbers = (2 * WARPS + 1, 3 * WARPS, 4 * WARPS + 1, 12 * WARPS)
-    assert {name(warps, True) for warps in numbers} == {"forward_queued"}
-    assert name(3 * WARPS + 1, True) == "forward_doubled"
-    ends = ["", *["_crowded"] * 2, *["_doubled"] * 2, *["_crowded"] * 2]
-    numbers = (WARPS, WARPS + 1, 3 * half, 3 * half + 1, 2 * WARPS, 2 * WARPS + 1, 4 * WARPS)
-    assert [name(warps, False) for warps in numbers] == [f"forward_selective{end}" for end in ends]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("reverse", [False, True, "second_half", "own"])
 def test_convolution_of_many_taps_over_several_stretches(interpreted, reverse):
     generator = torch.Generator().manual_seed(0)
@@ -1294,335 +996,6 @@ def test_any_float64_input_is_a_reason_against_float32_kernels(interpreted, op):
     for name in inputs.sequences.keys() | {name for name in inputs.tensors if name.startswith("initial_state")}:
         with pytest.raises(ValueError, match="the inputs are float64"):
             inputs.replace({name: inputs.arguments[name].double()}).run(backend="triton")
-
-
-@pytest.mark.parametrize("op", TRITON_OPS)
-def test_reasons_name_the_remedy(op):
-    reasons = explain(op, device="cpu", dtype=torch.float64, exporting=True)["triton"]
-    assert len(reasons) == (2 if torch.cuda.is_available() else 3)
-    assert any("float64" in reason and "backend='torch'" in reason for reason in reasons)
-    assert explain(op, device="cuda")["triton"] == []
-
-
-def test_delta_rules_too_wide_for_the_table_are_refused():
-    reasons = explain("delta_rule", device="cuda", sizes={"K": 257, "V": 300})["triton"]
-    assert reasons == ["K = 257 and V = 300, and it goes to 256 (use backend='torch')"]
-    assert explain("delta_rule", device="cuda", sizes={"K": 256, "V": 256})["triton"] == []
-
-
-@pytest.mark.parametrize("op", LEAST_SQUARES_OPS)
-def test_inverses_too_wide_for_registers_are_refused(op):
-    assert explain(op, device="cuda", sizes={"K": 65})["triton"] == ["K = 65, and it goes to 64 (use backend='torch')"]
-    assert explain(op, device="cuda", sizes={"K": 64, "V": 256})["triton"] == []
-
-
-@pytest.mark.parametrize("op", ["linear_attention", "slot_attention"])
-def test_states_of_linear_attention_too_wide_for_the_table_are_refused(op):
-    reasons = explain(op, device="cuda", sizes={"K": 513, "V": 600})["triton"]
-    assert reasons == ["K = 513 and V = 600, and it goes to 512 (use backend='torch')"]
-    assert explain(op, device="cuda", sizes={"K": 512, "V": 512, "M": 512})["triton"] == []
-
-
-def test_states_too_wide_for_registers_are_refused():
-    x, narrow, wide = torch.zeros(1, 2, 3), torch.zeros(1, 2, 64), torch.zeros(1, 2, 65)
-    sizes = {"N": wide.shape[-1]}
-    reasons = explain("longhorn_scan", device="cuda", sizes=sizes)["triton"]
-    assert reasons == ["N = 65, and it goes to 64 (use backend='torch')"]
-    sizes = {"N": narrow.shape[-1]}
-    assert explain("longhorn_scan", device="cuda", sizes=sizes)["triton"] == []
-    with pytest.raises(ValueError, match="N = 65, and it goes to 64"):
-        longhorn_scan(x, wide, wide, x, backend="triton")
-
-
-GPU_SHAPES = [
-    # (op, batch, tokens, channels, entries)
-    ("longhorn_scan", 2, 197, 384, 16),
-    ("longhorn_scan", 1, 4097, 96, 64),
-    ("longhorn_scan", 3, 500, 100, 5),
-    ("selective_scan", 2, 197, 384, 16),
-    ("selective_scan", 1, 4097, 96, 64),
-    ("selective_scan", 3, 500, 100, 5),
-    ("short_convolution", 2, 197, 1152, 4),
-    ("short_convolution", 3, 1000, 100, 3),
-    # channels of the queries are heads times entries, and a head has as many keys as values
-    ("convolved_features", 2, 197, 384, 64),
-    ("convolved_features", 3, 1000, 100, 50),
-    ("convolved_features", 1, 4097, 1024, 256),
-    # channels are heads times entries, and a head has as many keys as values
-    ("delta_rule", 2, 197, 384, 64),
-    ("delta_rule", 1, 4097, 256, 64),
-    ("delta_rule", 1, 16384, 256, 128),
-    ("delta_rule", 2, 1000, 512, 256),
-    ("delta_rule", 3, 500, 100, 50),
-    # so many sequences and heads that nothing is cut into segments of time
-    ("delta_rule", 128, 197, 384, 64),
-    ("delta_rule", 8, 2048, 2048, 64),
-    ("delta_rule", 8, 2048, 2048, 128),
-    ("delta_rule", 8, 2048, 2048, 256),
-    ("longhorn_scan", 40, 530, 1024, 16),
-    ("selective_scan", 40, 530, 1024, 16),
-    ("linear_attention", 8, 2048, 2048, 128),
-    ("slot_attention", 8, 2048, 2048, 512),
-    ("variational_linear_attention", 8, 2048, 1024, 64),
-    ("linear_attention", 2, 197, 384, 64),
-    ("linear_attention", 1, 16384, 256, 128),
-    ("linear_attention", 2, 1000, 512, 256),
-    ("linear_attention", 3, 500, 100, 50),
-    # 16 slots
-    ("slot_attention", 2, 197, 384, 64),
-    ("slot_attention", 1, 4097, 1024, 512),
-    ("slot_attention", 3, 500, 100, 50),
-    ("orthogonal_recurrence", 2, 197, 384, 64),
-    ("orthogonal_recurrence", 1, 500, 256, 128),
-    ("orthogonal_recurrence", 3, 100, 100, 50),
-    ("recursive_least_squares", 2, 197, 384, 64),
-    ("recursive_least_squares", 1, 16384, 128, 64),
-    ("recursive_least_squares", 3, 500, 100, 50),
-    ("variational_linear_attention", 2, 197, 384, 64),
-    ("variational_linear_attention", 1, 16384, 128, 64),
-    ("variational_linear_attention", 3, 500, 100, 50),
-]
-# (batch, tokens, heads, K, V, with a write key, with gates, segments)
-DELTA_SHAPES = [
-    (2, 300, 3, 64, 32, True, True, None),
-    (2, 1500, 2, 128, 64, True, True, None),
-    (1, 2000, 2, 128, 128, False, True, (0, 3, 3, 700, 1999, 2000)),
-    (1, 700, 2, 64, 64, True, False, (0, 64, 65, 700)),
-    (1, 1100, 2, 256, 128, True, False, None),
-    (1, 1100, 2, 96, 256, False, True, None),
-    (8, 2048, 16, 128, 128, False, True, None),
-    # In segments of time, those of half precision.
-    (1, 16384, 16, 128, 128, False, False, None),
-    (1, 65536, 4, 128, 128, True, True, None),
-    (1, 4096, 4, 128, 128, False, False, None),
-    (1, 4096, 8, 64, 64, True, False, None),
-    (1, 16384, 8, 256, 256, False, True, (0, 100, 12100, 12228, 16384)),
-]
-# (batch, tokens, heads, D, M, objective, normalize, with gates, with a threshold, chunk_size, segments)
-ORTHOGONAL_SHAPES = [
-    (2, 300, 3, 64, 64, "decode", True, True, True, 1, None),
-    (2, 300, 3, 64, 32, "encode", False, True, False, 1, None),
-    (1, 400, 2, 16, 16, "similarity", True, True, True, 1, (0, 3, 3, 150, 399, 400)),
-    (70, 70, 6, 32, 64, "ttt", False, True, True, 1, None),
-    (2, 300, 3, 128, 128, "decode", False, True, True, 1, None),
-    (2, 300, 3, 64, 64, "decode", True, True, False, 64, None),
-    (2, 300, 3, 64, 64, "encode", True, False, False, 16, None),
-    (1, 400, 2, 128, 128, "decode", False, True, False, 32, (0, 3, 3, 150, 399, 400)),
-    (1, 400, 2, 128, 128, "similarity", True, True, False, 64, (0, 64, 65, 400)),
-    (2, 300, 3, 100, 50, "ttt", False, True, False, 16, None),
-    (2, 100, 3, 32, 32, "decode", True, True, False, 5, None),
-    (1, 2100, 2, 64, 64, "decode", True, True, False, 16, None),
-    (2, 300, 3, 128, 128, "ttt", False, True, False, 16, None),
-    (2, 300, 3, 128, 128, "ttt", False, True, False, 64, None),
-]
-# and how they are read
-ORTHOGONAL_REVERSED = [
-    (2, 300, 3, 64, 64, "decode", True, True, True, 1, None, True),
-    (4, 300, 3, 64, 64, "decode", True, True, True, 1, None, "second_half"),
-    (4, 100, 3, 100, 50, "ttt", False, True, True, 1, None, "second_half"),
-    # more heads than the programs of the backward pass, whose scratch memory is for about 480
-    (200, 40, 6, 64, 64, "decode", True, True, False, 1, None, "second_half"),
-    (1, 400, 2, 16, 16, "similarity", True, True, True, 1, (0, 3, 3, 150, 399, 400), True),
-    (2, 300, 3, 64, 64, "decode", True, True, False, 16, None, True),
-    (2, 300, 3, 64, 64, "decode", True, True, False, 16, None, "second_half"),
-    (2, 300, 3, 64, 64, "encode", True, True, False, 16, None, "second_half"),
-    (2, 300, 3, 64, 64, "decode", True, True, False, 64, None, True),
-    (4, 300, 3, 64, 64, "decode", True, True, False, 64, None, "second_half"),
-    (2, 300, 3, 128, 128, "ttt", False, True, False, 64, None, "second_half"),
-    (1, 400, 2, 64, 64, "encode", True, True, False, 16, (0, 64, 65, 400), True),
-    (1, 400, 2, 128, 128, "decode", False, True, False, 32, (0, 3, 3, 150, 399, 400), True),
-    (1, 400, 2, 128, 128, "similarity", True, True, False, 64, (0, 64, 65, 400), True),
-]
-# (batch, tokens, heads, K, V, gate, its largest size, segments)
-LINEAR_SHAPES = [
-    (2, 300, 3, 64, 32, None, 0.0, None),
-    (2, 1100, 2, 512, 512, None, 0.0, None),
-    (2, 300, 3, 128, 64, "head", 0.1, None),
-    (1, 2000, 2, 64, 64, "head", 30.0, (0, 3, 3, 700, 1999, 2000)),
-    (2, 300, 3, 128, 128, "key", 0.1, None),
-    (2, 300, 3, 128, 128, "key", 3.0, None),
-    (1, 2000, 2, 64, 512, "key", 0.2, (0, 3, 3, 700, 1999, 2000)),
-    (1, 700, 2, 96, 40, "key", 1e4, (0, 64, 65, 700)),
-    (2, 300, 3, 128, 128, "value", 0.1, None),
-    (2, 300, 3, 128, 128, "value", 3.0, None),
-    (1, 2000, 2, 512, 64, "value", 0.2, (0, 3, 3, 700, 1999, 2000)),
-    (1, 700, 2, 40, 96, "value", 1e4, (0, 64, 65, 700)),
-]
-# (batch, tokens, heads, K, V, slots, the largest gate, activation, with write strengths, segments)
-SLOT_SHAPES = [
-    (2, 300, 3, 64, 64, 64, 0.1, "softmax", False, None),
-    (1, 2000, 2, 512, 512, 64, 0.1, "softmax", False, (0, 3, 3, 700, 1999, 2000)),
-    (1, 700, 2, 96, 40, 100, 3.0, "softmax", True, None),
-    (1, 700, 2, 64, 128, 32, 0.1, "relu_squared", False, (0, 64, 65, 700)),
-]
-# (batch, tokens, heads, K, refresh period, size of one in fifty directions, segments)
-INVERSE_SHAPES = [
-    (2, 300, 3, 64, 20, 1.0, None),
-    (1, 5000, 2, 64, 20, 1.0, None),
-    (1, 5000, 2, 64, None, 1.0, None),
-    (1, 5000, 2, 16, 7, 300.0, None),
-    (1, 2000, 2, 32, 20, 1.0, (0, 3, 3, 700, 1999, 2000)),
-    (1, 700, 2, 50, 7, 30.0, (0, 64, 65, 700)),
-]
-# (batch, tokens, heads, K, V, segments)
-VARIATIONAL_SHAPES = [
-    (2, 300, 3, 64, 64, None),
-    (1, 5000, 2, 64, 128, None),
-    (1, 2000, 2, 32, 40, (0, 3, 3, 700, 1999, 2000)),
-]
-
-
-def gpu_arguments(op, batch, tokens, channels, entries, dtype):
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def normal(*shape):
-        return torch.randn(shape, device="cuda", generator=generator).to(dtype)
-
-    if op == "delta_rule":
-        return delta_rule, delta_arguments(normal, batch, tokens, channels // entries, entries, entries)
-    if op == "orthogonal_recurrence":
-        arguments = orthogonal_arguments(normal, batch, tokens, channels // entries, entries, entries)
-        return orthogonal_recurrence, arguments | {
-            "initial_state": normal(batch, channels // entries, entries, entries)
-        }
-    if op in ("linear_attention", "slot_attention"):
-        heads, slots = channels // entries, 16
-        arguments = {name: normal(batch, tokens, heads, entries) for name in ("q", "k", "v")}
-        gate = normal(batch, tokens, heads, entries if op == "linear_attention" else slots)
-        arguments["g"] = torch.nn.functional.logsigmoid(gate) / 16
-        return linear_attention if op == "linear_attention" else slot_attention, arguments
-    if op == "recursive_least_squares":
-        shape = (batch, tokens, channels // entries, entries)
-        return recursive_least_squares, {"x": normal(*shape), "u": normal(*shape) / entries**0.5}
-    if op == "variational_linear_attention":
-        arguments = variational_arguments(normal, batch, tokens, channels // entries, entries, entries)
-        return variational_linear_attention, arguments
-    if op == "convolved_features":
-        heads, channels = channels // entries, 3 * channels
-
-        def features(**arguments):
-            return convolved_features(**arguments, num_heads=heads, key_dim=entries)
-
-        return features, {"x": normal(batch, tokens, channels + heads + 3), "weight": normal(channels, 4)}
-    x = normal(batch, tokens, channels)
-    if op == "short_convolution":
-        return short_convolution, {"x": x, "weight": normal(channels, entries), "bias": normal(channels)}
-    rate = normal(batch, tokens, channels).sigmoid()
-    key, query = normal(batch, tokens, entries), normal(batch, tokens, entries)
-    if op == "longhorn_scan":
-        return longhorn_scan, {"x": x, "q": query, "k": key, "beta": rate}
-    A = -normal(channels, entries).float().exp()
-    return selective_scan, {"x": x, "delta": rate, "A": A, "B": key, "C": query}
-
-
-def delta_arguments(normal, batch, tokens, heads, key_dim, value_dim):
-    def unit(*shape):
-        x = normal(*shape)
-        return torch.nn.functional.normalize(x.float(), dim=-1).to(x.dtype)
-
-    q, k = (unit(batch, tokens, heads, key_dim) for _ in range(2))
-    return {
-        "q": q,
-        "k": k,
-        "v": normal(batch, tokens, heads, value_dim),
-        "beta": normal(batch, tokens, heads).sigmoid(),
-    }
-
-
-def orthogonal_arguments(normal, batch, tokens, heads, width, slots):
-    # Unit vectors: longer ones turn the slots so far that the torch form's own errors grow from token to token.
-    q, k, v = (torch.nn.functional.normalize(normal(batch, tokens, heads, n), dim=-1) for n in (slots, slots, width))
-    return {"q": q, "k": k, "v": v, "gamma": normal(batch, tokens, heads).sigmoid()}
-
-
-def variational_arguments(normal, batch, tokens, heads, key_dim, value_dim):
-    keys = (batch, tokens, heads, key_dim)
-    q, k = (torch.nn.functional.elu(normal(*keys)) + 1 for _ in range(2))
-    u = torch.nn.functional.normalize(normal(*keys), dim=-1) / key_dim**0.5
-    return {"q": q, "k": k, "v": normal(batch, tokens, heads, value_dim), "u": u}
-
-
-def inverse_state(normal, rows, heads, width):
-    """A positive definite matrix for each row."""
-    root = normal(rows, heads, width, width).float()
-    eye = torch.eye(width, device=root.device)
-    return (root @ root.mT / width + 0.5 * eye).to(normal().dtype)
-
-
-def gpu_gradients(function, arguments, backend, **options):
-    leaves = {name: value.detach().requires_grad_() for name, value in arguments.items()}
-    o, state = function(**leaves, **options, output_final_state=True, backend=backend)
-    # Random signs: with regular weights, the two halves of a sum over time would cancel, and leave only rounding.
-    generator = torch.Generator(o.device).manual_seed(1)
-    weights = torch.randn(o.shape, device=o.device, dtype=torch.float64, generator=generator).to(o.dtype)
-    returned = results(o, state)
-    loss = (o * weights).sum() + sum(x.sum() for name, x in returned.items() if name != "output")
-    return returned | dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
-
-
-def slot_attention_from(keys, values, **arguments):
-    """`slot_attention` with the parts of its initial state as two arguments."""
-    return slot_attention(**arguments, initial_state=(keys, values))
-
-
-def recursive_least_squares_from(A, **arguments):
-    """`recursive_least_squares` from A, with counters at different places in the period of a refresh."""
-    steps = 13 * torch.arange(A.shape[0], device=A.device)
-    return recursive_least_squares(**arguments, initial_state=(A, steps))
-
-
-def variational_linear_attention_from(S, A, z, **arguments):
-    """`variational_linear_attention` with the parts of its initial state as separate arguments."""
-    steps = 13 * torch.arange(A.shape[0], device=A.device)
-    return variational_linear_attention(**arguments, initial_state=(S, A, z, steps))
-
-
-VARIATIONAL = (variational_linear_attention, variational_linear_attention_from)
-SLOTS = (slot_attention, slot_attention_from)
-HALF_PRODUCTS = (delta_rule, linear_attention, *SLOTS, *VARIATIONAL)
-
-
-def mean_error(actual, expected):
-    """The mean difference relative to the mean magnitude: a few wrong entries hardly count."""
-    return ((actual.double() - expected).abs().mean() / (expected.abs().mean() + 1e-30)).item()
-
-
-def assert_accurate_in_every_run(function, arguments, dtype, *, error=error, **options):
-    """Compare with float64: up to twice the torch form's own error, and the same result in every run."""
-    exact = gpu_gradients(function, {name: value.double() for name, value in arguments.items()}, "torch", **options)
-    plain = gpu_gradients(function, arguments, "torch", **options)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # memory is NaN until it is written
-    try:
-        runs = [gpu_gradients(function, arguments, "triton", **options) for _ in range(3)]
-    finally:
-        torch.use_deterministic_algorithms(False)
-    factor = 2
-    if function in HALF_PRODUCTS and dtype != torch.float32:
-        # Its products are float16, while the torch form computes in float32: a state may be as inaccurate as one
-        # rounded to the inputs' type, and float16 inputs lose more than the rounding of results.
-        plain = {name: value.to(dtype) if value.is_floating_point() else value for name, value in plain.items()}
-        factor = 4 if dtype == torch.float16 else 2
-        if dtype == torch.float16 and function in SLOTS:
-            # Scores of up to 20 are exponentiated: a product's rounding becomes an error of the weight that grows with
-            # the score. In Triton's interpreter, with exact sums, gradients are off by up to 5.6 times that of
-            # rounding.
-            factor = 8
-        if dtype == torch.bfloat16 and function in VARIATIONAL:
-            # The delta rule below it rounds what reaches the state to bfloat16 as well: on an H200 the largest error of
-            # the gradient of S is 2.1 times that of rounding, and in Triton's interpreter that of u 2.4 times.
-            factor = 3
-    if error is mean_error:
-        factor = 100  # one entry that is shrunk to zero only here changes everything that follows
-    for name, value in exact.items():
-        # Tensor cores truncate float32 sums: over thousands of tokens, the gradients of u and A are off by up to 5e-5
-        # and 1.4e-4, those of the torch form by 2e-6; in Triton's interpreter, both forms are equally accurate.
-        summed = function in VARIATIONAL and dtype == torch.float32
-        of_name = {"u": 25, "A": 100}.get(name, factor) if summed else factor
-        # The last term is the error of the hardware's exp and sigmoid, which matters in float32 only.
-        allowed = of_name * error(plain[name], value) + 64 * torch.finfo(torch.float32).eps
-        assert error(runs[0][name], value) <= allowed, name
-        for run in runs[1:]:
-            assert torch.equal(run[name], runs[0][name]), f"{name} differs from run to run"
 
 
 @pytest.mark.gpu
@@ -1659,233 +1032,182 @@ def test_nan_reaches_what_depends_on_it_on_the_gpu(op, variant, dtype):
     assert_nan_reaches_what_depends_on_it(inputs, place=37)
 
 
+def heads(H, K, V=None):
+    return {"H": H, "K": K, "V": K if V is None else V}
+
+
+def slots(H, D, M):
+    return {"H": H, "D": D, "M": M}
+
+
+PACKED = (0, 3, 3, 700, 1999, 2000)
+SHORT = (0, 64, 65, 700)
+# Operation, variant, rows, tokens, sizes, options, and the borders of packed sequences.
+GPU_CASES = [
+    *(
+        (op, variant, *shape, {}, None)
+        for op in ("longhorn_scan", "selective_scan")
+        for variant, *shape in (
+            ("plain", 2, 197, {"D": 384, "N": 16}),
+            ("plain", 1, 4097, {"D": 96, "N": 64}),
+            ("plain", 3, 500, {"D": 100, "N": 5}),
+            ("plain", 40, 530, {"D": 1024, "N": 16}),
+        )
+    ),
+    ("short_convolution", "silu", 2, 197, {"D": 1152}, {}, None),
+    ("short_convolution", "no_bias", 3, 1000, {"D": 100, "W": 3}, {}, None),
+    ("convolved_features", "plain", 2, 197, heads(6, 64), {}, None),
+    ("convolved_features", "elu_plus_one", 3, 1000, heads(2, 50), {}, None),
+    ("convolved_features", "plain", 1, 4097, heads(4, 256), {}, None),
+    ("delta_rule", "plain", 2, 197, heads(6, 64), {}, None),
+    ("delta_rule", "plain", 1, 4097, heads(4, 64), {}, None),
+    ("delta_rule", "plain", 2, 1000, heads(2, 256), {}, None),
+    ("delta_rule", "plain", 3, 500, heads(2, 50), {}, None),
+    ("delta_rule", "gated_write_key", 2, 300, heads(3, 64, 32), {}, None),
+    ("delta_rule", "gated_write_key", 2, 1500, heads(2, 128, 64), {}, None),
+    ("delta_rule", "gated", 1, 2000, heads(2, 128), {}, PACKED),
+    ("delta_rule", "write_key", 1, 700, heads(2, 64), {}, SHORT),
+    ("delta_rule", "write_key", 1, 1100, heads(2, 256, 128), {}, None),
+    ("delta_rule", "gated", 1, 1100, heads(2, 96, 256), {}, None),
+    # So many sequences and heads that nothing is cut into segments of time.
+    ("delta_rule", "plain", 128, 197, heads(6, 64), {}, None),
+    *(("delta_rule", "plain", 8, 2048, heads(2048 // width, width), {}, None) for width in (64, 128, 256)),
+    ("delta_rule", "gated", 8, 2048, heads(16, 128), {}, None),
+    # In segments of time.
+    ("delta_rule", "plain", 1, 16384, heads(16, 128), {}, None),
+    ("delta_rule", "gated_write_key", 1, 65536, heads(4, 128), {}, None),
+    ("delta_rule", "write_key", 1, 4096, heads(8, 64), {}, None),
+    ("delta_rule", "gated", 1, 16384, heads(8, 256), {}, (0, 100, 12100, 12228, 16384)),
+    ("linear_attention", "plain", 2, 300, heads(3, 64, 32), {}, None),
+    ("linear_attention", "plain", 2, 1100, heads(2, 512), {}, None),
+    ("linear_attention", "head_gated", 2, 300, heads(3, 128, 64), {}, None),
+    ("linear_attention", "extreme_head_decay", 1, 2000, heads(2, 64), {}, PACKED),
+    ("linear_attention", "channel_gated", 8, 2048, heads(16, 128), {}, None),
+    ("linear_attention", "channel_gated", 1, 16384, heads(2, 128), {}, None),
+    ("linear_attention", "channel_gated", 1, 2000, heads(2, 64, 512), {}, PACKED),
+    ("linear_attention", "extreme_channel_decay", 1, 700, heads(2, 96, 40), {}, SHORT),
+    ("linear_attention", "value_gated", 2, 300, heads(3, 128), {}, None),
+    ("linear_attention", "value_gated", 1, 2000, heads(2, 512, 64), {}, PACKED),
+    ("linear_attention", "extreme_value_decay", 1, 700, heads(2, 40, 96), {}, SHORT),
+    ("slot_attention", "plain", 8, 2048, {**heads(4, 512), "M": 16}, {}, None),
+    ("slot_attention", "plain", 1, 2000, {**heads(2, 512), "M": 64}, {}, PACKED),
+    ("slot_attention", "write", 1, 700, {**heads(2, 96, 40), "M": 100}, {}, None),
+    ("slot_attention", "relu_squared", 1, 700, {**heads(2, 64, 128), "M": 32}, {}, SHORT),
+    ("orthogonal_recurrence", "plain", 2, 197, slots(6, 64, 64), {}, None),
+    ("orthogonal_recurrence", "encode", 2, 300, slots(3, 64, 32), {}, None),
+    ("orthogonal_recurrence", "similarity", 1, 400, slots(2, 16, 16), {}, (0, 3, 3, 150, 399, 400)),
+    ("orthogonal_recurrence", "ttt", 70, 70, slots(6, 64, 32), {}, None),
+    ("orthogonal_recurrence", "unnormalized", 1, 200, slots(2, 128, 128), {}, None),
+    ("orthogonal_recurrence", "gated", 2, 300, slots(3, 64, 64), {"chunk_size": 64}, None),
+    ("orthogonal_recurrence", "gated", 1, 2100, slots(2, 64, 64), {"chunk_size": 16}, None),
+    ("orthogonal_recurrence", "encode", 2, 300, slots(3, 64, 64), {"chunk_size": 16}, None),
+    ("orthogonal_recurrence", "gated", 1, 400, slots(2, 128, 128), {"chunk_size": 32}, (0, 3, 3, 150, 399, 400)),
+    ("orthogonal_recurrence", "similarity", 1, 400, slots(2, 128, 128), {"chunk_size": 64}, (0, 64, 65, 400)),
+    ("orthogonal_recurrence", "ttt", 2, 300, slots(3, 128, 100), {"chunk_size": 16}, None),
+    ("orthogonal_recurrence", "ttt", 2, 300, slots(3, 128, 128), {"chunk_size": 64}, None),
+    ("recursive_least_squares", "plain", 2, 300, {"H": 3, "K": 64}, {}, None),
+    ("recursive_least_squares", "plain", 1, 16384, {"H": 2, "K": 64}, {}, None),
+    ("recursive_least_squares", "no_refresh", 1, 5000, {"H": 2, "K": 64}, {}, None),
+    ("recursive_least_squares", "extreme_directions", 1, 700, {"H": 2, "K": 50}, {}, SHORT),
+    ("recursive_least_squares", "plain", 1, 2000, {"H": 2, "K": 32}, {}, PACKED),
+    ("variational_linear_attention", "paper", 8, 2048, heads(16, 64), {}, None),
+    ("variational_linear_attention", "paper", 1, 5000, heads(2, 64), {}, None),
+    ("variational_linear_attention", "plain", 1, 5000, heads(2, 64, 128), {}, None),
+    ("variational_linear_attention", "plain", 1, 2000, heads(2, 32, 40), {}, PACKED),
+]
+# The widths at which the readings of all operations are compared.
+WIDTHS = {"H": 2, "K": 64, "V": 64, "M": 16, "D": 32, "N": 16}
+
+
+def make_on_the_gpu(op, variant, dtype, **options):
+    """Inputs on the GPU, with float32 states as models keep them."""
+    inputs = make_inputs(op, variant, dtype=torch.float32, device="cuda", **options)
+    if op == "orthogonal_recurrence":  # longer vectors turn the slots so far that errors grow from token to token
+        unit = {name: torch.nn.functional.normalize(inputs.sequences[name], dim=-1) for name in "qkv"}
+        inputs = inputs.replace(unit)
+    return inputs.replace({name: x.to(dtype) for name, x in inputs.tensors.items() if "initial_state" not in name})
+
+
+def assert_accurate_on_the_gpu(inputs, dtype, **options):
+    """The self-test's tolerance of each head and chunk, and the same bits in every run."""
+    exact = gradients(inputs.map(torch.Tensor.double), backend="torch", **options)
+    plain = gradients(inputs, backend="torch", **options)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # memory is NaN until it is written
+    try:
+        runs = [gradients(inputs, backend="triton", **options) for _ in range(3)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, value in exact.items():
+        worst = Bar.of(value, plain[name], inputs.tokens, dtype).find_worst(runs[0][name])
+        assert worst.share <= 1, (name, worst)
+        assert all(torch.equal(run[name], runs[0][name]) for run in runs[1:]), f"{name} differs from run to run"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("shape", GPU_SHAPES, ids=lambda shape: "-".join(map(str, shape)))
-def test_real_sizes_on_the_gpu(shape, dtype):
-    assert_accurate_in_every_run(*gpu_arguments(*shape, dtype), dtype)
+@pytest.mark.parametrize(("op", "variant", "batch", "tokens", "sizes", "options", "bounds"), GPU_CASES)
+def test_real_sizes_on_the_gpu(op, variant, batch, tokens, sizes, options, bounds, dtype):
+    shape = {"batch": batch, "tokens": tokens, "sizes": sizes, "segments": bounds and len(bounds) - 1}
+    if bounds is not None:
+        options = {**options, "cu_seqlens": torch.tensor(bounds, device="cuda")}
+    assert_accurate_on_the_gpu(make_on_the_gpu(op, variant, dtype, **shape), dtype, **options)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("shape", DELTA_SHAPES, ids=lambda shape: "-".join(map(str, shape[1:5])))
-def test_delta_rule_on_the_gpu(shape, dtype):
-    batch, tokens, heads, key_dim, value_dim, own_write_key, gated, bounds = shape
-    generator = torch.Generator("cuda").manual_seed(0)
+@pytest.mark.parametrize("tokens", [197, 1501])
+@pytest.mark.parametrize("op", [op for op in TRITON_OPS if takes(op, "reverse")])
+def test_reading_in_reverse_on_the_gpu(op, tokens, dtype):
+    inputs = make_on_the_gpu(op, None, dtype, batch=4, tokens=tokens, sizes=WIDTHS)
+    assert_accurate_on_the_gpu(inputs, dtype, reverse=True)
+    for own in (inputs, inputs.with_own_parameters()) if inputs.parameters else (inputs,):
+        assert_accurate_on_the_gpu(own, dtype, reverse="second_half")
+    bounds = torch.tensor([0, 50, 50, 51, tokens], device="cuda")
+    packed = make_on_the_gpu(op, None, dtype, tokens=tokens, segments=4, sizes=WIDTHS)
+    assert_accurate_on_the_gpu(packed, dtype, reverse=True, cu_seqlens=bounds)
 
-    def normal(*sizes):
-        return torch.randn(sizes, device="cuda", generator=generator).to(dtype)
 
-    arguments = delta_arguments(normal, batch, tokens, heads, key_dim, value_dim)
-    if own_write_key:
-        noise = 0.3 * torch.nn.functional.normalize(normal(*arguments["k"].shape), dim=-1)
-        arguments["write_key"] = torch.nn.functional.normalize(arguments["k"] + noise, dim=-1)
-    if gated:
-        arguments["g"] = -normal(batch, tokens, heads).exp() * 0.1
-    segments = batch if bounds is None else len(bounds) - 1
-    arguments["initial_state"] = normal(segments, heads, key_dim, value_dim)
-    options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds, device="cuda")}
-    assert_accurate_in_every_run(delta_rule, arguments, dtype, scale=0.5, **options)
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("reverse", [True, "second_half"])
+@pytest.mark.parametrize("chunk_size", [1, 16, 64])
+@pytest.mark.parametrize("variant", ["gated", "encode", "ttt"])
+def test_orthogonal_recurrence_in_reverse_on_the_gpu(variant, chunk_size, reverse, dtype):
+    inputs = make_on_the_gpu("orthogonal_recurrence", variant, dtype, batch=4, tokens=300, sizes=slots(3, 64, 64))
+    assert_accurate_on_the_gpu(inputs, dtype, reverse=reverse, chunk_size=chunk_size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("op", LEAST_SQUARES_OPS)
+def test_least_squares_pass_over_padding_on_the_gpu(op, dtype):
+    inputs = make_on_the_gpu(op, None, dtype, tokens=1300, sizes=heads(3, 64))
+    mask = torch.rand((2, 1300), device="cuda", generator=torch.Generator("cuda").manual_seed(0)) < 0.9
+    for reverse in (False, True):
+        assert_accurate_on_the_gpu(inputs, dtype, reverse=reverse, mask=mask)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("width", [64, 128, 256])
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("variant", ["plain", "gated"])
 @pytest.mark.parametrize("bounds", [None, (0, 3, 3, 3000, 3001, 4200)], ids=["one_sequence", "packed"])
-def test_delta_rule_in_segments_of_time_on_the_gpu(monkeypatch, bounds, gated, width, dtype):
+def test_delta_rule_in_segments_of_time_on_the_gpu(monkeypatch, bounds, variant, width, dtype):
     from longseq.kernels.delta_rule import triton_delta
 
     monkeypatch.setattr(triton_delta, "_find_span", lambda *sizes: 7 if width <= 128 or dtype != torch.float32 else 0)
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def normal(*sizes):
-        return torch.randn(sizes, device="cuda", generator=generator).to(dtype)
-
-    arguments = delta_arguments(normal, 1, 4200, 2, width, width)
-    arguments["beta"] = 0.02 * arguments["beta"]  # so that the first token still affects the last segment
-    if gated:
-        arguments["g"] = -0.001 * normal(1, 4200, 2).exp()
-    arguments["initial_state"] = normal(1 if bounds is None else len(bounds) - 1, 2, width, width)
+    shape = {"batch": 1, "tokens": 4200, "sizes": heads(2, width), "segments": bounds and len(bounds) - 1}
+    inputs = lasting(make_on_the_gpu("delta_rule", variant, dtype, **shape))
+    if variant == "gated":
+        inputs = inputs.replace({"g": 0.001 * inputs.sequences["g"]})
     options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds, device="cuda")}
     for reverse in (False, True):
-        assert_accurate_in_every_run(delta_rule, arguments, dtype, reverse=reverse, **options)
-    if not gated:  # queries and write keys that the backward pass weighs again
+        assert_accurate_on_the_gpu(inputs, dtype, reverse=reverse, **options)
+    if variant == "plain":  # queries and write keys that the backward pass weighs again have the same bits
+        kept = gradients(inputs, backend="triton", **options)
         monkeypatch.setattr(triton_delta, "KEPT_ROWS", 0)
-        assert_accurate_in_every_run(delta_rule, arguments, dtype, **options)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("bounds", [None, (0, 3, 3, 3000, 3001, 4200)], ids=["one_sequence", "packed"])
-def test_queries_and_keys_that_are_weighed_again_are_the_same_on_the_gpu(monkeypatch, bounds, width):
-    from longseq.kernels.delta_rule import triton_delta
-
-    def differentiate(limit):
-        monkeypatch.setattr(triton_delta, "KEPT_ROWS", limit)
-        torch.manual_seed(0)
-        arguments = delta_arguments(
-            lambda *sizes: torch.randn(sizes, device="cuda", dtype=torch.bfloat16), 1, 4200, 4, width, width
-        )
-        leaves = {name: x.requires_grad_() for name, x in arguments.items()}
-        options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds, device="cuda")}
-        o, _ = delta_rule(**leaves, backend="triton", **options)
-        return [o, *torch.autograd.grad(o.square().sum(), list(leaves.values()))]
-
-    for kept, weighed in zip(differentiate(1 << 25), differentiate(0), strict=True):
-        assert torch.equal(kept, weighed)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("shape", ORTHOGONAL_SHAPES, ids=lambda shape: "-".join(map(str, shape[1:10])))
-def test_orthogonal_recurrence_on_the_gpu(shape, dtype):
-    assert_orthogonal_recurrence_is_accurate(shape, dtype)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("shape", ORTHOGONAL_REVERSED, ids=lambda shape: "-".join(map(str, (*shape[:10], shape[11]))))
-def test_orthogonal_recurrence_in_reverse_on_the_gpu(shape, dtype):
-    *shape, reverse = shape
-    assert_orthogonal_recurrence_is_accurate(shape, dtype, reverse=reverse)
-
-
-def assert_orthogonal_recurrence_is_accurate(shape, dtype, **reading):
-    batch, tokens, heads, width, slots, objective, normalize, gated, shrunk, chunk_size, bounds = shape
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def normal(*sizes):
-        return torch.randn(sizes, device="cuda", generator=generator).to(dtype)
-
-    arguments = orthogonal_arguments(normal, batch, tokens, heads, width, slots)
-    if gated:
-        arguments["g"] = -normal(batch, tokens, heads).exp() * 0.1
-    if shrunk:
-        arguments["threshold"] = normal(batch, tokens, heads).sigmoid() * 0.01
-    segments = batch if bounds is None else len(bounds) - 1
-    arguments["initial_state"] = normal(segments, heads, width, slots)
-    options = {"objective": objective, "normalize": normalize, "chunk_size": chunk_size, "scale": 0.5, **reading}
-    if bounds is not None:
-        options["cu_seqlens"] = torch.tensor(bounds, device="cuda")
-    # A number within rounding of the threshold is shrunk to zero by one form, and passes a gradient in the other.
-    measure = mean_error if shrunk else error
-    assert_accurate_in_every_run(orthogonal_recurrence, arguments, dtype, error=measure, **options)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("shape", LINEAR_SHAPES, ids=lambda shape: "-".join(map(str, shape[1:7])))
-def test_linear_attention_on_the_gpu(shape, dtype):
-    batch, tokens, heads, key_dim, value_dim, gate, largest, bounds = shape
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def normal(*sizes):
-        return torch.randn(sizes, device="cuda", generator=generator).to(dtype)
-
-    arguments = {
-        name: normal(batch, tokens, heads, width)
-        for name, width in {"q": key_dim, "k": key_dim, "v": value_dim}.items()
-    }
-    if gate is not None:
-        width = {"head": (), "key": (key_dim,), "value": (value_dim,)}[gate]
-        size = torch.rand((batch, tokens, heads, *width), device="cuda", generator=generator)
-        arguments["g_value" if gate == "value" else "g"] = -largest * size
-    segments = batch if bounds is None else len(bounds) - 1
-    arguments["initial_state"] = normal(segments, heads, key_dim, value_dim)
-    options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds, device="cuda")}
-    assert_accurate_in_every_run(linear_attention, arguments, dtype, scale=0.5, **options)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("shape", SLOT_SHAPES, ids=lambda shape: "-".join(map(str, shape[1:8])))
-def test_slot_attention_on_the_gpu(shape, dtype):
-    batch, tokens, heads, key_dim, value_dim, slots, largest, activation, own_write, bounds = shape
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def normal(*sizes):
-        return torch.randn(sizes, device="cuda", generator=generator).to(dtype)
-
-    arguments = {
-        name: normal(batch, tokens, heads, width)
-        for name, width in {"q": key_dim, "k": key_dim, "v": value_dim}.items()
-    }
-    arguments["g"] = -largest * torch.rand((batch, tokens, heads, slots), device="cuda", generator=generator)
-    if own_write:
-        arguments["write"] = normal(batch, tokens, heads, slots).sigmoid()
-    segments = batch if bounds is None else len(bounds) - 1
-    arguments["keys"] = normal(segments, heads, slots, key_dim)
-    arguments["values"] = normal(segments, heads, slots, value_dim)
-    options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds, device="cuda")}
-    options |= {"scale": key_dim**-0.5, "activation": activation}
-    assert_accurate_in_every_run(slot_attention_from, arguments, dtype, **options)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("shape", INVERSE_SHAPES, ids=lambda shape: "-".join(map(str, shape[1:6])))
-def test_recursive_least_squares_on_the_gpu(shape, dtype):
-    batch, tokens, heads, width, period, size, bounds = shape
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def normal(*sizes):
-        return torch.randn(sizes, device="cuda", generator=generator).to(dtype)
-
-    u = normal(batch, tokens, heads, width) / width**0.5
-    u[:, ::50] *= size
-    segments = batch if bounds is None else len(bounds) - 1
-    arguments = {"x": normal(*u.shape), "u": u, "A": inverse_state(normal, segments, heads, width)}
-    options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds, device="cuda")}
-    options |= {"mask": torch.rand((batch, tokens), device="cuda", generator=generator) < 0.9}
-    options |= {"refresh_period": period, "refresh": 0.01}
-    assert_accurate_in_every_run(recursive_least_squares_from, arguments, dtype, **options)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("shape", VARIATIONAL_SHAPES, ids=lambda shape: "-".join(map(str, shape[1:5])))
-def test_variational_linear_attention_on_the_gpu(shape, dtype):
-    batch, tokens, heads, key_dim, value_dim, bounds = shape
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def normal(*sizes):
-        return torch.randn(sizes, device="cuda", generator=generator).to(dtype)
-
-    arguments = variational_arguments(normal, batch, tokens, heads, key_dim, value_dim)
-    segments = batch if bounds is None else len(bounds) - 1
-    arguments["S"] = normal(segments, heads, key_dim, value_dim)
-    arguments["A"] = inverse_state(normal, segments, heads, key_dim)
-    arguments["z"] = normal(segments, heads, key_dim).sigmoid()
-    options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds, device="cuda")}
-    assert_accurate_in_every_run(variational_linear_attention_from, arguments, dtype, **options)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("reading", ["reverse", "packed", "second_half"])
-@pytest.mark.parametrize("op", LEAST_SQUARES_OPS)
-def test_least_squares_from_a_state_backwards_on_the_gpu(op, reading, dtype):
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def normal(*sizes):
-        return torch.randn(sizes, device="cuda", generator=generator).to(dtype)
-
-    rows, heads, width = 1 if reading == "packed" else 2, 3, 64
-    function, arguments = gpu_arguments(op, rows, 1300, heads * width, width, dtype)
-    segments = 4 if reading == "packed" else rows
-    arguments["A"] = inverse_state(normal, segments, heads, width)
-    if op == "recursive_least_squares":
-        function = recursive_least_squares_from
-    else:
-        function = variational_linear_attention_from
-        arguments["S"], arguments["z"] = normal(segments, heads, width, width), normal(segments, heads, width).sigmoid()
-    options = {"reverse": "second_half" if reading == "second_half" else True}
-    if reading == "packed":
-        options["cu_seqlens"] = torch.tensor([0, 500, 500, 501, 1300], device="cuda")
-    else:
-        options["mask"] = torch.rand((rows, 1300), device="cuda", generator=generator) < 0.9
-    assert_accurate_in_every_run(function, arguments, dtype, **options)
+        weighed = gradients(inputs, backend="triton", **options)
+        assert all(torch.equal(weighed[name], value) for name, value in kept.items())
 
 
 @pytest.mark.gpu
@@ -1893,88 +1215,47 @@ def test_least_squares_from_a_state_backwards_on_the_gpu(op, reading, dtype):
 @pytest.mark.parametrize(("op", "forward"), SCAN_LAUNCHES)
 def test_diagonal_scans_of_more_warps_than_run_at_once_on_the_gpu(monkeypatch, op, forward, dtype):
     asked = launch_as(monkeypatch, forward)
-    assert_accurate_in_every_run(*gpu_arguments(op, 2, 197, 384, 16, dtype), dtype)
+    inputs = make_on_the_gpu(op, None, dtype, tokens=197, sizes={"D": 384, "N": 16})
+    assert_accurate_on_the_gpu(inputs, dtype)
     assert asked["forward"] >= 1 <= asked["backward"]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("tokens", [500, 1500])
-@pytest.mark.parametrize("op", [op for op in TRITON_OPS if takes(op, "reverse")])
-def test_reading_in_reverse_on_the_gpu(op, tokens, dtype):
-    entries = {"short_convolution": 4, "delta_rule": 64}.get(op, 16)
-    assert_accurate_in_every_run(*gpu_arguments(op, 2, tokens, 128, entries, dtype), dtype, reverse=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("tokens", [197, 1501])
-@pytest.mark.parametrize("op", [op for op in TRITON_OPS if takes(op, "reverse")])
-def test_reading_half_of_the_rows_in_reverse_on_the_gpu(op, tokens, dtype):
-    entries = {"short_convolution": 4, "delta_rule": 64}.get(op, 16)
-    function, arguments = gpu_arguments(op, 6, tokens, 128, entries, dtype)
-    assert_accurate_in_every_run(function, arguments, dtype, reverse="second_half")
-    own = {name: torch.stack((x, 0.5 * x)) for name, x in arguments.items() if name in ("A", "weight", "bias")}
-    if own:
-        assert_accurate_in_every_run(function, arguments | own, dtype, reverse="second_half")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [500, 1500])
 @pytest.mark.parametrize("op", ["delta_rule", "linear_attention", "slot_attention"])
 def test_half_precision_values_beside_float32_keys_on_the_gpu(op, tokens):
-    function, arguments = gpu_arguments(op, 2, tokens, 128, 64, torch.bfloat16)
-    wide = {name: arguments[name].float() for name in ("q", "k")}
-    assert_accurate_in_every_run(function, arguments | wide, torch.bfloat16)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [500, 1500])
-def test_recomputing_gives_the_same_gradients_on_the_gpu(tokens):
-    function, arguments = gpu_arguments("delta_rule", 2, tokens, 128, 64, torch.bfloat16)
-    expected = gpu_gradients(function, arguments, "triton")
-    actual = gpu_gradients(function, arguments, "triton", recompute=True)
-    assert all(torch.equal(actual[name], expected[name]) for name in arguments)
-    # States that are not kept have a unit for each of their rows, in which small numbers have more bits.
-    assert all(error(actual[name], expected[name]) <= 1e-4 for name in expected.keys() - arguments.keys())
+    inputs = make_on_the_gpu(op, None, torch.bfloat16, tokens=tokens, sizes=WIDTHS)
+    wide = inputs.replace({name: inputs.arguments[name].float() for name in ("q", "k")})
+    assert_accurate_on_the_gpu(wide, torch.bfloat16)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", TRITON_OPS)
 def test_compiled_graph_takes_any_length_on_the_gpu(op):
     torch._dynamo.reset()  # graphs of earlier operations would count towards the limit of recompilations
-    compiled = torch.compile(lambda function, tensors: function(**tensors, backend="triton")[0], dynamic=True)
+    compiled = torch.compile(lambda inputs: inputs.run(backend="triton"), dynamic=True)
     for tokens in (300, 1100, 64):
-        function, arguments = gpu_arguments(op, 2, tokens, 128, 4, torch.float32)
-        torch.testing.assert_close(compiled(function, arguments), function(**arguments, backend="triton")[0])
+        inputs = make_inputs(op, tokens=tokens, dtype=torch.float32, device="cuda")
+        torch.testing.assert_close(compiled(inputs), inputs.run(backend="triton"))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", TRITON_OPS)
 def test_compiled_graph_holds_the_kernel(op):
     torch._dynamo.reset()
-    function, arguments = gpu_arguments(op, 2, 64, 128, 4, torch.float32)
-
-    def call(**tensors):
-        return function(**tensors, backend="triton")[0]
-
-    compiled = torch.compile(call, fullgraph=True)
-    torch.testing.assert_close(compiled(**arguments), call(**arguments))
-    expected, actual = (
-        gpu_gradients(function, arguments, "triton"),
-        gpu_gradients(torch.compile(function), arguments, "triton"),
-    )
-    torch.testing.assert_close(actual, expected)
+    inputs = make_inputs(op, tokens=64, dtype=torch.float32, device="cuda")
+    compiled = torch.compile(lambda inputs: inputs.run(backend="triton"), fullgraph=True)
+    torch.testing.assert_close(gradients(inputs, run=compiled), gradients(inputs, backend="triton"))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", TRITON_OPS)
 def test_cuda_graph_replays_the_kernel(op):
-    function, arguments = gpu_arguments(op, 2, 64, 128, 4, torch.float32)
-    expected = function(**arguments, backend="triton")[0]
+    inputs = make_inputs(op, tokens=64, dtype=torch.float32, device="cuda")
+    expected = inputs.run(backend="triton")[0]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = function(**arguments, backend="triton")[0]
+        output = inputs.run(backend="triton")[0]
     output.zero_()
     graph.replay()
     assert torch.equal(output, expected)

@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-
-from longseq.kernels import explain, orthogonal_recurrence
-from longseq.kernels.testing import Inputs, assert_accurate, error, gradients, list_variants, make_inputs
+from kernel_inputs import Inputs, assert_accurate, error, gradients, list_variants, make_inputs
 
 OP = "orthogonal_recurrence"
 CHUNKED = [variant for variant in list_variants(OP) if variant != "l1"]  # the threshold needs the exact form
@@ -165,24 +163,3 @@ def test_compiled_graph_holds_the_chunks_whole(interpreted):
     compiled = torch.compile(inputs.run, fullgraph=True, backend="aot_eager")
     actual, expected = (run(backend="triton", chunk_size=3) for run in (compiled, inputs.run))
     torch.testing.assert_close(actual, expected)
-
-
-def test_inference_keeps_no_states(interpreted):
-    from longseq.kernels.orthogonal_recurrence import triton_orthogonal
-
-    x, gamma, state = torch.ones(1, 5, 1, 4), torch.ones(1, 5, 1), torch.eye(4)[None, None]
-    for chunk_size in (1, 2):
-        options = "decode", True, 1.0, chunk_size, 0, False
-        assert triton_orthogonal.orthogonal_recurrence(x, x, x, gamma, None, None, state, None, *options)[2] == []
-
-
-def test_sizes_beyond_the_kernels_are_refused(interpreted):
-    reasons = explain(OP, device="cpu", sizes={"D": 129, "M": 200, "C": 65})["triton"]
-    assert reasons == [
-        "D = 129 and M = 200, and it goes to 128 (use backend='torch')",
-        "chunk_size = 65, and it goes to 64 (use backend='torch')",
-    ]
-    assert explain(OP, device="cpu", sizes={"D": 128, "M": 128, "C": 64})["triton"] == []
-    x, gamma = torch.zeros(1, 2, 1, 3), torch.zeros(1, 2, 1)
-    with pytest.raises(ValueError, match="chunk_size = 65, and it goes to 64"):
-        orthogonal_recurrence(x, x, x, gamma, initial_state=torch.zeros(1, 1, 3, 3), chunk_size=65, backend="triton")

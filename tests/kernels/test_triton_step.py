@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_inputs import assert_accurate, error, list_variants, make_inputs, results, step_results
 from torch.utils._pytree import tree_leaves
 
 from longseq import kernels, mixers
-from longseq.kernels import explain, list_ops
 from longseq.kernels.dispatch import list_stepped_ops
-from longseq.kernels.operation import TRITON_STEP_WIDTH
 from longseq.kernels.recurrence import each
-from longseq.kernels.testing import assert_accurate, error, list_variants, make_inputs, results, step_results
 from longseq.state import state_tensors
 
 CASES = [(op, variant) for op in list_stepped_ops() for variant in list_variants(op)]
@@ -193,74 +191,6 @@ def test_states_of_another_precision_are_refused(interpreted, op):
             inputs.step(0, state, backend="triton")
         o, after = inputs.step(0, state)
         assert (o.dtype, leaves((o, after))[1].dtype) == (torch.float32, dtype)
-
-
-@pytest.mark.parametrize("op", list_stepped_ops())
-def test_steps_are_no_operations_but_answer_like_them(op):
-    step = f"{op}_step"
-    assert step not in list_ops()
-    assert list(explain(step)) == ["triton", "torch"]
-    assert explain(step, device="cuda") == {"torch": [], "triton": []}
-    assert any("backend='torch'" in reason for reason in explain(step, device="cuda", exporting=True)["triton"])
-    inputs = make_inputs(op, tokens=1)
-    with pytest.raises(ValueError, match=f"{step} has no backend 'quantum': choose one of auto, triton, torch"):
-        inputs.step(0, inputs.initial_state, backend="quantum")
-
-
-@pytest.mark.parametrize(
-    ("op", "held"),
-    [
-        ("delta_rule", "K"),
-        ("linear_attention", "K"),
-        ("longhorn_scan", "N"),
-        ("orthogonal_recurrence", "D"),
-        ("recursive_least_squares", "K"),
-        ("selective_scan", "N"),
-        ("short_convolution", "W"),
-        ("slot_attention", "M"),
-        ("variational_linear_attention", "K"),
-    ],
-)
-def test_states_too_wide_for_a_program_are_refused(op, held):
-    wide = {held: TRITON_STEP_WIDTH + 1}
-    (reason,) = explain(f"{op}_step", device="cuda", sizes=wide)["triton"]
-    assert reason == f"{held} = {TRITON_STEP_WIDTH + 1}, and it goes to {TRITON_STEP_WIDTH} (use backend='torch')"
-    assert explain(f"{op}_step", device="cuda", sizes={held: TRITON_STEP_WIDTH})["triton"] == []
-
-
-@pytest.mark.parametrize("op", list_stepped_ops())
-def test_each_tensor_of_another_size_is_refused_by_name(op):
-    inputs = make_inputs(op, tokens=1)
-    for name, tensor in inputs.tensors.items():
-        for wrong in (torch.cat((tensor, tensor[:1])), tensor[..., None]):
-            other = inputs.replace({name: wrong})
-            with pytest.raises(ValueError, match=f"^{op}_step: .* has shape .* must") as caught:
-                other.step(0, other.initial_state)
-            assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("op", [op for op in list_stepped_ops() if isinstance(make_inputs(op).initial_state, tuple)])
-def test_a_state_of_other_parts_is_refused(op):
-    inputs = make_inputs(op, tokens=1)
-    with pytest.raises(ValueError, match=f"^{op}_step: state is a Tensor, but must be a tuple of"):
-        inputs.step(0, inputs.initial_state[0])
-
-
-@pytest.mark.parametrize(
-    ("op", "option"),
-    [
-        ("orthogonal_recurrence", {"objective": "guess"}),
-        ("recursive_least_squares", {"refresh_period": -1}),
-        ("short_convolution", {"activation": "relu"}),
-        ("slot_attention", {"activation": "tanh"}),
-        ("variational_linear_attention", {"refresh": -1.0}),
-    ],
-)
-def test_unknown_options_are_refused(op, option):
-    inputs = make_inputs(op, tokens=1)
-    inputs.options.update(option)
-    with pytest.raises(ValueError, match=f"^{op}_step: {next(iter(option))}"):
-        inputs.step(0, inputs.initial_state)
 
 
 REAL = [

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_inputs import assert_equal_up_to_rounding, gradients, make_inputs
 
 from longseq.kernels import (
     delta_rule,
@@ -12,7 +13,6 @@ from longseq.kernels import (
     recursive_least_squares,
     variational_linear_attention,
 )
-from longseq.kernels.testing import assert_equal_up_to_rounding, gradients, make_inputs
 
 BACKENDS = ["torch", "reference"]
 

@@ -4,11 +4,11 @@ from functools import partial
 import pytest
 import torch
 from cases import cases
+from kernel_inputs import error
 
 from longseq import mixers
 from longseq.blocks.positions import TOKEN_PLACES, Layout, layout_of
 from longseq.blocks.reading import BACKWARD, reading_orders, reorder
-from longseq.kernels.testing import error
 from longseq.mixers import Directions, directions
 from longseq.mixers.directions import SHARING
 from longseq.parameters import count_parameters

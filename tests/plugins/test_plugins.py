@@ -24,7 +24,7 @@ from shared_composition import shared_composition
 
 import longseq
 from longseq import mixers, plugins, timm_script
-from longseq.tasks import compare, registry
+from longseq.tasks import comparison_runs, registry
 from longseq.tasks.image import sources
 from longseq.tasks.probe import generators
 from longseq.tasks.training import checkpoint as checkpoints
@@ -85,7 +85,7 @@ def run_commands(site: Path) -> int:
     sys.path.insert(0, str(site))
     importlib.invalidate_caches()
     subprocess_script.subprocess = subprocess
-    start_others_as_forks(pytest.MonkeyPatch(), compare)
+    start_others_as_forks(pytest.MonkeyPatch(), comparison_runs)
     multiprocessing.set_start_method("spawn", force=True)  # workers know of the plug-in what they import themselves
     with shared_composition():
         for line in sys.stdin:
@@ -194,7 +194,7 @@ def test_a_program_for_timm_has_the_models(
     ],
 )
 def test_a_name_that_is_taken_is_refused(register: Callable[[], object]) -> None:
-    with pytest.raises(ValueError, match=r"another name|there already|taken"):
+    with pytest.raises(ValueError, match=r"another name|there already|taken|already"):
         register()
 
 

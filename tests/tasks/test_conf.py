@@ -20,16 +20,16 @@ import longseq.conf
 from longseq import mixers
 from longseq.mixers.pattern import options_by_name
 from longseq.tasks import registry, train
+from longseq.tasks.config import read
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.experiment import with_any_choice
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.probe.generators import check_options
+from longseq.tasks.probe.generators import generator_options
 from longseq.tasks.probe.info import ProbeInfo
 from longseq.tasks.text import corpora
 from longseq.tasks.text.info import TextInfo
 from longseq.tasks.training import logger, targets
 from longseq.tasks.training.configuration import resolve
-from longseq.tasks.training.options import read
 from longseq.tasks.training.recipe import Training
 from longseq.tasks.training.trainer import build_callbacks
 
@@ -42,7 +42,7 @@ OPTIONS = [
     for group in GROUPS
     for path in sorted((CONF / group).glob("*.yaml"))
     if (option := (group, path.stem)) not in OWN
-]
+] + [("mixer", name) for name in mixers.mixer_names()]
 EXPERIMENTS = sorted(path.relative_to(CONF / "experiment") for path in (CONF / "experiment").rglob("*.yaml"))
 SMALL = DataInfo(["a", "b"], 2, 32, 3, [0.5] * 3, [0.5] * 3, "bicubic", 1.0)
 SMALL_PROBE = ProbeInfo("mqar", vocab_size=8, longest=16, rebuild=False)
@@ -67,11 +67,33 @@ def bind(target: Any, **arguments: Any) -> None:
     inspect.signature(target).bind(**arguments)
 
 
+# The task of options that say nothing of it by the defaults that they extend.
+TASKS = {
+    "lm": {"model": ("token",), "scale": ("1m", "10m", "30m", "110m", "340m", "1.3b", "2.7b"), "callbacks": ("lm",)},
+    "document": {
+        "model": ("document", "document_ngrams", "document_pair", "linear"),
+        "scale": ("document",),
+        "callbacks": ("document",),
+    },
+    "probe": {"scale": ("probe",), "callbacks": ("probe",)},
+}
+
+
 def chosen(group: str, option: str) -> list[str]:
     """Overrides that choose an option, with the task that it belongs to."""
-    content = yaml.safe_load((CONF / group / f"{option}.yaml").read_text()) or {}
-    tasks = content.get("tasks", ["image"])
-    return [f"{group}={option}"] if "image" in tasks else [f"task={tasks[0]}", f"{group}={option}"]
+    task = option if group == "task" else task_of(group, option)
+    return [f"task={task}"] if group == "task" else [f"task={task}", f"{group}={option}"]
+
+
+def task_of(group: str, option: str) -> str:
+    for task, options in TASKS.items():
+        if option in options.get(group, ()):
+            return task
+    path = CONF / group / f"{option}.yaml"
+    first = ((yaml.safe_load(path.read_text()) or {}).get("defaults") or [""])[0] if path.is_file() else ""
+    if str(first).startswith("base_"):
+        return str(first).removeprefix("base_")
+    return task_of(group, first) if group in ("data", "recipe") and first else "image"
 
 
 def test_the_groups_are_those_tested_here():
@@ -88,7 +110,7 @@ def test_every_option_composes_and_binds(group, option, compose_config, tmp_path
     config = with_any_choice(config)
     read(registry.of(config).config.data, {**config["data"], **told}, "data")
     if config["task"]["name"] == "probe":
-        check_options(config["data"]["generator"], config["data"]["options"])
+        assert config["data"]["options"].keys() <= generator_options(config["data"]["generator"]).keys()
     bind(Trainer, **config["trainer"])
     for name, options in options_by_name(config["mixer"]["name"], config["mixer"]["options"]).items():
         bind(mixers.get(name), d_model=8, **options)
@@ -97,7 +119,6 @@ def test_every_option_composes_and_binds(group, option, compose_config, tmp_path
     inspect.signature(training.schedule).bind(None, num_epochs=1, warmup_epochs=0, updates_per_epoch=1)
     assert training.length is not None
     registry.of(config)  # the task registers callbacks of its own
-    targets.check(config)
     for name, options in (config.get("logger") or {}).items():
         bind(
             targets.find(options, targets.LOGGERS, name), **{key: options[key] for key in options if key != "_target_"}
@@ -131,7 +152,7 @@ def test_the_override_that_the_page_of_kernels_names_has_second_derivatives(mode
     config = compose_config("train", *chosen("model", model), "mixer=deltanet", override, f"output={tmp_path}")
     config = {**resolve(config), "compile": None}
     config["model"] |= {"embed_dim": 16, "depth": 1} if model != "token" else {"d_model": 16, "depth": 1}
-    backbone = registry.of(config).model.build(config, SMALL if model != "token" else SMALL_PROBE)
+    backbone = registry.of(config).model.build(config, SMALL if model != "token" else SMALL_TEXT)
     y = backbone(torch.randn(2, 3, 32, 32)) if model != "token" else backbone(torch.randint(8, (2, 16)))[0]
     parameters = list(backbone.parameters())
     first = torch.autograd.grad(y.square().sum(), parameters, create_graph=True)

@@ -18,11 +18,9 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 
 from longseq.tasks import train
-from longseq.tasks.experiment import check_trainer
 from longseq.tasks.training import targets
 from longseq.tasks.training.configuration import better, resolve
-from longseq.tasks.training.logger import PACKAGES, check_loggers
-from longseq.tasks.training.trainer import build_trainer, refuse_other_processes
+from longseq.tasks.training.trainer import build_trainer
 
 
 @targets.register("logger")
@@ -72,14 +70,6 @@ def test_a_run_without_loggers_says_nothing_of_tensorboard(tiny, tmp_path, capsy
     assert "TensorBoard" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", sorted(PACKAGES))
-def test_a_logger_whose_package_is_missing_is_one_line(name, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
-    package, extra = PACKAGES[name]
-    with pytest.raises(ValueError, match=rf"logger\.it: {name} needs the package {package}: .*longseq\[{extra}\]"):
-        check_loggers({"it": {"_target_": name}})
-
-
 @pytest.mark.slow
 def test_a_run_has_a_log_where_hydra_says(command_here, tmp_path, tiny_overrides):
     root = logging.getLogger()
@@ -104,39 +94,6 @@ def test_a_strategy_is_an_object_with_arguments(tiny):
     assert trainer.strategy._ddp_kwargs["find_unused_parameters"] is True
     assert trainer.strategy._timeout == timedelta(seconds=60)
     assert trainer.num_sanity_val_steps == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp_spawn", "ddp_fork", "ddp_notebook_find_unused_parameters_true", "dpp"])
-def test_a_strategy_whose_processes_are_copies_is_refused(name):
-    remedy = "give auto, ddp, fsdp or another" if name == "dpp" else "no copies of the first one: give ddp$"
-    with pytest.raises(ValueError, match=f"trainer.strategy={name}.*{remedy}"):
-        check_trainer({"strategy": name})
-
-
-@pytest.mark.slow
-def test_other_ways_to_start_processes_are_refused():
-    for method in ("spawn", "fork"):
-        with pytest.raises(ValueError, match=f"trainer.strategy.start_method={method}: .* leave it out$"):
-            check_trainer({"strategy": {"_target_": "DDPStrategy", "start_method": method}})
-    check_trainer({"strategy": {"_target_": "DDPStrategy", "start_method": "popen"}})
-    for name in ("auto", "ddp", "fsdp", "ddp_find_unused_parameters_true"):
-        check_trainer({"strategy": name})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("started", "devices", "nodes"), [(2, 1, 1), (2, "auto", 1), (2, 2, 2), (4, 2, 1), (1, 2, 1)])
-def test_torchrun_starts_as_many_processes_as_the_trainer_has(tiny, monkeypatch, started, devices, nodes):
-    config = resolve(tiny(f"trainer.devices={devices}", f"+trainer.num_nodes={nodes}"))
-    monkeypatch.setenv("WORLD_SIZE", str(started))
-    refuse_other_processes(config)  # not by torchrun: the variable may be of another program
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    with pytest.raises(
-        ValueError, match=rf"^torchrun has started {started} process\(es\), and trainer.devices={devices}"
-    ):
-        refuse_other_processes(config)
-    config["trainer"] |= {"devices": started, "num_nodes": 1}
-    refuse_other_processes(config)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -175,65 +174,23 @@ def test_a_run_goes_on_with_its_own_data_alone(image_folder, tiny, tmp_path, cap
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", ["renamed", "relabelled", "rewritten", "of an old run"])
+@pytest.mark.parametrize("change", ["renamed", "relabelled"])
 def test_a_resumed_run_tells_other_training_files(change, image_folder, tiny, tmp_path, caplog):
     root, words = begin_on_copy(image_folder, tiny, tmp_path)
-    first, second = sorted((root / "train" / "class0").iterdir())[:2]
+    first = min((root / "train" / "class0").iterdir())
     if change == "renamed":
         first.rename(first.with_name("other.jpg"))
-    elif change == "relabelled":
+    else:
         first.rename(root / "train" / "class1" / "moved.jpg")
         other = min((root / "train" / "class1").glob("*.jpg"))
         other.rename(root / "train" / "class0" / first.name)
-    else:
-        first.write_bytes(second.read_bytes() + b"\0")
-    if change == "of an old run":
-        checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
-        content = torch.load(checkpoint, weights_only=True)
-        del content["hyper_parameters"]["data"]["checksums"]["train"]
-        torch.save(content, checkpoint)
     caplog.clear()
     train.run(tiny(*words, "resume=true"))
     told = [message for message in caplog.messages if "have changed" in message]
     known = (
         "the data have changed: train has other files or labels than when the model was trained, and as many samples"
     )
-    assert told == ([] if change == "of an old run" else [known])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("newer", "told"),
-    [
-        (
-            {"train": 2, "val": 1},
-            "last.ckpt: 2 of 24 files of train, 1 of 12 files of val; if their content has changed",
-        ),
-        ({"val": 1}, "last.ckpt: 1 of 12 files of val; if their content has changed"),
-        ({"train": 0}, None),
-        ({"train": 24}, None),
-    ],
-    ids=["several", "one", "none", "all"],
-)
-def test_a_resumed_run_tells_newer_files_of_the_same_names_and_sizes(
-    newer, told, image_folder, tiny_overrides, command_here, tmp_path
-):
-    shutil.copytree(image_folder, tmp_path / "images")
-    known = ("data=image_folder", "data.root=images", "data.img_size=16", "model.patch_size=4", "data.num_workers=0")
-    words = ("train", *tiny_overrides, *known, "recipe.epochs=1", "recipe.batch_size=8", "output=run")
-    first = command_here(tmp_path, *words)
-    assert first.returncode == 0, first.stderr
-    assert "newer than" not in first.stderr
-    (tmp_path / "run" / "metrics.json").unlink()
-    written = (tmp_path / "run" / "checkpoints" / "last.ckpt").stat().st_mtime
-    for split, count in newer.items():
-        for path in sorted((tmp_path / "images" / split).rglob("*.jpg"))[:count]:
-            os.utime(path, (written + 5, written + 5))
-    again = command_here(tmp_path, *words, "resume=true")
-    assert again.returncode == 0, again.stderr
-    lines = [line for line in again.stderr.splitlines() if "newer than" in line]
-    assert len(lines) == (told is not None), lines
-    assert all(told in line for line in lines)
+    assert told == [known]
 
 
 TEXTS = {
@@ -269,50 +226,14 @@ def test_a_resumed_run_tells_texts_by_their_content_and_not_by_their_time(task, 
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_named(command_here, tiny_overrides, tmp_path):
-    words = ("train", *tiny_overrides, "recipe.epochs=1")
-    assert command_here(tmp_path, *words).returncode == 0
-    (run,) = (tmp_path / "outputs" / "image").glob("*/")
-    (run / "metrics.json").unlink()
-    checkpoint = run / "checkpoints" / "last.ckpt"
-    checkpoint.write_bytes(checkpoint.read_bytes()[:30_000])
-    anew = command_here(tmp_path, *words, "resume=true")
-    assert "last.ckpt cannot be read, and its run is passed over: it is damaged, or no checkpoint" in anew.stderr
-    for place in (("resume=true", f"output={run}"), (f"resume={checkpoint}",)):
-        refused = command_here(tmp_path, *words, *place)
-        assert refused.returncode == 2
-        assert "last.ckpt cannot be read: it is damaged, or no checkpoint; give another one by resume" in refused.stderr
-
-
-@pytest.mark.slow
-def test_a_checkpoint_with_another_byte_or_a_folder_in_its_place_is_refused_before_the_work(tiny, tmp_path):
-    words = ("recipe.epochs=1", "recipe.ema=null", "+trainer.limit_train_batches=2")
-    train.run(tiny(*words))
-    (tmp_path / "run" / "metrics.json").unlink()
-    checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
-    weights = next(iter(torch.load(checkpoint, weights_only=True)["state_dict"].values())).numpy().tobytes()
-    content = bytearray(checkpoint.read_bytes())
-    content[content.index(weights) + 2] ^= 1
-    checkpoint.write_bytes(content)
-    with pytest.raises(ValueError, match=r"last\.ckpt cannot be read: it is damaged, or no checkpoint; give another"):
-        train.run(tiny(*words, "resume=true"))
-    checkpoint.unlink()
-    checkpoint.mkdir()
-    with pytest.raises(ValueError, match=r"last\.ckpt is a folder, and the run writes its checkpoint there: remove it"):
-        train.run(tiny(*words, "resume=true"))
-    assert not list(checkpoint.iterdir())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("left", [None, b"", b"damaged"])
-def test_a_run_whose_best_checkpoint_is_gone_or_damaged_goes_on(left, tiny, tmp_path, caplog):
+def test_a_run_whose_best_checkpoint_is_gone_goes_on(tiny, tmp_path, caplog):
     words = ("recipe.epochs=3", "recipe.ema=null", "+trainer.limit_train_batches=2")
     run = tmp_path / "run"
     interrupted(lambda: train.run(tiny(*words)), at=3)
     best = run / "checkpoints" / "best.ckpt"
-    best.unlink() if left is None else best.write_bytes(left)
+    best.unlink()
     train.run(tiny(*words, "resume=true"))
-    assert f"{best} is gone or damaged: the best checkpoint is sought from here on" in caplog.text
+    assert f"{best} is missing: the best checkpoint is searched from here on" in caplog.text
     assert torch.load(best, weights_only=True)["global_step"] in (4, 6)
 
     # of a run that only has to be tested, the last weights are
@@ -324,43 +245,23 @@ def test_a_run_whose_best_checkpoint_is_gone_or_damaged_goes_on(left, tiny, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "word", "epochs", "reason"),
+    ("options", "word", "epochs"),
     [
-        ("patience: 0, min_delta: 100", "validate_every_epochs=1", 2, "did not improve in the last 1 records"),
-        ("patience: 1, min_delta: 100", "validate_every_epochs=1", 2, "did not improve in the last 1 records"),
-        ("patience: 1, min_delta: 100", "validate_every_epochs=2", 4, "did not improve in the last 1 records"),
-        ("patience: 1, min_delta: 100", "validate_every_updates=3", 3, "did not improve in the last 1 records"),
-        ("stopping_threshold: 100", "validate_every_epochs=1", 1, "Stopping threshold reached: val/loss = "),
+        ("patience: 0, min_delta: 100", "validate_every_epochs=1", 2),
+        ("patience: 1, min_delta: 100", "validate_every_epochs=1", 2),
+        ("patience: 1, min_delta: 100", "validate_every_epochs=2", 4),
+        ("patience: 1, min_delta: 100", "validate_every_updates=3", 3),
+        ("stopping_threshold: 100", "validate_every_epochs=1", 1),
     ],
 )
-def test_a_run_that_early_stopping_ended_says_so_and_is_only_tested(
-    options, word, epochs, reason, tiny, tmp_path, capsys
-):
+def test_a_run_that_early_stopping_ended_is_only_tested(options, word, epochs, tiny, tmp_path):
     stopping = f"+callbacks.stopping={{_target_: EarlyStopping, monitor: val/loss, {options}}}"
     words = ("recipe.epochs=5", "recipe.ema=null", "+trainer.limit_train_batches=2", f"recipe.{word}", stopping)
     train.run(tiny(*words))
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["epochs"] == epochs
-    told = f"\nended after update {metrics['updates']} of {metrics['updates'] // epochs * 5}: "
-    assert reason in capsys.readouterr().out.partition(told)[2].partition("\n")[0]
     (tmp_path / "run" / "metrics.json").unlink()
     train.run(tiny(*words, "resume=true"))
-    assert told in capsys.readouterr().out
     again = json.loads((tmp_path / "run" / "metrics.json").read_text())
     for key in ("epochs", "updates", "test/loss", "test/top1"):
         assert again[key] == metrics[key], key
-
-
-@pytest.mark.slow
-def test_documents_that_an_epoch_leaves_out_are_told(command_here, tmp_path):
-    write_jsonl(tmp_path / "rows.jsonl", make_rows(90))
-    words = ("train", "task=document", "data=documents", "data.root=rows.jsonl", "data.validation=0.2", "data.test=0.2")
-    words += ("trainer=cpu", "model.d_model=16", "model.depth=1", "recipe.epochs=1", "callbacks.linear=null")
-    words += ("recipe.schedule.warmup_updates=0", "data.num_workers=0", "data.cache=cache")
-    told = {}
-    for packing in ("packed", "padded"):
-        done = command_here(tmp_path, *words, f"data.packing={packing}", "recipe.batch_size=6000", f"output={packing}")
-        assert done.returncode == 0, done.stderr
-        told[packing] = done.stderr
-    assert "of the 54 training documents, other ones in each epoch: a smaller recipe.batch_size" in told["packed"]
-    assert "training documents, other ones" not in told["padded"]

@@ -145,7 +145,7 @@ def test_sequences_without_a_question_do_not_count(tmp_path, monkeypatch):
         drawn = random.integers(0, vocab_size, (samples, tokens))
         return Samples(drawn, np.where(random.random((samples, 1)) < asked, drawn, IGNORED))
 
-    monkeypatch.setitem(generators._GENERATORS, "own", own)
+    monkeypatch.setitem(generators.GENERATORS, "own", own)
     counts = {"train": [{"samples": 64}], "validation": [{"samples": 20}], "test": [{"samples": 20}]}
     keys = ProbeDataKeys(name="own", generator="own", options={}, eval_batch_size=2, **counts)
     data = ProbeDataModule(keys, batch_size=16)

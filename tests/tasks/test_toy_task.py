@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchmetrics.classification import MulticlassAccuracy
 
 from longseq import plugins
-from longseq.tasks import compare, registry
+from longseq.tasks import comparison_runs, registry
 from longseq.tasks.training.metrics import MeanLoss, WeightedMean
 from longseq.tasks.training.module import TrainedModule
 
@@ -94,7 +94,7 @@ def test_the_task_of_the_page_has_a_hundred_lines():
 
 @pytest.mark.slow
 def test_a_task_from_outside_is_compared(folder, command_here, monkeypatch):
-    start_others_as_forks(monkeypatch, compare)
+    start_others_as_forks(monkeypatch, comparison_runs)
     words = [word for word in WORDS if not word.startswith("mixer=")]
     rates = "learning_rates=[0,0.02]"
     done = command_here(folder, "compare", *words, "mixers=[linear_attention]", rates, "plot=false", "output=compared")
@@ -106,9 +106,7 @@ def test_a_task_from_outside_is_compared(folder, command_here, monkeypatch):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("task.metric=val/top1", "task.metric=val/top1 is never measured: choose one of val/loss, val/accuracy"),
         ("callbacks.best.monitor=test/loss", "callbacks.best.monitor=test/loss is never measured: choose one of val/l"),
-        ("+callbacks.best.mode=max", "callbacks.best.mode=max: the metric tells its direction; leave the key out"),
         ("task.name=minority", "task.name=minority is unknown: choose one of document, image, lm, probe, majority"),
     ],
 )
@@ -125,7 +123,7 @@ def test_a_metric_that_does_not_tell_its_direction_cannot_be_monitored():
     module = ThreeMetrics(torch.nn.Identity())
     assert module.higher_is_better("val/accuracy", "key")
     assert not module.higher_is_better("val/loss", "key")
-    with pytest.raises(ValueError, match="key=val/spread does not say which values are better"):
+    with pytest.raises(ValueError, match="key=val/spread: set higher_is_better"):
         module.higher_is_better("val/spread", "key")
 
 

@@ -16,8 +16,6 @@ from PIL import Image
 
 import longseq
 from longseq.backbones.image import ImageBackbone
-from longseq.backbones.tokens import TokenBackbone
-from longseq.models import describe
 from longseq.tasks import evaluate, predict, train
 from longseq.tasks.training.checkpoint import load, sha256
 from longseq.tools import export
@@ -56,7 +54,7 @@ def test_knows_what_the_run_knew(checkpoint: Path) -> None:
 def test_without_an_average_the_weights_are_the_models(checkpoint: Path, tmp_path: Path) -> None:
     plain = change(checkpoint, tmp_path / "plain.ckpt", lambda contents: contents.pop("current_model_state"))
     assert load(plain).weights == "model"
-    with pytest.raises(ValueError, match="holds no averaged weights: take weights=model"):
+    with pytest.raises(ValueError, match="averaged weights"):
         load(plain, weights="ema")
 
 
@@ -71,25 +69,22 @@ def test_names_that_do_not_fit_the_head_are_refused(count: int, checkpoint: Path
         contents["hyper_parameters"]["data"].update(class_names=[str(i) for i in range(count)], num_classes=count)
 
     path = change(checkpoint, tmp_path / "named.ckpt", name)
-    with pytest.raises(ValueError, match=f"^checkpoint={path}: its model has 10 classes, and it names {count}"):
+    with pytest.raises(ValueError, match="10 classes"):
         load(path)
 
 
-def test_pretrained_weights_are_not_fetched_again(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*arguments: Any, **options: Any) -> None:
-        raise AssertionError("the weights are in the checkpoint")
-
-    def pretrain(contents: dict[str, Any]) -> None:
-        contents["model_config"]["model_args"] |= {"pretrained": True, "checkpoint_path": "weights.pth"}
-        contents["model_config"] |= {
-            "kind": "timm",
-            "pretrained_cfg": {"hf_hub_id": "owner/name", "input_size": [1, 8, 8]},
-        }
-
-    monkeypatch.setattr("timm.models._builder.load_pretrained", refuse)
-    load(change(checkpoint, tmp_path / "pretrained.ckpt", pretrain))
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda state: state.pop("backbone.head.bias"),
+        lambda state: state.update({"backbone.extra": torch.zeros(1)}),
+        lambda state: state.update({"backbone.head.bias": torch.zeros(7)}),
+    ],
+)
+def test_weights_of_another_model(edit: Callable[[dict[str, Any]], Any], checkpoint: Path, tmp_path: Path) -> None:
+    path = change(checkpoint, tmp_path / "other.ckpt", lambda contents: edit(contents["state_dict"]))
+    with pytest.raises((RuntimeError, ValueError), match=r"head\.bias|extra"):
+        load(path)
 
 
 def test_a_checkpoint_of_another_task(checkpoint: Path, tmp_path: Path) -> None:
@@ -97,26 +92,8 @@ def test_a_checkpoint_of_another_task(checkpoint: Path, tmp_path: Path) -> None:
         contents["hyper_parameters"]["config"]["task"]["name"] = "document"
 
     path = change(checkpoint, tmp_path / "other.ckpt", move)
-    with pytest.raises(ValueError, match=r"belongs to task=document.*of task=image") as raised:
+    with pytest.raises(ValueError, match="document"):
         load(path, key="init")
-    assert str(raised.value).startswith(f"init={path}")
-
-
-def test_a_saved_model_without_a_task_is_one_line(tmp_path: Path) -> None:
-    TokenBackbone(vocab_size=8, d_model=16, depth=1).save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"holds a model of the kind token without a task; .*of task=image: give"
-    ) as raised:
-        load(tmp_path)
-    assert "\n" not in str(raised.value)
-    with pytest.raises(ValueError, match=r"or put its tokenizer\.json into the folder"):
-        load(tmp_path, tasks=["lm"])
-    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "WordLevel", "vocab": {"a": 0}}}')
-    with pytest.raises(ValueError, match=r"no end-of-text token: name it as eos_token in tokenizer_config\.json"):
-        load(tmp_path, tasks=["lm"])
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "a"}')
-    loaded = load(tmp_path, tasks=["lm"])
-    assert (loaded.task_name, loaded.data["separator"], loaded.data["vocab_size"]) == ("lm", 0, 8)
 
 
 def same_data(told: dict[str, Any], trained: dict[str, Any]) -> bool:
@@ -180,26 +157,6 @@ def test_a_saved_folder_is_measured_on_data_that_are_given(tmp_path: Path) -> No
         counts = predict.run(compose("predict", [given[0], images, f"output={written}", "device=cpu"]))
     assert counts["classified"] == 3
     assert "class2" in written.read_text()
-    with pytest.raises(
-        ValueError, match=r"does not say where its data lie: give data\.source=folder data\.root=FOLDER"
-    ):
-        measure()
-    folder = ("data.source=folder", f"data.root={tmp_path / 'images'}")
-    for wrong in ("data.eval_batch_size=0", "data.crop_pct=-1", "data.on_error=ignore", "data.download=3"):
-        with pytest.raises(ValueError, match=f"^{wrong} must be "):
-            measure(*folder, wrong)
-
-
-@pytest.mark.slow
-def test_a_model_of_grey_images_that_states_the_pixels_of_rgb_classifies_them(tmp_path: Path) -> None:
-    Image.new("L", (20, 20), 99).save(tmp_path / "grey.png")
-    options = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_classes": 3, "in_chans": 1}
-    timm.create_model("longseq_tiny_patch16_224", **options).save_pretrained(tmp_path / "model")
-    data = load(tmp_path / "model").data
-    assert (data["mean"], data["std"]) == ([pytest.approx(0.449)], [pytest.approx(0.226)])
-    words = (f"checkpoint={tmp_path / 'model'}", f"input={tmp_path / 'grey.png'}", f"output={tmp_path / 'told.csv'}")
-    with initialize_config_module("longseq.conf", version_base="1.3"):
-        assert predict.run(compose("predict", [*words, "device=cpu"]))["classified"] == 1
 
 
 def test_a_saved_folder_serves_as_a_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
@@ -210,8 +167,6 @@ def test_a_saved_folder_serves_as_a_checkpoint(checkpoint: Path, tmp_path: Path)
     assert torch.equal(loaded.backbone(x), from_run.backbone(x))
     assert same_data(loaded.data, from_run.data)
     assert loaded.file == tmp_path / "model.safetensors"
-    with pytest.raises(ValueError, match="holds one set of weights"):
-        load(tmp_path, weights="ema")
 
 
 @pytest.mark.slow
@@ -250,9 +205,6 @@ def test_a_repository_of_the_hub_serves_as_a_checkpoint(
     begun = command(train.build, "train", *overrides).module.backbone
     for one in (begun, longseq.from_pretrained("user/ours"), longseq.from_pretrained("hf-hub:user/ours@v1")):
         assert torch.equal(one.head.weight, model.get_parameter("head.weight"))
-    for run, name in ((export.run, "export"), (evaluate.run, "evaluate")):
-        with pytest.raises(ValueError, match=r"^checkpoint=hf-hub:user/ours has no folder of yours .* output=FILE$"):
-            command(run, name, "checkpoint=hf-hub:user/ours")
 
 
 def test_the_callers_random_state_stays(checkpoint: Path) -> None:
@@ -261,22 +213,6 @@ def test_the_callers_random_state_stays(checkpoint: Path) -> None:
     torch.manual_seed(7)
     load(checkpoint)
     assert torch.equal(torch.rand(1), expected)
-
-
-def test_any_resolution_is_refused_by_models_that_have_one(checkpoint: Path, tmp_path: Path) -> None:
-    def fix(contents: dict[str, Any]) -> None:
-        model = timm.create_model("cait_xxs24_224", img_size=32, depth=1, num_classes=10)
-        contents["model_config"] = describe(model)
-        contents["state_dict"] = {f"backbone.{name}": value for name, value in model.state_dict().items()}
-
-    path = change(checkpoint, tmp_path / "fixed.ckpt", fix)
-    with pytest.raises(ValueError, match="holds a cait_xxs24_224, which takes images of 32 px only"):
-        load(path, any_resolution=True)
-
-
-def test_unknown_weights_are_refused(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="not one of auto, ema, model"):
-        load(checkpoint, weights="best")
 
 
 def test_sha256(tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,38 +11,27 @@ import timm
 import torch
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
-from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
 import longseq  # noqa: F401  registers the models
 from longseq import mixers
 from longseq.backbones.classifier import TextClassifier
-from longseq.backbones.tokens import TokenBackbone
-from longseq.blocks.positions import Layout
-from longseq.kernels import dispatch
-from longseq.tools.describe import (
-    describe_document_model,
-    describe_image_model,
-    find_devices,
-    list_mixers,
-    list_models,
-    run,
-)
+from longseq.tools.describe import describe_model, run
 
 DATA = {"img_size": 224, "in_chans": 3}
 SMALL: dict[str, Any] = {"img_size": 16, "patch_size": 4, "in_chans": 1, "embed_dim": 32, "depth": 2, "num_classes": 5}
 
 
 def describe_small(**options: Any) -> dict[str, Any]:
-    return describe_image_model(
+    return describe_model(
         timm.create_model("longseq_tiny_patch16_224", **{**SMALL, **options}), {"img_size": 16, "in_chans": 1}
     )
 
 
 @pytest.mark.slow
 def test_timm_model_and_ours_count_alike() -> None:
-    ours = describe_image_model(timm.create_model("longseq_vit_tiny_patch16_224", mixer="attention"), DATA)
-    timms = describe_image_model(timm.create_model("deit_tiny_patch16_224"), DATA)
+    ours = describe_model(timm.create_model("longseq_vit_tiny_patch16_224", mixer="attention"), DATA)
+    timms = describe_model(timm.create_model("deit_tiny_patch16_224"), DATA)
     assert ours["tokens"] == timms["tokens"] == 197
     for part in ("mixers", "mlp", "norms", "head"):
         assert ours["parameters"]["parts"][part] == timms["parameters"]["parts"][part]
@@ -56,7 +43,7 @@ def test_flops_without_data_are_those_of_a_real_pass() -> None:
     model = timm.create_model("resnet10t").eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, 3, 64, 96))
-    facts = describe_image_model(model, {"img_size": [64, 96], "in_chans": 3})
+    facts = describe_model(model, {"img_size": [64, 96], "in_chans": 3})
     assert facts["flops"]["forward"] == counter.get_total_flops() > 0
     assert facts["tokens"] is None
     assert next(model.parameters()).device.type == "cpu"
@@ -76,46 +63,13 @@ def test_facts_of_every_mixer(mixer: str) -> None:
     json.dumps(facts)
 
 
-@pytest.mark.parametrize("mixer", mixers.mixer_names())
-def test_operations_are_those_that_a_pass_calls(mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    called = set()
-    select = dispatch.select
-
-    def watch(op: str, name: str, call: dispatch.Call) -> Any:
-        called.add(op)
-        return select(op, name, call)
-
-    model = timm.create_model("longseq_tiny_patch16_224", **SMALL, mixer=mixer)
-    readings = [reading for _, reading in mixers.named_readings(model)]
-    found = describe_image_model(model, {"img_size": 16, "in_chans": 1})["operations"]
-    for module in [module for name, module in sys.modules.items() if name.startswith("longseq.kernels")]:
-        if getattr(module, "select", None) is select:
-            monkeypatch.setattr(module, "select", watch)
-    for reading in readings:
-        reading(torch.zeros(1, 16, SMALL["embed_dim"]), layout=Layout(4, 4, None), output_final_state=False)
-    if mixer == "longhorn":  # the torch form of its operation is made of others
-        assert set(found) == {"longhorn_pair"} < called
-    else:
-        assert set(found) == called
-
-
 def test_operations_are_judged_by_the_sizes_of_the_call() -> None:
     options = {"embed_dim": 384, "mixer": "deltanet", "mixer_options": {"head_dim": 384}}
     model = timm.create_model("longseq_tiny_patch16_224", **{**SMALL, **options})
-    facts = describe_image_model(model, {"img_size": 16, "in_chans": 1}, "cuda")
+    facts = describe_model(model, {"img_size": 16, "in_chans": 1}, "cuda")
     assert facts["operations"]["convolved_features"]["runs"] == ["triton"]
     assert facts["operations"]["delta_rule"]["runs"] == ["torch"]
     assert "K = 384" in facts["operations"]["delta_rule"]["backends"]["triton"][0]
-
-
-def test_layers_that_differ_can_run_on_different_backends() -> None:
-    hybrid = {"mixer": "deltanet", "backend": "auto", "embed_dim": 384, "depth": 2}
-    model = timm.create_model("longseq_tiny_patch16_224", **{**SMALL, **hybrid})
-    wide = timm.create_model("longseq_tiny_patch16_224", **{**SMALL, **hybrid, "mixer_options": {"head_dim": 384}})
-    model.blocks[1] = wide.blocks[1]
-    judged = describe_image_model(model, {"img_size": 16, "in_chans": 1}, "cuda")["operations"]["delta_rule"]
-    assert judged["runs"] == ["triton", "torch"]
-    assert len(judged["backends"]["triton"]) == 1
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
@@ -137,7 +91,7 @@ def test_the_form_of_packed_attention_is_told(precision: str, capsys: pytest.Cap
 def test_attention_over_packed_documents_is_told_in_both_directions() -> None:
     options: dict[str, Any] = {"num_classes": 3, "vocab_size": 7, "d_model": 32, "direction": "bidirectional"}
     for mixer, found in (("attention", True), ("window_attention", True), ("deltanet", False)):
-        facts = describe_document_model(TextClassifier(**options, mixer=mixer), 16)
+        facts = describe_model(TextClassifier(**options, mixer=mixer), {"window": 16})
         assert ("packed_attention" in facts["operations"]) is found
 
 
@@ -153,49 +107,12 @@ def test_a_named_backend_is_the_one_that_runs() -> None:
     assert describe_small(mixer="deltanet", backend="reference")["operations"]["delta_rule"]["runs"] == ["reference"]
 
 
-def test_frozen_parameters_are_not_trainable() -> None:
-    model = timm.create_model("longseq_tiny_patch16_224", **SMALL)
-    model.blocks.requires_grad_(False)
-    parameters = describe_image_model(model, {"img_size": 16, "in_chans": 1})["parameters"]
-    assert parameters["trainable"] == parameters["total"] - parameters["parts"]["mixers"] - 2 * 32
-
-
-@pytest.mark.slow
-def test_lists() -> None:
-    cards = mixers.list_mixers()
-    for row, card in zip(list_mixers(), cards, strict=True):
-        assert row == {**dataclasses.asdict(card), "options": mixers.options(card.name)}
-    rows = {row["name"]: row for row in list_models()}
-    assert rows["longseq_tiny_patch16_224"]["parameters"] == sum(
-        parameter.numel() for parameter in timm.create_model("longseq_tiny_patch16_224").parameters()
-    )
-
-
 @pytest.mark.slow
 def test_command_describes_a_configuration(command_here, tmp_path: Path) -> None:
     result = command_here(tmp_path, "describe", "mixer=mamba", "scale=small", "data=imagenet", "data.num_classes=1000")
     assert result.returncode == 0, result.stderr
     for shown in ("longseq_small_patch16_224", "mamba", "3 x 224 x 224", "selective_scan", "runs", "devices: cpu"):
         assert shown in result.stdout
-
-
-@pytest.mark.slow
-def test_warnings_of_a_description_are_those_of_other_commands(command_here, tmp_path: Path) -> None:
-    for label in ("cat", "dog"):
-        (tmp_path / "images" / label).mkdir(parents=True)
-        for index in range(3):
-            Image.new("RGB", (8, 8), (index, 0, len(label))).save(tmp_path / "images" / label / f"{index}.png")
-    words = ("data=image_folder", "data.root=images", "data.img_size=16", "recipe.epochs=1")
-    result = command_here(tmp_path, "describe", *words)
-    told = "longseq: warning: images has no test split: the validation images are also the test images"
-    assert result.stderr.splitlines()[0] == told
-    assert "2 classes at 16 px (few images, seen often): batch 4, 1 epoch, learning rate" in result.stdout
-
-
-def test_one_thread_is_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    for count, told in ((1, ", 1 thread"), (2, ", 2 threads")):
-        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
-        assert find_devices()[0].endswith(told)
 
 
 def compose_describe(*overrides: str) -> DictConfig:
@@ -232,21 +149,6 @@ def test_describes_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.slow
-def test_a_length_that_the_model_does_not_tell_is_told_as_assumed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = TokenBackbone(vocab_size=257, d_model=16, depth=1, mixer="deltanet")
-    for window, told, assumed in ((None, "2048 (assumed: the model does not tell a length)", True), (64, "64", None)):
-        model.text = {"tokenizer": {"kind": "bytes"}, "window": window}
-        model.save_pretrained(tmp_path)
-        run(compose_describe(f"checkpoint={tmp_path}"))
-        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│ tokens ")]
-        assert line.split("│")[2].strip() == told
-        run(compose_describe(f"checkpoint={tmp_path}", "format=json"))
-        assert json.loads(capsys.readouterr().out).get("tokens_are_assumed") is assumed
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words"), [("mixers", ["deltanet", "35,072", "0.73 M", "delta_rule"]), ("models", ["6,852,904"])]
 )
@@ -256,18 +158,3 @@ def test_lists_are_printed(name: str, words: list[str], capsys: pytest.CaptureFi
     assert all(word in printed for word in words)
     run(compose_describe(f"list={name}", "format=json"))
     assert json.loads(capsys.readouterr().out)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("list=kernels", "list=kernels must be one of mixers, models"),
-        ("device=tpu9", "device=tpu9 is unknown"),
-        ("format=yaml", "format=yaml must be one of text, json"),
-        ("data=imagenet", r"give \+\+data\.num_classes=N"),
-    ],
-)
-def test_requests_that_cannot_be_met(override: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as raised:
-        run(compose_describe(override))
-    assert "\n" not in str(raised.value)

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import json
 import re
 import subprocess
 import sys
 import textwrap
-import tracemalloc
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import onnx
-import PIL
 import pytest
 import timm
 import torch
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
-from PIL import Image, ImageCms
+from PIL import Image
 from torch import Tensor, nn
 
 import longseq  # noqa: F401  registers the models
@@ -32,19 +27,11 @@ from longseq.tasks.image.decoding import decode
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.transforms import evaluation_transform
 from longseq.tasks.training.checkpoint import load, sha256
-from longseq.tools.export import (
-    FORMATS,
-    checked_file,
-    export_image_classifier,
-    onnx_file,
-    pt2_file,
-    run,
-    torchscript_file,
-)
+from longseq.tools.export import FORMATS, export_image_classifier, onnx_file, run
 from longseq.tools.export.checked_file import TRACED_BATCH
 from longseq.tools.export.formats import SUFFIXES
 from longseq.tools.export.metadata import classifier_metadata, encode
-from longseq.tools.export.parity import Expected, compare, probe_images
+from longseq.tools.export.parity import probe_images
 from longseq.tools.export.spec import FileSpec
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pages" / "export.md"
@@ -130,7 +117,7 @@ def with_torch() -> Iterator[Elsewhere]:
             with torch.no_grad():
                 difference = numpy.abs(call(torch.from_numpy(cases["images"])).numpy() - cases["logits"]).max()
             assert difference < 1e-4, difference
-        assert script(torch.from_numpy(cases["images"][:0])).shape == (0, 5)
+            assert call(torch.from_numpy(cases["images"][:0])).shape == (0, 5)
         """,
     )
     yield elsewhere
@@ -196,17 +183,6 @@ def test_files_run_in_other_processes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mixer", "direction", "format"), [("longhorn", "cross", "onnx"), ("mamba2", "bidirectional", "torchscript")]
-)
-def test_one_mixer_for_all_orders(mixer: str, direction: str, format: str, tmp_path: Path) -> None:
-    model = build(mixer=mixer, direction=direction, share_directions="all", img_size=20)
-    path, data = tmp_path / ("model" + SUFFIXES[format]), {**DATA, "img_size": 20}
-    report = export_image_classifier(model, path, format=format, data=data, batch_sizes=(1, 3))
-    assert all(row.passed for row in report.comparisons)
-
-
-@pytest.mark.slow
 def test_preprocessing_and_softmax_in_the_file(tmp_path: Path, captured_once: None) -> None:
     model = build(reg_tokens=2, no_embed_class=False, init_values=0.1, global_pool="map")
     pixels = probe_images(4, 1, 36, 36, pixels=True)
@@ -261,25 +237,6 @@ def test_a_pt2_file_takes_one_patch_and_no_rows(mixer: str, options: dict[str, A
 
 
 @pytest.mark.slow
-def test_a_pt2_file_of_timm_takes_images_of_32_pixels(tmp_path: Path) -> None:
-    model = timm.create_model("test_resnet", num_classes=3).eval()
-    path = tmp_path / "model.pt2"
-    export_image_classifier(model, path, format="pt2", data={"img_size": 64}, dynamic_resolution=True, batch_sizes=[1])
-    for shape in ((2, 3, 32, 128), (1, 3, 64, 32)):
-        images = torch.randn(shape)
-        with torch.no_grad():
-            torch.testing.assert_close(FORMATS["pt2"].open_file(path)(images), model(images), atol=1e-4, rtol=0)
-
-
-@pytest.mark.slow
-def test_a_file_that_takes_less_than_the_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pt2_file, "_open_sizes", lambda *arguments: None)
-    model = build(mixer="deltanet", dynamic_img_size=True)
-    with pytest.raises(ValueError, match=r"no file was written: .*Guard failed"):
-        export_image_classifier(model, tmp_path / "model.pt2", format="pt2", data=DATA, dynamic_resolution=True)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_file_refuses_parts_of_patches_as_the_model_does(format: str, tmp_path: Path) -> None:
     """A Vision Transformer of timm: its own check is Python, which ONNX and TorchScript do not keep."""
@@ -293,31 +250,36 @@ def test_a_file_refuses_parts_of_patches_as_the_model_does(format: str, tmp_path
     with torch.no_grad():
         torch.testing.assert_close(call(images), model(images), atol=1e-4, rtol=0)
     for height, width in ((70, 65), (64, 65), (70, 64)):
-        with pytest.raises(Exception, match=r"whole patches|out of data bounds|Guard failed"):
+        with pytest.raises(Exception, match=r"of this size|out of data bounds|Guard failed"):
             call(torch.randn(2, 3, height, width))
 
 
-@pytest.mark.parametrize(
-    ("interpolation", "crop_pct", "channels"), [("bicubic", 0.875, 3), ("bilinear", 0.9, 1), ("lanczos", 1.0, 3)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("img_size", [36, [48, 80]])
+@pytest.mark.parametrize("mode", ["center", "squash", "border"])
 def test_a_program_without_longseq_prepares_images(
-    interpolation: str, crop_pct: float, channels: int, tmp_path: Path
+    mode: str, img_size: int | list[int], channels: int, tmp_path: Path
 ) -> None:
     """The function of the page, with the metadata alone, reads what `longseq predict` reads."""
-    data = {**DATA, "img_size": 36, "in_chans": channels, "interpolation": interpolation, "crop_pct": crop_pct}
-    data |= {"mean": [0.5] * channels, "std": [0.5] * channels}
+    data = {**DATA, "img_size": img_size, "in_chans": channels, "crop_pct": 0.8, "crop_mode": mode}
+    data |= {"mean": [0.5, 0.2, 0.7][:channels], "std": [0.5] * channels}
     facts = encode(classifier_metadata(build(), data, preprocess=True, softmax=False, extra={}))
-    assert "short side" in facts["resizing"]
-    program = page_program()
-    transform = evaluation_transform(DataInfo(**data, num_classes=5))
-    for number, size in enumerate([(36, 36), (41, 67), (67, 41), (20, 133), (500, 38)]):
-        pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), np.uint8)
-        path = tmp_path / f"{number}.png"
-        Image.fromarray(pixels).save(path)
-        np.testing.assert_array_equal(program["read_image"](path, facts), transform(decode(path)).numpy())
-    for path in write_modes(tmp_path):
-        read = program["read_image"](path, facts)
-        np.testing.assert_array_equal(read, transform(decode(path)).numpy(), err_msg=path.name)
+    read_image, transform = page_program()["read_image"], evaluation_transform(DataInfo(**data, num_classes=5))
+    random = np.random.default_rng(0)
+    colours = Image.fromarray(random.integers(0, 256, (40, 60, 4), np.uint8))
+    images = {f"{kind}.png": colours.convert("RGB").convert(kind) for kind in ("1", "L", "P", "RGB")}
+    images |= {"transparent.png": colours, "inks.jpg": colours.convert("CMYK"), "animated.gif": images["P.png"]}
+    images["wide.png"] = Image.fromarray(random.integers(0, 65536, (40, 60)).astype(np.uint16))
+    for number, (width, height) in enumerate([(36, 36), (41, 67), (20, 133), (500, 38), (2, 400)]):
+        images[f"{number}.png"] = Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8))
+    for name, image in images.items():
+        image.save(tmp_path / name)
+        read = read_image(tmp_path / name, facts)
+        np.testing.assert_array_equal(read, transform(decode(tmp_path / name)).numpy(), err_msg=name)
+    images["RGB.png"].save(tmp_path / "turned.tif", tiffinfo={274: 6})
+    read = read_image(tmp_path / "turned.tif", facts)
+    np.testing.assert_array_equal(read, transform(decode(tmp_path / "turned.tif")).numpy())
 
 
 def page_program() -> dict[str, Any]:
@@ -327,73 +289,6 @@ def page_program() -> dict[str, Any]:
     program: dict[str, Any] = {}
     exec(found[1], program)
     return program
-
-
-def write_modes(folder: Path) -> Iterator[Path]:
-    """Pictures of the modes that Pillow reads from files, upright and turned by their EXIF orientation."""
-    random = np.random.default_rng(0)
-    colours = Image.fromarray(random.integers(0, 256, (40, 60, 4), np.uint8))
-    flat = colours.convert("RGB")
-    lab = ImageCms.profileToProfile(
-        flat, ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB"), outputMode="LAB"
-    )
-    wide = random.integers(0, 65536, (40, 60))
-    images = {mode: flat.convert(mode) for mode in ("1", "L", "P", "CMYK", "RGB")}
-    if int(PIL.__version__.split(".")[0]) > 12:  # Pillow 12 cannot read the TIFF files of this mode that it writes
-        images["YCbCr"] = flat.convert("YCbCr")
-    images |= {"LA": colours.convert("LA"), "RGBA": colours, "LAB": lab}
-    images |= {"I;16": Image.fromarray(wide.astype(np.uint16)), "I;16B": Image.fromarray(wide.astype(">u2"))}
-    images |= {"F": Image.fromarray(random.random((40, 60)).astype(np.float32))}
-    for mode, image in images.items():
-        for orientation in (1, 3, 6):
-            path = folder / f"{mode}{orientation}.tif"
-            image.save(path, tiffinfo={274: orientation})
-            yield path
-    files = {"wide.png": images["I;16"], "wide.pgm": images["I;16"], "inks.jpg": images["CMYK"], "p.gif": images["P"]}
-    files |= {"a.webp": colours, "la.png": images["LA"]}
-    for name, image in files.items():
-        image.save(folder / name)
-        yield folder / name
-    images["P"].save(folder / "p.png", transparency=3)
-    yield folder / "p.png"
-
-
-def test_another_cut_that_a_model_of_timm_states_is_not_told_as_ours() -> None:
-    model = timm.create_model("test_resnet", num_classes=3, pretrained_cfg_overlay={"crop_mode": "squash"})
-    data = {"img_size": 160, "crop_pct": 1.0}
-    facts = classifier_metadata(model, data, preprocess=False, softmax=False, extra={})
-    assert facts["crop_mode"] == "squash"
-    assert "short side" not in facts["resizing"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("crop_pct", [0.8, 1.0])
-@pytest.mark.parametrize("img_size", [36, [48, 80], [80, 48]])
-@pytest.mark.parametrize("mode", ["center", "squash", "border"])
-def test_a_program_without_longseq_cuts_images_as_their_model_states(
-    mode: str, img_size: int | list[int], crop_pct: float, channels: int, tmp_path: Path
-) -> None:
-    data = {**DATA, "img_size": img_size, "in_chans": channels, "crop_pct": crop_pct, "crop_mode": mode}
-    data |= {"mean": [0.5, 0.2, 0.7][:channels], "std": [0.5] * channels}
-    facts = encode(classifier_metadata(build(), data, preprocess=True, softmax=False, extra={}))
-    read_image, transform = page_program()["read_image"], evaluation_transform(DataInfo(**data, num_classes=5))
-    for number, size in enumerate([(36, 36), (41, 67), (67, 41), (20, 133), (500, 38), (2, 400), (400, 2)]):
-        pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), np.uint8)
-        path = tmp_path / f"{number}.png"
-        Image.fromarray(pixels).save(path)
-        np.testing.assert_array_equal(read_image(path, facts), transform(decode(path)).numpy())
-
-
-@pytest.mark.slow
-def test_a_file_of_four_channels_tells_no_way_from_pictures_to_its_pixels(tmp_path: Path) -> None:
-    model, path = build(in_chans=4, img_size=8, num_classes=2), tmp_path / "model.onnx"
-    report = export_image_classifier(model, path, batch_sizes=[1])
-    assert report.metadata["in_chans"] == 4
-    assert not {"decoding", "resizing"} & set(report.metadata)
-    Image.new("RGB", (9, 9)).save(tmp_path / "a.png")
-    with pytest.raises(ValueError, match="tells no way from pictures"):
-        page_program()["read_image"](tmp_path / "a.png", encode(report.metadata))
 
 
 @pytest.mark.slow
@@ -407,11 +302,6 @@ def test_fixed_resolution_is_enforced(tmp_path: Path, captured_once: None) -> No
             call(torch.zeros(2, 1, 12, 108))  # as many patches as 36 x 36 has
 
 
-def test_dynamic_resolution_refused_where_the_model_is_fixed(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="dynamic_img_size=True"):
-        export_image_classifier(build(), tmp_path / "model.onnx", data=DATA, dynamic_resolution=True)
-
-
 @pytest.mark.slow
 def test_models_of_timm_state_their_own_preprocessing(tmp_path: Path) -> None:
     model = timm.create_model("test_resnet", num_classes=3).eval()
@@ -421,7 +311,6 @@ def test_models_of_timm_state_their_own_preprocessing(tmp_path: Path) -> None:
     assert {row.shape[2:] for row in report.comparisons} >= {(160, 160)}
 
 
-@pytest.mark.slow
 class Angle(nn.Module):
     """The angle of a place, in double precision."""
 
@@ -461,59 +350,6 @@ def test_onnx_file_is_one_file_with_metadata_and_open_axes(tmp_path: Path, monke
     assert b"image.py" not in report.path.read_bytes(), "no source lines of the machine that exported"
 
 
-# The version of the operators is 3 or, of the second one with its GELU, 10: torch keeps these in different places.
-@pytest.mark.slow
-@pytest.mark.parametrize(("chassis", "mixer"), [(VIM, "attention"), (VIT, "gla")])
-def test_a_torchscript_file_has_no_source_lines_of_the_machine(
-    chassis: str, mixer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved: list[bytes] = []
-    strip = torchscript_file._write_without_source_lines
-    monkeypatch.setattr(
-        torchscript_file,
-        "_write_without_source_lines",
-        lambda archive, file: (saved.append(archive), strip(archive, file))[1],
-    )
-    model = build(chassis, mixer, **CHASSIS[chassis])
-    report = export_image_classifier(model, tmp_path / "model.pt", format="torchscript", data=DATA)
-    whole, held = records_of(io.BytesIO(saved[0])), records_of(report.path)
-    assert not [name for name, content in held.items() if b"image.py" in content or name.endswith(".debug_pkl")]
-    own = "serialization_id"  # a hash of the records
-    assert held == {name: content for name, content in whole.items() if name in held} | {
-        name: content for name, content in held.items() if name.endswith(own)
-    }
-    assert {name for name in whole if not name.endswith(".debug_pkl")} == {*held}
-
-
-class Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.randn(1 << 18) for _ in range(16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([(x[:, None] * weight).sum(-1) for weight in self.weights]).sum(0)
-
-
-@pytest.mark.slow
-def test_a_torchscript_file_is_written_from_one_copy_of_it(tmp_path: Path) -> None:
-    spec = FileSpec(inputs={"x": {0: "batch"}}, outputs=["y"], metadata={}, opset=20)
-    tracemalloc.start()
-    try:
-        torchscript_file.write(Wide().eval(), (torch.ones(2),), tmp_path / "wide.pt", spec)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    size = (tmp_path / "wide.pt").stat().st_size
-    assert size > 1 << 24
-    assert peak < 1.5 * size
-
-
-def records_of(archive: Any) -> dict[str, bytes]:
-    """The records of an archive of torch by name, without the name of the archive."""
-    with zipfile.ZipFile(archive) as file:
-        return {name.partition("/")[2]: file.read(name) for name in file.namelist()}
-
-
 def test_export_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     model = build().train().double()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -537,47 +373,10 @@ class BatchAware(nn.Module):
 def test_a_file_that_differs_is_not_kept(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     path.write_text("of yesterday")
-    with pytest.raises(ValueError, match=r"differs from the model by .* allowed are .*tolerance=0\.0001"):
+    with pytest.raises(ValueError, match="differs from the model by"):
         export_image_classifier(BatchAware(), path, format="torchscript")
     assert [file.name for file in tmp_path.iterdir()] == ["model.pt"]
     assert path.read_text() == "of yesterday"
-
-
-class Many(BatchAware):
-    """Has more weights than `little_room` lets a file have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.linspace(1, 2, 1 << 15))
-
-    def forward(self, images: Tensor) -> Tensor:  # [B, C, H, W] -> [B, 32768]
-        return images.mean((1, 2, 3))[:, None] * self.scale
-
-
-@pytest.mark.parametrize("format", reversed(SUFFIXES))  # a fast run has the first, and ONNX takes most time
-def test_a_file_without_room_is_told_as_such(format: str, tmp_path: Path, little_room: None) -> None:
-    path = tmp_path / "new" / f"model{SUFFIXES[format]}"
-    with pytest.raises(OSError, match="File too large") as refused:
-        export_image_classifier(Many().eval(), path, format=format, batch_sizes=[1], measure_latency=False)
-    assert (refused.value.errno, refused.value.filename) == (errno.EFBIG, str(path))
-    assert not list(tmp_path.iterdir())
-
-
-class NeverRun(BatchAware):
-    def forward(self, images: Tensor) -> Tensor:
-        raise AssertionError("the model was run first")
-
-
-@pytest.mark.parametrize("format", SUFFIXES)
-def test_a_place_that_takes_no_file_is_told_first(format: str, tmp_path: Path) -> None:
-    device = tmp_path / f"device{SUFFIXES[format]}"
-    device.symlink_to("/dev/full")
-    for path, told in ((Path("/proc", device.name), ""), (device, "a device or a pipe")):
-        with pytest.raises(ValueError, match=rf"output={path}.*{told}") as refused:
-            export_image_classifier(NeverRun(), path, format=format)
-        assert "\n" not in str(refused.value)
-    assert Path("/dev/full").is_char_device()
-    assert [*tmp_path.iterdir()] == [device]
 
 
 def test_a_failing_exporter_leaves_nothing(tmp_path: Path) -> None:
@@ -585,38 +384,14 @@ def test_a_failing_exporter_leaves_nothing(tmp_path: Path) -> None:
         def forward(self, images: Tensor) -> Tensor:
             return torch.from_numpy(images.flatten(1).numpy())
 
-    with pytest.raises(ValueError, match=r"format=pt2 could not .*another way: format=onnx or format=torchscript"):
+    with pytest.raises(Exception, match="numpy"):
         export_image_classifier(Unexportable(), tmp_path / "model.pt2", format="pt2")
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"format": "tensorrt"}, "take one of onnx, torchscript, pt2"),
-        ({"output": "model.pt2"}, "take format=pt2 or a name in .onnx"),
-        ({"output": "."}, "is a folder"),
-        ({"output": "best.ckpt"}, "ends like a checkpoint"),
-        ({"opset": 17}, "opset 18 to 25"),
-        ({"opset": 26}, "opset 18 to 25"),
-        ({"batch_sizes": [2]}, "without 2"),
-        ({"batch_sizes": []}, "name one or more"),
-        ({"data": {**DATA, "class_names": ["ant"]}}, "5 classes and class_names 1"),
-    ],
-)
-def test_requests_that_cannot_be_met(
-    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=message) as raised:
-        export_image_classifier(build(), options.pop("output", "model.onnx"), **{"data": DATA, **options})
-    assert "\n" not in str(raised.value)
-
-
-def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx_file, "find_spec", lambda name: None if name == "onnxscript" else object())
-    with pytest.raises(ValueError, match=r'needs onnxscript: pip install "longseq\[export\]"'):
-        export_image_classifier(build(), tmp_path / "model.onnx", data=DATA)
+def test_class_names_of_another_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="5 classes and class_names 1"):
+        export_image_classifier(build(), tmp_path / "model.onnx", data={**DATA, "class_names": ["ant"]})
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
@@ -624,17 +399,6 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     model.head.bias.data[0] = torch.nan
     with pytest.raises(ValueError, match="not finite"):
         export_image_classifier(model, tmp_path / "model.onnx", data=DATA)
-
-
-@pytest.mark.slow
-def test_export_prints_nothing_of_the_exporters(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], captured_once: None
-) -> None:
-    model, data = build(mixer="mamba", img_size=12), {**DATA, "img_size": 12}
-    for format, suffix in SUFFIXES.items():
-        export_image_classifier(model, tmp_path / f"model{suffix}", format=format, data=data, batch_sizes=[1])
-        captured = capfd.readouterr()
-        assert captured.out == captured.err == ""
 
 
 @pytest.mark.slow
@@ -675,43 +439,3 @@ def test_format_and_name_follow_from_each_other(checkpoint: Path, tmp_path: Path
     report = run(compose_export(f"checkpoint={checkpoint}", "format=torchscript"))
     assert report.path == checkpoint.with_suffix(".pt")
     report.path.unlink()
-
-
-@pytest.mark.slow
-def test_a_tolerance_below_the_rounding_of_float32_is_told(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = (f"checkpoint={checkpoint}", f"output={tmp_path}/model.pt")
-    report = run(compose_export(*words, "tolerance=1e-12"))
-    (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tolerance=1e-12 is less than")]
-    limit = max(row.limit for row in report.comparisons)
-    assert f"{limit:.1e}, and the largest difference is {max(row.difference for row in report.comparisons):.1e}" in told
-    run(compose_export(*words))
-    assert "tolerance=" not in capsys.readouterr().out
-    found = compare(lambda images: images + 1, Expected(torch.zeros(1, 2), torch.zeros(1, 2), 1e-3), 1e-12)
-    with pytest.raises(
-        RuntimeError, match=r"3.0e-03 \(three times the model's own rounding .* above tolerance=1e-12\)"
-    ):
-        checked_file._check_comparisons([found], "image", 1e-12)
-
-
-@pytest.mark.slow
-def test_resolution_of_a_checkpoint_can_be_opened(checkpoint: Path, tmp_path: Path) -> None:
-    path = tmp_path / "model.pt"
-    run(compose_export(f"checkpoint={checkpoint}", f"output={path}", "dynamic_resolution=true"))
-    assert torchscript_file.open_file(path)(torch.zeros(1, 1, 24, 10)).shape == (1, 10)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ([], "give checkpoint=FILE"),
-        (
-            ["checkpoint=best.ckpt", "batch_sizes=3"],
-            "batch_sizes=3 must be a list of at least 1, each entry a whole number of at least 1",
-        ),
-    ],
-)
-def test_wrong_keys_say_what_is_missing(overrides: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run(compose_export(*overrides))

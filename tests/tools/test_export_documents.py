@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,17 +18,14 @@ from torch import Tensor, nn
 
 from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.document_pairs import PairClassifier
-from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.blocks.pooling import POOLINGS, Pooling
-from longseq.mixers import make_reading
 from longseq.tasks.document.libraries import conceal
 from longseq.tasks.document.truncation import truncate
 from longseq.tasks.text.tokenizer import tokenizer_from_dict, train_tokenizer
-from longseq.tools.export import FORMATS, export_document_classifier, onnx_file
+from longseq.tools.export import FORMATS, export_document_classifier
 from longseq.tools.export.document_classifier import DocumentClassifierFile
 from longseq.tools.export.formats import SUFFIXES
-from longseq.tools.export.metadata import document_metadata, encode, language_metadata
-from longseq.tools.export.spec import FileSpec
+from longseq.tools.export.metadata import document_metadata, encode
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pages" / "export.md"
 DATA: dict[str, Any] = {
@@ -73,16 +69,6 @@ def compare_with_single_documents(model: Any, call: Callable[..., Tensor]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mixer", ["gla", "mamba", "mamba2", "longhorn", "deltanet"])
-def test_a_pt2_file_takes_no_documents(mixer: str, tmp_path: Path) -> None:
-    path = tmp_path / "model.pt2"
-    check_file(build(mixer, direction="bidirectional"), path, "pt2")
-    call = FORMATS["pt2"].open_file(path)
-    for length in (1, 5, 70):
-        assert call(torch.zeros(0, length).long(), torch.zeros(0).long()).shape == (0, 3)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mixers", "direction"), [(cover_operations(), "bidirectional"), (["deltanet", "attention"], "forward")]
 )
@@ -91,28 +77,6 @@ def test_files_read_padded_documents_of_any_number_and_length(
 ) -> None:
     model = build("+".join(mixers), depth=len(mixers), direction=direction)
     check_file(model, tmp_path / "model.pt", "torchscript")
-
-
-@pytest.mark.slow
-def test_onnx_of_a_layer_whose_readings_have_parameters_of_their_own(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    layer = make_reading("rwkv4", 8, options={}, direction="bidirectional", backend="torch")
-    layer.eval().requires_grad_(False)
-    spec = FileSpec(inputs={"x": {0: "batch"}}, outputs=("y",), metadata={}, opset=20)
-    onnx_file.write(OutputAlone(layer), (torch.randn(2, 3, 8),), tmp_path / "layer.onnx", spec)
-    x = torch.randn(3, 3, 8)
-    torch.testing.assert_close(onnx_file.open_file(tmp_path / "layer.onnx")(x), layer(x)[0], atol=1e-5, rtol=0)
-
-
-class OutputAlone(nn.Module):
-    """A layer without the state that it returns."""
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)[0]
 
 
 class EveryPooling(nn.Module):
@@ -144,7 +108,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, P
 def test_every_pooling_in_every_format(exported: tuple[Any, dict[str, Path]]) -> None:
     model, files = exported
     for format, path in files.items():
-        compare_with_single_documents(model, FORMATS[format].open_file(path))
+        call = FORMATS[format].open_file(path)
+        compare_with_single_documents(model, call)
+        assert call(torch.zeros(0, 5).long(), torch.zeros(0).long()).shape == (0, 3)
 
 
 @pytest.mark.slow
@@ -200,30 +166,13 @@ def test_learned_positions_limit_the_length_of_a_document(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_tokenizer_of_an_older_checkpoint_is_told_as_longseq_reads_it() -> None:
-    """With its dropout, truncation and padding, a program without longseq would read other tokens."""
-    content = json.loads(train_tokenizer(["the cat sat on the mat"] * 20, 280).to_dict()["json"])
-    content["model"]["dropout"] = 0.5
-    held = {**content, "truncation": {"max_length": 3}, "padding": {"strategy": {"Fixed": 9}}}
-    data = {"tokenizer": {"kind": "file", "separator": "<|endoftext|>", "json": json.dumps(held)}, "window": 8}
-    model = build()
-    exported = (
-        document_metadata(model, data, extra={}),
-        language_metadata(model.body, data, [], limit=None, dynamic_length=False, extra={}),
-    )
-    for told in exported:
-        assert json.loads(told["tokenizer"]["json"]) == {**content, "model": {**content["model"], "dropout": None}}
-
-
-@pytest.mark.slow
 def test_a_file_that_reads_the_padding_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read_all(self: DocumentClassifierFile, tokens: Tensor, lengths: Tensor) -> Tensor:
         return self.model(tokens, mask=lengths.unsqueeze(1).expand_as(tokens) > 0).softmax(-1)
 
     monkeypatch.setattr(DocumentClassifierFile, "forward", read_all)
-    with pytest.raises(ValueError, match=r"no file was written: for documents \[3, \d+\] the file differs") as raised:
+    with pytest.raises(ValueError, match="the torchscript file differs"):
         export_document_classifier(build(), tmp_path / "model.pt", format="torchscript", batch_sizes=(3,))
-    assert "\n" not in str(raised.value)
     assert not list(tmp_path.iterdir())
 
 
@@ -239,29 +188,14 @@ def test_differences_of_small_probabilities_are_found(tmp_path: Path, monkeypatc
         model.head.weight[-1], model.head.bias[-1] = 0, -5
     assert model(torch.zeros(1, 5, dtype=torch.long)).softmax(-1)[0, -1] < 1e-3
     monkeypatch.setattr(DocumentClassifierFile, "forward", change_one)
-    with pytest.raises(ValueError, match="the file differs from the model"):
+    with pytest.raises(ValueError, match="the torchscript file differs"):
         export_document_classifier(model, tmp_path / "model.pt", format="torchscript", batch_sizes=(1,))
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"class_names": ["ant", "bee"]}, "the model has 3 classes and class_names 2"),
-        ({"vocab_size": 12}, "the documents have 12 tokens, and the model knows 11"),
-    ],
-)
-def test_requests_that_cannot_be_met(data: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message) as raised:
-        export_document_classifier(build(), tmp_path / "model.pt", format="torchscript", data={**DATA, **data})
-    assert "\n" not in str(raised.value)
 
 
 def load_client(folder: Path) -> Any:
     """The program of the page, which uses neither torch nor longseq."""
     found = re.search(r"<!-- file (classify_text\.py) -->\n```python\n(.*?)```", PAGE.read_text(), re.S)
     assert found is not None
-    assert len(found[2].splitlines()) < 40
-    assert "python classify_text.py" not in found[2], "it reads no command line"
     imported = set(re.findall(r"^ *(?:import|from) (\w+)", found[2], re.M))
     assert imported == {"json", "numpy", "onnxruntime", "tokenizers"}
     (folder / found[1]).write_text(found[2])
@@ -271,12 +205,6 @@ def load_client(folder: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def test_the_linear_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a LinearTextClassifier counts the words of a text") as raised:
-        export_document_classifier(LinearTextClassifier(num_classes=3), tmp_path / "model.onnx", data=DATA)
-    assert "\n" not in str(raised.value)
 
 
 TEXTS = ["so it was", "and so it été", "it", "was it so, or was it not so at all?"]
@@ -326,8 +254,6 @@ def test_a_file_tells_that_its_texts_are_prepared(exported: tuple[Any, dict[str,
         assert not {"source", "preparation"} & document_metadata(model, {**data, "source": source}, extra={}).keys()
     facts = document_metadata(model, {**data, "source": "libraries"}, extra={})
     assert (facts["source"], facts["preparation"]) == ("libraries", "longseq.tasks.document.libraries.conceal")
-    with pytest.raises(ValueError, match=r"data\.source=of_nobody, which nothing registers here: add plugins="):
-        document_metadata(model, {**data, "source": "of_nobody"}, extra={})
     file = onnx.load(str(files["onnx"]))
     path, plain = str(tmp_path / "model.onnx"), str(tmp_path / "plain.onnx")
     for written, metadata in ((path, facts), (plain, document_metadata(model, data, extra={}))):

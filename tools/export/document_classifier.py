@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longseq.backbones.classifier import TextClassifier
-from longseq.timm_models import model_name
-from longseq.tools.export import onnx_file
-from longseq.tools.export.checked_file import TRACED_BATCH, check_batch_sizes, float_copy, no_rows, write_checked
-from longseq.tools.export.formats import find_target
-from longseq.tools.export.metadata import document_metadata
-from longseq.tools.export.numbers import refuse_negative
+from longseq.tools.export.checked_file import (
+    TRACED_BATCH,
+    float_copy,
+    no_rows,
+    probabilities,
+    tokens_of,
+    write_checked,
+)
+from longseq.tools.export.metadata import check_class_names, check_vocabulary, document_metadata
 from longseq.tools.export.parity import compare, expect, probe_tokens
 from longseq.tools.export.report import ExportReport
 from longseq.tools.export.spec import FileSpec
@@ -50,33 +52,17 @@ class DocumentClassifierFile(nn.Module):
             # A check that TorchScript keeps: a single length would be that of all. The other formats have their own.
             lengths = lengths.reshape(tokens.shape[0])
         mask = torch.arange(tokens.shape[1], device=tokens.device) < lengths.unsqueeze(1)
-        # The number of a token that no embedding has, such as -1, may stand in the padding.
-        tokens = refuse_negative(tokens.masked_fill(~mask, 0), self.vocab_size)
-        logits = self.model(tokens, mask=mask)
-        return logits.sigmoid() if self.multi_label else logits.softmax(-1)
+        # The padding may hold numbers that are no tokens.
+        tokens = tokens_of(tokens.masked_fill(~mask, 0), self.vocab_size)
+        return probabilities(self.model(tokens, mask=mask), multi_label=self.multi_label)
 
 
-class _OneByOne(nn.Module):
-    """The logarithms of the documents' probabilities; the model reads one document at a time and without padding."""
-
-    def __init__(self, model: nn.Module, *, multi_label: bool) -> None:
-        super().__init__()
-        self.model = model
-        self.multi_label = multi_label
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        lengths = _compared_lengths(tokens)
-        rows = [self.model(row[:length].unsqueeze(0)) for row, length in zip(tokens, lengths.tolist(), strict=True)]
-        logits = torch.cat(rows)
-        return _logarithms(logits.sigmoid() if self.multi_label else logits.softmax(-1))
-
-
-def _logarithms(probabilities: Tensor) -> Tensor:
-    return probabilities.clamp_min(LEAST).log()
+def _logarithms(values: Tensor) -> Tensor:
+    return values.clamp_min(LEAST).log()
 
 
 def export_document_classifier(
-    model: nn.Module,
+    model: Any,
     output: str | Path,
     *,
     format: str = "onnx",
@@ -87,34 +73,36 @@ def export_document_classifier(
     measure_latency: bool = False,
     extra_metadata: Mapping[str, Any] = MappingProxyType({}),
 ) -> ExportReport:
-    """Write `model` as one file, and compare the file with what the model gives for single documents.
+    """Write a `TextClassifier` as one file, and compare the file with what the model gives for single documents.
 
     The file takes `tokens` int64 [batch, length] and `lengths` int64 [batch], and gives probabilities [batch, classes].
     Batch and length are open; a model with learned positions reads at most as many tokens as it has positions. What
-    stands behind a document's length does not matter.
+    follows a document's length does not matter.
 
     The file is written in float32 from a copy on the CPU; the model does not change. `data` is what a checkpoint knows
     of its documents (see `longseq.tasks.document.info.DocumentInfo`); class names, tokenizer and truncation become
     metadata, with which a program without longseq classifies text.
 
     `longseq.tools.export.parity.compare` defines how far the file may be from the model, in the logarithms of
-    probabilities. Raises ValueError if the format cannot represent the model, or the file differs too much, and OSError
-    if the system refuses to write it; an existing file of that name then remains as it is.
+    probabilities.
+
+    Raises:
+        ValueError: the file differs from the model; an existing file of that name then remains as it is.
     """
-    target = find_target(output, format)
-    _check_data(model, data)
-    check_batch_sizes(batch_sizes)
-    if format == "onnx":
-        onnx_file.check(model, opset)
-    copied: Any = float_copy(model)
+    check_class_names(data, model.num_classes)
+    check_vocabulary(data, model.body.vocab_size)
+    copied = float_copy(model)
     multi_label = bool(data.get("multi_label"))
     limit, vocab_size = copied.body.max_length, copied.body.vocab_size
     shapes = sorted({(batch, min(tokens, limit or tokens)) for batch in batch_sizes for tokens in COMPARED_TOKENS})
-    expected = expect(
-        _OneByOne(copied, multi_label=multi_label), [probe_tokens(*shape, vocab_size) for shape in shapes]
-    )
-    if not all(batch.output.isfinite().all() for batch in expected):
-        raise ValueError(f"{model_name(model)} gives values that are not finite: its weights are not worth exporting")
+
+    def read_one_by_one(model: Any, tokens: Tensor) -> Tensor:
+        """The logarithms of the probabilities of documents that are read alone, without padding."""
+        lengths = _compared_lengths(tokens).tolist()
+        logits = [model(row[:length].unsqueeze(0)) for row, length in zip(tokens, lengths, strict=True)]
+        return _logarithms(probabilities(torch.cat(logits), multi_label=multi_label))
+
+    expected = expect(copied, [probe_tokens(*shape, vocab_size) for shape in shapes], read_one_by_one)
     traced = probe_tokens(TRACED_BATCH, min(TRACED_TOKENS, limit or TRACED_TOKENS), vocab_size)
     module = DocumentClassifierFile(copied, multi_label=multi_label).eval()
     example = traced, _compared_lengths(traced)
@@ -130,33 +118,16 @@ def export_document_classifier(
     return write_checked(
         module,
         example,
-        target,
+        Path(output),
         spec,
         format=format,
         compare=lambda call: [
             compare(lambda tokens: _logarithms(call(tokens, _compared_lengths(tokens))), batch, tolerance)
             for batch in expected
         ],
-        model=model,
         unit="document",
-        tolerance=tolerance,
         timed=whole if measure_latency else None,
     )
-
-
-def _check_data(model: Any, data: Mapping[str, Any]) -> None:
-    if not isinstance(model, TextClassifier):
-        raise ValueError(
-            f"a {model_name(model)} counts the words of a text, which no graph of tensors does: save_pretrained writes "
-            "its vocabulary and its coefficients, which other programs read"
-        )
-    names = data.get("class_names")
-    if names is not None and len(names) != model.num_classes:
-        raise ValueError(
-            f"the model has {model.num_classes} classes and class_names {len(names)}: pass the names of this model"
-        )
-    if data.get("vocab_size", 0) > model.body.vocab_size:
-        raise ValueError(f"the documents have {data['vocab_size']} tokens, and the model knows {model.body.vocab_size}")
 
 
 def _compared_lengths(tokens: Tensor) -> Tensor:

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map, tree_structure, tree_unflatten
 
-__all__ = ["arrange", "call_nodes", "capture", "foreign_operators"]
-
-_NAMESPACES_OF_TORCH = frozenset({"aten", "prim", "prims"})
+__all__ = ["arrange", "capture"]
 
 
 def capture(
@@ -29,31 +27,13 @@ def capture(
     shapes = arrange([dict.fromkeys(open_axes, torch.export.Dim.DYNAMIC) for open_axes in axes], example)
     with torch.no_grad():
         program = torch.export.export(module, example, dynamic_shapes=shapes)
-    for node in call_nodes(program):
-        node.meta.pop("stack_trace", None)  # it has source lines and paths of this machine
+    for graph_module in program.graph_module.modules():
+        if isinstance(graph_module, torch.fx.GraphModule):
+            for node in graph_module.graph.nodes:
+                node.meta.pop("stack_trace", None)  # it has source lines and paths of this machine
     return program
 
 
 def arrange(values: Sequence[Any], example: tuple[Any, ...]) -> Any:
     """The values as `example` arranges its tensors: some by themselves, some in lists."""
     return tree_unflatten(values, tree_structure(example))
-
-
-def foreign_operators(program: torch.export.ExportedProgram) -> set[str]:
-    """The names of operators, in the graph and its subgraphs, that are not part of torch."""
-    return {
-        str(node.target)
-        for node in call_nodes(program)
-        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in _NAMESPACES_OF_TORCH
-    }
-
-
-def call_nodes(program: torch.export.ExportedProgram) -> list[torch.fx.Node]:
-    """The nodes that compute something, including those inside scans."""
-    return [
-        node
-        for graph_module in program.graph_module.modules()
-        if isinstance(graph_module, torch.fx.GraphModule)
-        for node in graph_module.graph.nodes
-        if node.op == "call_function"
-    ]

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 
 from longseq.backbones.tokens import TokenBackbone
 from longseq.mixers.compression import CompressionMixer
-from longseq.mixers.registry import name_of
 from longseq.state import fill_state, state_tensors
-from longseq.timm_models import model_name
-from longseq.tools.export import onnx_file
-from longseq.tools.export.checked_file import TRACED_BATCH, check_batch_sizes, float_copy, no_rows, write_checked
-from longseq.tools.export.formats import find_target
-from longseq.tools.export.metadata import language_metadata
-from longseq.tools.export.numbers import refuse_negative
+from longseq.tools.export.checked_file import (
+    TRACED_BATCH,
+    float_copy,
+    no_rows,
+    tokens_of,
+    write_checked,
+)
+from longseq.tools.export.metadata import check_vocabulary, language_metadata
 from longseq.tools.export.parity import Comparison, Expected, compare, expect, probe_tokens
 from longseq.tools.export.report import ExportReport
 from longseq.tools.export.spec import FileSpec
@@ -57,20 +58,9 @@ class LanguageModelFile(nn.Module):
             # A check that TorchScript keeps: some operators would repeat a single row. Other formats have their own.
             states = [state.reshape(tokens.shape[0], *state.shape[1:]) for state in states]
         state = fill_state(self.template, states)
-        tokens = refuse_negative(tokens, self.model.vocab_size)
+        tokens = tokens_of(tokens, self.model.vocab_size)
         logits, following = self.model.step(tokens, state) if self.one_token else self.model(tokens, state)
         return logits, [tensor for _, tensor in state_tensors(following)]
-
-
-class _ParallelForm(nn.Module):
-    """The logits of whole sequences, which the model reads at once."""
-
-    def __init__(self, model: TokenBackbone) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor) -> Tensor:  # [B, T] -> [B, T, V]
-        return self.model(tokens, output_final_state=False)[0]
 
 
 def export_language_model(
@@ -98,26 +88,19 @@ def export_language_model(
     The file is written in float32 from a copy on the CPU; the model does not change. `data` is what a checkpoint knows
     of its text (see `longseq.tasks.text.info.TextInfo`).
 
-    `longseq.tools.export.parity.compare` defines how far the file may be from the model. Raises ValueError if the model
-    does not read forward, the format cannot represent it, or the file differs too much, and OSError if the system
-    refuses to write it; an existing file of that name then remains as it is.
+    `longseq.tools.export.parity.compare` defines how far the file may be from the model.
+
+    Raises:
+        ValueError: the model does not read forward, or the file differs from the model; an existing file of that name
+            then remains as it is.
     """
-    target = find_target(output, format)
     max_length = min(max_length, model.max_length or max_length)
     if model.direction != "forward":
-        raise ValueError(f"direction={model.direction!r}: a language model reads forward, and this one has no state")
-    for layer in model.modules():
-        if isinstance(layer, CompressionMixer) and layer.chunk_size > 1:
-            raise ValueError(
-                f"{name_of(type(layer))} with chunk_size={layer.chunk_size} reads whole texts by another function than "
-                "token by token or in pieces, as files read them; only models trained with chunk_size=1 are exported"
-            )
-    if data.get("vocab_size", 0) > model.vocab_size:
-        raise ValueError(f"the text has {data['vocab_size']} tokens, and the model knows {model.vocab_size}")
-    check_batch_sizes(batch_sizes)
-    if format == "onnx":
-        onnx_file.check(model, opset)
-    copied: Any = float_copy(model)
+        raise ValueError(f"direction={model.direction!r}: only models that read forward have a state")
+    if any(isinstance(layer, CompressionMixer) and layer.chunk_size > 1 for layer in model.modules()):
+        raise ValueError("chunk_size must be 1: with larger chunks, single tokens give other numbers than whole texts")
+    check_vocabulary(data, model.vocab_size)
+    copied = float_copy(model)
     start = copied.preallocate(copied.initial_state(TRACED_BATCH), max_length)
     limit = max_length if copied.room(start) is not None else model.max_length
     states = state_spec(copied, max_length)
@@ -125,9 +108,11 @@ def export_language_model(
 
     probed = READ_TOKENS if dynamic_length else STEPPED_TOKENS
     probed = probed if limit is None else min(probed, limit)
-    expected = expect(_ParallelForm(copied), [probe_tokens(batch, probed, model.vocab_size) for batch in batch_sizes])
-    if not all(batch.output.isfinite().all() for batch in expected):
-        raise ValueError(f"{model_name(model)} gives values that are not finite: its weights are not worth exporting")
+    expected = expect(
+        copied,
+        [probe_tokens(batch, probed, model.vocab_size) for batch in batch_sizes],
+        lambda model, tokens: model(tokens, output_final_state=False)[0],
+    )
     tokens = probe_tokens(TRACED_BATCH, probed, model.vocab_size)
     # Where there is little room, half of it for the traced tokens, and half of the rest for those before them.
     earlier, tokens = tokens[:, : min(EARLIER_TOKENS, probed // 4)], tokens[:, -min(TRACED_TOKENS, (probed + 1) // 2) :]
@@ -150,15 +135,12 @@ def export_language_model(
     return write_checked(
         module,
         example,
-        target,
+        Path(output),
         spec,
         format=format,
         compare=lambda call: [_compare(call, module, read, rows, states, tolerance) for rows in expected],
-        model=model,
         unit="token",
-        tolerance=tolerance,
         timed=(one, [state.starts(1) for state in states]) if measure_latency else None,
-        narrower="dynamic_length=false" if dynamic_length else "",
     )
 
 
@@ -184,15 +166,12 @@ def _compare(
     if found.passed:
         return found
     with torch.no_grad():
-        exact = read(copy.deepcopy(module).double(), expected.batch, [_widen(start) for start in starts])
+        wide = [start.double() if start.is_floating_point() else start for start in starts]
+        exact = read(copy.deepcopy(module).double(), expected.batch, wide)
         rounding = (read(module, expected.batch, starts) - exact).abs().max().item()
     return compare(
         lambda batch: read(call, batch, starts), replace(expected, rounding=expected.rounding + rounding), tolerance
     )
-
-
-def _widen(start: Tensor) -> Tensor:
-    return start.double() if start.is_floating_point() else start
 
 
 def _read_one_by_one(call: Callable[..., Any], tokens: Tensor, states: list[Tensor]) -> Tensor:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +20,11 @@ from longseq.tools.export.states import StateSpec
 __all__ = [
     "EXTRA_FILE",
     "PREPROCESSING",
+    "check_class_names",
+    "check_vocabulary",
     "classifier_metadata",
     "document_metadata",
     "encode",
-    "holds_metadata",
     "language_metadata",
 ]
 
@@ -66,12 +65,12 @@ def _decision(data: Mapping[str, Any], sample: str) -> dict[str, Any]:
         thresholds = thresholds or [HALF] * len(data.get("class_names") or ())
     if not thresholds:
         return {}
-    told = (
+    decision = (
         f"{sample} has each label whose probability, the sigmoid of its logit, is at least the label's threshold"
         if several
         else "the second class if its probability, the softmax of the logits, is at least the threshold; else the first"
     )
-    return {"multi_label": several, "thresholds": list(thresholds), "decision": told}
+    return {"multi_label": several, "thresholds": list(thresholds), "decision": decision}
 
 
 def language_metadata(
@@ -88,9 +87,12 @@ def language_metadata(
     `limit` is the most tokens that the file reads, None: any. `vocab_size` is that of the model; its tokenizer may use
     fewer tokens.
     """
-    metadata = _told_of_text(data, TEXT)
+    metadata = _facts_of_text(data, TEXT)
     if "tokenizer" in metadata:
-        metadata["start"] = _first_of_prompts(metadata["tokenizer"], metadata.get("separator"))
+        # The token in front of a text that the model continues, None where it reads the text alone.
+        tokenizer = metadata["tokenizer"]
+        start = find_start(tokenizer) if "start" in tokenizer else metadata.get("separator")
+        metadata["start"] = None if tokenizer.get("bare_prompts") else start
     metadata["vocab_size"] = model.vocab_size
     if limit is not None:
         metadata["max_length"] = limit
@@ -101,24 +103,17 @@ def language_metadata(
     return {**metadata, **_origin(model), **extra}
 
 
-def _first_of_prompts(tokenizer: Mapping[str, Any], separator: int | None) -> int | None:
-    """The token in front of a text that the model continues, None where it reads the text alone."""
-    if tokenizer.get("bare_prompts"):
-        return None
-    return find_start(tokenizer) if "start" in tokenizer else separator
-
-
-def _told_of_text(data: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    """What is known of `keys`; the tokenizer gives a text the same tokens each time."""
-    told: dict[str, Any] = {key: data[key] for key in keys if data.get(key) is not None}
+def _facts_of_text(data: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """The known values of `keys`; the tokenizer gives a text the same tokens each time."""
+    facts: dict[str, Any] = {key: data[key] for key in keys if data.get(key) is not None}
     if data.get("window_is_assumed"):
-        told.pop("window", None)
-    return {**told, "tokenizer": as_read(told["tokenizer"])} if "tokenizer" in told else told
+        facts.pop("window", None)
+    return {**facts, "tokenizer": as_read(facts["tokenizer"])} if "tokenizer" in facts else facts
 
 
 def document_metadata(model: Any, data: Mapping[str, Any], *, extra: Mapping[str, Any]) -> dict[str, Any]:
     """Facts about a document classifier's file: classes, tokenizer, truncation, input and output, and its origin."""
-    metadata = _told_of_text(data, DOCUMENTS)
+    metadata = _facts_of_text(data, DOCUMENTS)
     metadata |= _decision(data, "a document")
     if data.get("source") is not None:
         # Imported here: an export of other models needs no training packages.
@@ -144,12 +139,17 @@ def _origin(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def holds_metadata(path: Path) -> bool:
-    """True for an archive of torch with the metadata of an export."""
-    if not zipfile.is_zipfile(path):
-        return False
-    with zipfile.ZipFile(path) as archive:
-        return any(name.endswith(f"/extra/{EXTRA_FILE}") for name in archive.namelist())
+def check_class_names(data: Mapping[str, Any], classes: int) -> None:
+    """Raise ValueError if `class_names` are not those of a model with so many classes."""
+    names = data.get("class_names")
+    if names and len(names) != classes:
+        raise ValueError(f"the model has {classes} classes and class_names {len(names)}")
+
+
+def check_vocabulary(data: Mapping[str, Any], vocab_size: int) -> None:
+    """Raise ValueError if the text has more tokens than the model."""
+    if data.get("vocab_size", 0) > vocab_size:
+        raise ValueError(f"the text has {data['vocab_size']} tokens and the model {vocab_size}")
 
 
 def encode(metadata: Mapping[str, Any]) -> dict[str, str]:

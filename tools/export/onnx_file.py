@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +15,16 @@ from longseq.tools.export.graph import arrange, capture
 from longseq.tools.export.metadata import encode
 from longseq.tools.export.spec import FileSpec
 
-__all__ = ["check", "find_beside", "is_own", "open_file", "optimize", "takes_no_rows", "write"]
+__all__ = ["open_file", "optimize", "write"]
 
 # A protobuf message ends at 2 GiB; the graph around the weights takes some of it. Weights of more bytes lie beside it.
 LARGEST_WEIGHTS = 2**31 - 64 * 2**20
-OPSETS = range(18, 26)  # onnx does not convert RMSNormalization, which most models have, to opset 26
-_PRODUCER = "longseq"
 
 
-def check(module: nn.Module, opset: int) -> None:
-    """Raise an error for exports that cannot succeed, before the work begins."""
-    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
-    if missing:
-        raise ValueError(
-            f'format=onnx needs {", ".join(missing)}: pip install "longseq[export]", or take format=torchscript or pt2'
-        )
-    if opset not in OPSETS:
-        raise ValueError(
-            f"opset={opset}: the exporter writes opset {OPSETS[0]} to {OPSETS[-1]}; 20 suits most runtimes"
-        )
-
-
-def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpec) -> Counter[str]:
+def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpec) -> None:
     """Write `module` to `path`, with named inputs, outputs and open axes, and the metadata as its properties.
 
-    Weights above LARGEST_WEIGHTS go to the file PATH.data, which runtimes find beside it by that name. Returns how
-    often the file uses each operator.
+    Weights above LARGEST_WEIGHTS go to the file PATH.data, which runtimes find beside it by that name.
     """
     import onnx
     import onnx_ir
@@ -69,24 +50,22 @@ def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpe
     optimize(program)
     weights = program.model.graph.initializers.values()
     if sum(value.const_value.nbytes for value in weights if value.const_value is not None) > LARGEST_WEIGHTS:
-        onnx_ir.save(program.model, path, external_data=_weights_of(path).name)
+        onnx_ir.save(program.model, path, external_data=f"{path.name}.data")
         model = onnx.load(str(path), load_external_data=False)
     else:
         model = program.model_proto
-    _check_model(model, spec)
     _clean(model)
     _tie_rows(model, spec)
     onnx.helper.set_model_props(model, encode({**spec.metadata, "opset": spec.opset}))
-    model.producer_name = _PRODUCER
+    model.producer_name = "longseq"
     onnx.save(model, str(path))
-    return Counter(node.op_type for node in _nodes(model.graph))
 
 
 def _number(s: float, dtype: int = 1) -> Any:
-    """A number of the code, such as 2 π, beside a tensor of the ONNX type `dtype`.
+    """A number in the code, such as 2 π, used with a tensor of the ONNX type `dtype`.
 
-    The exporter's own form rounds it to float32 first, where the tensor is float64, too: the angles of Hyena's filters
-    were the farther off, the longer the text.
+    The exporter rounds it to float32 first, even if the tensor is float64: the angles of Hyena's filters would be the
+    farther off, the longer the text.
     """
     import onnx_ir
     from onnxscript import opset18
@@ -99,9 +78,9 @@ def _number(s: float, dtype: int = 1) -> Any:
 def _group_norm(
     input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True
 ) -> Any:
-    """A norm of groups of channels, with their size as a number where nothing but the rows is open.
+    """A norm of groups of channels, with their size as a number where only the batch is open.
 
-    The exporter's own form leaves that size to the runtime, which cannot find it where there are no rows.
+    The exporter leaves that size to the runtime, which cannot compute it for an empty batch.
     """
     from onnxscript import opset18 as op
 
@@ -119,7 +98,7 @@ def _group_norm(
 def _repeat_interleave(input: Any, repeats: int, dim: int | None = None, output_size: int | None = None) -> Any:
     """Each slice of an axis, such as the heads of keys that several queries share, several times in turn.
 
-    The exporter's own form leaves the size of that axis to the runtime, which cannot find it where there are no rows.
+    The exporter leaves the size of that axis to the runtime, which cannot compute it for an empty batch.
     """
     from onnxscript import opset18 as op
 
@@ -133,27 +112,11 @@ def _repeat_interleave(input: Any, repeats: int, dim: int | None = None, output_
     return op.Reshape(repeated, op.Concat(*sizes, axis=0))
 
 
-def is_own(path: Path) -> bool:
-    """True for a file of `write`: an ONNX file begins with its version and the name of its producer."""
-    with path.open("rb") as file:
-        return _PRODUCER.encode() in file.read(32)
-
-
-def find_beside(module: nn.Module, path: Path) -> list[Path]:
-    """The files that `write` makes beside `path`."""
-    count = sum(tensor.numel() for tensor in module.state_dict().values())
-    return [_weights_of(path)] if 4 * count > LARGEST_WEIGHTS else []
-
-
-def _weights_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}.data")
-
-
 def optimize(program: Any) -> None:
     """Run the exporter's optimizer, after passes that leave less for it to do.
 
     Its time grows with the square of the number of nodes. Most nodes are sizes that can be computed now, results that
-    nothing reads any more, and copies. Without these, it takes a third of the time and finds the same graph.
+    nothing reads any more, and copies. With these passes it takes a third of the time and finds the same graph.
     """
     from onnx_ir.passes.common import CommonSubexpressionEliminationPass
     from onnxscript import optimizer
@@ -165,25 +128,8 @@ def optimize(program: Any) -> None:
     program.optimize()
 
 
-def _check_model(model: Any, spec: FileSpec) -> None:
-    """Raise RuntimeError if the model is not as requested: the exporter fixes axes and opsets without an error."""
-    for declared, (name, axes) in zip(model.graph.input, spec.inputs.items(), strict=True):
-        if declared.name != name:
-            raise RuntimeError(f"the file calls its input {name} {declared.name}")
-        dimensions = declared.type.tensor_type.shape.dim
-        for axis, open_axis in axes.items():
-            if not dimensions[axis].dim_param:
-                raise RuntimeError(f"the {open_axis} axis of {name} became the constant {dimensions[axis].dim_value}")
-    versions = {entry.domain: entry.version for entry in model.opset_import}
-    if versions.get("") != spec.opset:
-        raise RuntimeError(f"the file has opset {versions.get('')}, not {spec.opset}")
-    foreign = {node.domain for node in _nodes(model.graph)} - {"", "ai.onnx"}
-    if foreign:
-        raise RuntimeError(f"the file calls operators of {', '.join(sorted(foreign))}, which runtimes do not have")
-
-
 def _clean(model: Any) -> None:
-    """Remove constants that nothing reads (onnxruntime would warn about them), and the exporter's notes on origins.
+    """Remove unused constants (onnxruntime would warn about them), and the exporter's notes on origins.
 
     Those notes are half of a small file, with source lines and paths of this machine.
     """
@@ -198,40 +144,37 @@ def _clean(model: Any) -> None:
 
 
 def _tie_rows(model: Any, spec: FileSpec) -> None:
-    """Let the file refuse inputs of a batch with different numbers of rows: some operators would repeat a single row.
+    """Make the file fail for inputs with different batch sizes: some operators would repeat a single row.
 
-    A zero is added to each row of the first input. The zeros lie in a vector that is reshaped to the fewest and to the
-    most rows of the others. (onnxruntime would remove a Reshape of the inputs themselves.)
+    A zero is added to each row of the first input. The zeros lie in a vector that is reshaped to the smallest and to
+    the largest batch size of the other inputs. (onnxruntime would remove a Reshape of the inputs themselves.)
     """
     from onnx import TensorProto, helper
 
     first, *others = [name for name, axes in spec.inputs.items() if axes.get(0) == "batch"] or [""]
     if not others:
         return
-    names = ["rows.of_first", *(f"rows.of_{name}" for name in others)]
+    sizes = [f"rows.of_{name}" for name in (first, *others)]
     nodes = [
-        helper.make_node("Shape", [name], [rows], start=0, end=1)
-        for name, rows in zip((first, *others), names, strict=True)
+        helper.make_node("Shape", [name], [size], start=0, end=1)
+        for name, size in zip((first, *others), sizes, strict=True)
     ]
     zero = helper.make_tensor("rows.zero", TensorProto.INT64, [1], [0])
     nodes += [
-        helper.make_node("Concat", names[1:], ["rows.of_all"], axis=0),
-        helper.make_node("ReduceMin", ["rows.of_all"], ["rows.fewest"]),
-        helper.make_node("ReduceMax", ["rows.of_all"], ["rows.most"]),
-        helper.make_node("ConstantOfShape", [names[0]], ["rows.zeros"], value=zero),
+        helper.make_node("Concat", sizes[1:], ["rows.all"], axis=0),
+        helper.make_node("ReduceMin", ["rows.all"], ["rows.fewest"]),
+        helper.make_node("ReduceMax", ["rows.all"], ["rows.most"]),
+        helper.make_node("ConstantOfShape", [sizes[0]], ["rows.zeros"], value=zero),
+        helper.make_node("Reshape", ["rows.zeros", "rows.fewest"], ["rows.checked"], allowzero=1),
+        helper.make_node("Reshape", ["rows.checked", "rows.most"], ["rows.column"], allowzero=1),
     ]
-    zeros = "rows.zeros"
-    for number in ("rows.fewest", "rows.most"):
-        tied = f"{number}.zeros"
-        name = f"all_inputs_have_the_same_rows.{number}"  # which the runtime's error tells
-        nodes.append(helper.make_node("Reshape", [zeros, number], [tied], name=name, allowzero=1))
-        zeros = tied
+    zeros = "rows.column"
     rank = next(len(each.type.tensor_type.shape.dim) for each in model.graph.input if each.name == first)
     if rank > 1:
         axes = helper.make_tensor("rows.axes", TensorProto.INT64, [rank - 1], list(range(1, rank)))
         model.graph.initializer.append(axes)
-        nodes.append(helper.make_node("Unsqueeze", [zeros, axes.name], ["rows.column"]))
-        zeros = "rows.column"
+        nodes.append(helper.make_node("Unsqueeze", [zeros, axes.name], ["rows.wide"]))
+        zeros = "rows.wide"
     for node in _nodes(model.graph):
         for place, name in enumerate(node.input):
             node.input[place] = "rows.tied" if name == first else name
@@ -248,13 +191,6 @@ def _graphs(graph: Any) -> list[Any]:
 
 def _nodes(graph: Any) -> list[Any]:
     return [node for found in _graphs(graph) for node in found.node]
-
-
-def takes_no_rows() -> bool:
-    """Whether the runtime reads a batch of no rows: an older one ends the whole process."""
-    from packaging.version import Version
-
-    return Version(version("onnxruntime")) >= Version("1.24")
 
 
 def open_file(path: Path) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The specification of an exported file, for every format."""
+"""What every format writes into a file."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["AXES", "FileSpec"]
-
-# Names of the axes of [batch, channels, height, width] that a file may leave open.
-AXES = {0: "batch", 2: "height", 3: "width"}
+__all__ = ["FileSpec"]
 
 
 @dataclass(frozen=True)
 class FileSpec:
-    """The names of inputs and outputs in order, the inputs' open axes by index, the metadata, and ONNX's opset.
+    """Names of inputs and outputs in order, the open axes of each input by index, metadata, and the opset of ONNX.
 
-    `reads` holds further arguments of sizes that the file must take, as the model does: no rows, smallest images.
+    `reads`: further arguments that a file must take as the model does, such as an empty batch or small images.
     """
 
     inputs: Mapping[str, Mapping[int, str]]

@@ -58,14 +58,18 @@ class StateSpec:
         little-endian bytes. States with the axis past start without an entry.
         """
         values = self.start.flatten()
-        equal = values.numel() == 0 or bool((values == values[0]).all())
-        number = values[0].item() if equal and values.numel() else 0
+        is_constant = values.numel() == 0 or bool((values == values[0]).all())
+        if is_constant:
+            start: Any = values[0].item() if values.numel() else 0
+        else:
+            array = values.numpy()
+            start = base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode()
         return {
             "input": self.input_name,
             "output": self.output_name,
             "shape": list(self.shape),
             "dtype": self.dtype,
-            "start": number if equal else base64.b64encode(_little_endian(self.start)).decode(),
+            "start": start,
         }
 
 
@@ -92,8 +96,3 @@ def state_spec(model: TokenBackbone, max_length: int | None = None) -> list[Stat
 def _open_shape(start: Tensor, after: Tensor) -> tuple[int | str, ...]:
     sizes = zip(start.shape[1:], after.shape[1:], strict=True)
     return ("batch", *(size if size == later else "past" for size, later in sizes))
-
-
-def _little_endian(values: Tensor) -> bytes:
-    array = values.contiguous().numpy()
-    return array.astype(array.dtype.newbyteorder("<")).tobytes()

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
 import torch
 
 from longseq import plugins
-from longseq.tasks.generate import TASKS, GenerateKeys, Writer
+from longseq.tasks.generate import TASKS, Generate, Writer
 from longseq.tasks.lm.likelihood import Likelihood, Row, score_rows
 from longseq.tasks.report import progress_bar
 from longseq.tasks.text.info import TextInfo
-from longseq.tasks.training import checkpoint, processes
+from longseq.tasks.training import checkpoint
 
 Item = TypeVar("Item")
 
@@ -39,7 +37,7 @@ class Worker:
 
         Each prompt comes with its number among all, on which alone what is drawn for it depends.
         """
-        keys = GenerateKeys(**{**_WRITING, **options, "batch_size": len(numbered)})
+        keys = Generate(**{**_WRITING, **options, "batch_size": len(numbered)})
         numbers, prompts = zip(*numbered, strict=True)
         writer = Writer(self.model, self.tokenizer, keys, cut_prompts=True)
         return [written.text for written in writer.write(prompts, numbers=numbers)]
@@ -56,7 +54,7 @@ _WRITING = {
 class Workers:
     """A worker on each of `devices`: one in this process, or several in processes of their own.
 
-    `first` is the worker of this process. With several devices it is on the CPU and only tells of the model. `modules`
+    `first` is the worker of this process. With several devices it is on the CPU and not used for batches. `modules`
     are the plug-ins that the other processes load.
     """
 
@@ -97,32 +95,17 @@ class Workers:
         """The results of items in batches of similar sizes, the largest first, in the order of the items."""
         order = sorted(range(len(items)), key=lambda index: -size(items[index]))
         batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
+        chosen = [[items[index] for index in batch] for batch in batches]
+        if self._executor is None:
+            results: Iterator[list[Any]] = (getattr(self.first, name)(batch, *options) for batch in chosen)
+        else:
+            results = self._executor.map(partial(_call, name, options), chosen)
         found: dict[int, Any] = {}
         with progress_bar(description, len(items)) as advance:
-            for batch, results in self._batches(name, batches, items, options):
-                found |= dict(zip(batch, results, strict=True))
+            for batch, answers in zip(batches, results, strict=True):
+                found |= dict(zip(batch, answers, strict=True))
                 advance(len(batch))
         return [found[index] for index in range(len(items))]
-
-    def _batches(
-        self, name: str, batches: Sequence[Sequence[int]], items: Sequence[Any], options: tuple[Any, ...]
-    ) -> Iterator[tuple[Sequence[int], list[Any]]]:
-        """Each batch with its results, as they come."""
-        if self._executor is None:
-            for batch in batches:
-                yield batch, getattr(self.first, name)([items[index] for index in batch], *options)
-            return
-        running: dict[Future[list[Any]], Sequence[int]] = {}
-        try:
-            for batch in batches:
-                running[self._executor.submit(_call, name, [items[index] for index in batch], *options)] = batch
-            while running:
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    yield running.pop(future), future.result()
-        except BrokenProcessPool as error:
-            raise ValueError(
-                "a process of the harness ended early, most likely for want of memory: give a smaller batch_size"
-            ) from error
 
 
 _worker: Worker | None = None  # of a process that `Workers` has started
@@ -130,12 +113,9 @@ _worker: Worker | None = None  # of a process that `Workers` has started
 
 def _start(waiting: Any, path: str, weights: str, dtype: str, modules: Sequence[str]) -> None:
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first one ends this one
-    os.environ[processes.COMPARISON_VARIABLE] = str(os.getppid())
-    processes.follow_parent()
     plugins.load(modules)
     _worker = Worker(path, waiting.get(), weights=weights, dtype=dtype)
 
 
-def _call(name: str, *arguments: Any) -> list[Any]:
-    return getattr(_worker, name)(*arguments)
+def _call(name: str, options: tuple[Any, ...], batch: Sequence[Any]) -> list[Any]:
+    return getattr(_worker, name)(batch, *options)

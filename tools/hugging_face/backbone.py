@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import initialization as initial
 
-from longseq.mixers import check_revisions
 from longseq.models import build, describe
-from longseq.plugins import check_loaded
-
-try:
-    from transformers import PreTrainedConfig, PreTrainedModel
-    from transformers import initialization as initial
-except ImportError as error:
-    raise ImportError('models of transformers need transformers 5.13: pip install "longseq[text]"') from error
 
 _PREFIX = "model."
 
@@ -25,8 +18,7 @@ _PREFIX = "model."
 class BackboneConfig(PreTrainedConfig):
     """The config.json of a backbone (see `longseq.models`), as transformers reads and writes it.
 
-    `model_args` are arguments of `backbone`, the class; those that are left out have its defaults. ValueError or
-    TypeError for arguments that it does not take.
+    `model_args` are arguments of `backbone`, the class; those that are left out have its defaults.
     """
 
     backbone: ClassVar[Callable[..., Any]]
@@ -37,7 +29,8 @@ class BackboneConfig(PreTrainedConfig):
 
     def __post_init__(self, **others: Any) -> None:
         super().__post_init__(**others)
-        if self.model_args and not self._is_saved:
+        is_complete = "longseq_version" in vars(self)  # from a file or a model
+        if self.model_args and not is_complete:
             with torch.random.fork_rng([]), torch.device("meta"):
                 self.record(type(self).backbone(**self._complete(self.model_args)))
 
@@ -63,14 +56,8 @@ class BackboneConfig(PreTrainedConfig):
     @property
     def _arguments(self) -> dict[str, Any]:
         if not self.model_args:
-            name = getattr(type(self).backbone, "__name__", "the model")
-            raise AttributeError(f"this {type(self).__name__} has no model_args: give those of {name}")
+            raise AttributeError("model_args")  # transformers also makes empty configurations
         return self.model_args
-
-    @property
-    def _is_saved(self) -> bool:
-        """True if a file, or a model, has filled in all arguments."""
-        return "longseq_version" in vars(self)
 
     def _complete(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments with those that other keys of the configuration decide."""
@@ -83,20 +70,9 @@ class BackboneConfig(PreTrainedConfig):
                 setattr(self, key, value)
 
     def build(self) -> Any:
-        """The model, with initialised weights. ValueError, in one line, if this version cannot build it."""
-        description, label = vars(self), self.name_or_path or "the configuration"
-        check_loaded(description.get("plugins") or [], label)
-        model = build({**description, "model_args": self._complete(self._arguments)}, label=label)
-        self.check_kind(model, label)
-        try:
-            check_revisions(model, description.get("revisions"))
-        except ValueError as error:
-            raise ValueError(f"{label}: {error}") from error
-        return model
-
-    def check_kind(self, model: nn.Module, label: str) -> None:
-        """ValueError, which names the file by `label`, for a model of another kind."""
-        raise NotImplementedError
+        """The model, with initialised weights."""
+        description = {**vars(self), "model_args": self._complete(self._arguments)}
+        return build(description, label=self.name_or_path or "config.json")
 
 
 class BackboneModel(PreTrainedModel):
@@ -146,18 +122,7 @@ class BackboneModel(PreTrainedModel):
             state_dict = {name.removeprefix(_PREFIX): value for name, value in state.items()}
         super().save_pretrained(save_directory, state_dict=state_dict, **options)
 
-    def _set_gradient_checkpointing(
-        self,
-        enable: bool = True,
-        gradient_checkpointing_func: Callable[..., Any] | None = None,
-        every_n_layers: int = 1,
-    ) -> None:
-        if enable and every_n_layers != 1:
-            raise ValueError(f"every_n_layers={every_n_layers}: these models recompute every block or none")
-        # Where activations are kept in the memory of the host, the function is no checkpoint of torch's.
-        function = getattr(gradient_checkpointing_func, "func", gradient_checkpointing_func)
-        if enable and function not in (None, checkpoint):
-            raise ValueError("offload=True: these models recompute blocks and move nothing to the host: leave it out")
+    def _set_gradient_checkpointing(self, enable: bool = True, **options: Any) -> None:
         self.gradient_checkpointing = enable
         self.model.set_grad_checkpointing(enable)
 
@@ -174,29 +139,15 @@ class BackboneModel(PreTrainedModel):
         missing = [name for name, value in drawn if not getattr(value, "_is_hf_initialized", False)]
         if not missing and len(drawn) < len(weights):
             return
-        source = self.name_or_path or "the file"
-        raise ValueError(
-            f"{source} lacks {len(missing)} of the weights of its model, such as {missing[0].removeprefix(_PREFIX)}"
-        )
+        names = ", ".join(name.removeprefix(_PREFIX) for name in missing)
+        raise ValueError(f"{self.name_or_path} lacks weights: {names}")
 
 
-def require_tokens(input_ids: Tensor | None, inputs_embeds: Any) -> Tensor:
-    """The tokens of a call. ValueError, in one line, for one without them, or with embeddings in their place."""
-    if inputs_embeds is not None:
-        raise ValueError(
-            "inputs_embeds: these models read tokens alone: give input_ids, and train adapters of another kind than "
-            "learned prompts, such as LoRA"
-        )
-    if input_ids is None:
-        raise ValueError("input_ids are missing: give the tokens [batch, tokens] that the tokenizer returns")
-    if not input_ids.shape[-1]:
-        raise ValueError("input_ids hold no token to read: give at least one, behind those that the cache has read")
-    return input_ids
-
-
-def is_wanted(value: Any) -> bool:
-    """True for the value of an argument that is neither None nor False, which ask for nothing."""
-    return value is not None and value is not False
+def check_options(options: Mapping[str, Any], taken: Collection[str] = ()) -> None:
+    """Raise TypeError for options of a call that are not `taken`: a mask by another name would change nothing."""
+    for name, value in options.items():
+        if name not in taken and value is not None and value is not False:
+            raise TypeError(f"unexpected argument {name!r}")
 
 
 def _read_short_names(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from longseq.backbones.tokens import TokenBackbone, TokenState
-from longseq.state import map_state, select_state, state_tensors
+from longseq.state import map_state, select_state
 
 # What the installed transformers calls the cache: `cache` from 5.24 on, `past_key_values` before.
 CACHE_NAME = next(
@@ -30,17 +29,20 @@ class LongseqCache(Cache):
         state: None before the first token.
         tokens: how many columns of the batch were read, padding included.
         last: the last column `[B]` of them; None before the first, and for packed sequences.
-        is_padding: True at the columns `[B, C]` that were padding; the columns behind these are real tokens. None
-            before the first column, for packed sequences, and in a cache that was pickled before they were kept.
+        is_padding: True at the columns `[B, C]` that were padding; the columns after these are real tokens. None
+            before the first column, and for packed sequences.
     """
 
-    is_padding: Tensor | None = None
+    is_compileable = False
+    is_croppable = False
+    is_linear = (False,)  # `generate` then leaves out the tokens of a prompt that the cache has read
 
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.state: TokenState | None = None
         self.tokens = 0
         self.last: Tensor | None = None
+        self.is_padding: Tensor | None = None
         self._room = 0
 
     def keep(self, state: TokenState | None, tokens: int, last: Tensor | None, mask: Tensor | None) -> None:
@@ -58,68 +60,35 @@ class LongseqCache(Cache):
         self.tokens += tokens
 
     def check_text(self, text: Tensor) -> None:
-        """ValueError, in one line, unless the columns that were read begin the text `[B, T]`, and more come behind.
+        """Raise ValueError unless the tokens that were read begin the text `[B, T]`, and more follow.
 
-        Of the columns the last one is compared. `generate` leaves out as many as were read: from another text, or from
-        new tokens alone, it would leave out some that were not.
+        Only the last of the read tokens is compared. `generate` leaves out as many as were read.
         """
         begins = text.shape[1] > self.tokens
         if begins and self.last is not None and len(self.last) == len(text):
             begins = torch.equal(text[:, self.tokens - 1].to(self.last.device), self.last)
         if not begins:
-            raise ValueError(
-                f"the cache has read {self.tokens} tokens, which are not the first of the {text.shape[1]} given with "
-                "more behind them: give the whole text, or the new tokens with an attention_mask of the whole text"
-            )
+            raise ValueError("the cache has read other tokens than the first of this text")
 
     def check_mask(self, mask: Tensor | None, tokens: int) -> None:
-        """ValueError, in one line, where the columns before the last `tokens` of a mask tell of other tokens than read.
+        """Raise ValueError if the mask before the last `tokens` marks other tokens than were read.
 
-        A mask of as many columns as were read has its real tokens at the places of theirs. Of a mask of another width,
-        whose padding was cut or widened, the number of each row's real tokens is compared. `generate` feeds padding to
-        a row that has ended, and its state keeps it, which a mask of the whole text says is no text.
+        A mask of as many columns as were read must have its real tokens at the same places; one of another width,
+        whose padding was cut or widened, as many in each row. `generate` feeds padding to a row that has ended; the
+        state keeps it, although a mask of the whole text marks it as padding.
         """
         if mask is None or mask.shape[1] <= tokens or self.state is None or self.is_padding is None:
             return
         read = ~self._all_padding()
-        told = (mask[:, :-tokens] == 1).to(read.device)
-        told = told.expand(len(read), told.shape[1])
-        if told.shape == read.shape and torch.equal(told, read):
-            return
-        other = (told.sum(1) != read.sum(1)).nonzero().flatten().tolist()
-        remedy = "go on without the cache (cache=None), or with a cache of the rows' own texts"
-        if other:
-            row = other[0]
-            raise ValueError(
-                f"the cache has read {int(read[row].sum())} tokens of row {row}, and attention_mask tells of "
-                f"{int(told[row].sum())} in front of the new ones; a state cannot forget or skip any: {remedy}"
-            )
-        if told.shape == read.shape:
-            row, column = (told != read).nonzero()[0].tolist()
-            words = {True: "a token", False: "padding"}
-            raise ValueError(
-                f"the cache has read {words[bool(read[row, column])]} in column {column} of row {row}, and "
-                f"attention_mask tells of {words[bool(told[row, column])]} there: {remedy}"
-            )
+        marked = (mask[:, :-tokens] == 1).to(read.device)
+        same = marked == read if marked.shape == read.shape else marked.sum(1) == read.sum(1)
+        if not bool(same.all()):
+            raise ValueError("attention_mask marks other tokens than the cache has read")
 
     def _all_padding(self) -> Tensor:
         """True at padding, of all columns that were read: `[B, tokens]`."""
         assert self.is_padding is not None
         return functional.pad(self.is_padding, (0, self.tokens - self.is_padding.shape[1]))
-
-    def check_positions(self, model: TokenBackbone, tokens: int) -> None:
-        """ValueError, in one line, where `tokens` more go beyond the learned positions of the model."""
-        most = model.max_length
-        # Columns are no fewer than the positions of a row, which are on the device and hold up its queue when read.
-        if most is None or self.state is None or self.tokens + tokens <= most:
-            return
-        assert self.state.position is not None
-        read = int(self.state.position.max())
-        if read + tokens > most:
-            raise ValueError(
-                f"{tokens} more after {read} tokens are beyond the max_length={most} of the learned positions: give a "
-                "smaller max_new_tokens, or train with a larger max_length or without positions"
-            )
 
     def step(self, model: TokenBackbone, token: Tensor) -> Tensor:
         """Read one more token `[B]`: logits `[B, V]`. A state that grows is moved to twice the room when it is full."""
@@ -138,34 +107,6 @@ class LongseqCache(Cache):
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1  # none
 
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return self.state is not None
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.tokens + query_length, 0
-
-    @property
-    def batch_size(self) -> int:
-        """The rows of the state, -1 before the first token."""
-        return next((len(tensor) for _, tensor in state_tensors(self.state)), -1)
-
-    @property
-    def is_compileable(self) -> bool:
-        return False
-
-    @property
-    def is_linear(self) -> list[bool]:
-        """Not linear for `generate`: it then leaves out the tokens of a prompt that the cache has read."""
-        return [False]
-
-    @property
-    def is_initialized(self) -> bool:
-        return self.state is not None
-
-    @property
-    def is_croppable(self) -> bool:
-        return False
-
     def reset(self) -> None:
         self.state, self.tokens, self.last, self.is_padding, self._room = None, 0, None, None, 0
 
@@ -183,56 +124,27 @@ class LongseqCache(Cache):
         self.is_padding = None if self.is_padding is None else self.is_padding.repeat_interleave(repeats, dim=0)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Nothing for 0; ValueError otherwise: a recurrent state cannot forget its last tokens."""
         if tokens_to_remove:
-            raise ValueError(
-                "a recurrent state cannot forget tokens that it has read: assisted decoding is not possible"
-            )
-
-    def activate_past_recording(self) -> None:
-        raise ValueError("a recurrent state cannot forget tokens that it has read: assisted decoding is not possible")
+            raise ValueError("a recurrent state cannot forget tokens")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(tokens={self.tokens})"
 
 
-def one_cache(cache: Any, past_key_values: Any, others: dict[str, Any]) -> Any:
-    """The cache of a call, from either name of it, or None. `others` are the further keyword arguments of the call.
-
-    ValueError for two caches, and for one under a name that this version of longseq does not know: a model that read
-    on without its cache would write another text.
-    """
-    if cache is not None and past_key_values is not None:
-        raise ValueError("cache and past_key_values are both given: they are two names of one argument")
-    if unknown := [name for name, value in others.items() if isinstance(value, Cache)]:
-        raise ValueError(f"{unknown[0]} holds a cache, which these models take as cache or past_key_values")
-    return past_key_values if cache is None else cache
-
-
-def cache_of(given: Any) -> LongseqCache:
-    """A cache that was given to a model, or a new one for None. ValueError for the cache of another library's model."""
-    if given is None:
-        return LongseqCache()
-    if not isinstance(given, LongseqCache):
-        raise ValueError(f"the cache is a {type(given).__name__}: give the LongseqCache that the model has returned")
-    return given
-
-
 def rows_with_padding(attention_mask: Tensor | None, tokens: int) -> Tensor | None:
     """The mask `[B, tokens]` of the last tokens, True at real ones; None where there is no padding.
 
-    ValueError for a mask of another form than `[B, T]`, or with other values than 0 and 1.
+    Raises:
+        ValueError: the mask is not `[B, T]`, or has other values than 0 and 1, such as numbers of packed sequences.
     """
     if attention_mask is None:
         return None
     if attention_mask.ndim != 2 or attention_mask.shape[1] < tokens:
-        raise ValueError(
-            f"attention_mask has the shape {list(attention_mask.shape)}; give [batch, tokens], 1 at real ones"
-        )
+        raise ValueError(f"attention_mask has the shape {list(attention_mask.shape)}, not [batch, tokens]")
     last = attention_mask[:, -tokens:]
     mask = last == 1
     if bool(mask.all()):
         return None
     if bool((mask == (last == 0)).any()):
-        raise ValueError("attention_mask has other values than 0, at padding, and 1, at real tokens")
+        raise ValueError("attention_mask has other values than 0 and 1")
     return mask

@@ -13,34 +13,23 @@ one saves the other loads.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils.generic import can_return_tuple
 
 from longseq.backbones.tokens import MODEL_TYPE, TokenBackbone
 from longseq.mixers.base import check_state_rows
+from longseq.tools.hugging_face.backbone import BackboneConfig, BackboneModel, check_options
+from longseq.tools.hugging_face.cache import CACHE_NAME, LongseqCache, rows_with_padding
 
-try:
-    import transformers
-    from packaging.version import Version
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin
-    from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    from transformers.utils.generic import can_return_tuple
-except ImportError as error:
-    raise ImportError('models of transformers need transformers 5.13: pip install "longseq[text]"') from error
-
-from longseq.tools.hugging_face.backbone import BackboneConfig, BackboneModel, is_wanted, require_tokens
-from longseq.tools.hugging_face.cache import CACHE_NAME, LongseqCache, cache_of, one_cache, rows_with_padding
-
-# What a call may say that changes nothing here: the loss takes the first, positions follow from the cache, and
-# `generate` hands on the tokenizers with which it finds its stop strings itself.
+# Options of a call that change nothing here: the loss takes the first, positions follow from the cache, and `generate`
+# hands on the tokenizers with which it finds its stop strings itself.
 _TAKEN = ("num_items_in_batch", "cache_position", "tokenizer", "assistant_tokenizer")
-
-# Earlier versions read a prompt in chunks from its beginning, also where the cache has read some of it.
-_READS_ALL_CHUNKS = Version(transformers.__version__) < Version("5.23")
 
 
 class LongseqConfig(BackboneConfig):
@@ -48,8 +37,7 @@ class LongseqConfig(BackboneConfig):
 
         LongseqConfig(model_args={"vocab_size": 257, "d_model": 512, "depth": 8, "mixer": "deltanet"})
 
-    `model_args` are arguments of `TokenBackbone`; those that are left out have its defaults. ValueError or TypeError
-    for arguments that it does not take.
+    `model_args` are arguments of `TokenBackbone`; those that are left out have its defaults.
     """
 
     model_type = MODEL_TYPE
@@ -64,17 +52,19 @@ class LongseqConfig(BackboneConfig):
         # transformers 5.20 asks before the defaults are filled in.
         return bool(self._arguments.get("tie_embeddings"))
 
-    def check_kind(self, model: nn.Module, label: str) -> None:
-        """ValueError, which names the file by `label`, for a model that does not read forward."""
+    def build(self) -> Any:
+        """The model, with initialised weights."""
+        model = super().build()
         if not isinstance(model, TokenBackbone) or model.direction != "forward":
-            raise ValueError(f"{label} is of no language model: it needs a token model with direction=forward")
+            raise ValueError("a language model needs direction=forward")
+        return model
 
 
 class LongseqForCausalLM(BackboneModel, GenerationMixin):
     """A `TokenBackbone`, `self.model`, with the interface of transformers.
 
     The cache of `generate` is the recurrent state (see `longseq.tools.hugging_face.cache`). Padding on either side does
-    not change it. Loading refuses a file without some of the weights.
+    not change it.
     """
 
     config_class = LongseqConfig
@@ -98,7 +88,7 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor | None = None,
+        input_ids: Tensor,
         attention_mask: Tensor | None = None,
         past_key_values: LongseqCache | None = None,
         labels: Tensor | None = None,
@@ -125,12 +115,10 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
                 accumulated. Others must be None or False.
 
         Raises:
-            ValueError: there are no tokens, or more than learned positions; the cache is another library's, of other
-                rows, of other tokens than the mask tells, or given twice, a mask has another form, hidden states,
-                attentions or something unknown is wanted.
+            ValueError: the cache has read other rows or tokens than the mask marks, or a mask has another form.
         """
-        earlier = one_cache(cache, past_key_values, kwargs)
-        input_ids, cache, mask, borders = self._enter(input_ids, attention_mask, earlier, use_cache, kwargs)
+        cache = past_key_values if cache is None else cache
+        cache, mask, borders = self._enter(input_ids, attention_mask, cache, use_cache, kwargs)
         # Weights that are offloaded are fetched for `forward` of a layer alone, not for its `step`.
         offloaded = self.body.embedding.weight.is_meta
         one = input_ids.shape[1] == 1 and mask is None and borders is None and not offloaded
@@ -156,21 +144,15 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
         number = options.get("num_items_in_batch")
         if mask is None or number is None:
             return loss
-        # The Trainer's number has those first tokens, too. It is of all accumulated batches and devices, and the first
-        # tokens of the others are unknown here: this batch has the share of the loss that it has of the number.
+        # The Trainer's number also counts those first tokens. It is of all accumulated batches and devices, and the
+        # first tokens of the others are unknown here: this batch has the share of the loss that it has of the number.
         predicted = (labels[:, 1:] != -100).sum()
-        if bool((predicted != counted) & (torch.as_tensor(number, device=counted.device) != counted).any()):
-            warnings.warn(
-                "num_items_in_batch counts the first tokens behind padding, which are not predicted, so that the "
-                'accumulated batches weigh only about right: train with tokenizer.padding_side = "right"',
-                stacklevel=2,
-            )
         return loss * (counted / predicted.clamp(min=1))
 
     @can_return_tuple
     def read(
         self,
-        input_ids: Tensor | None = None,
+        input_ids: Tensor,
         attention_mask: Tensor | None = None,
         past_key_values: LongseqCache | None = None,
         use_cache: bool | None = None,
@@ -178,40 +160,32 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Read tokens without scoring; the arguments are those of `forward`, and `last_hidden_state` is `[B, T, D]`."""
-        earlier = one_cache(cache, past_key_values, kwargs)
-        tokens, cache, mask, borders = self._enter(input_ids, attention_mask, earlier, use_cache, kwargs)
-        features = self._read(tokens, cache, mask, borders)
+        cache = past_key_values if cache is None else cache
+        cache, mask, borders = self._enter(input_ids, attention_mask, cache, use_cache, kwargs)
+        features = self._read(input_ids, cache, mask, borders)
         return BaseModelOutputWithPast(last_hidden_state=features, **{CACHE_NAME: cache})
 
     def _enter(
         self,
-        input_ids: Tensor | None,
+        tokens: Tensor,
         attention_mask: Tensor | None,
-        earlier: Any,
+        cache: LongseqCache | None,
         use_cache: bool | None,
         options: dict[str, Any],
-    ) -> tuple[Tensor, LongseqCache | None, Tensor | None, Tensor | None]:
-        """The tokens, the cache, the mask and the borders of a call; takes the keys of `options` that they need."""
-        for wanted in ("output_hidden_states", "output_attentions"):
-            given = options.pop(wanted, None)
-            if getattr(self.config, wanted, None) if given is None else given:
-                raise ValueError(f"{wanted}: these models return logits and a cache alone")
-        tokens = require_tokens(input_ids, options.pop("inputs_embeds", None))
-        keep = (self.config.use_cache and not self.training) if use_cache is None else use_cache
-        cache = cache_of(earlier) if keep or earlier is not None else None
+    ) -> tuple[LongseqCache | None, Tensor | None, Tensor | None]:
+        """The cache, the mask and the borders of a call; takes the keys of `options` that they need."""
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if cache is None and use_cache:
+            cache = LongseqCache()
         mask = rows_with_padding(attention_mask, tokens.shape[1])
         borders = _borders(options, tokens, mask)
-        if options.pop("is_causal", None) is False:
-            raise ValueError("is_causal=False: a language model reads forward alone")
-        # A mask, or borders, by a name of another library or with a slip in it, would change nothing, and the numbers
-        # would be those of another call.
-        if unknown := [name for name, value in options.items() if name not in _TAKEN and is_wanted(value)]:
-            raise ValueError(f"{unknown[0]}: these models do not know it and would ignore it: leave it out")
+        options.pop("is_causal", None)
+        check_options(options, _TAKEN)
         if cache is not None:
             check_state_rows(cache.state, len(tokens) if borders is None else len(borders) - 1)
             cache.check_mask(attention_mask, tokens.shape[1])
-            cache.check_positions(self.model, tokens.shape[1])
-        return tokens, cache, mask, borders
+        return cache, mask, borders
 
     def _read(self, tokens: Tensor, cache: LongseqCache | None, mask: Tensor | None, borders: Tensor | None) -> Tensor:
         state = None if cache is None or cache.state is None else self.model.trim(cache.state)
@@ -226,37 +200,22 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
     def generate(
         self, inputs: Tensor | None = None, generation_config: Any = None, *arguments: Any, **options: Any
     ) -> Any:
-        """As of other models of transformers.
-
-        Raises:
-            ValueError: a cache that is given has read anything but a part of the text, or would read some of it twice.
-        """
-        cache = one_cache(options.get("cache"), options.get("past_key_values"), {})
+        """As of other models of transformers. ValueError for a cache that has read another text."""
+        given = [options[name] for name in ("cache", "past_key_values") if options.get(name) is not None]
+        cache = given[0] if given else None
         settings = self.generation_config if generation_config is None else generation_config
         uses_cache = options.get("use_cache", settings.use_cache) is not False
         reads_chunks = options.get("prefill_chunk_size", settings.prefill_chunk_size)
         if cache is None and reads_chunks and uses_cache:
             options[CACHE_NAME] = LongseqCache()  # the library makes none for these models, and chunks need one
-        if isinstance(cache, LongseqCache) and cache.tokens:
+        if cache is not None and cache.tokens:
             if not uses_cache:
-                raise ValueError("use_cache=False and a cache are both given: each step would read the text once more")
-            if _READS_ALL_CHUNKS and reads_chunks:
-                raise ValueError(
-                    "prefill_chunk_size and a cache that has read tokens are both given, which transformers "
-                    f"{transformers.__version__} would read once more: leave prefill_chunk_size out, or install 5.23"
-                )
+                raise ValueError("use_cache=False and a cache are both given")
             tokens, mask = options.get("input_ids") if inputs is None else inputs, options.get("attention_mask")
-            # A mask that is longer than the tokens tells `generate` that they are those behind the cache alone.
+            # With a mask that is longer than the tokens, `generate` takes the tokens for those after the cache.
             if tokens is not None and (mask is None or mask.shape[1] == tokens.shape[1]):
                 cache.check_text(tokens)
         return super().generate(inputs, generation_config, *arguments, **options)
-
-    def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
-        """ValueError: continuous batching is made of pages of keys and values."""
-        raise ValueError(
-            "continuous batching needs keys and values in pages, and a recurrent state has none: give generate the "
-            "prompts as a padded batch, without cache_implementation=paged"
-        )
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
         # `generate` takes the arguments of `forward` only where both functions call the others `kwargs`.
@@ -320,24 +279,21 @@ def _borders(options: dict[str, Any], tokens: Tensor, mask: Tensor | None) -> Te
         for follows in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
             options.pop(follows, None)
     # Within a sequence positions go on by 1, and its number stays.
-    steps = [(name, options.pop(name, None), step) for name, step in (("position_ids", 1), ("seq_idx", 0))]
+    steps = [(options.pop("position_ids", None), 1), (options.pop("seq_idx", None), 0)]
     if borders is not None:
         if mask is not None:
-            raise ValueError("cu_seq_lens_q and padding in attention_mask are both given: leave the padding out")
+            raise ValueError("cu_seq_lens_q and padding in attention_mask cannot be combined")
         return borders.to(tokens.device)
     begins = torch.zeros_like(tokens, dtype=torch.bool)
-    for name, values, step in steps:
-        if values is None:
-            continue
-        if values.ndim != 2 or values.shape[1] != tokens.shape[1] or len(values) not in (1, len(tokens)):
-            raise ValueError(f"{name} has the shape {list(values.shape)}; give {list(tokens.shape)}, as of input_ids")
-        begins[:, 1:] |= values.to(tokens.device).diff(dim=1) != step
+    for values, step in steps:
+        if values is not None:
+            begins[:, 1:] |= values.to(tokens.device).diff(dim=1) != step
     if mask is not None:
         begins[:, 1:] &= mask[:, 1:] & mask[:, :-1]
-    if all(values is None for _, values, _ in steps) or not bool(begins.any()):
+    if all(values is None for values, _ in steps) or not bool(begins.any()):
         return None
     if len(tokens) > 1:
-        raise ValueError("position_ids or seq_idx begin anew within rows: put packed sequences into one row")
+        raise ValueError("packed sequences must be in one row")
     if mask is not None:
         begins[:, 1:] |= mask.diff(dim=1)
     begins[:, 0] = True

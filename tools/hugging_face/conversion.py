@@ -15,8 +15,6 @@ from torch import Tensor
 from longseq import models
 from longseq.backbones.likeness import find_difference
 from longseq.backbones.tokens import TokenBackbone
-from longseq.files import replacing
-from longseq.mixers import check_revisions
 from longseq.mixers.pattern import Pattern, expand_pattern, options_by_name
 from longseq.model_card import model_card
 from longseq.tokenizer_files import GENERATION_FILE, SOURCE_CONFIG, TOKENIZER_FILE, read_folder, tokenizer_files
@@ -51,11 +49,10 @@ GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id")
 class TokenModel:
     """A token model whose weights are not read yet: the arguments of `TokenBackbone`, and the weights by name.
 
-    `label` names its source in messages, and `folder` is the source if it is a folder. `text` is that of
-    `longseq.models.PretrainedModel`; its tokenizer may be None, as the files of a folder are copied.
+    `folder` is the source if it is a folder. `text` is that of `longseq.models.PretrainedModel`; its tokenizer may be
+    None, as the files of a folder are copied.
     """
 
-    label: str
     arguments: Mapping[str, Any]
     weights: Mapping[str, Weight]
     folder: Path | None = None
@@ -71,42 +68,22 @@ def read_model(source: Path) -> TokenModel:
     """A token model from a folder of longseq, a checkpoint of `longseq train`, or a folder of another library.
 
     Raises:
-        ValueError: in one line: the source is none of these, our models cannot compute what it does, a weight is
-            missing, has another shape, or would not be read.
+        ValueError: our models cannot compute what the source does, or its weights do not fit.
     """
-    path = source / models.CONFIG_FILE
     if source.is_file():
         saved = models.read(source)
         weights = {name: Weight.of(tensor) for name, tensor in saved.state.items()}
-        return _ours(str(source), saved.config, weights, None, saved.text)
-    if not path.is_file():
-        raise ValueError(f"source={source} is neither a folder with a {models.CONFIG_FILE} nor a checkpoint")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: it is no JSON") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} is damaged: it is no dictionary")
+        return _ours(saved.config, weights, None, saved.text)
+    config = json.loads((source / models.CONFIG_FILE).read_text(encoding="utf-8"))
     if config.get("library_name") == "longseq":
         text = {"tokenizer": read_folder(source), "window": config.get("window")}
-        return _ours(str(source), config, read_weights(source), source, text)
-    kind = config.get("model_type")
-    if kind not in FAMILIES:
-        raise ValueError(f"{path}: model_type={kind} is unknown; longseq converts {', '.join(FAMILIES)}")
-    try:
-        arguments = FAMILIES[kind].read_config(config)
-        text = {"tokenizer": None, "window": _positions(config)}
-        model = TokenModel(str(source), arguments, {}, source, text)
-        backbone = model.backbone()
-    except (TypeError, ValueError) as error:  # a value of another type
-        raise ValueError(f"{path}: {error}") from error
-    return replace(model, weights=_join(FAMILIES[kind], backbone, read_weights(source), source))
-
-
-def _positions(config: Values) -> int | None:
-    """The length of the texts that a source was made for, None if its config.json does not tell it."""
-    found = config.get("max_position_embeddings")
-    return found if type(found) is int and found > 0 else None
+        return _ours(config, read_weights(source), source, text)
+    family = FAMILIES.get(config["model_type"])
+    if family is None:
+        raise ValueError(f"model_type={config['model_type']} is unknown; longseq converts {', '.join(FAMILIES)}")
+    text = {"tokenizer": None, "window": config.get("max_position_embeddings")}
+    model = TokenModel(family.read_config(config), {}, source, text)
+    return replace(model, weights=_join(family, model.backbone(), read_weights(source)))
 
 
 def write_model(model: TokenModel, folder: Path, max_shard_size: int | str = "5GB") -> None:
@@ -119,13 +96,14 @@ def write_model(model: TokenModel, folder: Path, max_shard_size: int | str = "5G
     config = models.describe(backbone)
     folder.mkdir(parents=True, exist_ok=True)
     _copy_files(model, folder, (*COPIED, SOURCE_CONFIG))
-    if model.folder is not None and not _is_ours(model.folder):
-        shutil.copyfile(model.folder / models.CONFIG_FILE, folder / SOURCE_CONFIG)
+    if model.folder is not None:
+        source = json.loads((model.folder / models.CONFIG_FILE).read_text(encoding="utf-8"))
+        if source.get("library_name") != "longseq":
+            shutil.copyfile(model.folder / models.CONFIG_FILE, folder / SOURCE_CONFIG)
     _write_generation(folder)
     write_weights(folder, model.weights, max_shard_size)
     card = model_card(backbone, config, {}, has_tokenizer=(folder / TOKENIZER_FILE).is_file())
-    with replacing(folder / models.CARD_FILE) as partial:
-        partial.write_text(card, encoding="utf-8")
+    (folder / models.CARD_FILE).write_text(card, encoding="utf-8")
     _write_json(folder / models.CONFIG_FILE, config)
 
 
@@ -134,29 +112,24 @@ def _write_generation(folder: Path) -> None:
     if (folder / GENERATION_FILE).is_file() or not (folder / SOURCE_CONFIG).is_file():
         return
     source = json.loads((folder / SOURCE_CONFIG).read_text(encoding="utf-8"))
-    if told := {key: source[key] for key in GENERATION if _is_token(source.get(key))}:
-        _write_json(folder / GENERATION_FILE, told)
-
-
-def _is_token(value: Any) -> bool:
-    """True for the number of a token, or several; some files have -1 where there is none."""
-    numbers = value if isinstance(value, list) else [value]
-    return bool(numbers) and all(type(number) is int and number >= 0 for number in numbers)
+    tokens = {key: source[key] for key in GENERATION if source.get(key) not in (None, -1)}  # some files have -1
+    if tokens:
+        _write_json(folder / GENERATION_FILE, tokens)
 
 
 def write_family(model: TokenModel, family: Family, folder: Path) -> None:
     """Write a folder as another library saves a family of models, with the files of the source's tokenizer.
 
     Raises:
-        ValueError: in one line: the family has no models that compute what this one does.
+        ValueError: the family has no models that compute what this one does.
     """
     config = _config_of(model, family)
     weights = _split(family, model)
     former: dict[str, Any] = {}
     if model.folder is not None and (model.folder / SOURCE_CONFIG).is_file():
-        former = json.loads((model.folder / SOURCE_CONFIG).read_text(encoding="utf-8"))
-        former = former if former.get("model_type") == family.model_type else {}
-    former = {key: value for key, value in former.items() if key not in COMPUTED}
+        source = json.loads((model.folder / SOURCE_CONFIG).read_text(encoding="utf-8"))
+        if source.get("model_type") == family.model_type:
+            former = {key: value for key, value in source.items() if key not in COMPUTED}
     dtype = str(model.weights["embedding.weight"].dtype).removeprefix("torch.")
     stated = {"model_type": family.model_type, "architectures": [family.architecture], "dtype": dtype}
     folder.mkdir(parents=True, exist_ok=True)
@@ -176,7 +149,7 @@ def change_mixer(model: TokenModel, pattern: Pattern, options: Mapping[str, Any]
     an output gate, GSA with grouped keys. SUPRA is that of Mercat et al., 2024.
 
     Raises:
-        ValueError: in one line: a mixer is not one of those, or a layer has parameters that have no place in it.
+        ValueError: a layer has parameters that have no place in the new mixer.
     """
     before, own = layers_of(model.arguments)
     after = expand_pattern(pattern, len(before))
@@ -187,15 +160,13 @@ def change_mixer(model: TokenModel, pattern: Pattern, options: Mapping[str, Any]
             made.setdefault(new, own[new])
             continue
         if old not in SOFTMAX or new not in CARRIED:
-            raise ValueError(
-                f"layers of {old} do not become {new}: layers of {' and '.join(SOFTMAX)} become {', '.join(CARRIED)}"
-            )
+            raise ValueError(f"layers of {old} do not become {new}; those of attention become {', '.join(CARRIED)}")
         carried = {**CARRIED[new](own[old], model.arguments["d_model"]), **chosen[new]}
         if made.setdefault(new, carried) != carried:
             raise ValueError(f"mixer={pattern}: the layers of {new} would have different options")
     arguments = {**model.arguments, **choose_layers(after, made)}
     result = replace(model, arguments=arguments, weights={})
-    return replace(result, weights=_carry(model, result.backbone(), before, after, seed))
+    return replace(result, weights=_carry(model, result.backbone(), seed))
 
 
 def _gsa_options(attention: Values, d_model: int) -> dict[str, Any]:
@@ -234,36 +205,29 @@ CARRIED: dict[str, Callable[[Values, int], dict[str, Any]]] = {
 SOFTMAX = ("attention", "window_attention")
 
 
-def _carry(
-    model: TokenModel, backbone: TokenBackbone, before: tuple[str, ...], after: tuple[str, ...], seed: int
-) -> dict[str, Weight]:
+def _carry(model: TokenModel, backbone: TokenBackbone, seed: int) -> dict[str, Weight]:
     """The weights of `model` by the names of `backbone`, and initialised ones where it has more."""
-    wanted, left = backbone.state_dict(), dict(model.weights)
+    left = dict(model.weights)
     found: dict[str, Weight] = {}
-    for name, tensor in wanted.items():
+    for name, tensor in backbone.state_dict().items():
         old, shape = left.pop(name, None), tuple(tensor.shape)
         if old is not None and old.shape == shape:
             found[name] = old
             continue
-        layer = int(name.split(".")[1])
         if old is not None and not name.endswith("mixer.in_proj.weight"):
-            raise ValueError(
-                f"{model.label}: {name} has the shape {list(old.shape)}, which layers of {after[layer]} have no "
-                f"place for: theirs is {list(shape)}"
-            )
+            raise ValueError(f"{name} has the shape {list(old.shape)}, and the new layers need {list(shape)}")
         dtype = model.weights["embedding.weight"].dtype if old is None else old.dtype
-        found[name] = Weight(shape, dtype, _new_part(backbone, layer, name, old, dtype, seed))
+        found[name] = Weight(shape, dtype, _new_part(backbone, name, old, dtype, seed))
     if left:
-        name = min(left)
-        layer = int(name.split(".")[1])
-        raise ValueError(f"{model.label}: layers of {after[layer]} have no place for {name} of {before[layer]}")
+        raise ValueError(f"the new layers have no place for {min(left)}")
     return found
 
 
 def _new_part(
-    backbone: TokenBackbone, layer: int, name: str, old: Weight | None, dtype: torch.dtype, seed: int
+    backbone: TokenBackbone, name: str, old: Weight | None, dtype: torch.dtype, seed: int
 ) -> Callable[[], Tensor]:
-    """Reads an initialised parameter of a layer; its first rows are those of `old`."""
+    """Reads an initialised parameter of a mixer; its first rows are those of `old`."""
+    layer = int(name.split(".")[1])
 
     def read() -> Tensor:
         mixer = backbone.blocks[layer].mixer
@@ -281,28 +245,15 @@ def _new_part(
 
 
 def _ours(
-    label: str, config: Values, weights: Mapping[str, Weight], folder: Path | None, text: Mapping[str, Any] | None
+    config: Values, weights: Mapping[str, Weight], folder: Path | None, text: Mapping[str, Any] | None
 ) -> TokenModel:
-    if config.get("kind") != "token":
-        raise ValueError(f"{label} holds a model of the kind {config.get('kind')}, and not a token model")
+    if config["kind"] != "token":
+        raise ValueError(f"kind={config['kind']} is not converted, only token models")
     with torch.device("meta"):
-        backbone = models.build(config, label=label)
-    try:
-        check_revisions(backbone, config.get("revisions"))
-    except ValueError as error:
-        raise ValueError(f"{label}: {error}") from error
-    wanted = backbone.state_dict()
-    if wanted.keys() != weights.keys():
-        name = min(wanted.keys() ^ weights.keys())
-        raise ValueError(f"{label}: the weight {name} is {'missing' if name in wanted else 'not part of its model'}")
-    for name, tensor in wanted.items():
-        if weights[name].shape != tuple(tensor.shape):
-            raise ValueError(f"{label}: {name} has the shape {list(weights[name].shape)}, not {list(tensor.shape)}")
-    return TokenModel(label, models.describe(backbone)["model_args"], weights, folder, text)
-
-
-def _is_ours(folder: Path) -> bool:
-    return json.loads((folder / models.CONFIG_FILE).read_text(encoding="utf-8")).get("library_name") == "longseq"
+        backbone = models.build(config)
+        state = {name: torch.empty(weight.shape) for name, weight in weights.items()}
+    backbone.load_state_dict(state, assign=True)  # torch's error for weights that do not fit
+    return TokenModel(models.describe(backbone)["model_args"], weights, folder, text)
 
 
 def _spell(family: Family, backbone: TokenBackbone) -> dict[str, dict[str, int]]:
@@ -326,7 +277,7 @@ def _their_shape(name: str, rows: int, shape: tuple[int, ...]) -> tuple[int, ...
     return (rows, 1, *rest) if name.endswith("conv1d.weight") else (rows, *rest)
 
 
-def _join(family: Family, backbone: TokenBackbone, theirs: Mapping[str, Weight], source: Path) -> dict[str, Weight]:
+def _join(family: Family, backbone: TokenBackbone, theirs: Mapping[str, Weight]) -> dict[str, Weight]:
     """Our weights, of those of a family."""
     found: dict[str, Weight] = {}
     read: set[str] = set()
@@ -334,26 +285,19 @@ def _join(family: Family, backbone: TokenBackbone, theirs: Mapping[str, Weight],
     for name, parts in _spell(family, backbone).items():
         shape = tuple(wanted[name].shape)
         for part, rows in parts.items():
-            if part not in theirs:
-                raise ValueError(f"{source} lacks the weight {part}")
             expected = _their_shape(part, rows, shape)
             if theirs[part].shape != expected:
-                raise ValueError(f"{source}: {part} has the shape {list(theirs[part].shape)}, not {list(expected)}")
+                raise ValueError(f"{part} has the shape {list(theirs[part].shape)}, not {list(expected)}")
         weights = [theirs[part] for part in parts]
-        kinds = {weight.dtype for weight in weights}
-        if len(kinds) > 1:
-            raise ValueError(f"{source}: {' and '.join(parts)} are of different types")
         found[name] = Weight(shape, weights[0].dtype, _joined(weights, shape))
         read |= parts.keys()
     for name in sorted(theirs.keys() - read):
         if name.endswith("rotary_emb.inv_freq"):  # computed from config.json
             continue
-        head, embedding = family.ends.get("head"), family.ends["embedding"]
-        if backbone.head is None and name == f"{head}.weight":
-            if torch.equal(theirs[name].read(), theirs[f"{embedding}.weight"].read()):
-                continue
-            raise ValueError(f"{source}: {name} is not the embedding, to which config.json ties it")
-        raise ValueError(f"{source} has the weight {name}, which no part of the model reads")
+        tied = backbone.head is None and name == f"{family.ends['head']}.weight"
+        if tied and torch.equal(theirs[name].read(), theirs[f"{family.ends['embedding']}.weight"].read()):
+            continue
+        raise ValueError(f"the model has no place for the weight {name}")
     return found
 
 
@@ -382,34 +326,25 @@ def _config_of(model: TokenModel, family: Family) -> dict[str, Any]:
     """The family's config.json of a model, if it means the same model."""
     own = models.describe(model.backbone())["model_args"]
     layers, _ = layers_of(own)
-    if strange := sorted(set(layers) - set(family.mixers)):
-        raise ValueError(
-            f"{model.label} has layers of {strange[0]}, and {family.architecture} has {', '.join(family.mixers)} alone"
-        )
+    if not set(layers) <= set(family.mixers):
+        raise ValueError(f"{family.architecture} has only layers of {' and '.join(family.mixers)}")
     config = family.config(own)
-    try:
-        again = family.read_config(config)
-    except ValueError as error:
-        raise ValueError(f"{model.label} is no {family.architecture}: {error}") from error
     with torch.device("meta"):
-        read = models.describe(TokenBackbone(**again))["model_args"]
+        read = models.describe(TokenBackbone(**family.read_config(config)))["model_args"]
     if (found := find_difference(own, read, ignored=("share_directions", "merge"))) is not None:
         name, value, only = found
-        raise ValueError(f"{model.label} is no {family.architecture}: its {name} is {value}, not {only}")
+        raise ValueError(f"{family.architecture} has no model whose {name} is {value}, only {only}")
     return config
 
 
 def _copy_files(model: TokenModel, folder: Path, names: tuple[str, ...]) -> None:
     if model.folder is None and model.text is not None:
         for name, text in tokenizer_files(model.text["tokenizer"]).items():
-            with replacing(folder / name) as partial:
-                partial.write_text(text, encoding="utf-8")
+            (folder / name).write_text(text, encoding="utf-8")
     for name in names:
         if model.folder is not None and (model.folder / name).is_file():
-            with replacing(folder / name) as partial:
-                partial.write_bytes((model.folder / name).read_bytes())
+            shutil.copyfile(model.folder / name, folder / name)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    with replacing(path) as partial:
-        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -16,18 +16,13 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import initialization as initial
+from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.utils.generic import can_return_tuple
 
 from longseq.backbones.classifier import MODEL_TYPE, TextClassifier
-
-try:
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-    from transformers import initialization as initial
-    from transformers.modeling_outputs import SequenceClassifierOutput
-    from transformers.utils.generic import can_return_tuple
-except ImportError as error:
-    raise ImportError('models of transformers need transformers 5.13: pip install "longseq[text]"') from error
-
-from longseq.tools.hugging_face.backbone import BackboneConfig, BackboneModel, is_wanted, require_tokens
+from longseq.tools.hugging_face.backbone import BackboneConfig, BackboneModel, check_options
 from longseq.tools.hugging_face.cache import rows_with_padding
 
 
@@ -37,7 +32,7 @@ class LongseqDocumentConfig(BackboneConfig):
         LongseqDocumentConfig(model_args={"vocab_size": 257, "d_model": 512, "mixer": "deltanet"}, num_labels=20)
 
     `model_args` are arguments of `TextClassifier`; those that are left out have its defaults. `num_labels`, or
-    `id2label`, decides `num_classes` where they differ. ValueError or TypeError for arguments that it does not take.
+    `id2label`, decides `num_classes` where they differ.
     """
 
     model_type = MODEL_TYPE
@@ -52,11 +47,6 @@ class LongseqDocumentConfig(BackboneConfig):
 
     def _complete(self, arguments: dict[str, Any]) -> dict[str, Any]:
         return {**arguments, "num_classes": self.num_labels}
-
-    def check_kind(self, model: nn.Module, label: str) -> None:
-        """ValueError, which names the file by `label`, for a model that classifies no documents."""
-        if not isinstance(model, TextClassifier):
-            raise ValueError(f"{label} is of no classifier of documents: it holds a {type(model).__name__}")
 
 
 class LongseqForSequenceClassification(BackboneModel):
@@ -100,7 +90,7 @@ class LongseqForSequenceClassification(BackboneModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor | None = None,
+        input_ids: Tensor,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         **kwargs: Any,
@@ -112,13 +102,8 @@ class LongseqForSequenceClassification(BackboneModel):
             attention_mask: `[B, T]`, 0 at padding.
             labels: `[B]` numbers of classes, or `[B, num_labels]` float zeros and ones for any number of labels.
             kwargs: what other models of transformers take; each must be None or False.
-
-        Raises:
-            ValueError: there are no tokens, a mask has another form, or something else than scores is wanted.
         """
-        input_ids = require_tokens(input_ids, kwargs.pop("inputs_embeds", None))
-        if wanted := [name for name, value in kwargs.items() if is_wanted(value)]:
-            raise ValueError(f"{wanted[0]}: these models read tokens and a mask, and return scores of classes alone")
+        check_options(kwargs)
         logits = self.model(input_ids, mask=rows_with_padding(attention_mask, input_ids.shape[1]))
         loss = None
         if labels is not None:

@@ -64,34 +64,6 @@ def draw(make: Make, random: np.random.Generator, count: int, seen: Integers) ->
     return _joined(parts), seen
 
 
-def check_samples(made: Any, count: int, vocab_size: int) -> None:
-    """Raise ValueError if what a generator returned for `count` samples is no `Samples` of tokens below `vocab_size`.
-
-    Wrong tokens would fail within the model, or be cut to whole numbers without a word.
-    """
-    if not isinstance(made, Samples):
-        raise ValueError(f"it returns {type(made).__name__}: return Samples(tokens, labels)")
-    parts = {name: part for name, part in made._asdict().items() if part is not None or name in ("tokens", "labels")}
-    for name, part in parts.items():
-        if not isinstance(part, np.ndarray) or part.dtype.kind not in "iub":
-            kind = f"an array of {part.dtype}" if isinstance(part, np.ndarray) else type(part).__name__
-            raise ValueError(f"{name} is {kind}: return a NumPy array of integers")
-    if made.tokens.ndim != 2 or len(made.tokens) != count:
-        raise ValueError(f"tokens has the shape {list(made.tokens.shape)}: return [{count}, T] for {count} samples")
-    for name, part in parts.items():
-        wanted, found = (count,) if name == "identity" else made.tokens.shape, part.shape
-        if (found[:1] if name == "identity" else found) != wanted:
-            raise ValueError(f"{name} has the shape {list(found)}, and tokens {list(made.tokens.shape)}: make them fit")
-    asked = made.labels[made.labels != IGNORED]
-    for name, numbers in (("tokens", made.tokens), ("labels", asked)):
-        wrong = numbers[(numbers < 0) | (numbers >= vocab_size)]
-        if wrong.size:
-            also = f", or {IGNORED} without a question" if name == "labels" else ""
-            raise ValueError(
-                f"{name} has {wrong[0]} where vocab_size={vocab_size}: return numbers from 0 to {vocab_size - 1}{also}"
-            )
-
-
 def row_hashes(rows: Integers) -> Integers:
     """A 64-bit hash of each row of `rows [N, ...]`. A collision only replaces one sample by another."""
     flat = rows.reshape(len(rows), -1).astype(np.uint64)

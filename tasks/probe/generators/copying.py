@@ -14,10 +14,6 @@ def copy(random: np.random.Generator, samples: int, *, vocab_size: int = 128, to
 
     Source: Variational Linear Attention, section 5.2.
     """
-    if tokens < 2 or tokens % 2:
-        raise ValueError(f"tokens={tokens} must be even and at least 2: one half is copied into the other")
-    if vocab_size < 2:
-        raise ValueError(f"vocab_size={vocab_size} must be at least 2: a token to copy and the separator")
     half = tokens // 2
     original = random.integers(0, vocab_size - 1, (samples, half))
     separator = np.full((samples, 1), vocab_size - 1)
@@ -37,10 +33,6 @@ def selective_copying(
     Source: Mechanistic Design and Scaling of Hybrid Architectures (Poli et al., 2024), section 3.1.
     """
     context = tokens - copied - 1
-    if copied < 1 or context < copied:
-        raise ValueError(f"tokens={tokens} leaves no room to copy {copied}: give at least 2 x copied + 1")
-    if vocab_size < 3:
-        raise ValueError(f"vocab_size={vocab_size} must be at least 3: a token to copy, the blank and the copy sign")
     blank, sign = vocab_size - 2, vocab_size - 1
     original = random.integers(0, blank, (samples, copied))
     places = np.sort(random.random((samples, context)).argsort(axis=1)[:, :copied], axis=1)

@@ -27,12 +27,6 @@ def mqar(
 
     Source: Zoology (Arora et al., 2023), section 4 and appendix E.
     """
-    if pairs < 1:
-        raise ValueError(f"pairs={pairs} must be at least 1")
-    if tokens % 2 or tokens < 4 * pairs:
-        raise ValueError(
-            f"tokens={tokens} must be even and at least 4 x pairs={4 * pairs}: the pairs, and room for each query"
-        )
     if filler not in FILLERS:
         raise ValueError(f"filler={filler!r} is not one of {', '.join(FILLERS)}")
     half, context = vocab_size // 2, 2 * pairs

@@ -27,25 +27,19 @@ def mqar_vla(
 
     Source: Variational Linear Attention, section 5.2 and figure 1.
     """
-    if pairs < 1:
-        raise ValueError(f"pairs={pairs} must be at least 1")
     separator, shortest = vocab_size - 1, 3 * pairs + 1
     length = shortest if tokens is None else tokens
     if length < shortest:
-        raise ValueError(f"tokens={tokens} is too short for {pairs} pairs: give at least 3 x pairs + 1 = {shortest}")
-    if keys is not None and (not isinstance(keys, Sequence) or len(keys) != 2):
-        raise ValueError(f"keys={keys} must be a range [low, high), such as [0, {separator}]")
+        raise ValueError(f"tokens={tokens} is too short for {pairs} pairs")
     low, high = (0, separator) if keys is None else keys
     if not 0 <= low < high <= separator:
-        raise ValueError(f"keys=[{low}, {high}] must lie in [0, {separator}), below the separator")
+        raise ValueError(f"keys=[{low}, {high}] must lie in [0, {separator}]")
     key = distinct(random, samples, pairs, low, high)
     value = random.integers(0, separator, (samples, pairs))
     sequence = np.full((samples, length), separator)
     sequence[:, 0 : 2 * pairs : 2] = key
     sequence[:, 1 : 2 * pairs : 2] = value
     if length > shortest:
-        if pairs == separator:
-            raise ValueError(f"pairs={pairs} leaves no token that is no key, to fill tokens={tokens}: raise vocab_size")
         sequence[:, 2 * pairs : -pairs - 1] = _others(random, key, separator, length - shortest)
     order = random.random((samples, pairs)).argsort(axis=1)
     sequence[:, -pairs:] = np.take_along_axis(key, order, axis=1)

@@ -33,9 +33,7 @@ def regbench(
     """
     most = vocab_size - 2
     if not 1 <= letters[0] <= letters[1] <= most <= MOST_LETTERS:
-        raise ValueError(
-            f"letters={list(letters)} must lie in 1 ... vocab_size - 2 = {most}, of at most {MOST_LETTERS}"
-        )
+        raise ValueError(f"letters={list(letters)} must lie in 1 ... {min(most, MOST_LETTERS)}")
     targets = _automata(random, samples, states, letters, edges, most)
     length = random.integers(string_length[0], string_length[1], (samples, strings[1]), endpoint=True)
     count = random.integers(strings[0], strings[1], samples, endpoint=True)

@@ -1,15 +1,13 @@
 """The confusion matrix of a classifier as a picture for TensorBoard."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image, ImageDraw
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
-
-from longseq.tasks.training.options import Range
 
 
 class ConfusionMatrix(Callback):
@@ -19,7 +17,7 @@ class ConfusionMatrix(Callback):
     are in the run folder. Data with several labels a sample has no picture: it has a matrix for each label.
     """
 
-    def __init__(self, max_classes: Annotated[int, Range(1)] = 100) -> None:
+    def __init__(self, max_classes: int = 100) -> None:
         self.max_classes = max_classes
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,6 +1,8 @@
 """Stops a training whose loss, gradients or weights are no longer finite, and names the first of them."""
 
-from typing import Annotated, Any, NamedTuple
+from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -8,15 +10,14 @@ from torch import Tensor, distributed, nn
 
 from longseq.blocks.sharding import own_part
 from longseq.tasks.training.callbacks.updates import updated
-from longseq.tasks.training.options import Range
 
 
 class NonFiniteError(ValueError):
     """Training produced NaN or infinity."""
 
 
-class _Sizes(NamedTuple):
-    """The norms of an update `[1 + P + G]`: of the loss, of the parameters by name, of their gradients if checked."""
+class _Norms(NamedTuple):
+    """Norms of an update `[1 + P + G]`: of the loss, of the parameters by name, of their gradients if checked."""
 
     step: int
     names: list[str]
@@ -34,25 +35,16 @@ class NonFiniteStop(Callback):
     result, which names the ranks, and stop together.
     """
 
-    def __init__(self, every_n_steps: Annotated[int, Range(1)] = 50) -> None:
-        if every_n_steps < 1:
-            raise ValueError(f"callbacks.nonfinite.every_n_steps={every_n_steps} must be at least 1")
+    def __init__(self, every_n_steps: int = 50) -> None:
         self.every_n_steps = every_n_steps
         self._loss: Tensor | None = None
         # Listed once in a training: walking through the modules takes longer than the checks.
         self._parameters: list[tuple[str, nn.Parameter]] = []
-        self._unread: list[_Sizes] = []  # of the updates since the last check
-        self._remedy = "lower recipe.learning_rate"
+        self._unread: list[_Norms] = []  # of the updates since the last check
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._parameters = [(name.removeprefix("backbone."), value) for name, value in pl_module.named_parameters()]
         self._unread = []
-        remedies = ["lower recipe.learning_rate"]
-        if not trainer.gradient_clip_val:
-            remedies.append("set recipe.gradient_clip=1.0")
-        if trainer.precision != "32-true":
-            remedies.append("train with trainer.precision=32-true")
-        self._remedy = ", or ".join(remedies)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         self._loss = loss.detach()
@@ -67,9 +59,9 @@ class NonFiniteStop(Callback):
         # Infinite gradients are usual while a loss scaler (16-mixed) settles; it skips their updates.
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         gradients = [] if scaled else [parameter.grad for parameter in parameters]
-        # Kept as they are until they are read: on a slow host each further operation is a twentieth of a millisecond.
+        # Reduced to booleans only when they are read: each operation costs launch time.
         norms = torch.stack([own_part(self._loss).float(), *_norms(parameters), *_norms(gradients)])
-        self._unread.append(_Sizes(trainer.global_step + 1, [name for name, _ in named], norms))
+        self._unread.append(_Norms(trainer.global_step + 1, [name for name, _ in named], norms))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -92,36 +84,35 @@ class NonFiniteStop(Callback):
             return
         unread, self._unread = self._unread, []
         bad = torch.cat([one.norms for one in unread]).isfinite().logical_not().cpu()
-        of_update = bad.split([len(one.norms) for one in unread])
-        first = next((index for index, found in enumerate(of_update) if found.any()), None)
+        by_update = bad.split([len(one.norms) for one in unread])
+        first = next((index for index, found in enumerate(by_update) if found.any()), None)
         index, device = first or 0, unread[0].norms.device
         steps = _of_all_ranks(torch.tensor(-1 if first is None else unread[index].step, device=device)).cpu()
         if int(steps.max()) < 0:
             return
         step = int(steps[steps >= 0].min())
         # Later ones are consequences.
-        verdicts = _of_all_ranks(of_update[index].to(device)).cpu() & (steps == step).unsqueeze(1)
-        names = unread[index].names
-        loss, parameters, gradients = verdicts.tensor_split([1, 1 + len(names)], dim=1)
-        culprit, ranks = _find_culprit(names, loss.squeeze(1), parameters, gradients)
-        raise NonFiniteError(f"training diverged at step {step}{_name_ranks(ranks)}: {culprit}; {self._remedy}")
+        verdicts = _of_all_ranks(by_update[index].to(device)).cpu() & (steps == step).unsqueeze(1)
+        culprit, ranks = _find_culprit(unread[index].names, verdicts)
+        where = f" on ranks {ranks.nonzero().flatten().tolist()}" if len(ranks) > 1 else ""
+        raise NonFiniteError(f"training diverged at step {step}{where}: {culprit}; lower recipe.learning_rate")
 
 
-def _find_culprit(names: list[str], loss: Tensor, parameters: Tensor, gradients: Tensor) -> tuple[str, Tensor]:
-    """What was first not finite, and a mask `[ranks]` of where.
-
-    `loss` is `[ranks]`, `parameters` and `gradients` are `[ranks, parameters]`.
-    """
+def _find_culprit(names: list[str], verdicts: Tensor) -> tuple[str, Tensor]:
+    """What was first not finite, and a mask `[ranks]` of where; `verdicts` is `[ranks, 1 + P + G]` as `_Norms` is."""
+    loss, parameters, gradients = verdicts.tensor_split([1, 1 + len(names)], dim=1)
     if bool(parameters.any()):
         index = int(parameters.any(0).nonzero()[0])
         return f"parameter {names[index]} went non-finite first", parameters[:, index]
     # The backward pass runs from the output to the input, so the last of the bad gradients was the first in time.
     index = int(gradients.any(0).nonzero()[-1]) if bool(gradients.any()) else -1
-    name = names[index] if index >= 0 else None
     if bool(loss.any()):
-        reached = f", and its gradient reached parameter {name} first" if name else ""
-        return f"the loss went non-finite first while every parameter was finite{reached}", loss
-    return f"the gradient of parameter {name} went non-finite first while the loss was finite", gradients[:, index]
+        reached = f", and its gradient reached parameter {names[index]} first" if index >= 0 else ""
+        return f"the loss went non-finite first while every parameter was finite{reached}", loss.squeeze(1)
+    return (
+        f"the gradient of parameter {names[index]} went non-finite first while the loss was finite",
+        gradients[:, index],
+    )
 
 
 def _norms(tensors: list[Any]) -> list[Tensor]:
@@ -135,10 +126,3 @@ def _of_all_ranks(x: Tensor) -> Tensor:
     parts = [torch.empty_like(x) for _ in range(distributed.get_world_size())]
     distributed.all_gather(parts, x)
     return torch.stack(parts)
-
-
-def _name_ranks(bad: Tensor) -> str:
-    if bad.numel() == 1:
-        return ""
-    ranks = bad.nonzero().flatten().tolist()
-    return f" on rank {ranks[0]}" if len(ranks) == 1 else f" on ranks {', '.join(map(str, ranks))}"

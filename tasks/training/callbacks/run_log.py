@@ -18,7 +18,7 @@ _FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"  # as Hydra's
 
 
 class _RunLogFile(MemoryHandler):
-    """Keeps what is logged until the run has begun, which its configuration tells: a wrong command leaves no file."""
+    """Keeps records until the run has written its configuration: a wrong command leaves no file."""
 
     def __init__(self, file: Path) -> None:
         target = logging.FileHandler(file, encoding="utf-8", errors="backslashreplace", delay=True)
@@ -32,9 +32,9 @@ class _RunLogFile(MemoryHandler):
 
 @contextmanager
 def logged(file: Path | None) -> Iterator[None]:
-    """Append to `file` what is logged in the block: all of this package, and what others' levels let through.
+    """Append log records of the block to `file` in a run folder: all of this package, and warnings of others.
 
-    The file is in the folder of a run, and is begun with it. None: nothing is written.
+    None: nothing is written.
     """
     if file is None:
         yield
@@ -59,8 +59,6 @@ class RunLog(Callback):
     """Logs the metrics of each validation of a training, by Python's logging."""
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or not trainer.is_global_zero:
-            return
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        shown = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
-        _log.info("epoch %d, update %d: %s", trainer.current_epoch + 1, trainer.global_step, shown)
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and trainer.is_global_zero:
+            shown = ", ".join(f"{name} {float(value):.6g}" for name, value in trainer.callback_metrics.items())
+            _log.info("epoch %d, update %d: %s", trainer.current_epoch + 1, trainer.global_step, shown)

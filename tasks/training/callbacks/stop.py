@@ -1,36 +1,36 @@
-"""An orderly end when several processes are told to stop."""
+"""An orderly end of a run that is told to stop."""
+
+from __future__ import annotations
 
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, Timer
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from longseq.tasks.training.processes import is_started_by_run
-from longseq.tasks.training.signals import answered
 
 
 @contextmanager
 def stoppable(trainer: Trainer) -> Iterator[None]:
     """Exit with 143 if SIGTERM ended a training or a test; with 129 after SIGHUP and 130 after Ctrl-C.
 
-    SIGHUP, which a closed terminal sends, is taken for SIGTERM unless it is ignored, as under nohup. So is Ctrl-C where
-    several processes have to stop together; where one runs alone, Lightning answers it, and exits with 1.
+    SIGHUP, which a closed terminal sends, is treated as SIGTERM unless it is ignored, as under nohup. So is Ctrl-C
+    where several processes stop together.
     """
     received: list[int] = []
 
     def stop(number: int, frame: Any) -> None:
-        if number == signal.SIGHUP:
-            _leave_terminal()
-        # An error that is being handled ends the run by itself. The second Ctrl-C ends it at once: see `watched`.
-        if sys.exc_info()[0] is not None or (received and number == signal.SIGINT):
+        if sys.exc_info()[0] is not None or received:  # the run is ending already
             return
         received.append(number)
         if signal.getsignal(signal.SIGTERM) is stop:  # not Lightning's: no training or test is going on
@@ -41,15 +41,17 @@ def stoppable(trainer: Trainer) -> Iterator[None]:
     taken: dict[signal.Signals, Any] = dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL)
     if trainer.world_size > 1:
         taken[signal.SIGINT] = signal.default_int_handler
+    main = threading.current_thread() is threading.main_thread()
+    taken = {number: usual for number, usual in taken.items() if main and signal.getsignal(number) == usual}
+    for number in taken:
+        signal.signal(number, stop)
     try:
-        with answered([number for number, usual in taken.items() if signal.getsignal(number) == usual], stop):
-            yield
+        yield
     except SIGTERMException:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         if is_started_by_run():
-            # With an exit code other than 0, Lightning would kill the first process before it has ended. And an
-            # ordinary exit sometimes aborts in threads of torch at the end of the interpreter.
+            # With an exit code other than 0, Lightning would kill the first process before it has ended.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
@@ -58,69 +60,42 @@ def stoppable(trainer: Trainer) -> Iterator[None]:
         if isinstance(leaving.__context__, KeyboardInterrupt):
             raise SystemExit(128 + signal.SIGINT) from None
         raise
-
-
-def find_early_end(trainer: Trainer) -> str | None:
-    """Why a training has ended before its last update, in one line; Lightning's callbacks tell it to its log alone."""
-    last = getattr(trainer.lightning_module, "last_update", None)
-    if last is None or trainer.global_step >= last:
-        return None
-    ended = f"ended after update {trainer.global_step} of {last}"
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, EarlyStopping) and _has_stopped(callback, trainer):
-            return f"{ended}: {str(callback.stopping_reason_message).removesuffix(' Signaling Trainer to stop.')}"
-        if isinstance(callback, Timer) and (left := callback.time_remaining()) is not None and left <= 0:
-            return f"{ended}: the time of {type(callback).__name__} is over"
-    return None
-
-
-def _has_stopped(callback: EarlyStopping, trainer: Trainer) -> bool:
-    """True if early stopping has ended the training; where min_epochs forbade it, the training went on."""
-    told = callback.stopping_reason != EarlyStoppingReason.NOT_STOPPED
-    return told and trainer.current_epoch <= callback.stopped_epoch + 1
-
-
-def _leave_terminal() -> None:
-    """Write to nowhere what would go to a terminal that is closed: the system refuses it."""
-    for stream in (1, 2):
-        try:
-            os.write(stream, b"")
-        except OSError:
-            with suppress(OSError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    finally:
+        for number, usual in taken.items():
+            signal.signal(number, usual)
 
 
 class StopTogether(Callback):
     """Makes all processes of a run stop at the same batch when SIGTERM reaches one of them or all.
 
-    SLURM's signal before the end of a job's time, which Lightning answers with a checkpoint, is one more of this kind.
-    Lightning 2.6 hangs in two ways. It calls a collective operation in the signal handler while other processes wait in
-    another collective, and the first process stops one batch before the others. Here the handler only records the
-    signal. The processes agree about it before each training batch, before each validation, and before every tenth
-    batch of an evaluation. Batches of evaluated streams are excluded, because their number differs between processes. A
-    run of one process stops as Lightning does it, and before a validation.
+    SLURM's SIGUSR1 before the end of a job's time is answered in the same way. Lightning 2.6 calls a collective
+    operation in its signal handler, which hangs while other processes wait in another one, and its agreement before
+    each batch waits for the GPU. Here the handler only records the signal. The processes agree before each training
+    batch, before each validation, and before every tenth batch of an evaluation (not of streams, whose number of
+    batches differs between processes). A single process stops as Lightning does it, and before a validation.
 
-    In training they stop one batch late, because the answer to a question is read only after the next one is asked.
-    So a processor can launch a batch while its GPU works on the one before it.
+    In training they stop one batch late, because an answer is read only after the next question is asked. So a
+    processor can launch a batch while its GPU works on the one before it.
     """
 
     def __init__(self) -> None:
-        self._told = False
+        self._signalled = False
         self._asked: _Answer | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if trainer.world_size == 1:
-            return
-        self._asked = None
-        connector: Any = trainer._signal_connector
-        connector._sigterm_notifier_fn = connector._slurm_sigusr_handler_fn = self._note
-        loop: Any = trainer.fit_loop.epoch_loop
-        loop._broadcast_sigterm_tensor = lambda: self._agree_late(trainer)
+        if trainer.world_size > 1:
+            self._asked = None
+            # The only private attribute of Lightning that longseq uses: it would wait for the GPU at each batch.
+            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = partial(self._agree_late, trainer)  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._take_signals(trainer)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, EarlyStopping) and _has_stopped(callback, trainer):
+            if isinstance(callback, EarlyStopping) and has_stopped(callback, trainer):
                 trainer.should_stop = True  # it had ended the run, which was interrupted before the test
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._take_signals(trainer)
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.world_size > 1:
@@ -138,33 +113,46 @@ class StopTogether(Callback):
     ) -> None:
         self._agree_now_and_then(trainer, batch_idx, trainer.num_test_batches[dataloader_idx])
 
-    def _note(self, *_: Any) -> None:
-        self._told = True
+    def _take_signals(self, trainer: Trainer) -> None:
+        """Replace Lightning's handlers until it restores those from before the stage."""
+        if trainer.world_size > 1 and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._record)
+            if signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:  # of a SLURM job
+                signal.signal(signal.SIGUSR1, self._record)
+
+    def _record(self, *_: Any) -> None:
+        self._signalled = True
 
     def _agree_now_and_then(self, trainer: Trainer, batch_idx: int, batches: float) -> None:
         if trainer.world_size > 1 and batch_idx % 10 == 0 and isinstance(batches, int):
             self._agree(trainer)
 
     def _agree(self, trainer: Trainer) -> None:
-        if trainer.strategy.reduce_boolean_decision(self._told, all=False):
+        if trainer.strategy.reduce_boolean_decision(self._signalled, all=False):
             self._stop()
 
     def _agree_late(self, trainer: Trainer) -> None:
-        before, self._asked = self._asked, _Answer(self._told, trainer.strategy.root_device)
+        before, self._asked = self._asked, _Answer(self._signalled, trainer.strategy.root_device)
         if before is not None and before.read():
             self._stop()
 
     def _stop(self) -> None:
-        self._told = False  # not before: a signal in the last batch of a training ends the test that follows
+        self._signalled = False  # not before: a signal in the last batch of a training ends the test that follows
         raise SIGTERMException
 
 
-class _Answer:
-    """Whether any process was told to stop. All processes ask; on GPUs asking does not wait for their work."""
+def has_stopped(callback: EarlyStopping, trainer: Trainer) -> bool:
+    """True if early stopping has ended the training; where min_epochs forbade it, the training went on."""
+    stopped = callback.stopping_reason != EarlyStoppingReason.NOT_STOPPED
+    return stopped and trainer.current_epoch <= callback.stopped_epoch + 1
 
-    def __init__(self, told: bool, device: torch.device) -> None:
+
+class _Answer:
+    """Whether any process received a signal. All processes ask; on GPUs asking does not wait for their work."""
+
+    def __init__(self, signalled: bool, device: torch.device) -> None:
         # filled on the device: a copy from the processor would wait for it
-        answer = torch.full((1,), int(told), dtype=torch.int32, device=device)
+        answer = torch.full((1,), int(signalled), dtype=torch.int32, device=device)
         torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MAX)
         self._answer = answer
         self._ready: torch.cuda.Event | None = None

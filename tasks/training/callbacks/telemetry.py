@@ -1,8 +1,8 @@
-"""What the mixers report about their scans: norms of states, saturation of gates."""
+"""Norms of states, saturation of gates and whatever else the mixers report."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -12,9 +12,8 @@ from longseq.blocks.sharding import has_shards
 from longseq.mixers import Mixer, named_readings
 from longseq.tasks.training.callbacks.updates import updated
 from longseq.tasks.training.logger import log_metrics
-from longseq.tasks.training.options import Range
 
-# TensorBoard sorts its groups by name: this one, of many charts, stands after train and val.
+# TensorBoard sorts groups by name: this one of many charts comes after train and val.
 GROUP = "watch"
 
 
@@ -27,10 +26,7 @@ class Telemetry(Callback):
     orders, LAYER also names the order: `blocks.3.backward`.
     """
 
-    def __init__(self, every_n_steps: Annotated[int, Range(1)] = 100, examples: Annotated[int, Range(1)] = 8) -> None:
-        for name, value in (("every_n_steps", every_n_steps), ("examples", examples)):
-            if value < 1:
-                raise ValueError(f"callbacks.telemetry.{name}={value} must be at least 1")
+    def __init__(self, every_n_steps: int = 100, examples: int = 8) -> None:
         self.every_n_steps = every_n_steps
         self.examples = examples
 

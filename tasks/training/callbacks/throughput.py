@@ -1,6 +1,9 @@
-"""Images, sequences, documents or tokens per second, the time that training waits for data, and the memory taken."""
+"""Images, sequences, documents or tokens per second, the time that training waits for data, and peak memory."""
+
+from __future__ import annotations
 
 import time
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from typing import Any
 
@@ -18,44 +21,59 @@ from longseq.tasks.training.memory import peak_memory
 _KEY = "throughput"
 
 
+@dataclass
+class _Window:
+    """Sums over consecutive batches."""
+
+    batches: int = 0
+    units: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0
+
+    def merge(self, other: _Window) -> None:
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+    @property
+    def rate(self) -> float | None:
+        return self.units / self.seconds if self.seconds > 0 else None
+
+    @property
+    def token_rate(self) -> float | None:
+        """None for batches that are not of documents."""
+        return self.tokens / self.seconds if self.tokens and self.seconds > 0 else None
+
+    @property
+    def data_wait_ms(self) -> float | None:
+        return 1000 * self.waited / self.batches if self.batches else None
+
+
 class Throughput(Callback):
     """Logs `throughput/UNIT_per_second` (all devices) and `throughput/data_wait_ms` (per batch).
 
-    `data_wait_ms` is how long the device had nothing to do because the next batch was not there. The processor launches
-    work ahead of a GPU and then waits at the loader for a batch, while the GPU is still busy: this does not count.
-    Of documents it also logs `throughput/tokens_per_second`. It logs a window of `log_every_n_steps` updates at a time;
-    `unit` is that of `longseq.tasks.data.units`. The clock runs while a batch is loaded and trained on, not during
-    validation and checkpoints. Each window waits for the device once. `rate` (units per second), `token_rate` and
-    `data_wait_ms` are means over the whole run, including the time before a resume.
+    `data_wait_ms` is how long the device was idle because the next batch was missing; a GPU that is still busy while
+    the processor waits for a batch does not count. For documents it also logs `throughput/tokens_per_second`. It logs
+    a window of `log_every_n_steps` updates at a time; `unit` is that of `longseq.tasks.data.units`. The clock runs
+    while a batch is loaded and trained on, not during validation and checkpoints. Each window waits for the device
+    once. `mean` is over the whole run, including the time before a resume, without the first window, in which workers
+    and kernels start.
 
     After a validation it logs `throughput/val_UNIT_per_second` and `throughput/memory_gib` (see `peak_memory`), after
     the test `throughput/test_UNIT_per_second`. `evaluation_rate` is the rate of the last validation or test.
 
     If the module counts operations (`TrainedModule.count_flops`) and the device's peak is known, windows also log
     `throughput/mfu`: the model's operations per second, divided by the peak of the devices in the precision of the run.
-    The operations per unit are those of the last batch of the window.
     """
 
     def __init__(self, unit: str = "images") -> None:
         self.unit = unit
+        self.mean = _Window()
+        self.evaluation_rate: float | None = None
         self._clock: _FetchClock | None = None
         self._window = _Window()
-        self._run = _Window()
         self._evaluated = _Window()
-        self._first_window_is_over = False
-        self.evaluation_rate: float | None = None
-
-    @property
-    def rate(self) -> float | None:
-        return self._run.rate
-
-    @property
-    def token_rate(self) -> float | None:
-        return self._run.token_rate
-
-    @property
-    def data_wait_ms(self) -> float | None:
-        return self._run.data_wait_ms
+        self._is_first = True
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._clock is None:
@@ -64,12 +82,12 @@ class Throughput(Callback):
             trainer.profiler = self._clock  # type: ignore[attr-defined]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint[_KEY] = vars(self._run).copy()
+        checkpoint[_KEY] = asdict(self.mean)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        # Lightning calls this also before the test, for the best checkpoint.
-        if trainer.state.fn == TrainerFn.FITTING:
-            vars(self._run).update(checkpoint.get(_KEY, {}))
+        # Lightning also calls this before the test, for the best checkpoint.
+        if trainer.state.fn == TrainerFn.FITTING and _KEY in checkpoint:
+            self.mean = _Window(**checkpoint[_KEY])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._clock is not None
@@ -79,33 +97,29 @@ class Throughput(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self._clock is not None
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         self._clock.end_batch()
-        self._window.add(count_units(batch), count_tokens(batch) or 0)
-        if not updated(trainer, batch_idx) or trainer.global_step % every:
+        window = self._window
+        window.merge(_Window(1, count_units(batch), count_tokens(batch) or 0))
+        if not updated(trainer, batch_idx) or trainer.global_step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize(pl_module.device)
-        self._window.seconds, self._window.waited = self._clock.take()
+        window.seconds, window.waited = self._clock.take()
         if trainer.world_size > 1:
             # as whole numbers: float32 would round many tokens
-            sizes = torch.tensor([self._window.units, self._window.tokens], device=pl_module.device)
-            self._window.units, self._window.tokens = trainer.strategy.reduce(sizes, reduce_op="sum").tolist()
-        if trainer.logger is not None:
-            measured = {
-                f"throughput/{self.unit}_per_second": self._window.rate or 0.0,
-                "throughput/data_wait_ms": self._window.data_wait_ms or 0.0,
-            }
-            if (tokens := self._window.token_rate) is not None:
-                measured["throughput/tokens_per_second"] = tokens
-            if (used := self._utilisation(trainer, pl_module, batch)) is not None:
-                measured["throughput/mfu"] = used
-            log_metrics(trainer.loggers, measured, trainer.global_step - 1)
-        # The first window includes the start of the workers and of the kernels.
-        if self._first_window_is_over:
-            self._run.merge(self._window)
-        self._first_window_is_over = True
-        self._window = _Window()
+            sizes = torch.tensor([window.units, window.tokens], device=pl_module.device)
+            window.units, window.tokens = trainer.strategy.reduce(sizes, reduce_op="sum").tolist()
+        measured = {
+            "tokens_per_second": window.token_rate,
+            f"{self.unit}_per_second": window.rate or 0.0,  # last, since units may be tokens
+            "data_wait_ms": window.data_wait_ms or 0.0,
+            "mfu": self._utilisation(trainer, pl_module, batch) if trainer.loggers else None,
+        }
+        found = {f"throughput/{name}": value for name, value in measured.items() if value is not None}
+        log_metrics(trainer.loggers, found, trainer.global_step - 1)
+        if not self._is_first:
+            self.mean.merge(window)
+        self._is_first, self._window = False, _Window()
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._evaluated = _Window()
@@ -117,7 +131,7 @@ class Throughput(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
         assert self._clock is not None
-        self._evaluated.add(count_units(batch), 0)
+        self._evaluated.units += count_units(batch)
         self._evaluated.seconds += time.perf_counter() - self._clock.fetch_started
 
     def on_test_batch_end(
@@ -141,7 +155,7 @@ class Throughput(Callback):
             units = torch.tensor(window.units, device=module.device)
             window.units = int(trainer.strategy.reduce(units, reduce_op="sum"))
         self.evaluation_rate = window.rate
-        if trainer.logger is not None and window.rate is not None:
+        if window.rate is not None:
             measured = {f"throughput/{stage}_{self.unit}_per_second": window.rate}
             if stage == "val" and (memory := peak_memory(module.device)) is not None:
                 measured["throughput/memory_gib"] = memory / 2**30
@@ -158,10 +172,10 @@ class Throughput(Callback):
 
 @lru_cache
 def peak_flops(device: torch.device, precision: str, matmul_precision: str) -> float | None:
-    """Operations per second of dense matrix products at best, None of a device that is not in the table.
+    """Peak operations per second of dense matrix products, None for a device that is not in the table.
 
-    The table is Lightning's, to which the GPU that calls itself "NVIDIA H200" is unknown; its figures here are those of
-    NVIDIA's data sheet, without sparsity. `matmul_precision` is torch's: float32 products may be TF32's.
+    The table is Lightning's, which lacks "NVIDIA H200"; its figures here are those of NVIDIA's data sheet, without
+    sparsity. `matmul_precision` is torch's: float32 products may be TF32's.
     """
     if device.type != "cuda":
         return None
@@ -174,48 +188,12 @@ def peak_flops(device: torch.device, precision: str, matmul_precision: str) -> f
     return None if flops is None else float(flops)
 
 
-class _Window:
-    """Sums over consecutive batches."""
-
-    def __init__(self) -> None:
-        self.batches = 0
-        self.units = 0
-        self.tokens = 0
-        self.seconds = 0.0
-        self.waited = 0.0
-
-    def add(self, units: int, tokens: int) -> None:
-        self.batches += 1
-        self.units += units
-        self.tokens += tokens
-
-    def merge(self, other: "_Window") -> None:
-        self.batches += other.batches
-        self.units += other.units
-        self.tokens += other.tokens
-        self.seconds += other.seconds
-        self.waited += other.waited
-
-    @property
-    def rate(self) -> float | None:
-        return self.units / self.seconds if self.seconds > 0 else None
-
-    @property
-    def token_rate(self) -> float | None:
-        """None for batches that are not of documents."""
-        return self.tokens / self.seconds if self.tokens and self.seconds > 0 else None
-
-    @property
-    def data_wait_ms(self) -> float | None:
-        return 1000 * self.waited / self.batches if self.batches > 0 else None
-
-
 class _FetchClock(Profiler):
     """Times batches, from the start of their loading, and forwards every call to the profiler that the user chose.
 
-    Lightning tells when the loading of a batch starts and stops, and `end_batch` that its step is launched. On a CUDA
-    `device` the times are those of events in its stream: the work of a batch, which the device does later, counts for
-    this batch, also where another callback waits for it.
+    Lightning reports when the loading of a batch starts and stops, and `end_batch` that its step is launched. On a CUDA
+    `device` the times are those of events in its stream: work of a batch that the device does later counts for this
+    batch.
     """
 
     def __init__(self, inner: Profiler) -> None:
@@ -245,10 +223,7 @@ class _FetchClock(Profiler):
             self._batches.append((self._loading, _Mark(self.device)))
 
     def take(self) -> tuple[float, float]:
-        """The seconds of loading and training since the last call, and those of loading alone.
-
-        The device must be done with its work.
-        """
+        """Seconds of loading and training since the last call, and of loading only; the device must be idle."""
         seconds = sum(start.until(end) for start, end in self._batches)
         waited = sum(start.until(end) for start, end in self._loads)
         self._batches.clear()
@@ -269,7 +244,7 @@ class _FetchClock(Profiler):
 
 
 class _Mark:
-    """A moment: of this process, or on a CUDA device when its stream comes to it."""
+    """A moment: of this process, or on a CUDA device when its stream reaches it."""
 
     def __init__(self, device: torch.device) -> None:
         self._time = time.perf_counter()
@@ -278,7 +253,7 @@ class _Mark:
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record(torch.cuda.current_stream(device))
 
-    def until(self, other: "_Mark") -> float:
+    def until(self, other: _Mark) -> float:
         """Seconds."""
         if self._event is None or other._event is None:
             return other._time - self._time

@@ -1,4 +1,6 @@
-"""Tells which batches end in an update of the weights, or in a validation."""
+"""Which batches end in an update of the weights, or in a validation."""
+
+import math
 
 from lightning.pytorch import Trainer
 
@@ -10,5 +12,12 @@ def updated(trainer: Trainer, batch_idx: int) -> bool:
 
 def validation_follows(trainer: Trainer) -> bool:
     """True if Lightning validates after this batch; call it after the update."""
-    loop = trainer.fit_loop
-    return loop.epoch_loop._should_check_val_fx(loop._data_fetcher)  # type: ignore[arg-type]
+    loop, every = trainer.fit_loop, trainer.check_val_every_n_epoch
+    if not trainer.enable_validation or (every is not None and (trainer.current_epoch + 1) % every):
+        return False
+    if trainer.should_stop:
+        return True
+    interval: float = trainer.val_check_batch  # type: ignore[attr-defined]
+    if math.isinf(interval):
+        return trainer.is_last_batch
+    return ((loop.total_batch_idx if every is None else loop.batch_idx) + 1) % interval == 0

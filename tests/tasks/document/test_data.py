@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import csv
-import json
-import multiprocessing
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +14,10 @@ import torch
 from longseq.kernels.packing import Packing
 from longseq.tasks.document import sources
 from longseq.tasks.document.batch import IGNORED
-from longseq.tasks.document.config import DocumentDataKeys
 from longseq.tasks.document.data import DocumentData
 from longseq.tasks.document.libraries import LIBRARIES, conceal
-from longseq.tasks.document.sources import Opened, Reader, Sample, Source, register
 from longseq.tasks.document.truncation import truncate
-from longseq.tasks.text.documents import Place
 from longseq.tasks.text.store import MANIFEST
-from longseq.tasks.text.tokenizer import train_tokenizer
 from tests.support.documents import make_rows, open_data, write_jsonl
 
 Rows = list[dict[str, Any]]
@@ -34,13 +27,6 @@ def write_csv(path: Path, rows: Rows) -> Path:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerows([["label", "text"], *([row["label"], row["text"]] for row in rows)])
-    return path
-
-
-def write_parquet(path: Path, rows: Rows) -> Path:
-    arrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(arrow.Table.from_pylist(rows), path, row_group_size=7)
     return path
 
 
@@ -74,7 +60,6 @@ def _named_set(rows: Rows) -> Any:
 FORMATS: dict[str, Callable[[Path, Rows], Path]] = {
     "a.jsonl": write_jsonl,
     "a.csv": write_csv,
-    "a.parquet": write_parquet,
     "folder": write_folder,
     "saved": write_saved,
     "hub.parquet": write_hub,
@@ -116,8 +101,7 @@ def test_named_labels_of_parquet_files(tmp_path: Path, caplog: Any) -> None:
         data = open_data(tmp_path, root=str(tmp_path / "a.parquet"), multi_label=several)
         assert data.info.class_names == ["alpha", "zeta"]
         assert sum(data.info.sizes.values()) == (20 if several else 18)  # type: ignore[arg-type]
-    assert "2 of 20 documents of a cannot be read and are left out" in caplog.text
-    assert "row 0: no label in column 'label'; " in caplog.text
+    assert "2 documents cannot be read and are left out" in caplog.text
     # Another program has put text into the column, and keeps what datasets says of it.
     table = parquet.read_table(tmp_path / "a.parquet")
     table = table.set_column(1, "label", arrow.array(["one", "two"] * 10))
@@ -125,7 +109,7 @@ def test_named_labels_of_parquet_files(tmp_path: Path, caplog: Any) -> None:
     assert open_data(tmp_path, root=str(tmp_path / "a.parquet")).info.class_names == ["one", "two"]
     # A number without a name.
     parquet.write_table(table.set_column(1, "label", arrow.array([0, 2] * 10)), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"a\.parquet: the label 2 of column 'label' is none of the 2 names"):
+    with pytest.raises(ValueError, match="Invalid integer class label 2"):
         open_data(tmp_path, root=str(tmp_path / "a.parquet"))
 
 
@@ -222,8 +206,6 @@ def test_training_reads_other_windows_of_a_document_in_each_epoch(tmp_path: Path
     again = open_data(tmp_path, root=str(path), packing=packing, random_crops=True, **cut)
     assert windows(1, again) == second
     assert all(split.read(number).tolist() == whole.read(number).tolist()[:40] for number in range(5))
-    with pytest.raises(ValueError, match=r"data\.random_crops=true reads windows .* data\.max_length=NUMBER"):
-        open_data(tmp_path, root=str(path), random_crops=True, batch_size=1024)
     # Evaluation, which has no random windows, may read whole documents.
     config = {"data": vars(data.keys), "seed": 0, "recipe": {"batch_size": 2048}}
     whole = DocumentData.for_evaluation(config, {"truncation": "none"}, split="test", trained=data.info, batch_size=64)
@@ -231,7 +213,7 @@ def test_training_reads_other_windows_of_a_document_in_each_epoch(tmp_path: Path
     assert whole.split("test").lengths.max() > data.split("test").lengths.max()
 
 
-def test_several_labels_in_lists_in_cells_and_in_columns(tmp_path: Path, caplog: Any) -> None:
+def test_several_labels_in_lists_in_cells_and_in_columns(tmp_path: Path) -> None:
     rows = [
         {"text": f"document {i} {'x' * i}", "label": [n for n, k in (("a", 2), ("b", 3)) if i % k == 0]}
         for i in range(30)
@@ -261,34 +243,12 @@ def test_several_labels_in_lists_in_cells_and_in_columns(tmp_path: Path, caplog:
         _, targets = next(iter(data.train_dataloader()))
         assert targets.dtype == torch.float32
     assert found[0] == found[1] == found[2]
-    assert "no training document has the label 'never': the model does not know it" in caplog.text
     alone = open_data(tmp_path, root=str(tmp_path / "columns.csv"), multi_label=True, label_column=["b"])
     assert alone.info.class_names == ["b"]
     assert sum(alone.split("train").targets[:, 0]) == sum(target[1] for target in found[2].values())
     for text, target in found[0].items():
         number = int(text.split()[1])
         assert target == [number % 2 == 0, number % 3 == 0]
-
-
-@pytest.mark.slow
-def test_a_class_may_be_called_data(tmp_path: Path) -> None:
-    root = tmp_path / "texts"
-    for number, row in enumerate(make_rows(30)):
-        folder = root / ("data" if row["label"] == "bird" else row["label"])
-        folder.mkdir(parents=True, exist_ok=True)
-        name = {1: "train", 4: "test"}.get(number, str(number))
-        (folder / f"{name}.txt").write_text(row["text"])
-    assert sorted(path.name for path in root.glob("data/t*")) == ["test.txt", "train.txt"]
-    assert sorted(open_data(tmp_path, root=str(root)).info.class_names) == ["data", "fish", "tree"]
-
-
-@pytest.mark.slow
-def test_only_splits_with_documents_of_another_one_are_told(tmp_path: Path, caplog: Any) -> None:
-    write_jsonl(tmp_path / "train.jsonl", make_rows())
-    write_jsonl(tmp_path / "other.jsonl", make_rows(12, seed=1))
-    open_data(tmp_path, root=str(tmp_path), train="train.jsonl", validation="other.jsonl", test="other.jsonl")
-    (line,) = [record.message for record in caplog.records if "are in" in record.message]
-    assert line.startswith("12 validation documents are in test too: data.duplicates=drop ")
 
 
 def test_split_files_class_weights_and_documents_in_two_splits(tmp_path: Path, caplog: Any) -> None:
@@ -299,11 +259,9 @@ def test_split_files_class_weights_and_documents_in_two_splits(tmp_path: Path, c
     keys = {"root": str(tmp_path), "train": "train.jsonl", "test": "test.jsonl", "class_weights": "balanced"}
     data = open_data(tmp_path, **keys)
     assert data.info.sizes["test"] == 16
-    told = [record.message for record in caplog.records]
-    (line,) = [one for one in told if "are in" in one]
-    assert line.startswith(
-        "3 training documents are in validation or test too, 1 validation documents are in test too: "
-    )
+    warnings = [record.message for record in caplog.records]
+    assert "3 train documents are in a later split too (data.duplicates=report)" in warnings
+    assert "1 validation documents are in a later split too (data.duplicates=report)" in warnings
     counts = data.info.class_counts
     assert data.info.class_weights == pytest.approx([sum(counts) / (3 * count) for count in counts])
     texts = {text for text, _ in contents(data, "test")}
@@ -317,26 +275,6 @@ def test_split_files_class_weights_and_documents_in_two_splits(tmp_path: Path, c
     assert contents(again, "val") == contents(dropped, "val")
 
 
-def test_texts_with_labels_that_contradict_each_other_are_told(tmp_path: Path, caplog: Any) -> None:
-    rows = make_rows()
-    labels = sorted({row["label"] for row in rows})
-    write_jsonl(tmp_path / "train.jsonl", rows)
-    write_jsonl(tmp_path / "test.jsonl", make_rows(12, seed=1))
-    keys = {"root": str(tmp_path), "train": "train.jsonl", "test": "test.jsonl"}
-    open_data(tmp_path, **keys)
-    assert "other labels" not in caplog.text
-    others = [labels[labels.index(row["label"]) - 1] for row in rows[:2]]
-    turned = [{**row, "label": label} for row, label in zip(rows, others, strict=False)]
-    write_jsonl(tmp_path / "train.jsonl", [*rows, *turned, rows[5]])
-    data = open_data(tmp_path, **keys)
-    told = [record.message for record in caplog.records if "other labels" in record.message]
-    counts = {message.split()[1]: int(message.split()[0]) for message in told}
-    assert sum(counts.values()) == 4, told
-    assert counts.keys() <= {"train", "validation"}
-    assert "documents have a text that others have with other labels: correct or remove them" in told[0]
-    assert data.info.sizes["test"] == 12
-
-
 def test_equal_documents_go_to_one_split(tmp_path: Path) -> None:
     rows = make_rows(30)
     data = open_data(tmp_path, root=str(write_jsonl(tmp_path / "a.jsonl", rows * 3)))
@@ -348,7 +286,7 @@ def test_a_tokenizer_is_trained_on_the_training_documents_alone(tmp_path: Path, 
     pytest.importorskip("tokenizers")
     path = write_jsonl(tmp_path / "a.jsonl", [*make_rows(), "{"])
     data = open_data(tmp_path, root=str(path), tokenizer="train:300")
-    assert ["left out" in record.message for record in caplog.records] == [True], "told once"
+    assert ["left out" in record.message for record in caplog.records] == [True]
     plain = open_data(tmp_path, root=str(path))
     assert contents(data, "test") == contents(plain, "test")
     assert data.split("train").lengths.sum() < plain.split("train").lengths.sum()
@@ -359,34 +297,8 @@ def test_a_tokenizer_is_trained_on_the_training_documents_alone(tmp_path: Path, 
     config = {"data": {**vars(data.keys), "tokenizer": "gone.json"}, "seed": 0, "recipe": {"batch_size": 2048}}
     again = DocumentData.for_evaluation(config, {}, split="test", trained=data.info, batch_size=64)
     assert contents(again, "test") == contents(data, "test")
-    with pytest.raises(ValueError, match=r"data\.tokenizer=bytes is another tokenizer than the model was trained with"):
+    with pytest.raises(ValueError, match=r"data\.tokenizer=bytes is another tokenizer"):
         DocumentData.for_evaluation(config, {"tokenizer": "bytes"}, split="test", trained=data.info, batch_size=64)
-
-
-def test_a_tokenizer_that_loses_text_is_told_once(tmp_path: Path, caplog: Any) -> None:
-    library = pytest.importorskip("tokenizers")
-    write_jsonl(tmp_path / "a.jsonl", make_rows())
-    tokenizer = library.Tokenizer.from_str(train_tokenizer(["fish bird tree"], 300).to_dict()["json"])
-    tokenizer.normalizer = library.normalizers.Replace(" ", "")
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    splits = dict.fromkeys(("train", "validation", "test"), "a.jsonl")
-    open_data(tmp_path, root=str(tmp_path), tokenizer=str(tmp_path / "tokenizer.json"), **splits)
-    (told,) = (record.message for record in caplog.records if "come back" in record.message)
-    assert told.startswith("a: 60 of 60 compared documents do not come back from their tokens: the tokenizer turns")
-
-
-def test_a_changed_text_of_training_is_known(tmp_path: Path) -> None:
-    rows = make_rows()
-    splits = {"train": "a.jsonl", "validation": "b.jsonl", "test": "b.jsonl"}
-    write_jsonl(tmp_path / "b.jsonl", make_rows(12, seed=1))
-    infos = []
-    for text in (rows[0]["text"], rows[0]["text"].upper()):
-        write_jsonl(tmp_path / "a.jsonl", [{**rows[0], "text": text}, *rows[1:]])
-        infos.append(open_data(tmp_path, root=str(tmp_path), **splits).info)
-    trained, found = infos
-    assert found.sizes == trained.sizes
-    assert str(found.find_change(trained, "train")).startswith("train has other")
-    assert [found.find_change(trained, split) for split in ("val", "test")] == [None, None]
 
 
 def test_evaluation_on_another_file_opens_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,13 +327,8 @@ def test_evaluation_on_another_file_opens_it_alone(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     here = DocumentData.for_evaluation(below, {"test": "other.jsonl"}, split="test", trained=data.info, batch_size=64)
     assert contents(here, "test") == contents(found, "test")
-    write_jsonl(tmp_path / "texts" / "other.jsonl", make_rows(3))
-    with pytest.raises(ValueError, match=r"data\.test=other\.jsonl is here and below .*: give data\.test=/"):
-        DocumentData.for_evaluation(below, {"test": "other.jsonl"}, split="test", trained=data.info, batch_size=64)
     write_jsonl(other, [{"text": "a stone", "label": "stone"}])
-    with pytest.raises(
-        ValueError, match=r"the label 'stone' \(.*other.jsonl, line 1\) is none of the 3 classes of the"
-    ):
+    with pytest.raises(ValueError, match="the label 'stone' of test documents is none of the classes"):
         DocumentData.for_evaluation(config, {"test": str(other)}, split="test", trained=data.info, batch_size=64)
 
 
@@ -445,9 +352,7 @@ def test_documents_of_the_training_are_not_measured_by_other_shares(tmp_path: Pa
     assert measure("test", validation=0.4) == measure("test", text_column="text") == known["test"]
     assert measure("test", test=0.1) < known["test"]
     assert not measure("val", test=0.1) & trained
-    with pytest.raises(
-        ValueError, match=r"^data\.text_column=title divides .* than the run's text: some for test would"
-    ):
+    with pytest.raises(ValueError, match=r"^data\.text_column divides the documents in another way"):
         measure("test", text_column="title")
     assert len(measure("test", text_column="title", test=str(path))) == 90
 
@@ -463,61 +368,12 @@ def test_a_changed_file_is_prepared_again_and_a_changed_cache_is_told(tmp_path: 
     content = bytearray(tokens.read_bytes())
     content[10] ^= 1
     tokens.write_bytes(bytes(content))
-    with pytest.raises(ValueError, match=r"was changed: .*; remove the folder .*, and the next run makes it again"):
+    with pytest.raises(ValueError, match="truncated or changed"):
         open_data(tmp_path, root=str(path))
     (folder / MANIFEST).unlink()  # as after an interruption: what was written is written anew
     assert contents(open_data(tmp_path, root=str(path)), "test") == contents(first, "test")
     write_jsonl(path, make_rows(75))
     assert sum(open_data(tmp_path, root=str(path)).info.sizes.values()) == 75  # type: ignore[arg-type]
-
-
-def _open_in_process(folder: str, root: str, answers: Any) -> None:
-    answers.put(open_data(Path(folder), root=root).info.sizes)
-
-
-@pytest.mark.slow
-def test_two_processes_prepare_once(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", make_rows())
-    fork = multiprocessing.get_context("fork")
-    answers = fork.Queue()
-    started = [fork.Process(target=_open_in_process, args=(str(tmp_path), str(path), answers)) for _ in range(2)]
-    for process in started:
-        process.start()
-    found = [answers.get(timeout=60) for _ in started]
-    for process in started:
-        process.join()
-    assert found[0] == found[1] == {"train": 36, "val": 12, "test": 12}
-    assert len(list((tmp_path / "cache").glob(f"*/{MANIFEST}"))) == 1
-
-
-def test_a_registered_source_gives_tokens_that_stand_for_no_text(tmp_path: Path) -> None:
-    def read(first: int, count: int) -> Any:
-        for index in range(first, first + count):
-            tokens = np.array([1 + index % 2, *np.arange(3 + index % 7) % 9])
-            yield Sample(tokens, ("odd" if index % 2 else "even",), Place("numbers", row=index))
-
-    def numbers(keys: DocumentDataKeys) -> Opened:
-        count = keys.options["count"]
-        return Opened(
-            {
-                "train": lambda: Reader(lambda: read(0, count), stamp=[0, count]),
-                "validation": lambda: Reader(lambda: read(100, 10), stamp=[100, 10]),
-                "test": lambda: Reader(lambda: read(200, 10), stamp=[200, 10]),
-            },
-            vocab_size=10,
-        )
-
-    source = Source(numbers, reads=("options",))
-    register("numbers_of_a_test", source)
-    keys = {"source": "numbers_of_a_test", "validation": None, "test": None, "options": {"count": 40}}
-    data = open_data(tmp_path, batch_size=32, **keys)
-    assert (data.info.tokenizer, data.info.separator, data.info.vocab_size) == (None, None, 10)
-    assert data.info.sizes == {"train": 40, "val": 10, "test": 10}
-    assert data.split("test").read(3).tolist() == [2, *(np.arange(3 + 203 % 7) % 9)]
-    with pytest.raises(ValueError, match=r"data\.tokenizer=bytes is not read by data.source=numbers_of_a_test"):
-        open_data(tmp_path, **keys, tokenizer="bytes")
-    with pytest.raises(ValueError, match="is there already"):
-        register("numbers_of_a_test", replace(source, reads=()))
 
 
 @pytest.mark.slow
@@ -534,45 +390,70 @@ def test_the_example_of_a_source_runs(tmp_path: Path) -> None:
     assert min(size or 0 for size in data.info.sizes.values()) > 150
 
 
-@pytest.mark.slow
-def test_mistakes_in_a_source_are_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the split 'train' of a source is a Reader, no function: give lambda: Reader"):
-        Opened({"train": Reader(lambda: iter(()), stamp=[1])})  # type: ignore[dict-item]
-    register("whole_of_a_test", Source(lambda keys: Opened({"train": lambda: Reader(lambda: iter(()), stamp=[1])})))
-    message = r"data\.source=whole_of_a_test has no documents for validation: .* reads=\('validation',\)"
-    with pytest.raises(ValueError, match=message):
-        open_data(tmp_path, source="whole_of_a_test", validation=None, test=None)
-    # The first message does not ask for null alone, with which the next one would ask for the share.
-    message = r"set data\.validation=null if its Opened has a function for 'validation'; else .*reads=\('validation',\)"
-    with pytest.raises(ValueError, match=message):
-        open_data(tmp_path, source="whole_of_a_test", validation=0.1, test=None)
-
-
 def test_files_of_libraries_do_not_name_them() -> None:
-    source = '''#!/usr/bin/env python
-# Copyright 2026 The SymPy developers
-# All rights reserved.
-
-"""Tools of PyTorch-Lightning and scikit-learn.
-
-License: BSD
-"""
-
-import numpy as np
-from torch.nn import (
-    Module,
-    Linear,
-)
-from sympy import \\
-    Symbol
-
-def f(x):
-    import networkx as nx
-    return torch.nn.functional.relu(TORCHMETRICS_PATH / "scipy/linalg", from_=sklearn_tags)
-'''
+    source = "# Copyright 2026 The SymPy developers\n\nfrom torch.nn import (\n    Module,\n)\n"
+    source += "from sympy import \\\n    Symbol\n"
+    source += '"""Tools of PyTorch-Lightning and scikit-learn.\n\nLicense: BSD\n"""\n'
+    source += "def f(x):\n    import networkx as nx\n    return torch.nn.relu(TORCHMETRICS_PATH / 'scipy')\n"
     text = conceal(source)
     for name in (*LIBRARIES, "scikit", "copyright", "license", "import", "developers"):
         assert name not in text.lower(), name
-    assert "library.nn.functional.relu(library_PATH" in text
-    assert text.startswith('"""Tools of library and library.')
-    assert json.dumps(text)
+    assert "return library.nn.relu(library_PATH / 'library')" in text
+
+
+def test_bad_lines_are_counted_listed_and_left_out_or_an_error(tmp_path: Path, caplog: Any) -> None:
+    path, rows = tmp_path / "a.jsonl", make_rows(30)
+    write_jsonl(path, [*rows, "{", {"text": "", "label": "fish"}, {"text": "no label"}, {"text": 3, "label": "fish"}])
+    with path.open("ab") as file:
+        file.write(b'{"text": "b\xff", "label": "fish"}\n')
+    data = open_data(tmp_path, root=str(path))
+    assert sum(data.info.sizes.values()) == 30  # type: ignore[arg-type]
+    (message,) = (record.message for record in caplog.records if "left out" in record.message)
+    assert message.startswith("5 documents cannot be read and are left out")
+    (listed,) = (tmp_path / "cache").glob("*/left_out.txt")
+    reasons = [line.removeprefix(f"{path}, line ") for line in listed.read_text().splitlines()]
+    assert [one.split(":")[0] for one in reasons] == ["31", "32", "33", "34", "35"]
+    with pytest.raises(ValueError, match="5 documents cannot be read"):
+        open_data(tmp_path, root=str(path), on_bad_line="stop")
+
+
+WRONG: dict[str, tuple[Rows, dict[str, Any], str]] = {
+    "one document of a class": (
+        [*make_rows(30), {"text": "a stone", "label": "stone"}],
+        {},
+        "the class 'stone' has one document",
+    ),
+    "one class": ([{**row, "label": "fish"} for row in make_rows(30)], {}, "have 1 different labels"),
+    "no label": ([{"text": "one", "label": " "}, {"text": "two", "label": ["a", "b"]}], {}, "no label in column"),
+    "a row in several columns": ([{"text": "one, two", "label": "a"}], {"text_column": "body"}, "no text in column"),
+    "weight of a class that training lacks": (make_rows(30), {"class_weights": {"stone": 2.0}}, "stone"),
+    "long document": (make_rows(30), {"eval_batch_size": 30}, "longest document to evaluate"),
+    "one file for splits and labels": (make_rows(30), {"test": None}, r"data\.test=None: give a file, or the share"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_would_be_measured_wrongly_is_an_error(tmp_path: Path, name: str) -> None:
+    rows, keys, message = WRONG[name]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(ValueError, match=message):
+        open_data(tmp_path, root=str(tmp_path / "a.jsonl"), **keys).test_dataloader()
+
+
+def test_rows_of_csv_with_other_cells_than_the_header_are_left_out(tmp_path: Path, caplog: Any) -> None:
+    """A text with a delimiter that is not quoted would move the label."""
+    write_csv(tmp_path / "a.csv", make_rows(30))
+    with (tmp_path / "a.csv").open("a") as file:
+        file.write("fish,one, two\nthree\n")
+    data = open_data(tmp_path, root=str(tmp_path / "a.csv"))
+    assert sum(data.info.sizes.values()) == 30  # type: ignore[arg-type]
+    assert "2 documents cannot be read" in caplog.text
+
+
+@pytest.mark.parametrize("names", [("train.jsonl", "test.jsonl"), ("train/a.jsonl", "test/a.jsonl")])
+def test_a_folder_of_splits_is_not_read_as_training_documents(tmp_path: Path, names: tuple[str, str]) -> None:
+    for name in names:
+        (tmp_path / "rows" / name).parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(tmp_path / "rows" / name, make_rows(30))
+    with pytest.raises(ValueError, match="holds several splits"):
+        open_data(tmp_path, root=str(tmp_path / "rows"))

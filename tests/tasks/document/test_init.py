@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import timm
 import torch
-from cases import cases
 from omegaconf import DictConfig
 
 import longseq
@@ -114,30 +112,17 @@ def test_a_frozen_part_stays_that_of_the_language_model(configure: Configure, tm
 
 
 @pytest.mark.slow
-@cases(
-    ("kind", "words", "message"),
+@pytest.mark.parametrize(
+    ("words", "message"),
     [
-        ("image", [], "belongs to task=image; this command takes checkpoints of task=document or task=lm"),
-        ("words", ["data.tokenizer=bytes"], "is another tokenizer than that of init="),
-        (
-            "bytes",
-            ["model.norm_eps=1e-3"],
-            r"norm_eps is 0\.001 in the new model and 1e-05 in .* give model\.norm_eps=",
-        ),
-        ("bytes", ["model.depth=1"], r"depth is 1 in the new model and 2 in that of the file: give model\.depth=2"),
-        ("bytes", ["recipe.freeze=3"], "recipe.freeze=3: the model has 2 blocks"),
+        (["data.tokenizer=bytes"], "is another tokenizer than the model"),
+        (["model.norm_eps=1e-3"], r"norm_eps is 0\.001 in the new model and 1e-05"),
+        (["model.depth=1"], r"depth is 1 in the new model and 2"),
     ],
 )
-def test_a_start_that_is_not_possible_is_one_line(
-    configure: Configure, tmp_path: Path, kind: str, words: list[str], message: str
+def test_weights_that_do_not_fit_the_model_are_an_error(
+    configure: Configure, tmp_path: Path, words: list[str], message: str
 ) -> None:
-    folder = tmp_path / kind
-    if kind == "image":
-        longseq.save_pretrained(
-            timm.create_model("longseq_tiny_patch16_224", embed_dim=16, depth=1, img_size=32), folder
-        )
-    else:
-        language_model().save_pretrained(folder)
-    with pytest.raises(ValueError, match=message) as raised:
-        train.build(configure(f"init={folder}", *words))
-    assert "\n" not in str(raised.value)
+    language_model().save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=message):
+        train.build(configure(f"init={tmp_path / 'model'}", *words))

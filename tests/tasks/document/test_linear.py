@@ -6,7 +6,6 @@ import json
 import sys
 
 import numpy as np
-import pytest
 import torch
 from safetensors import safe_open
 from sklearn.feature_extraction.text import TfidfVectorizer
@@ -96,9 +95,3 @@ def test_the_linear_model_is_measured_by_the_metrics_of_the_task():
     assert scores["accuracy"] == scores["f1_macro"] == 1.0
     wrong = measure(model, documents((CLASSES + 1) % 3), make_info())
     assert wrong["accuracy"] == 0.0
-
-
-def test_documents_without_a_common_word_are_refused():
-    apart = [([97 + number], number % 3) for number in range(6)]
-    with pytest.raises(ValueError, match="none of 6 training documents shares an n-gram with 1 others"):
-        fit_linear(apart, make_info(), LinearModelKeys())

@@ -103,7 +103,7 @@ def test_rows_divide_the_budget_and_are_full() -> None:
     assert row_count(similar, 65536) == 1
     sampler = PackedSampler(similar, 65536, seed=0)
     assert np.mean([similar[one.documents].sum() for one in batches(sampler)]) > 0.9 * 65536
-    with pytest.raises(ValueError, match=r"2 devices or accumulated batches cannot share evenly: give .*=131072, or"):
+    with pytest.raises(ValueError, match="cannot be shared evenly by 2"):
         PackedSampler(similar, 32768, seed=0, world_size=2)
 
 
@@ -141,31 +141,3 @@ def test_predictions_read_the_documents_in_their_order_on_any_number_of_processe
                 assert batch.places * batch.length <= 8192
                 assert len(batch.documents) in (0, batch.places)
                 assert all(lengths[batch.documents] <= batch.length)
-
-
-def test_a_budget_below_the_longest_document_is_told() -> None:
-    lengths = np.array([10, 500])
-    with pytest.raises(ValueError, match=r"longest training document has 500 tokens, and a batch holds 400 .*=500 or"):
-        PackedSampler(lengths, 400, seed=0)
-    with pytest.raises(ValueError, match=r"give recipe\.batch_size=1000 or more"):
-        PaddedSampler(lengths, 400, seed=0, world_size=2)
-    with pytest.raises(ValueError, match=r"give data\.eval_batch_size=500 or more"):
-        EveryDocument(lengths, 400, packed=True)
-    with pytest.raises(ValueError, match=r"give more documents, or a smaller recipe\.batch_size"):
-        PackedSampler(lengths, 4096, seed=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [PackedSampler, PaddedSampler])
-def test_the_tokens_of_an_epoch_are_those_that_it_reads(kind: type[DocumentSampler]) -> None:
-    lengths = np.minimum(draw_lengths(1000, 60), 4096)
-    sampler = kind(lengths, 1 << 15, seed=0)
-    assert sampler.tokens_per_epoch == sum(lengths[one.documents].sum() for one in batches(sampler))
-
-
-@pytest.mark.slow
-def test_the_tokens_of_a_balanced_epoch_are_those_of_the_documents_that_are_drawn() -> None:
-    lengths, classes = np.array([100] * 90 + [1000] * 10), np.array([0] * 90 + [1] * 10)
-    sampler = PackedSampler(lengths, 4000, classes=classes, seed=0)
-    assert sampler.tokens_per_epoch == sum(lengths[one.documents].sum() for one in batches(sampler))
-    assert sampler.tokens_per_epoch > 2 * lengths.sum()

@@ -2,15 +2,12 @@
 
 import io
 import shutil
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from image_data import image_data
 from PIL import Image
 
-from longseq.tasks.data import class_lists
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.sources import require_one_class_list
 
@@ -85,20 +82,6 @@ def test_files_that_number_classes_otherwise_are_refused(form, kind, tmp_path):
         )
 
 
-def test_files_of_one_split_are_compared_and_those_of_no_split_are_not(tmp_path):
-    folder = tmp_path / "data"
-    for name, names in {"train-0": NAMES, "train-1": OTHERS, "validation-0": NAMES, "test-0": OTHERS}.items():
-        rows_of(names).to_parquet(folder / f"{name}.parquet")
-    source = f"hfds/{folder}"
-    for splits in (["train", "validation"], ["train[:50%]"], ["validation+train"], ["all"]):
-        with pytest.raises(ValueError, match=r"'cat' in train-0\.parquet .* 'dog' in (train-1|test-0)\.parquet"):
-            require_one_class_list(source, str(tmp_path), splits)
-    require_one_class_list(source, str(tmp_path), ["validation"])
-    # Its files agree, but the names are taken of the first file of all.
-    with pytest.raises(ValueError, match=r"'cat' in train-0\.parquet .* 'dog' in test-0\.parquet"):
-        require_one_class_list(source, str(tmp_path), ["test"])
-
-
 @pytest.mark.parametrize(
     "other",
     ["shorter", "longer", "numbers", "unnamed", "text", "text with names", "no metadata"],
@@ -124,31 +107,3 @@ def test_files_that_do_not_contradict_each_other_are_read(other, tmp_path):
     rows_of(NAMES).to_parquet(tmp_path / "data" / "train.parquet")
     require_one_class_list(f"hfds/{tmp_path / 'data'}", str(tmp_path), ["train", "validation"])
     assert open_data(f"hfds/{tmp_path / 'data'}", tmp_path / "cache").info.class_names == NAMES
-
-
-def test_the_longest_list_is_what_others_are_compared_with(tmp_path):
-    rows = rows_of(NAMES).select([0, 1])
-    for number, names in enumerate((NAMES[:2], NAMES, [*NAMES[:2], "fox"])):
-        cast = rows.cast_column("label", datasets.ClassLabel(names=names))
-        cast.to_parquet(tmp_path / "data" / f"train-{number}.parquet")
-    with pytest.raises(ValueError, match=r"class 2 is 'emu' in train-1\.parquet .* 'fox' in train-2\.parquet"):
-        require_one_class_list(f"hfds/{tmp_path / 'data'}", str(tmp_path), ["train"])
-
-
-def test_of_files_elsewhere_the_first_of_each_split_is_asked(tmp_path, monkeypatch):
-    """Each costs requests, of which a large data set would take thousands."""
-    fsspec = pytest.importorskip("fsspec")
-    asked = []
-    given = {"train": NAMES, "validation": OTHERS}
-    for split, names in given.items():
-        rows_of(names).to_parquet(tmp_path / f"{split}.parquet")
-        with fsspec.open(f"memory://lists/{split}-0.parquet", "wb") as file:
-            file.write((tmp_path / f"{split}.parquet").read_bytes())
-    files = {split: [f"memory://lists/{split}-{number}.parquet" for number in range(2)] for split in given}
-    builder = SimpleNamespace(info=SimpleNamespace(builder_name="parquet"), config=SimpleNamespace(data_files=files))
-    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: builder)
-    open_file = class_lists._open
-    monkeypatch.setattr(class_lists, "_open", lambda file: asked.append(file) or open_file(file))
-    with pytest.raises(ValueError, match=r"'dog' in memory://lists/validation-0\.parquet"):
-        require_one_class_list("hfids/owner/name", None, ["train", "validation"])
-    assert [Path(file).name for file in asked] == ["train-0.parquet", "validation-0.parquet"]

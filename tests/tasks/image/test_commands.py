@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import pytest
 import timm
 import torch
 import yaml
-from image_data import image_data, read_rows, write_digits
+from image_data import read_rows, write_digits
 from safetensors.torch import load_file, save_file
 from sklearn import metrics as sk
 from sklearn.datasets import load_digits
@@ -25,7 +23,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.metadata import parse_experiment_plugin_data, parse_session_start_info_plugin_data
 from torchmetrics import classification
 
-from longseq.tasks.data.folders import named_file
 from longseq.tasks.image.pictures import draw_predictions
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -317,38 +314,3 @@ def test_a_strategy_and_a_profiler_with_options(command, longseq, folder_words, 
     assert (tmp_path / "run" / "test-profile_evaluation_test.txt").is_file()
     assert (tmp_path / "run" / "test-profile.txt").read_text() == of_training
     assert not list(tmp_path.glob("*.txt"))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems take names in Unicode alone")
-def test_names_that_are_no_unicode_are_written_so_that_they_can_be_read(command, folder_words, tmp_path):
-    def longseq(*words: str) -> str:
-        done = command(tmp_path, *words)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    write_three(tmp_path / "images")
-    for split in SPLITS:
-        folder = tmp_path / "images" / split / "three"
-        first = min(folder.iterdir())
-        first.rename(os.fsdecode(os.fsencode(folder) + b"/caf\xe9 %.png"))
-        Path(os.fsdecode(os.fsencode(folder) + b"/none\xe9.png")).write_bytes(b"no image")
-    longseq(*folder_words, "recipe.epochs=1")
-    unreadable = (tmp_path / "run/unreadable.txt").read_text(encoding="utf-8").splitlines()
-    assert {os.path.basename(os.fsencode(named_file(one))) for one in unreadable} == {b"none\xe9.png"}
-    told = longseq("predict", BEST, "input=images/test", "output=found.csv")
-    assert "2 names are no UTF-8, and found.csv has them as addresses, file:///" in told
-    longseq("predict", BEST, "input=images/test", "output=found.json")
-    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
-    rows = read_rows(tmp_path / "found.csv")
-    names = [[row["path"] for row in rows if not row["error"]], [row["path"] for row in found["predictions"]]]
-    assert names[0] == names[1]
-    assert all((tmp_path / named_file(name)).is_file() for name in names[0])
-    assert sum(os.fsencode(named_file(name)).endswith(b"caf\xe9 %.png") for name in names[0]) == 1
-    # They are a table of images as they stand.
-    with (tmp_path / "table.csv").open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file).writerows([["file_name", "label"], *([name, str(n % 2)] for n, name in enumerate(names[0]))])
-    source = image_data(name="x", source="csv", root=str(tmp_path / "table.csv"), img_size=8)
-    source.setup()
-    assert source.info.sizes["train"] + source.info.sizes["val"] == len(names[0])
-    assert all(source.splits.train.source.read(index) for index in range(len(names[0])))

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import csv
 import io
-import os
-import re
 import shutil
 import struct
-import sys
 import tarfile
 import zlib
-from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from image_data import image_data
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from longseq.tasks import predict, train
 from longseq.tasks.image import data
 from longseq.tasks.image.augmentation import Augmentation
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.datasets import ImageFiles
-from longseq.tasks.image.decoding import decode, first_line, image_endings, in_eight_bits
+from longseq.tasks.image.decoding import decode, in_eight_bits
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.transforms import evaluation_transform, training_transform
 
@@ -138,13 +134,6 @@ def test_planes_of_sixteen_bits_are_read_as_such(order, rows, alpha, tmp_path):
     assert np.array_equal(np.asarray(decode(path).convert("RGB")), COLOUR)
 
 
-def test_planes_of_sixteen_bits_that_pillow_cannot_read_are_refused(tmp_path):
-    path = tmp_path / "inks.tif"
-    path.write_bytes(tiff([GREY.astype(np.uint16)] * 4, 16, t262=5, t284=2))
-    with pytest.raises(ValueError, match="16 bits of CMYK in planes that are not compressed: store them side by side"):
-        decode(path)
-
-
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("lowest", [-100, 0])
 def test_integers_with_a_sign_are_refused(bits, lowest, tmp_path):
@@ -197,11 +186,6 @@ def test_damaged_exif_data_turns_nothing(tmp_path):
     assert decode(path).size == (16, 8)
 
 
-def test_what_pillow_only_recognises_is_no_image():
-    assert {".tif", ".webp", ".avif", ".bmp", ".jp2", ".mpo", ".jpg"} <= image_endings()
-    assert not {".eps", ".ps", ".h5", ".mpg", ".pdf"} & image_endings()
-
-
 def write_mixed(root, *, val=True):
     """Two classes of 16-bit TIFF, WebP and PNG files among others."""
     for split in ("train", "val") if val else ("train",):
@@ -232,7 +216,7 @@ def check_shades(module, count):
 
 
 @pytest.mark.parametrize("kind", ["folder", "tar", "tars", "torch/image_folder"])
-def test_every_ending_is_trained_on_and_the_rest_is_counted_and_named(kind, tmp_path, caplog):
+def test_every_ending_is_trained_on(kind, tmp_path):
     root = write_mixed(tmp_path / "images")
     if kind == "tar":
         for split in ("train", "val"):
@@ -246,82 +230,13 @@ def test_every_ending_is_trained_on_and_the_rest_is_counted_and_named(kind, tmp_
                 for file in (root / "train" / label).iterdir():
                     archive.add(file, arcname=file.name)
         module = open_folder(tmp_path / "tars", val_fraction=0.34)
-        assert "3 passed over" in caplog.text
         return check_shades(module, 8)
     else:
         if kind != "folder":  # torchvision takes every folder for a class
-            with pytest.raises(ValueError, match=r"class .ipynb_checkpoints is a hidden folder: remove it"):
-                open_folder(root, source=kind)
             shutil.rmtree(root / "train" / ".ipynb_checkpoints")
-            write(root / "train" / "light" / ".hidden.png", Image.fromarray(GREY))
-            caplog.clear()
         module = open_folder(root, source=kind)
     assert module.info.class_names == ["dark", "light"]
-    (line,) = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]
-    assert "4 passed over" in line
-    assert "2 hidden" in line
-    assert "1 .txt" in line
-    assert "1 without an ending" in line
-    assert "dark/notes.txt" in line
     return check_shades(module, 12)
-
-
-def test_links_to_above_and_empty_class_folders_are_told(tmp_path, caplog):
-    root = write_mixed(tmp_path / "images") / "train"
-    (root / "dark" / "again").symlink_to(root)
-    (root / "grey").mkdir()
-    (root / "shade").symlink_to(root / "light")  # beside it: a class like others
-    module = open_folder(root, val_fraction=0.34)
-    assert module.info.class_names == ["dark", "light", "shade"]
-    (line,) = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]
-    assert "1 link to above" in line
-    assert "1 empty" in line
-    source = module.splits.train.source
-    assert not any("again" in source.path(index) for index in range(len(source)))
-
-
-def test_tar_files_that_were_read_before_workers_start(tmp_path):
-    root = write_mixed(tmp_path / "images")
-    with tarfile.open(tmp_path / "all.tar", "w") as archive:
-        archive.add(root / "train", arcname=".")
-    source = open_folder(tmp_path / "all.tar", val_fraction=0.34)._splits.train.source
-    source.read(0)
-    file = source.reader.tar_state.tf.fileobj.fileno()
-    position = os.lseek(file, 0, os.SEEK_CUR)
-    child = os.fork()
-    if child == 0:
-        for index in range(len(source)):
-            source.read(index)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    assert os.lseek(file, 0, os.SEEK_CUR) == position
-
-
-def test_images_without_a_class_are_passed_over_by_name(tmp_path, caplog):
-    root = write_mixed(tmp_path)
-    open_folder(root, class_map={"dark": 0, "light": 1})
-    write(root / "train" / "grey" / "0.png", Image.fromarray(GREY))
-    caplog.clear()
-    open_folder(root, class_map={"dark": 0, "light": 1})
-    assert "1 of no class" in caplog.text
-    assert "grey/0.png" in caplog.text
-
-
-def test_a_class_without_training_images_is_told(tmp_path, caplog):
-    root = write_mixed(tmp_path)
-    open_folder(root, class_map={"dark": 0, "light": 1})
-    assert "never learnt" not in caplog.text
-    open_folder(root, class_map={"dark": 0, "light": 1, "grye": 2})
-    assert "no training image has the class grye, which is never learnt" in caplog.messages
-
-
-@pytest.mark.parametrize("numbers", [{"darq": 0, "lihgt": 1}, "classes.txt"])
-def test_class_folders_of_other_names_are_told_beside_those_of_the_map(numbers, tmp_path):
-    (tmp_path / "classes.txt").write_text("darq\nlihgt\n")
-    class_map = numbers if isinstance(numbers, dict) else str(tmp_path / numbers)
-    message = r"has no folder of the classes darq, lihgt, and has dark, light: give other images, or the number"
-    with pytest.raises(ValueError, match=message):
-        open_folder(write_mixed(tmp_path), class_map=class_map)
 
 
 @pytest.mark.parametrize("source", ["folder", "csv"])
@@ -341,20 +256,6 @@ def test_an_evaluation_of_another_source_leaves_out_how_the_run_named_its_labels
     assert again.info.class_names == ["dark", "light"]
 
 
-def test_images_beside_the_splits_are_named(tmp_path, caplog):
-    root = write_mixed(tmp_path)
-    open_folder(root)
-    assert "in no split" not in caplog.text
-    for place in ("extra/dark/0.png", "dev/light/0.png", "loose.png", ".hidden/0.png", "notes/read.txt"):
-        (root / place).parent.mkdir(parents=True, exist_ok=True)
-        if place.endswith("png"):
-            write(root / place, Image.fromarray(GREY))
-    module = open_folder(root)
-    assert module.info.sizes == {"train": 12, "val": 12, "test": 12}
-    (message,) = [record.getMessage() for record in caplog.records if "in no split" in record.getMessage()]
-    assert "the images of dev/, extra/, loose.png are in no split, beside train, val: name a split by" in message
-
-
 def test_names_of_splits_may_have_capitals(tmp_path):
     root = write_mixed(tmp_path)
     shutil.copytree(root / "val", root / "TEST")
@@ -367,37 +268,6 @@ def test_names_of_splits_may_have_capitals(tmp_path):
         for index in range(4):
             write(vehicles / name / f"{index}.png", Image.fromarray(GREY + index))
     assert open_folder(vehicles, val_fraction=0.25).info.class_names == ["Car", "Train"]
-
-
-def test_classes_that_look_alike_are_told(tmp_path, caplog):
-    root = write_mixed(tmp_path)
-    for split in ("train", "val"):
-        for name in ("zu\u0308g", "z\u00fcg"):
-            write(root / split / name / "0.png", Image.fromarray(GREY))
-    assert open_folder(root).info.num_classes == 4
-    assert "classes that look alike are trained as different ones" in caplog.text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("source", ["folder", "csv"])
-def test_classes_that_differ_in_capitals_alone_are_told(source, tmp_path, caplog):
-    names = ("Cat", "cat", "a", "A")
-    for name in names:
-        for index in range(2):
-            write(tmp_path / "images" / name / f"{index}.png", Image.fromarray(GREY))
-    rows = [f"{name}/{index}.png,{name}" for name in names for index in range(2)]
-    (tmp_path / "images" / "train.csv").write_text("\n".join(["file_name,label", *rows]))
-    assert open_folder(tmp_path / "images", source=source, val_fraction=0.5).info.num_classes == 4
-    (told,) = (one for one in caplog.messages if "look alike" in one)
-    assert "are trained as different ones: 'Cat' and 'cat' (blanks, capitals, " in told
-
-
-@pytest.mark.slow
-def test_a_link_to_nothing_is_told_as_one(tmp_path, caplog):
-    root = write_mixed(tmp_path)
-    (root / "train" / "grey").symlink_to(tmp_path / "gone")
-    open_folder(root)
-    assert "1 broken link, 1 without an ending" in caplog.text or "1 without an ending, 1 broken link" in caplog.text
 
 
 @pytest.mark.slow
@@ -414,9 +284,7 @@ def test_a_model_measures_a_table_with_other_labels_by_their_numbers(tmp_path):
         changes = {"source": "csv", "root": str(table)} | changes
         return ImageDataModule.for_evaluation(run, changes, split="test", trained=trained, batch_size=4)
 
-    with pytest.raises(
-        ValueError, match=r"label 0 is not among .* or give the number of each by data\.class_map, such"
-    ):
+    with pytest.raises(ValueError, match="label 0 is not among"):
         measure()
     for numbers in ({0: 0, 1: 1}, {"0": 0, "1": 1}):
         module = measure(class_map=numbers)
@@ -426,22 +294,9 @@ def test_a_model_measures_a_table_with_other_labels_by_their_numbers(tmp_path):
         ]
     with pytest.raises(ValueError, match="label 1 is not among"):
         measure(class_map={0: 0})
-    with pytest.raises(ValueError, match="gives two labels of a table one number"):
-        measure(class_map={0: 0, 1: 0})
-    with pytest.raises(ValueError, match="has the number 2, and the model's 2 classes have 0 to 1"):
-        measure(class_map={0: 0, 1: 2})
-
-
-def test_a_pipe_is_no_image(tmp_path):
-    root = write_mixed(tmp_path)
-    os.mkfifo(root / "train" / "dark" / "pipe.png")
-    module = open_folder(root)
-    assert sum(len(targets) for _, targets in module.train_dataloader()) == 12
-    assert module.unreadable == [str(root / "train" / "dark" / "pipe.png")]
-    jpeg = tmp_path / "pipe.jpg"
-    os.mkfifo(jpeg)
-    with pytest.raises(OSError, match="no regular file"):
-        decode(jpeg)
+    for numbers in ({0: 0, 1: 0}, {0: 0, 1: 2}):
+        with pytest.raises(ValueError, match="must give each label one number from 0 to 1"):
+            measure(class_map=numbers)
 
 
 def test_webdataset_keeps_sixteen_bits_and_takes_every_ending(tmp_path, monkeypatch):
@@ -465,10 +320,6 @@ def test_webdataset_keeps_sixteen_bits_and_takes_every_ending(tmp_path, monkeypa
     loader = module.train_dataloader()
     assert loader.num_workers == 2
     assert sum(len(targets) for _, targets in loader) == 8
-    with pytest.raises(ValueError, match=r"^data\.num_workers=3: .* 2 file\(s\), .*: give data\.num_workers=2$"):
-        open_folder(tmp_path, source="wds/data", num_workers=3, **names).train_dataloader()
-    with pytest.raises(ValueError, match=r"'test' .* name of shards and the number of their images: .*\.tar\|9000'$"):
-        open_folder(tmp_path, source="wds/data", test_split="test", **names)
 
 
 @pytest.mark.slow
@@ -490,62 +341,11 @@ def test_a_stream_without_a_readable_image_measures_nothing(tmp_path, tiny):
         train.run(tiny(*data, "recipe.batch_size=4"))
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda root: [path.write_bytes(b"") for path in (root / "val").rglob("*.*")], "none of the 12 validation"),
-        (lambda root: [shutil.rmtree(root / split / "dark") for split in ("train", "val")], "one class alone, light"),
-        (
-            lambda root: (root / "train" / "dark" / "0.png").rename(root / "train" / "stray.png"),
-            "outside class folders",
-        ),
-        (lambda root: write(root / "train" / "dark" / "more" / "0.png", Image.fromarray(GREY)), "dark/more lies below"),
-    ],
-)
-def test_data_that_cannot_be_trained_on_is_refused_in_one_line(spoil, message, tmp_path):
-    root = write_mixed(tmp_path)
-    spoil(root)
-    with pytest.raises(ValueError, match=message) as caught:
-        open_folder(root)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("class_map", [{"dark": -1, "light": 0}, {"dark": "first", "light": 1}, {}, "absent.txt"])
-def test_class_maps_without_numbers_are_refused(class_map, tmp_path):
-    with pytest.raises(ValueError, match=r"data\.class_map(\.dark)?=.*"):
-        open_folder(write_mixed(tmp_path), class_map=class_map)
-
-
 @pytest.mark.slow
 def test_a_file_of_classes_may_have_a_mark_and_empty_lines_at_its_end(tmp_path):
     root, names = write_mixed(tmp_path), tmp_path / "names.txt"
     names.write_text("\ufefflight\ndark\n\n\n", encoding="utf-8")
     assert open_folder(root, class_map=str(names)).info.class_names == ["light", "dark"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("text", "fault"), [("a\n\nb\n", "an empty line"), ("a\nb\na\n", "'a' is there twice")])
-def test_a_file_of_classes_that_numbers_them_otherwise_than_it_looks_is_refused(text, fault, tmp_path):
-    (tmp_path / "names.txt").write_text(text)
-    with pytest.raises(ValueError, match=rf"data\.class_map=.*{fault}"):
-        open_folder(write_mixed(tmp_path), class_map=str(tmp_path / "names.txt"))
-
-
-def test_one_class_by_a_class_map_is_refused(tmp_path):
-    root = write_mixed(tmp_path)
-    shutil.rmtree(root / "train" / "dark")
-    with pytest.raises(ValueError, match="of one class alone, light"):
-        open_folder(root, class_map={"dark": 0, "light": 1})
-
-
-def test_folders_of_one_name_are_said_to_be_one_class(tmp_path, caplog):
-    for part in ("one", "two"):
-        for label in ("dark", "light"):
-            for index in range(3):
-                write(tmp_path / part / label / f"{index}.png", Image.fromarray(GREY))
-    module = open_folder(tmp_path, val_fraction=0.3)
-    assert module.info.class_names == ["dark", "light"]
-    assert "one/dark and two/dark are one class" in caplog.text
 
 
 @pytest.mark.slow
@@ -563,16 +363,6 @@ def test_eight_and_sixteen_bits_are_predicted_alike_and_the_rest_is_named(tmp_pa
     rows = list(csv.DictReader(output.open()))
     assert len({(row["class_1"], row["probability_1"]) for row in rows if not row["error"]}) == 1
     assert [row["error"] for row in rows if row["error"]] == ["passed over: .txt"]
-
-
-def test_a_message_names_no_file_of_python(tmp_path):
-    (tmp_path / "a.png").write_bytes(b"none")
-    with (tmp_path / "a.png").open("rb") as file:
-        for opened in (file, io.BytesIO(b"none")):
-            with pytest.raises(UnidentifiedImageError) as raised:
-                Image.open(opened)
-            assert "<_io." in str(raised.value)
-            assert first_line(raised.value) == "cannot identify image file"
 
 
 def png_of_colours(values):
@@ -602,95 +392,6 @@ def write_bits(root, bits, colours=False):
     return root
 
 
-@pytest.mark.parametrize("colours", [False, True])
-@pytest.mark.parametrize("kind", ["folder", "tar", "csv"])
-def test_twelve_bits_in_a_file_of_sixteen_are_told_once(kind, colours, tmp_path, caplog):
-    root = write_bits(tmp_path / "images", 12, colours)
-    options = {"root": root, "val_fraction": 0.25}
-    if kind == "tar":
-        with tarfile.open(tmp_path / "images.tar", "w") as archive:
-            archive.add(root, arcname=".")
-        options["root"] = tmp_path / "images.tar"
-    elif kind == "csv":
-        lines = [f"{path.relative_to(root)},{path.parent.name}" for path in sorted(root.rglob("*.png"))]
-        (root / "all.csv").write_text("\n".join(["file_name,label", *lines]))
-        options |= {"root": root / "all.csv", "source": "csv"}
-    module = open_folder(**options)
-    (told,) = [message for message in caplog.messages if "of their range" in message]
-    found, count = re.match(r"(\d) of (\d) training images of 16 bits that were compared have no value", told).groups()
-    trained = [str(module.splits.train.source.path(int(index))) for index in module.splits.train.indices]
-    black = sum(path.endswith("a/0.png") for path in trained)
-    assert (int(found), int(count)) == (6 - black, 6)
-    assert re.search(rf" of {255 if colours else 65535}\): they are read nearly black; scale their values", told)
-
-
-@pytest.mark.parametrize(
-    ("kind", "bits"),
-    [*product(["png", "alpha", "ppm", "tif", "planes"], [8, 12]), ("grey_alpha", 12)],
-)
-def test_small_values_are_told_of_colours_in_every_file(kind, bits, tmp_path, caplog):
-    values = np.full((8, 8, 3), 2**bits - 1, np.uint16)
-    alpha = np.full((8, 8, 1), 65535, np.uint16)
-    content = {
-        "png": png_of_colours(values),
-        "alpha": png_of_colours(np.concatenate([values, alpha], -1)),
-        "grey_alpha": png_of_colours(np.concatenate([values[..., :1], alpha], -1)),
-        "ppm": b"P6 8 8 65535\n" + values.astype(">u2").tobytes(),
-        "tif": tiff([values], 16, t262=2),
-        "planes": tiff([*np.moveaxis(values, -1, 0)], 16, t262=2, t284=2),
-    }[kind]
-    for label in ("a", "b"):
-        for index in range(2):
-            path = tmp_path / "images" / label / f"{index}.{kind if kind in ('png', 'ppm', 'tif') else 'png'}"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-    open_folder(tmp_path / "images", val_fraction=0.5, in_chans=3)
-    assert (
-        "2 of 2 training images of 16 bits that were compared have no value above 12.5 % of their range" in caplog.text
-    )
-
-
-@pytest.mark.parametrize("bits", [14, 16])
-def test_sixteen_bits_that_are_used_are_not_remarked(bits, tmp_path, caplog):
-    open_folder(write_bits(tmp_path / "images", bits), val_fraction=0.25)
-    assert "of their range" not in caplog.text
-
-
-def test_shards_of_twelve_bits_are_told_when_they_are_made(tmp_path, command_here):
-    write_bits(tmp_path / "images", 12)
-    done = command_here(tmp_path, "prepare", "task=image", "input=images", "output=shards")
-    assert done.returncode == 0, done.stderr
-    assert (
-        "7 of 8 training images of 16 bits that were compared have no value above 12.5 % of their range" in done.stderr
-    )
-
-
-def test_classes_have_one_order_in_every_process(tmp_path):
-    """Handwritten letters have classes A and a, and a set of names another order in each process."""
-    names = ["1", "01", "001", "2", "A", "a", "Ab", "aB", "AB", "5\u00b2"]
-    wanted = ["001", "01", "1", "2", "5\u00b2", "A", "a", "AB", "Ab", "aB"]
-    for split in ("train", "val"):
-        for name in names:
-            for index in range(2):
-                write(tmp_path / split / name / f"{index}.png", Image.fromarray(GREY + index))
-    shutil.rmtree(tmp_path / "val" / "5\u00b2")  # timm's reader of archives takes no such name
-    with tarfile.open(tmp_path / "val.tar", "w") as archive:
-        archive.add(tmp_path / "val", arcname=".")
-    tars = tmp_path / "tars"
-    tars.mkdir()
-    for folder in sorted((tmp_path / "val").iterdir(), reverse=True):
-        with tarfile.open(tars / f"{folder.name}.tar", "w") as archive:
-            archive.add(folder, arcname=".")
-    shutil.rmtree(tmp_path / "val")
-    assert open_folder(tmp_path / "train", val_fraction=0.5).info.class_names == wanted
-    wanted.remove("5\u00b2")
-    assert open_folder(tmp_path / "val.tar", val_fraction=0.5).info.class_names == wanted
-    source = open_folder(tars, val_fraction=0.5).splits.train.source
-    assert source.class_names == wanted
-    assert [archive for _, archive, _ in source.reader.samples] == 2 * sorted(f"{one}.tar" for one in wanted)
-    assert [source.class_names[target] for target in source.targets()] == 2 * sorted(wanted)
-
-
 def test_compressed_tiff_files_are_read_in_archives(tmp_path):
     for name in ("dark", "light"):
         for index in range(2):
@@ -700,69 +401,3 @@ def test_compressed_tiff_files_are_read_in_archives(tmp_path):
         archive.add(tmp_path / "images", arcname=".")
     source = open_folder(tmp_path / "all.tar", val_fraction=0.5).splits.train.source
     assert [np.asarray(source.read(index)[0])[0, 0] for index in range(4)] == [0, 1, 0, 1]
-
-
-def test_links_and_older_copies_in_archives_are_told(tmp_path, caplog):
-    root = write_mixed(tmp_path / "images") / "train"
-    (root / "dark" / "link.png").symlink_to("0.png")
-    (root / "dark" / "hard.png").hardlink_to(root / "light" / "0.png")
-    (root / "grey").symlink_to("light")
-    path = tmp_path / "all.tar"
-    with tarfile.open(path, "w") as archive:
-        archive.add(root, arcname=".")
-    images = len(open_folder(path, val_fraction=0.34).splits.train.source)
-    assert "3 link in an archive" in caplog.text
-    caplog.clear()
-    write(tmp_path / "new.png", Image.fromarray(GREY + 3))
-    with tarfile.open(path, "a") as archive:
-        archive.add(tmp_path / "new.png", arcname="./dark/0.png")
-    source = open_folder(path, val_fraction=0.34).splits.train.source
-    assert len(source) == images
-    assert "1 replaced by a later file of its name" in caplog.text
-    (place,) = [index for index in range(images) if source.path(index).endswith("dark/0.png")]
-    assert np.array_equal(np.asarray(source.read(place)[0]), GREY + 3)
-
-
-def test_images_of_an_archive_without_a_class_are_told(tmp_path, caplog):
-    for name in ("dark", "grey", "light"):
-        for index in range(3):
-            write(tmp_path / "images" / name / f"{index}.png", Image.fromarray(GREY + index))
-    with tarfile.open(tmp_path / "all.tar", "w") as archive:
-        archive.add(tmp_path / "images", arcname=".")
-    module = open_folder(tmp_path / "all.tar", val_fraction=0.34, class_map={"light": 0, "dark": 1})
-    assert module.info.sizes["train"] == 4
-    assert "3 passed over (3 of no class: grey/0.png, grey/1.png, grey/2.png)" in caplog.text
-
-
-def test_a_column_of_splits_that_is_not_read_is_told(tmp_path, caplog):
-    """All lines are training lines otherwise, also those that are called val and test."""
-    for column, used in (("split", None), ("set", "set")):
-        rows = [("file_name", "label", column)]
-        for index in range(12):
-            write(tmp_path / f"{index}.png", Image.fromarray(GREY + index))
-            rows.append(
-                (f"{index}.png", "ab"[index % 2], ("train", "train", "train", "val", "test", "train")[index // 2])
-            )
-        (tmp_path / "table.csv").write_text("\n".join(map(",".join, rows)), encoding="utf-8")
-        caplog.clear()
-        open_folder(tmp_path / "table.csv", source="csv", val_fraction=0.5, label_column=used)
-        told = (
-            "its column 'split' calls 2 lines val and 2 lines test, and all lines are read as training: write train.csv"
-        )
-        assert (told in caplog.text) == (used is None)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems take names in Unicode alone")
-@pytest.mark.parametrize("kind", ["folder", "tar"])
-def test_a_class_whose_folder_has_no_unicode_name_is_refused(kind, tmp_path):
-    """No file of the run could name it: the run ended after its training."""
-    root = tmp_path / "images"
-    for name in ("plain", os.fsdecode(b"caf\xe9")):
-        for index in range(2):
-            write(root / name / f"{index}.png", Image.fromarray(GREY + index))
-    if kind == "tar":
-        with tarfile.open(tmp_path / "images.tar", "w") as archive:
-            archive.add(root, arcname=".")
-        root = tmp_path / "images.tar"
-    with pytest.raises(ValueError, match=r"the class folder 'caf\\udce9' has a name that is no UTF-8: rename it$"):
-        open_folder(root, val_fraction=0.5)

@@ -47,13 +47,3 @@ def test_the_global_generator_is_left_alone():
     np.random.seed(3)  # noqa: NPY002
     mix()
     assert np.random.rand() == expected  # noqa: NPY002
-
-
-def test_an_odd_batch_is_refused():
-    with pytest.raises(ValueError, match="batch size 7 per device is odd"):
-        BatchMixing(5, seed=0, mixup=1.0)(IMAGES[:7], TARGETS[:7], update=0)
-
-
-def test_an_unknown_mode_lists_the_known():
-    with pytest.raises(ValueError, match="batch, pair or elem"):
-        mix(mode="rows")

@@ -79,13 +79,6 @@ def test_start_skips_batches_without_changing_the_rest():
     assert len(sampler) == 8
 
 
-def test_a_batch_that_does_not_fit_names_the_number_to_choose():
-    with pytest.raises(ValueError, match=r"needs 80 training samples, but there are 50.*at most 50"):
-        TrainingSampler(50, 40, seed=0, world_size=2)
-    with pytest.raises(ValueError, match=r"batch of 20 on 2 device\(s\) x 2 accumulated batches needs 80 training"):
-        TrainingSampler(50, 20, seed=0, world_size=2, accumulate=2)
-
-
 @pytest.mark.parametrize(
     ("count", "batch_size", "world_size"), [(10, 4, 1), (103, 8, 4), (7, 3, 2), (3, 2, 5), (64, 8, 2)]
 )
@@ -96,12 +89,3 @@ def test_evaluation_covers_each_sample_once_with_equal_batch_counts(count, batch
     assert len({len(share) for share in shares}) == 1
     assert max(len(batch) for share in shares for batch in share) <= batch_size
     assert sorted(position for share in shares for batch in share for position in batch) == list(range(count))
-
-
-def test_repeats_that_leave_an_epoch_few_samples_are_refused():
-    with pytest.raises(
-        ValueError, match=r"repeats=1000 leave an epoch of 100 samples 1 different one\(s\): choose .* 32"
-    ):
-        TrainingSampler(100, 32, seed=0, repeats=1000)
-    assert len(TrainingSampler(100, 32, seed=0, repeats=32)) == 3
-    assert len(TrainingSampler(100, 2, seed=0, repeats=3)) == 50  # a batch of one image, of which there are many

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import itertools
 import json
 import re
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,18 +23,16 @@ from sklearn import metrics as sk
 from sklearn.datasets import load_digits
 from sklearn.utils.class_weight import compute_class_weight
 from torch.nn import functional
-from torch.utils.data import DataLoader
 
 import longseq
 from longseq.models import describe
 from longseq.tasks import evaluate, predict, train
-from longseq.tasks.data.labels import count_classes, find_weights, rarest_labels, remarks
+from longseq.tasks.data.labels import count_classes, find_weights, rarest_labels
 from longseq.tasks.data.sampler import BalancedSampler
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.mixing import BatchMixing
 from longseq.tasks.image.model import state_decision
 from longseq.tasks.image.module import ImageClassifier
-from longseq.tasks.training.class_report import ClassReport
 from longseq.tasks.training.classification import make_metrics, update_metrics
 from longseq.tasks.training.decisions import Scores, choose_threshold, decide
 from longseq.timm_models import stated_data
@@ -283,20 +279,6 @@ def test_means_are_of_the_classes_of_all_processes(tmp_path):
     assert [one.returncode for one in halves] == [0, 0], told
 
 
-def test_one_line_names_the_classes_that_no_sample_has(caplog):
-    info = DataInfo(**INFO | {"class_names": ["cat", "dog", "owl"], "num_classes": 3})
-    module = ImageClassifier(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3)), num_classes=3, info=info)
-    rows = [(torch.rand(1, 2, 2), 2 * (i % 2)) for i in range(8)]
-    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
-    for _ in range(2):
-        trainer.validate(module, DataLoader(rows, 4), verbose=False)
-    (line,) = [one.message for one in caplog.records if "has the class" in one.message]
-    assert line == (
-        "no validation sample has the class dog: averages over the classes leave out what has none, but F1 and "
-        "precision count it as 0 where it is predicted"
-    )
-
-
 def measure(metrics: Any, scores: np.ndarray, wanted: np.ndarray) -> dict[str, float]:
     """The values of metrics after two batches, and an empty one."""
     for part in (slice(0, 120), slice(120, 200), slice(200, None)):
@@ -304,24 +286,6 @@ def measure(metrics: Any, scores: np.ndarray, wanted: np.ndarray) -> dict[str, f
         decisions = decide(probabilities, None, multi_label=wanted.ndim == 2)
         update_metrics(metrics, probabilities, decisions, targets)
     return {name: float(metric.compute()) for name, metric in metrics.items()}
-
-
-def test_nothing_outside_the_list_of_metrics_is_called():
-    for node in ({"_target_": "os.getcwd"}, {"_target_": "torchmetrics.MetricCollection", "metrics": []}):
-        with pytest.raises(ValueError, match=r"task.metrics.x._target_=\S+ is not called: it must be one of"):
-            make_metrics(2, chosen={"x": node})
-    with pytest.raises(
-        ValueError, match=r"task\.metrics\.x\._target_=BinaryF1Score is for two classes, and there are 3"
-    ):
-        make_metrics(3, chosen={"x": {"_target_": "BinaryF1Score"}})
-    for name, several in (("MulticlassF1Score", True), ("BinaryF1Score", True), ("MultilabelF1Score", False)):
-        kind = "several labels" if several else "one class"
-        with pytest.raises(ValueError, match=rf"_target_={name} is not for data with {kind} a sample"):
-            make_metrics(2, multi_label=several, chosen={"x": {"_target_": name}})
-    found = make_metrics(2, chosen={"recall_of_second": {"_target_": "BinaryRecall"}})
-    probabilities = torch.tensor([[0.6, 0.4], [0.3, 0.7]])
-    update_metrics(found, probabilities, decide(probabilities, torch.tensor([0.3]), multi_label=False), torch.ones(2))
-    assert float(found["recall_of_second"].compute()) == 1
 
 
 def test_scores_of_a_process_stay_its_own():
@@ -489,24 +453,17 @@ def test_a_model_with_another_head_states_no_former_decision(tmp_path):
     assert "decision" not in describe(model)
 
 
-def test_thresholds_that_are_one_number_are_told_as_one():
-    info = SimpleNamespace(multi_label=True, class_names=["a", "b"])
-    for given, told in ((0.4, 0.4), "0.4000"), ((0.3, 0.5), "0.3000 to 0.5000"):
-        ((_, line),) = ClassReport().rows(SimpleNamespace(thresholds=torch.tensor(given)), info)
-        assert line == f"labels from a probability of {told} on"
-
-
 TABLES = {
-    "file_name,tag\na.png,x\n": "has no column label: give data.label_column=NAME, one of file_name, tag",
-    "name,label\na.png,x\n": "has no column file_name: give data.file_column=NAME, one of name, label",
-    "file_name,label\na.png,x\na.png,y\n": "line 3: a.png is in line 2 already: give each image one line",
-    "file_name,label\na.png,x\nb.png,x,y\n": "line 3: 3 cells for 2 columns: put one that has a comma into",
-    "file_name,label,label\na.png,x,y\n": "has two columns label: rename one of them",
-    "file_name,label\na.png,x\n./a.png,y\n": "line 3: ./a.png is in line 2 already: give each image one line",
-    "file_name,label\na.png,x\n,y\n": "line 3: no file in column 'file_name'",
+    "file_name,tag\na.png,x\n": "has no column label, but file_name, tag",
+    "name,label\na.png,x\n": "has no column file_name, but name, label",
+    "file_name,label\na.png,x\na.png,y\n": "line 3: a.png is in line 2 already",
+    "file_name,label\na.png,x\nb.png,x,y\n": "line 3: too many cells",
+    "file_name,label,label\na.png,x,y\n": "has two columns of one name",
+    "file_name,label\na.png,x\n./a.png,y\n": "line 3: ./a.png is in line 2 already",
+    "file_name,label\na.png,x\n,y\n": "line 3: no file",
     "file_name,label\na.png,x\nb.png,\n": "line 3: no label in column 'label'",
-    "file_name;label\na.png;x\n": "has ';' between its columns: save it with commas",
-    "file_name,label\na.png,x\nb.png,x\n": "has one class alone (x), and nothing to tell apart",
+    "file_name;label\na.png;x\n": "has no column file_name, but file_name;label",
+    "file_name,label\na.png,x\n": "leaves a split empty",
 }
 
 
@@ -515,34 +472,6 @@ def test_a_table_that_cannot_be_read_is_told_with_its_line(text, tmp_path):
     (tmp_path / "a.csv").write_text(text)
     with pytest.raises(ValueError, match=re.escape(TABLES[text])):
         image_data(name="table", source="csv", img_size=8, root=str(tmp_path / "a.csv")).setup()
-
-
-def test_a_compressed_table_is_not_passed_over(tmp_path):
-    write_digits(tmp_path, "", range(40))
-    lines = [f"{i}.png,{i % 2}" for i in range(40)]
-    for name, part in (("train", lines[:30]), ("val", lines[30:])):
-        (tmp_path / f"{name}.csv").write_text("\n".join(["file_name,label", *part]))
-    packed = tmp_path / "val.csv.gz"
-    packed.write_bytes(gzip.compress((tmp_path / "val.csv").read_bytes()))
-    keys = {"name": "table", "source": "csv", "img_size": 8, "in_chans": 1}
-
-    def sizes(root, **more):
-        data = image_data(**keys, root=str(root), **more)
-        data.setup()
-        return data.info.sizes
-
-    assert sizes(tmp_path) == {"train": 30, "val": 10, "test": 10}  # it lies beside what it holds
-    (tmp_path / "val.csv").unlink()
-    for more in ({}, {"val_split": "val"}):
-        with pytest.raises(
-            ValueError, match=r"val\.csv\.gz is compressed, and its images would be in no split: "
-        ) as told:
-            sizes(tmp_path, **more)
-        remedy = f"decompress it to {tmp_path / 'val.csv'}, or leave it out by data.val_split=null"
-        assert str(told.value).endswith(remedy)
-    assert sizes(tmp_path, val_split=None)["train"] == 26
-    with pytest.raises(ValueError, match=r"data\.root=.*val\.csv\.gz is compressed: decompress it"):
-        sizes(packed)
 
 
 @pytest.mark.parametrize("cells", [",1", "0, ", "0"])
@@ -561,45 +490,6 @@ JOINED = {
     "cat; indoors": "the label 'cat; dog' is a class of its own, and so are 'cat' and 'dog'",
     "cat-indoors": None,  # no usual delimiter
 }
-
-
-@pytest.mark.parametrize("cell", JOINED)
-def test_several_labels_in_a_cell_without_a_delimiter_are_remarked_once(cell, tmp_path, caplog):
-    write_digits(tmp_path, "", range(40))
-    between = cell.removeprefix("cat").removesuffix("indoors")
-    labels = ["cat", "dog", cell, f"cat{between}dog", f"dog{between}indoors"]
-    lines = [f"{i}.png,{labels[i % 5]}" for i in range(40)]
-    (tmp_path / "all.csv").write_text("\n".join(["file_name,label", *lines]))
-    keys = {"name": "table", "source": "csv", "img_size": 8, "in_chans": 1, "root": str(tmp_path / "all.csv")}
-    data = image_data(**keys)
-    data.setup()
-    assert data.info.num_classes == 5
-    told = [message for message in caplog.messages if "several labels" in message]
-    assert len(told) == (JOINED[cell] is not None)
-    assert all(JOINED[cell] in message for message in told)
-    caplog.clear()
-    image_data(**keys, multi_label=True, label_delimiter=between.strip()).setup()
-    assert "several labels" not in caplog.text
-    image_data(**keys, multi_label=True).setup()
-    assert caplog.text.count('several labels, give "data.label_delimiter=') == len(told)
-
-
-@pytest.mark.parametrize("names", [["a|b", "c|d"], ["a", "b", "c", "a|d"], ["a", "b"], ["one, two", "three"]])
-def test_names_with_a_mark_may_be_classes(names):
-    assert remarks(names, multi_label=False) == []
-
-
-@pytest.mark.parametrize("names", [["a", "b", "c", "a|b"], ["a", "a|b", "a|c"]])
-def test_names_that_consist_of_others_are_remarked(names):
-    (told,) = remarks(names, multi_label=True)
-    assert told.startswith("the label 'a|b' is a class of its own, and so")
-
-
-def test_a_label_column_is_named_once():
-    with pytest.raises(
-        ValueError, match=r"label_column=\['a', 'b', 'a'\] names a more than once: name each label once"
-    ):
-        image_data(name="table", source="csv", img_size=8, multi_label=True, label_column=["a", "b", "a"])
 
 
 def test_columns_of_flags_are_labels_in_the_order_that_was_given(tmp_path):

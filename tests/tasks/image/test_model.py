@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import timm
 import torch
-from torch import nn
 
 from longseq.backbones.image import ImageBackbone
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.model import ImageModel, state_data
-from longseq.tasks.training.checkpoint import Loaded
 from longseq.tasks.training.configuration import resolve
 from longseq.timm_models import stated_data
 
@@ -55,30 +52,6 @@ def test_models_of_timm_keep_their_architecture(name, img_size, patch, compose_c
     if patch is not None:
         assert backbone.patch_embed.patch_size == (patch, patch)
         assert backbone.patch_embed.img_size == (img_size, img_size)
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"img_size": 30, "patch_size": 4}, "2 row(s) and 2 column(s) of pixels unread; sizes that fit are 28 and 32"),
-        ({"img_size": 30, "patch_size": (4, 6)}, "2 row(s) and 0 column(s) of pixels unread; sizes that fit are 24 an"),
-        ({"img_size": 32, "patch_size": 4}, None),
-    ],
-)
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "longseq_vit_tiny_patch16_224"])
-def test_patches_that_do_not_divide_images_cut_them_as_in_timm(name, options, told):
-    own = {"mixer": "attention"} if name.startswith("longseq") else {"num_heads": 1}
-    torch.manual_seed(0)
-    model = timm.create_model(name, embed_dim=16, depth=1, num_classes=3, **own, **options).eval()
-    size = options["img_size"]
-    images = torch.zeros(1, 3, size, size)
-    changed = images.clone()
-    changed[:, :, 28:] = 1
-    with torch.no_grad():
-        assert torch.equal(model(images), model(changed)) == (told is not None)
-    remarks = ImageModel().remarks(model)
-    assert len(remarks) == (told is not None)
-    assert all(told in line for line in remarks)
 
 
 SMALL_BACKBONE = {"img_size": 16, "patch_size": 8, "num_classes": 3, "embed_dim": 16, "depth": 2}
@@ -145,37 +118,6 @@ def test_the_first_convolution_is_fitted_to_other_channels_as_timm_does_it(there
         torch.testing.assert_close(model.state_dict()[name], value, msg=name)
     told = f"fitted from {there} to {here} channel(s), as timm does it: patch_embed.proj.weight"
     assert ImageModel().notes(model) == [told]
-
-
-@pytest.mark.slow
-def test_channels_to_which_nothing_can_be_fitted_are_named():
-    def make(channels: int) -> nn.Module:
-        model = nn.Sequential(nn.Flatten(), nn.Linear(64 * channels, 2))
-        state_data(model, replace(info(8), in_chans=channels, mean=[0.5] * channels, std=[0.5] * channels))
-        return model
-
-    with pytest.raises(ValueError, match=r"^init: the model of the file reads images of 3 channel.* data\.in_chans=3$"):
-        ImageModel().initialize(make(1), make(3))
-
-
-@pytest.mark.slow
-def test_a_run_tells_weights_that_were_measured_with_another_crop(compose_config, tmp_path):
-    def remarks(**known: Any) -> list[str]:
-        model = timm.create_model("longseq_vit_tiny_patch16_224", **SMALL_BACKBONE, mixer="deltanet")
-        trained = timm.create_model(
-            "longseq_vit_tiny_patch16_224",
-            **SMALL_BACKBONE,
-            mixer="deltanet",
-            pretrained_cfg_overlay={"crop_mode": "squash", "mean": (0.5,) * 3, "std": (0.5,) * 3},
-        )
-        data = {**stated_data(trained), **known}
-        loaded = Loaded(tmp_path, tmp_path, trained, "image", {}, data, "model", 0, 0)
-        ImageModel().start_from(model, loaded, info(32))
-        return ImageModel().remarks(model)
-
-    told = f"init={tmp_path}: its weights were measured with crop_mode=squash, and this run measures with center"
-    assert remarks() == [told]
-    assert remarks(**info(32).to_dict()) == []
 
 
 @pytest.mark.slow

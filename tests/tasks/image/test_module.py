@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import csv
 import math
-import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
-from lightning.pytorch.strategies import FSDPStrategy
 
 from longseq.tasks import Training, train
 from longseq.tasks.data.loader import count_repeated
@@ -77,13 +74,6 @@ def test_recurrence_and_norm_parameters_do_not_decay(tiny):
     assert listed == len(list(task.backbone.parameters()))
 
 
-def test_flat_parameters_which_would_not_decay_are_refused():
-    classifier = ImageClassifier(torch.nn.Linear(3, 2), num_classes=2, training=Training(learning_rate=1e-3))
-    classifier._trainer = SimpleNamespace(strategy=FSDPStrategy())
-    with pytest.raises(ValueError, match="no weight would decay: take FullyShardedStrategy"):
-        classifier.configure_optimizers()
-
-
 @pytest.mark.slow
 def test_metrics_weigh_every_image_alike(tiny):
     config = tiny("data.eval_batch_size=100")
@@ -104,20 +94,6 @@ def test_metrics_weigh_every_image_alike(tiny):
     assert int(task.confusion_matrix.diagonal().sum()) == right
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"metric": "foo"}, r"^metric=foo names no metric: choose one of loss, top1, top5, f1, balanced_accuracy, "),
-        ({"metric": "val/accuracy"}, r"^metric=val/accuracy names no metric: choose one of loss, top1, "),
-        ({"metric": "top1", "multi_label": True}, r"^metric=top1 names no metric: choose one of loss, accuracy, f1, "),
-        ({"chosen_metrics": {"foo": True}}, r"^chosen_metrics\.foo=True names no metric: choose one of loss, top1, "),
-    ],
-)
-def test_an_unknown_metric_of_an_own_script_is_refused(given, words):
-    with pytest.raises(ValueError, match=words):
-        ImageClassifier(torch.nn.Linear(4, 3), num_classes=3, **given)
-
-
 @pytest.mark.parametrize("metric", [None, "loss", "val/loss", "top1", "val/auroc", "val/kappa"])
 def test_a_known_metric_of_an_own_script_is_taken(metric):
     own = {"kappa": {"_target_": "torchmetrics.classification.MulticlassCohenKappa"}, "auroc": True, "f1": None}
@@ -134,34 +110,6 @@ def test_top5_needs_more_than_five_classes(tiny):
     # A run of an earlier version may have named it, and is still evaluated.
     named = {**config, "task": {**config["task"], "metrics": {"top5": True}}}
     assert "top5" not in ImageClassifier.from_config(named, torch.nn.Identity(), few, None).val_metrics
-
-
-@pytest.mark.parametrize("word", ["task.metric=val/top5", "+task.metrics.top5=true"])
-def test_top5_of_few_classes_is_refused_before_training(word, tiny, image_folder):
-    words = ("data=image_folder", f"data.root={image_folder}", "data.img_size=8", "model.patch_size=4", "recipe=vim")
-    told = rf"^{re.escape(word.removeprefix('+'))} is measured of more than 5 classes, and there are 3: choose another"
-    with pytest.raises(ValueError, match=told):
-        train.build(tiny(*words, word))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["recipe.batch_size=63", "trainer.accumulate_grad_batches=2"], "effective batch = per-device batch x devices"),
-        (["model=timm", "model.name=resnet_of_mine"], "unknown model.name"),
-        (["+model.bogus=1"], "bogus"),
-        (["mixer.name=longhron"], "did you mean 'longhorn'"),
-        (["+trainer.devics=1"], "devics"),
-    ],
-)
-def test_a_wrong_configuration_is_one_line_with_the_remedy(
-    overrides, message, compose_config, tiny_overrides, tmp_path
-):
-    choices = [o for o in tiny_overrides if not (o.startswith("model.") and "model=timm" in overrides)]
-    config = compose_config("train", *choices, f"output={tmp_path}", *overrides)
-    with pytest.raises(ValueError, match=message) as caught:
-        parts(config)
-    assert "\n" not in str(caught.value)
 
 
 class Gradients(Callback):
@@ -219,24 +167,6 @@ def test_samples_are_ranked_where_their_probabilities_are_near_one(tmp_path, mul
     assert found["test/auroc"] == pytest.approx(roc_auc_score(wanted, scores), abs=1e-6)
     assert found["test/average_precision"] == pytest.approx(average_precision_score(wanted, scores), abs=1e-6)
     assert len(classifier.probabilities(logits).unique()) < 790, "in float32 many of these are equal"
-
-
-@pytest.mark.slow
-def test_samples_that_a_loader_repeats_are_told(caplog):
-    """Lightning gives processes equally many samples: of three, the second of two processes reads the first again."""
-    pairs = [(torch.zeros(3, 2, 2), label) for label in (0, 1, 2)]
-    sampler = torch.utils.data.DistributedSampler(pairs, num_replicas=2, rank=0, shuffle=False)
-    loaders = [torch.utils.data.DataLoader(pairs, batch_size=2, sampler=one) for one in (sampler, None)]
-    assert count_repeated(loaders) == 1
-    assert count_repeated({"whole": loaders[1]}) == 0
-    backbone = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 4))
-    trainer = Trainer(accelerator="cpu", logger=False)
-    classifier = ImageClassifier(backbone, num_classes=4)
-    for _ in range(2):
-        trainer.test(classifier, loaders[0])
-        trainer.validate(classifier, loaders[0])
-    assert ["validation counts 1 sample once more" in record.message for record in caplog.records].count(True) == 1
-    assert ["test counts 1 sample once more" in record.message for record in caplog.records].count(True) == 1
 
 
 @pytest.mark.slow

@@ -135,23 +135,6 @@ def test_a_run_repeats_what_it_chose_when_the_folder_has_grown(tmp_path, command
     assert saved["hyper_parameters"]["config"]["recipe"] == written
 
 
-@pytest.mark.parametrize("unit", ["epochs", "updates"])
-def test_a_long_warmup_that_a_command_gives_is_refused_beside_chosen_values(unit, tmp_path, command_here):
-    words = (
-        "train",
-        "data=image_folder",
-        f"data.root={write_links(tmp_path / 'images', 24)}",
-        "data.img_size=16",
-        *QUIET,
-    )
-    given = (f"recipe.{unit}=2", f"recipe.schedule.warmup_{unit}=5", "model.patch_size=8", "output=run")
-    refused = command_here(tmp_path, *words, *given)
-    told = f"recipe.schedule.warmup_{unit}=5 is no shorter than the run (recipe.{unit}=2): give a shorter warm-up"
-    assert refused.returncode == 2
-    assert told in refused.stderr
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.slow
 def test_a_learning_rate_is_found_and_recorded(tmp_path, command_here, tiny_overrides):
     search = ("recipe.learning_rate=find", "learning_rate_finder.num_training=20", "trainer.accumulate_grad_batches=2")
@@ -240,18 +223,6 @@ def test_what_timm_takes_in_part_is_refused_or_told(tmp_path, compose_config, im
 
 
 @pytest.mark.slow
-def test_the_file_of_weights_of_a_saved_folder_is_refused(tmp_path, compose_config, image_folder):
-    """Its config.json tells what the weights compute, and for which classes."""
-    words = ("data=image_folder", *SMALL, f"data.root={image_folder}", "trainer=cpu", f"output={tmp_path}")
-    train.build(compose_config("train", *words)).module.backbone.save_pretrained(tmp_path / "model")
-    path = tmp_path / "model" / "model.safetensors"
-    with pytest.raises(ValueError, match=rf"the weights alone .*: give its folder, init={path.parent}$"):
-        train.build(compose_config("train", *words, f"init={path}"))
-    (path.parent / "config.json").write_text(json.dumps({"architecture": "longseq_tiny_patch16_224"}))
-    train.build(compose_config("train", *words, f"init={path}"))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "first"), [("test_resnet", "conv1.0"), ("test_vit", "patch_embed.proj")])
 def test_timms_weights_of_other_channels_are_fitted(name, first, tmp_path, compose_config, image_folder):
     data = ("data=image_folder", f"data.root={image_folder}", "data.num_workers=0", "data.img_size=160")
@@ -326,34 +297,6 @@ def test_our_weights_are_tuned_with_a_new_head_for_classes_of_other_names(tmp_pa
     assert all(torch.equal(own[key], tuned[name][key]) for name in tuned for key in own.keys() - heads)
     assert torch.equal(own["head.weight"], tuned["same"]["head.weight"])
     assert not torch.equal(own["head.weight"], tuned["other"]["head.weight"])
-
-
-@pytest.mark.slow
-def test_a_run_tells_once_that_its_weights_saw_other_pixels_and_other_classes(
-    tmp_path, compose_config, command_here, image_folder
-):
-    words = ("data=image_folder", *SMALL, f"data.root={image_folder}")
-    train.build(compose_config("train", *words, "trainer=cpu", "output=x")).module.backbone.save_pretrained(
-        tmp_path / "model"
-    )
-    shutil.copytree(image_folder, tmp_path / "others")
-    for split in ("train", "val"):
-        (tmp_path / "others" / split / "class2").rename(tmp_path / "others" / split / "class9")
-    search = ("recipe.learning_rate=find", "learning_rate_finder.num_training=20", "recipe.epochs=1")
-    run = ("train", *words, *QUIET, *search, "recipe=finetune", "init=model")
-    same = command_here(tmp_path, *run, "output=same")
-    assert same.returncode == 0, same.stderr
-    assert "its weights" not in same.stderr
-    assert "the head is new" not in same.stdout
-    other = command_here(tmp_path, *run, "data.root=others", "data.mean=[0.5,0.456,0.406]", "output=other")
-    assert other.returncode == 0, other.stderr
-    told = (
-        "longseq: warning: init=model: its weights were trained with data.mean=[0.485,0.456,0.406], and this run has "
-        "data.mean=[0.5,0.456,0.406]"
-    )
-    assert other.stderr.splitlines().count(told) == 1
-    new = "the head is new: the classes are class0, class1, class9, and those of the weights are class0, class1, class2"
-    assert other.stdout.splitlines().count(new) == 1
 
 
 def open_info(images: int) -> DataInfo:

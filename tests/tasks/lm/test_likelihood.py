@@ -67,7 +67,7 @@ def test_a_model_of_learned_positions_reads_windows_of_a_document():
     assert [one.log_probability for one in found] == pytest.approx([directly(model, row)[0] for row in rows])
     (cut,) = score_rows(model, [Row(tokens, 20)], 1)
     assert cut.log_probability == pytest.approx(directly(model, Row(tokens[-9:], 6))[0])
-    with pytest.raises(ValueError, match="22 tokens are scored at once, more than the 8 positions"):
+    with pytest.raises(ValueError, match="22 tokens are scored at once"):
         score_rows(model, [Row(tokens)], 1)
 
 
@@ -80,11 +80,6 @@ def test_the_windows_of_a_long_answer_hold_its_prompt_and_score_each_of_its_toke
     assert all(row.start >= 1 and len(row.tokens) == 9 for row in rows)
     if start <= 8:
         assert rows[0].tokens[: rows[0].start] == tokens[:start], "what is scored first sees all of the prompt"
-
-
-def test_a_token_outside_the_vocabulary_is_refused():
-    with pytest.raises(ValueError, match=r"the text has the token 11, and the model knows 11: the tokenizer is not"):
-        score_rows(make("deltanet"), [Row([1, 11])], 1)
 
 
 @pytest.mark.slow

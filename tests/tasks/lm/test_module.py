@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import csv
 import math
-from functools import partial
 
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.loggers import CSVLogger
 from loop_mixers import Leaking, Mean
-from timm.scheduler import create_scheduler_v2
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from longseq import mixers
 from longseq.backbones.tokens import TokenBackbone
-from longseq.kernels.packing import Packing
-from longseq.mixers.contract import TOKENS
-from longseq.tasks.lm.metrics import LossByPosition
+from longseq.mixers.contract import ContractError
 from longseq.tasks.lm.module import LanguageModelTask
-from longseq.tasks.lm.samples import write_sample
 from longseq.tasks.text.batch import IGNORED, Carry, TokenInputs
 from longseq.tasks.text.info import TextInfo
-from longseq.tasks.training.length import Epoch, RunLength
 from longseq.tasks.training.recipe import Training
-from longseq.tasks.training.token_model import PluginMixers
 
 V = 11
 INFO = TextInfo(vocab_size=V, separator=10, window=8, tokenizer={"kind": "bytes"})
@@ -143,40 +134,10 @@ def test_a_plug_in_whose_documents_see_each_other_stops_the_run(stage, tmp_path)
         here, module = trainer(tmp_path, max_steps=1), LanguageModelTask(make(mixer), info=INFO, training=DESCENT)
         return here.fit(module, batches) if stage == "train" else here.validate(module, batches, verbose=False)
 
-    with pytest.raises(ValueError, match="the mixer leaking of a plug-in lets sequences see each other: tokens 5 to 5"):
+    with pytest.raises(ContractError, match="tokens 5 to 5"):
         run("leaking", batches)
     run("leaking", rows)
     run("mean", batches)
-
-
-@pytest.mark.usefixtures("own_mixers")
-def test_a_plug_in_is_checked_in_single_precision(tmp_path):
-    """In half precision, packed rows differ from their parts by rounding, and a good mixer could be refused."""
-    found = []
-
-    @mixers.register("noting")
-    class Noting(Mean):
-        def scan(self, projected, state=None, **options):
-            found.append((projected.shape[1], projected.dtype))
-            return super().scan(projected, state, **options)
-
-    module = LanguageModelTask(make("noting").float(), info=INFO, training=DESCENT)
-    batches = Memory([packed([[1, 2, 3, 10], [4, 5, 10]])])
-    trainer(tmp_path, max_steps=1, precision="bf16-mixed").fit(module, batches)
-    checked = {dtype for tokens, dtype in found if tokens == TOKENS}
-    assert checked == {torch.float32}
-    assert {dtype for tokens, dtype in found if tokens != TOKENS} >= {torch.bfloat16}
-
-
-@pytest.mark.usefixtures("own_mixers")
-def test_the_check_of_a_plug_in_draws_no_number_of_the_run():
-    mixers.register("mean")(Mean)
-    model, before = make("mean"), torch.get_rng_state()
-    checks = PluginMixers()
-    checks.check(model, Packing(torch.tensor([0, 3, 5])))
-    checks.check(model, None, torch.ones(2, 5, dtype=torch.bool))
-    assert checks.checked == {True, False}
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def same(x, y):
@@ -259,7 +220,7 @@ def test_packed_streams_go_on_at_their_rows():
 def test_streams_of_a_state_that_grows_are_refused():
     module = LanguageModelTask(make("attention"), info=INFO)
     inputs = TokenInputs(torch.zeros(1, 4, dtype=torch.long), None, 4, 4, 4, Carry(None, None, torch.tensor([True])))
-    with pytest.raises(ValueError, match="the state of Attention grows with every token and cannot go on"):
+    with pytest.raises(ValueError, match="the state of Attention grows with every token"):
         module._features(inputs, "train")
 
 
@@ -286,53 +247,12 @@ def test_metrics_are_sums_over_all_batches(tmp_path):
     assert module.by_position[2]["perplexity"] == pytest.approx(each[(place == 2) | (place == 3)].mean().exp().item())
 
 
-def test_places_far_into_a_document_have_their_part():
-    metric = LossByPosition()
-    metric.update(torch.ones(3), torch.tensor([0, 2**20, 2**31]), torch.ones(3, dtype=torch.bool))
-    assert [row["from"] for row in metric.table()] == [0, 2**20, 2**30]
-
-
 def test_operations_are_those_of_each_document():
     module = LanguageModelTask(make("attention"), info=INFO)
     flops = module.backbone.flops
     assert module.count_flops(packed([[1, 2, 10], [4, 5, 6, 7, 10]])) == 3 * (flops(3) + flops(5))
     rows = TokenInputs(torch.zeros(2, 6, dtype=torch.long), None, 6, 12, 12)
     assert module.count_flops((rows, None)) == 6 * flops(6)
-
-
-def test_the_norm_of_the_gradient_is_that_of_an_update_before_it_is_clipped(tmp_path):
-    model = make()
-    parts = [packed([[1, 2, 3, 10]], 4), packed([[5, 6, 7, 10]], 4)]
-    losses = [
-        functional.cross_entropy(model(inputs.tokens)[0][0], targets[0], reduction="sum") for inputs, targets in parts
-    ]
-    (sum(losses) / 8).backward()
-    wanted = torch.stack([value.grad.norm() for value in model.parameters()]).norm().item()
-    logger = CSVLogger(tmp_path)
-    module = LanguageModelTask(make(), info=INFO, training=DESCENT)
-    options = {"accumulate_grad_batches": 2, "gradient_clip_val": wanted / 3, "log_every_n_steps": 1}
-    trainer(tmp_path, max_steps=1, **options, logger=logger).fit(module, Memory(parts))
-    with open(logger.experiment.metrics_file_path) as file:
-        found = [float(row["train/gradient_norm"]) for row in csv.DictReader(file) if row["train/gradient_norm"]]
-    assert found == pytest.approx([wanted], rel=1e-6)
-
-
-@pytest.mark.parametrize("options", [{"decay_epochs": 0.6}, {}])
-@pytest.mark.parametrize("updates", [49, 103, 7])
-def test_a_rate_falls_within_a_run_of_two_updates(options, updates):
-    """2 / 49 * 49 - 1 / 49 * 49 is below 1 in floating point."""
-    schedule = partial(create_scheduler_v2, sched="wsd", warmup_lr=0.0, step_on_epochs=False, **options)
-    training = Training(learning_rate=1.0, schedule=schedule, length=RunLength(updates=2, warmup_updates=1))
-    task = LanguageModelTask(make(), info=INFO, training=training)
-    task._known_epoch = Epoch(updates)
-    task.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    state = task.configure_optimizers()["lr_scheduler"]["scheduler"].state_dict()
-    assert (state["warmup_t"], state["t_initial"], state["decay_t"]) == (1, 1, 1)
-
-
-def test_a_sample_is_no_longer_than_the_learned_positions():
-    model = TokenBackbone(vocab_size=V, d_model=8, depth=1, mixer="attention", positions="learned", max_length=8)
-    assert write_sample(model, INFO, tokens=256) is not None
 
 
 TEXTS = ([3, 4, 5, 6, 7, 8, 9], [1, 2, 6], [5])  # the last one predicts nothing
@@ -383,19 +303,6 @@ def test_padding_between_tokens_is_not_read_and_predicts_nothing():
     torch.testing.assert_close(module(inputs)[:, [0, 1, 4]], read)
 
 
-@pytest.mark.slow
-def test_labels_of_padding_are_no_targets():
-    module = LanguageModelTask(make())
-    ids, mask = torch.tensor([[3, 4, 5, 0, 0], [0, 0, 6, 7, 8]]), torch.tensor([[1, 1, 1, 0, 0], [0, 0, 1, 1, 1]])
-    batch = {"input_ids": ids, "attention_mask": mask}
-    inputs, targets = module.read_batch(batch)
-    labelled, same = module.read_batch(batch | {"labels": ids.clone()})
-    assert same.tolist() == targets.tolist() == [[4, 5, *[IGNORED] * 2], [*[IGNORED] * 2, 7, 8]]
-    assert labelled.units == inputs.units == 4
-    some = module.read_batch(batch | {"labels": ids.masked_fill(ids < 6, IGNORED)})[1]
-    assert some.tolist() == [[IGNORED] * 4, [*[IGNORED] * 2, 7, 8]]
-
-
 def test_a_batch_without_padding_or_with_padding_behind_is_read_without_a_mask():
     ids, mask = torch.tensor([[3, 4, 5, 0]]), torch.tensor([[1, 1, 1, 0]])
     module = LanguageModelTask(make())
@@ -404,10 +311,6 @@ def test_a_batch_without_padding_or_with_padding_behind_is_read_without_a_mask()
     both_ways = LanguageModelTask(make(direction="bidirectional"))
     (inputs, _) = both_ways.read_batch({"input_ids": ids, "attention_mask": mask.roll(1, 1) * mask})
     assert inputs.mask.tolist() == [[False, True, True]]
-    with pytest.raises(ValueError, match=r"attention_mask has the shape \[1, 3\] and the tokens \[1, 4\]"):
-        module.read_batch({"input_ids": ids, "attention_mask": mask[:, 1:]})
-    with pytest.raises(ValueError, match=r"tokens of the shape \[1, 3\] with targets of \[1, 1\]"):
-        module.read_batch({"input_ids": ids, "attention_mask": mask, "labels": ids[:, :2]})
 
 
 def test_the_diagnostics_do_not_read_padding():

@@ -167,8 +167,6 @@ def test_a_checkpoint_is_measured_again_and_writes_text(run, compose_config, tmp
     assert capsys.readouterr().out == f"import {rows[0]['text']}\n"
     text = ("data.source=standard_library", "data.validation=0.2", "data.test=0.2", "data.reset_state=false")
     again = evaluate.run(compose_config("evaluate", saved, *limits, *text))
-    with pytest.raises(ValueError, match="a saved model does not tell what to measure it on: give data"):
-        evaluate.run(compose_config("evaluate", saved, *limits))
     assert again["test/bits_per_byte"] == pytest.approx(metrics["test/bits_per_byte"], rel=1e-6)
 
 
@@ -209,22 +207,6 @@ def test_streams_keep_their_state_over_stops_at_a_validation(run, monkeypatch):
             with pytest.raises(OSError, match="unplugged"):
                 run("cut", *words, "resume=true")
     cut = run("cut", *words, "resume=true")
-    assert_same_run(whole, cut)
-
-
-@pytest.mark.slow
-def test_a_run_from_before_keys_of_the_model_goes_on_with_what_it_did(run, tmp_path):
-    whole, cut = run("whole"), run("cut", stop=4)
-    path = cut / "checkpoints" / "last.ckpt"
-    saved = torch.load(path, weights_only=True)
-    for key in ("direction", "norm_eps", "norm_order"):
-        del saved["hyper_parameters"]["config"]["model"][key]
-    torch.save(saved, path)
-    with pytest.raises(ValueError, match=r"norm_eps: None there, 0\.001 here\); .* longseq had other keys, .* init="):
-        run("cut", "model.norm_eps=1e-3", "resume=true")
-    with pytest.raises(ValueError, match=r"; give recipe\.learning_rate=\S+ seed=\d+, or start anew without resume"):
-        run("cut", "recipe.learning_rate=1", "seed=5", "resume=true")
-    run("cut", "resume=true")
     assert_same_run(whole, cut)
 
 
@@ -275,39 +257,10 @@ def test_a_run_with_a_constant_rate_ends_elsewhere_from_its_checkpoint(run, tmp_
     short = run("short", decay)
     leg = run("leg", decay, f"resume={branch}")
     assert_same_run(short, leg)
-    with pytest.raises(
-        ValueError, match=r"the checkpoint is of update 8, and the learning rate falls from update 5 on"
-    ):
+    with pytest.raises(ValueError, match="before update 5"):
         run("later", decay, "recipe.updates=30", f"resume={short / 'checkpoints' / 'last.ckpt'}")
-    with pytest.raises(ValueError, match=r"was trained with another configuration \(recipe\.learning_rate"):
+    with pytest.raises(ValueError, match=r"recipe\.learning_rate"):
         run("other", decay, "recipe.updates=30", "recipe.learning_rate=1", f"resume={branch}")
-
-
-def test_the_part_in_which_a_rate_falls_lies_within_the_run(run):
-    with pytest.raises(ValueError, match=r"recipe\.schedule\.decay_epochs=3: give the part of the run"):
-        run("run", "recipe.schedule.decay_epochs=3")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("recipe.batch_size=100",), r"recipe\.batch_size=100 counts tokens .* set recipe\.batch_size=96"),
-        (("data.packing=streams", "mixer=attention"), r"the state of Attention grows with every token"),
-        (("recipe.schedule.step_on_epochs=true",), r"recipe\.schedule\.step_on_epochs must be false"),
-        (("+recipe.loss.z_los=1",), r"recipe\.loss\.z_los is unknown: did you mean recipe\.loss\.z_loss"),
-    ],
-)
-def test_what_cannot_be_is_one_line(words, message, compose_config, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        train.run(compose_config("train", *WORDS, *words, f"output={tmp_path / 'run'}"))
-
-
-def test_text_that_is_too_short_for_an_update_is_refused_before_anything_is_written(compose_config, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"windows of 16 tokens, and an update needs 1000000 \(recipe\.batch_size=16000000"
-    ):
-        train.run(compose_config("train", *WORDS, "recipe.batch_size=16000000", f"output={tmp_path / 'run'}"))
-    assert not (tmp_path / "run").exists()
 
 
 def make_model():
@@ -413,12 +366,6 @@ def test_muon_goes_on_from_its_state():
     assert all(torch.equal(x, y) for x, y in zip(model.parameters(), again.parameters(), strict=True))
 
 
-def test_muon_refuses_shards_in_one_line(monkeypatch):
-    monkeypatch.setattr(muon, "is_sharded", lambda parameter: True)
-    with pytest.raises(ValueError, match="Muon needs whole matrices, and trainer=fsdp shards them: take trainer=ddp"):
-        create_muon(make_model(), lr=0.01)
-
-
 PLUGIN = f"""
 from longseq.tasks.text import corpora
 corpora.standard_library_files = lambda: {FILES}
@@ -452,36 +399,3 @@ def test_a_sharded_run_on_two_processes_goes_on_as_one_process_would(run, comman
     for name, value in first["state_dict"].items():
         torch.testing.assert_close(second["state_dict"][name], value, rtol=1e-3, atol=1e-5)
     assert json.loads((tmp_path / "cut" / "metrics.json").read_text())["updates"] == 8
-
-
-def test_an_average_of_a_sharded_model_is_refused(run):
-    average = "recipe.ema={decay: 0.9}"
-    with pytest.raises(ValueError, match=r"recipe\.ema averages whole weights, and trainer=fsdp shards them"):
-        run("run", average, "+trainer.strategy=fsdp")
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        # A document that is in the split "test" before and after.
-        ({2: "hers"}, "test has another text than when the model was trained, and as many samples"),
-        (dict.fromkeys(range(200), "here and there"), "samples now, and had"),
-    ],
-)
-def test_a_text_that_has_changed_since_the_training_is_told(words, told, run, compose_config, tmp_path, caplog):
-    path = tmp_path / "text.jsonl"
-
-    def write(words):
-        lines = [{"text": f"text {number} {words.get(number, 'here')}"} for number in range(200)]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    write({})
-    data = ("data.source=files", f"data.root={path}", f"data.cache={tmp_path / 'cache'}", "data.test=0.6")
-    folder = run("one", *data, "recipe.updates=1", "callbacks.text_samples=null")
-    command = compose_config("evaluate", f"checkpoint={folder / 'checkpoints' / 'last.ckpt'}", "trainer=cpu")
-    evaluate.run(command)
-    assert "have changed" not in caplog.text
-    write(words)
-    evaluate.run(command)
-    assert "the data have changed: test has " in caplog.text
-    assert told in caplog.text

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-import re
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-from cases import cases
 
-from longseq.plugins import is_foreign
 from longseq.tasks.data.generators.listops import CLOSE, MAX, MED, MIN, PADDING
-from longseq.tasks.data.generators.samples import distinct, row_hashes
+from longseq.tasks.data.generators.samples import distinct
 from longseq.tasks.probe import generators
-from longseq.tasks.probe.generators import GENERATORS, IGNORED, Samples, check_options, draw, generator_options
+from longseq.tasks.probe.generators import GENERATORS, IGNORED, Samples, draw, generator_options
 from longseq.tasks.probe.slices import make_splits, slice_names
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -43,10 +37,6 @@ def make(name: str, count: int = 60, seed: int = 0, **options: Any) -> Samples:
 
 def rows(samples: Samples) -> list[tuple[list[int], list[int]]]:
     return list(zip(samples.tokens.tolist(), samples.labels.tolist(), strict=True))
-
-
-def test_every_generator_is_tested() -> None:
-    assert SMALL.keys() == {name for name, generator in GENERATORS.items() if not is_foreign(generator)}
 
 
 @pytest.mark.parametrize("name", GENERATORS)
@@ -303,99 +293,8 @@ def test_the_cache_gives_the_same_samples(tmp_path: Any) -> None:
             assert np.array_equal(one.tokens, other.tokens)
             assert np.array_equal(one.answers, other.answers)
             assert other.allowed is None
-    next(tmp_path.glob("*.npz")).write_bytes(b"cut short")
-    again = make_splits("copy", {"tokens": 8}, described, seed=3, folder=str(tmp_path))
-    assert np.array_equal(again["train"][0].tokens, made["train"][0].tokens)
     make_splits("copy", {"tokens": 8}, described, seed=4, folder=str(tmp_path))
     assert len(list(tmp_path.glob("copy_*.npz"))) == 2
-
-
-OWN = """
-import numpy as np
-from longseq.tasks.probe.generators import Samples
-
-OFFSET = 0
-
-def own(random, samples, *, vocab_size=16, tokens=12, offset=0):
-    drawn = random.integers(0, 8, (samples, tokens))
-    return Samples(drawn, (drawn + offset + OFFSET) % vocab_size)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "change", [("offset=0", "offset=1"), ("OFFSET = 0", "OFFSET = 1"), ("% vocab_size", "* 3 % vocab_size")], ids=str
-)
-def test_the_cache_knows_the_source_of_a_plug_in(
-    change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    described, made = {"train": [{"samples": 20}]}, []
-    for number, source in enumerate((OWN, OWN, OWN.replace(*change))):
-        file = tmp_path / f"{number}" / "own.py"
-        file.parent.mkdir()
-        file.write_text(source)
-        module = ModuleType("own")
-        exec(compile(source, file, "exec"), vars(module))
-        monkeypatch.setitem(generators._GENERATORS, "own", module.own)
-        made.append(make_splits("own", {}, described, seed=0, folder=str(tmp_path))["train"][0].answers)
-        if number == 1:
-            assert len(list(tmp_path.glob("own_*.npz"))) == 1
-    assert len(list(tmp_path.glob("own_*.npz"))) == 2
-    assert np.array_equal(made[0], made[1])
-    assert not np.array_equal(made[0], made[2])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("package", "line", "call"),
-    [
-        ("", "import own_rules", "own_rules.near.shift(1)"),
-        ("", "from own_rules import shift", "shift(1)"),
-        ("own_package", "from . import own_rules", "own_rules.shift(1)"),
-    ],
-    ids=["module", "function", "package"],
-)
-def test_the_cache_knows_what_a_plug_in_imports(
-    package: str, line: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    described, made = {"train": [{"samples": 20}]}, []
-    rules = "from .own_shift import shift" if package else "import own_shift as near; from own_shift import shift"
-    for number, rule in enumerate(("x", "x", "x + 1")):
-        folder = tmp_path / f"{number}" / package
-        folder.mkdir(parents=True)
-        (folder / "own.py").write_text(f"{line}\n{OWN.replace('+ OFFSET', f'+ {call}')}")
-        (folder / "own_rules.py").write_text(rules)
-        (folder / "own_shift.py").write_text(f"def shift(x):\n    return {rule}\n")
-        with monkeypatch.context() as patched:
-            patched.setattr(sys, "path", [str(folder.parent if package else folder), *sys.path])
-            patched.setattr(sys, "modules", dict(sys.modules))
-            importlib.invalidate_caches()
-            module = importlib.import_module(f"{package}.own".lstrip("."))
-            patched.setitem(generators._GENERATORS, "own", module.own)
-            made.append(make_splits("own", {}, described, seed=0, folder=str(tmp_path))["train"][0].answers)
-        assert len(list(tmp_path.glob("own_*.npz"))) == (2 if number == 2 else 1)
-    assert np.array_equal(made[0], made[1])
-    assert not np.array_equal(made[0], made[2])
-
-
-@pytest.mark.slow
-def test_samples_of_a_source_that_is_not_known_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names: dict[str, Any] = {}
-    exec(OWN, names)
-    monkeypatch.setitem(generators._GENERATORS, "own", names["own"])
-    make_splits("own", {}, {"train": [{"samples": 20}]}, seed=0, folder=str(tmp_path))
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_samples_of_a_function_among_the_defaults_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def own(random: np.random.Generator, samples: int, *, vocab_size: int = 4, rule: Any = abs) -> Samples:
-        return Samples(drawn(random, samples), drawn(random, samples))
-
-    monkeypatch.setitem(generators._GENERATORS, "own", own)
-    make_splits("own", {}, {"train": [{"samples": 20}]}, seed=0, folder=str(tmp_path))
-    assert not list(tmp_path.iterdir()), "nobody knows what the function does in the next process"
-    assert generators.preset("own")["options"] == {"vocab_size": 4}
 
 
 @pytest.mark.slow
@@ -407,96 +306,15 @@ def test_the_cache_knows_the_defaults(tmp_path: Path, monkeypatch: pytest.Monkey
         assert len(list(tmp_path.glob("copy_*.npz"))) == files
 
 
-def drawn(random: np.random.Generator, samples: int, tokens: int = 8) -> Any:
-    return random.integers(0, 4, (samples, tokens))
-
-
-MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
-    (lambda x: x, "it returns ndarray: return Samples(tokens, labels)"),
-    (lambda x: Samples(x, x + 1), "labels has 4 where vocab_size=4: return numbers from 0 to 3, or -100 without a"),
-    (lambda x: Samples(x, x - 1), "labels has -1 where vocab_size=4"),
-    (lambda x: Samples(x + 1, x), "tokens has 4 where vocab_size=4: return numbers from 0 to 3"),
-    (lambda x: Samples(x - 1, x), "tokens has -1 where vocab_size=4"),
-    (lambda x: Samples(x / 8, x), "tokens is an array of float64: return a NumPy array of integers"),
-    (lambda x: Samples(x, x.tolist()), "labels is list: return a NumPy array of integers"),
-    (lambda x: Samples(x, None), "labels is NoneType: return a NumPy array of integers"),
-    (lambda x: Samples(x[:10], x[:10]), "tokens has the shape [10, 8]: return [20, T] for 20 samples"),
-    (lambda x: Samples(x[0], x[0]), "tokens has the shape [8]: return [20, T] for 20 samples"),
-    (lambda x: Samples(x, x[:, 1:]), "labels has the shape [20, 7], and tokens [20, 8]: make them fit"),
-    (lambda x: Samples(x, x, x[0]), "allowed has the shape [8], and tokens [20, 8]: make them fit"),
-    (lambda x: Samples(x, x, None, x[1:]), "identity has the shape [19, 8], and tokens [20, 8]: make them fit"),
-    (lambda x: Samples(x, np.full_like(x, IGNORED)), "no sample of the slice slice0 of train has a question"),
-]
-
-
-@pytest.mark.slow
-@cases(("change", "message"), MISTAKES)
-def test_what_a_plug_in_returns_is_checked(
-    change: Callable[[Any], Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def own(random: np.random.Generator, samples: int, *, vocab_size: int = 4) -> Any:
-        return change(drawn(random, samples))
-
-    monkeypatch.setitem(generators._GENERATORS, "own", own)
-    with pytest.raises(ValueError, match=f"^data.generator=own: {re.escape(message)}"):
-        make_splits("own", {}, {"train": [{"samples": 20}]}, seed=0)
-
-
-@pytest.mark.slow
-def test_a_plug_in_may_return_what_samples_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_of_a_plug_in_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def own(random: np.random.Generator, samples: int, *, vocab_size: int = 4) -> Samples:
-        tokens = drawn(random, samples)
-        labels = np.where(tokens == 1, IGNORED, tokens)
-        return Samples(tokens > 1, labels, 1 << tokens, np.arange(samples) + random.integers(2**40))
+        tokens = random.integers(0, vocab_size, (samples, 8))
+        return Samples(tokens, tokens)
 
-    monkeypatch.setitem(generators._GENERATORS, "own", own)
-    (made,) = make_splits("own", {}, {"train": [{"samples": 20}]}, seed=0)["train"]
+    monkeypatch.setitem(GENERATORS, "own", own)
+    (made,) = make_splits("own", {}, {"train": [{"samples": 20}]}, seed=0, folder=str(tmp_path))["train"]
     assert made.tokens.shape == (20, 8)
-
-
-@pytest.mark.slow
-def test_options_of_a_plug_in_have_types_and_no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def own(random, samples, *, vocab_size=4, offset=-2, gain=-1.5, span=(-3, 3), names=("a",), any=None, on=True):
-        raise AssertionError
-
-    monkeypatch.setitem(generators._GENERATORS, "own", own)
-    for right in (
-        {"offset": -4},
-        {"gain": -2},
-        {"span": [5, -1, 2]},
-        {"span": []},
-        {"names": ["b", "c"]},
-        {"any": "x"},
-    ):
-        check_options("own", right)
-    for wrong, message in (
-        ({"offset": 0.5}, "data.options.offset=0.5 must be a whole number"),
-        ({"gain": "low"}, "data.options.gain='low' must be a number"),
-        ({"span": [0.5, 1]}, r"data.options.span=\[0.5, 1\] must be a list of entries such as \[-3, 3\]"),
-        ({"span": 3}, r"data.options.span=3 must be a list of entries such as \[-3, 3\]"),
-        ({"names": [1]}, r"data.options.names=\[1\] must be a list of entries such as \['a'\]"),
-        ({"on": 1}, "data.options.on=1 must be true or false"),
-        ({"pairs": 2}, "has no option pairs: .*; data=own, in place of data.generator=own, sets these alone"),
-    ):
-        with pytest.raises(ValueError, match=f"{message}$"):
-            check_options("own", wrong)
-
-
-@pytest.mark.slow
-def test_a_generator_whose_options_no_command_could_give_is_refused() -> None:
-    def required(random: Any, samples: int, *, size: int, vocab_size: int = 4) -> Samples:
-        raise AssertionError
-
-    def endless(random: Any, samples: int, vocab_size: int = 4) -> Samples:
-        raise AssertionError
-
-    for own, message in (
-        (required, "'own': the option size needs a default, such as size=1"),
-        (endless, "'own' needs the keyword-only option vocab_size with a default, such as vocab_size=16"),
-    ):
-        with pytest.raises(ValueError, match=f"the generator {message}$"):
-            generators.register("own")(own)
-    assert "own" not in GENERATORS
+    assert not list(tmp_path.iterdir()), "its source may change"
 
 
 def test_slices_are_named_by_what_they_set() -> None:
@@ -522,37 +340,16 @@ def test_places_and_answers_are_the_labels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("name", "options"),
     [
-        ("mqar", {"tokens": 14, "pairs": 4}, "at least 4 x pairs=16"),
-        ("mqar", {"filler": "noise"}, "zero, random"),
-        ("mqar", {"vocab_size": 8, "pairs": 6, "tokens": 48}, "cannot be drawn from 3"),
-        ("mqar_vla", {"tokens": 10}, "at least 3 x pairs"),
-        ("mqar_vla", {"keys": (0, 40)}, "below the separator"),
-        ("mqar_vla", {"keys": (0, 40, 50)}, r"must be a range \[low, high\)"),
-        ("mqar_vla", {"keys": 3}, r"must be a range \[low, high\)"),
-        ("mqar_vla", {"vocab_size": 9, "pairs": 8, "keys": None, "tokens": 40}, "no token that is no key"),
-        ("copy", {"tokens": 5}, "must be even"),
-        ("copy", {"vocab_size": 1}, "at least 2"),
-        ("selective_copying", {"vocab_size": 2}, "at least 3"),
-        ("selective_copying", {"copied": 12}, "2 x copied"),
-        ("recall", {"noise_vocab_size": 0}, "noise_vocab_size"),
-        ("fuzzy_recall", {"key_size": 9}, "two pairs must fit"),
-        ("memorization", {"tokens": 7}, "must be even"),
-        ("memorization", {"vocab_size": 2}, "at least 3"),
-        ("compression", {"tokens": 0}, "at least 2"),
-        ("fuzzy_recall", {"value_size": 0}, "two pairs must fit"),
-        ("regbench", {"letters": (2, 30)}, "vocab_size - 2"),
-        ("listops", {"vocab_size": 3}, "16 tokens"),
-        ("listops", {"longest": 5}, "shortest < longest"),
+        ("mqar", {"filler": "noise"}),
+        ("mqar", {"vocab_size": 8, "pairs": 6, "tokens": 48}),
+        ("mqar_vla", {"tokens": 10}),
+        ("mqar_vla", {"keys": (0, 40)}),
+        ("fuzzy_recall", {"tokens": 6}),
+        ("regbench", {"letters": (2, 30)}),
     ],
 )
-def test_what_cannot_be_made_is_refused(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as raised:
+def test_options_that_would_change_the_task_are_refused(name: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
         make(name, **options)
-    assert "\n" not in str(raised.value)
-
-
-def test_hashes_tell_rows_apart() -> None:
-    numbers = np.random.default_rng(0).integers(0, 3, (20000, 12))
-    assert len(np.unique(row_hashes(numbers))) == len(np.unique(numbers, axis=0))

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from tiny_probe import TINY
 
 import longseq.conf
@@ -43,8 +42,6 @@ def test_a_run_leaves_what_an_image_run_leaves(compose_config, tmp_path):
     assert loaded.task_name == "probe"
     assert loaded.data["generator"] == "mqar"
     assert loaded.backbone(torch.zeros(1, 5, dtype=torch.long))[0].shape == (1, 5, 16)
-    with pytest.raises(ValueError, match="belongs to task=probe; this command takes checkpoints of task=image"):
-        load(tmp_path / "run" / "checkpoints" / "best.ckpt")
 
     evaluated = evaluate.run(evaluation(compose_config, tmp_path / "run"))
     assert {key: evaluated[key] for key in ("test/accuracy", "test/loss")} == pytest.approx(
@@ -59,10 +56,6 @@ def test_a_run_leaves_what_an_image_run_leaves(compose_config, tmp_path):
     validated = evaluate.run(evaluation(compose_config, tmp_path / "run", longer, other, "split=val"))
     names = {"val/accuracy_few", "val/accuracy_more", "val/accuracy_most"}
     assert {key for key in validated if "accuracy_" in key.replace("sequence_accuracy", "")} == names
-    with pytest.raises(ValueError, match=r"data\.root is unknown: .*the keys of data are name, generator"):
-        evaluate.run(evaluation(compose_config, tmp_path / "run", "data.root=/nowhere"))
-    with pytest.raises(ValueError, match="the data has 32 tokens, the model 16"):
-        evaluate.run(evaluation(compose_config, tmp_path / "run", "data.options={vocab_size: 32}"))
 
 
 def evaluation(compose_config: Any, run: Path, *overrides: str) -> Any:
@@ -210,7 +203,7 @@ def test_batches_cover_every_slice_and_every_rank(compose_config, tmp_path):
     assert [len(batches) for batches in measured] == [len(SliceSampler([5, 3], 2, world_size=2))] * 2
     seen = [(batch.slice_index, row) for batches in measured for batch in batches for row in batch.rows]
     assert sorted(seen) == [(0, row) for row in range(5)] + [(1, row) for row in range(3)]
-    with pytest.raises(ValueError, match=r"recipe\.batch_size of at most 7"):
+    with pytest.raises(ValueError, match="a slice has 7 training samples, and an update needs 8"):
         MixtureSampler([10, 7], 8, seed=0)
 
 
@@ -232,45 +225,6 @@ def test_what_an_automaton_allows_is_right():
     assert is_right(torch.tensor([[2, 2, 0]]), answers, allowed).tolist() == [[True, False, False]]
     assert is_right(torch.tensor([[1, 3, 0]]), answers, allowed).tolist() == [[True, True, False]]
     assert is_right(torch.tensor([[100, 62, 63]]), answers, allowed).tolist() == [[False, False, False]]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["data=digits"], "data.source is unknown: the keys of data are name, generator"),
-        (["model=vim"], "model.embed_dim is unknown"),
-        (["data.options.vocab_size=16", "+data.options.colour=red"], "has no option colour"),
-        (["data.test=[]"], "must be a list of at least 1, each entry a dictionary"),
-        (["data.test=[9]"], "must be a list of at least 1, each entry a dictionary"),
-        (["data.draw_seed=any"], "data.draw_seed=any must be a whole number"),
-        (["data.train=9"], "must be a list of at least 1, each entry a dictionary"),
-        (["data.options.tokens=many"], "data.options.tokens='many' must be a whole number of at least 0"),
-        (["data.options.pairs=-1"], "data.options.pairs=-1 must be a whole number of at least 0"),
-        (["data.options.power=low"], "data.options.power='low' must be a number"),
-        (["data.options.filler=0"], "data.options.filler=0 must be a word"),
-        (["data=mqar_vla", "data.options.keys=all"], "must be a whole number, a range of them or null"),
-        (["data.options.pairs=0"], "pairs=0 must be at least 1"),
-        (["data=mqar_vla", "data.options.pairs=0"], "pairs=0 must be at least 1"),
-        (["data=regbench", "data.options.states=[5,4]"], "must be a range .low, high. with 1 <= low <= high"),
-        (["data.train=[{samples: 0}]"], "samples=N of at least 1"),
-        (["data.train=[{samples: 32}]"], "recipe.batch_size of at most 32"),
-        (["data.generator=mquar"], "choose one of compression, copy"),
-        (["optimized_metric=val/top1"], "choose one of val/loss, val/accuracy"),
-        (["+model.width=3"], "model.width is unknown: did you mean model.depth"),
-    ],
-)
-def test_wrong_input_is_one_line_with_the_remedy(overrides, message, compose_config, tmp_path):
-    # A group that is chosen anew has other keys.
-    groups = [override.split("=")[0] for override in overrides if "." not in override and "+" not in override]
-    known = [word for word in TINY if not word.startswith(tuple(f"{group}{end}" for group in groups for end in "=."))]
-    with pytest.raises(ValueError, match=message) as raised:
-        train.run(compose_config("train", *known, f"output={tmp_path}", *overrides))
-    assert "\n" not in str(raised.value)
-
-
-def test_probes_are_no_image_data(compose_config, tmp_path):
-    with pytest.raises(ValueError, match=r"data\.generator is unknown: the keys of data are name, source"):
-        train.run(compose_config("train", "data=mqar", "recipe=digits", f"output={tmp_path}"))
 
 
 OWN = """
@@ -296,54 +250,15 @@ def test_a_generator_of_a_plug_in_is_a_choice_of_data(command_here, tmp_path, mo
     (tmp_path / "shifting.py").write_text(OWN)
     monkeypatch.setattr("sys.path", list(sys.path))
     monkeypatch.setattr(plugins, "_LOADED", dict(plugins._LOADED))
-    for registered in (generators._GENERATORS, mixers.registry._REGISTRY):
+    for registered in (generators.GENERATORS, mixers.registry._REGISTRY):
         for name in ("shifted", "negative"):
             monkeypatch.setitem(registered, name, None)
             del registered[name]
     words = [word for word in TINY if "options" not in word and word != "data=mqar"]
     started = (tmp_path, "train", "plugins=[shifting]", *words, "recipe.epochs=1", "output=run")
-    refused = command_here(*started, "data=mqar", "data.generator=shifted")
-    assert refused.returncode == 2
-    assert refused.stderr.endswith("; data=shifted, in place of data.generator=shifted, sets these alone\n")
     own = ("data=shifted", "data.options.offset=-2", "data.options.span=[3,-5]")
     trained = command_here(*started, *own, "mixer=negative", "mixer.options.gain=-2.5")
     assert trained.returncode == 0, trained.stderr
     config = read(tmp_path / "run" / "checkpoints" / "best.ckpt")["hyper_parameters"]["config"]
     assert config["data"]["options"] == {"vocab_size": 16, "tokens": 12, "offset": -2, "span": [3, -5]}
     assert config["mixer"] == {"name": "negative", "options": {"gain": -2.5}}
-    wrong = command_here(*started, "data=shifted", "recipe=digits")
-    assert wrong.returncode == 2
-    assert "task=probe" in wrong.stderr
-
-
-OWN_FILE = """
-from longseq.tasks.probe.generators import IGNORED, Samples, register
-
-@register("filed")
-def filed(random, samples, *, vocab_size=16, tokens=8, weights={"a": 1}):
-    drawn = random.integers(0, vocab_size, (samples, tokens))
-    return Samples(drawn, drawn)
-
-@register("digits")
-def digits(random, samples, *, vocab_size=16):
-    raise AssertionError
-"""
-
-
-@pytest.mark.slow
-def test_the_file_of_a_plug_in_has_a_generators_options_alone(command_here, tmp_path):
-    """Hydra would merge it with what is stored under the same name."""
-    package = tmp_path / "filed_package"
-    (package / "conf" / "data").mkdir(parents=True)
-    (package / "__init__.py").write_text(OWN_FILE)
-    options = {"vocab_size": 8, "weights": {"b": 2}}
-    sets = {split: [{"samples": 8}] for split in ("train", "validation", "test")}
-    file = {"tasks": ["probe"], "name": "filed", "generator": "filed", "options": options, **sets}
-    file |= {"eval_batch_size": 8, "draw_seed": 0, "cache": None}
-    OmegaConf.save(file, package / "conf" / "data" / "filed.yaml")
-    told = command_here(tmp_path, "train", "plugins=[filed_package]", "task=probe", "data=filed", "--cfg", "job")
-    assert told.returncode == 0, told.stderr
-    assert OmegaConf.create(told.stdout).data.options == options
-    assert "ConfigStore" not in told.stderr
-    told = command_here(tmp_path, "train", "plugins=[filed_package]", "data=digits", "--cfg", "job")
-    assert "generator" not in OmegaConf.create(told.stdout).data

@@ -6,23 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from lightning.fabric.utilities import move_data_to_device
 from tokenizers import Tokenizer as Library
-from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 
-from longseq.tasks.data.units import count_units
-from longseq.tasks.text.batch import Carry, TokenInputs
-from longseq.tasks.text.round_trip import describe_loss
 from longseq.tasks.text.tokenizer import (
     ByteTokenizer,
-    FileTokenizer,
     read_tokenizer,
     tokenizer_from_dict,
     train_tokenizer,
 )
-from longseq.tokenizer_files import as_read, read_folder, same_tokenizer, tokenizer_files
+from longseq.tokenizer_files import read_folder, same_tokenizer, tokenizer_files
 
 TEXTS = ["the cat sat on the mat", "żółw é 🐢\n\ttab", "a <|endoftext|> that somebody wrote", ""]
 
@@ -47,18 +40,6 @@ def test_trained_tokens_come_back_also_from_a_file(tmp_path: Path) -> None:
             assert tokenizer.decode(tokens.tolist()) == text
             assert tokenizer.separator not in tokens
     assert len(trained.encode(TEXTS[0])) < len(TEXTS[0])
-    with pytest.raises(ValueError, match="surrogate"):
-        trained.encode("\ud800")
-
-
-def test_a_token_that_a_file_puts_behind_texts_is_not_in_the_folder_of_a_model(tmp_path: Path) -> None:
-    library = Library.from_str(train_tokenizer(TEXTS * 20, 300).to_dict()["json"])
-    name, number = "<|endoftext|>", library.token_to_id("<|endoftext|>")
-    library.post_processor = TemplateProcessing(single=f"{name} $A {name}", special_tokens=[(name, number)])
-    library.save(str(tmp_path / "tokenizer.json"))
-    written = tokenizer_files(read_tokenizer(str(tmp_path / "tokenizer.json")).to_dict())["tokenizer.json"]
-    plain = library.encode(TEXTS[0], add_special_tokens=False).ids
-    assert Library.from_str(written).encode(TEXTS[0]).ids == [number, *plain]
 
 
 @pytest.mark.slow
@@ -69,36 +50,10 @@ def test_dropout_of_a_tokenizer_file_leaves_a_text_its_tokens(tmp_path: Path) ->
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(content), encoding="utf-8")
     found = read_tokenizer(str(path))
-    before = FileTokenizer(path.read_text(encoding="utf-8"))  # as a checkpoint may hold it
     for text in TEXTS * 5:
-        assert found.encode(text).tolist() == before.encode(text).tolist() == trained.encode(text).tolist()
+        assert found.encode(text).tolist() == trained.encode(text).tolist()
     written = tokenizer_files(found.to_dict())["tokenizer.json"]
     assert json.loads(written)["model"]["dropout"] is None, "other programs that read it get these tokens, too"
-    assert same_tokenizer(found.to_dict(), before.to_dict())
-    written = tokenizer_files(before.to_dict())["tokenizer.json"]
-    assert json.loads(written)["model"]["dropout"] is None, "so does the folder that an older checkpoint is saved to"
-
-
-@pytest.mark.slow
-def test_truncation_and_padding_of_a_tokenizer_file_are_left_out(tmp_path: Path) -> None:
-    """Training reads whole texts; a program that reads the file of the saved or exported model must, too."""
-    trained = train_tokenizer(TEXTS * 20, 300)
-    library = Library.from_str(trained.to_dict()["json"])
-    library.enable_truncation(2)
-    library.enable_padding(length=40, pad_id=0, pad_token="<|endoftext|>")
-    library.save(str(tmp_path / "tokenizer.json"))
-    found = read_tokenizer(str(tmp_path / "tokenizer.json")).to_dict()
-    before = FileTokenizer(
-        (tmp_path / "tokenizer.json").read_text(encoding="utf-8")
-    ).to_dict()  # of an older checkpoint
-    assert same_tokenizer(found, before)
-    for text in (
-        found["json"],
-        as_read(before)["json"],
-        *(tokenizer_files(one)["tokenizer.json"] for one in (found, before)),
-    ):
-        ids = Library.from_str(text).encode(TEXTS[0], add_special_tokens=False).ids
-        assert ids == trained.encode(TEXTS[0]).tolist()
 
 
 @pytest.mark.parametrize("kind", ["bytes", "trained"])
@@ -120,51 +75,6 @@ def test_the_files_of_a_tokenizer_are_those_of_its_library(kind: str, tmp_path: 
     assert same_tokenizer(again.to_dict(), tokenizer.to_dict())
     other = train_tokenizer(TEXTS * 20, 290)
     assert not same_tokenizer(again.to_dict(), other.to_dict())
-
-
-def test_what_a_tokenizer_loses_is_told_with_an_example() -> None:
-    library = pytest.importorskip("tokenizers")
-    texts = ["small letters", "Large Letters", "and A long text " * 2000]
-    trained = train_tokenizer(texts, 300)
-    assert describe_loss(texts, trained) is describe_loss(texts, ByteTokenizer()) is None
-    small = library.Tokenizer.from_str(trained.to_dict()["json"])
-    small.normalizer = library.normalizers.Lowercase()
-    assert describe_loss(texts, FileTokenizer(small.to_str())) == (
-        "2 of 3 compared documents do not come back from their tokens: the tokenizer turns 'Large Letters' into 'large "
-        "letters'"
-    )
-    words = library.Tokenizer(library.models.WordLevel({"a": 0, "<unk>": 1, "</s>": 2}, unk_token="<unk>"))
-    told = describe_loss((text for text in ("a", "a żółw")), FileTokenizer(words.to_str(), "</s>"))
-    assert told is not None
-    assert told.startswith("1 of 2 compared documents do not come back")
-    assert told.endswith("turns 'a żółw' into '<unk>'")
-
-
-def test_the_names_of_special_tokens_in_a_text_are_told() -> None:
-    library = Library.from_str(train_tokenizer(TEXTS * 20, 300).to_dict()["json"])
-    library.add_special_tokens(["<|user|>", "<|model|>"])
-    texts = ["a cat", "<|user|>a cat<|model|>a dog"]
-    tokenizer = FileTokenizer(library.to_str())
-    assert describe_loss(texts, tokenizer) == (
-        "1 of 2 compared documents hold names of special tokens, such as <|model|>, which are read as ordinary text: "
-        'where a name is to be its token, set "special": false beside it in tokenizer.json'
-    )
-    assert library.token_to_id("<|user|>") not in tokenizer.encode(texts[1])
-    content = json.loads(library.to_str())
-    for token in content["added_tokens"]:
-        token["special"] = token["content"] == "<|endoftext|>"
-    tokenizer = FileTokenizer(json.dumps(content))
-    assert describe_loss(texts, tokenizer) is None
-    assert tokenizer.encode(texts[1]).tolist() == library.encode(texts[1]).ids
-
-
-def test_a_vocabulary_without_a_word_of_the_text_is_told(tmp_path: Path) -> None:
-    words = Library(WordLevel({"a": 0, "</s>": 1}, unk_token="<unk>"))
-    words.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = read_tokenizer(str(tmp_path))
-    assert tokenizer.encode("a").tolist() == [0]
-    with pytest.raises(ValueError, match=r"the tokenizer cannot encode a text: .*Missing"):
-        tokenizer.encode("b")
 
 
 def test_a_published_model_begins_with_its_own_token(tmp_path: Path) -> None:
@@ -223,33 +133,3 @@ def test_a_folder_names_its_separator(tmp_path: Path) -> None:
         tokenizer = read_tokenizer(str(tmp_path))
         assert tokenizer.decode([tokenizer.separator]) == ""
         assert tokenizer.to_dict()["separator"] == "q"
-
-
-@pytest.mark.parametrize(
-    ("choice", "separator", "message"),
-    [
-        ("nowhere", None, "tokenizer=nowhere is no file: give bytes, train:SIZE"),
-        ("empty", None, "holds no tokenizer.json"),
-        ("latin.json", None, "utf-8"),
-        ("good.json", "<stop>", "has no '<stop>': give separator=TOKEN"),
-    ],
-)
-def test_what_is_no_tokenizer_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: str, separator: str | None, message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("empty").mkdir()
-    Path("wrong.json").write_text("{}")
-    Path("latin.json").write_bytes(b"\xff")
-    Path("good.json").write_text(train_tokenizer(TEXTS, 300).to_dict()["json"], encoding="utf-8")
-    with pytest.raises(ValueError, match=message):
-        read_tokenizer(choice, separator)
-
-
-def test_a_batch_moves_and_tells_its_units() -> None:
-    carry = Carry(first=None, last=None, fresh=torch.ones(1, dtype=torch.bool))
-    inputs = TokenInputs(torch.zeros(1, 4, dtype=torch.long), None, 4, 3, 2, carry)
-    moved, targets = move_data_to_device((inputs, torch.zeros(1, 4)), torch.device("meta"))
-    assert all(part.is_meta for part in (moved.tokens, moved.carry.fresh, targets))
-    assert (moved.max_seqlen, moved.byte_count, moved.cu_seqlens, moved.carry.first) == (4, 2, None, None)
-    assert count_units((moved, targets)) == 3

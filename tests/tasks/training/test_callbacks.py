@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from longseq.tasks.training.callbacks.ema import ExponentialMovingAverage
 from longseq.tasks.training.callbacks.nonfinite import NonFiniteError, NonFiniteStop
 from longseq.tasks.training.callbacks.telemetry import Telemetry
 from longseq.tasks.training.callbacks.throughput import Throughput, _FetchClock
-from longseq.tasks.training.callbacks.unreadable import UnreadableSamples
 from longseq.tasks.training.files import WholeCheckpoints
 from longseq.tasks.training.metrics import MeanLoss
 from longseq.tasks.training.trainer import build_trainer
@@ -121,8 +119,7 @@ def test_divergence_stops_with_the_update_and_what_went_first(spoil, message, ti
     with pytest.raises(NonFiniteError, match=message) as caught:
         fit(tiny("recipe.gradient_clip=null"), AtUpdate(7, spoil), NonFiniteStop(every_n_steps=5), last)
     assert "diverged at step 7" in str(caught.value)
-    # What the run has already is no remedy: tiny runs are in float32.
-    assert str(caught.value).endswith("; lower recipe.learning_rate, or set recipe.gradient_clip=1.0")
+    assert str(caught.value).endswith("; lower recipe.learning_rate")
     saved = torch.load(last.path, weights_only=True)
     assert saved["global_step"] == 4
     assert all(torch.isfinite(value).all() for value in saved["state_dict"].values() if value.is_floating_point())
@@ -192,8 +189,8 @@ def test_waiting_for_data_is_measured_apart(tiny, monkeypatch):
     monkeypatch.setattr(TrainingBatches, "__getitem__", slow)
     throughput = Throughput()
     fit(tiny("trainer.log_every_n_steps=5", "recipe.epochs=1"), throughput)
-    assert throughput.data_wait_ms > 20
-    assert 0 < throughput.rate < 64 / 0.02
+    assert throughput.mean.data_wait_ms > 20
+    assert 0 < throughput.mean.rate < 64 / 0.02
 
 
 class Gpu:
@@ -267,7 +264,7 @@ def test_the_time_of_other_callbacks_is_no_training(tiny, monkeypatch):
     datamodule, task = train.build(config)
     trainer = build_trainer(config, train.build_callbacks(config, task))
     trainer.fit(task, datamodule=datamodule)
-    (rate,) = [callback.rate for callback in trainer.callbacks if isinstance(callback, Throughput)]
+    (rate,) = [callback.mean.rate for callback in trainer.callbacks if isinstance(callback, Throughput)]
     assert rate > 64 / 0.2
 
 
@@ -318,7 +315,7 @@ def test_the_rate_of_a_run_counts_what_came_before_a_resume(tiny, tmp_path):
     trainer = build_trainer(config, [second])
     datamodule, task = train.build(config)
     trainer.fit(task, datamodule=datamodule, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
-    assert second._run.units > first._run.units
+    assert second.mean.units > first.mean.units
 
 
 @pytest.mark.slow
@@ -331,46 +328,7 @@ def test_unreadable_images_are_counted_skipped_and_named(image_folder, tmp_path,
     config.recipe.batch_size = 8
     train.run(config)
     output = capsys.readouterr().out
-    assert f"skipped unreadable images: 1 ({broken}: " in output
-
-
-@pytest.mark.slow
-def test_unreadable_images_of_other_processes_are_told_with_their_reasons(tmp_path, monkeypatch, capsys):
-    def gather(gathered, own):
-        gathered[:] = [own, {"b.png": "cut off"}]
-
-    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    (tmp_path / "unreadable.txt").write_text("a.png\n0.png\n")
-    datamodule = SimpleNamespace(unreadable=["a.png"], unreadable_reasons={"a.png": "empty"})
-    trainer = SimpleNamespace(world_size=2, is_global_zero=True, datamodule=datamodule)
-    UnreadableSamples(folder=str(tmp_path), unit="images").on_test_end(trainer, None)
-    assert "skipped unreadable images: 3 (0.png; a.png: empty; b.png: cut off)" in capsys.readouterr().out
-    assert (tmp_path / "unreadable.txt").read_text() == "0.png\na.png\nb.png\n"
-    plain = SimpleNamespace(world_size=1, is_global_zero=True, datamodule=SimpleNamespace(unreadable=["c.png"]))
-    UnreadableSamples().on_test_end(plain, None)
-    assert "skipped unreadable samples: 1 (c.png)" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_memory_that_is_too_small_is_one_line_with_the_remedy(tiny, monkeypatch):
-    def exhaust(self, images):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB\nmore")
-
-    monkeypatch.setattr("longseq.tasks.image.module.ImageClassifier.forward", exhaust)
-    with pytest.raises(
-        ValueError, match=r"64 of recipe.batch_size=64 on a device .* trainer.accumulate_grad_batches=2"
-    ):
-        train.run(tiny())
-
-
-@pytest.mark.slow
-def test_memory_that_is_too_small_for_evaluation_names_its_batch(tiny, monkeypatch):
-    def exhaust(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-
-    monkeypatch.setattr("longseq.tasks.image.module.ImageClassifier.validation_step", exhaust)
-    with pytest.raises(ValueError, match=r"data.eval_batch_size=256: .* with 128"):
-        train.run(tiny("recipe.epochs=1"))
+    assert f"skipped unreadable images: 1 ({broken})" in output
 
 
 @pytest.mark.slow
@@ -394,16 +352,6 @@ def test_infinite_gradients_under_a_loss_scaler_do_not_stop(tiny):
     assert torch.isfinite(task.backbone.get_parameter(HEAD)).all()
 
 
-@pytest.mark.slow
-def test_an_average_that_keeps_the_initial_weights_is_said(tiny, caplog):
-    fit(tiny("recipe.epochs=1"), ExponentialMovingAverage(decay=0.99996, warmup=False))
-    assert caplog.text.count("of the initial weights in the average") == 1
-    caplog.clear()
-    fit(tiny("recipe.epochs=1"), ExponentialMovingAverage(decay=0.99996, warmup=True))
-    fit(tiny("recipe.epochs=1"), ExponentialMovingAverage(decay=0.5, warmup=False))
-    assert "of the initial weights" not in caplog.text
-
-
 def test_an_interrupted_save_leaves_the_checkpoint_before(tmp_path, monkeypatch):
     def interrupt(checkpoint, path):
         path.write_bytes(b"half")
@@ -418,18 +366,6 @@ def test_an_interrupted_save_leaves_the_checkpoint_before(tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_where_a_run_is_saved_is_told_once(tmp_path, capsys):
-    """The watch over the processes asks again where the end takes long after the error of a lost one."""
-    callback = LastCheckpoint(str(tmp_path))
-    callback.path.touch()
-    callback._saved_step = 3
-    trainer = SimpleNamespace(world_size=2, global_step=4, is_global_zero=True)
-    callback.on_exception(trainer, None, RuntimeError("Connection closed by peer"))
-    assert capsys.readouterr().err.count("stopped; saved as of update 3: ") == 1
-    assert callback.describe_end() is None
-
-
-@pytest.mark.slow
 def test_of_equally_good_checkpoints_the_latest_is_kept(tiny, tmp_path):
     config = tiny(
         "recipe.epochs=3", "recipe.learning_rate=0", "recipe.schedule.min_lr=0", "recipe.schedule.warmup_lr=0"
@@ -440,13 +376,10 @@ def test_of_equally_good_checkpoints_the_latest_is_kept(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_latest_checkpoint_is_kept_where_the_metric_is_always_nan_which_is_told(
-    tiny, tmp_path, monkeypatch, caplog
-):
+def test_the_latest_checkpoint_is_kept_where_the_metric_is_always_nan(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(MeanLoss, "compute", lambda self: torch.tensor(torch.nan))
     fit(tiny("recipe.epochs=3"), best := BestCheckpoint(str(tmp_path), "val/loss", "min"))
     assert torch.load(best.best_model_path, weights_only=True)["epoch"] == 2
-    assert caplog.text.count("val/loss is nan: until it is a number, best.ckpt is the latest checkpoint") == 1
     monkeypatch.undo()
     fit(tiny("recipe.epochs=1"), best)
     assert best.best_model_score.isfinite()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
     Callback,
     EarlyStopping,
-    GradientAccumulationScheduler,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
@@ -108,53 +106,11 @@ def test_a_rate_falls_with_the_first_update_of_an_epoch(options, falls):
     assert [update for update in range(1, LAST + 1) if rates[update] < rates[update - 1]] == falls
 
 
-@pytest.mark.slow
-def test_the_milestones_of_an_earlier_checkpoint_stay_as_they_were():
-    configured = configure(RunLength(epochs=EPOCHS), sched="multistep", decay_milestones=[1, 3])
-    scheduler = configured["lr_scheduler"]["scheduler"]
-    scheduler.load_state_dict({**scheduler.state_dict(), "decay_t": [5, 15]})
-    rates = read_rates(configured)
-    assert [update for update in range(1, LAST + 1) if rates[update] < rates[update - 1]] == [4, 14]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"cycle_limit": 2, "cycle_decay": 0.5}, "recipe.schedule.cycle_limit=2 and recipe.schedule.cycle_decay=0.5:"),
-        ({"cycle_mul": 2.0}, "no effect of recipe.schedule.cycle_mul=2.0: a run ends with the first cycle"),
-        ({"cooldown_epochs": 2}, "is as long as the recipe says; leave out: ~recipe.schedule.cooldown_epochs"),
-        ({"cycle_limit": 1, "cooldown_epochs": 0}, None),
-    ],
-)
-def test_options_that_would_lengthen_a_run_are_told(options, told, caplog):
-    with caplog.at_level(logging.WARNING, "longseq"):
-        configured = configure(RunLength(epochs=EPOCHS), sched="cosine", **options)
-    assert len(caplog.messages) == (told is not None)
-    assert told is None or told in caplog.messages[0]
-    assert read_rates(configured)[:LAST] == read_rates(configure(RunLength(epochs=EPOCHS), sched="cosine"))[:LAST]
-
-
 def fit(length, *callbacks, **options):
     """The updates of a run."""
     trainer = Trainer(accelerator="cpu", callbacks=list(callbacks), max_epochs=-1, **options, **SILENT)
     trainer.fit(make(length, sched="constant"), torch.utils.data.DataLoader(torch.zeros(EPOCH, 1)))
     return trainer.global_step
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"min_epochs": 3}, r"^trainer\.min_epochs=3 is longer than the run \(recipe\.updates=7\): give at most 1, or"),
-        ({"min_epochs": 2}, r"^trainer\.min_epochs=2 is longer than the run"),
-        ({"min_steps": 12}, r"^trainer\.min_steps=12 is longer than the run \(recipe\.updates=7\): give at most 7, or"),
-    ],
-)
-def test_a_minimum_beyond_the_run_is_refused(options, told):
-    with pytest.raises(ValueError, match=told) as raised:
-        fit(RunLength(updates=7), **options)
-    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.slow
@@ -189,7 +145,7 @@ class Rates(Callback):
 class Measured(Plain):
     """Its validation measures nothing."""
 
-    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+    def validation_step(self, batch, batch_idx):
         pass
 
 
@@ -240,9 +196,7 @@ def test_a_schedule_in_epochs_is_refused():
         lambda optimizer, **_: create_scheduler_v2(optimizer, num_epochs=EPOCHS),
         lambda optimizer, **_: (CosineLRScheduler(optimizer, t_initial=EPOCHS), EPOCHS),
     ):
-        with pytest.raises(
-            ValueError, match=r"LRScheduler in epochs, and the learning rate is set after each"
-        ) as raised:
+        with pytest.raises(ValueError, match=r"LRScheduler counts epochs") as raised:
             rates_of(schedule)
         assert "\n" not in str(raised.value)
 
@@ -269,22 +223,6 @@ def test_a_warmup_of_no_epochs_leaves_that_of_the_length():
     schedule = partial(create_scheduler_v2, sched="cosine", warmup_epochs=1, warmup_lr=0.0)
     rates = rates_of(schedule, RunLength(epochs=EPOCHS, warmup_updates=0))
     assert rates[:EPOCH] == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8])
-
-
-@pytest.mark.slow
-def test_a_warmup_of_a_schedule_as_long_as_the_run_is_told(caplog):
-    schedule = partial(create_scheduler_v2, sched="cosine", warmup_epochs=1, warmup_lr=0.0)
-    rates_of(schedule, RunLength(updates=EPOCH))
-    assert (
-        "the schedule's warmup_epochs=1 is no shorter than the run, which ends before the full rate" in caplog.messages
-    )
-
-
-@pytest.mark.slow
-def test_two_warmups_are_refused():
-    told = r"^the schedule's warmup_epochs=1 and the length's warmup_updates=3 are two warm-ups: give one of them$"
-    with pytest.raises(ValueError, match=told):
-        make(RunLength(updates=9, warmup_updates=3), warmup_epochs=1)
 
 
 SCALES = (0.25, 1.0)
@@ -358,42 +296,6 @@ def test_rates_by_layer_hold_at_every_update_with_schedules_of_torch(name, tmp_p
     assert [rates[0] / SCALES[0] for rates in kept.rates] == pytest.approx(wanted[2 * EPOCH :], rel=1e-9)
 
 
-def step_as_before(module, scheduler, metric):
-    """As an earlier version stepped schedules of torch."""
-    scheduler.step()
-    for group in scheduler.optimizer.param_groups:
-        group["lr"] *= group.get("lr_scale", 1.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*SCHEDULES, "lambdas"])
-def test_rates_by_layer_of_an_earlier_checkpoint_are_corrected(name, tmp_path, monkeypatch, caplog):
-    by_group = partial(lr_scheduler.LambdaLR, lr_lambda=[lambda step: 1 / (1 + step), lambda step: 0.5])
-    schedule, loader = SCHEDULES.get(name, by_group), torch.utils.data.DataLoader(torch.zeros(EPOCH, 1))
-
-    def fit(epochs, ckpt_path=None):
-        module, kept = layered(schedule)
-        trainer = Trainer(max_epochs=epochs, accelerator="cpu", callbacks=[kept], **SILENT)
-        trainer.fit(module, loader, ckpt_path=ckpt_path, weights_only=False)
-        return trainer, kept.rates
-
-    wanted = fit(EPOCHS)[1][2 * EPOCH :]
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainedModule, "lr_scheduler_step", step_as_before)
-        patch.setattr("longseq.tasks.training.module._scale_by_layer", lambda scheduler: None)
-        fit(2)[0].save_checkpoint(tmp_path / "earlier.ckpt")
-    caplog.clear()
-    found = fit(EPOCHS, tmp_path / "earlier.ckpt")[1]
-    fell = name in ("cosine", "exponential", "steps", "polynomial")
-    if name not in ("multiplied", "sequence", "chain"):  # whose states do not tell
-        assert found == [pytest.approx(rates, rel=1e-6) for rates in wanted]
-    assert sum("the rates of lower layers (layer_decay) fall to zero" in line for line in caplog.messages) == fell
-    caplog.clear()
-    fit(2)[0].save_checkpoint(tmp_path / "now.ckpt")
-    assert fit(EPOCHS, tmp_path / "now.ckpt")[1] == [pytest.approx(rates, rel=1e-6) for rates in wanted]
-    assert not [line for line in caplog.messages if "layer_decay" in line]
-
-
 @pytest.mark.slow
 def test_a_layer_of_rate_zero_stays_as_it_is():
     module, kept = layered(SCHEDULES["cosine"], optimizer=partial(by_layer, scales=(0.0, 1.0)))
@@ -419,17 +321,6 @@ def test_rates_by_layer_hold_where_lightning_brings_the_schedule():
     )
     assert all(first == pytest.approx(SCALES[0] * last) for first, last in seen[1:])
     assert found.results["lr"][-1] == pytest.approx(1.0, rel=0.5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("length", [None, RunLength(epochs=EPOCHS)])
-@pytest.mark.parametrize("scheduling", [{0: 1, 2: 5}, {0: 2}])
-def test_another_number_of_accumulated_batches_between_epochs_is_refused(scheduling, length):
-    training = Training(learning_rate=1.0, optimizer=plain_sgd, length=length)
-    told = r"^GradientAccumulationScheduler\(.*give the Trainer accumulate_grad_batches=N$"
-    with pytest.raises(ValueError, match=told) as raised:
-        train(training, GradientAccumulationScheduler(scheduling))
-    assert "\n" not in str(raised.value)
 
 
 def counted(updates=2 * EPOCH + 2, **options):
@@ -519,51 +410,11 @@ def test_a_module_without_the_length_that_it_had_trains_as_the_trainer_says():
 
 
 @pytest.mark.slow
-def test_a_schedule_in_epochs_of_an_earlier_checkpoint_is_stepped_by_update(tmp_path):
-    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    train(counted(), save, enable_checkpointing=True)
-    saved = torch.load(tmp_path / "step=6.ckpt", weights_only=False)
-    saved["lr_schedulers"][0]["t_in_epochs"] = True
-    torch.save(saved, tmp_path / "earlier.ckpt")
-    _, kept = train(counted(), ckpt_path=tmp_path / "earlier.ckpt")
-    assert [rates[0] for rates in kept.rates] == pytest.approx(cosine_over(12)[6:])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("limit", "told"), [(2 * EPOCH, True), (EPOCH, False), (3, False)])
-@pytest.mark.parametrize("length", [None, RunLength(updates=4 * EPOCH)])
-def test_a_limit_above_the_batches_of_a_loader_without_a_length_is_told(length, limit, told, caplog):
-    training = Training(learning_rate=1.0, optimizer=plain_sgd, length=length)
-    trainer, kept = train(training, data=Stream(), limit_train_batches=limit)
-    found = [line for line in caplog.messages if "limit_train_batches" in line]
-    assert len(found) == told
-    assert all(line.startswith("the training loader gave 5 batches, and limit_train_batches=10") for line in found)
-    assert all(line.endswith("give limit_train_batches=5") for line in found)
-    assert bool(kept.validated[1:]) is not told  # the first one is of before the training
-    if length is not None:
-        assert (trainer.global_step < 4 * EPOCH) is told
-
-
-@pytest.mark.slow
-def test_an_averaging_of_weights_that_never_begins_is_told(caplog):
-    training = Training(learning_rate=1.0, optimizer=plain_sgd)
-    for share, told in ((0.5, True), (0.02, False)):
-        averaging = StochasticWeightAveraging(swa_lrs=0.5, swa_epoch_start=share, annealing_epochs=3)
-        trainer, _ = train(training, averaging, data=Stream(), max_epochs=100, max_steps=12)
-        assert trainer.global_step == 12
-        found = [line for line in caplog.messages if "StochasticWeightAveraging has averaged no weights" in line]
-        assert len(found) == told
-        assert all("begins with epoch 50, and the run has ended with epoch 3; give " in line for line in found)
-        assert all(line.endswith("swa_epoch_start=3 or less") for line in found)
-        caplog.clear()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("sched", ["step", "multistep"])
 def test_a_rate_that_falls_after_epochs_is_refused_for_a_loader_without_a_length(sched):
     schedule = partial(create_scheduler_v2, sched=sched, decay_epochs=1, decay_milestones=[1])
     training = Training(learning_rate=1.0, optimizer=plain_sgd, schedule=schedule, length=RunLength(updates=12))
-    with pytest.raises(ValueError, match=rf"^the training loader has no length, and the epochs .* sched={sched} falls"):
+    with pytest.raises(ValueError, match="the training loader has no length"):
         train(training, data=Stream())
 
 
@@ -571,29 +422,17 @@ def test_a_rate_that_falls_after_epochs_is_refused_for_a_loader_without_a_length
 @pytest.mark.parametrize(("count", "readings", "update"), [(0, math.inf, 0), (EPOCH, 2, EPOCH)])
 def test_a_stream_that_is_empty_ends_the_run(count, readings, update):
     """The first of two readings counts the batches, and has no length."""
-    with pytest.raises(ValueError, match=rf"gives no more batches after update {update} of 12: give data") as raised:
+    with pytest.raises(ValueError, match=rf"gives no more batches after update {update}$") as raised:
         train(counted(), data=Stream(count, readings))
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("length", "options", "told"),
-    [
-        (RunLength(updates=12, warmup_epochs=0.5), {}, r"a warm-up of 0\.5 epochs cannot be counted: give"),
-        (RunLength(updates=12), {"warmup_epochs": 1}, r"a warm-up of 1 epochs cannot be counted: give"),
-    ],
+    ("length", "options"),
+    [(RunLength(updates=12, warmup_epochs=0.5), {}), (RunLength(updates=12), {"warmup_epochs": 1})],
 )
-def test_a_warmup_in_epochs_of_a_loader_without_a_length_is_refused(length, options, told):
+def test_a_warmup_in_epochs_of_a_loader_without_a_length_is_refused(length, options):
     schedule = partial(create_scheduler_v2, **options)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match="the training loader has no length"):
         train(Training(learning_rate=1.0, optimizer=plain_sgd, schedule=schedule, length=length), data=Stream())
-
-
-@pytest.mark.slow
-def test_a_minimum_of_epochs_of_a_loader_without_a_length_is_refused():
-    with pytest.raises(
-        ValueError, match=r"^trainer\.min_epochs=1: the training loader has no length, .* give min_steps$"
-    ):
-        train(counted(), data=Stream(), min_epochs=1)
-    assert train(counted(3), data=Stream(), min_steps=2)[0].global_step == 3

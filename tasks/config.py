@@ -1,0 +1,353 @@
+"""The keys of every command, each declared once: type, range, default and a line of help.
+
+Hydra composes a configuration from the files in conf and from the command line, and starts with the defaults that
+stand here (`store_defaults`). `read` checks the result against a class of keys. `longseq VERB --help` and the reference
+page are made from the same classes. Keys that only one task has stand in `longseq.tasks.TASK.config`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    TypeAdapter,
+    ValidationError,
+    create_model,
+    model_serializer,
+)
+from pydantic.fields import FieldInfo
+
+T = TypeVar("T", bound="Keys")
+
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+# What a threshold is chosen by (see `longseq.tasks.training.decisions.choose_threshold`).
+Criterion = Literal["f1", "balanced_accuracy"]
+
+# Parts of an error's place that name an alternative of a type, and no key.
+_TYPES = ("str", "int", "float", "bool", "list", "dict", "tuple", "none", "function-after", "constrained-str")
+
+
+class Keys(BaseModel):
+    """A section of a configuration. It has no other keys than these, and cannot be changed."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=(), populate_by_name=True
+    )
+
+
+class OpenKeys(Keys):
+    """A section that a class or function with more options reads: other keys pass through to it.
+
+    Its dictionary has only the keys that were given.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    @model_serializer(mode="wrap")
+    def _given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in handler(self).items() if key in self.model_fields_set}
+
+
+def key(default: Any, text: str, **limits: Any) -> Any:
+    """A key with its default (`...`: it must be given), its line of help, and pydantic's limits such as `ge=1`."""
+    return Field(default, description=text, **limits)
+
+
+def read(cls: type[T], values: Any, place: str = "") -> T:
+    """The keys of a dictionary; `place` is the dotted key of the dictionary.
+
+    Raises:
+        ValueError: an unknown key, a missing one, or a value of another type or outside its range, in one line.
+    """
+    try:
+        return cls.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(describe_error(error, cls, place)) from None
+
+
+def read_value(hint: Any, value: Any, place: str) -> Any:
+    """`value`, which must be of the type `hint`. ValueError as for `read`."""
+    try:
+        return TypeAdapter(hint, config=ConfigDict(strict=True)).validate_python(value)
+    except ValidationError as error:
+        raise ValueError(describe_error(error, None, place)) from None
+
+
+def read_part(cls: type[Keys], values: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+    """The values of some keys of a section, each checked by itself. ValueError as for `read`."""
+    if unread := [name for name in values if name not in cls.model_fields]:
+        raise ValueError(unknown_key(unread[0], list(cls.model_fields), place))
+    fields: Any = {name: (field.annotation, field) for name, field in cls.model_fields.items() if name in values}
+    return read(create_model("Part", __base__=Keys, **fields), values, place).model_dump(exclude_unset=True)
+
+
+def describe_error(error: ValidationError, cls: type[BaseModel] | None, place: str = "") -> str:
+    """The first wrong key of a validation in one line: the key, the value, and what is allowed."""
+    wrong = error.errors(include_url=False, include_context=False)
+    first = next((one for one in wrong if one["type"] == "extra_forbidden"), wrong[0])
+    path = [part for part in first["loc"] if isinstance(part, int) or (part.isidentifier() and part not in _TYPES)]
+    name = ".".join(filter(None, [place, *map(str, path)]))
+    if first["type"] == "extra_forbidden":
+        return unknown_key(
+            str(path[-1]), _keys_at(cls, path[:-1]), ".".join(filter(None, [place, *map(str, path[:-1])]))
+        )
+    if first["type"] == "missing":
+        return f"{name} is missing: give {name}=..."
+    allowed = [one["msg"] for one in wrong if one["loc"][: len(path)] == first["loc"][: len(path)]]
+    reason = " or ".join(dict.fromkeys(text.removeprefix("Value error, ") for text in allowed))
+    if first["type"] == "value_error":  # by a check of several keys
+        return f"{name}: {reason}" if name else reason
+    return f"{name}={spell(first['input'])}: {reason[0].lower()}{reason[1:]}"
+
+
+def _keys_at(cls: Any, path: Iterable[Any]) -> list[str]:
+    """The names of the keys of the section at `path` below the class `cls`."""
+    for part in path:
+        field = cls.model_fields.get(part) if _is_section(cls) else None
+        cls = next(filter(_is_section, _kinds(field.annotation)), None) if field else None
+    return list(cls.model_fields) if _is_section(cls) else []
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _kinds(hint: Any) -> list[Any]:
+    """The alternatives of a type."""
+    inner = get_args(hint)
+    if get_origin(hint) is Annotated:
+        return _kinds(inner[0])
+    return [kind for one in inner for kind in _kinds(one)] if inner and not _is_section(hint) else [hint]
+
+
+def unknown_key(name: str, known: Sequence[str], place: str = "") -> str:
+    """The message that the key `name` does not exist below `place`, with the nearest one that does."""
+    whole = f"{place}.{name}" if place else name
+    near = nearest(name, known)
+    if near is not None:
+        return f"{whole} is unknown: did you mean {f'{place}.{near}' if place else near}?"
+    return f"{whole} is unknown" + (f": the keys are {', '.join(known)}" if known else "")
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The name in `known` that `name` may be a misspelling of, or None."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
+
+
+def spell(value: Any) -> str:
+    """A value as it is written on the command line, shortened if it is long."""
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else " ".join(str(value).split())
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def defaults(cls: type[Keys]) -> dict[str, Any]:
+    """The defaults of a section as a dictionary for Hydra, with `???` for keys that must be given."""
+    return {name: _default(field) for name, field in cls.model_fields.items()}
+
+
+def _default(field: FieldInfo) -> Any:
+    if field.is_required():
+        return "???"
+    value = field.get_default(call_default_factory=True)
+    return value.model_dump() if isinstance(value, BaseModel) else list(value) if isinstance(value, tuple) else value
+
+
+# --- sections of a training
+
+
+class Mixer(Keys):
+    """The keys of `mixer`."""
+
+    name: str | list[Any] = key(..., "a mixer, or a pattern of them such as deltanet+attention")
+    options: dict[str, Any] | None = key(None, "arguments of the mixer's constructor")
+
+
+class Scale(Keys):
+    """The keys of `scale`."""
+
+    name: str = key(..., "the name in tables")
+    model: str = key(..., "the size in the name of an image model")
+    embed_dim: Count | None = key(None, "the width of the model")
+    depth: Count | None = key(None, "the number of blocks")
+    mixer: dict[str, Annotated[int | float, Field(gt=0)]] = key({}, "values of mixer options that are null")
+
+
+class Ema(Keys):
+    """The keys of `recipe.ema`."""
+
+    decay: Share = key(0.9999, "the share of the average that an update keeps")
+    warmup: bool = key(True, "begin with a smaller decay")
+
+
+class Optimizer(OpenKeys):
+    """The keys of `recipe.optimizer`; timm's `create_optimizer_v2` and the optimizer's class have more."""
+
+    opt: str = key("adamw", "a name of timm.optim.list_optimizers()")
+    weight_decay: Annotated[float, Field(ge=0)] | None = key(0.0, "the weight decay")
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = key(None, "the rate of a layer over that of the next one")
+    betas: list[Share] | None = key(None, "the decays of the moments")
+    eps: Positive | None = key(None, "what is added to the root of the second moment")
+    momentum: Share = key(0.9, "of SGD and its kin")
+
+
+class Schedule(OpenKeys):
+    """The keys of `recipe.schedule`; timm's `create_scheduler_v2` has more."""
+
+    sched: Literal["cosine", "tanh", "step", "multistep", "poly", "wsd"] = key("cosine", "the shape of the schedule")
+    min_lr: Annotated[float, Field(ge=0)] = key(0.0, "the last learning rate")
+    warmup_lr: Annotated[float, Field(ge=0)] = key(0.0, "the first learning rate of the warm-up")
+    warmup_epochs: Annotated[float, Field(ge=0)] | None = key(None, "the length of the warm-up in epochs")
+    warmup_updates: Annotated[int, Field(ge=0)] | None = key(None, "or in updates")
+    warmup_tokens: Annotated[float, Field(ge=0)] | None = key(None, "or in tokens")
+    step_on_epochs: Literal[False] = key(False, "the learning rate is set after each update")
+
+
+class Recipe(Keys):
+    """The keys of `recipe` that every task has; a task declares the classes of `loss`, `augment` and `model`."""
+
+    name: str = key(..., "the name in tables")
+    epochs: Count | None = key(None, "the length of the run in epochs")
+    updates: Count | None = key(None, "or in updates")
+    tokens: Annotated[float, Field(ge=1)] | None = key(None, "or in tokens, over all devices")
+    validate_every_epochs: Count | None = key(None, "the interval between validations; all null: one epoch")
+    validate_every_updates: Count | None = key(None, "or in updates")
+    validate_every_tokens: Annotated[float, Field(ge=1)] | None = key(None, "or in tokens")
+    batch_size: Count = key(..., "the samples (or tokens) of an update, over all devices and accumulated batches")
+    learning_rate: Annotated[float, Field(ge=0)] = key(..., "the highest learning rate; find: search it before the run")
+    reference_batch_size: Count | None = key(None, "scale the rate linearly from this batch size; null: do not scale")
+    optimizer: Optimizer = key(..., "timm's create_optimizer_v2, create_muon, or a registered function")
+    schedule: Schedule = key(..., "timm's create_scheduler_v2, or a registered function")
+    ema: Ema | None = key(None, "average the weights and measure the average; null: no average")
+    gradient_clip: Positive | None = key(None, "the largest norm of a gradient")
+    freeze: Count | Literal["embeddings", "body"] | None = key(
+        None, "do not train the embeddings and the first N blocks; or only the embeddings; or all but the head"
+    )
+    model: None = key(None, "options of the model that belong to the recipe")
+    loss: None = key(None, "options of the loss")
+    augment: None = key(None, "random transforms of the samples")
+    chosen: list[str] | None = key(None, "the keys that the run chose itself; a run writes it")
+
+
+class TrainerKeys(OpenKeys):
+    """The keys of `trainer`: the arguments of Lightning's Trainer."""
+
+    accelerator: str = key("auto", "auto, cpu, gpu, ...")
+    devices: Annotated[int, Field(ge=-1)] | str | list[int] = key(1, "the number of devices, or auto")
+    num_nodes: Count = key(1, "the number of machines")
+    precision: Any = key("32-true", "32-true, bf16-mixed, 16-mixed or 64-true")
+    accumulate_grad_batches: Count = key(1, "the batches of an update on each device")
+
+
+class Finder(Keys):
+    """The keys of `learning_rate_finder`."""
+
+    min_lr: Positive = key(1e-6, "the first learning rate")
+    max_lr: Positive = key(1.0, "the last one; the search ends where the loss diverges")
+    num_training: Annotated[int, Field(ge=20)] = key(100, "the updates of the search")
+
+
+class TaskGroup(Keys):
+    """The keys of `task` that every task has."""
+
+    name: str = key(..., "the task")
+    metric: str = key(..., "the validation metric that chooses the best checkpoint")
+    unit: str = key("samples", "what the samples are called")
+
+
+class ClassifierGroup(TaskGroup):
+    """The keys of `task` of a classifier."""
+
+    metrics: dict[str, Any] = key({}, "more metrics: {auroc: true}, or {NAME: {_target_: ..., OPTION: VALUE}}")
+    threshold: Criterion | Share | list[Annotated[float, Field(ge=0, le=1)]] | None = key(
+        None, "of two classes or several labels: a number, or what the best one on validation is chosen by"
+    )
+
+
+# --- commands
+
+
+class Command(Keys):
+    """The keys that every command has."""
+
+    plugins: list[str] = key([], "modules of your own that register mixers, tasks, data and more")
+
+
+class Train(Command):
+    """The keys of `longseq train`."""
+
+    task: TaskGroup = key(..., "the task")
+    data: Keys = key(..., "the samples")
+    recipe: Recipe = key(..., "length, batch, optimizer, schedule and augmentation")
+    model: Keys = key(..., "the model around the mixer")
+    mixer: Mixer = key(..., "what reads along the sequence in place of attention")
+    scale: Scale = key(..., "width and depth")
+    trainer: TrainerKeys = key(..., "devices and precision")
+    callbacks: dict[str, dict[str, Any] | None] = key({}, "Lightning callbacks by name; null leaves one out")
+    logger: dict[str, Any] | None = key(None, "TensorBoard and others")
+    seed: int = key(0, "the seed of the weights, of the order of samples, and of their augmentation", ge=0, lt=2**32)
+    init: str | None = key(None, "a checkpoint, FOLDER or hf-hub:OWNER/NAME with the first weights")
+    learning_rate_finder: Finder = key(Finder(), "of recipe.learning_rate=find")
+    resume: bool | str = key(False, "true: continue the newest unfinished run of this configuration; or a checkpoint")
+    optimized_metric: str | None = key("${task.metric}", "the metric that a run returns to a sweep (-m)")
+    compile: str | None = key(None, "torch.compile of training steps: default, reduce-overhead, max-autotune")
+    matmul_precision: Literal["highest", "high", "medium"] = key(
+        "highest", "of float32 matrix products on GPUs; high (TF32) also rounds inside the recurrences"
+    )
+    output: str = key("${hydra:runtime.output_dir}", "the run folder")
+
+
+# --- a task's share of the keys
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Values for keys below `recipe`, such as `optimizer.weight_decay`, and in words why they are these."""
+
+    values: Mapping[str, Any]
+    reason: str
+
+
+@dataclass(frozen=True)
+class TaskKeys:
+    """The classes of the keys that a task reads: of `data`, `model`, `task`, `recipe.loss` and the like.
+
+    A class of None means that the task has no such keys.
+    """
+
+    data: type[Keys]
+    model: Any = OpenKeys
+    group: type[TaskGroup] = TaskGroup
+    loss: type[Keys] | None = None
+    augment: type[Keys] | None = None
+    recipe_model: type[Keys] | None = None
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        """Raise ValueError if keys contradict each other such that a number would be wrong."""
+
+    def choose(self, config: Mapping[str, Any], info: Any | None, parts: int) -> Choice:
+        """The values of the recipe's keys that say `auto`, for data with this info.
+
+        `info` is None before the data is open. An effective batch divides over `parts`. ValueError if the task
+        chooses nothing.
+        """
+        raise ValueError(f"the recipe says auto, and task={config['task']['name']} chooses no values: give numbers")
+
+    def experiment(self, command: type[Train] = Train) -> type[Train]:
+        """The keys of a command that trains this task."""
+        parts = {"loss": self.loss, "augment": self.augment, "model": self.recipe_model}
+        own: Any = {name: (cls | None, Field(None)) for name, cls in parts.items() if cls is not None}
+        recipe = create_model("Recipe", __base__=Recipe, **own)
+        sections: Any = {"task": self.group, "data": self.data, "model": self.model, "recipe": recipe}
+        made: type[Train] = create_model(
+            command.__name__, __base__=command, **{name: (cls, Field(...)) for name, cls in sections.items()}
+        )
+        return made

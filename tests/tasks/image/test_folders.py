@@ -1,0 +1,117 @@
+"""Class folders and tar files: which folders are splits, and what is never pooled into one set."""
+
+from __future__ import annotations
+
+import logging
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from image_data import open_folder, write_tar
+from PIL import Image
+
+
+def draw(root: Path, *names: str) -> Path:
+    """Two images in each of these folders below `root`, each image of its own."""
+    for number, name in enumerate(names):
+        (root / name).mkdir(parents=True)
+        for index in range(2):
+            Image.fromarray(np.full((8, 8, 3), 10 * number + index, np.uint8)).save(root / name / f"{index}.png")
+    return root
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("training/cat", "training/dog", "testing/cat", "testing/dog"),
+        ("train2017/cat", "train2017/dog", "val2017/cat", "val2017/dog"),
+        ("images/cat", "images/dog", "masks/cat", "masks/dog"),
+        ("data/train/cat", "data/train/dog", "data/val/cat", "data/val/dog"),
+        ("cat", "dog", "testing/cat"),
+        ("cat", "dog", "dog/puppies"),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_classes_in_several_folders_are_not_one_set(names, packed, tmp_path):
+    root = draw(tmp_path / "root", *names)
+    if packed:
+        root = write_tar(tmp_path / "root.tar", root)
+    with pytest.raises(ValueError, match="has classes in several folders"):
+        open_folder(root, val_fraction=0.5)
+
+
+def test_splits_of_other_names_are_named(tmp_path):
+    root = draw(tmp_path, "training/cat", "training/dog", "testing/cat", "testing/dog")
+    module = open_folder(root, train_split="training", val_split="testing")
+    assert module.info.sizes == {"train": 4, "val": 4, "test": 4}
+    for key in ("train_split", "val_split", "test_split"):
+        with pytest.raises(FileNotFoundError, match=f"data.{key}=absent"):
+            open_folder(root, **{"train_split": "training", "val_split": "testing", key: "absent"})
+
+
+def test_held_out_images_alone_are_not_trained_on(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"data\.train_split=train"):
+        open_folder(draw(tmp_path, "val/cat", "val/dog"))
+
+
+def test_the_training_is_not_measured(tmp_path):
+    root = draw(tmp_path, "train/cat", "train/dog")
+    (root / "val").symlink_to(root / "train")
+    for options in ({}, {"val_split": "train"}):
+        with pytest.raises(ValueError, match="names the training images"):
+            open_folder(root, **options)
+
+
+@pytest.mark.parametrize("held_out", [".", "images"])
+def test_images_outside_class_folders_have_no_label(held_out, tmp_path):
+    root = draw(tmp_path, "train/cat", "train/dog", f"val/{held_out}")
+    with pytest.raises(ValueError, match=r"in no class folder|the training has not: images"):
+        open_folder(root)
+
+
+def test_the_innermost_folder_of_a_split_names_the_class(tmp_path):
+    root = draw(tmp_path, "train/pets/cat", "train/pets/dog", "train/wild/fox", "val/cat", "val/fox", "train/.cache")
+    module = open_folder(root)
+    assert module.info.class_names == ["cat", "dog", "fox"]
+    assert module.splits.validation.source.targets().tolist() == [0, 0, 2, 2]
+
+
+def test_tar_files_of_classes_and_of_splits(tmp_path):
+    images = draw(tmp_path / "images", "cat", "dog")
+    for name in ("cat", "dog"):
+        write_tar(tmp_path / "classes" / f"{name}.tar", images / name)
+    write_tar(tmp_path / "splits" / "train.tar", images)
+    write_tar(tmp_path / "splits" / "val.tar", images)
+    with tarfile.open(tmp_path / "classes" / "cat.tar", "a") as archive:  # a later file of a name replaces it
+        archive.add(images / "dog" / "1.png", arcname="./0.png")
+        archive.add(images / "dog" / "1.png", arcname="./._0.png")
+    found = open_folder(tmp_path / "classes", val_fraction=0.5).splits.train.source
+    shades = [int(np.asarray(found.read(index)[0]).max()) for index in range(len(found))]
+    assert sorted(zip(shades, found.targets().tolist(), strict=True)) == [(1, 0), (10, 1), (11, 0), (11, 1)]
+    assert open_folder(tmp_path / "splits").info.sizes == {"train": 4, "val": 4, "test": 4}
+
+
+def test_a_class_map_picks_and_orders_classes(tmp_path):
+    root = draw(tmp_path / "images", "train/cat", "train/dog", "train/fox", "val/cat", "val/fox")
+    (tmp_path / "classes.txt").write_text("\ufefffox\ncat\n\n", encoding="utf-8")
+    for class_map in ({"fox": 0, "cat": 1}, str(tmp_path / "classes.txt")):
+        module = open_folder(root, class_map=class_map)
+        assert module.info.class_names == ["fox", "cat"]
+        assert module.splits.train.source.targets().tolist() == [1, 1, 0, 0]
+    (tmp_path / "classes.txt").write_text("fox\ncat\nfox\n")
+    with pytest.raises(ValueError, match="names a class twice"):
+        open_folder(root, class_map=str(tmp_path / "classes.txt"))
+
+
+def test_one_class_is_nothing_to_tell_apart(tmp_path):
+    with pytest.raises(ValueError, match="one class alone: cat"):
+        open_folder(draw(tmp_path, "cat"), val_fraction=0.5)
+
+
+def test_validation_images_that_are_trained_on_are_counted(tmp_path, caplog):
+    root = draw(tmp_path, "train/cat", "train/dog", "val/cat", "val/dog")
+    (root / "val/cat/0.png").write_bytes((root / "train/dog/1.png").read_bytes())
+    with caplog.at_level(logging.WARNING):
+        open_folder(root)
+    assert "1 of the 4 validation images have the bytes of a training image" in caplog.text

@@ -1,0 +1,125 @@
+"""The keys of a configuration: types, ranges, nearest names; and what a configuration may build."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import EarlyStopping
+
+from longseq.tasks import registry, train
+from longseq.tasks.commands import COMMANDS
+from longseq.tasks.config import Keys, key, read
+from longseq.tasks.experiment import read_experiment
+from longseq.tasks.training import targets
+from longseq.tasks.training.configuration import resolve
+
+
+@pytest.fixture
+def config(compose_config, tmp_path) -> dict[str, Any]:
+    return resolve(compose_config("train", "trainer=cpu", f"output={tmp_path / 'run'}"))
+
+
+def changed(config: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
+    config = copy.deepcopy(config)
+    *path, last = place.split(".")
+    inner = config
+    for name in path:
+        inner = inner.setdefault(name, {}) or {}
+    inner[last] = value
+    return config
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        ("recipe.learning_rate", "1e-3", "recipe.learning_rate=1e-3: input should be a valid number"),
+        ("recipe.batch_size", True, "recipe.batch_size=true: input should be a valid integer"),
+        ("recipe.learning_rate", float("nan"), "recipe.learning_rate=nan: input should be a finite number"),
+        ("recipe.freeze", "all", "recipe.freeze=all: "),
+        ("recipe.updates", 3, "recipe.epochs=40 and recipe.updates=3: give only one"),
+        ("recipe.schedule.sched", "plateau", "recipe.schedule.sched=plateau: "),
+        ("recipe.optimizer.layer_decay", 0, "recipe.optimizer.layer_decay=0: input should be greater than 0"),
+        ("recipe.loss.label_smoothing", 1, "recipe.loss.label_smoothing=1: input should be less than 1"),
+        ("recipe.augment.scale", [0, 1], "recipe.augment.scale.0=0: input should be greater than 0"),
+        ("data.class_weights", [1, -1], "data.class_weights"),
+        ("data.multi_label", True, "data: multi_label=true: source=digits has one class an image"),
+        ("data.sampling", "balanced", None),
+        ("trainer.accumulate_grad_batches", 3, "does not divide"),
+        ("sed", 1, "sed is unknown: did you mean seed?"),
+    ],
+)
+def test_a_wrong_value_names_its_key(config, place, value, words):
+    if words is None:
+        assert read_experiment(changed(config, place, value))["data"]["sampling"] == value
+        return
+    with pytest.raises(ValueError, match=re.escape(words)) as found:
+        read_experiment(changed(config, place, value))
+    assert "\n" not in str(found.value)
+
+
+def test_defaults_are_those_of_the_keys(config):
+    checked = read_experiment(config)
+    assert checked["data"]["val_fraction"] == 0.1
+    assert checked["recipe"]["augment"]["erasing"] == {"prob": 0.0, "mode": "pixel", "count": 1}
+    assert read_experiment(checked) == checked
+
+
+@pytest.mark.parametrize("task", ["image", "lm", "document", "probe"])
+def test_each_task_takes_its_defaults(task, compose_config, tmp_path):
+    config = resolve(compose_config("train", f"task={task}", f"output={tmp_path}"))
+    assert read_experiment(config)["task"]["name"] == task
+
+
+@pytest.mark.parametrize("cls", [*COMMANDS.values(), *(registry.keys(name).data for name in registry.own_names())])
+def test_every_key_has_a_line_of_help(cls):
+    assert all(field.description for field in cls.model_fields.values())
+
+
+def test_a_section_of_ones_own():
+    class Own(Keys):
+        size: int = key(3, "the size", ge=1)
+
+    assert read(Own, {}).size == 3
+    with pytest.raises(ValueError, match=r"own\.sise is unknown: did you mean own\.size\?"):
+        read(Own, {"sise": 3}, "own")
+
+
+PLACES = (
+    "callbacks.mine",
+    "recipe.optimizer",
+    "recipe.schedule",
+    "logger.mine",
+    "trainer.strategy",
+    "model",
+    "data.train_set",
+)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_nothing_is_called_that_is_of_no_listed_module(config, place, tmp_path):
+    made = tmp_path / "made"
+    node = {"_target_": "os.mkdir", "path": str(made)}
+    if place == "model":
+        node |= {"name": "mine", "label": "mine"}
+    if place == "data.train_set":
+        config = changed(config, "data.source", "own")
+    with pytest.raises((ValueError, TypeError)):
+        train.run(changed(config, place, node))
+    assert not made.exists()
+
+
+@pytest.mark.parametrize("name", ["EarlyStopping", "lightning.pytorch.callbacks.EarlyStopping"])
+def test_a_callback_is_named_by_its_last_word_or_in_full(name):
+    node = {"_target_": name, "monitor": "val/top1", "patience": 3}
+    assert isinstance(targets.build(node, targets.CALLBACKS, "callbacks.stop"), EarlyStopping)
+
+
+@pytest.mark.parametrize(
+    "name", ["torch.hub.load", "callbacks.EarlyStopping", "lightning.pytorch.callbacks", None, "os"]
+)
+def test_other_names_are_refused(name):
+    with pytest.raises(ValueError, match=r"callbacks\.mine\._target_="):
+        targets.build({"_target_": name}, targets.CALLBACKS, "callbacks.mine")
