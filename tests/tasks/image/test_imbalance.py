@@ -328,7 +328,7 @@ def test_two_classes_of_different_sizes(tiny, compose_config, tmp_path):
 
 
 @pytest.mark.slow
-def test_several_labels_from_a_table_train_and_export(tiny, compose_config, tmp_path, caplog):
+def test_several_labels_from_a_table_train_and_export(tiny, compose_config, tmp_path):
     """The exported file, with nothing but its metadata, gives the run's figures on the test images."""
     onnxruntime = pytest.importorskip("onnxruntime")
     from longseq.tools import export
