@@ -272,7 +272,7 @@ def test_loaders_in_dictionaries_and_lists_are_measured(tmp_path):
     first, second = trainer().predict(module, {"a": [data.val_dataloader()], "b": data.val_dataloader()})
     torch.testing.assert_close(first, second)
     rows = DataLoader([(torch.zeros(1, 8, 8, dtype=torch.uint8), 0)] * 4, 2)
-    with pytest.raises(ValueError, match=r"^the loaders of the Trainer are of several data, .* one loader at a time"):
+    with pytest.raises(ValueError, match="the loaders of the Trainer are of several data"):
         trainer().predict(module, {"a": data.val_dataloader(), "b": rows})
 
 
