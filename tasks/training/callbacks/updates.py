@@ -17,7 +17,7 @@ def validation_follows(trainer: Trainer) -> bool:
         return False
     if trainer.should_stop:
         return True
-    interval: float = trainer.val_check_batch  # type: ignore[attr-defined]
-    if math.isinf(interval):
+    interval = trainer.val_check_batch
+    if interval is None or math.isinf(interval):
         return trainer.is_last_batch
     return ((loop.total_batch_idx if every is None else loop.batch_idx) + 1) % interval == 0
