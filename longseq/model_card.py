@@ -12,35 +12,20 @@ from longseq.parameters import count_parameters
 # The splits in metrics.json, and their captions on the card.
 SPLITS = {"test": "Test data, with the weights of this file", "val": "Validation data, at the moment they were chosen"}
 
-# How transformers loads a model, without and with a tokenizer.
+# How transformers loads a model; the last line needs a tokenizer.
 _LANGUAGE_MODEL = (
-    (
-        "import longseq.tools.hugging_face.causal_lm",
-        "from transformers import AutoModelForCausalLM",
-        "",
-        'model = AutoModelForCausalLM.from_pretrained("FOLDER or OWNER/NAME")',
-    ),
-    (
-        "import longseq.tools.hugging_face.causal_lm",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        'model = AutoModelForCausalLM.from_pretrained("FOLDER or OWNER/NAME")',
-        'tokenizer = AutoTokenizer.from_pretrained("FOLDER or OWNER/NAME")',
-    ),
+    "import longseq.tools.hugging_face.causal_lm",
+    "from transformers import AutoModelForCausalLM, AutoTokenizer",
+    "",
+    'model = AutoModelForCausalLM.from_pretrained("FOLDER or OWNER/NAME")',
+    'tokenizer = AutoTokenizer.from_pretrained("FOLDER or OWNER/NAME")',
 )
 _CLASSIFIER = (
-    (
-        "import longseq.tools.hugging_face.sequence_classification",
-        "from transformers import AutoModelForSequenceClassification",
-        "",
-        'model = AutoModelForSequenceClassification.from_pretrained("FOLDER or OWNER/NAME")',
-    ),
-    (
-        "import longseq.tools.hugging_face.sequence_classification",
-        "from transformers import pipeline",
-        "",
-        'classify = pipeline("text-classification", "FOLDER or OWNER/NAME")',
-    ),
+    "import longseq.tools.hugging_face.sequence_classification",
+    "from transformers import AutoModelForSequenceClassification, pipeline",
+    "",
+    'model = AutoModelForSequenceClassification.from_pretrained("FOLDER or OWNER/NAME")',
+    'classify = pipeline("text-classification", "FOLDER or OWNER/NAME")',
 )
 
 
@@ -87,7 +72,7 @@ def _usage(config: Mapping[str, Any], has_tokenizer: bool) -> Iterator[str]:
             'transformers loads it, too (`pip install "longseq[text]"`):',
             "",
             "```python",
-            *loading[has_tokenizer],
+            *loading[: len(loading) if has_tokenizer else -1],
             "```",
             "",
         )

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from longseq.flop_formulas import complete_flop_formulas
 from longseq.kernels.packing import Packing
 from longseq.mixers.base import Mixer
 from longseq.mixers.measures import mean_norm
@@ -767,7 +766,10 @@ class _Count(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        complete_flop_formulas()
+        # torch 2.14 and before count this form on GPUs only.
+        aten = torch.ops.aten
+        known = flop_registry[aten._scaled_dot_product_flash_attention]
+        flop_registry.setdefault(aten._scaled_dot_product_flash_attention_for_cpu, known)
         self.operations = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -53,10 +53,10 @@ class Directions(nn.Module):
     replaced (adapters, quantisation), and for packed rows. A hook on a mixer of this layer sees what that mixer alone
     does: the projected tokens, and its reading before the output projection.
 
-    The two mixers of a pair are separate modules, and `scan_pair` stacks their parameters in each call. Parameters `[2,
-    ...]` in one module would save these small copies, which no measurement shows. But adapters and quantisation look
-    for `nn.Linear` with a weight of two dimensions, optimizers decide by shapes (timm decays no vectors, Muon takes
-    matrices), and packed rows, telemetry and segments read each direction by itself.
+    The two mixers of a pair are separate modules, and `scan_pair` stacks their parameters in each call. Parameters
+    `[2, ...]` in one module would save these small copies, which no measurement shows. But adapters and quantisation
+    look for `nn.Linear` with a weight of two dimensions, optimizers decide by shapes (timm decays no vectors, Muon
+    takes matrices), and packed rows, telemetry and segments read each direction by itself.
 
     Args:
         build: makes one mixer (see `longseq.mixers.Mixer`).

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-import re
-import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import Annotated, Any, Literal
@@ -29,12 +27,6 @@ Sampling = Literal["balanced"] | None
 LABEL_COLUMN = "label"
 
 _NAMED = 5  # of the classes that a message tells
-
-# What pandas and spreadsheets write for a value that is not there. ("none" is the name of classes, too.)
-_ABSENT = ("nan", "<na>", "n/a", "#n/a", "null")
-
-# Marks that often stand between the labels of a cell.
-_MARKS = ";|,/"
 
 # Pandas writes 1.0 and 0.0 into a column that has empty cells.
 FLAGS = dict.fromkeys(("1", "1.0", "true", "yes"), True) | dict.fromkeys(("0", "0.0", "false", "no"), False)
@@ -153,94 +145,12 @@ def name_some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
-def alike(names: Iterable[str]) -> str | None:
-    """A warning, in one line, where names of classes differ in what is easily overlooked; None if none do.
-
-    Such are blanks at the ends, several blanks for one, letters with accents that Unicode spells in two ways, and
-    numbers with more zeros than they need: 1, 1.0 and 01. So are capitals, but those of single letters: a and A are
-    two classes of handwriting.
-    """
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        seen = unicodedata.normalize("NFC", " ".join(name.split()))
-        groups.setdefault(_as_number(seen.lower() if len(seen) > 1 else seen), []).append(name)
-    found = [" and ".join(ascii(name) for name in group) for group in groups.values() if len(group) > 1]
-    if not found:
-        return None
-    more = f"; {len(found) - 3} more" if len(found) > 3 else ""
-    return (
-        f"classes that look alike are trained as different ones: {', '.join(found[:3])}{more} "
-        "(blanks, capitals, two spellings of Unicode, or 1, 1.0 and 01): write them in one way if they are one class"
-    )
-
-
-def remarks(names: Sequence[str], *, multi_label: bool) -> list[str]:
-    """What the names of classes may not have been meant to be, a line each: see `alike`, and the two below it."""
-    found = (alike(names), _composed(names, multi_label), _fractional(names), _missing(names))
-    return [told for told in found if told is not None]
-
-
-def _composed(names: Sequence[str], multi_label: bool) -> str | None:
-    """A remark, in one line, where names of classes seem to be several labels with one mark between them; or None.
-
-    They do if all parts of one are names, too, or if most have the mark and a part of one is a name.
-    """
-    known = set(names)
-    for mark in _MARKS:
-        parts = {name: [part.strip() for part in name.split(mark)] for name in sorted(known) if mark in name}
-        found = [name for name in parts if known.issuperset(parts[name])]
-        if not found and 2 * len(parts) > len(known):
-            found = [name for name in parts if known.intersection(parts[name])]
-        if found:
-            alone = [repr(part) for part in parts[found[0]] if part in known]
-            several = "" if multi_label else "data.multi_label=true "
-            return (
-                f"the label {found[0]!r} is a class of its own, and so {'are' if len(alone) > 1 else 'is'} "
-                f"{' and '.join(alone)}: if it is several labels, give {several}\"data.label_delimiter='{mark}'\""
-            )
-    return None
-
-
-def _fractional(names: Sequence[str]) -> str | None:
-    """A remark, in one line, where all labels are numbers and some have a fraction; None for other labels."""
-    numbers = [name for name in names if _is_number(name)]
-    found = [name for name in numbers if Decimal(name) != Decimal(name).to_integral_value()]
-    if not found or len(numbers) < len(names):
-        return None
-    return (
-        f"labels are numbers with a fraction, such as {found[0]}: each of the {len(names)} is a class of its own, and "
-        "near ones are no more alike than others; round them to the classes that are meant"
-    )
-
-
-def _missing(names: Sequence[str]) -> str | None:
-    """A remark, in one line, where a class has the name that programs write for a value that is not there; or None."""
-    found = [repr(name) for name in names if name.strip().lower() in _ABSENT]
-    if not found:
-        return None
-    return f"{' and '.join(found)} is a class of its own: leave out these samples if it means that the label is missing"
-
-
-def _is_number(name: str) -> bool:
-    # Longer exponents are no numbers to Decimal, and may be those of a hexadecimal name.
-    return re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,9})?", name.strip(), re.IGNORECASE) is not None
-
-
-def _as_number(name: str) -> str:
-    """A name that is a number, in the shortest form, with all of its digits; another name as it is."""
-    if not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)", name):
-        return name
-    whole, _, fraction = name.lstrip("+-").partition(".")
-    shortest = f"{whole.lstrip('0')}.{fraction.rstrip('0')}"
-    return f"-{shortest}" if name.startswith("-") and shortest != "." else shortest
-
-
 def targets_of(
     labels: npt.NDArray[np.int64], sets: Sequence[Labels], class_names: Sequence[str], *, multi_label: bool
 ) -> npt.NDArray[Any]:
     """The targets of documents whose labels are `sets[labels]`: `[N]` int64, or with `multi_label` `[N, C]` float32.
 
-    All labels must be among `class_names` (see `unknown_set`).
+    All labels must be among `class_names`.
     """
     place = {name: index for index, name in enumerate(class_names)}
     if not multi_label:
@@ -250,18 +160,6 @@ def targets_of(
     for row, one in zip(rows, sets, strict=True):
         row[[place[name] for name in one if name in place]] = 1
     return rows[labels]
-
-
-def unknown_label(
-    labels: npt.NDArray[np.int64], sets: Sequence[Labels], places: Mapping[str, str], class_names: Iterable[str]
-) -> tuple[str, str] | None:
-    """A label of documents that is not in `class_names`, and the place of its first document; None if there is none."""
-    known = set(class_names)
-    for number in np.unique(labels).tolist():
-        for name in sets[number]:
-            if name not in known:
-                return name, places[str(number)]
-    return None
 
 
 def wrong_class(targets: npt.NDArray[Any], classes: int) -> int | None:

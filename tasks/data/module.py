@@ -36,12 +36,6 @@ class TaskData(LightningDataModule, ABC):
         """Set what data of this configuration need in a process of the training before it starts CUDA."""
 
     @classmethod
-    def require_files(cls, config: Mapping[str, Any]) -> None:
-        """ValueError, in one line, if the data of a configuration are not where its keys say. Reads little, and writes
-        nothing; what this does not find is told when the data are opened.
-        """
-
-    @classmethod
     @abstractmethod
     def from_config(cls: type[Self], config: Mapping[str, Any], batch_size: int) -> Self:
         """The data module of a configuration, set up. ValueError, in one line, for errors that the user can correct."""

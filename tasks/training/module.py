@@ -261,14 +261,21 @@ class TrainedModule(LightningModule):
             self._validate_at_end()
         # A constant rate depends on the update only, and this run may end elsewhere.
         checkpoint["lr_schedulers"] = [{} if is_constant_rate(state) else state for state in saved]
+        self._check_ends()
 
-    def on_train_start(self) -> None:
-        if self._reload_every is not None:
-            self.trainer.reload_dataloaders_every_n_epochs, self._reload_every = self._reload_every, None
+    def on_fit_start(self) -> None:
+        self._check_ends()
+
+    def _check_ends(self) -> None:
+        # A sharded model loads its checkpoint after on_fit_start, others before it has a schedule.
         own = [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs]
         own = [state for state in own if is_constant_rate(state)]
         for states in zip(self._saved_schedules, own, strict=False):
             check_end(self._saved_update, *states)
+
+    def on_train_start(self) -> None:
+        if self._reload_every is not None:
+            self.trainer.reload_dataloaders_every_n_epochs, self._reload_every = self._reload_every, None
 
     def on_train_epoch_end(self) -> None:
         is_empty = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0

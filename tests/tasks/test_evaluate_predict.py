@@ -249,5 +249,5 @@ def test_a_checkpoint_of_another_task_is_refused(checkpoint, compose_config, tmp
     other = tmp_path / "other.ckpt"
     torch.save(content, other)
     for command, more in ((evaluate, "trainer=cpu"), (predict, f"input={tmp_path}")):
-        with pytest.raises(ValueError, match=r"belongs to task=sound.*task=image"):
+        with pytest.raises(ValueError, match=r"of task=sound"):
             command.run(compose_config(command.__name__.split(".")[-1], f"checkpoint={other}", more))

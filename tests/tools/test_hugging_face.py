@@ -273,13 +273,6 @@ def test_one_folder_serves_both_libraries(mixer: str, shards: bool, tmp_path: Pa
     assert (config.vocab_size, config.hidden_size, config.num_hidden_layers) == (257, 16, 2)
 
 
-def test_half_precision_and_placement(tmp_path: Path) -> None:
-    make().save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, device_map="auto")
-    assert {value.dtype for value in model.parameters()} == {torch.bfloat16}
-    assert model(TOKENS.to(model.device)).logits.dtype == torch.bfloat16
-
-
 def test_the_pipeline_writes_text_of_a_byte_tokenizer(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = TokenBackbone(vocab_size=257, d_model=16, depth=1).eval()

@@ -125,17 +125,19 @@ def export_image_classifier(
     channels = data["in_chans"]
     height, width = _pair(data["img_size"])
     copied = float_copy(model)
-    whole_patches = _whole_patches(copied, channels, height, width) if dynamic_resolution else None
+    patch = _pair(getattr(getattr(model, "patch_embed", None), "patch_size", 32))  # most others reduce images by 32
+    part = probe_images(1, channels, height + patch[0] // 2, width + patch[1] // 2, pixels=False)
+    reads_parts = not dynamic_resolution or bool(readable(copied, [(part,)]))  # leaves a rest out, or pads it
     module = ImageClassifierFile(
         copied,
         image_size=None if dynamic_resolution else (height, width),
-        patch_size=whole_patches,
+        patch_size=None if reads_parts else patch,
         normalise=(data["mean"], data["std"]) if preprocess else None,
         softmax=softmax,
         multi_label=bool(data.get("multi_label")),
     ).eval()
 
-    sizes = _resolutions(model, height, width) if dynamic_resolution else [(height, width)]
+    sizes = _resolutions(model, height, width, patch) if dynamic_resolution else [(height, width)]
     example = (probe_images(TRACED_BATCH, channels, *sizes[-1], pixels=preprocess),)
     probes = [
         (probe_images(batch, channels, *size, pixels=preprocess),)
@@ -143,13 +145,12 @@ def export_image_classifier(
         for batch in batch_sizes
     ]
     if dynamic_resolution:
-        rows, columns = _patch_size(model)
-        smallest = [(rows, width), (height, columns), (rows, columns)]
+        smallest = [(patch[0], width), (height, patch[1]), patch]
         images = [(probe_images(min(batch_sizes), channels, *size, pixels=preprocess),) for size in smallest]
         probes += readable(module, images)
     expected = expect(module, [images for (images,) in probes])
     check_class_names(data, expected[0].output.shape[-1])
-    extra = {**({} if whole_patches is None else {"patch_size": list(whole_patches)}), **extra_metadata}
+    extra = {**({} if reads_parts else {"patch_size": list(patch)}), **extra_metadata}
     spec = FileSpec(
         inputs={"images": AXES if dynamic_resolution else {0: AXES[0]}},
         outputs=("probabilities" if softmax else "logits",),
@@ -169,24 +170,12 @@ def export_image_classifier(
     )
 
 
-def _patch_size(model: nn.Module) -> tuple[int, int]:
-    """The size of a patch; for a model without patches, that by which most of them reduce an image."""
-    return _pair(getattr(getattr(model, "patch_embed", None), "patch_size", 32))
-
-
-def _whole_patches(model: nn.Module, channels: int, height: int, width: int) -> tuple[int, int] | None:
-    """The size of a patch, if the model reads whole patches only: neither leaves a rest out nor pads it."""
-    rows, columns = _patch_size(model)
-    part = probe_images(1, channels, height + rows // 2, width + columns // 2, pixels=False)
-    return None if readable(model, [(part,)]) else (rows, columns)
-
-
-def _resolutions(model: nn.Module, height: int, width: int) -> list[tuple[int, int]]:
+def _resolutions(model: nn.Module, height: int, width: int, patch: tuple[int, int]) -> list[tuple[int, int]]:
     """The sizes to compare at, and the size to trace with, which is not square.
 
     All are whole numbers of patches, but for one of a model that pads images.
     """
-    rows, columns = _patch_size(model)
+    rows, columns = patch
     pads = getattr(getattr(model, "patch_embed", None), "dynamic_img_pad", False)
     padded = [(height + 1, width + columns - 1)] if pads else []
     steps = ((0, 0), (1, 0), (4, 6), (0, 2))

@@ -166,15 +166,12 @@ def _compare(
     if found.passed:
         return found
     with torch.no_grad():
-        exact = read(copy.deepcopy(module).double(), expected.batch, [_widen(start) for start in starts])
+        wide = [start.double() if start.is_floating_point() else start for start in starts]
+        exact = read(copy.deepcopy(module).double(), expected.batch, wide)
         rounding = (read(module, expected.batch, starts) - exact).abs().max().item()
     return compare(
         lambda batch: read(call, batch, starts), replace(expected, rounding=expected.rounding + rounding), tolerance
     )
-
-
-def _widen(start: Tensor) -> Tensor:
-    return start.double() if start.is_floating_point() else start
 
 
 def _read_one_by_one(call: Callable[..., Any], tokens: Tensor, states: list[Tensor]) -> Tensor:

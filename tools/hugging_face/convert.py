@@ -6,7 +6,6 @@ import inspect
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def train_command(backbone: TokenBackbone, folder: Path, task: str) -> str:
         place = f"+mixer.options.{name}" if hybrid else "mixer.options"
         words += [f"{place}.{key}={_write(value)}" for key, value in options.items() if value != usual[key]]
     usual = {name: one.default for name, one in inspect.signature(TokenBackbone).parameters.items()}
-    for key in (entry.name for entry in fields(TokenModelKeys if task == "lm" else BodyKeys)):
+    for key in (TokenModelKeys if task == "lm" else BodyKeys).model_fields:
         if key in arguments and (key in ("d_model", "depth", "mlp_ratio") or arguments[key] != usual[key]):
             words.append(f"model.{key}={_write(arguments[key])}")
     return shlex.join(["longseq", "train", f"task={task}", *words])

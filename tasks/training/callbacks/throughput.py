@@ -110,9 +110,9 @@ class Throughput(Callback):
             sizes = torch.tensor([window.units, window.tokens], device=pl_module.device)
             window.units, window.tokens = trainer.strategy.reduce(sizes, reduce_op="sum").tolist()
         measured = {
-            f"{self.unit}_per_second": window.rate or 0.0,
-            "data_wait_ms": window.data_wait_ms or 0.0,
             "tokens_per_second": window.token_rate,
+            f"{self.unit}_per_second": window.rate or 0.0,  # last, since units may be tokens
+            "data_wait_ms": window.data_wait_ms or 0.0,
             "mfu": self._utilisation(trainer, pl_module, batch) if trainer.loggers else None,
         }
         found = {f"throughput/{name}": value for name, value in measured.items() if value is not None}

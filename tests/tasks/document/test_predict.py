@@ -26,7 +26,16 @@ def make_info(**changes: Any) -> DocumentInfo:
 
 
 def make_keys(**changes: Any) -> Predict:
-    known = {"top_k": None, "batch_size": 64, "num_workers": 0, "column": None, "truncation": None, "segment": None}
+    known = {
+        "checkpoint": "best.ckpt",
+        "input": "here",
+        "top_k": None,
+        "batch_size": 64,
+        "num_workers": 0,
+        "column": None,
+        "truncation": None,
+        "segment": None,
+    }
     return Predict(**{**known, **changes})
 
 

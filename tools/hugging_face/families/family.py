@@ -23,12 +23,8 @@ ENDS = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_hea
 MLP = {"mlp.fc1_g": "mlp.gate_proj", "mlp.fc1_x": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"}
 SILU = ("silu", "swish")
 
-# Keys that transformers reads for every family and our models do not have, and why a file with one is refused.
-UNSUPPORTED = {
-    "per_layer_config": "it gives single layers other values than the model's",
-    "quantization_config": "it changes the weights when they are loaded: give the weights before they were quantized",
-    "transformers_weights": "it names another file of weights: leave the key out and give that file the usual name",
-}
+# Keys of transformers that our models do not have: values of single layers, quantized weights, another file of weights.
+UNSUPPORTED = ("per_layer_config", "quantization_config", "transformers_weights")
 
 
 @dataclass(frozen=True)
@@ -64,20 +60,17 @@ class Family:
         """The arguments of `TokenBackbone` for a config.json.
 
         Raises:
-            ValueError: it lacks a key, or has a value that our models do not have.
+            ValueError: it has a value that our models do not have.
         """
-        for key, reason in UNSUPPORTED.items():
+        for key in UNSUPPORTED:
             if found.get(key):
-                raise ValueError(f"{key} is not supported: {reason}")
+                raise ValueError(f"{key} is not supported")
         values = {**self.defaults, **found}
         for key, allowed in self.expected.items():
             if key in values and values[key] not in allowed:
                 choices = " or ".join(str(value) for value in allowed)
                 raise ValueError(f"{key}={values[key]} is not supported, only {choices}")
-        try:
-            return self.arguments(values)
-        except KeyError as error:
-            raise ValueError(f"config.json does not tell {error.args[0]}") from error
+        return self.arguments(values)
 
     def names(self, blocks: Sequence[Mixer]) -> dict[str, str | Mapping[str, int]]:
         """Their names of all our modules, for a model with these mixers."""
@@ -136,10 +129,11 @@ def choose_layers(layers: Sequence[str], options: Mapping[str, Values]) -> dict[
 def read_rotary(values: Values) -> dict[str, Any]:
     """Base and scaling of the rotary positions, of files that have rope_theta and rope_scaling, or rope_parameters."""
     # A rope_scaling that somebody has added to a newer file replaces its rope_parameters, as in transformers.
-    rope = _with_rope_type(values.get("rope_scaling") or values.get("rope_parameters"))
-    nested = [key for key, value in rope.items() if isinstance(value, Mapping)]
-    if nested:
-        raise ValueError(f"rope parameters of their own for {nested[0]} layers are not supported")
+    rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
+    if "type" in rope:  # the older name
+        rope["rope_type"] = rope.pop("type")
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise ValueError("rope parameters of single kinds of layers are not supported")
     kind, base = rope.pop("rope_type", "default"), rope.pop("rope_theta", values.get("rope_theta", 10000.0))
     part = rope.pop("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
     if part != 1:
@@ -154,12 +148,3 @@ def read_rotary(values: Values) -> dict[str, Any]:
     scaling = {"rope_type": kind, **{key: value for key, value in rope.items() if value is not None}}
     check_rotary(scaling)
     return {"rotary": True, "rotary_base": float(base), "rotary_scaling": scaling}
-
-
-def _with_rope_type(given: Values | None) -> dict[str, Any]:
-    """A dictionary of rope parameters, in which rope_type may still be called type. ValueError for another value."""
-    if not isinstance(given or {}, Mapping):
-        raise ValueError(f"rope_scaling={given} is no dictionary")
-    rope = dict(given or {})
-    former = rope.pop("type", None)
-    return rope if former is None else {"rope_type": former, **rope}
