@@ -170,20 +170,6 @@ def test_ctrl_c_and_a_closed_terminal_save_a_run_of_two_processes(
 
 
 @pytest.mark.slow
-def test_a_run_whose_terminal_is_closed_saves(tmp_path, tiny_overrides, leave_nothing):
-    ours, its = pty.openpty()
-    process = start_fork(["train", *tiny_overrides, *LONG], tmp_path, start_new_session=True, stdout=its, stderr=its)
-    leave_nothing.append(process)
-    os.close(its)
-    last = wait_for_checkpoint(tmp_path, process)
-    time.sleep(0.3)  # some more updates
-    os.close(ours)
-    process.send_signal(signal.SIGHUP)
-    assert process.wait(timeout=60) == 129
-    assert torch.load(last, weights_only=True)["global_step"] > 5
-
-
-@pytest.mark.slow
 def test_a_run_outlives_its_terminal(tmp_path, tiny_overrides, leave_nothing):
     """As after `disown`: the terminal is closed, no signal comes, and what is printed is an error of the system."""
     ours, its = pty.openpty()
