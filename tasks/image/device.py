@@ -60,11 +60,11 @@ class DeviceTransform:
 
     def finish(self, decoded: tuple[Batch, list[Tensor | None] | None]) -> Batch:
         """The second half: crops, colours and erased pixels."""
-        (encoded, targets, failures), images = decoded
+        (encoded, targets, failures), pictures = decoded
         if not isinstance(encoded, EncodedImages):  # nothing could be read
             return decoded[0]
         targets = targets.clone()
-        images = self._crop(encoded, images, targets, failures)
+        images: Any = self._crop(encoded, pictures, targets, failures)
         images = apply_steps(images, encoded.kinds, encoded.numbers, self.fill)
         if self.info.in_chans == 1:
             images = rgb_to_grayscale(images.float())
