@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import struct
 from collections.abc import Iterator
 from datetime import timedelta
@@ -122,49 +121,6 @@ def test_a_search_returns_the_metric_of_its_best_trial(command_here, tmp_path: P
     assert found["best_value"] == json.loads(metrics.read_text())["val/top1"]
     assert 1e-4 <= found["best_params"]["recipe.learning_rate"] <= 1e-2
     assert "best val/top1" in done.stdout
-    done = command_here(tmp_path, "train", *overrides, "hydra.sweep.dir=other", "hydra.sweeper.direction=minimize")
-    assert done.returncode == 2
-    assert "give hydra.sweeper.direction=maximize" in done.stderr
-    assert not (tmp_path / "other").exists()
-
-
-@pytest.mark.slow
-def test_a_search_goes_on_after_a_trial_that_diverges(command_here, tmp_path: Path, tiny_overrides):
-    """And names values that are words."""
-    words = (*tiny_overrides, "recipe.epochs=1", "logger=none", "data.num_workers=0", "seed=2")
-    search = ("hparams_search=optuna", "hydra.sweeper.n_trials=4", "recipe.optimizer.weight_decay=0.01")
-    params = (
-        """+hydra.sweeper.params={recipe.learning_rate: "choice(1e-3,1e25)", data.on_error: "choice(skip,raise)"}"""
-    )
-    done = command_here(tmp_path, "train", *words, *search, params, "hydra.sweep.dir=search")
-    assert done.returncode == 0, done.stderr
-    failed = re.search(r"longseq: warning: (\d) of 4 trials failed", done.stderr)
-    assert failed is not None
-    assert "longseq: warning: training diverged" in done.stderr
-    assert "error: " not in done.stderr
-    finished = list((tmp_path / "search").glob("*/metrics.json"))
-    assert len(finished) == 4 - int(failed[1])
-    found = yaml.safe_load((tmp_path / "search" / "optimization_results.yaml").read_text())
-    assert found["best_value"] == max(json.loads(path.read_text())["val/top1"] for path in finished)
-    assert re.search(rf"data.on_error +{found['best_params']['data.on_error']}", done.stdout)
-    assert "recipe.optimizer.weight_decay=0.01 is given, and so is not searched" in done.stderr
-    assert set(found["best_params"]) == {"recipe.learning_rate", "data.on_error"}
-    (kept, *_) = (yaml.safe_load(path.read_text()) for path in (tmp_path / "search").glob("*/config.yaml"))
-    assert kept["recipe"]["optimizer"]["weight_decay"] == 0.01
-
-
-@pytest.mark.slow
-def test_a_search_of_which_all_trials_diverge_has_failed(command_here, tmp_path: Path, tiny_overrides):
-    words = (*tiny_overrides, "recipe.epochs=1", "logger=none", "data.num_workers=0", "hydra.sweep.dir=search")
-    params = """+hydra.sweeper.params={recipe.learning_rate: "choice(1e25,1e26)"}"""
-    done = command_here(tmp_path, "train", *words, "hparams_search=optuna", "hydra.sweeper.n_trials=2", params)
-    assert done.returncode == 2
-    assert re.match(r"longseq: error: 2 of 2 trials failed: ", done.stderr.splitlines()[-1])
-    assert "No trials are completed yet" not in done.stderr
-    faulty = ("recipe.epochs=0", "hydra.sweeper.n_trials=2", "hydra.sweep.dir=other")  # told in each trial
-    done = command_here(tmp_path, "train", *words, "hparams_search=optuna", *faulty)
-    assert done.returncode == 2
-    assert re.match(r"longseq: error: 1 of 1 trials failed: .*recipe.epochs=0", done.stderr.splitlines()[-1])
 
 
 # A training of two updates. Its last loss and its accuracy are in metrics.json, too.

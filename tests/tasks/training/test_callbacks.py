@@ -20,7 +20,6 @@ from longseq.tasks.training.callbacks.checkpoint import BestCheckpoint, LastChec
 from longseq.tasks.training.callbacks.confusion import draw_confusion_matrix
 from longseq.tasks.training.callbacks.ema import ExponentialMovingAverage
 from longseq.tasks.training.callbacks.nonfinite import NonFiniteError, NonFiniteStop
-from longseq.tasks.training.callbacks.telemetry import Telemetry
 from longseq.tasks.training.callbacks.throughput import Throughput, _FetchClock
 from longseq.tasks.training.files import WholeCheckpoints
 from longseq.tasks.training.metrics import MeanLoss
@@ -241,31 +240,6 @@ def test_a_gpu_is_timed_by_its_own_clock(monkeypatch, late, waits):
     assert waited == pytest.approx(idle)
     assert seconds == pytest.approx(0.5 + idle)
     assert clock.take() == (0, 0)
-
-
-def test_a_batch_that_is_loaded_ahead_is_waited_for(monkeypatch):
-    """Of a stream, Lightning loads two batches before the first step."""
-    gpu, clock = Gpu(monkeypatch), _FetchClock(PassThroughProfiler())
-    clock.device = torch.device("cuda")
-    for _ in range(2):
-        clock.start("[_TrainingEpochLoop].train_dataloader_next")
-        gpu.now += 0.3
-        clock.stop("[_TrainingEpochLoop].train_dataloader_next")
-    gpu.launch(0.1)
-    clock.end_batch()
-    gpu.synchronize()
-    assert clock.take() == pytest.approx((0.4, 0.6))
-
-
-@pytest.mark.slow
-def test_the_time_of_other_callbacks_is_no_training(tiny, monkeypatch):
-    monkeypatch.setattr(Telemetry, "on_train_batch_end", lambda *_: time.sleep(0.2))
-    config = tiny("trainer.log_every_n_steps=5", "recipe.epochs=1", "+trainer.limit_train_batches=10")
-    datamodule, task = train.build(config)
-    trainer = build_trainer(config, train.build_callbacks(config, task))
-    trainer.fit(task, datamodule=datamodule)
-    (rate,) = [callback.mean.rate for callback in trainer.callbacks if isinstance(callback, Throughput)]
-    assert rate > 64 / 0.2
 
 
 def test_pictures_show_what_they_should():

@@ -84,14 +84,6 @@ def test_a_schedule_that_begins_after_its_warmup_ends_with_the_run(sched, warmup
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sched", ["cosine", "wsd"])
-def test_it_does_so_where_the_trainer_has_the_length(sched):
-    rates = read_rates(configure(None, sched=sched, min_lr=0.01, warmup_epochs=1, warmup_prefix=True))
-    assert max(rates[:EPOCH]) < rates[EPOCH] == 1.0
-    assert rates[LAST] == pytest.approx(0.01)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "falls"),
     [
@@ -214,17 +206,6 @@ def test_the_warmup_of_a_schedule_serves_where_the_length_has_none(sched, length
         assert rates[EPOCH] == 1.0 > rates[-1] > 0.0
 
 
-@pytest.mark.slow
-def test_a_warmup_of_no_epochs_leaves_that_of_the_length():
-    schedule = partial(create_scheduler_v2, sched="cosine", warmup_epochs=0, warmup_lr=0.0)
-    assert rates_of(schedule, RunLength(epochs=EPOCHS, warmup_updates=4))[:5] == pytest.approx(
-        [0.0, 0.25, 0.5, 0.75, COSINE[4]]
-    )
-    schedule = partial(create_scheduler_v2, sched="cosine", warmup_epochs=1, warmup_lr=0.0)
-    rates = rates_of(schedule, RunLength(epochs=EPOCHS, warmup_updates=0))
-    assert rates[:EPOCH] == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8])
-
-
 SCALES = (0.25, 1.0)
 
 
@@ -297,14 +278,6 @@ def test_rates_by_layer_hold_at_every_update_with_schedules_of_torch(name, tmp_p
 
 
 @pytest.mark.slow
-def test_a_layer_of_rate_zero_stays_as_it_is():
-    module, kept = layered(SCHEDULES["cosine"], optimizer=partial(by_layer, scales=(0.0, 1.0)))
-    loader = torch.utils.data.DataLoader(torch.zeros(EPOCH, 1))
-    Trainer(max_epochs=1, accelerator="cpu", callbacks=[kept], **SILENT).fit(module, loader)
-    assert {rates[0] for rates in kept.rates} == {0.0}
-
-
-@pytest.mark.slow
 def test_rates_by_layer_hold_where_lightning_brings_the_schedule():
     loader = torch.utils.data.DataLoader(torch.zeros(EPOCH, 1))
     averaging = StochasticWeightAveraging(swa_lrs=0.5, swa_epoch_start=1, annealing_epochs=3)
@@ -363,14 +336,6 @@ def test_it_continues_until_the_last_update(stop, tmp_path):
     assert trainer.global_step == 12
     assert [rates[0] for rates in kept.rates] == pytest.approx(cosine_over(12)[stop:])
     trainer, kept = train(counted(), data=Stream(), ckpt_path=tmp_path / "end.ckpt")
-    assert (trainer.global_step, kept.rates) == (12, [])
-
-
-@pytest.mark.slow
-def test_a_run_that_ended_within_an_epoch_trains_no_more(tmp_path):
-    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    train(counted(), save, enable_checkpointing=True)
-    trainer, kept = train(counted(), ckpt_path=tmp_path / "step=12.ckpt")
     assert (trainer.global_step, kept.rates) == (12, [])
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from longseq.backbones.image import ImageBackbone
 from longseq.tasks import train
 from longseq.tasks.training.callbacks.telemetry import evaluating, name_mixers, watching
 from longseq.tasks.training.trainer import build_callbacks, build_trainer
@@ -45,20 +42,6 @@ def test_each_reading_has_its_charts(tiny, tmp_path):
         assert 0 <= found[f"watch/blocks.0.{order}/gate_saturation"][9] <= 1
     rows, back = (found[f"watch/blocks.0.{order}/state_norm"] for order in ("forward", "backward"))
     assert rows != back
-
-
-@pytest.mark.slow
-def test_the_body_is_asked_and_not_the_head(tiny, monkeypatch):
-    head, modes = ImageBackbone.forward_head, []
-
-    def record(self, *arguments, **options):
-        modes.append(self.training)
-        return head(self, *arguments, **options)
-
-    monkeypatch.setattr(ImageBackbone, "forward_head", record)
-    short = ("+trainer.limit_train_batches=2", "+trainer.limit_val_batches=0", "callbacks.best=null")
-    fit(tiny(*LONGHORN, *short, "callbacks.telemetry.every_n_steps=1"))
-    assert modes == [True, True]
 
 
 @pytest.mark.slow
@@ -129,25 +112,3 @@ def test_a_watched_pass_leaves_no_trace(tiny):
         raise RuntimeError
     assert model.training
     assert all("observed" not in vars(module) for module in model.modules())
-
-
-@pytest.mark.slow
-def test_the_compiled_pass_stays_as_it_is(tiny, tmp_path, monkeypatch):
-    compiled = []
-
-    def count(graph, inputs):
-        compiled.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
-    overrides = ("mixer=linear_attention", "model.depth=1", "model.direction=forward", "recipe.epochs=1")
-    overrides += ("compile=default", "+trainer.limit_train_batches=4", "+trainer.limit_val_batches=0")
-    states, counts = [], []
-    for number, override in enumerate(("callbacks.telemetry.every_n_steps=1", "callbacks.telemetry=null")):
-        torch._dynamo.reset()
-        compiled.clear()
-        task = fit(tiny(*overrides, override, f"output={tmp_path / str(number)}", "callbacks.best=null"))
-        states.append(task.state_dict())
-        counts.append(len(compiled))
-    assert counts[0] == counts[1] > 0
-    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
