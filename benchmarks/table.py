@@ -19,8 +19,6 @@ from typing import Any
 
 from report import format_mean, to_markdown
 
-from longseq.mixers import list_mixers
-
 HERE = Path(__file__).parent
 ABOVE = HERE.parent
 OURS = ("ours", "triton", "torch", None)  # implementations that a change of ours can affect
@@ -29,9 +27,10 @@ NO_TABLES = ("changes", "compilations", "counted_launches", "files_before", "ker
 SUBJECTS = ("mixer", "model", "op", "variant", "call", "recurrence", "overrides")
 HEAD = """# Measured results
 
-`python benchmarks/table.py` makes these tables from the JSON rows beside this page. An empty cell was not measured. A cell
-with ± is the mean and the standard deviation over seeds, with the value of each seed behind it. A command belongs to the
-commit of its rows. MIXER, SEED or SHAPE stand for each that a table names; FOLDER is the folder of the data.
+`python benchmarks/table.py` makes these tables from the JSON rows beside this page. An empty cell was not measured.
+A cell with ± is the mean and the standard deviation over seeds, with the value of each seed behind it. A command
+belongs to the commit of its rows. MIXER, SEED or SHAPE stand for each that a table names; FOLDER is the folder of
+the data.
 
 "Changed since" numbers the changes of a row's layer or kernels after it was measured:
 
@@ -242,22 +241,6 @@ def recall() -> str:
     return f"{table}\n\n`{read('mqar_vla')['command']}`"
 
 
-def costs() -> str:
-    """The cost of one layer of each mixer. This is not measured: the code counts it."""
-    cards = list_mixers(d_model=256, tokens=1024)
-    lines = [
-        [
-            f"`{card.name}`",
-            f"{card.parameters:,}",
-            f"{card.flops_per_token:,}",
-            f"{card.state_size:,}",
-            f"{card.state_growth:,}" if card.state_growth else "",
-        ]
-        for card in cards
-    ]
-    return draw(["mixer", "parameters", "FLOPs per token", "state", "state per token of context"], lines)
-
-
 def documents(name: str) -> str:
     """Accuracy of document classifiers, over all documents and by their length in tokens, and the cost of a run."""
     result = read(name)
@@ -336,7 +319,6 @@ def summary() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "costs": costs,
     "imdb": lambda: documents("imdb"),
     "digits": lambda: trained("digits", "mixer"),
     "cifar10": lambda: trained("cifar10", "model"),
