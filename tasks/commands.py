@@ -78,6 +78,12 @@ class Generate(Command):
     state: str | None = key(None, "a file of save_state to go on from, in place of a prompt")
     save_state: str | None = key(None, "a file for the state behind the text")
 
+    @model_validator(mode="after")
+    def _begin_once(self) -> Generate:
+        if sum(one is not None for one in (self.prompt, self.input, self.state)) != 1:
+            raise ValueError("give one of prompt=TEXT, input=FILE and state=FILE")
+        return self
+
 
 class HarnessData(Keys):
     """The keys of `data` of `longseq harness`."""
@@ -191,7 +197,7 @@ class Describe(Train):
     list: Literal["mixers", "models", "devices"] | None = key(None, "print a list instead")
     device: str = key("auto", "auto, cpu or cuda: where kernels are chosen and speed is measured")
     format: Literal["text", "json"] = key("text", "how the facts are printed")
-    output: None = key(None, "the facts are printed")
+    output: None = key(None, "the facts are printed")  # type: ignore[assignment]
 
 
 class Compare(Command):

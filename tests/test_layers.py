@@ -106,20 +106,6 @@ def test_rooms_of_the_tasks_name_those_below_them():
                 assert room_of(module) in allowed, f"{told}, of a room above it"
 
 
-def test_options_of_a_task_alone_name_its_own_callbacks():
-    classes = {
-        name: room
-        for room in TASKS
-        for file in (ROOT / "tasks" / room.rpartition(".")[2]).rglob("*.py")
-        for name in re.findall(r"^class (\w+)", file.read_text(), re.M)
-    }
-    for file in sorted((ROOT / "conf").rglob("*.yaml")):
-        text = file.read_text()
-        for target in re.findall(r"^ *_target_: (\S+)", text, re.M):
-            if (room := classes.get(target.rpartition(".")[2])) is not None:
-                assert f"tasks: [{room.rpartition('.')[2]}]\n" in text, f"{file.relative_to(ROOT)} names {target}"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "banned"),

@@ -257,8 +257,9 @@ def test_lightnings_tuner_finds_and_sets_the_learning_rate(tmp_path: Path) -> No
     found = Tuner(trainer).lr_find(module, loader, num_training=40, min_lr=1e-5, early_stop_threshold=None)
     assert found is not None
     assert module.learning_rate == found.suggestion() != 1e-3
-    make_trainer(tmp_path, "found", max_steps=1).fit(module, loader)
-    assert module._learning_rate == pytest.approx(found.suggestion())
+    trainer = make_trainer(tmp_path, "found", max_steps=1)
+    trainer.fit(module, loader)
+    assert trainer.optimizers[0].param_groups[0]["initial_lr"] == pytest.approx(found.suggestion())
 
 
 class Net(nn.Module):

@@ -11,6 +11,7 @@ import importlib
 import os
 import re
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,27 +128,28 @@ def explain(error: BaseException) -> str:
     from hydra.errors import MissingConfigException
 
     text = " ".join(str(error).split())
-    cause = error.__cause__ or error
+    cause: Any = error.__cause__ or error
     key = getattr(cause, "full_key", None)
     if isinstance(error, MissingConfigException):
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         return f"{group}={name} is unknown{_near(name, error.options or [])}"
     if key and "not in struct" in str(cause):
         parent, _, name = str(key).rpartition(".")
-        return f"{key} is unknown{_near(name, list(cause.parent_node or []), parent and f'{parent}.')}"  # type: ignore[union-attr]
+        return f"{key} is unknown{_near(name, cause.parent_node or [], parent and f'{parent}.')}"
     return text if type(error) is ValueError and text else f"{type(error).__name__}: {text}"
 
 
-def _near(name: str, known: list[str], place: str = "") -> str:
-    close = difflib.get_close_matches(name, [str(one) for one in known], n=1)
-    return f": did you mean {place}{close[0]}?" if close else f": choose one of {', '.join(map(str, known))}"
+def _near(name: str, known: Iterable[Any], place: str = "") -> str:
+    names = [str(one) for one in known]
+    close = difflib.get_close_matches(name, names, n=1)
+    return f": did you mean {place}{close[0]}?" if close else f": choose one of {', '.join(names)}"
 
 
 def _find_verb(arguments: list[str]) -> str:
     """The name of the verb, which is that of its file in conf. `longseq prepare task=image` has a file of its own."""
     verb = arguments[0]
     if verb not in VERBS:
-        raise ValueError(f"the verb {verb} is unknown{_near(verb, list(VERBS))}")
+        raise ValueError(f"the verb {verb} is unknown{_near(verb, VERBS)}")
     if verb == "prepare" and "task=image" in arguments:
         verb = "prepare_image"
     if verb.startswith("prepare"):
@@ -168,7 +170,7 @@ def _run_verb(verb: str, arguments: list[str]) -> None:
     from longseq.tools.key_help import register
 
     defer_torchmetrics()
-    words = [quote(verb, argument) for argument in arguments]
+    words = [quote(verb, argument) for argument in flags_first(arguments)]
     load_plugins(words)
     register()
     command_line, declared = sys.argv, plugins.loaded()
@@ -195,6 +197,20 @@ def _run_verb(verb: str, arguments: list[str]) -> None:
         hydra.main(version_base="1.3", config_path="pkg://longseq.conf", config_name=verb)(task)()
     finally:
         sys.argv = command_line
+
+
+def flags_first(arguments: list[str]) -> list[str]:
+    """The arguments with Hydra's flags before the overrides, as argparse needs them."""
+    with_value = ("-c", "--cfg", "-i", "--info", "-p", "--package", "-cp", "-cn", "-cd", "--experimental-rerun")
+    flags: list[str] = []
+    overrides: list[str] = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        (flags if word.startswith("-") else overrides).append(word)
+        if rest and (word in with_value or re.fullmatch("--config-(path|name|dir)", word)):
+            flags.append(rest.pop(0))
+    return [*flags, *overrides]
 
 
 def remove_empty(folder: Path) -> None:

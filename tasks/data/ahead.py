@@ -14,17 +14,15 @@ Made = TypeVar("Made")
 
 
 def work_ahead(
-    items: Iterator[Given], work: Callable[[Given], Made], device: torch.device, *, ahead: int = 4
+    items: Iterator[Given], work: Callable[[Given], Made], stream: torch.cuda.Stream, *, ahead: int
 ) -> Iterator[Made]:
-    """Yields `work(item)` of each item; a thread prepares up to `ahead` of them on a CUDA stream of its own.
+    """Yields `work(item)` of each item; a thread prepares up to `ahead` of them on a CUDA stream.
 
-    The consumer's stream waits for the thread's. An error in the thread is raised where the item is asked for, and the
-    thread ends with its consumer.
+    The consumer's stream waits for it. An error in the thread is raised where the item is asked for. The thread ends
+    with its consumer, and closes `items`, which may be those of another thread on the same stream.
     """
     ready: queue.SimpleQueue[tuple[Made, torch.cuda.Event] | BaseException | None] = queue.SimpleQueue()
     places, stopped = threading.Semaphore(ahead), threading.Event()
-    # Of high priority: its many small kernels do not queue behind the large ones of the step.
-    stream = torch.cuda.Stream(device, priority=-1)
 
     def produce() -> None:
         try:
@@ -34,10 +32,13 @@ def work_ahead(
                     ready.put((made, stream.record_event()))
                     places.acquire()
                     if stopped.is_set():
-                        return
+                        break
             ready.put(None)
         except BaseException as error:
             ready.put(error)
+        finally:
+            if hasattr(items, "close"):
+                items.close()
 
     thread = threading.Thread(target=produce, name="work_ahead", daemon=True)
     thread.start()
@@ -47,10 +48,12 @@ def work_ahead(
                 raise found
             made, event = found
             places.release()
-            torch.cuda.current_stream(device).wait_event(event)
-            for tensor in made if isinstance(made, tuple) else ():
-                if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
-                    tensor.record_stream(torch.cuda.current_stream(device))  # keeps its memory until the step is done
+            own = torch.cuda.current_stream(stream.device)
+            if own != stream:
+                own.wait_event(event)
+                for tensor in made if isinstance(made, tuple) else ():
+                    if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                        tensor.record_stream(own)  # keeps its memory until the step is done
             yield made
     finally:
         stopped.set()

@@ -109,7 +109,7 @@ class DocumentData(TaskData):
         datamodule.setup()
         if config["model"]["name"] == linear.MODEL:
             # The fit reads the documents by itself; a batch only has to hold each of them.
-            datamodule.keys = replace(datamodule.keys, packing="padded", sampling=None)
+            datamodule.keys = datamodule.keys.model_copy(update={"packing": "padded", "sampling": None})
             datamodule.batch_size = max(batch_size, datamodule.split("train").longest)
         return datamodule
 

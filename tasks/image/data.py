@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from longseq.tasks.data.ahead import work_ahead
+from longseq.tasks.data.batch import Batch
 from longseq.tasks.data.labels import count_classes, find_weights, rarest_labels, wrong_class
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData, refuse_training_keys
@@ -382,7 +384,7 @@ class ImageDataModule(TaskData):
         else:
             batches = EncodedTrainingBatches(split, TrainingDraws(self.info, self.augmentation), self.seed, self.info)
             work = DeviceTransform(split, self.info, self.augmentation, device, seed=self.seed)
-            options["finish"] = lambda sent: work_ahead(sent, work, device)
+            options["finish"] = partial(_finish, work, device, options["num_workers"])
         return TrainingLoader(batches, self._sampler(split), **options, **follow(self.trainer))
 
     def val_dataloader(self) -> BatchLoader:
@@ -501,6 +503,17 @@ class ImageDataModule(TaskData):
             "pin_memory": self.keys.pin_memory and torch.cuda.is_available(),
             "report": self._unreadable.record,
         }
+
+
+def _finish(work: DeviceTransform, device: torch.device, num_workers: int, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The batches, decoded by one thread and augmented by another, ahead of the step."""
+    if not num_workers:  # their transforms draw from the generators of the process, which threads share
+        yield from map(work, batches)
+        return
+    # Of high priority: many small kernels do not queue behind the large ones of the step.
+    stream = torch.cuda.Stream(device, priority=-1)
+    decoded = work_ahead(batches, work.decode, stream, ahead=1)
+    yield from work_ahead(decoded, work.finish, stream, ahead=4)
 
 
 def _renamed(trained: DataInfo, numbers: Mapping[str, int]) -> list[str]:

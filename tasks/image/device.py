@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,10 @@ from longseq.tasks.image.draws import KINDS, EncodedImages
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.sources import Split
 
-# Pixels that are decoded at a time; of three bytes each, 384 MiB.
+# Nested tensors are said to be a prototype.
+warnings.filterwarnings("ignore", message="The PyTorch API of nested tensors")
+
+# Pixels that are decoded and resized at a time.
 _MOST_PIXELS = 1 << 27
 
 
@@ -42,14 +46,28 @@ class DeviceTransform:
         self.fill = torch.tensor([round(255 * value) for value in (info.mean * 3)[:3]], device=device).view(3, 1, 1)
 
     def __call__(self, batch: Batch) -> Batch:
-        encoded, targets, failures = batch
+        return self.finish(self.decode(batch))
+
+    def decode(self, batch: Batch) -> tuple[Batch, list[Tensor | None] | None]:
+        """The first half of the work: the batch and its decoded files; None for files too many to be in memory at once.
+
+        It waits for nvJPEG, and may run in another thread than `finish`, on the same stream.
+        """
+        encoded = batch.inputs
+        if not isinstance(encoded, EncodedImages) or len(parts := _parts(encoded.files)) > 1:
+            return batch, None
+        return batch, self._decode(encoded, parts[0])
+
+    def finish(self, decoded: tuple[Batch, list[Tensor | None] | None]) -> Batch:
+        """The second half: crops, colours and erased pixels."""
+        (encoded, targets, failures), pictures = decoded
         if not isinstance(encoded, EncodedImages):  # nothing could be read
-            return batch
+            return decoded[0]
         targets = targets.clone()
-        images = self._crop(encoded, targets, failures)
+        images: Any = self._crop(encoded, pictures, targets, failures)
         images = apply_steps(images, encoded.kinds, encoded.numbers, self.fill)
         if self.info.in_chans == 1:
-            images = rgb_to_grayscale(images)
+            images = rgb_to_grayscale(images.float())
         images = images.round().to(torch.uint8)
         if len(encoded.where):
             chosen = encoded.erased.nonzero().flatten().to(self.device)
@@ -58,43 +76,43 @@ class DeviceTransform:
             images[chosen] = part.masked_scatter(where, encoded.values.to(self.device))
         return Batch(images, targets.to(self.device), failures)
 
-    def _crop(self, encoded: EncodedImages, targets: Tensor, failures: list[Failure]) -> Tensor:
-        """The cropped and mirrored images, float32 [B, 3, S, S] in 0..255."""
-        side = self.info.side
-        cropped = torch.empty(len(encoded.samples), 3, side, side, device=self.device)
-        for files in self._parts(encoded.files.tolist()):
-            images = self.decode(encoded, files)
-            places = [place for place, file in enumerate(encoded.samples[:, 0].tolist()) if file in images]
-            for place in places:
-                row = encoded.samples[place].tolist()
-                if images[row[0]] is None:
-                    images[row[0]] = self._replace(encoded, row, targets, failures)
-            cropped[places] = self._resize(images, encoded.samples[places])
-        return cropped
+    def _crop(
+        self, encoded: EncodedImages, decoded: list[Tensor | None] | None, targets: Tensor, failures: list[Failure]
+    ) -> Tensor:
+        """The cropped and mirrored images [B, 3, S, S] in 0..255."""
+        side, cropped = self.info.side, []
+        for files in _parts(encoded.files):
+            images: list[Any] = self._decode(encoded, files) if decoded is None else decoded
+            rows = encoded.samples[(encoded.samples[:, 0] >= files[0]) & (encoded.samples[:, 0] <= files[-1])]
+            for number, image in zip(files, images, strict=True):
+                if image is None:
+                    images[number - files[0]] = self._replace(encoded, number, targets, failures)
+            cropped.append(self._resize(images, rows[:, 0] - files[0], rows))
+        return torch.cat(cropped).view(-1, 3, side, side)
 
-    def _resize(self, images: dict[int, Any], samples: Tensor) -> Tensor:
-        """The crops [N, 3, S, S] that the rows of `samples` say.
+    def _resize(self, images: list[Tensor], file_of: Tensor, samples: Tensor) -> Tensor:
+        """The crops [N, 3, S, S] that the rows of `samples` say, of the images with the numbers `file_of`.
 
-        Resizing is linear in each axis: two products with the weights of all pixels of a box resize a batch at once.
+        Resizing is linear in each axis: two products with the weights of all pixels resize a batch at once. There are
+        few calls: each one of this thread interrupts that of the training step.
         """
-        boxes = samples[:, 1:5]
-        height, width = boxes[:, 2:].amax(0).tolist()
-        pixels = torch.zeros(len(samples), 3, height, width, dtype=torch.uint8, device=self.device)
-        for place, (file, top, left, rows, columns) in zip(pixels, samples[:, :5].tolist(), strict=True):
-            place[:, :rows, :columns] = images[file][:, top : top + rows, left : left + columns]
-        here = samples.to(self.device, non_blocking=True)
-        down, across = (self._weigh(here[:, axis:11:2], length) for axis, length in ((3, height), (4, width)))
-        wide = pixels.to(self.precision).flatten(1, 2) @ across.mT
+        height, width = (max(image.shape[axis] for image in images) for axis in (1, 2))
+        nested = torch.nested.as_nested_tensor(images).to(self.precision)
+        pixels = nested.to_padded_tensor(0.0, (len(images), 3, height, width))
+        here = torch.cat([samples[:, 1:11], file_of[:, None]], dim=1).to(self.device)
+        down, across = self._weigh(here[:, 0:10:2], height), self._weigh(here[:, 1:10:2], width)
+        repeated = pixels if len(images) == len(samples) else pixels[here[:, 10]]
+        wide = repeated.flatten(1, 2) @ across.mT
         found = down[:, None] @ wide.view(len(samples), 3, height, -1)
-        return found.float().round_().clamp_(0, 255)
+        return found.round_().clamp_(0, 255)
 
     def _weigh(self, axis: Tensor, length: int) -> Tensor:
-        """How much each of `length` pixels of a box counts in each pixel of the result, [N, S, length].
+        """How much each of `length` pixels of an image counts in each pixel of the result, [N, S, length].
 
-        `axis` [N, 4] has of each image the length of its box, that of the resized box, where the result begins in it,
-        and whether it is mirrored.
+        `axis` [N, 5] has of each image the beginning and the length of its box, the length of the resized box, where
+        the result begins in it, and whether it is mirrored.
         """
-        size, resized, start, mirrored = (column[:, None] for column in axis.unbind(1))
+        first, size, resized, start, mirrored = (column[:, None] for column in axis.unbind(1))
         place = torch.arange(self.info.side, device=self.device)
         place = torch.where(mirrored > 0, self.info.side - 1 - place, place) + start
         padding = self.augmentation.padding_mode if self.augmentation.crop == "padded" else "constant"
@@ -106,36 +124,26 @@ class DeviceTransform:
             place = torch.where(place >= resized, 2 * (resized - 1) + edge - place, place)
         scale = (size / resized)[..., None]
         filter_scale = scale.clamp(min=1) if self.info.interpolation != "nearest" else 1
-        pixel = torch.arange(length, device=self.device)
-        weights = _FILTERS[self.info.interpolation]((pixel + 0.5 - (place[..., None] + 0.5) * scale) / filter_scale)
-        weights = weights * (pixel < size[..., None]) * ((place >= 0) & (place < resized))[..., None]
-        return (weights / weights.sum(2, keepdim=True).clamp(min=1e-6)).to(self.precision)
+        pixel = torch.arange(length, device=self.device) - first[..., None]
+        distance = ((pixel + 0.5 - (place[..., None] + 0.5) * scale) / filter_scale).to(self.precision)
+        weights = _FILTERS[self.info.interpolation](distance)
+        inside = (pixel >= 0) & (pixel < size[..., None]) & ((place >= 0) & (place < resized))[..., None]
+        weights = weights * inside
+        return weights / weights.sum(2, keepdim=True).clamp(min=1e-3)
 
-    def _parts(self, files: Sequence[Sequence[int]]) -> list[list[int]]:
-        """The numbers of the files, in parts that are decoded and resized together."""
-        parts: list[list[int]] = []
-        sides = (0, 0)
-        for number, (_, _, *size, _) in enumerate(files):
-            sides = max(sides[0], size[0]), max(sides[1], size[1])
-            if not parts or (len(parts[-1]) + 1) * sides[0] * sides[1] > _MOST_PIXELS:
-                parts.append([])
-                sides = size[0], size[1]
-            parts[-1].append(number)
-        return parts
-
-    def decode(self, encoded: EncodedImages, files: Sequence[int]) -> dict[int, Tensor | None]:
+    def _decode(self, encoded: EncodedImages, files: Sequence[int]) -> list[Tensor | None]:
         """The images uint8 [3, H, W] of files; None for one that cannot be decoded to the size in its head."""
-        table = encoded.files.tolist()
-        data = {number: encoded.data[table[number][0] : table[number][1]] for number in files}
-        jpegs = [number for number in files if table[number][4]]
+        data = encoded.data.split((encoded.files[:, 1] - encoded.files[:, 0]).tolist())
+        table = encoded.files[:, 2:].tolist()
+        jpegs = [number for number in files if table[number][2]]
         found = dict(zip(jpegs, decode_jpegs([data[number] for number in jpegs], self.device), strict=True))
         for number in files:
-            size = tuple(table[number][2:4])
+            size = tuple(table[number][:2])
             if number not in found:
                 found[number] = data[number].view(*size, 3).permute(2, 0, 1).to(self.device)
             elif (image := found[number]) is None or image.shape[1:] != size:
                 found[number] = self._decode_on_host(data[number], size)
-        return found
+        return [found[number] for number in files]
 
     def _decode_on_host(self, data: Tensor, size: tuple[int, ...]) -> Tensor | None:
         try:
@@ -144,20 +152,34 @@ class DeviceTransform:
             return None
         return pil_to_tensor(image).to(self.device) if (image.height, image.width) == size else None
 
-    def _replace(self, encoded: EncodedImages, row: Sequence[int], targets: Tensor, failures: list[Failure]) -> Tensor:
-        """An image in place of the file of a sample; all samples of the file get its class."""
-        index = SampleIndex(*row[11:])
+    def _replace(self, encoded: EncodedImages, file: int, targets: Tensor, failures: list[Failure]) -> Tensor:
+        """An image in place of a file; all samples of the file get its class."""
+        of_file = encoded.samples[:, 0] == file
+        index = SampleIndex(*encoded.samples[of_file][0, 11:].tolist())
         path = self.split.source.path(int(self.split.indices[index.position]))
         failures.append(Failure(path, "its pixels cannot be decoded"))
-        height, width = encoded.files[row[0], 2:4].tolist()
+        height, width = encoded.files[file, 2:4].tolist()
         for attempt in range(1, REPLACEMENTS):
             sample = read_or_failure(self.split, replace_position(self.seed, index, attempt, len(self.split)))
             if isinstance(sample, Failure):
                 failures.append(sample)
                 continue
-            targets[encoded.samples[:, 0] == row[0]] = torch.as_tensor(sample[1], dtype=targets.dtype)
+            targets[of_file] = torch.as_tensor(sample[1], dtype=targets.dtype)
             return pil_to_tensor(sample[0].convert("RGB").resize((width, height))).to(self.device)
         raise ValueError(f"{path} and {REPLACEMENTS} other files cannot be decoded")
+
+
+def _parts(files: Tensor) -> list[range]:
+    """The numbers of the files of a batch, in parts that are decoded and resized together."""
+    parts = [range(0)]
+    height = width = 0
+    for number, size in enumerate(files[:, 2:4].tolist()):
+        height, width = max(height, size[0]), max(width, size[1])
+        if parts[-1] and (len(parts[-1]) + 1) * height * width > _MOST_PIXELS:
+            parts.append(range(number, number))
+            height, width = size
+        parts[-1] = range(parts[-1].start, number + 1)
+    return parts
 
 
 def _cubic(x: Tensor) -> Tensor:
@@ -167,7 +189,7 @@ def _cubic(x: Tensor) -> Tensor:
 
 
 def _box(x: Tensor) -> Tensor:
-    return ((x > -0.5) & (x <= 0.5)).float()
+    return ((x > -0.5) & (x <= 0.5)).to(x.dtype)
 
 
 # Pillow's, by the distance in pixels of the result, or of the box where those are smaller.
@@ -201,13 +223,13 @@ def decode_jpegs(files: list[Tensor], device: torch.device) -> list[Tensor | Non
 
 
 def apply_steps(images: Tensor, kinds: Tensor, numbers: Tensor, fill: Tensor) -> Tensor:
-    """Apply to each image float32 [B, 3, S, S] in 0..255 its operations, in place.
+    """Apply to each image [B, 3, S, S] of floats in 0..255 its operations, in place.
 
     `kinds` [n, B] and `numbers` [n, B, 6] are as in `EncodedImages`; `fill` [3, 1, 1] is the colour of the corners that
     an affine map leaves. Images with the same operation are changed at once.
     """
     order, counts = kinds.argsort(dim=1), [row.bincount(minlength=len(KINDS)).tolist() for row in kinds]
-    order_here, numbers_here = order.to(images.device), numbers.to(images.device)
+    order_here, numbers_here = order.to(images.device), numbers.to(images.device, images.dtype)
     for turn, count in enumerate(counts):
         end = count[0]
         for kind, size in zip(KINDS[1:], count[1:], strict=True):
@@ -230,14 +252,14 @@ def _amount(numbers: Tensor) -> Tensor:
 
 def _affine(images: Tensor, numbers: Tensor, fill: Tensor) -> Tensor:
     size = images.shape[-1]
-    a, b, c, d, e, f = numbers.unbind(1)
+    a, b, c, d, e, f = numbers.float().unbind(1)
     # From Pillow's pixels to the coordinates of `affine_grid`, which go from -1 to 1.
     theta = torch.stack(
         [a, b, a + b - 1 + 2 * c / size, d, e, d + e - 1 + 2 * f / size],
         dim=1,
     ).view(-1, 2, 3)
     grid = functional.affine_grid(theta, list(images.shape), align_corners=False)
-    return functional.grid_sample(images - fill, grid, align_corners=False) + fill
+    return functional.grid_sample((images - fill).float(), grid, align_corners=False).to(images.dtype) + fill
 
 
 def _blend(base: Tensor | int, images: Tensor, numbers: Tensor) -> Tensor:
@@ -245,7 +267,7 @@ def _blend(base: Tensor | int, images: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _sharpness(images: Tensor, numbers: Tensor) -> Tensor:
-    kernel = torch.full((3, 1, 3, 3), 1 / 13, device=images.device)
+    kernel = torch.full((3, 1, 3, 3), 1 / 13, device=images.device, dtype=images.dtype)
     kernel[..., 1, 1] = 5 / 13
     smooth = images.clone()
     smooth[..., 1:-1, 1:-1] = functional.conv2d(images, kernel, groups=3).round()
@@ -266,7 +288,7 @@ def _equalize(images: Tensor) -> Tensor:
     step = (levels.shape[1] - last) // 255
     table = ((counts.cumsum(1) - counts + step // 2) // step.clamp(min=1)).clamp(max=255)
     equal = torch.where(step > 0, table.gather(1, levels), levels)
-    return equal.view(images.shape).float()
+    return equal.view(images.shape).to(images.dtype)
 
 
 def _gaussian_blur(images: Tensor, numbers: Tensor) -> Tensor:
@@ -288,7 +310,6 @@ _OPERATIONS: dict[str, Any] = {
     "posterize": lambda images, numbers, _: images - images % 2 ** (8 - _amount(numbers)),
     "solarize": lambda images, numbers, _: torch.where(images < _amount(numbers), images, 255 - images),
     "solarize_add": lambda images, numbers, _: torch.where(images < 128, images + _amount(numbers), images),
-    "invert": lambda images, *_: 255 - images,
     "auto_contrast": lambda images, *_: _auto_contrast(images),
     "equalize": lambda images, *_: _equalize(images),
     "gaussian_blur": lambda images, numbers, _: _gaussian_blur(images, numbers),

@@ -33,7 +33,7 @@ from longseq.tasks.image.transforms import list_operations, training_steps
 # The operations of `longseq.tasks.image.device`; an affine one covers rotation, shear and translation.
 KINDS = (
     *("none", "affine", "brightness", "contrast", "color", "sharpness", "posterize", "solarize", "solarize_add"),
-    *("invert", "auto_contrast", "equalize", "gaussian_blur"),
+    *("auto_contrast", "equalize", "gaussian_blur"),
 )
 NUMBERS = 6  # of an operation: an affine map has as many
 
@@ -132,6 +132,8 @@ def _jitter(jitter: Any, steps: list[Step]) -> list[Step]:
 def note(name: str, size: int, steps: list[Step], *values: Any, **options: Any) -> list[Step]:
     """Takes the place of timm's function `name` of an image [size, size]: adds to the steps what it would do."""
     amount = float(values[0]) if values else 0.0
+    if name == "invert":
+        return [*steps, ("solarize", (0.0,))]
     if name == "desaturate":
         return [*steps, ("color", (min(1.0, max(0.0, 1.0 - amount)),))]
     if name == "gaussian_blur_rand":

@@ -112,8 +112,11 @@ def known_data(saved: SavedModel, model: nn.Module) -> dict[str, Any]:
 
 def sha256(path: str | Path) -> str:
     """Hexadecimal SHA-256 of a file."""
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _numbered_classes(model: nn.Module) -> dict[str, Any]:

@@ -275,7 +275,8 @@ class TrainedModule(LightningModule):
 
     def on_train_start(self) -> None:
         if self._reload_every is not None:
-            self.trainer.reload_dataloaders_every_n_epochs, self._reload_every = self._reload_every, None
+            trainer: Any = self.trainer
+            trainer.reload_dataloaders_every_n_epochs, self._reload_every = self._reload_every, None
 
     def on_train_epoch_end(self) -> None:
         is_empty = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0

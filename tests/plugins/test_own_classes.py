@@ -17,7 +17,6 @@ import longseq
 from longseq import plugins
 from longseq.tasks import ImageDataKeys
 from longseq.tasks.image.own_dataset import own_held_out
-from longseq.tasks.training import targets
 
 MODULE = "own_shapes"
 NET = ("model=own", f"model._target_={MODULE}.Net", "data=own", f"plugins=[{MODULE}]")
@@ -105,7 +104,6 @@ def test_own_datamodule_trains_and_resumes(folder: Path, command_here: Any) -> N
 
 
 def open_test_set(node: dict[str, Any]) -> None:
-    targets.check({"data": {"test_set": {"_target_": node["_target_"]}}})
     train = {"_target_": "own_shapes.Squares", "samples": 9}
     own_held_out(ImageDataKeys(name="own", source="own", img_size=8, train_set=train, test_set=node), "test")
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from arena_files import write_arena
+from group_tasks import task_of
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 
@@ -67,33 +67,10 @@ def bind(target: Any, **arguments: Any) -> None:
     inspect.signature(target).bind(**arguments)
 
 
-# The task of options that say nothing of it by the defaults that they extend.
-TASKS = {
-    "lm": {"model": ("token",), "scale": ("1m", "10m", "30m", "110m", "340m", "1.3b", "2.7b"), "callbacks": ("lm",)},
-    "document": {
-        "model": ("document", "document_ngrams", "document_pair", "linear"),
-        "scale": ("document",),
-        "callbacks": ("document",),
-    },
-    "probe": {"scale": ("probe",), "callbacks": ("probe",)},
-}
-
-
 def chosen(group: str, option: str) -> list[str]:
     """Overrides that choose an option, with the task that it belongs to."""
     task = option if group == "task" else task_of(group, option)
     return [f"task={task}"] if group == "task" else [f"task={task}", f"{group}={option}"]
-
-
-def task_of(group: str, option: str) -> str:
-    for task, options in TASKS.items():
-        if option in options.get(group, ()):
-            return task
-    path = CONF / group / f"{option}.yaml"
-    first = ((yaml.safe_load(path.read_text()) or {}).get("defaults") or [""])[0] if path.is_file() else ""
-    if str(first).startswith("base_"):
-        return str(first).removeprefix("base_")
-    return task_of(group, first) if group in ("data", "recipe") and first else "image"
 
 
 def test_the_groups_are_those_tested_here():

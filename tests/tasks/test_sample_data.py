@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from longseq.tasks import Info, SampleData
+from longseq.tasks import Info, Keys, SampleData, key
 
 
-@dataclass(frozen=True, kw_only=True)
-class Keys:
-    name: str = "squares"
-    sizes: list[int]
-    eval_batch_size: int | None = None
-    num_workers: int = 0
+class SquaresKeys(Keys):
+    name: str = key("squares", "the name in tables")
+    sizes: list[int] = key(..., "the samples of each split")
+    eval_batch_size: int | None = key(None, "samples at a time")
+    num_workers: int = key(0, "processes")
 
 
 class Squares(SampleData):
-    keys_class, info_class = Keys, Info
+    keys_class, info_class = SquaresKeys, Info
 
     def open(self):
         numbers = (torch.arange(size) for size in self.keys.sizes)
@@ -33,7 +31,7 @@ class Squares(SampleData):
 
 
 def squares(rank=0, world_size=1, **keys):
-    data = Squares(Keys(**keys), batch_size=4)
+    data = Squares(SquaresKeys(**keys), batch_size=4)
     data.setup()
     data.trainer = SimpleNamespace(global_rank=rank, world_size=world_size, accumulate_grad_batches=1)
     return data
@@ -41,7 +39,7 @@ def squares(rank=0, world_size=1, **keys):
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_epoch_has_each_sample_once_in_an_order_of_its_own(workers):
-    data = Squares(Keys(sizes=[12, 1, 1], num_workers=workers), batch_size=4)
+    data = Squares(SquaresKeys(sizes=[12, 1, 1], num_workers=workers), batch_size=4)
     data.setup()
     loader = data.train_dataloader()
     epochs = []

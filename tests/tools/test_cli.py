@@ -187,7 +187,7 @@ def test_a_run_is_repeated_by_its_record(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert run(monkeypatch, "train", "output=first", *TINY) == 0
     record = ("--config-dir", "first", "--config-name", "config")
-    assert run(monkeypatch, "train", *record, "output=second") == 0
+    assert run(monkeypatch, "train", "output=second", *record) == 0
     assert Path("second/metrics.json").is_file()
     again = [OmegaConf.to_container(OmegaConf.load(f"{name}/config.yaml")) for name in ("first", "second")]
     assert {**again[0], "output": None} == {**again[1], "output": None}

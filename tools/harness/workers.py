@@ -37,18 +37,10 @@ class Worker:
 
         Each prompt comes with its number among all, on which alone what is drawn for it depends.
         """
-        keys = Generate(**{**_WRITING, **options, "batch_size": len(numbered)})
+        keys = Generate(checkpoint="", prompt="", batch_size=len(numbered), **options)
         numbers, prompts = zip(*numbered, strict=True)
         writer = Writer(self.model, self.tokenizer, keys, cut_prompts=True)
         return [written.text for written in writer.write(prompts, numbers=numbers)]
-
-
-# What tasks do not decide about a continuation.
-_WRITING = {
-    "checkpoint": None, "weights": "auto", "prompt": "", "input": None, "output": None, "top_k": None, "top_p": None,
-    "repetition_penalty": 1.0, "end": True, "seed": 0, "device": "auto", "dtype": "float32", "cuda_graph": None,
-    "state": None, "save_state": None,
-}  # fmt: skip
 
 
 class Workers:

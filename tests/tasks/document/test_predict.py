@@ -25,11 +25,6 @@ def make_info(**changes: Any) -> DocumentInfo:
     return DocumentInfo(**{**known, "tokenizer": {"kind": "bytes"}, "window": 10, **changes})
 
 
-def make_keys(**changes: Any) -> Predict:
-    known = {"top_k": None, "batch_size": 64, "num_workers": 0, "column": None, "truncation": None, "segment": None}
-    return Predict(**{**known, **changes})
-
-
 def make_model(mixer: str = "deltanet", **options: Any) -> TextClassifier:
     torch.manual_seed(0)
     model = TextClassifier(num_classes=3, vocab_size=257, d_model=16, depth=1, mixer=mixer, **options).double().eval()
@@ -42,7 +37,7 @@ def make_model(mixer: str = "deltanet", **options: Any) -> TextClassifier:
 def classify(
     path: Path, model: TextClassifier | None = None, info: DocumentInfo | None = None, **changes: Any
 ) -> tuple[list[Prediction | Unreadable], DocumentFiles]:
-    keys = make_keys(**changes)
+    keys = Predict(checkpoint="model.ckpt", input=str(path), **changes)
     files = DocumentFiles.open(str(path), info or make_info(), keys)
     return list(files.predict(model or make_model(), keys)), files
 

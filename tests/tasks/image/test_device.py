@@ -197,10 +197,12 @@ def test_a_gpu_trains_on_the_batches_of_the_cpu(num_workers, tmp_path):
 def test_work_ahead_ends_with_its_consumer_and_raises_its_errors():
     device = torch.device("cuda")
     given = iter(range(100))
-    ahead = work_ahead(given, lambda number: (torch.full((2,), number, device=device),), device, ahead=2)
+    stream = torch.cuda.Stream(device)
+    inner = work_ahead(given, lambda number: number + 0, stream, ahead=1)
+    ahead = work_ahead(inner, lambda number: (torch.full((2,), number, device=device),), stream, ahead=2)
     assert [int(next(ahead)[0][0]) for _ in range(3)] == [0, 1, 2]
     ahead.close()
     assert next(given) < 10
     assert not [thread for thread in threading.enumerate() if thread.name == "work_ahead"]
     with pytest.raises(ZeroDivisionError):
-        list(work_ahead(iter([1, 0]), lambda number: (1 / number,), device))
+        list(work_ahead(iter([1, 0]), lambda number: (1 / number,), stream, ahead=1))

@@ -65,17 +65,17 @@ SMALL_BACKBONE = {"img_size": 16, "patch_size": 8, "num_classes": 3, "embed_dim"
             "deltanet",
             {},
             {"merge": "mean"},
-            r"merge is mean in the new model and sum in that of the file: .*model\.merge",
+            "merge is mean in the new model and sum in that of the file",
         ),
-        ("gla", {}, {"class_token": "first"}, r"give model\.class_token=middle"),
-        ("linear_attention", {}, {"direction": "cross"}, r"give model\.direction=bidirectional"),
+        ("gla", {}, {"class_token": "first"}, "class_token is first in the new model and middle in"),
+        ("linear_attention", {}, {"direction": "cross"}, "direction is cross in the new model and bidirectional in"),
         (
             "deltanet",
             {},
             {"mixer_options": {"negative_eigenvalues": True}},
-            r"mixer\.options\.negative_eigenvalues=false",
+            "negative_eigenvalues",
         ),
-        ("gsa", {}, {"mixer": "abc"}, r"give mixer=gsa$"),
+        ("gsa", {}, {"mixer": "abc"}, "mixer is abc in the new model and gsa in"),
     ],
 )
 def test_weights_of_another_function_are_refused(mixer, there, here, message):
@@ -123,10 +123,10 @@ def test_the_first_convolution_is_fitted_to_other_channels_as_timm_does_it(there
 @pytest.mark.slow
 def test_evaluation_refuses_images_that_it_would_make_otherwise():
     square, model = info(64), timm.create_model("test_resnet")
-    with pytest.raises(ValueError, match=r"^the model states crop_mode=squash, and evaluate .*crop_mode=center: "):
+    with pytest.raises(ValueError, match=r"with crop_mode=squash"):
         ImageModel().check_reads(model, replace(square, crop_mode="squash"), square)
     oblong = replace(square, img_size=[48, 80])
-    with pytest.raises(ValueError, match=r"reads images of 48 x 80 px, .* square: give data\.img_size=80, "):
+    with pytest.raises(ValueError, match=r"reads images of 48 x 80 px: give data\.img_size=80"):
         ImageModel().load_options(oblong, {})
     assert ImageModel().load_options(oblong, {"img_size": 80}) == {"any_resolution": True}
 
