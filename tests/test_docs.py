@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatch
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
 from PIL import Image
 from shared_composition import shared_composition
-from sources import ADDED, ROOT, TOP, UNPACKED
+from sources import ROOT
 
 from longseq import kernels, plugins
 from longseq.mixers import registry
@@ -239,9 +238,3 @@ def test_every_mixer_has_a_family():
     table = re.search(r"## The families\n(.*?)\n## ", PAGES["mixers.md"].read_text(), re.S)
     named = set(re.findall(r"`(\w+)`", "".join(line for line in table[1].splitlines() if line.startswith("|"))))
     assert named - {"mixer"} == set(registry.mixer_names())
-
-
-def test_the_top_level_holds_what_is_listed():
-    ignored = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line]
-    found = {path.name for path in ROOT.iterdir() if not any(fnmatch(path.name, pattern) for pattern in ignored)}
-    assert found - {".git"} == (TOP | ADDED if UNPACKED else TOP)
