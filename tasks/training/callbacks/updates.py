@@ -19,6 +19,6 @@ def validation_follows(trainer: Trainer) -> bool:
     if trainer.should_stop:
         return True
     interval: Any = trainer.val_check_batch
-    if math.isinf(interval):
+    if interval is None or math.isinf(interval):
         return trainer.is_last_batch
     return ((loop.total_batch_idx if every is None else loop.batch_idx) + 1) % interval == 0
