@@ -150,7 +150,7 @@ def test_truncation_keeps_the_separator() -> None:
     assert truncate(tokens, 2, "none", 256).tolist() == tokens.tolist()
 
 
-def test_split_files_class_weights_and_documents_in_two_splits(tmp_path: Path, caplog: Any) -> None:
+def test_split_files_class_weights_and_documents_in_two_splits(tmp_path: Path) -> None:
     rows = make_rows()
     rows = [row for row in rows if row["label"] != "tree" or int(row["text"].split()[-1]) % 2]
     write_jsonl(tmp_path / "train.jsonl", rows)
@@ -158,9 +158,6 @@ def test_split_files_class_weights_and_documents_in_two_splits(tmp_path: Path, c
     keys = {"root": str(tmp_path), "train": "train.jsonl", "test": "test.jsonl", "class_weights": "balanced"}
     data = open_data(tmp_path, **keys)
     assert data.info.sizes["test"] == 16
-    warnings = [record.message for record in caplog.records]
-    assert "3 train documents are in a later split too (data.duplicates=report)" in warnings
-    assert "1 validation documents are in a later split too (data.duplicates=report)" in warnings
     counts = data.info.class_counts
     assert data.info.class_weights == pytest.approx([sum(counts) / (3 * count) for count in counts])
     texts = {text for text, _ in contents(data, "test")}
@@ -169,9 +166,6 @@ def test_split_files_class_weights_and_documents_in_two_splits(tmp_path: Path, c
     assert contents(dropped, "test") == contents(data, "test")
     for stage in ("train", "val"):
         assert not contents(dropped, stage) & contents(dropped, "test")
-    config = {"data": vars(dropped.keys), "seed": 0, "recipe": {"batch_size": 2048}}
-    again = DocumentData.for_evaluation(config, {}, split="val", trained=dropped.info, batch_size=64)
-    assert contents(again, "val") == contents(dropped, "val")
 
 
 def test_equal_documents_go_to_one_split(tmp_path: Path) -> None:
@@ -181,17 +175,13 @@ def test_equal_documents_go_to_one_split(tmp_path: Path) -> None:
     assert sum(map(len, splits)) == len(set.union(*splits)) == 30
 
 
-def test_a_tokenizer_is_trained_on_the_training_documents_alone(tmp_path: Path, caplog: Any) -> None:
-    pytest.importorskip("tokenizers")
-    path = write_jsonl(tmp_path / "a.jsonl", [*make_rows(), "{"])
+def test_a_tokenizer_is_trained_on_the_training_documents_alone(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", make_rows())
     data = open_data(tmp_path, root=str(path), tokenizer="train:300")
-    assert ["left out" in record.message for record in caplog.records] == [True]
     plain = open_data(tmp_path, root=str(path))
     assert contents(data, "test") == contents(plain, "test")
     assert data.split("train").lengths.sum() < plain.split("train").lengths.sum()
     assert data.info.vocab_size == 300
-    for one in list((tmp_path / "cache").glob("tokenizer_*/tokenizer.json")):
-        assert data.info.tokenizer == {"kind": "file", "separator": "<|endoftext|>", "json": one.read_text()}
     # Evaluation takes the tokenizer of the model, whose file may be gone, and refuses another one.
     config = {"data": {**vars(data.keys), "tokenizer": "gone.json"}, "seed": 0, "recipe": {"batch_size": 2048}}
     again = DocumentData.for_evaluation(config, {}, split="test", trained=data.info, batch_size=64)
@@ -200,13 +190,10 @@ def test_a_tokenizer_is_trained_on_the_training_documents_alone(tmp_path: Path, 
         DocumentData.for_evaluation(config, {"tokenizer": "bytes"}, split="test", trained=data.info, batch_size=64)
 
 
-def test_a_changed_file_is_prepared_again_and_a_changed_cache_is_told(tmp_path: Path) -> None:
+def test_a_changed_file_is_prepared_again_and_a_changed_cache_is_an_error(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", make_rows())
     first = open_data(tmp_path, root=str(path))
     (folder,) = (one.parent for one in (tmp_path / "cache").glob(f"*/{MANIFEST}"))
-    stamp = (folder / MANIFEST).stat().st_mtime_ns
-    assert contents(open_data(tmp_path, root=str(path)), "test") == contents(first, "test")
-    assert (folder / MANIFEST).stat().st_mtime_ns == stamp
     tokens = folder / "documents.tokens"
     content = bytearray(tokens.read_bytes())
     content[10] ^= 1
@@ -230,19 +217,13 @@ def test_files_of_libraries_do_not_name_them() -> None:
     assert "return library.nn.relu(library_PATH / 'library')" in text
 
 
-def test_bad_lines_are_counted_listed_and_left_out_or_an_error(tmp_path: Path, caplog: Any) -> None:
-    path, rows = tmp_path / "a.jsonl", make_rows(30)
-    write_jsonl(path, [*rows, "{", {"text": "", "label": "fish"}, {"text": "no label"}, {"text": 3, "label": "fish"}])
-    with path.open("ab") as file:
-        file.write(b'{"text": "b\xff", "label": "fish"}\n')
-    data = open_data(tmp_path, root=str(path))
-    assert sum(data.info.sizes.values()) == 30  # type: ignore[arg-type]
-    (message,) = (record.message for record in caplog.records if "left out" in record.message)
-    assert message.startswith("5 documents cannot be read and are left out")
-    (listed,) = (tmp_path / "cache").glob("*/left_out.txt")
-    reasons = [line.removeprefix(f"{path}, line ") for line in listed.read_text().splitlines()]
-    assert [one.split(":")[0] for one in reasons] == ["31", "32", "33", "34", "35"]
-    with pytest.raises(ValueError, match="5 documents cannot be read"):
+def test_bad_lines_are_left_out_or_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    write_jsonl(
+        path, [*make_rows(30), "{", {"text": "", "label": "fish"}, {"text": "no label"}, {"text": 3, "label": "fish"}]
+    )
+    assert sum(open_data(tmp_path, root=str(path)).info.sizes.values()) == 30  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="4 documents cannot be read"):
         open_data(tmp_path, root=str(path), on_bad_line="stop")
 
 

@@ -26,7 +26,7 @@ def together(kind: type[DocumentSampler], lengths: np.ndarray, effective: int, p
     return [sorted(number for one in update for number in one.documents) for update in zip(*found, strict=True)]
 
 
-@pytest.mark.parametrize(("median", "count", "most"), [(1000, 5000, None), (11000, 1500, None), (1000, 5000, 4096)])
+@pytest.mark.parametrize(("median", "count", "most"), [(11000, 1500, None), (1000, 5000, 4096)])
 @pytest.mark.parametrize("kind", [PackedSampler, PaddedSampler])
 def test_at_least_95_percent_of_the_tokens_are_real(
     kind: type[DocumentSampler], median: int, count: int, most: int | None

@@ -56,9 +56,7 @@ def directly(model, context, continuation):
 
 
 @pytest.mark.slow
-def test_two_tasks_run_from_local_sets_and_give_what_is_computed_directly(
-    trained, sets, compose_config, tmp_path, capsys
-):
+def test_two_tasks_run_from_local_sets_and_give_what_is_computed_directly(trained, sets, compose_config, tmp_path):
     words = (f"checkpoint={trained.checkpoint}", f"tasks=['{PIQA}','{HELLASWAG}']", f"data.root={sets}", "device=cpu")
     found = [
         harness.run(compose_config("harness", *words, f"batch_size={size}", f"output={tmp_path / f'{size}.json'}"))
@@ -76,7 +74,6 @@ def test_two_tasks_run_from_local_sets_and_give_what_is_computed_directly(
     metrics = found[0]["tasks"]["piqa"]["metrics"]
     assert (metrics["acc"]["value"], metrics["acc_norm"]["value"]) == (right / 5, normed / 5)
     assert found[0]["tasks"]["hellaswag"]["samples"] == 5
-    assert "hellaswag  acc_norm" in capsys.readouterr().out
     limited = harness.run(compose_config("harness", *words, "limit=2", f"output={tmp_path / 'few.json'}"))
     assert limited["tasks"]["piqa"]["samples"] == 2
     assert not list(sets.rglob("cache-*")), "nothing is written beside the user's sets"
@@ -128,8 +125,6 @@ def test_continuations_are_greedy_and_end_at_a_stop_string(trained):
     assert found == whole
     stop = {"until": [whole[0][1]], "max_gen_toks": 9}
     assert adapter.generate_until([request("a", stop)]) == [whole[0][: whole[0].index(whole[0][1])]]
-    with pytest.raises(ValueError, match="generation_kwargs of a task has num_beams, which longseq does not have"):
-        adapter.generate_until([request("a", {"num_beams": 3})])
 
 
 @pytest.mark.slow
