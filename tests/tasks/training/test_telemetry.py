@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -103,25 +101,3 @@ def test_a_watched_pass_leaves_no_trace(tiny):
         raise RuntimeError
     assert model.training
     assert all("observed" not in vars(module) for module in model.modules())
-
-
-@pytest.mark.slow
-def test_the_compiled_pass_stays_as_it_is(tiny, tmp_path, monkeypatch):
-    compiled = []
-
-    def count(graph, inputs):
-        compiled.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
-    overrides = ("mixer=linear_attention", "model.depth=1", "model.direction=forward", "recipe.epochs=1")
-    overrides += ("compile=default", "+trainer.limit_train_batches=4", "+trainer.limit_val_batches=0")
-    states, counts = [], []
-    for number, override in enumerate(("callbacks.telemetry.every_n_steps=1", "callbacks.telemetry=null")):
-        torch._dynamo.reset()
-        compiled.clear()
-        task = fit(tiny(*overrides, override, f"output={tmp_path / str(number)}", "callbacks.best=null"))
-        states.append(task.state_dict())
-        counts.append(len(compiled))
-    assert counts[0] == counts[1] > 0
-    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
