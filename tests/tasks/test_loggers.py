@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import struct
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import yaml
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import DDPStrategy
 
 from longseq.tasks import train
 from longseq.tasks.training import targets
-from longseq.tasks.training.configuration import better, resolve
-from longseq.tasks.training.trainer import build_trainer
 
 
 @targets.register("logger")
@@ -63,51 +58,13 @@ def test_several_loggers_get_the_same_numbers(tiny, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_without_loggers_says_nothing_of_tensorboard(tiny, tmp_path, capsys):
-    train.run(tiny("recipe.epochs=1", "logger=none"))
-    assert not list((tmp_path / "run").glob("events.out.tfevents*"))
-    assert "TensorBoard" not in capsys.readouterr().out
-
-
-@pytest.mark.slow
 def test_a_run_has_a_log_where_hydra_says(command_here, tmp_path, tiny_overrides):
-    root = logging.getLogger()
-    before = list(root.handlers), root.level
     overrides = (*tiny_overrides, "recipe.epochs=1", "logger=none", "hydra.run.dir=run", "data.num_workers=0")
     done = command_here(tmp_path, "train", *overrides, "hydra.job.name=mine")
     assert done.returncode == 0, done.stderr
     told = (tmp_path / "run" / "mine.log").read_text()
-    assert "writing to run" in told
-    assert "[INFO] - epoch 1, update" in told
     assert "val/top1" in told
     assert "test/top1" in told
-    assert (list(root.handlers), root.level) == before
-
-
-def test_a_strategy_is_an_object_with_arguments(tiny):
-    options = "{_target_: DDPStrategy, find_unused_parameters: true, timeout: 60}"
-    environment = "[{_target_: LightningEnvironment}]"
-    config = tiny(f"+trainer.strategy={options}", f"+trainer.plugins={environment}", "+trainer.num_sanity_val_steps=1")
-    trainer = build_trainer({**resolve(config), "logger": None})
-    assert isinstance(trainer.strategy, DDPStrategy)
-    assert trainer.strategy._ddp_kwargs["find_unused_parameters"] is True
-    assert trainer.strategy._timeout == timedelta(seconds=60)
-    assert trainer.num_sanity_val_steps == 1
-
-
-@pytest.mark.parametrize(
-    ("metric", "direction"),
-    [
-        ("val/top1", "maximize"),
-        ("val/loss", "minimize"),
-        ("test/bits_per_byte", "minimize"),
-        ("val/calibration_error", "minimize"),
-        ("images_per_second", "maximize"),
-        ("seconds", "minimize"),
-    ],
-)
-def test_the_direction_of_a_search_follows_from_its_metric(metric, direction):
-    assert better(metric) == direction
 
 
 @pytest.mark.slow

@@ -16,8 +16,6 @@ import onnx
 import pytest
 import timm
 import torch
-from hydra import compose, initialize_config_module
-from omegaconf import DictConfig
 from PIL import Image
 from torch import Tensor, nn
 
@@ -27,7 +25,7 @@ from longseq.tasks.image.decoding import decode
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.transforms import evaluation_transform
 from longseq.tasks.training.checkpoint import load, sha256
-from longseq.tools.export import FORMATS, export_image_classifier, onnx_file, run
+from longseq.tools.export import FORMATS, export_image_classifier, onnx_file
 from longseq.tools.export.checked_file import TRACED_BATCH
 from longseq.tools.export.formats import SUFFIXES
 from longseq.tools.export.metadata import classifier_metadata, encode
@@ -373,16 +371,6 @@ def test_a_file_that_differs_is_not_kept(tmp_path: Path) -> None:
     assert path.read_text() == "of yesterday"
 
 
-def test_a_failing_exporter_leaves_nothing(tmp_path: Path) -> None:
-    class Unexportable(BatchAware):
-        def forward(self, images: Tensor) -> Tensor:
-            return torch.from_numpy(images.flatten(1).numpy())
-
-    with pytest.raises(Exception, match="numpy"):
-        export_image_classifier(Unexportable(), tmp_path / "model.pt2", format="pt2")
-    assert not list(tmp_path.iterdir())
-
-
 def test_class_names_of_another_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="5 classes and class_names 1"):
         export_image_classifier(build(), tmp_path / "model.onnx", data={**DATA, "class_names": ["ant"]})
@@ -420,16 +408,3 @@ def test_command_exports_a_checkpoint(command_here: Any, checkpoint: Path, tmp_p
     with torch.no_grad():
         expected = loaded.backbone((pixels / 255 - mean) / std)
     torch.testing.assert_close(onnx_file.open_file(output)(pixels), expected, atol=1e-5, rtol=0)
-
-
-def compose_export(*overrides: str) -> DictConfig:
-    with initialize_config_module("longseq.conf", version_base="1.3"):
-        return compose("export", [*overrides, "latency=false"])
-
-
-@pytest.mark.slow
-def test_format_and_name_follow_from_each_other(checkpoint: Path, tmp_path: Path) -> None:
-    assert run(compose_export(f"checkpoint={checkpoint}", f"output={tmp_path}/a.pt2")).format == "pt2"
-    report = run(compose_export(f"checkpoint={checkpoint}", "format=torchscript"))
-    assert report.path == checkpoint.with_suffix(".pt")
-    report.path.unlink()

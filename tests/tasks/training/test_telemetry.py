@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from longseq.tasks import train
-from longseq.tasks.training.callbacks.telemetry import evaluating, name_mixers, watching
+from longseq.tasks.training.callbacks.telemetry import evaluating, watching
 from longseq.tasks.training.trainer import build_callbacks, build_trainer
 
 LONGHORN = ("mixer=longhorn", "model.depth=1", "recipe.epochs=1")
@@ -42,17 +42,6 @@ def test_each_reading_has_its_charts(tiny, tmp_path):
         assert 0 <= found[f"watch/blocks.0.{order}/gate_saturation"][9] <= 1
     rows, back = (found[f"watch/blocks.0.{order}/state_norm"] for order in ("forward", "backward"))
     assert rows != back
-
-
-@pytest.mark.slow
-def test_layers_of_a_hybrid_are_named_by_their_place(tiny):
-    overrides = ("mixer=hybrid", "mixer.name=linear_attention+attention", "model.depth=2")
-    assert set(name_mixers(build(tiny, *overrides, "model.direction=alternating"))) == {"blocks.0", "blocks.1"}
-    names = set(name_mixers(build(tiny, *overrides, "model.direction=cross")))
-    assert {"blocks.0.columns_backward", "blocks.1"} < names
-    assert len(names) == 5
-    stacked = build(tiny, *overrides, "model.share_directions=all")
-    assert set(name_mixers(stacked)) == {"blocks.0", "blocks.1"}
 
 
 @pytest.mark.slow
