@@ -8,9 +8,9 @@ from typing import Any, ClassVar, TypeVar
 
 from lightning.pytorch import LightningDataModule
 
+from longseq.tasks.config import spell
 from longseq.tasks.data.info import Info
 from longseq.tasks.data.inputs import Inputs
-from longseq.tasks.training.options import spell
 
 Self = TypeVar("Self", bound="TaskData")
 

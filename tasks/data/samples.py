@@ -8,12 +8,12 @@ from typing import Any, ClassVar, TypeVar
 
 from torch.utils.data import Dataset, default_collate
 
+from longseq.tasks.config import read
 from longseq.tasks.data.batch import Batch
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
 from longseq.tasks.data.sampler import EvaluationSampler, SampleIndex, TrainingSampler
-from longseq.tasks.training.options import read
 
 Self = TypeVar("Self", bound="SampleData")
 

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from longseq.models import read as read_model
 from longseq.plugins import plugin_of
+from longseq.tasks.config import read
 from longseq.tasks.data.labels import count_classes, find_weights, rarest_labels, sort_names, targets_of
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
@@ -32,7 +33,6 @@ from longseq.tasks.document.sampler import DocumentSampler, EveryDocument, Packe
 from longseq.tasks.document.splits import divide, find_repeats
 from longseq.tasks.text.store import Integers
 from longseq.tasks.text.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer, tokenizer_from_dict, trained_size
-from longseq.tasks.training.options import read
 from longseq.tokenizer_files import same_tokenizer
 
 _log = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longseq.tasks.config import read
 from longseq.tasks.data.ahead import work_ahead
 from longseq.tasks.data.batch import Batch
 from longseq.tasks.data.labels import count_classes, find_weights, rarest_labels, wrong_class
@@ -58,7 +59,6 @@ from longseq.tasks.image.sources import (
 )
 from longseq.tasks.image.table import find_table, open_table, open_tables
 from longseq.tasks.image.transforms import evaluation_transform, normalize, training_transform
-from longseq.tasks.training.options import read
 from longseq.tasks.training.processes import usable_cores
 from longseq.tasks.training.targets import is_named
 

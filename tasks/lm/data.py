@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from longseq.tasks.config import read
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
@@ -19,7 +20,6 @@ from longseq.tasks.text.sampler import EveryStream, EveryWindow, MixedSampler, S
 from longseq.tasks.text.store import Corpus, TokenStore
 from longseq.tasks.text.windows import Assembler, Concatenated, Documents, Windows, most_sequences
 from longseq.tasks.training.checkpoint import WINDOW
-from longseq.tasks.training.options import read
 from longseq.tokenizer_files import find_start, same_tokenizer
 
 # The name of each split as a stage of a run.
