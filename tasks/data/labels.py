@@ -41,28 +41,9 @@ def check_label_keys(
     """
     key, column = content
     if column in ([label_column or LABEL_COLUMN] if isinstance(label_column, str | None) else label_column):
-        raise ValueError(
-            f"data.{key} and data.label_column both name the column {column!r}, which cannot tell its own class: give "
-            "data.label_column=NAME, another one"
-        )
-    if label_delimiter == "":
-        raise ValueError(
-            "data.label_delimiter is empty and divides nothing: give the text between labels, such as \"'|'\", or null"
-        )
-    if isinstance(label_column, list | tuple) and not multi_label:
-        raise ValueError(
-            f"data.label_column={spell(label_column)} names a column for each label: give "
-            "data.multi_label=true, or one column"
-        )
-    if isinstance(label_column, list | tuple) and len(set(label_column)) < len(label_column):
-        repeated = next(name for name in label_column if label_column.count(name) > 1)
-        raise ValueError(
-            f"data.label_column={spell(label_column)} names {repeated} more than once: name each label once"
-        )
-    if label_delimiter is not None and not multi_label:
-        raise ValueError(
-            f"data.label_delimiter={spell(label_delimiter)} stands between several labels: give data.multi_label=true"
-        )
+        raise ValueError(f"data.{key} and data.label_column both name the column {column!r}")
+    if not multi_label and (isinstance(label_column, list | tuple) or label_delimiter is not None):
+        raise ValueError("several label columns, and data.label_delimiter, need data.multi_label=true")
 
 
 def check_balance(sampling: Sampling, class_weights: ClassWeights) -> None:

@@ -21,7 +21,6 @@ from typing_extensions import Self
 
 from longseq.tasks.commands import Predict
 from longseq.tasks.data.batch import Batch, Failure
-from longseq.tasks.data.folders import written_name
 from longseq.tasks.data.inputs import InputFiles
 from longseq.tasks.data.inputs import Unreadable as NotRead
 from longseq.tasks.data.labels import name_some, number_of_class
@@ -58,8 +57,7 @@ class Unreadable:
 
     def record(self, failures: list[Failure]) -> None:
         """Record the failures of one batch."""
-        for found, reason, stops in failures:
-            path = written_name(found)
+        for path, reason, stops in failures:
             if stops or self.on_error == "raise":
                 raise ValueError(f"{path}: {reason}")
             if path not in self.reasons:

@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from longseq.tasks.data.folders import written_name
 from longseq.tasks.data.given import likeliest_classes
 from longseq.tasks.image.examples import name_images
 from longseq.tasks.image.pictures import draw_predictions, is_due, spell_targets
@@ -124,7 +123,7 @@ class WorstErrors(Callback):
                 torch.stack([one.pixels for one in shown]).float() / 255,
                 [one.predicted for one in shown],
                 [one.true for one in shown],
-                notes=[os.path.basename(written_name(one.path)) for one in shown],
+                notes=[os.path.basename(one.path) for one in shown],
             )
             board.experiment.add_image(f"{stage}/worst_errors", picture, step)
 
@@ -201,7 +200,5 @@ def spell(mistakes: list[Mistake], epoch: float | None = None) -> str:
     of_epoch = [] if epoch is None else [f"{epoch:g}"]
     writer.writerow([*COLUMNS, *(["epoch"] if of_epoch else [])])
     for one in mistakes:
-        writer.writerow(
-            [written_name(one.path), one.true, one.predicted, f"{one.probability:.6f}", f"{one.loss:.6f}", *of_epoch]
-        )
+        writer.writerow([one.path, one.true, one.predicted, f"{one.probability:.6f}", f"{one.loss:.6f}", *of_epoch])
     return file.getvalue()
