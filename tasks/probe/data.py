@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from longseq.tasks.config import read
-from longseq.tasks.data.loader import BatchLoader, TrainingLoader
+from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place, follow
 from longseq.tasks.data.module import TaskData
-from longseq.tasks.data.place import find_place, follow
 from longseq.tasks.probe.batches import MixtureSampler, SliceBatches, SliceSampler
 from longseq.tasks.probe.config import SPLITS, ProbeDataKeys
 from longseq.tasks.probe.generators import GENERATORS, generator_options

@@ -280,7 +280,7 @@ def test_loaders_in_dictionaries_and_lists_are_measured(tmp_path):
 def test_a_loader_for_one_process_is_refused_in_a_run_of_several(opened, tmp_path):
     _, data = opened(tmp_path)
     data.setup()
-    told = "^a loader for one process is given to a run of 2: give the Trainer the data module"
+    told = "a loader for one process in a run of 2"
     for loader in (data.val_dataloader(), data.predict_dataloader(), data.train_dataloader()):
         makes = TrainingLoader if isinstance(loader, TrainingLoader) else BatchLoader
         for wrapper in (DistributedSamplerWrapper, UnrepeatedDistributedSamplerWrapper):
@@ -306,5 +306,5 @@ def test_lightning_of_two_processes_refuses_a_loader_for_one(tmp_path, monkeypat
     monkeypatch.setattr(Trainer, "distributed_sampler_kwargs", {"num_replicas": 2, "rank": 0})
     monkeypatch.setattr(type(given._accelerator_connector), "is_distributed", True)
     for measure in (given.validate, given.predict):
-        with pytest.raises(ValueError, match="is given to a run of 2: give the Trainer the data module"):
+        with pytest.raises(ValueError, match="a loader for one process in a run of 2"):
             measure(module, loader)
