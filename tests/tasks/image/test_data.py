@@ -11,9 +11,9 @@ import torch
 from image_data import image_data, write_tar
 from PIL import Image
 
-from longseq.tasks.data.place import Place
+from longseq.tasks.data.labels import LabelError
+from longseq.tasks.data.loader import Place
 from longseq.tasks.data.sampler import SampleIndex
-from longseq.tasks.data.unreadable import LabelError
 from longseq.tasks.image import sources
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.datasets import ImageFiles
