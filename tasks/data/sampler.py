@@ -35,8 +35,6 @@ class UpdateSampler(Sampler[BatchT]):
     """
 
     def __init__(self, batch_size: int, *, seed: int, rank: int = 0, world_size: int = 1, accumulate: int = 1) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} must be at least 1")
         self.batch_size, self.seed = batch_size, seed
         self.rank, self.world_size, self.accumulate = rank, world_size, accumulate
         self.epoch = 0
@@ -95,8 +93,6 @@ class TrainingSampler(UpdateSampler[list[SampleIndex]]):
         accumulate: int = 1,
     ) -> None:
         super().__init__(batch_size, seed=seed, rank=rank, world_size=world_size, accumulate=accumulate)
-        if repeats < 1:
-            raise ValueError(f"repeats={repeats} must be at least 1")
         if self.effective_batch_size > num_samples:
             accumulated = f" x {accumulate} accumulated batches" if accumulate > 1 else ""
             raise ValueError(
@@ -105,10 +101,7 @@ class TrainingSampler(UpdateSampler[list[SampleIndex]]):
             )
         different = math.ceil(num_samples / repeats)
         if repeats > self.effective_batch_size > different:
-            raise ValueError(
-                f"repeats={repeats} leave an epoch of {num_samples} samples {different} different one(s): choose "
-                f"recipe.augment.repeats of at most {self.effective_batch_size}, the effective batch"
-            )
+            raise ValueError(f"repeats={repeats} leave an epoch of {num_samples} samples {different} different one(s)")
         self.num_samples, self.repeats = num_samples, repeats
 
     @property
@@ -184,8 +177,6 @@ class EvaluationSampler(Sampler[list[int]]):
     """
 
     def __init__(self, num_samples: int, batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
-        if batch_size < 1:
-            raise ValueError(f"the evaluation batch size {batch_size} must be at least 1")
         self.num_samples, self.batch_size, self.rank, self.world_size = num_samples, batch_size, rank, world_size
         self._in_order = False
 

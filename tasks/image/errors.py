@@ -61,9 +61,6 @@ class WorstErrors(Callback):
         rows: Annotated[int, Range(1)] = 100,
         pictures: Annotated[int, Range(1)] = 20,
     ) -> None:
-        for name, value in (("count", count), ("rows", rows), ("pictures", pictures)):
-            if value < 1:
-                raise ValueError(f"callbacks.worst.{name}={value} must be at least 1")
         self.folder = Path(folder)
         self.count, self.rows, self.pictures = count, rows, pictures
         self._drawn: _Worst | None = None
