@@ -20,14 +20,11 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from typing_extensions import Self
 
 from longseq.tasks.commands import Predict
-from longseq.tasks.data.batch import Batch, Failure
 from longseq.tasks.data.inputs import InputFiles
 from longseq.tasks.data.inputs import Unreadable as NotRead
-from longseq.tasks.data.labels import name_some, number_of_class
-from longseq.tasks.data.loader import BatchLoader
-from longseq.tasks.data.sampler import SampleIndex
-from longseq.tasks.data.seeds import derive_seed
-from longseq.tasks.data.unreadable import UNREADABLE, LabelError
+from longseq.tasks.data.labels import LabelError, name_some, number_of_class
+from longseq.tasks.data.loader import UNREADABLE, Batch, BatchLoader, Failure
+from longseq.tasks.data.sampler import SampleIndex, derive_seed
 from longseq.tasks.image.decoding import decode, first_line, in_eight_bits, upright
 from longseq.tasks.image.folder import Found, find_images
 from longseq.tasks.image.info import DataInfo

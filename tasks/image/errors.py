@@ -7,7 +7,7 @@ import io
 import math
 import os
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -20,7 +20,6 @@ from longseq.tasks.image.transforms import denormalize
 from longseq.tasks.training import targets
 from longseq.tasks.training.callbacks.confusion import find_board
 from longseq.tasks.training.files import write_text
-from longseq.tasks.training.options import Range
 
 COLUMNS = ("path", "true_class", "predicted_class", "probability", "loss")
 _SPLITS = {"val": "validation", "test": "test"}
@@ -57,9 +56,9 @@ class WorstErrors(Callback):
     def __init__(
         self,
         folder: str,
-        count: Annotated[int, Range(1)] = 16,
-        rows: Annotated[int, Range(1)] = 100,
-        pictures: Annotated[int, Range(1)] = 20,
+        count: int = 16,
+        rows: int = 100,
+        pictures: int = 20,
     ) -> None:
         self.folder = Path(folder)
         self.count, self.rows, self.pictures = count, rows, pictures
