@@ -194,7 +194,7 @@ class Describe(Train):
     """The keys of `longseq describe`: those of `longseq train`, and others."""
 
     checkpoint: str | None = key(None, "the model of a checkpoint in place of the configured one")
-    list: Literal["mixers", "models", "devices"] | None = key(None, "print a list instead")
+    list: Literal["mixers", "models"] | None = key(None, "print a list instead")
     device: str = key("auto", "auto, cpu or cuda: where kernels are chosen and speed is measured")
     format: Literal["text", "json"] = key("text", "how the facts are printed")
     output: None = key(None, "the facts are printed")  # type: ignore[assignment]

@@ -11,7 +11,7 @@ from timm.data import Mixup
 from timm.data.mixup import mixup_target
 from torch import Tensor
 
-from longseq.tasks.data.seeds import derive_seed
+from longseq.tasks.data.sampler import derive_seed
 
 
 class Mixed(NamedTuple):

@@ -222,7 +222,7 @@ def test_predictions_of_documents_are_in_the_order_of_the_split(tmp_path, packin
 def test_a_loader_for_one_process_is_refused_in_a_run_of_several(opened, tmp_path):
     _, data = opened(tmp_path)
     data.setup()
-    told = "^a loader for one process is given to a run of 2: give the Trainer the data module"
+    told = "a loader for one process in a run of 2"
     for loader in (data.val_dataloader(), data.predict_dataloader(), data.train_dataloader()):
         makes = TrainingLoader if isinstance(loader, TrainingLoader) else BatchLoader
         for wrapper in (DistributedSamplerWrapper, UnrepeatedDistributedSamplerWrapper):

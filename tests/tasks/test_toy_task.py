@@ -55,8 +55,7 @@ def test_a_task_from_outside_trains_resumes_and_evaluates(folder, command_here):
     module = sys.modules["majority"].MajorityModule
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "training_step", interrupt_before(7, module.training_step))
-        with pytest.raises(RuntimeError, match="cut"):
-            command_here(folder, *words, f"hydra.run.dir={cut}")
+        assert "RuntimeError: cut" in command_here(folder, *words, f"hydra.run.dir={cut}").stderr
     resumed = command_here(folder, *words, f"hydra.run.dir={cut}", "resume=true")
     assert resumed.returncode == 0, resumed.stderr
     assert "continuing from" in resumed.stdout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -32,7 +32,7 @@ from longseq.tools.export.metadata import classifier_metadata, encode
 from longseq.tools.export.parity import probe_images
 from longseq.tools.export.spec import FileSpec
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "pages" / "export.md"
+PROGRAM = Path(__file__).resolve().parents[2] / "docs" / "programs" / "read_image.py"
 VIM, VIT = "longseq_tiny_patch16_224", "longseq_vit_tiny_patch16_224"
 CHASSIS: dict[str, dict[str, Any]] = {VIM: {}, VIT: {"direction": "forward", "global_pool": "avg"}}
 
@@ -259,11 +259,14 @@ def test_a_file_refuses_parts_of_patches_as_the_model_does(format: str, tmp_path
 def test_a_program_without_longseq_prepares_images(
     mode: str, img_size: int | list[int], channels: int, tmp_path: Path
 ) -> None:
-    """The function of the page, with the metadata alone, reads what `longseq predict` reads."""
+    """The program of the page on exports, with the metadata alone, reads what `longseq predict` reads."""
     data = {**DATA, "img_size": img_size, "in_chans": channels, "crop_pct": 0.8, "crop_mode": mode}
     data |= {"mean": [0.5, 0.2, 0.7][:channels], "std": [0.5] * channels}
     facts = encode(classifier_metadata(build(), data, preprocess=True, softmax=False, extra={}))
-    read_image, transform = page_program()["read_image"], evaluation_transform(DataInfo(**data, num_classes=5))
+    read_image, transform = (
+        runpy.run_path(str(PROGRAM))["read_image"],
+        evaluation_transform(DataInfo(**data, num_classes=5)),
+    )
     random = np.random.default_rng(0)
     colours = Image.fromarray(random.integers(0, 256, (40, 60, 4), np.uint8))
     images = {f"{kind}.png": colours.convert("RGB").convert(kind) for kind in ("1", "L", "P", "RGB")}
@@ -278,15 +281,6 @@ def test_a_program_without_longseq_prepares_images(
     images["RGB.png"].save(tmp_path / "turned.tif", tiffinfo={274: 6})
     read = read_image(tmp_path / "turned.tif", facts)
     np.testing.assert_array_equal(read, transform(decode(tmp_path / "turned.tif")).numpy())
-
-
-def page_program() -> dict[str, Any]:
-    """The names of read_image.py on the page."""
-    found = re.search(r"<!-- file read_image\.py -->\n```python\n(.*?)```", PAGE.read_text(), re.S)
-    assert found is not None
-    program: dict[str, Any] = {}
-    exec(found[1], program)
-    return program
 
 
 @pytest.mark.slow

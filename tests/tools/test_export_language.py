@@ -27,7 +27,7 @@ from longseq.tasks.text.tokenizer import train_tokenizer
 from longseq.tools.export import FORMATS, export_language_model, onnx_file, run, state_spec
 from longseq.tools.export.formats import SUFFIXES
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "pages" / "export.md"
+PROGRAMS = Path(__file__).resolve().parents[2] / "docs" / "programs"
 DATA: dict[str, Any] = {"vocab_size": 11, "separator": 10, "window": 64, "tokenizer": {"kind": "bytes"}}
 OTHER_ROWS = r"cannot be reshaped|is invalid for input of size|expected [^\n]* to be equal|Guard failed|mismatch"
 NO_ROOM = r"(?i)out of (bounds|range|data bounds)|must be within|invalid index"
@@ -224,14 +224,6 @@ def compose_verb(verb: str, *words: str) -> Any:
         return compose(verb, list(words))
 
 
-def write_client(folder: Path) -> Path:
-    """The program of the page."""
-    found = re.search(r"<!-- file (continue_text\.py) -->\n```python\n(.*?)```", PAGE.read_text(), re.S)
-    assert found is not None
-    (folder / found[1]).write_text(found[2])
-    return folder / found[1]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mixer", "tokenizer"),
@@ -275,7 +267,7 @@ def test_a_program_without_longseq_continues_a_text_as_generate_does(
 import sys
 for name in ("torch", "longseq", "onnx"):
     sys.modules[name] = None
-sys.path.insert(0, {str(write_client(tmp_path).parent)!r})
+sys.path.insert(0, {str(PROGRAMS)!r})
 from continue_text import continue_text
 print(ascii(continue_text({str(output)!r}, {prompt!r}, 40)))
 """

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from longseq.tasks.config import read
 from longseq.tasks.lm.data import LanguageModelData
 from longseq.tasks.text import corpora, python_sources
 from longseq.tasks.text.batch import IGNORED, TokenBatch
@@ -19,7 +20,6 @@ from longseq.tasks.text.keys import TextDataKeys
 from longseq.tasks.text.prepare import prepare
 from longseq.tasks.text.sources import TEXT, find_parts
 from longseq.tasks.text.tokenizer import train_tokenizer
-from longseq.tasks.training.options import read
 
 TEXTS = [f"document {i}: " + "the cat sat on the mat; " * (i % 9) for i in range(80)]
 

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 
 from longseq.tasks import train
-from longseq.tasks.data.units import count_units
+from longseq.tasks.data.loader import count_units
 from longseq.tasks.image.module import ImageClassifier
 from longseq.tasks.training.length import Epoch, RunLength, refuse_other_epoch
 from longseq.tasks.training.runs import differences
