@@ -1,4 +1,4 @@
-"""What a run shows: its progress, its rates, its hyper-parameters, its pictures, and its worst errors by file."""
+"""What a run shows: its hyper-parameters, its worst errors by file, and saliency."""
 
 from __future__ import annotations
 
