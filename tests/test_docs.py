@@ -23,7 +23,6 @@ from examples import Example, find_examples, write_files
 from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
 from PIL import Image
-from shared_composition import shared_composition
 from sources import ADDED, ROOT, TOP, UNPACKED
 
 from longseq import kernels, plugins
@@ -62,9 +61,9 @@ def find_commands(example: Example) -> Iterator[list[str]]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def composed_once() -> Iterator[None]:
-    """All commands here share the work of Hydra; runs of language models write a few tokens in place of hundreds."""
-    with shared_composition(), pytest.MonkeyPatch.context() as patch:
+def short_samples() -> Iterator[None]:
+    """Runs of language models write a few tokens in place of hundreds."""
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "_SAMPLE", 8)
         yield
 
