@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from longseq.tasks.config import ClassifierGroup, Count, Keys, Share, TaskKeys, key
-from longseq.tasks.data.labels import ClassWeights, Sampling, check_balance, check_label_keys
+from longseq.tasks.data.labels import ClassWeights, Sampling, check_label_keys
 from longseq.tasks.document.truncation import Truncation
 from longseq.tasks.training.token_keys import BodyKeys
 
@@ -87,7 +87,6 @@ class DocumentDataKeys(Keys):
             raise ValueError("validation and test leave nothing to train on: give less than 1")
         if self.sampling is not None and self.packing == "padded":
             raise ValueError("sampling=balanced needs packing=packed")
-        check_balance(self.sampling, self.class_weights)
         text = ("text_column", self.text_column or "text")
         check_label_keys(self.multi_label, self.label_column, self.label_delimiter, text)
         return self
