@@ -22,9 +22,9 @@ from longseq.tasks.data.inputs import (
     decided_details,
     predictions_of,
 )
+from longseq.tasks.document.batch import truncate
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.sources import preparation_of
-from longseq.tasks.document.truncation import truncate
 from longseq.tasks.report import progress_bar
 from longseq.tasks.text.documents import Document
 from longseq.tasks.text.sources import TEXT, Columns, Malformed, Part, files_below, find_parts, is_saved, read_part

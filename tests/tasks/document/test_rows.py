@@ -7,8 +7,18 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from longseq.tasks.document.rows import group, pack, real_share, row_count, slots_of
-from longseq.tasks.document.sampler import Chosen, DocumentSampler, EveryDocument, PackedSampler, PaddedSampler
+from longseq.tasks.document.sampler import (
+    Chosen,
+    DocumentSampler,
+    EveryDocument,
+    PackedSampler,
+    PaddedSampler,
+    group,
+    pack,
+    real_share,
+    row_count,
+    slots_of,
+)
 
 
 def draw_lengths(median: int, count: int, spread: float = 0.8, seed: int = 0) -> np.ndarray:

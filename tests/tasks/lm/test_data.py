@@ -243,7 +243,7 @@ def test_python_sources_are_those_that_are_installed(tmp_path: Path, monkeypatch
     (site / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\n# \xe9\n")
     monkeypatch.setattr(python_sources, "standard_library_files", list)
     monkeypatch.setattr("sys.path", [str(site)])
-    found = python_sources.installed_files()
+    found = corpora.installed_files()
     assert [Path(path).relative_to(site).as_posix() for path in found] == ["a/one.py", "b.py", "latin.py"]
     texts = [
         one.text  # type: ignore[union-attr]
@@ -255,7 +255,7 @@ def test_python_sources_are_those_that_are_installed(tmp_path: Path, monkeypatch
 
 @pytest.mark.slow
 def test_the_standard_library_is_split_by_file_and_measured_by_gzip() -> None:
-    files = python_sources.standard_library_files()
+    files = corpora.standard_library_files()
     names = {Path(path).name for path in files}
     assert {"argparse.py", "tokenize.py"} <= names
     assert not [path for path in files if {"test", "tests", "idlelib", "site-packages"} & set(Path(path).parts[-3:-1])]

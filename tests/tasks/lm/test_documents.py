@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 import longseq
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks import evaluate
-from longseq.tasks.lm import documents
-from longseq.tasks.lm.documents import score_documents
+from longseq.tasks.lm import likelihood
+from longseq.tasks.lm.likelihood import score_documents
 from longseq.tasks.text.sources import Columns, find_parts
 from longseq.tasks.text.tokenizer import ByteTokenizer, train_tokenizer
 
@@ -32,7 +32,7 @@ def rows_of(path):
 
 @pytest.mark.parametrize("block", [1, 1024])
 def test_each_document_has_its_log_probability_and_what_is_malformed_its_place(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(documents, "_BLOCK", block)
+    monkeypatch.setattr(likelihood, "_BLOCK", block)
     path, output, model = tmp_path / "text.jsonl", tmp_path / "out.jsonl", make_model()
     path.write_text("\n".join(LINES) + "\n")
     options = {"batch_size": 2, "context": contextlib.nullcontext()}
