@@ -38,7 +38,9 @@ NAMES = [name for name, _ in LAYERS]
 
 # Inside tasks: what all tasks share, what tasks on text share, the table of tasks, each task by itself, and the
 # commands above them all.
-SHARED = tuple(f"longseq.tasks.{name}" for name in ("data", "training", "report", "circumstances"))
+SHARED = tuple(
+    f"longseq.tasks.{name}" for name in ("data", "training", "report", "circumstances", "config", "commands")
+)
 TEXT = "longseq.tasks.text"
 TABLE = "longseq.tasks.registry"
 TASKS = tuple(sorted(f"longseq.tasks.{path.parent.name}" for path in (ROOT / "tasks").glob("*/config.py")))

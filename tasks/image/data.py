@@ -370,6 +370,8 @@ class ImageDataModule(TaskData):
 
     def train_dataloader(self) -> TrainingLoader | StreamLoader:
         if self._splits is None:
+            if self.keys.decode == "gpu":
+                raise ValueError("a stream needs data.decode=cpu")
             transform = training_transform(self.info, self.augmentation)
             return self._stream_loader("train", transform, training=True)
         split, options = self._splits.train, self._loader_options()

@@ -63,7 +63,7 @@ class DeviceTransform:
         if not isinstance(encoded, EncodedImages):  # nothing could be read
             return decoded[0]
         targets = targets.clone()
-        images: Any = self._crop(encoded, pictures, targets, failures)
+        images = self._crop(encoded, pictures, targets, failures)
         images = apply_steps(images, encoded.kinds, encoded.numbers, self.fill)
         if self.info.in_chans == 1:
             images = rgb_to_grayscale(images.float())

@@ -328,7 +328,7 @@ def test_two_classes_of_different_sizes(tiny, compose_config, tmp_path):
 
 
 @pytest.mark.slow
-def test_several_labels_from_a_table_train_and_export(tiny, compose_config, tmp_path, caplog):
+def test_several_labels_from_a_table_train_and_export(tiny, compose_config, tmp_path):
     """The exported file, with nothing but its metadata, gives the run's figures on the test images."""
     onnxruntime = pytest.importorskip("onnxruntime")
     from longseq.tools import export
@@ -370,11 +370,8 @@ def test_several_labels_from_a_table_train_and_export(tiny, compose_config, tmp_
     for i, row in zip(range(200, 300), decided, strict=True):
         assert told[f"test{i}.png"]["decision"] == [name for name, there in zip(names, row, strict=True) if there]
         assert len(told[f"test{i}.png"]["classes"]) == 3
-    remark = "the label 'seven; 7' holds the ';' that stands between labels in the column decision: output=FILE.json"
-    assert remark not in caplog.text
     table = tmp_path / "told.csv"
     predict.run(compose_config("predict", f"checkpoint={run / 'model'}", f"input={root}", f"output={table}"))
-    assert remark in caplog.text
     written = {Path(row["path"]).name: row["decision"] for row in read_rows(table) if not row["error"]}
     assert written == {name: ";".join(one["decision"]) for name, one in told.items()}
 
