@@ -29,6 +29,8 @@ from longseq.tasks.text.store import Corpus, Integers
 
 __all__ = ["IGNORED", "DocumentBatch", "DocumentBatches", "DocumentInputs", "Split", "crop", "truncate"]
 
+Tokens = npt.NDArray[np.integer[Any]]
+
 
 class DocumentInputs(NamedTuple):
     """The documents of a batch with N places. Lightning moves the tensors to the device; numbers stay on the host.
@@ -61,7 +63,7 @@ class DocumentInputs(NamedTuple):
 DocumentBatch = tuple[DocumentInputs, Tensor]
 
 
-def truncate(tokens: Integers, max_length: int | None, truncation: str, separator: int | None) -> Integers:
+def truncate(tokens: Tokens, max_length: int | None, truncation: str, separator: int | None) -> Tokens:
     """At most `max_length` tokens of a document: all of a shorter one.
 
     `head` takes the first tokens, `tail` the last ones, `head_tail` half of both (of an odd number, one more of the
@@ -85,7 +87,7 @@ def truncate(tokens: Integers, max_length: int | None, truncation: str, separato
     raise ValueError(f"truncation={truncation} is unknown: choose none, head, tail, head_tail or middle")
 
 
-def crop(tokens: Integers, max_length: int, separator: int | None, random: np.random.Generator) -> Integers:
+def crop(tokens: Tokens, max_length: int, separator: int | None, random: np.random.Generator) -> Tokens:
     """`max_length` neighbouring tokens of a document from a random place on: all of a shorter one.
 
     A document that begins with `separator` still does.
