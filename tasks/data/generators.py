@@ -163,16 +163,10 @@ def listops(
     A node is an operator with 2 to `arguments` arguments with `operator_probability`, else a digit, and always a digit
     at `depth`. Expressions with more than `shortest` and fewer than `longest` tokens are kept. An operator, its
     arguments and a closing bracket are one token each; there are no other brackets. Padding is on the right.
+    `vocab_size`, at least 16, is that of the model.
 
     Source: ListOps (Nangia and Bowman, 2018), with the parameters of Long Range Arena (Tay et al., 2020), section 2.2.
     """
-    if vocab_size <= PADDING:
-        raise ValueError(f"vocab_size={vocab_size}: ListOps has {PADDING + 1} tokens")
-    if depth < 1 or arguments < 2 or not 0 < operator_probability <= 1 or longest <= shortest + 1:
-        raise ValueError(
-            f"depth={depth}, arguments={arguments}, operator_probability={operator_probability}, shortest={shortest}, "
-            f"longest={longest} describe no expressions: depth is at least 1, arguments at least 2, shortest < longest"
-        )
     parts: list[tuple[Integers, Integers]] = []
     found = 0
     for _ in range(10_000):

@@ -6,7 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,17 +59,14 @@ class Inputs(ABC):
     @classmethod
     @abstractmethod
     def open(cls, path: str, info: Any, keys: Predict) -> Self:
-        """The inputs at a path, for a model whose data has this info.
-
-        ValueError, in one line, if there are none, or if a key is for inputs of another kind.
-        """
+        """The inputs at a path, for a model whose data has this info. ValueError if there are none."""
 
     @abstractmethod
     def predict(self, model: nn.Module, keys: Predict) -> Iterator[Prediction | Unreadable]:
         """Classify the inputs in their order; the model is in eval mode, and gradients are off."""
 
     def notes(self) -> list[str]:
-        """Lines for the end of a prediction, such as the memory that it took."""
+        """Lines for the end of a prediction."""
         return []
 
 
@@ -83,20 +80,12 @@ class InputFiles(Inputs, Dataset[Any]):
     """
 
     info: Any
-    draws_saliency: ClassVar[bool] = False  # True if `score` heeds the keys of saliency
 
     @abstractmethod
     def __init__(self, path: str, info: Any) -> None: ...
 
     @classmethod
     def open(cls, path: str, info: Any, keys: Predict) -> Self:
-        for name in ("column", "truncation", "segment"):
-            if (value := getattr(keys, name)) is not None:
-                raise ValueError(
-                    f"{name}={value} is for documents, and this model classifies other files: leave it out"
-                )
-        if keys.saliency is not None and not cls.draws_saliency:
-            raise ValueError(f"saliency={keys.saliency} draws images, and this model classifies others: leave it out")
         inputs = cls(path, info)
         inputs.details = (*cls.details, *decided_details(info))
         return inputs
@@ -125,22 +114,27 @@ class InputFiles(Inputs, Dataset[Any]):
             if paths:
                 logits = self.score(model, self.prepare(batch.to(device)), paths, keys).float()
                 probabilities = logits.sigmoid() if several else logits.softmax(dim=1)
-                yield from tell_predictions(((path, _NONE) for path in paths), probabilities, info, keys.top_k or most)
+                yield from predictions_of(((path, _NONE) for path in paths), probabilities, info, keys.top_k or most)
             yield from failed
 
 
-def tell_predictions(
+def predictions_of(
     inputs: Iterable[tuple[str, Mapping[str, Any]]], probabilities: Tensor, info: Any, count: int
 ) -> Iterator[Prediction | Unreadable]:
     """The `count` most probable classes and the decision of each input, its path and details, by `[B, C]`.
 
-    NaN has no order: an input with it among its probabilities has no class, and is told with the reason.
+    NaN has no order: an input with it among its probabilities has no class, and the reason in its place.
     """
+    names = info.class_names
     finite = probabilities.isfinite().all(dim=1).tolist()
-    ranked, decisions = rank(probabilities, info.class_names, count), tell_decisions(probabilities, info)
-    for (path, details), is_finite, classes, decision in zip(inputs, finite, ranked, decisions, strict=True):
+    values, classes = (part.tolist() for part in probabilities.topk(min(count, len(names)), dim=1))
+    decisions = _decisions(probabilities, info)
+    for (path, details), is_finite, row, ranked, decision in zip(
+        inputs, finite, values, classes, decisions, strict=True
+    ):
         if is_finite:
-            yield Prediction(path, classes, {**details, **decision})
+            best = [(names[index], value) for index, value in zip(ranked, row, strict=True)]
+            yield Prediction(path, best, {**details, **decision})
         else:
             yield Unreadable(path, "the model's scores are not finite (NaN or infinite)", details)
 
@@ -151,35 +145,21 @@ def decided_details(info: Any) -> tuple[str, ...]:
     return (DECISION,) if several or thresholds is not None else ()
 
 
-def tell_decisions(probabilities: Tensor, info: Any) -> list[dict[str, Any]]:
+def _decisions(probabilities: Tensor, info: Any) -> list[dict[str, Any]]:
     """The details of `decided_details` of each row of `[B, C]`: a class, or the labels that are there."""
     if not decided_details(info):
         return [{} for _ in probabilities]
     names, several, given = info.class_names, getattr(info, "multi_label", False), getattr(info, "thresholds", None)
-    decisions = decide(probabilities, None if given is None else torch.tensor(given), multi_label=several)
+    decisions = decide(probabilities, None if given is None else torch.tensor(given), multi_label=several).tolist()
     if several:
-        told: list[Any] = [
-            [name for name, there in zip(names, row, strict=True) if there] for row in decisions.tolist()
-        ]
-    else:
-        told = [names[number] for number in decisions.tolist()]
-    return [{DECISION: one} for one in told]
-
-
-def rank(probabilities: Tensor, class_names: Sequence[str], count: int) -> list[list[tuple[str, float]]]:
-    """The most probable classes of each row of `[B, C]`, best first."""
-    values, classes = probabilities.topk(min(count, len(class_names)), dim=1)
-    return [
-        [(class_names[index], value) for index, value in zip(indices, row, strict=True)]
-        for indices, row in zip(classes.tolist(), values.tolist(), strict=True)
-    ]
+        labels = [[name for name, there in zip(names, row, strict=True) if there] for row in decisions]
+        return [{DECISION: row} for row in labels]
+    return [{DECISION: names[number]} for number in decisions]
 
 
 def describe_passed_over(passed_over: Sequence[PassedOver], root: str) -> str:
-    """Describe in one line how many files were passed over, of which kinds, and the first ones."""
+    """How many files were passed over, of which kinds, and the first ones, in one line."""
     kinds = Counter(reason for _, reason in passed_over)
-    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(_NAMED))
-    rest = sum(count for _, count in kinds.most_common()[_NAMED:])
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     names = [os.path.relpath(path, root) + "/" * path.endswith("/") for path, _ in passed_over[:_NAMED]]
-    more = ", ..." if len(passed_over) > _NAMED else ""
-    return f"{counts}{f', {rest} others' if rest else ''}: {', '.join(names)}{more}"
+    return f"{counts}: {', '.join(names)}{', ...' * (len(passed_over) > _NAMED)}"

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from longseq.tasks.config import ClassifierGroup, Count, Keys, Share, TaskKeys, key
-from longseq.tasks.data.labels import ClassWeights, Sampling, check_balance, check_label_keys
-from longseq.tasks.document.truncation import Truncation
+from longseq.tasks.data.labels import ClassWeights, Sampling, check_label_keys
 from longseq.tasks.training.token_keys import BodyKeys
 
 Fraction = Annotated[float, Field(gt=0, lt=1)]
@@ -58,7 +57,9 @@ class DocumentDataKeys(Keys):
     )
     separator: str | None = key(None, "the token that begins a document; null: the tokenizer's end-of-text token")
     max_length: Annotated[int, Field(ge=2)] | None = key(None, "the tokens that are read of a longer document")
-    truncation: Truncation = key("none", "which ones: head, tail, head_tail, middle; none: whole documents")
+    truncation: Literal["none", "head", "tail", "head_tail", "middle"] = key(
+        "none", "which ones: head, tail, head_tail, middle; none: whole documents"
+    )
     random_crops: bool = key(False, "in training the window of max_length tokens begins anywhere")
     segment: Count | None = key(None, "tokens in memory at once: longer documents are read in segments; null: whole")
     gradient_segments: Count | None = key(None, "of a document, the last segments that gradients go through; null: all")
@@ -87,7 +88,6 @@ class DocumentDataKeys(Keys):
             raise ValueError("validation and test leave nothing to train on: give less than 1")
         if self.sampling is not None and self.packing == "padded":
             raise ValueError("sampling=balanced needs packing=packed")
-        check_balance(self.sampling, self.class_weights)
         text = ("text_column", self.text_column or "text")
         check_label_keys(self.multi_label, self.label_column, self.label_delimiter, text)
         return self

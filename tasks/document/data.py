@@ -22,13 +22,20 @@ from longseq.tasks.data.module import TaskData, refuse_larger_shares, same_root
 from longseq.tasks.document import arena as _arena  # noqa: F401  registers its sources
 from longseq.tasks.document import libraries as _libraries  # noqa: F401  registers its source
 from longseq.tasks.document import linear, sources
-from longseq.tasks.document.assemble import DocumentBatches, Split
+from longseq.tasks.document.batch import DocumentBatches, Split
 from longseq.tasks.document.config import DocumentDataKeys
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.inputs import DocumentFiles
-from longseq.tasks.document.prepared import LEFT_OUT, Bare, Labelled, prepare_documents, trained_tokenizer
+from longseq.tasks.document.prepared import (
+    LEFT_OUT,
+    Bare,
+    Labelled,
+    divide,
+    find_repeats,
+    prepare_documents,
+    trained_tokenizer,
+)
 from longseq.tasks.document.sampler import DocumentSampler, EveryDocument, PackedSampler, PaddedSampler
-from longseq.tasks.document.splits import divide, find_repeats
 from longseq.tasks.text.store import Integers
 from longseq.tasks.text.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer, tokenizer_from_dict, trained_size
 from longseq.tokenizer_files import same_tokenizer
@@ -54,7 +61,7 @@ class DocumentData(TaskData):
     `longseq.tasks.document.sources`), which read `options`.
 
     `validation` and `test` are files, or the shares of the training documents that are set apart, stratified by label
-    (see `longseq.tasks.document.splits.divide`). A warning counts the documents that are in two splits; with
+    (see `longseq.tasks.document.prepared.divide`). A warning counts the documents that are in two splits; with
     `duplicates=drop` training and validation leave out what test has, and training what validation has. A document has
     one label, or with `multi_label` any number (see `longseq.tasks.data.labels.read_labels`). What cannot be read is
     left out and listed, or with `on_bad_line=stop` an error. `class_weights=balanced` weights the classes in the loss,
@@ -65,7 +72,7 @@ class DocumentData(TaskData):
     (that of the checkpoint that `init` gives, which is the default beside `init`; else bytes). Tokens are kept in
     `cache`, by default `longseq.tasks.text.corpora.cache_folder`, and compared with their checksums with `check`. Of
     documents of more than `max_length` tokens `truncation` states which ones are read (see
-    `longseq.tasks.document.truncation`). With `random_crops` training reads `max_length` tokens from a place that is
+    `longseq.tasks.document.batch`). With `random_crops` training reads `max_length` tokens from a place that is
     drawn for each document and epoch.
 
     `packing` puts the documents of a batch end to end (`packed`) or pads documents of similar lengths (`padded`; see

@@ -17,7 +17,7 @@ class DocumentInfo(Info):
     `vocab_size` is the number of tokens. `separator` is the token with which each document begins, and `tokenizer` what
     `Tokenizer.to_dict` returns; both are None for data that consists of tokens. `window` is the length in tokens of the
     longest document that training reads; `max_length` and `truncation` state how longer ones are cut (see
-    `longseq.tasks.document.truncation`), where `max_length` may be None. `segment` is the number of tokens that are in
+    `longseq.tasks.document.batch`), where `max_length` may be None. `segment` is the number of tokens that are in
     memory at once, None for whole documents, and `gradient_segments` the number of segments that gradients go through,
     None for all (see `longseq.backbones.segments`). `text_column` is the column of the text, None for `text`.
     `class_counts` has the training documents of each class, and `class_weights` the weight of each class in the loss

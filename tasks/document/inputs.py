@@ -20,11 +20,11 @@ from longseq.tasks.data.inputs import (
     Prediction,
     Unreadable,
     decided_details,
-    tell_predictions,
+    predictions_of,
 )
+from longseq.tasks.document.batch import truncate
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.sources import preparation_of
-from longseq.tasks.document.truncation import truncate
 from longseq.tasks.report import progress_bar
 from longseq.tasks.text.documents import Document
 from longseq.tasks.text.sources import TEXT, Columns, Malformed, Part, files_below, find_parts, is_saved, read_part
@@ -131,7 +131,7 @@ class DocumentFiles(Inputs):
         logits = logits.float()
         probabilities = logits.sigmoid() if self.info.multi_label else logits.softmax(dim=1)
         places = ((document.path, document.details) for document in documents)
-        yield from tell_predictions(places, probabilities, self.info, top_k or len(self.info.class_names))
+        yield from predictions_of(places, probabilities, self.info, top_k or len(self.info.class_names))
 
 
 def _without(path: str, description: str) -> str:

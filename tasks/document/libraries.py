@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longseq.tasks.document.sources import _TEXT, Opened, Reader, Sample, Source, register
-from longseq.tasks.text.python_sources import modules_of
+from longseq.tasks.text.corpora import modules_of
 from longseq.tasks.text.sources import TEXT, Malformed, group_files, read_part
 from longseq.tasks.text.store import stamp
 

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from longseq.backbones.linear_text import LinearTextClassifier
-from longseq.tasks.document.assemble import Split
+from longseq.tasks.document.batch import Split
 from longseq.tasks.document.config import LinearModelKeys
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.metrics import make_scores

@@ -19,11 +19,11 @@ from longseq.models import CHECKPOINT_CONFIG, build
 from longseq.tasks.config import Criterion, read
 from longseq.tasks.data.given import (
     TARGETS,
-    as_pair,
+    begins_with_tokens,
     check_class_numbers,
     check_several_labels,
     find_entry,
-    read_right_mask,
+    read_mask,
 )
 from longseq.tasks.document.batch import DocumentBatch, DocumentInputs
 from longseq.tasks.document.config import LinearModelKeys
@@ -126,12 +126,14 @@ class DocumentTask(ClassifierModule):
         if isinstance(batch, Mapping):
             tokens = find_entry(batch, ("input_ids", "tokens"), "tokens")
             targets = self._no_targets(tokens) if self.predicts else find_entry(batch, TARGETS, "labels")
-            mask = read_right_mask(batch, tokens)
+            mask = read_mask(batch, tokens)
+            if not begins_with_tokens(mask):
+                raise ValueError("attention_mask: padding must follow the tokens of a row")
         elif self.predicts and (isinstance(batch, Tensor) or not isinstance(batch[0], DocumentInputs)):
             tokens = batch if isinstance(batch, Tensor) else batch[0]
             targets, mask = self._no_targets(tokens), torch.ones_like(tokens, dtype=torch.bool)
         else:
-            tokens, targets = as_pair(batch, "tokens, labels")
+            tokens, targets = batch
             if isinstance(tokens, DocumentInputs):
                 return tokens, targets
             mask = torch.ones_like(tokens, dtype=torch.bool)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from longseq.tasks.config import Choice, ClassifierGroup, Count, Keys, OpenKeys, Positive, Share, TaskKeys, key
-from longseq.tasks.data.labels import ClassWeights, Sampling, check_balance, check_label_keys
+from longseq.tasks.data.labels import ClassWeights, Sampling, check_label_keys
 from longseq.tasks.image.augmentation import Augmentation, Part
 from longseq.tasks.image.info import LEAST_CROP, DataInfo
 from longseq.tasks.image.recipe import choose_recipe, starts_trained
@@ -88,7 +88,6 @@ class ImageDataKeys(Keys):
 
     @model_validator(mode="after")
     def _agree(self) -> ImageDataKeys:
-        check_balance(self.sampling, self.class_weights)
         file = ("file_column", self.file_column or "file_name")
         check_label_keys(self.multi_label, self.label_column, self.label_delimiter, file)
         if self.multi_label and (self.source in ONE_LABEL_SOURCES or "/" in self.source):

@@ -295,8 +295,6 @@ class ImageFiles(InputFiles):
     lists the files of the folder that are hidden or have no image ending. ValueError if there are no images.
     """
 
-    draws_saliency = True
-
     def __init__(self, path: str, info: DataInfo) -> None:
         root = Path(path)
         if not root.exists():

@@ -13,7 +13,6 @@ from longseq.tasks.config import Criterion
 from longseq.tasks.data.given import (
     IMAGES,
     TARGETS,
-    as_pair,
     check_class_numbers,
     check_several_labels,
     find_entry,
@@ -164,7 +163,7 @@ class ImageClassifier(ClassifierModule):
         elif self.predicts:
             images, targets = batch if isinstance(batch, Tensor) else batch[0], None
         else:
-            images, targets = as_pair(batch, "images, labels")
+            images, targets = batch
         if isinstance(images, Tensor) and images.dtype == torch.uint8 and (info := self._info_of_loaders()) is not None:
             images = normalize(images, info)
         if targets is None:

@@ -14,7 +14,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from longseq.tasks.config import read
-from longseq.tasks.data.given import given_loader
 from longseq.tasks.data.labels import find_weights
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.image.config import DATAMODULE, ImageDataKeys, per_channel
@@ -132,7 +131,7 @@ class OwnDataModule(TaskData):
         self.own.on_exception(exception)
 
     def train_dataloader(self) -> Any:
-        loader = given_loader(self.own, "train_dataloader", self.label)
+        loader = self.own.train_dataloader()
         size = getattr(loader, "batch_size", None)
         if isinstance(size, int) and size != self.batch_size:  # the learning rate belongs to the recipe's batch
             raise ValueError(f"{self.label} makes batches of {size}, and recipe.batch_size means {self.batch_size}")
@@ -151,7 +150,7 @@ class OwnDataModule(TaskData):
     def _evaluated(self, name: str) -> Any:
         if self._alone and self.trainer is not None and self.trainer.world_size > 1:
             raise ValueError(f"{self.label} does not divide its samples among processes: give trainer.devices=1")
-        return given_loader(self.own, name, self.label)
+        return getattr(self.own, name)()
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return self.own.on_before_batch_transfer(batch, dataloader_idx)
@@ -179,7 +178,7 @@ class OwnDataModule(TaskData):
         names += [str(index) for index in range(len(names), count)]
         sizes: dict[str, int | None] = {}
         if stage == "fit":
-            dataset = getattr(given_loader(self.own, "train_dataloader", self.label), "dataset", None)
+            dataset = getattr(self.own.train_dataloader(), "dataset", None)
             sizes = {"train": (len(dataset) if isinstance(dataset, Sized) else None) or keys.train_samples}
         return DataInfo(
             class_names=names,

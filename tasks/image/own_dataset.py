@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from longseq.tasks.data.given import IMAGES, TARGETS, as_pair, find_entry
+from longseq.tasks.data.given import IMAGES, TARGETS, find_entry
 from longseq.tasks.data.labels import LabelError
 from longseq.tasks.data.loader import UNREADABLE, SampleError
 from longseq.tasks.image.config import ImageDataKeys
@@ -59,7 +59,7 @@ class DatasetSource:
         if isinstance(sample, Mapping):
             image, target = find_entry(sample, IMAGES, "images"), find_entry(sample, TARGETS, "labels")
         else:
-            image, target = as_pair(sample, "image, label")
+            image, target = sample
         label = self._label(target)
         if self._targets is not None and not np.array_equal(label, self._targets[index]):
             raise LabelError(f"its label is not targets[{index}], which is {self._targets[index].tolist()}")

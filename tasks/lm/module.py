@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from longseq.backbones.tokens import TokenBackbone
 from longseq.kernels.packing import Packing
-from longseq.tasks.data.given import as_pair, begins_with_tokens, find_entry, read_mask
+from longseq.tasks.data.given import begins_with_tokens, find_entry, read_mask
 from longseq.tasks.lm.carried import CarriedPositions, CarriedState, packing_of
 from longseq.tasks.lm.metrics import BitsPerByte, LossByPosition, Perplexity, TokenLoss
 from longseq.tasks.text.batch import IGNORED, TokenBatch, TokenInputs
@@ -92,7 +92,7 @@ class LanguageModelTask(TrainedModule):
             ids = batch if isinstance(batch, Tensor) else batch[0]
             tokens, targets = ids[:, :-1], ids[:, 1:]
         else:
-            tokens, targets = as_pair(batch, "tokens, targets")
+            tokens, targets = batch
             if isinstance(tokens, TokenInputs):
                 return tokens, targets
         if tokens.ndim != 2 or targets.shape != tokens.shape:

@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from longseq.tasks.config import read
+from longseq.tasks.data.info import Info
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place, follow
 from longseq.tasks.data.module import TaskData
-from longseq.tasks.probe.batches import MixtureSampler, SliceBatches, SliceSampler
 from longseq.tasks.probe.config import SPLITS, ProbeDataKeys
 from longseq.tasks.probe.generators import GENERATORS, generator_options
-from longseq.tasks.probe.info import ProbeInfo
-from longseq.tasks.probe.slices import Slice, make_splits
+from longseq.tasks.probe.slices import MixtureSampler, Slice, SliceBatches, SliceSampler, make_splits
 
 # The split that each stage of a run evaluates.
 STAGES = {"val": "validation", "test": "test"}
+
+
+@dataclass(frozen=True)
+class ProbeInfo(Info):
+    """What a model and a checkpoint must know of a probe.
+
+    `longest` is the length of the longest sequences in training, validation and test. With `rebuild`, the model must
+    reproduce the whole sequence from its last feature. `slices` names the slices of val and test; `sizes` has the
+    number of sequences of each split.
+    """
+
+    generator: str
+    vocab_size: int
+    longest: int
+    rebuild: bool
+    slices: dict[str, list[str]] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """The probe in a few words."""
+        return f"{self.vocab_size} tokens, sequences of at most {self.longest}"
 
 
 class ProbeDataModule(TaskData):
@@ -33,16 +52,9 @@ class ProbeDataModule(TaskData):
 
     info_class = ProbeInfo
 
-    def __init__(
-        self,
-        keys: ProbeDataKeys,
-        *,
-        batch_size: int,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, keys: ProbeDataKeys, *, batch_size: int, seed: int = 0) -> None:
         super().__init__()
         self.keys = keys = read(ProbeDataKeys, vars(keys), "data")
-        self.described = {split: getattr(keys, split) for split in SPLITS}
         self.batch_size, self.eval_batch_size = batch_size, keys.eval_batch_size or batch_size
         self.seed = seed
         self._splits: dict[str, list[Slice]] | None = None
@@ -103,7 +115,8 @@ class ProbeDataModule(TaskData):
             return
         keys = self.keys
         vocab_size = (generator_options(keys.generator) | dict(keys.options))["vocab_size"]
-        self._splits = make_splits(keys.generator, keys.options, self.described, seed=keys.draw_seed, folder=keys.cache)
+        described = {split: getattr(keys, split) for split in SPLITS}
+        self._splits = make_splits(keys.generator, keys.options, described, seed=keys.draw_seed, folder=keys.cache)
         counts = {split: sum(len(one.tokens) for one in slices) for split, slices in self._splits.items()}
         self._info = ProbeInfo(
             generator=keys.generator,

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from longseq.backbones.autoencoder import SequenceAutoencoder
-from longseq.tasks.probe.info import ProbeInfo
+from longseq.tasks.probe.data import ProbeInfo
 from longseq.tasks.training.token_model import TokenModel, build_token_model
 
 

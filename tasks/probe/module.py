@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from longseq.tasks.probe.batches import ProbeTargets
+from longseq.tasks.probe.data import ProbeInfo
 from longseq.tasks.probe.generators import IGNORED
-from longseq.tasks.probe.info import ProbeInfo
+from longseq.tasks.probe.slices import ProbeTargets
 from longseq.tasks.training.metrics import MeanLoss, MeanScore
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training

@@ -6,7 +6,9 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,6 @@ from filelock import FileLock
 from longseq.tasks.text.documents import Document, Fractions, encode, store_of
 from longseq.tasks.text.keys import TextDataKeys
 from longseq.tasks.text.prepare import describe, plan_of, prepare
-from longseq.tasks.text.python_sources import installed_files, standard_library_files
 from longseq.tasks.text.sources import STREAM, TEXT, Columns, Part, find_parts, group_files, read_part
 from longseq.tasks.text.store import MANIFEST, TokenStore, open_store
 from longseq.tasks.text.tokenizer import ByteTokenizer
@@ -23,6 +24,10 @@ from longseq.tasks.text.tokenizer import ByteTokenizer
 _log = logging.getLogger(__name__)
 
 _FRACTION = 0.05
+
+# Folders that are left out: installed packages, tests, and the editor that comes with Python.
+_PACKAGES = frozenset(("site-packages", "dist-packages"))
+_LEFT_OUT = frozenset(("test", "tests", "idle_test", "idlelib", "__pycache__")) | _PACKAGES
 
 
 def open_corpora(keys: TextDataKeys) -> list[TokenStore]:
@@ -95,3 +100,20 @@ def _prepared(
 
     plan = plan_of(parts, columns, tokenizer, keys.separator, fractions)
     return open_store(in_cache(name, plan, keys.cache, MANIFEST, write), check=keys.check)
+
+
+def standard_library_files() -> list[str]:
+    """The modules of the standard library of this Python, without tests and idlelib, in the order of their paths."""
+    return sorted(modules_of(sysconfig.get_paths()["stdlib"]))
+
+
+def installed_files() -> list[str]:
+    """The modules of the standard library and of all packages that this Python imports, without tests."""
+    folders = {os.path.realpath(folder) for folder in sys.path if Path(folder).name in _PACKAGES}
+    return standard_library_files() + sorted({path for folder in folders for path in modules_of(folder)})
+
+
+def modules_of(root: str) -> Iterator[str]:
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        yield from (os.path.join(folder, name) for name in names if name.endswith(".py"))

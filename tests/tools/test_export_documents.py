@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.document_pairs import PairClassifier
 from longseq.blocks.pooling import POOLINGS, Pooling
+from longseq.tasks.document.batch import truncate
 from longseq.tasks.document.libraries import conceal
-from longseq.tasks.document.truncation import truncate
 from longseq.tasks.text.tokenizer import tokenizer_from_dict, train_tokenizer
 from longseq.tools.export import FORMATS, export_document_classifier
 from longseq.tools.export.document_classifier import DocumentClassifierFile

@@ -10,10 +10,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from longseq.tasks.data.generators import IGNORED, Samples, draw, listops
-from longseq.tasks.probe.generators.copying import copy, selective_copying
-from longseq.tasks.probe.generators.mad import compression, fuzzy_recall, memorization, recall
-from longseq.tasks.probe.generators.mqar import mqar
-from longseq.tasks.probe.generators.mqar_vla import mqar_vla
+from longseq.tasks.probe.generators.mad import compression, copy, fuzzy_recall, memorization, recall, selective_copying
+from longseq.tasks.probe.generators.mqar import mqar, mqar_vla
 from longseq.tasks.probe.generators.regbench import regbench
 
 __all__ = ["GENERATORS", "IGNORED", "Samples", "draw", "generator_options", "is_own", "preset", "register"]

@@ -5,8 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from longseq.tasks.document.rows import pack, real_share, slots_of
-from longseq.tasks.document.sampler import Chosen, DocumentSampler, EveryDocument, PackedSampler, PaddedSampler
+from longseq.tasks.document.sampler import (
+    Chosen,
+    DocumentSampler,
+    EveryDocument,
+    PackedSampler,
+    PaddedSampler,
+    pack,
+    real_share,
+    slots_of,
+)
 
 
 def draw_lengths(median: int, count: int, spread: float = 0.8, seed: int = 0) -> np.ndarray:

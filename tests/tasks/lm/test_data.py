@@ -13,7 +13,7 @@ import torch
 
 from longseq.tasks.config import read
 from longseq.tasks.lm.data import LanguageModelData
-from longseq.tasks.text import corpora, python_sources
+from longseq.tasks.text import corpora
 from longseq.tasks.text.batch import IGNORED, TokenBatch
 from longseq.tasks.text.info import TextInfo
 from longseq.tasks.text.keys import TextDataKeys
@@ -189,7 +189,7 @@ def test_text_is_prepared_once_and_again_when_it_changes(
 
 @pytest.mark.slow
 def test_the_standard_library_is_split_by_file() -> None:
-    files = python_sources.standard_library_files()
+    files = corpora.standard_library_files()
     assert {"argparse.py", "tokenize.py"} <= {Path(path).name for path in files}
     data = make(source="standard_library", window=256)
     assert sum(corpus.documents for corpus in data._stores[0].splits.values()) > 0.9 * len(files)

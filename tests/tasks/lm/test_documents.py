@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks import evaluate
-from longseq.tasks.lm.documents import score_documents
+from longseq.tasks.lm.likelihood import score_documents
 from longseq.tasks.text.sources import Columns, find_parts
 from longseq.tasks.text.tokenizer import ByteTokenizer, train_tokenizer
 

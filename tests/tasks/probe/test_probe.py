@@ -15,10 +15,10 @@ import longseq.conf
 from longseq import mixers, plugins
 from longseq.tasks import evaluate, train
 from longseq.tasks.probe import generators
-from longseq.tasks.probe.batches import MixtureSampler, SliceSampler
 from longseq.tasks.probe.data import ProbeDataModule
 from longseq.tasks.probe.generators import IGNORED
 from longseq.tasks.probe.module import ProbeTask, is_right
+from longseq.tasks.probe.slices import MixtureSampler, SliceSampler
 from longseq.tasks.training.checkpoint import load
 from longseq.tasks.training.configuration import resolve
 
@@ -203,7 +203,7 @@ def test_batches_cover_every_slice_and_every_rank(compose_config, tmp_path):
     assert [len(batches) for batches in measured] == [len(SliceSampler([5, 3], 2, world_size=2))] * 2
     seen = [(batch.slice_index, row) for batches in measured for batch in batches for row in batch.rows]
     assert sorted(seen) == [(0, row) for row in range(5)] + [(1, row) for row in range(3)]
-    with pytest.raises(ValueError, match="a slice has 7 training samples, and an update needs 8"):
+    with pytest.raises(ValueError, match="an update needs 8 samples of a slice of 7"):
         MixtureSampler([10, 7], 8, seed=0)
 
 
