@@ -19,21 +19,18 @@ from typing import Any
 
 from report import format_mean, to_markdown
 
-from longseq.mixers import list_mixers
-
 HERE = Path(__file__).parent
 ABOVE = HERE.parent
 OURS = ("ours", "triton", "torch", None)  # implementations that a change of ours can affect
-NO_TABLES = ("changes", "compilations")  # files of changes, and of kernels compiled for GPUs that were absent
+# Changes, compiled kernels, and the history of launches, kernels and decoders.
+NO_TABLES = ("changes", "compilations", "counted_launches", "files_before", "kernel_versions")
 SUBJECTS = ("mixer", "model", "op", "variant", "call", "recurrence", "overrides")
 HEAD = """# Measured results
 
-Tables made by `python benchmarks/table.py` from the JSON rows beside this page. An empty cell was not measured. A cell
-with ± is the mean and the standard deviation over seeds, with the value of each seed behind it; where one value stands
-alone, there was one seed. "Recorded in commit" is said of rows from before rows told their commit, or whose own commit
-was not kept: the commit that brought them here, which is the state that was measured or one soon after it. A command is
-that of the commit of its rows, which has the scripts. A command with a word in capitals (MIXER, SEED, SHAPE) was run
-for each that the table names; FOLDER holds the data.
+`python benchmarks/table.py` makes these tables from the JSON rows beside this page. An empty cell was not measured.
+A cell with ± is the mean and the standard deviation over seeds, with the value of each seed behind it. A command
+belongs to the commit of its rows. MIXER, SEED or SHAPE stand for each that a table names; FOLDER is the folder of
+the data.
 
 "Changed since" numbers the changes of a row's layer or kernels after it was measured:
 
@@ -202,23 +199,6 @@ def mean_of(values: Mapping[str, float]) -> float:
     return statistics.fmean(values.values())
 
 
-def recompute() -> str:
-    """Speed and memory of language models of 8,192 tokens, by what the backward pass computes again."""
-    result = read("language_models")
-    rows = [row for row in result["rows"] if row["task"] == "text" and row["tokens"] == 8192 and "mixer" in row]
-    chosen = [row for row in rows if any(other.get("recompute") for other in rows if other["mixer"] == row["mixer"])]
-    lines = [
-        [
-            name_of(row, result["kind"], row["mixer"]),
-            row.get("recompute", "none"),
-            f"{row['training_tokens_per_s']:,}",
-            f"{row['training_gib']} GiB",
-        ]
-        for row in sorted(chosen, key=lambda row: row["mixer"])
-    ]
-    return draw(["mixer", "recompute", "training tokens/s", "memory"], lines) + "\n" + surroundings(chosen)
-
-
 def image_models() -> str:
     eager, compiled = read("image_models"), read("image_models_compiled")
     pixels = sorted({row["pixels"] for row in eager["rows"]})
@@ -259,22 +239,6 @@ def columns_of(name: str, prefix: str, heading: Callable[[str], str]) -> str:
 def recall() -> str:
     table = columns_of("mqar_vla", "pairs=", lambda key: key.replace("=", " = "))
     return f"{table}\n\n`{read('mqar_vla')['command']}`"
-
-
-def costs() -> str:
-    """The cost of one layer of each mixer. This is not measured: the code counts it."""
-    cards = list_mixers(d_model=256, tokens=1024)
-    lines = [
-        [
-            f"`{card.name}`",
-            f"{card.parameters:,}",
-            f"{card.flops_per_token:,}",
-            f"{card.state_size:,}",
-            f"{card.state_growth:,}" if card.state_growth else "",
-        ]
-        for card in cards
-    ]
-    return draw(["mixer", "parameters", "FLOPs per token", "state", "state per token of context"], lines)
 
 
 def documents(name: str) -> str:
@@ -318,25 +282,6 @@ def packed() -> str:
 GENERATION = ("decoding_graph_tokens_per_s", "generation_tokens_per_s")
 
 
-def trainer_speed() -> str:
-    """`longseq train` beside a plain loop on the same batches."""
-    result = read("trainer_speed")
-    lines = [
-        [
-            name_of(row, result["kind"], row["run"], "trainer_speed"),
-            millions(row["parameters"]),
-            f"{row['trainer_tokens_per_second']:,.0f}",
-            f"{row['loop_tokens_per_second']:,.0f}",
-            f"{100 * row['share']:.0f} %",
-            f"{row['trainer_gib']} GiB",
-            f"{row['loop_gib']} GiB",
-        ]
-        for row in result["rows"]
-    ]
-    heading = ["run", "parameters", "tokens/s of `longseq train`", "of a plain loop", "share", "memory", "of the loop"]
-    return draw(heading, lines) + "\n" + surroundings(result["rows"])
-
-
 SUMMARY = ("attention", "linear_attention", "longhorn", "longhorn_exact", "mamba", "deltanet", "gsa", "vla")
 
 
@@ -374,26 +319,18 @@ def summary() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "costs": costs,
+    "imdb": lambda: documents("imdb"),
     "digits": lambda: trained("digits", "mixer"),
-    "fashion_mnist": lambda: trained("fashion_mnist", "mixer"),
     "cifar10": lambda: trained("cifar10", "model"),
-    "cifar10_100_epochs": lambda: trained("cifar10_100_epochs", "model"),
     "language_mixers": language_mixers,
     "language_models": language_models,
     "image_models": image_models,
     "mad": lambda: columns_of("mad", "data=", lambda key: key.removeprefix("data=mad_").replace("_", " ")),
     "recall": recall,
     "packed": packed,
-    "recompute": recompute,
     "summary": summary,
-    "trainer_speed": trainer_speed,
     "zoology": lambda: columns_of("mqar_zoology", "d_model=", lambda key: key.replace("d_model=", "width ")),
 }
-# The comparisons of document classifiers that were measured.
-for _name in ("imdb", "lra_listops", "lra_image"):
-    if (HERE / f"{_name}.json").is_file():
-        TABLES[_name] = partial(documents, _name)
 
 MARKER = re.compile(r"<!-- table (\w+) -->\n.*?<!-- end of \1 -->\n", re.DOTALL)
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from types import NoneType
 from typing import Any, TypeVar
 
 Construct = TypeVar("Construct", bound=Callable[..., None])
-# For an option the cases in which it has no effect. A case is a mapping of other options to some of their values: it
-# holds if each of them has one of these. Example: {"eps": ({"normalizer": (False,)},)}.
-Inert = Mapping[str, tuple[Mapping[str, tuple[Any, ...]], ...]]
 
 
 class KeepsArguments:
@@ -92,15 +88,6 @@ def _bind(construct: Callable[..., None], self: Any, args: Any, kwargs: Any) -> 
         else:
             arguments[name] = copy_containers(value)
     return arguments
-
-
-def is_plain(value: Any) -> bool:
-    """True for a value that JSON and configurations hold: a number, text, None, and lists and dictionaries of them."""
-    if isinstance(value, Mapping):
-        return all(isinstance(key, str) and is_plain(one) for key, one in value.items())
-    if isinstance(value, list | tuple):
-        return all(map(is_plain, value))
-    return isinstance(value, bool | int | float | str | NoneType)
 
 
 def copy_containers(value: Any) -> Any:

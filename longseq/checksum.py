@@ -1,4 +1,4 @@
-"""The checksum of a model's weights in model.safetensors. safetensors itself detects only truncated files."""
+"""The checksum of a model's weights."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
-
-# The key of the checksum in the metadata of the file.
-CHECKSUM = "longseq_crc32"
 
 
 def checksum(state: Mapping[str, Tensor]) -> str:

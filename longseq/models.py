@@ -417,12 +417,6 @@ def check_continues(model: nn.Module, config: Mapping[str, Any] | None) -> None:
             raise ValueError(f"its model was built with {name}={saved.get(name)}, this one with {name}={own.get(name)}")
 
 
-def read_description(folder: Path, label: str) -> SavedModel:
-    """What a folder of `save_pretrained` says of its model, without the weights."""
-    config, text = _read_config(folder)
-    return SavedModel(label, config, {}, text=text)
-
-
 def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The contents of a folder's config.json, and `PretrainedModel.text`."""
     config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))

@@ -13,14 +13,11 @@ Nothing else is imported: a checkpoint records the plug-ins of its run, and load
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
-import inspect
 import os
 import sys
-import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -81,32 +78,6 @@ def plugin_of(part: Any) -> str | None:
 def is_foreign(part: Any) -> bool:
     """True for a class or a function that longseq does not define: that of a plug-in, or of a program."""
     return not f"{getattr(part, '__module__', None) or ''}.".startswith("longseq.")
-
-
-def source_of(function: Any) -> str | None:
-    """A hash of the files that a function of a plug-in depends on, or None if it is not known.
-
-    These are its module, and the modules that it and they import at their top: those of its own package, and others
-    outside the folders where Python and pip install. Imports within functions and files of data are not seen.
-    """
-    first = sys.modules.get(getattr(inspect.unwrap(function), "__module__", None) or "")
-    if first is None or not getattr(first, "__file__", None):
-        return None
-    package = first.__name__.partition(".")[0]
-    installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    found: dict[str, bytes] = {}
-    waiting = [first]
-    while waiting:
-        module = waiting.pop()
-        top, file = module.__name__.partition(".")[0], getattr(module, "__file__", None)
-        is_installed = file is None or (top != package and any(Path(file).is_relative_to(one) for one in installed))
-        if module.__name__ in found or is_installed or top == "longseq":
-            continue
-        found[module.__name__] = Path(str(file)).read_bytes()
-        for part in list(vars(module).values()):
-            name = part.__name__ if isinstance(part, ModuleType) else getattr(part, "__module__", None)
-            waiting += [sys.modules[name]] if isinstance(name, str) and name in sys.modules else []
-    return hashlib.sha256(b"".join(found[name] for name in sorted(found))).hexdigest()
 
 
 def find_class(target: Any, base: type[Kind], key: str) -> type[Kind]:

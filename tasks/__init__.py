@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from longseq.tasks.config import Keys, TaskKeys, key
     from longseq.tasks.data.info import Info
-    from longseq.tasks.data.samples import SampleData
+    from longseq.tasks.data.module import SampleData
     from longseq.tasks.document.info import DocumentInfo
     from longseq.tasks.document.module import DocumentTask
     from longseq.tasks.image.config import ImageDataKeys
@@ -87,7 +87,7 @@ _MODULES = {
     "ProbeTask": "probe.module",
     "Report": "report",
     "RunLength": "training.length",
-    "SampleData": "data.samples",
+    "SampleData": "data.module",
     "Task": "registry",
     "TaskKeys": "config",
     "TextInfo": "text.info",

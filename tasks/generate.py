@@ -23,7 +23,7 @@ from longseq.kernels.packing import Packing
 from longseq.models import describe
 from longseq.state import fill_state, state_tensors
 from longseq.tasks.commands import Generate
-from longseq.tasks.data.seeds import derive_seed
+from longseq.tasks.data.sampler import derive_seed
 from longseq.tasks.devices import choose_device
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.text.info import TextInfo

@@ -12,7 +12,6 @@ from omegaconf import DictConfig
 from longseq.files import replacing
 from longseq.tasks import registry
 from longseq.tasks.commands import Predict
-from longseq.tasks.data.folders import written_name
 from longseq.tasks.data.inputs import Inputs, Prediction, Unreadable, describe_passed_over
 from longseq.tasks.devices import choose_device
 from longseq.tasks.report import quiet_libraries
@@ -50,7 +49,7 @@ def run(cfg: DictConfig) -> dict[str, int]:
         passed_over += f" ({describe_passed_over(inputs.passed_over, keys.input)})"
     unreadable = f"{len(failed)} unreadable"
     if failed:
-        unreadable += f" (the first: {written_name(failed[0].path)}: {failed[0].reason})"
+        unreadable += f" (the first: {failed[0].path}: {failed[0].reason})"
     unit = loaded.config.get("task", {}).get("unit", inputs.unit)
     print(f"{classified} {unit} classified, {unreadable}, {passed_over}; written to {output}")
     return {"classified": classified, "unreadable": len(failed), "passed_over": len(inputs.passed_over)}
@@ -67,7 +66,7 @@ def _write_csv(path: Path, found: Found, inputs: Inputs, between: str) -> tuple[
     def cells_of(one: Prediction | Unreadable) -> list[Any]:
         values = [one.details.get(name, "") for name in inputs.details]
         return [
-            written_name(one.path),
+            one.path,
             *(between.join(value) if isinstance(value, list) else value for value in values),
         ]
 
@@ -107,14 +106,12 @@ def _write_json(path: Path, found: Found, inputs: Inputs) -> tuple[int, list[Unr
             failed.append(one)
             continue
         classes = [{"class": name, "probability": round(value, 6)} for name, value in one.classes]
-        predictions.append({"path": written_name(one.path), **one.details, "classes": classes})
+        predictions.append({"path": one.path, **one.details, "classes": classes})
     if inputs.details:
-        unreadable: list[Any] = [
-            {"path": written_name(one.path), **one.details, "reason": one.reason} for one in failed
-        ]
+        unreadable: list[Any] = [{"path": one.path, **one.details, "reason": one.reason} for one in failed]
     else:
-        unreadable = [written_name(one.path) for one in failed]
-    passed_over = [{"path": written_name(name), "reason": reason} for name, reason in inputs.passed_over]
+        unreadable = [one.path for one in failed]
+    passed_over = [{"path": name, "reason": reason} for name, reason in inputs.passed_over]
     content = {"predictions": predictions, "unreadable": unreadable, "passed_over": passed_over}
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return len(predictions), failed

@@ -101,7 +101,6 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     if automatic.searches(config):
         config = _search(config, datamodule, folder)
     if checkpoint is not None:
-        datamodule.keep_classes(runs.trained_on(checkpoint, datamodule.info))
         runs.check_data(checkpoint, datamodule.info)
     module = _build_module(config, datamodule, initialized=checkpoint is None)
     # From 0: also after a run that ended in this folder before it had saved anything.

@@ -180,6 +180,7 @@ def _run_verb(verb: str, arguments: list[str]) -> None:
         sys.argv = command_line
         plugins.load(declared)  # a launcher such as submitit runs this function in another process
         try:
+            plugins.check_loaded(cfg.plugins, "the configuration")  # a plug-in that only a file names is not imported
             return importlib.import_module(VERBS[verb].module).run(cfg)
         except Exception as error:
             if "--traceback" in sys.argv:

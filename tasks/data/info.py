@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
 from longseq.tokenizer_files import same_tokenizer
@@ -34,7 +34,7 @@ class Info(ABC):
         """How the data of a split differ from those that a model was trained beside, in words; None if nothing is known
         to differ."""
         now, then = self.sizes.get(split), trained.sizes.get(split)
-        if now is not None and then is not None and now != then:
+        if None not in (now, then) and now != then:
             return f"{split} has {now} samples now, and had {then} when the model was trained"
         own, its = self.checksums.get(split), trained.checksums.get(split)
         if own is None or its is None or own == its:
@@ -47,10 +47,7 @@ class Info(ABC):
             own, its = getattr(self, name), getattr(trained, name)
             if own == its or (name == "tokenizer" and None not in (own, its) and same_tokenizer(own, its)):
                 continue
-            if isinstance(own, list) and isinstance(its, list):
-                here, there = (", ".join(map(str, one[:10])) + ", ..." * (len(one) > 10) for one in (own, its))
-                return f"the {name.replace('_', ' ')} are {here} now, and were {there}"
-            return f"the {name.replace('_', ' ')} is another one"
+            return f"the {name.replace('_', ' ')} differs"
         return None
 
     def to_dict(self) -> dict[str, Any]:
@@ -59,10 +56,7 @@ class Info(ABC):
 
     @classmethod
     def from_dict(cls: type[InfoT], values: Mapping[str, Any]) -> InfoT:
-        """The inverse of `to_dict`; other keys are ignored. ValueError if one is missing."""
-        needed = [entry.name for entry in fields(cls) if MISSING is entry.default is entry.default_factory]
-        if missing := [name for name in needed if name not in values]:
-            raise ValueError(f"the checkpoint does not tell {', '.join(missing)} of its data: it is of another task")
+        """The inverse of `to_dict`; other keys are ignored."""
         return cls(**{entry.name: values[entry.name] for entry in fields(cls) if entry.name in values})
 
     @abstractmethod

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
@@ -13,7 +14,6 @@ import numpy.typing as npt
 from pydantic import Field
 
 from longseq.tasks.config import spell, unknown_key
-from longseq.tasks.data.unreadable import LabelError
 
 Labels = tuple[str, ...]
 Weight = Annotated[float, Field(ge=0)]
@@ -32,6 +32,10 @@ _NAMED = 5  # of the classes that a message tells
 FLAGS = dict.fromkeys(("1", "1.0", "true", "yes"), True) | dict.fromkeys(("0", "0.0", "false", "no"), False)
 
 
+class LabelError(Exception):
+    """A label that is wrong. A run stops at it: if it passed over such samples, it could lose a whole class."""
+
+
 def check_label_keys(
     multi_label: bool, label_column: str | Sequence[str] | None, label_delimiter: str | None, content: tuple[str, str]
 ) -> None:
@@ -41,28 +45,9 @@ def check_label_keys(
     """
     key, column = content
     if column in ([label_column or LABEL_COLUMN] if isinstance(label_column, str | None) else label_column):
-        raise ValueError(
-            f"data.{key} and data.label_column both name the column {column!r}, which cannot tell its own class: give "
-            "data.label_column=NAME, another one"
-        )
-    if label_delimiter == "":
-        raise ValueError(
-            "data.label_delimiter is empty and divides nothing: give the text between labels, such as \"'|'\", or null"
-        )
-    if isinstance(label_column, list | tuple) and not multi_label:
-        raise ValueError(
-            f"data.label_column={spell(label_column)} names a column for each label: give "
-            "data.multi_label=true, or one column"
-        )
-    if isinstance(label_column, list | tuple) and len(set(label_column)) < len(label_column):
-        repeated = next(name for name in label_column if label_column.count(name) > 1)
-        raise ValueError(
-            f"data.label_column={spell(label_column)} names {repeated} more than once: name each label once"
-        )
-    if label_delimiter is not None and not multi_label:
-        raise ValueError(
-            f"data.label_delimiter={spell(label_delimiter)} stands between several labels: give data.multi_label=true"
-        )
+        raise ValueError(f"data.{key} and data.label_column both name the column {column!r}")
+    if not multi_label and (isinstance(label_column, list | tuple) or label_delimiter is not None):
+        raise ValueError("several label columns, and data.label_delimiter, need data.multi_label=true")
 
 
 def check_balance(sampling: Sampling, class_weights: ClassWeights) -> None:
@@ -232,3 +217,59 @@ def find_weights(
     if math.fsum(weights) == 0:
         raise ValueError(f"data.class_weights={spell(choice)} leaves nothing to learn: give at least one above 0")
     return weights
+
+
+def require_one_list(
+    told: str,
+    path: str,
+    splits: Collection[str],
+    *,
+    column: str = "label",
+    configuration: str | None = None,
+    root: str | None = None,
+) -> None:
+    """Raise ValueError where two local parquet or arrow files of a data set give one number to different classes.
+
+    The library datasets takes the names of the first file, and the numbers of each file as they stand. Lists whose
+    names are the numbers themselves are not compared, and the last classes may be missing. `told` is the data set as
+    the user gave it, and `root` the folder of the library's cache.
+    """
+    import datasets
+
+    try:
+        builder = datasets.load_dataset_builder(path, configuration, cache_dir=root)
+        files = {str(split): list(files) for split, files in builder.config.data_files.items()}
+    except Exception:  # the library raises many kinds, and again where it reads the data
+        return
+    # A split may be a part or a sum, such as train[:90%] or train+validation.
+    wanted = {part.partition("[")[0].strip() for split in splits for part in split.split("+")}
+    known: tuple[str, list[str]] | None = None
+    for number, (split, paths) in enumerate(files.items()):
+        for index, file in enumerate(paths):
+            if (split not in wanted and number + index) or "://" in file or not file.endswith((".parquet", ".arrow")):
+                continue
+            names = _declared(file, column)
+            if names == [str(number) for number in range(len(names))]:
+                continue
+            if known is not None and any(one != other for one, other in zip(known[1], names, strict=False)):
+                raise ValueError(f"{told}: {known[0]} and {file} number the classes of their column {column} otherwise")
+            if known is None or len(names) > len(known[1]):
+                known = file, names
+
+
+def _declared(file: str, column: str) -> list[str]:
+    """The names of classes that datasets has written into the schema of a file; empty if there are none."""
+    import pyarrow.parquet
+
+    if file.endswith(".parquet"):
+        schema = pyarrow.parquet.read_schema(file)
+    else:
+        with pyarrow.OSFile(file) as stream:
+            schema = pyarrow.ipc.open_stream(stream).schema
+    described = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    feature: Any = described.get("info", {}).get("features", {}).get(column, {})
+    while isinstance(feature, list) or "feature" in feature:  # several labels of a sample
+        feature = feature[0] if isinstance(feature, list) else feature["feature"]
+    # Another program may have put text into the column and kept the names: datasets goes by the text then.
+    is_text = column in schema.names and str(schema.field(column).type) in ("string", "large_string")
+    return [] if is_text else [str(name) for name in feature.get("names", [])]

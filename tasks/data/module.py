@@ -1,18 +1,25 @@
-"""The interface of every task's data module."""
+"""The data modules of tasks: the interface of all, and one for data sets of single samples."""
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from lightning.pytorch import LightningDataModule
+from torch.utils.data import Dataset, default_collate
 
+from longseq.tasks.config import read
 from longseq.tasks.data.info import Info
 from longseq.tasks.data.inputs import Inputs
-from longseq.tasks.training.options import spell
+from longseq.tasks.data.loader import Batch, BatchLoader, TrainingLoader, find_place, follow
+from longseq.tasks.data.sampler import EvaluationSampler, SampleIndex, TrainingSampler
 
 Self = TypeVar("Self", bound="TaskData")
+SampleSelf = TypeVar("SampleSelf", bound="SampleData")
+
+SPLITS = ("train", "val", "test")
 
 
 class TaskData(LightningDataModule, ABC):
@@ -23,7 +30,7 @@ class TaskData(LightningDataModule, ABC):
     `longseq.tasks.data.loader.TrainingLoader`. `info_class` is the class of `info`. `inputs` is the class of the inputs
     of `longseq predict`, None if the task has no predictions; infos of a task with inputs have `class_names`.
 
-    `longseq.tasks.data.samples.SampleData` has all of this for data sets of single samples.
+    `SampleData` has all of this for data sets of single samples.
     """
 
     batch_size: int
@@ -38,7 +45,7 @@ class TaskData(LightningDataModule, ABC):
     @classmethod
     @abstractmethod
     def from_config(cls: type[Self], config: Mapping[str, Any], batch_size: int) -> Self:
-        """The data module of a configuration, set up. ValueError, in one line, for errors that the user can correct."""
+        """The data module of a configuration, set up."""
 
     @classmethod
     def for_evaluation(
@@ -62,20 +69,13 @@ class TaskData(LightningDataModule, ABC):
 
         Called before a loader is made, for tasks that choose a recipe by the data (see `TaskKeys.choose`).
         """
-        raise NotImplementedError(f"{type(self).__name__} has no part in the choice of a recipe")
-
-    def keep_classes(self, trained: Any) -> None:
-        """Number the classes as the data of `trained`, the info of a run that goes on, where they are the same ones.
-
-        A version before may have sorted them otherwise. Without a part in it, the resumed run is refused then.
-        """
+        raise NotImplementedError
 
     def predict_dataloader(self) -> Any:
         """For Lightning's `Trainer.predict`: the test samples, in the order of their split.
 
-        That takes a sampler of the loader with a method `keep_order`, as ours have, because nothing else tells which
-        sample a prediction is of. Streams of text have none: each continues its own batch before. Without the method,
-        the samples are in the order in which they are measured.
+        That takes a sampler of the loader with a method `keep_order`, as ours have. Streams of text have none: each
+        continues its own batch before. Without the method, the samples are in the order in which they are measured.
         """
         loader = self.test_dataloader()
         keep_order = getattr(getattr(loader, "own_sampler", None), "keep_order", None)
@@ -91,7 +91,7 @@ class TaskData(LightningDataModule, ABC):
     @property
     @abstractmethod
     def batches_per_epoch(self) -> int | None:
-        """Training batches of one device in an epoch; None if only its loader tells it, in a run."""
+        """Training batches of one device in an epoch; None if the loader knows it only in a run."""
 
     @property
     def tokens_per_epoch(self) -> int | None:
@@ -104,20 +104,110 @@ class TaskData(LightningDataModule, ABC):
         return []
 
     @property
-    def files(self) -> dict[str, list[str]]:
-        """The files of each stage of a run (train, val, test) whose samples are files of their own, where checksums do
-        not tell of their content. Those that are too many to look at are left out.
-        """
-        return {}
-
-    @property
     def unreadable(self) -> list[str]:
         """Names of the samples that this process could not read so far."""
         return []
 
 
-def refuse_training_keys(changes: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raise ValueError, in one line, if `changes` to the data of an evaluation have a key that training alone reads."""
-    for key in names:
-        if key in changes:
-            raise ValueError(f"data.{key}={spell(changes[key])} has no effect: it is of training alone; leave it out")
+class SampleData(TaskData):
+    """Batches of the data sets that `open` returns; their items are pairs (input, target) of tensors or numbers.
+
+    A subclass names the class of its keys as `keys_class`. Of the keys, `eval_batch_size` and `num_workers` are read
+    here where the class has them. Items become batches by torch's `default_collate`. The order of training is a
+    function of (`seed`, epoch), for any number of processes, and a run resumes in the middle of an epoch. An item must
+    be a function of its number alone.
+    """
+
+    keys_class: ClassVar[type[Any]]
+
+    def __init__(self, keys: Any, *, batch_size: int, seed: int = 0) -> None:
+        super().__init__()
+        self.keys = read(self.keys_class, vars(keys), "data")
+        self.batch_size, self.seed = batch_size, seed
+        self.eval_batch_size = getattr(self.keys, "eval_batch_size", None) or batch_size
+        self._workers = getattr(self.keys, "num_workers", 0)
+        self._sets: Mapping[str, Any] | None = None
+
+    @classmethod
+    def from_config(cls: type[SampleSelf], config: Mapping[str, Any], batch_size: int) -> SampleSelf:
+        keys = read(cls.keys_class, config["data"], "data")
+        datamodule = cls(keys, batch_size=batch_size, seed=config["seed"])
+        datamodule.setup()
+        return datamodule
+
+    @abstractmethod
+    def open(self) -> Mapping[str, Dataset[Any]]:
+        """The data sets called train, val and test, each with a length of at least 1; `setup` calls this once."""
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """The number of samples of each split."""
+        return {split: len(self._set(split)) for split in SPLITS}
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return len(self._training_sampler())
+
+    def setup(self, stage: str | None = None) -> None:
+        """Open the data sets; a second call does nothing."""
+        if self._sets is None:
+            self._sets = self.open()
+            for split, size in self.sizes.items():
+                if not size:
+                    raise ValueError(f"data.name={self.keys.name} has no sample in its split {split}")
+
+    def train_dataloader(self) -> TrainingLoader:
+        batches = _Batches(self._set("train"))
+        return TrainingLoader(batches, self._training_sampler(), num_workers=self._workers, **follow(self.trainer))
+
+    def val_dataloader(self) -> BatchLoader:
+        return self._evaluation_loader("val")
+
+    def test_dataloader(self) -> BatchLoader:
+        return self._evaluation_loader("test")
+
+    def _evaluation_loader(self, split: str) -> BatchLoader:
+        rank, world_size, _ = find_place(self.trainer)
+        samples = self._set(split)
+        sampler = EvaluationSampler(len(samples), self.eval_batch_size, rank=rank, world_size=world_size)
+        return BatchLoader(_Batches(samples), sampler, num_workers=self._workers)
+
+    def _training_sampler(self) -> TrainingSampler:
+        place = find_place(self.trainer)._asdict()
+        return TrainingSampler(len(self._set("train")), self.batch_size, seed=self.seed, **place)
+
+    def _set(self, split: str) -> Any:
+        assert self._sets is not None, "call setup() first"
+        return self._sets[split]
+
+
+class _Batches(Dataset[Batch]):
+    """Maps the places of samples to a batch of them."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __getitem__(self, places: Sequence[int | SampleIndex]) -> Batch:
+        numbers = [place.position if isinstance(place, SampleIndex) else place for place in places]
+        # The part of a process in a distributed evaluation may be empty; it has the shapes of the others.
+        inputs, targets = default_collate([self.samples[number] for number in numbers or [0]])
+        return Batch(inputs[: len(numbers)], targets[: len(numbers)], [])
+
+
+def same_root(root: str | Sequence[str] | None, other: str | Sequence[str] | None) -> bool:
+    """True for two spellings of the same files or folders, in the same order."""
+    one, two = ([given] if isinstance(given, str) else list(given or []) for given in (root, other))
+    return [os.path.realpath(os.path.expanduser(path)) for path in one] == [
+        os.path.realpath(os.path.expanduser(path)) for path in two
+    ]
+
+
+def refuse_larger_shares(shares: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+    """Raise ValueError for a share by which a run would be measured on samples that it was trained on.
+
+    Both are values of the keys of `data` that divide the same samples: of a measurement, and of the run. A value that
+    is no number names samples of their own, and a smaller share is a part of what the run set apart.
+    """
+    for key, share in shares.items():
+        if isinstance(share, float) and (not isinstance(run[key], float) or share > run[key]):
+            raise ValueError(f"data.{key}={share}: the run was trained on some of these samples")

@@ -16,13 +16,12 @@ import numpy as np
 from PIL import Image
 
 from longseq.tasks import registry
-from longseq.tasks.data.generators.listops import CLOSE, listops
-from longseq.tasks.data.generators.samples import IGNORED, draw
-from longseq.tasks.data.seeds import derive_seed
-from longseq.tasks.data.stamps import stamp
+from longseq.tasks.data.generators import CLOSE, IGNORED, draw, listops
+from longseq.tasks.data.sampler import derive_seed
 from longseq.tasks.document.sources import Opened, Reader, Sample, Source, register
 from longseq.tasks.text.documents import Place
 from longseq.tasks.text.sources import Malformed
+from longseq.tasks.text.store import stamp
 
 if TYPE_CHECKING:
     from longseq.tasks.document.config import DocumentDataKeys

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from longseq.tasks.data.seeds import derive_seed
+from longseq.tasks.data.sampler import derive_seed
 from longseq.tasks.document.batch import IGNORED, DocumentInputs
 from longseq.tasks.document.sampler import Chosen
 from longseq.tasks.document.truncation import crop, truncate, truncated_length

@@ -15,11 +15,10 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from longseq.models import read as read_model
 from longseq.plugins import plugin_of
+from longseq.tasks.config import read
 from longseq.tasks.data.labels import count_classes, find_weights, rarest_labels, sort_names, targets_of
-from longseq.tasks.data.loader import BatchLoader, TrainingLoader
-from longseq.tasks.data.module import TaskData
-from longseq.tasks.data.place import find_place, follow
-from longseq.tasks.data.shares import refuse_larger_shares, same_root
+from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place, follow
+from longseq.tasks.data.module import TaskData, refuse_larger_shares, same_root
 from longseq.tasks.document import arena as _arena  # noqa: F401  registers its sources
 from longseq.tasks.document import libraries as _libraries  # noqa: F401  registers its source
 from longseq.tasks.document import linear, sources
@@ -32,7 +31,6 @@ from longseq.tasks.document.sampler import DocumentSampler, EveryDocument, Packe
 from longseq.tasks.document.splits import divide, find_repeats
 from longseq.tasks.text.store import Integers
 from longseq.tasks.text.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer, tokenizer_from_dict, trained_size
-from longseq.tasks.training.options import read
 from longseq.tokenizer_files import same_tokenizer
 
 _log = logging.getLogger(__name__)
@@ -412,7 +410,7 @@ def _refuse_trained(keys: DocumentDataKeys, run: DocumentDataKeys, split: str) -
     # Those for the test are chosen first, and those for validation from the others.
     chosen = ("test", "validation") if split == "validation" else ("test",)
     shares, own = ({key: getattr(one, key) for key in chosen} for one in (keys, run))
-    refuse_larger_shares(shares, own, f"give data.{split}=FILE")
+    refuse_larger_shares(shares, own)
     for key, usual in {"text_column": "text", "label_column": "label", "label_delimiter": None}.items():
         if (getattr(keys, key) or usual) != (getattr(run, key) or usual):
             raise ValueError(f"data.{key} divides the documents in another way than the run: give data.{split}=FILE")

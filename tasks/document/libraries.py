@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longseq.tasks.data.stamps import stamp
 from longseq.tasks.document.sources import _TEXT, Opened, Reader, Sample, Source, register
 from longseq.tasks.text.python_sources import modules_of
 from longseq.tasks.text.sources import TEXT, Malformed, group_files, read_part
+from longseq.tasks.text.store import stamp
 
 if TYPE_CHECKING:
     from longseq.tasks.document.config import DocumentDataKeys

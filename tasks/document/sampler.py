@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
-from longseq.tasks.data.sampler import BalancedDraw, UpdateSampler
-from longseq.tasks.data.seeds import derive_seed
+from longseq.tasks.data.sampler import BalancedDraw, UpdateSampler, derive_seed
 from longseq.tasks.document.rows import Group, group, pack, row_count, slots_of
 from longseq.tasks.text.store import Integers
 

@@ -13,12 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longseq.tasks.data.ahead import work_ahead
-from longseq.tasks.data.batch import Batch
+from longseq.tasks.config import read
 from longseq.tasks.data.labels import count_classes, find_weights, rarest_labels, wrong_class
-from longseq.tasks.data.loader import BatchLoader, TrainingLoader
-from longseq.tasks.data.module import TaskData, refuse_training_keys
-from longseq.tasks.data.place import find_place, follow
+from longseq.tasks.data.loader import Batch, BatchLoader, TrainingLoader, find_place, follow, work_ahead
+from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.sampler import BalancedSampler, EvaluationSampler, TrainingSampler
 from longseq.tasks.image.augmentation import Augmentation
 from longseq.tasks.image.config import LABEL_KEYS, OWN, OWN_KEYS, ImageDataKeys, ImageKeys, per_channel
@@ -58,7 +56,6 @@ from longseq.tasks.image.sources import (
 )
 from longseq.tasks.image.table import find_table, open_table, open_tables
 from longseq.tasks.image.transforms import evaluation_transform, normalize, training_transform
-from longseq.tasks.training.options import read
 from longseq.tasks.training.processes import usable_cores
 from longseq.tasks.training.targets import is_named
 
@@ -153,7 +150,6 @@ class ImageDataModule(TaskData):
         if source == "csv":
             measured.pop("class_map", None)
         keys = read(ImageDataKeys, measured, "data")
-        refuse_training_keys(changes, _EVALUATED)
         if is_named(keys.datamodule):
             stage = {"val": "validate", "test": "test"}[split]
             given = OwnDataModule.open(keys, batch_size=keys.eval_batch_size or batch_size, stage=stage, alone=True)
@@ -374,6 +370,8 @@ class ImageDataModule(TaskData):
 
     def train_dataloader(self) -> TrainingLoader | StreamLoader:
         if self._splits is None:
+            if self.keys.decode == "gpu":
+                raise ValueError("a stream needs data.decode=cpu")
             transform = training_transform(self.info, self.augmentation)
             return self._stream_loader("train", transform, training=True)
         split, options = self._splits.train, self._loader_options()

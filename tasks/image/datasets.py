@@ -20,15 +20,11 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from typing_extensions import Self
 
 from longseq.tasks.commands import Predict
-from longseq.tasks.data.batch import Batch, Failure
-from longseq.tasks.data.folders import written_name
 from longseq.tasks.data.inputs import InputFiles
 from longseq.tasks.data.inputs import Unreadable as NotRead
-from longseq.tasks.data.labels import name_some, number_of_class
-from longseq.tasks.data.loader import BatchLoader
-from longseq.tasks.data.sampler import SampleIndex
-from longseq.tasks.data.seeds import derive_seed
-from longseq.tasks.data.unreadable import UNREADABLE, LabelError
+from longseq.tasks.data.labels import LabelError, name_some, number_of_class
+from longseq.tasks.data.loader import UNREADABLE, Batch, BatchLoader, Failure
+from longseq.tasks.data.sampler import SampleIndex, derive_seed
 from longseq.tasks.image.decoding import decode, first_line, in_eight_bits, upright
 from longseq.tasks.image.folder import Found, find_images
 from longseq.tasks.image.info import DataInfo
@@ -58,8 +54,7 @@ class Unreadable:
 
     def record(self, failures: list[Failure]) -> None:
         """Record the failures of one batch."""
-        for found, reason, stops in failures:
-            path = written_name(found)
+        for path, reason, stops in failures:
             if stops or self.on_error == "raise":
                 raise ValueError(f"{path}: {reason}")
             if path not in self.reasons:

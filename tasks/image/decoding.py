@@ -13,7 +13,7 @@ from typing import IO, Any
 import numpy as np
 from PIL import ExifTags, Image, ImageFile
 
-from longseq.tasks.data.unreadable import UNREADABLE
+from longseq.tasks.data.loader import UNREADABLE
 
 # Exported files contain this text, for programs that prepare images for them.
 DECODING = (

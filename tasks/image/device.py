@@ -13,9 +13,8 @@ from torch.nn import functional
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.functional import pil_to_tensor, rgb_to_grayscale
 
-from longseq.tasks.data.batch import Batch, Failure
+from longseq.tasks.data.loader import UNREADABLE, Batch, Failure
 from longseq.tasks.data.sampler import SampleIndex
-from longseq.tasks.data.unreadable import UNREADABLE
 from longseq.tasks.image.augmentation import Augmentation
 from longseq.tasks.image.datasets import REPLACEMENTS, read_or_failure, replace_position
 from longseq.tasks.image.decoding import decode
@@ -64,7 +63,7 @@ class DeviceTransform:
         if not isinstance(encoded, EncodedImages):  # nothing could be read
             return decoded[0]
         targets = targets.clone()
-        images: Any = self._crop(encoded, pictures, targets, failures)
+        images = self._crop(encoded, pictures, targets, failures)
         images = apply_steps(images, encoded.kinds, encoded.numbers, self.fill)
         if self.info.in_chans == 1:
             images = rgb_to_grayscale(images.float())

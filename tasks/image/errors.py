@@ -7,13 +7,12 @@ import io
 import math
 import os
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from longseq.tasks.data.folders import written_name
 from longseq.tasks.data.given import likeliest_classes
 from longseq.tasks.image.examples import name_images
 from longseq.tasks.image.pictures import draw_predictions, is_due, spell_targets
@@ -21,7 +20,6 @@ from longseq.tasks.image.transforms import denormalize
 from longseq.tasks.training import targets
 from longseq.tasks.training.callbacks.confusion import find_board
 from longseq.tasks.training.files import write_text
-from longseq.tasks.training.options import Range
 
 COLUMNS = ("path", "true_class", "predicted_class", "probability", "loss")
 _SPLITS = {"val": "validation", "test": "test"}
@@ -58,13 +56,10 @@ class WorstErrors(Callback):
     def __init__(
         self,
         folder: str,
-        count: Annotated[int, Range(1)] = 16,
-        rows: Annotated[int, Range(1)] = 100,
-        pictures: Annotated[int, Range(1)] = 20,
+        count: int = 16,
+        rows: int = 100,
+        pictures: int = 20,
     ) -> None:
-        for name, value in (("count", count), ("rows", rows), ("pictures", pictures)):
-            if value < 1:
-                raise ValueError(f"callbacks.worst.{name}={value} must be at least 1")
         self.folder = Path(folder)
         self.count, self.rows, self.pictures = count, rows, pictures
         self._drawn: _Worst | None = None
@@ -125,7 +120,7 @@ class WorstErrors(Callback):
                 torch.stack([one.pixels for one in shown]).float() / 255,
                 [one.predicted for one in shown],
                 [one.true for one in shown],
-                notes=[os.path.basename(written_name(one.path)) for one in shown],
+                notes=[os.path.basename(one.path) for one in shown],
             )
             board.experiment.add_image(f"{stage}/worst_errors", picture, step)
 
@@ -202,7 +197,5 @@ def spell(mistakes: list[Mistake], epoch: float | None = None) -> str:
     of_epoch = [] if epoch is None else [f"{epoch:g}"]
     writer.writerow([*COLUMNS, *(["epoch"] if of_epoch else [])])
     for one in mistakes:
-        writer.writerow(
-            [written_name(one.path), one.true, one.predicted, f"{one.probability:.6f}", f"{one.loss:.6f}", *of_epoch]
-        )
+        writer.writerow([one.path, one.true, one.predicted, f"{one.probability:.6f}", f"{one.loss:.6f}", *of_epoch])
     return file.getvalue()

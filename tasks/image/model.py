@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import typing
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,6 @@ from longseq.tasks.training.model import (
     note_new_head,
     refuse_difference,
 )
-from longseq.tasks.training.options import check_call, signature_options
 from longseq.timm_models import DECISION, constructor_defaults, model_name, stated_by, stated_data
 
 if TYPE_CHECKING:
@@ -172,14 +172,14 @@ def _function_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def own_arguments(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of the plug-in's class that `model._target_` names: the other keys of `model`, and those of `given`
-    that its constructor takes. ValueError for what it does not take.
+    that its constructor takes.
     """
     node = config["model"]
     cls = find_class(node[TARGET], nn.Module, f"model.{TARGET}")
-    taken = signature_options(cls)
+    taken = inspect.signature(cls).parameters
     options = {key: value for key, value in node.items() if key not in (TARGET, "name", "label")}
     of_recipe = {key: value for key, value in (config["recipe"].get("model") or {}).items() if value is not None}
-    return check_call(cls, {key: value for key, value in given.items() if key in taken} | of_recipe | options, "model")
+    return {key: value for key, value in given.items() if key in taken} | of_recipe | options
 
 
 def _create_own(config: Mapping[str, Any], info: DataInfo) -> nn.Module:

@@ -170,12 +170,6 @@ class ImageClassifier(ClassifierModule):
         if targets is None:
             targets = torch.zeros(len(images), dtype=torch.long)
             return images, targets.float() if self.multi_label else targets
-        if not isinstance(targets, Tensor):
-            of = f" of {type(targets[0]).__name__}" if isinstance(targets, list | tuple) and targets else ""
-            raise ValueError(
-                f"the labels of a batch are a {type(targets).__name__}{of}, and must be a tensor: let the Dataset give "
-                "the number of the class"
-            )
         if not self.multi_label and targets.ndim == 2 and targets.shape[1] == 1:
             targets = targets.flatten()
         self._check_labels(targets)
@@ -201,10 +195,7 @@ class ImageClassifier(ClassifierModule):
         datasets = [one.dataset if isinstance(one, BatchLoader) else None for one in each_loader(found)]
         infos = [getattr(dataset, "info", None) for dataset in datasets]
         if any(info != infos[0] for info in infos):
-            raise ValueError(
-                "the loaders of the Trainer are of several data, and their images of 8 bits must be normalised: give "
-                "the Trainer one loader at a time, or the data module (datamodule=...)"
-            )
+            raise ValueError("the loaders of the Trainer are of several data: give it one at a time")
         return infos[0] if infos else None
 
     def _check_labels(self, targets: Tensor) -> None:
@@ -229,15 +220,9 @@ class ImageClassifier(ClassifierModule):
             check_several_labels(targets, exact=not self.training)
             return
         if targets.ndim == 2:
-            if (lowest := float(targets.min())) < 0:
-                raise ValueError(f"a row of labels has {lowest:g}, and probabilities lie between 0 and 1: correct it")
             sums = targets.float().sum(dim=1)
-            furthest = float(sums[(sums - 1).abs().argmax()])
-            if not abs(furthest - 1) <= _ROUNDING:
-                raise ValueError(
-                    f"a row of labels has the sum {furthest:g}, and probabilities of one class have the sum 1: give "
-                    "multi_label=True (to a command data.multi_label=true) where an image has any number of classes"
-                )
+            if float(targets.min()) < 0 or not bool(((sums - 1).abs() <= _ROUNDING).all()):
+                raise ValueError("a row of labels is no distribution over the classes; see data.multi_label")
             return
         check_class_numbers(targets, self.num_classes)
 
@@ -274,11 +259,7 @@ class ImageClassifier(ClassifierModule):
     def _of_classes(self, logits: Any) -> Tensor:
         """The output of the model. ValueError if it is not a logit for each class."""
         if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] != self.num_classes:
-            given = list(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
-            raise ValueError(
-                f"the model gives {given}, and num_classes={self.num_classes} needs [B, {self.num_classes}]: give both "
-                "the same number of classes"
-            )
+            raise ValueError(f"the model must give [B, {self.num_classes}], a logit for each class")
         return logits
 
     def _weighted(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Mapping, Sized
@@ -12,6 +13,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
+from longseq.tasks.config import read
 from longseq.tasks.data.given import given_loader
 from longseq.tasks.data.labels import find_weights
 from longseq.tasks.data.module import TaskData
@@ -19,7 +21,6 @@ from longseq.tasks.image.config import DATAMODULE, ImageDataKeys, per_channel
 from longseq.tasks.image.datasets import ImageFiles
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.own_dataset import class_names_of
-from longseq.tasks.training.options import read, signature_options
 from longseq.tasks.training.targets import TARGET, build_own
 
 _log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class OwnDataModule(TaskData):
         self.label = str(node[TARGET])
         self.batch_size = batch_size
         self.eval_batch_size = self.keys.eval_batch_size or batch_size
-        self._takes_batch = "batch_size" in signature_options(type(self.own))
+        self._takes_batch = "batch_size" in inspect.signature(type(self.own)).parameters
         self._prepared = False
         self._stages: set[str | None] = set()
 

@@ -10,7 +10,8 @@ from PIL import Image
 from torch import Tensor
 
 from longseq.tasks.data.given import IMAGES, TARGETS, as_pair, find_entry
-from longseq.tasks.data.unreadable import UNREADABLE, LabelError, SampleError
+from longseq.tasks.data.labels import LabelError
+from longseq.tasks.data.loader import UNREADABLE, SampleError
 from longseq.tasks.image.config import ImageDataKeys
 from longseq.tasks.image.decoding import in_eight_bits, upright
 from longseq.tasks.image.folder import names_by_number

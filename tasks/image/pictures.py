@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -20,7 +20,6 @@ from longseq.tasks.image.saliency import saliency, shade
 from longseq.tasks.image.transforms import denormalize
 from longseq.tasks.training import targets
 from longseq.tasks.training.callbacks.confusion import find_board, fit_text
-from longseq.tasks.training.options import Range
 
 RIGHT = (20, 120, 40)
 WRONG = (190, 30, 30)
@@ -42,12 +41,10 @@ class SamplePredictions(Callback):
 
     def __init__(
         self,
-        count: Annotated[int, Range(1)] = 16,
-        pictures: Annotated[int, Range(1)] = 20,
+        count: int = 16,
+        pictures: int = 20,
         saliency: bool = True,
     ) -> None:
-        if count < 1 or pictures < 1:
-            raise ValueError(f"callbacks.samples: count={count} and pictures={pictures} must be at least 1")
         self.count = count
         self.pictures = pictures
         self.saliency = saliency

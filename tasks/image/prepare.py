@@ -23,7 +23,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from longseq.tasks.commands import PrepareImages
-from longseq.tasks.data.unreadable import UNREADABLE
+from longseq.tasks.data.loader import UNREADABLE
 from longseq.tasks.image.config import ImageDataKeys
 from longseq.tasks.image.decoding import decode, first_line
 from longseq.tasks.image.folder import open_folders

@@ -19,9 +19,8 @@ from timm.data import create_dataset
 from timm.data.readers import create_reader
 from torchvision import datasets as torchvision_datasets
 
-from longseq.tasks.data.class_lists import require_one_list
-from longseq.tasks.data.labels import name_some, number_of_class, rarest_labels
-from longseq.tasks.data.unreadable import UNREADABLE, LabelError
+from longseq.tasks.data.labels import LabelError, name_some, number_of_class, rarest_labels, require_one_list
+from longseq.tasks.data.loader import UNREADABLE
 from longseq.tasks.image.decoding import decode, first_line, image_endings, in_eight_bits, is_image, upright
 from longseq.tasks.image.folder import (
     SPLIT_KEYS,

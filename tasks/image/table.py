@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from longseq.tasks.data.folders import named_file
 from longseq.tasks.data.labels import LABEL_COLUMN, Labels, name_some, read_labels, targets_of
 from longseq.tasks.image.decoding import decode
 from longseq.tasks.image.folder import SPLIT_KEYS, SPLIT_NAMES, refuse_trained, sort_classes
@@ -131,7 +130,7 @@ def _read(path: Path, keys: ImageDataKeys) -> Iterator[Listed]:
             line = reader.line_num
             if None in row or not row[named]:
                 raise ValueError(f"{path}, line {line}: {'too many cells' if None in row else 'no file'}")
-            image = path.parent / named_file(row[named])  # "./a.png" and "a.png" are one
+            image = path.parent / row[named]  # "./a.png" and "a.png" are one
             if (first := seen.setdefault(str(image), line)) != line:
                 raise ValueError(f"{path}, line {line}: {row[named]} is in line {first} already")
             options: dict[str, Any] = {"multi_label": keys.multi_label, "delimiter": keys.label_delimiter}

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from longseq.tasks.data.loader import BatchLoader, TrainingLoader
-from longseq.tasks.data.module import TaskData
-from longseq.tasks.data.place import find_place, follow
+from longseq.tasks.config import read
+from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place, follow
+from longseq.tasks.data.module import TaskData, refuse_larger_shares, same_root
 from longseq.tasks.data.sampler import UpdateSampler
-from longseq.tasks.data.shares import refuse_larger_shares, same_root
 from longseq.tasks.text.corpora import fractions_of, open_corpora
 from longseq.tasks.text.info import TextInfo
 from longseq.tasks.text.keys import READ_BY, TextDataKeys
@@ -19,7 +18,6 @@ from longseq.tasks.text.sampler import EveryStream, EveryWindow, MixedSampler, S
 from longseq.tasks.text.store import Corpus, TokenStore
 from longseq.tasks.text.windows import Assembler, Concatenated, Documents, Windows, most_sequences
 from longseq.tasks.training.checkpoint import WINDOW
-from longseq.tasks.training.options import read
 from longseq.tokenizer_files import find_start, same_tokenizer
 
 # The name of each split as a stage of a run.
@@ -91,7 +89,7 @@ class LanguageModelData(TaskData):
         if run is not None and run.source == keys.source and same_root(run.root, keys.root):
             name = STAGES[split]
             share, own_share = ({name: fractions_of(one)[name]} for one in (keys, run))
-            refuse_larger_shares(share, own_share, "give other text by data.root")
+            refuse_larger_shares(share, own_share)
         # By default as many tokens as the windows of the training held. A model without a run may state how much it can
         # read, which may be too much for a batch of several.
         longest = trained.window if run is not None or keys.packing == "streams" else min(trained.window, WINDOW)

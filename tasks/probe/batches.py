@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from longseq.tasks.data.sampler import EvaluationSampler, UpdateSampler
-from longseq.tasks.data.seeds import derive_seed
+from longseq.tasks.data.sampler import EvaluationSampler, UpdateSampler, derive_seed
 from longseq.tasks.probe.slices import Slice
 
 

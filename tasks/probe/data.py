@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
-from longseq.tasks.data.loader import BatchLoader, TrainingLoader
+from longseq.tasks.config import read
+from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place, follow
 from longseq.tasks.data.module import TaskData
-from longseq.tasks.data.place import find_place, follow
 from longseq.tasks.probe.batches import MixtureSampler, SliceBatches, SliceSampler
 from longseq.tasks.probe.config import SPLITS, ProbeDataKeys
 from longseq.tasks.probe.generators import GENERATORS, generator_options
 from longseq.tasks.probe.info import ProbeInfo
 from longseq.tasks.probe.slices import Slice, make_splits
-from longseq.tasks.training.options import read
 
 # The split that each stage of a run evaluates.
 STAGES = {"val": "validation", "test": "test"}

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longseq.tasks.data.generators.samples import Integers
-from longseq.tasks.data.seeds import derive_seed
+from longseq.tasks.data.generators import Integers
+from longseq.tasks.data.sampler import derive_seed
 from longseq.tasks.probe.generators import GENERATORS, IGNORED, Samples, draw, generator_options, is_own
 
 # Increased when a generator makes other samples than before, so that older files are not read.

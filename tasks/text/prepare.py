@@ -21,7 +21,6 @@ from omegaconf import DictConfig
 
 from longseq.files import crc32_of
 from longseq.tasks.commands import Prepare
-from longseq.tasks.data.stamps import stamp
 from longseq.tasks.report import progress_bar, quiet_libraries, shorten
 from longseq.tasks.text.documents import Encoded, Fractions, first_of_equal, gzip_bits, hashes_of, split_numbers
 from longseq.tasks.text.encoded_parts import (
@@ -33,7 +32,7 @@ from longseq.tasks.text.encoded_parts import (
     read_array,
 )
 from longseq.tasks.text.sources import TEXT, Columns, Malformed, Part, find_parts, read_part
-from longseq.tasks.text.store import MANIFEST, PARTIAL, SPLITS, TOKENIZER, VERSION, SplitWriter, file_types
+from longseq.tasks.text.store import MANIFEST, PARTIAL, SPLITS, TOKENIZER, VERSION, SplitWriter, file_types, stamp
 from longseq.tasks.text.tokenizer import Tokenizer, read_tokenizer, train_tokenizer, trained_size
 from longseq.tasks.training.configuration import command_word, read_command
 from longseq.tasks.training.files import write_text

@@ -9,8 +9,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from longseq.tasks.data.sampler import EvaluationSampler, UpdateSampler
-from longseq.tasks.data.seeds import derive_seed
+from longseq.tasks.data.sampler import EvaluationSampler, UpdateSampler, derive_seed
 from longseq.tasks.text.batch import TokenInputs
 from longseq.tasks.text.windows import Assembler, Row, Windows
 

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from longseq.tasks.data.class_lists import require_one_list
-from longseq.tasks.data.stamps import stamp
+from longseq.tasks.data.labels import require_one_list
 from longseq.tasks.text.documents import Document, Place
+from longseq.tasks.text.store import stamp
 
 # The endings of files with a JSON object in each line.
 JSON_LINES = (".jsonl", ".ndjson")

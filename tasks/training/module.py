@@ -20,7 +20,7 @@ from longseq.models import CHECKPOINT_CONFIG, CHECKPOINT_RUN, check_continues, d
 from longseq.plugins import check_loaded
 from longseq.tasks.data.info import Info
 from longseq.tasks.data.module import TaskData
-from longseq.tasks.data.seeds import derive_seed, seed_generators
+from longseq.tasks.data.sampler import derive_seed, seed_generators
 from longseq.tasks.training.callbacks.updates import updated
 from longseq.tasks.training.checkpoint import known_data
 from longseq.tasks.training.length import Epoch, count_epoch, refuse_other_epoch

@@ -27,7 +27,6 @@ from longseq.tasks import comparison_runs, registry
 from longseq.tasks.image import sources
 from longseq.tasks.probe import generators
 from longseq.tasks.training import checkpoint as checkpoints
-from longseq.tasks.training import targets
 from longseq.tools import cli, export
 
 HERE = Path(__file__).resolve().parent
@@ -52,7 +51,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     install = [sys.executable, "-m", "pip", "install", *options, "--target", site, sources]
     installed = subprocess.run(install, cwd=folder, capture_output=True, text=True, check=False)
     assert installed.returncode == 0, installed.stdout + installed.stderr
-    mine = f"plugins=[my_module] mixer.name=mine data=digits data.source=halves {TINY}"
+    mine = f"plugins=[my_module] mixer=mine data=digits data.source=halves {TINY}"
     stopped = "++callbacks.stop={_target_:StopOnce} recipe.epochs=2"
     commands = (
         f"train mixer=scaled_attention mixer.options.gain=0.25 task=stripes data=stripes {TINY} "
@@ -185,7 +184,6 @@ def test_a_program_for_timm_has_the_models(
         lambda: sources.register_source("digits")(sources.digits),
         lambda: sources.register_source("hfds/mine")(sources.digits),
         lambda: generators.register("mqar")(generators.mqar),
-        lambda: targets.register("callback")(type("EarlyStopping", (), {})),
         lambda: export.register_format("onnx", ".mine", export.torchscript_file),
         lambda: export.register_format("mine", ".onnx", export.torchscript_file),
         lambda: registry.register("image", object()),

@@ -99,21 +99,6 @@ def test_failed_runs_are_told_and_tried_again(tmp_path, monkeypatch, capsys):
     assert "val/accuracy does not say which values are better" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_runs_of_an_edited_configuration_file_are_trained_anew(tmp_path, monkeypatch, capsys):
-    script = tmp_path / "stand_in.py"
-    script.write_text(STAND_IN)
-    recipe = tmp_path / "own" / "recipe" / "mine.yaml"
-    recipe.parent.mkdir(parents=True)
-    words = ("recipe=mine", "mixers=[gla]", "learning_rates=[0.1]", "plot=false", "--config-dir=own")
-    for size in (32, 64, 64):
-        recipe.write_text(f"defaults: [probe, _self_]\nname: mine\nbatch_size: {size}\n")
-        capsys.readouterr()
-        assert comparing(monkeypatch, tmp_path, script, *words) == 0
-    assert "1 runs, 1 of them finished before" in capsys.readouterr().out
-    assert len(list(tmp_path.glob("compared/runs/*"))) == 2
-
-
 # Stands for `longseq train`: runs until it is told to end, and notes that it was.
 ENDLESS = """
 import os, pathlib, signal, sys, time
@@ -128,40 +113,6 @@ time.sleep(60)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_comparison_that_is_stopped_ends_its_runs(number, code, tmp_path, monkeypatch):
-    script = tmp_path / "endless.py"
-    script.write_text(ENDLESS)
-    runs = tmp_path / "compared" / "runs"
-
-    def stop() -> None:
-        while len(list(runs.glob("*/started"))) < 2:
-            time.sleep(0.05)
-        os.kill(os.getpid(), number)
-
-    thread = threading.Thread(target=stop)
-    thread.start()
-    words = ("seeds=[0,1,2]", "mixers=[gla]", "jobs=2", "plot=false")
-    assert comparing(monkeypatch, tmp_path, script, *words) == code
-    thread.join()
-    assert len(list(runs.glob("*/told"))) == len(list(runs.glob("*/started"))) == 2
-
-
-@pytest.mark.slow
-def test_values_and_folders_are_spelled_so_that_hydra_reads_them(tmp_path):
-    slices = [{"samples": 50, "name": "a b"}, {"samples": 60}]
-    sweep = {"data.test": [slices], "recipe": ["vla"], "model.tie_embeddings": [False]}
-    output = tmp_path / "a b, (c)=d's"
-    with initialize_config_module("longseq.conf", version_base="1.3"):
-        trial = plan_of(output, "recipe=mad", sweep=sweep)
-        composed = compose("train", trial.overrides)
-    assert composed.data.test == slices
-    assert composed.recipe.name == "vla"
-    assert composed.model.tie_embeddings is False
-    assert composed.data.cache == str(output / "samples")
-
-
 def plan_of(folder: Path, *given: str, **keys: Any) -> comparison_runs.Trial:
     """The only trial of a comparison of one mixer."""
     absent = dict.fromkeys(("learning_rates", "rows", "jobs", "report", "sweep", "overrides"))
@@ -169,41 +120,6 @@ def plan_of(folder: Path, *given: str, **keys: Any) -> comparison_runs.Trial:
     own: Any = SimpleNamespace(**{**absent, **fixed, **keys})
     (trial,) = compare.plan(own, ["task=probe", "data=mqar", *given])
     return trial
-
-
-@pytest.mark.slow
-def test_later_words_replace_earlier_ones_and_their_order_names_no_run(tmp_path):
-    with initialize_config_module("longseq.conf", version_base="1.3"):
-        swept = plan_of(tmp_path, "recipe.epochs=3", overrides=["recipe.epochs=4"], sweep={"recipe.epochs": [5]})
-        other = plan_of(tmp_path, "data=copy", "model.d_model=16", overrides=["data=mqar"], sweep={"seed": [0]})
-        same = plan_of(tmp_path, "model.d_model=16", "data=copy")
-        added = plan_of(tmp_path, "+trainer.profiler=advanced", overrides=["+trainer.profiler=simple"])
-    assert swept.config["recipe"]["epochs"] == 5
-    assert other.config["data"]["name"] == "copy"
-    assert other.folder == same.folder != swept.folder
-    assert added.config["trainer"]["profiler"] == "advanced"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("~data.options", "+data.options={vocab_size: 64}"),
-        ("~data.options", "+data.options={vocab_size: 64}", "data.options.vocab_size=32", "+data.options={tokens: 32}"),
-        ("~data.options.filler", "+data.options.filler=random"),
-        ("data.options={vocab_size: 64}", "data.options={tokens: 32}"),
-        ("data.options.tokens=32", "~data.options.tokens"),
-        ("+trainer.profiler=simple", "trainer.profiler=advanced"),
-        ("+trainer.profiler=simple", "~trainer.profiler"),
-    ],
-    ids=" ".join,
-)
-def test_a_run_has_the_configuration_that_the_same_words_train(words, tmp_path):
-    with initialize_config_module("longseq.conf", version_base="1.3"):
-        planned = compose("train", plan_of(tmp_path, *words).overrides)
-        trained = compose("train", ["task=probe", "data=mqar", *words, "mixer=gla"])
-    trained.data.cache = planned.data.cache
-    assert planned == trained
 
 
 def row(mixer: str, depth: int, rate: float, seed: int, **metrics: float) -> dict[str, Any]:
@@ -244,67 +160,6 @@ def test_a_learning_rate_with_nan_is_never_the_best_one_and_infinity_is_reported
 
 
 @pytest.mark.slow
-def test_slices_are_columns(tmp_path):
-    rows = [row("a", 1, 0.1, 0, test__accuracy=0.5, test__accuracy_64x4=0.75, test__accuracy_512x64=0.25)]
-    rows.append(row("b", 1, 0.1, 0, test__accuracy=0.6, test__accuracy_64x4=0.9, test__accuracy_512x64=0.3))
-    rows += [row("a", 1, 0.1, 1), row("c", 1, 0.1, 0)]
-    results = {
-        "rows": rows,
-        "summary": comparison.summarize(rows, "test/accuracy", "val/accuracy"),
-        "report": "test/accuracy",
-        "selected_by": "val/accuracy",
-        "command": "longseq compare",
-        "measured": {"commit": None, "date": "2026-01-01", "processor": "one", "versions": {"torch": "2"}},
-        "training_seconds": 1.0,
-        "jobs": 1,
-    }
-    table = comparison.markdown(results)
-    assert table.splitlines()[0] == "| model | depth=1 | depth=1, 64x4 | depth=1, 512x64 |"
-    assert table.splitlines()[3] == "| b | 0.600 | 0.900 | 0.300 |"
-    assert table.splitlines()[4] == "| c | failed | failed | failed |"
-    assert "Over fewer seeds or learning rates, as runs failed: a depth=1 (1 run(s))." in table
-    comparison.plot(results, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 1000
-
-
-@pytest.mark.slow
-def test_the_column_of_an_only_slice_is_that_of_the_whole_test():
-    rows = [row("a", depth, 0.1, 0, test__accuracy=0.5, test__accuracy_up_to_512=0.5) for depth in (1, 2)]
-    rows[1]["metrics"]["test/accuracy_longer"] = 0.25
-    results = {"summary": comparison.summarize(rows, "test/accuracy", "val/accuracy"), "report": "test/accuracy"}
-    heading = ["model", "depth=1", "depth=2", "depth=2, up_to_512", "depth=2, longer"]
-    assert comparison.table(results) == [heading, ["a", *["0.500"] * 3, "0.250"]]
-    alone = {"summary": [{**results["summary"][0], "setting": {}}], "report": "test/accuracy"}
-    assert comparison.table(alone)[0] == ["model", "test/accuracy"]
-
-
-@pytest.mark.slow
-def test_metrics_that_the_user_names_are_no_slices(tmp_path, monkeypatch):
-    script = tmp_path / "train.py"
-    measured = "".join(f'"{name}": 0.5, ' for name in ("val/f1", "test/f1", "test/f1_weighted", "test/f1_b"))
-    script.write_text(STAND_IN.replace('"seconds"', f'{measured}"seconds"'))
-    named = "+task.metrics.f1_b={_target_: MulticlassFBetaScore, beta: 2.0, average: macro}"
-    words = ["task.metric=val/f1", "+task.metrics.f1_weighted=true", named, "trainer=cpu", "scale=nano", "plot=false"]
-    words += ["model.depth=1", "output=compared", "seeds=[0]", "mixers=[deltanet]", "learning_rates=[0.1]"]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", [str(script), "compare", *words])
-    assert cli.main() == 0
-    assert (tmp_path / "compared" / "table.md").read_text().splitlines()[0] == "| model | test/f1 |"
-
-
-@pytest.mark.slow
-def test_a_slice_that_a_finished_row_does_not_have_is_an_empty_cell(tmp_path):
-    slices = {"test__accuracy_up_to_512": 0.25, "test__accuracy_longer": 1.0}
-    rows = [row("bytes", 1, 0.1, 0, test__accuracy=0.5, **slices)]
-    rows += [row("words", 1, 0.1, 0, test__accuracy=0.6, test__accuracy_up_to_512=0.6), row("none", 1, 0.1, 0)]
-    results = {"summary": comparison.summarize(rows, "test/accuracy", "val/accuracy"), "report": "test/accuracy"}
-    listed = {name: cells for name, *cells in comparison.table(results)}
-    assert listed["words"] == ["0.600", "0.600", ""]
-    assert listed["none"] == ["failed"] * 3
-    comparison.plot(results | {"selected_by": "val/accuracy"}, tmp_path / "plot.png")
-
-
-@pytest.mark.slow
 def test_rows_replace_what_every_run_has_and_runs_take_as_many_gpus_as_they_need(tmp_path, monkeypatch):
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN)
@@ -337,3 +192,55 @@ def test_comparisons_of_the_tables_can_be_planned(name, runs, models, tmp_path):
         len({(trial.config["model"]["name"], str((trial.config.get("mixer") or {}).get("name"))) for trial in trials})
         == models
     )
+
+
+@pytest.mark.slow
+def test_a_comparison_that_is_stopped_ends_its_runs(tmp_path, monkeypatch):
+    script = tmp_path / "endless.py"
+    script.write_text(ENDLESS)
+    runs = tmp_path / "compared" / "runs"
+
+    def stop() -> None:
+        while len(list(runs.glob("*/started"))) < 2:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    words = ("seeds=[0,1,2]", "mixers=[gla]", "jobs=2", "plot=false")
+    assert comparing(monkeypatch, tmp_path, script, *words) == 143
+    thread.join()
+    assert len(list(runs.glob("*/told"))) == len(list(runs.glob("*/started"))) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("~data.options", "+data.options={vocab_size: 64}", "data.options.vocab_size=32", "+data.options={tokens: 32}"),
+        ("data.options.tokens=32", "~data.options.tokens"),
+        ("+trainer.profiler=simple", "trainer.profiler=advanced"),
+        ("data.test=[{samples: 50, name: a b}, {samples: 60}]",),
+    ],
+    ids=" ".join,
+)
+def test_a_run_has_the_configuration_that_the_same_words_train(words, tmp_path):
+    with initialize_config_module("longseq.conf", version_base="1.3"):
+        planned = compose("train", plan_of(tmp_path / "a b, (c)=d's", *words).overrides)
+        trained = compose("train", ["task=probe", "data=mqar", *words, "mixer=gla"])
+    trained.data.cache = planned.data.cache
+    assert planned == trained
+
+
+@pytest.mark.slow
+def test_slices_are_columns(tmp_path):
+    rows = [row("a", 1, 0.1, 0, test__accuracy=0.5, test__accuracy_64x4=0.75, test__accuracy_512x64=0.25)]
+    rows.append(row("b", 1, 0.1, 0, test__accuracy=0.6, test__accuracy_64x4=0.9))
+    rows.append(row("c", 1, 0.1, 0))
+    summary = comparison.summarize(rows, "test/accuracy", "val/accuracy")
+    results = {"rows": rows, "summary": summary, "report": "test/accuracy", "selected_by": "val/accuracy"}
+    table = comparison.table(results)
+    assert table[0] == ["model", "depth=1", "depth=1, 64x4", "depth=1, 512x64"]
+    assert table[2:] == [["b", "0.600", "0.900", ""], ["c", "failed", "failed", "failed"]]
+    comparison.plot(results, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000

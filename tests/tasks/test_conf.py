@@ -5,7 +5,6 @@ from __future__ import annotations
 import email
 import inspect
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +72,6 @@ def chosen(group: str, option: str) -> list[str]:
     return [f"task={task}"] if group == "task" else [f"task={task}", f"{group}={option}"]
 
 
-def test_the_groups_are_those_tested_here():
-    assert {path.parent.name for path in CONF.glob("*/*.yaml")} == {*GROUPS, "comparison", "hparams_search"}, (
-        "test_compare.py has the comparisons, test_loggers.py the searches"
-    )
-
-
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=[f"{group}-{option}" for group, option in OPTIONS])
 def test_every_option_composes_and_binds(group, option, compose_config, tmp_path):
     config = resolve(compose_config("train", *chosen(group, option), f"output={tmp_path}"))
@@ -120,35 +113,10 @@ def test_every_model_builds(group, option, compose_config, tmp_path):
     assert backbone.num_classes == 2 if info in (SMALL, SMALL_DOCUMENTS) else backbone.vocab_size == 8
 
 
-@pytest.mark.parametrize("model", ["vim", "vit", "token"])
-@pytest.mark.slow
-def test_the_override_that_the_page_of_kernels_names_has_second_derivatives(model, compose_config, tmp_path):
-    page = (Path(__file__).parents[2] / "docs" / "pages" / "kernels.md").read_text()
-    paragraph = next(paragraph for paragraph in page.split("\n\n") if "`create_graph=True`" in paragraph)
-    (override,) = re.findall(r"`(\S+=reference)`", paragraph)
-    config = compose_config("train", *chosen("model", model), "mixer=deltanet", override, f"output={tmp_path}")
-    config = {**resolve(config), "compile": None}
-    config["model"] |= {"embed_dim": 16, "depth": 1} if model != "token" else {"d_model": 16, "depth": 1}
-    backbone = registry.of(config).model.build(config, SMALL if model != "token" else SMALL_TEXT)
-    y = backbone(torch.randn(2, 3, 32, 32)) if model != "token" else backbone(torch.randint(8, (2, 16)))[0]
-    parameters = list(backbone.parameters())
-    first = torch.autograd.grad(y.square().sum(), parameters, create_graph=True)
-    second = torch.autograd.grad(sum(gradient.square().sum() for gradient in first), parameters)
-    assert all(gradient.isfinite().all() for gradient in second)
-
-
 @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=str)
 @pytest.mark.slow
-def test_every_experiment_states_its_claim_and_runs(
-    experiment, compose_config, tmp_path, monkeypatch, image_folder, fashion_mnist
-):
-    header = (CONF / "experiment" / experiment).read_text().split("defaults:")[0]
+def test_every_experiment_runs(experiment, compose_config, tmp_path, monkeypatch, image_folder, fashion_mnist):
     name = experiment.with_suffix("").as_posix()
-    assert f"longseq train experiment={name}" in header
-    # A figure, the page that has it, or why there is none.
-    assert re.search(r"Expected: (unknown: no run |see |.*?\d)", " ".join(header.split("\n# ")))
-    assert "not measured yet" not in header
-    assert "Hardware:" in header
     batch = evaluated = 2
     if name.startswith("lm/"):
         batch = 4  # tokens: two windows

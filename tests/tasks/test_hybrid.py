@@ -33,20 +33,6 @@ def test_a_trained_hybrid_comes_back_from_its_checkpoint(tiny, tmp_path):
                           "recipe.epochs=1", "resume=true")) is not None  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("pattern", "label"),
-    [
-        ("3xdeltanet+attention", "3xdeltanet+attention"),
-        ("[deltanet,attention]", "deltanet+attention"),
-        (LAYERS, "deltanet+attention@1"),
-        ("deltanet", "deltanet"),
-    ],
-)
-def test_runs_are_named_by_the_pattern(pattern, label, compose_config, tmp_path):
-    config = compose_config("train", "mixer=hybrid", f"mixer.name={pattern}", f"output={tmp_path}")
-    assert config.model.label == label
-
-
 def test_the_scale_fills_in_the_options_of_each_mixer(compose_config, tmp_path):
     overrides = ("mixer=hybrid", "mixer.name=deltanet+attention+longhorn", "+mixer.options.attention.num_heads=2")
     with torch.device("meta"):

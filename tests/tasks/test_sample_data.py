@@ -70,8 +70,3 @@ def test_predictions_are_of_the_test_samples_in_their_order():
         assert torch.cat(batches).tolist() == list(range(17))
     measured = torch.cat([numbers for numbers, _ in squares(sizes=[4, 1, 17]).test_dataloader()])
     assert measured.tolist() != list(range(17)), "measured batches are mixed"
-
-
-def test_a_split_without_samples_is_refused():
-    with pytest.raises(ValueError, match=r"data\.name=squares has no sample in its split val"):
-        squares(sizes=[4, 0, 1])

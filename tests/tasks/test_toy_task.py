@@ -8,15 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from examples import find_examples, write_files
+from examples import write_files
 from forked import start_others_as_forks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torchmetrics.classification import MulticlassAccuracy
 
 from longseq import plugins
 from longseq.tasks import comparison_runs, registry
-from longseq.tasks.training.metrics import MeanLoss, WeightedMean
-from longseq.tasks.training.module import TrainedModule
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pages" / "task.md"
 WORDS = (
@@ -58,8 +55,7 @@ def test_a_task_from_outside_trains_resumes_and_evaluates(folder, command_here):
     module = sys.modules["majority"].MajorityModule
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "training_step", interrupt_before(7, module.training_step))
-        with pytest.raises(RuntimeError, match="cut"):
-            command_here(folder, *words, f"hydra.run.dir={cut}")
+        assert "RuntimeError: cut" in command_here(folder, *words, f"hydra.run.dir={cut}").stderr
     resumed = command_here(folder, *words, f"hydra.run.dir={cut}", "resume=true")
     assert resumed.returncode == 0, resumed.stderr
     assert "continuing from" in resumed.stdout
@@ -87,11 +83,6 @@ def interrupt_before(update, training_step):
     return step
 
 
-def test_the_task_of_the_page_has_a_hundred_lines():
-    (code,) = (example.text for example in find_examples(PAGE) if example.language == "python")
-    assert len(code.splitlines()) <= 100
-
-
 @pytest.mark.slow
 def test_a_task_from_outside_is_compared(folder, command_here, monkeypatch):
     start_others_as_forks(monkeypatch, comparison_runs)
@@ -101,38 +92,3 @@ def test_a_task_from_outside_is_compared(folder, command_here, monkeypatch):
     assert done.returncode == 0, done.stderr
     (chosen,) = json.loads((folder / "compared" / "results.json").read_text())["summary"]
     assert chosen["learning_rate"] == 0.02, "the lower loss is the better one"
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("callbacks.best.monitor=test/loss", "callbacks.best.monitor=test/loss is never measured: choose one of val/l"),
-        ("task.name=minority", "task.name=minority is unknown: choose one of document, image, lm, probe, majority"),
-    ],
-)
-@pytest.mark.slow
-def test_what_a_run_monitors_is_checked_before_it_writes(override, message, folder, command_here):
-    refused = command_here(folder, "train", *WORDS, override, f"hydra.run.dir={folder / 'run'}")
-    assert refused.returncode == 2
-    assert message in refused.stderr
-    assert refused.stderr.count("\n") == 1
-    assert not (folder / "run" / "config.yaml").exists()
-
-
-def test_a_metric_that_does_not_tell_its_direction_cannot_be_monitored():
-    module = ThreeMetrics(torch.nn.Identity())
-    assert module.higher_is_better("val/accuracy", "key")
-    assert not module.higher_is_better("val/loss", "key")
-    with pytest.raises(ValueError, match="key=val/spread: set higher_is_better"):
-        module.higher_is_better("val/spread", "key")
-
-
-class ThreeMetrics(TrainedModule):
-    def __init__(self, backbone):
-        super().__init__(backbone)
-        metrics = {"accuracy": MulticlassAccuracy(2), "loss": MeanLoss(), "spread": WeightedMean()}
-        self.val_metrics = torch.nn.ModuleDict(metrics)
-
-    @classmethod
-    def from_config(cls, config, backbone, info, training):
-        return cls(backbone)

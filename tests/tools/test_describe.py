@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import longseq  # noqa: F401  registers the models
 from longseq import mixers
-from longseq.backbones.classifier import TextClassifier
 from longseq.tools.describe import describe_model, run
 
 DATA = {"img_size": 224, "in_chans": 3}
@@ -63,38 +62,6 @@ def test_facts_of_every_mixer(mixer: str) -> None:
     json.dumps(facts)
 
 
-def test_operations_are_judged_by_the_sizes_of_the_call() -> None:
-    options = {"embed_dim": 384, "mixer": "deltanet", "mixer_options": {"head_dim": 384}}
-    model = timm.create_model("longseq_tiny_patch16_224", **{**SMALL, **options})
-    facts = describe_model(model, {"img_size": 16, "in_chans": 1}, "cuda")
-    assert facts["operations"]["convolved_features"]["runs"] == ["triton"]
-    assert facts["operations"]["delta_rule"]["runs"] == ["torch"]
-    assert "K = 384" in facts["operations"]["delta_rule"]["backends"]["triton"][0]
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
-def test_the_form_of_packed_attention_is_told(precision: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with initialize_config_module("longseq.conf", version_base="1.3"):
-        words = ["task=lm", "mixer=hybrid", "mixer.name=attention+deltanet", "scale.depth=2"]
-        facts = run(compose("describe", [*words, "device=cuda", f"trainer.precision={precision}"]))
-    assert "packed_attention" in capsys.readouterr().out
-    judged = facts["operations"]["packed_attention"]
-    assert judged["backends"]["torch"] == []
-    if precision == "32-true":
-        assert judged["runs"] == ["torch"]
-        assert "not torch.float32" in judged["backends"]["varlen"][-1]
-    else:
-        assert judged["runs"] == (["torch"] if judged["backends"]["varlen"] else ["varlen"])
-        assert not any("float16" in reason for reason in judged["backends"]["varlen"])
-
-
-def test_attention_over_packed_documents_is_told_in_both_directions() -> None:
-    options: dict[str, Any] = {"num_classes": 3, "vocab_size": 7, "d_model": 32, "direction": "bidirectional"}
-    for mixer, found in (("attention", True), ("window_attention", True), ("deltanet", False)):
-        facts = describe_model(TextClassifier(**options, mixer=mixer), {"window": 16})
-        assert ("packed_attention" in facts["operations"]) is found
-
-
 def test_state_counts_every_reading() -> None:
     state = describe_small(mixer="longhorn", direction="cross", mixer_options={"state_size": 8})["state"]
     assert [layer["layer"] for layer in state] == ["blocks.0.mixer", "blocks.1.mixer"]
@@ -118,13 +85,6 @@ def test_command_describes_a_configuration(command_here, tmp_path: Path) -> None
 def compose_describe(*overrides: str) -> DictConfig:
     with initialize_config_module("longseq.conf", version_base="1.3"):
         return compose("describe", list(overrides))
-
-
-@pytest.mark.slow
-def test_describes_a_checkpoint_as_json(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(compose_describe(f"checkpoint={checkpoint}", "format=json"))
-    facts = json.loads(capsys.readouterr().out)
-    assert (facts["mixer"], facts["classes"], facts["images"]) == ("attention", 10, [1, 8, 8])
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -16,8 +16,6 @@ import onnx
 import pytest
 import timm
 import torch
-from hydra import compose, initialize_config_module
-from omegaconf import DictConfig
 from PIL import Image
 from torch import Tensor, nn
 
@@ -27,14 +25,14 @@ from longseq.tasks.image.decoding import decode
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.transforms import evaluation_transform
 from longseq.tasks.training.checkpoint import load, sha256
-from longseq.tools.export import FORMATS, export_image_classifier, onnx_file, run
+from longseq.tools.export import FORMATS, export_image_classifier, onnx_file
 from longseq.tools.export.checked_file import TRACED_BATCH
 from longseq.tools.export.formats import SUFFIXES
 from longseq.tools.export.metadata import classifier_metadata, encode
 from longseq.tools.export.parity import probe_images
 from longseq.tools.export.spec import FileSpec
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "pages" / "export.md"
+PROGRAM = Path(__file__).resolve().parents[2] / "docs" / "programs" / "read_image.py"
 VIM, VIT = "longseq_tiny_patch16_224", "longseq_vit_tiny_patch16_224"
 CHASSIS: dict[str, dict[str, Any]] = {VIM: {}, VIT: {"direction": "forward", "global_pool": "avg"}}
 
@@ -261,11 +259,14 @@ def test_a_file_refuses_parts_of_patches_as_the_model_does(format: str, tmp_path
 def test_a_program_without_longseq_prepares_images(
     mode: str, img_size: int | list[int], channels: int, tmp_path: Path
 ) -> None:
-    """The function of the page, with the metadata alone, reads what `longseq predict` reads."""
+    """The program of the page on exports, with the metadata alone, reads what `longseq predict` reads."""
     data = {**DATA, "img_size": img_size, "in_chans": channels, "crop_pct": 0.8, "crop_mode": mode}
     data |= {"mean": [0.5, 0.2, 0.7][:channels], "std": [0.5] * channels}
     facts = encode(classifier_metadata(build(), data, preprocess=True, softmax=False, extra={}))
-    read_image, transform = page_program()["read_image"], evaluation_transform(DataInfo(**data, num_classes=5))
+    read_image, transform = (
+        runpy.run_path(str(PROGRAM))["read_image"],
+        evaluation_transform(DataInfo(**data, num_classes=5)),
+    )
     random = np.random.default_rng(0)
     colours = Image.fromarray(random.integers(0, 256, (40, 60, 4), np.uint8))
     images = {f"{kind}.png": colours.convert("RGB").convert(kind) for kind in ("1", "L", "P", "RGB")}
@@ -280,15 +281,6 @@ def test_a_program_without_longseq_prepares_images(
     images["RGB.png"].save(tmp_path / "turned.tif", tiffinfo={274: 6})
     read = read_image(tmp_path / "turned.tif", facts)
     np.testing.assert_array_equal(read, transform(decode(tmp_path / "turned.tif")).numpy())
-
-
-def page_program() -> dict[str, Any]:
-    """The names of read_image.py on the page."""
-    found = re.search(r"<!-- file read_image\.py -->\n```python\n(.*?)```", PAGE.read_text(), re.S)
-    assert found is not None
-    program: dict[str, Any] = {}
-    exec(found[1], program)
-    return program
 
 
 @pytest.mark.slow
@@ -377,16 +369,6 @@ def test_a_file_that_differs_is_not_kept(tmp_path: Path) -> None:
     assert path.read_text() == "of yesterday"
 
 
-def test_a_failing_exporter_leaves_nothing(tmp_path: Path) -> None:
-    class Unexportable(BatchAware):
-        def forward(self, images: Tensor) -> Tensor:
-            return torch.from_numpy(images.flatten(1).numpy())
-
-    with pytest.raises(Exception, match="numpy"):
-        export_image_classifier(Unexportable(), tmp_path / "model.pt2", format="pt2")
-    assert not list(tmp_path.iterdir())
-
-
 def test_class_names_of_another_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="5 classes and class_names 1"):
         export_image_classifier(build(), tmp_path / "model.onnx", data={**DATA, "class_names": ["ant"]})
@@ -424,16 +406,3 @@ def test_command_exports_a_checkpoint(command_here: Any, checkpoint: Path, tmp_p
     with torch.no_grad():
         expected = loaded.backbone((pixels / 255 - mean) / std)
     torch.testing.assert_close(onnx_file.open_file(output)(pixels), expected, atol=1e-5, rtol=0)
-
-
-def compose_export(*overrides: str) -> DictConfig:
-    with initialize_config_module("longseq.conf", version_base="1.3"):
-        return compose("export", [*overrides, "latency=false"])
-
-
-@pytest.mark.slow
-def test_format_and_name_follow_from_each_other(checkpoint: Path, tmp_path: Path) -> None:
-    assert run(compose_export(f"checkpoint={checkpoint}", f"output={tmp_path}/a.pt2")).format == "pt2"
-    report = run(compose_export(f"checkpoint={checkpoint}", "format=torchscript"))
-    assert report.path == checkpoint.with_suffix(".pt")
-    report.path.unlink()

@@ -27,7 +27,7 @@ from longseq.tools.export.document_classifier import DocumentClassifierFile
 from longseq.tools.export.formats import SUFFIXES
 from longseq.tools.export.metadata import document_metadata, encode
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "pages" / "export.md"
+PROGRAM = Path(__file__).resolve().parents[2] / "docs" / "programs" / "classify_text.py"
 DATA: dict[str, Any] = {
     "class_names": ["ant", "bee", "cat"],
     "multi_label": False,
@@ -192,14 +192,11 @@ def test_differences_of_small_probabilities_are_found(tmp_path: Path, monkeypatc
         export_document_classifier(model, tmp_path / "model.pt", format="torchscript", batch_sizes=(1,))
 
 
-def load_client(folder: Path) -> Any:
-    """The program of the page, which uses neither torch nor longseq."""
-    found = re.search(r"<!-- file (classify_text\.py) -->\n```python\n(.*?)```", PAGE.read_text(), re.S)
-    assert found is not None
-    imported = set(re.findall(r"^ *(?:import|from) (\w+)", found[2], re.M))
+def load_client() -> Any:
+    """The program of the page on exports, which uses neither torch nor longseq."""
+    imported = set(re.findall(r"^ *(?:import|from) (\w+)", PROGRAM.read_text(), re.M))
     assert imported == {"json", "numpy", "onnxruntime", "tokenizers"}
-    (folder / found[1]).write_text(found[2])
-    spec = importlib.util.spec_from_file_location("classify_text", folder / found[1])
+    spec = importlib.util.spec_from_file_location("classify_text", PROGRAM)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -240,7 +237,7 @@ def test_a_program_without_longseq_classifies_texts(
         tokens = np.array([tokenizer.separator, *tokenizer.encode(text).tolist()])
         read = torch.from_numpy(truncate(tokens, most, truncation, tokenizer.separator))
         wanted.append(model(read[None]).softmax(-1)[0])
-    found = load_client(tmp_path).classify(str(tmp_path / "model.onnx"), TEXTS)
+    found = load_client().classify(str(tmp_path / "model.onnx"), TEXTS)
     assert [list(one) for one in found] == [["ant", "bee", "cat"]] * len(TEXTS)
     values = torch.tensor([list(one.values()) for one in found])
     torch.testing.assert_close(values, torch.stack(wanted).detach(), atol=1e-4, rtol=0)
@@ -259,7 +256,7 @@ def test_a_file_tells_that_its_texts_are_prepared(exported: tuple[Any, dict[str,
     for written, metadata in ((path, facts), (plain, document_metadata(model, data, extra={}))):
         onnx.helper.set_model_props(file, encode(metadata))
         onnx.save(file, written)
-    client, text = load_client(tmp_path), "import torch\nprint(torch.ones(3))\n"
+    client, text = load_client(), "import torch\nprint(torch.ones(3))\n"
     with pytest.raises(
         ValueError, match=r"must be prepared: give prepare=longseq\.tasks\.document\.libraries\.conceal"
     ):

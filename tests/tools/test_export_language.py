@@ -18,7 +18,7 @@ import torch
 from hydra import compose, initialize_config_module
 from loop_mixers import Mean
 from representatives import cover_operations
-from torch import Tensor, nn
+from torch import nn
 
 from longseq import mixers
 from longseq.backbones.tokens import TokenBackbone
@@ -26,9 +26,8 @@ from longseq.tasks import generate
 from longseq.tasks.text.tokenizer import train_tokenizer
 from longseq.tools.export import FORMATS, export_language_model, onnx_file, run, state_spec
 from longseq.tools.export.formats import SUFFIXES
-from longseq.tools.export.language_model import LanguageModelFile
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "pages" / "export.md"
+PROGRAMS = Path(__file__).resolve().parents[2] / "docs" / "programs"
 DATA: dict[str, Any] = {"vocab_size": 11, "separator": 10, "window": 64, "tokenizer": {"kind": "bytes"}}
 OTHER_ROWS = r"cannot be reshaped|is invalid for input of size|expected [^\n]* to be equal|Guard failed|mismatch"
 NO_ROOM = r"(?i)out of (bounds|range|data bounds)|must be within|invalid index"
@@ -85,33 +84,6 @@ def test_every_mixer_reads_token_by_token(mixer: str, tmp_path: Path, captured_o
         for rows, kept in ((4, 1), (1, 4)):
             with pytest.raises(Exception, match=OTHER_ROWS):
                 call(tokens[:rows, 0], [state.starts(kept) for state in states])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mixer", ["rwkv6", "grouped keys"])
-def test_a_batch_may_be_empty(mixer: str, tmp_path: Path) -> None:
-    """A norm of groups, and keys that are repeated: ONNX's runtime cannot find their sizes where there are no rows."""
-    grouped = mixer == "grouped keys"
-    options = {"mixer_options": {"num_heads": 4, "num_kv_heads": 2}} if grouped else {}
-    model = build("attention" if grouped else mixer, **options)
-    call = check_file(model, tmp_path / "model.onnx", "onnx", dynamic_length=grouped, max_length=80)
-    starts = [state.starts(0) for state in state_spec(model, 80)]
-    logits, states = call(torch.zeros((0, 3) if grouped else 0, dtype=torch.long), starts)
-    assert logits.shape == ((0, 3, 11) if grouped else (0, 11))
-    assert [state.shape for state in states] == [start.shape for start in starts]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_number_that_is_no_token_is_refused(format: str, tmp_path: Path) -> None:
-    """ONNX itself counts negative numbers from the end."""
-    model = build("linear_attention")
-    call = check_file(model, tmp_path / f"model{SUFFIXES[format]}", format)
-    starts = [state.starts(1) for state in state_spec(model, 80)]
-    call(torch.tensor([10]), starts)
-    for number in (-1, -11, 11):
-        with pytest.raises(Exception, match=NO_ROOM):
-            call(torch.tensor([number]), starts)
 
 
 @pytest.mark.slow
@@ -213,19 +185,6 @@ def test_an_onnx_file_names_its_inputs_and_outputs_and_where_it_is_from(tmp_path
     assert re.match(r"\d+\.\d+", facts["longseq_version"])
 
 
-@pytest.mark.slow
-def test_a_file_that_loses_its_states_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = LanguageModelFile.forward
-
-    def forget(self: LanguageModelFile, tokens: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        return read(self, tokens, states)[0], [state + 0 for state in states]
-
-    monkeypatch.setattr(LanguageModelFile, "forward", forget)
-    with pytest.raises(ValueError, match=r"for tokens \[1, 75\] the torchscript file differs from the model by"):
-        export_language_model(build(), tmp_path / "model.pt", format="torchscript")
-    assert not list(tmp_path.iterdir())
-
-
 def test_weights_in_half_precision_and_tied_embeddings(tmp_path: Path) -> None:
     model = build(tie_embeddings=True, vocab_size=4000).bfloat16()
     report = export_language_model(model, tmp_path / "model.pt", format="torchscript", batch_sizes=(1,))
@@ -263,14 +222,6 @@ def save_model(folder: Path, mixer: str, tokenizer: Mapping[str, Any], vocab_siz
 def compose_verb(verb: str, *words: str) -> Any:
     with initialize_config_module("longseq.conf", version_base="1.3"):
         return compose(verb, list(words))
-
-
-def write_client(folder: Path) -> Path:
-    """The program of the page."""
-    found = re.search(r"<!-- file (continue_text\.py) -->\n```python\n(.*?)```", PAGE.read_text(), re.S)
-    assert found is not None
-    (folder / found[1]).write_text(found[2])
-    return folder / found[1]
 
 
 @pytest.mark.slow
@@ -316,7 +267,7 @@ def test_a_program_without_longseq_continues_a_text_as_generate_does(
 import sys
 for name in ("torch", "longseq", "onnx"):
     sys.modules[name] = None
-sys.path.insert(0, {str(write_client(tmp_path).parent)!r})
+sys.path.insert(0, {str(PROGRAMS)!r})
 from continue_text import continue_text
 print(ascii(continue_text({str(output)!r}, {prompt!r}, 40)))
 """

@@ -26,7 +26,6 @@ from transformers import (
     GenerationConfig,
     pipeline,
 )
-from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from longseq.tools.hugging_face.cache import CACHE_NAME, LongseqCache
 from longseq.tools.hugging_face.causal_lm import LongseqConfig, LongseqForCausalLM
@@ -141,18 +140,6 @@ def test_a_mask_of_other_tokens_than_the_cache_has_read_is_refused() -> None:
         torch.testing.assert_close(logits, model(TOKENS, attention_mask=wider[:, 1:]).logits[:, 4:].flip(0))
 
 
-@pytest.mark.parametrize("name", ["cache", "past_key_values"])
-def test_the_cache_is_taken_by_both_of_its_names(name: str) -> None:
-    model = make()
-    whole = model(TOKENS).logits
-    for read in (model, model.base_model):
-        cache = read(TOKENS[:, :4])[CACHE_NAME]
-        torch.testing.assert_close(model(TOKENS[:, 4:], **{name: cache}).logits, whole[:, 4:])
-    cache = model(TOKENS[:, :4])[CACHE_NAME]
-    features = model.base_model(TOKENS[:, 4:], **{name: cache}).last_hidden_state
-    torch.testing.assert_close(model.get_output_embeddings()(features), whole[:, 4:])
-
-
 @pytest.mark.parametrize("mixer", ["deltanet", "attention"])
 def test_the_side_of_padding_does_not_change_the_loss(mixer: str) -> None:
     """The padding in front of a text predicts nothing, not the first token of the text either."""
@@ -210,19 +197,6 @@ def test_a_saved_adapter_finds_its_model(tmp_path: Path) -> None:
     assert torch.equal(again(TOKENS).logits, adapted(input_ids=TOKENS).logits)
     third = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").merge_and_unload()
     torch.testing.assert_close(third(TOKENS).logits, again(TOKENS).logits, rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.slow
-def test_transformers_saves_the_adapter_alone(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", minversion=MIN_PEFT_VERSION, reason="needs peft")
-    make().float().save_pretrained(tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
-    model.add_adapter(peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"))
-    model.save_pretrained(tmp_path / "adapter")
-    assert not [path.name for path in (tmp_path / "adapter").glob("model*.safetensors")]
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    again.load_adapter(str(tmp_path / "adapter"))
-    assert torch.equal(again.eval()(TOKENS).logits, model(TOKENS).logits)
 
 
 @pytest.mark.parametrize("mixer", mixers.mixer_names())
@@ -377,17 +351,6 @@ def test_the_body_and_the_head_score_as_the_model_does(tied: bool, tmp_path: Pat
         torch.testing.assert_close(scores[real], model(**batch).logits[real])
 
 
-@pytest.mark.parametrize("mixer", ["gated_deltanet", "attention", "hyena", "baseconv", "window_attention"])
-def test_weights_that_are_offloaded_give_the_same_scores(mixer: str) -> None:
-    """Layer by layer: those of the embedding are fetched for the head, too."""
-    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
-    model = make_writer(mixer)
-    expected, text = model(TOKENS).logits, model.generate(TOKENS, max_new_tokens=4, do_sample=False)
-    accelerate.cpu_offload(model, torch.device("cpu"))
-    assert torch.equal(model(TOKENS).logits, expected)
-    assert torch.equal(model.generate(TOKENS, max_new_tokens=4, do_sample=False), text)
-
-
 def test_the_vocabulary_can_grow(tmp_path: Path) -> None:
     for tied in (True, False):
         model = make(tie_embeddings=tied).float()
@@ -400,22 +363,6 @@ def test_the_vocabulary_can_grow(tmp_path: Path) -> None:
         again = longseq.from_pretrained(tmp_path / str(tied))
         torch.testing.assert_close(again(TOKENS)[0], after)
         assert longseq.models.describe(again)["model_args"]["vocab_size"] == VOCABULARY + 3
-
-
-def test_blocks_are_recomputed_where_that_is_wanted() -> None:
-    model = make().train()
-    gradients, calls = [], []
-    model.model.blocks[0].mixer.register_forward_hook(lambda *_: calls.append(1))
-    # Versions of transformers before 5.23 have the second name alone.
-    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-    for turn in ("enable", "disable"):
-        getattr(model, f"{name}_checkpointing_{turn}")()
-        model.zero_grad()
-        model(TOKENS, labels=TOKENS).loss.backward()
-        gradients.append(model.model.embedding.weight.grad.clone())
-        calls.append(0)
-    assert calls == [1, 1, 0, 1, 0]
-    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("adapter", [False, True])

@@ -198,11 +198,3 @@ def test_a_new_head_is_trained_and_saved_with_an_adapter(targets: Any, tmp_path:
     merged = adapted.merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     torch.testing.assert_close(longseq.from_pretrained(tmp_path / "merged")(tokens), logits)
-
-
-def test_a_classifier_has_its_head_once() -> None:
-    model = LongseqForSequenceClassification(LongseqDocumentConfig(model_args={"vocab_size": 9, "d_model": 16}))
-    for whole in (model, torch.nn.Sequential(model)):
-        names = [name for name, _ in whole.named_parameters(remove_duplicate=False)]
-        assert names == [name for name, _ in whole.named_parameters()]
-    assert [name for name in model.state_dict() if "head" in name] == ["model.head.weight", "model.head.bias"]

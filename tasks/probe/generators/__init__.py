@@ -9,8 +9,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from longseq.tasks.data.generators.listops import listops
-from longseq.tasks.data.generators.samples import IGNORED, Samples, draw
+from longseq.tasks.data.generators import IGNORED, Samples, draw, listops
 from longseq.tasks.probe.generators.copying import copy, selective_copying
 from longseq.tasks.probe.generators.mad import compression, fuzzy_recall, memorization, recall
 from longseq.tasks.probe.generators.mqar import mqar

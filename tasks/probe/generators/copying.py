@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from longseq.tasks.data.generators.samples import IGNORED, Samples, next_token_labels
+from longseq.tasks.data.generators import IGNORED, Samples, next_token_labels
 
 
 def copy(random: np.random.Generator, samples: int, *, vocab_size: int = 128, tokens: int = 64) -> Samples:

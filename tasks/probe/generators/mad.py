@@ -9,7 +9,7 @@ from itertools import permutations
 
 import numpy as np
 
-from longseq.tasks.data.generators.samples import IGNORED, Integers, Samples, next_token_labels
+from longseq.tasks.data.generators import IGNORED, Integers, Samples, next_token_labels
 
 
 def recall(

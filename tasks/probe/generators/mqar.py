@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from longseq.tasks.data.generators.samples import IGNORED, Samples, distinct
+from longseq.tasks.data.generators import IGNORED, Samples, distinct
 
 FILLERS = ("zero", "random")
 

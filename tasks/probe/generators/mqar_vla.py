@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from longseq.tasks.data.generators.samples import IGNORED, Samples, distinct
+from longseq.tasks.data.generators import IGNORED, Samples, distinct
 
 
 def mqar_vla(

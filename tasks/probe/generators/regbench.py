@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from longseq.tasks.data.generators.samples import IGNORED, Integers, Samples
+from longseq.tasks.data.generators import IGNORED, Integers, Samples
 
 MOST_LETTERS = 62
 

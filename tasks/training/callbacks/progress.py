@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 
-from longseq.tasks.data.units import count_units
+from longseq.tasks.data.loader import count_units
 from longseq.tasks.training.callbacks.throughput import Throughput
 from longseq.tasks.training.memory import peak_memory
 

@@ -1,7 +1,6 @@
 """Which batches end in an update of the weights, or in a validation."""
 
 import math
-from typing import Any
 
 from lightning.pytorch import Trainer
 
@@ -18,7 +17,7 @@ def validation_follows(trainer: Trainer) -> bool:
         return False
     if trainer.should_stop:
         return True
-    interval: Any = trainer.val_check_batch
-    if math.isinf(interval):
+    interval = trainer.val_check_batch
+    if interval is None or math.isinf(interval):
         return trainer.is_last_batch
     return ((loop.total_batch_idx if every is None else loop.batch_idx) + 1) % interval == 0

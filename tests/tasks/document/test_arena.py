@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from arena_files import write_cifar10, write_pairs, write_paths
 
-from longseq.tasks.data.generators.listops import CLOSE, MAX, MED, MIN, SM
+from longseq.tasks.data.generators import CLOSE, MAX, MED, MIN, SM
 from longseq.tasks.document.config import DocumentDataKeys
 from longseq.tasks.document.data import DocumentData
 from longseq.tasks.document.inputs import DocumentFiles

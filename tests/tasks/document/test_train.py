@@ -46,7 +46,6 @@ def test_a_run_is_measured_again(folder, command_here):
     assert whole.returncode == 0, whole.stderr
     metrics = json.loads((folder / "whole" / "metrics.json").read_text())
     assert metrics["test/linear_accuracy"] > 0.9, "the words of a document tell its class"
-    assert f"{metrics['test/linear_accuracy']:.4f} by TF-IDF" in whole.stdout
     assert sum(metrics["test/documents_by_length"].values()) == 18
     assert torch.tensor(metrics["test/confusion_matrix"]).sum() == 18
     assert metrics["updates"] > 4
@@ -66,10 +65,6 @@ def test_a_run_is_measured_again(folder, command_here):
     assert found["test/accuracy"] == pytest.approx(metrics["test/accuracy"])
     assert found["test/per_class"] == metrics["test/per_class"]
     assert found["thresholds"] == metrics["thresholds"]
-    assert "have changed" not in measured.stderr
-    write_jsonl(folder / "rows.jsonl", [{**row, "text": f"{row['text']} more"} for row in two[:90]])
-    changed = command_here(folder, "evaluate", checkpoint, "trainer=cpu", "output=m.json")
-    assert "test has other texts or labels than when the model was trained, and as many samples" in changed.stderr
     predicted = command_here(folder, "predict", "checkpoint=whole/model", "input=rows.jsonl", "output=p.csv")
     assert predicted.returncode == 0, predicted.stderr
     for row in csv.DictReader((folder / "p.csv").open()):
@@ -89,8 +84,6 @@ def test_the_linear_model_trains_evaluates_and_predicts(folder, command_here):
     words += ("recipe.ema={decay: 0.9}",)
     trained = command_here(folder, "train", *words, "hydra.run.dir=run")
     assert trained.returncode == 0, trained.stderr
-    assert "learning rate" not in trained.stdout
-    assert "batch" not in trained.stdout
     metrics = json.loads((folder / "run" / "metrics.json").read_text())
     assert metrics["test/accuracy"] > 0.9
     assert "test/linear_accuracy" not in metrics
@@ -103,5 +96,3 @@ def test_the_linear_model_trains_evaluates_and_predicts(folder, command_here):
     predicted = command_here(folder, "predict", "checkpoint=run/model", "input=rows.jsonl", "output=p.csv")
     assert predicted.returncode == 0, predicted.stderr
     assert len((folder / "p.csv").read_text().splitlines()) == 91
-    described = command_here(folder, "describe", "checkpoint=run/model")
-    assert "LinearTextClassifier" in described.stdout, described.stderr

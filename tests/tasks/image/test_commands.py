@@ -12,15 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import timm
 import torch
-import yaml
 from image_data import read_rows, write_digits
-from safetensors.torch import load_file, save_file
 from sklearn import metrics as sk
 from sklearn.datasets import load_digits
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams.metadata import parse_experiment_plugin_data, parse_session_start_info_plugin_data
 from torchmetrics import classification
 
 from longseq.tasks.image.pictures import draw_predictions
@@ -164,40 +160,6 @@ def read_board(run: Path) -> EventAccumulator:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [5, 2])
-def test_a_file_of_timms_weights_is_where_a_run_begins(count, longseq, folder_words, tmp_path):
-    """At a learning rate of 0 the run ends with the weights of the file, but for the head of other classes."""
-    write_three(tmp_path / "images")
-    options = {"depth": 1, "embed_dim": 24, "num_heads": 2}
-    shape = {"img_size": 8, "patch_size": 2, "in_chans": 1}
-    theirs = timm.create_model("vit_tiny_patch16_224", num_classes=count, **options, **shape).eval()
-    torch.nn.init.normal_(theirs.head.weight)
-    save_file(theirs.state_dict(), tmp_path / "weights.safetensors")
-    model = ("model=timm", "model.name=vit_tiny_patch16_224", "model.patch_size=2", "+model.depth=1")
-    sizes = ("+model.embed_dim=24", "+model.num_heads=2")
-    kept = [word for word in folder_words if not word.startswith(("mixer=", "model.", "recipe"))]
-    begin = ("recipe=finetune", "recipe.epochs=1", "recipe.learning_rate=0", "init=weights.safetensors")
-    told = longseq(*kept, *model, *sizes, *begin)
-    new = "the head is new: there are 2 classes, and the weights are of 5"
-    assert told.splitlines().count(new) == (count == 5)
-    saved = load_file(tmp_path / "run" / "model" / "model.safetensors")
-    assert saved.keys() == theirs.state_dict().keys()
-    for name, values in theirs.state_dict().items():
-        same = saved[name].shape == values.shape and torch.equal(saved[name], values)
-        assert same == (count == 2 or not name.startswith("head.")), name
-    assert saved["head.weight"].shape == (2, 24)
-    if count == 2:
-        longseq("predict", BEST, "input=images/test", "output=told.csv")
-        scores = read_scores(tmp_path / "told.csv", ["other", "three"])
-        config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())["pretrained_cfg"]
-        for number in SPLITS["test"]:
-            pixels = torch.tensor(np.round(load_digits().images[number] * 255 / 16) / 255).float()
-            images = (pixels - config["mean"][0]) / config["std"][0]
-            expected = theirs(images[None, None]).softmax(dim=1)[0].tolist()
-            assert scores[f"{number}.png"] == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.slow
 def test_the_worst_errors_have_the_names_of_their_files(longseq, folder_words, tmp_path, monkeypatch):
     """The list and the picture name the wrongly classified files whose loss is largest by what `predict` writes."""
     drawn: list[list[str]] = []
@@ -232,85 +194,3 @@ def test_the_worst_errors_have_the_names_of_their_files(longseq, folder_words, t
         assert [row["true_class"] for row in rows] == [str(TARGET[int(Path(name).stem)]) for name in worst[:12]]
         assert drawn[at] == worst[:5]
     assert {"val/worst_errors", "test/worst_errors"} <= {*read_board(tmp_path / "run").Tags()["images"]}
-
-
-@pytest.mark.slow
-def test_two_loggers_hold_the_same_values_and_hyper_parameters_no_paths(longseq, folder_words, tmp_path):
-    write_three(tmp_path / "images")
-    kept = [word for word in folder_words if not word.startswith(("data.root=", "recipe"))]
-    chosen = (f"data.root={tmp_path}/images", "recipe=auto", "recipe.updates=11", "trainer.log_every_n_steps=2")
-    told = longseq(*kept, *chosen, "logger=[tensorboard,csv]", "recipe.validate_every_updates=4", "seed=3")
-    run = tmp_path / "run"
-    assert "batch 32, 11 updates, learning rate 0.001" in told
-    board, written = read_board(run), json.loads((run / "metrics.json").read_text())
-    rows = read_rows(run / "metrics.csv")
-    names = {name for name in rows[0] if name not in ("step", "epoch")}
-    assert names >= {"train/loss", "train/lr", "val/loss", "val/top1", "test/loss", "test/top1"}
-    assert {*board.Tags()["scalars"]} - {"epoch"} == names
-    for name in names:
-        listed = [(int(row["step"]), float(row[name])) for row in rows if row[name]]
-        events = [(event.step, event.value) for event in board.Scalars(name)]
-        assert [step for step, _ in events] == [step for step, _ in listed], name
-        assert [value for _, value in events] == pytest.approx([value for _, value in listed], rel=1e-6), name
-        if name.startswith("test/"):
-            assert listed[-1][1] == pytest.approx(written[name]), name
-
-    content = board.summary_metadata["_hparams_/session_start_info"].plugin_data.content
-    shown = {
-        name: value.string_value or value.number_value
-        for name, value in parse_session_start_info_plugin_data(content).hparams.items()
-    }
-    assert shown == {
-        "task": "image",
-        "data": "image_folder",
-        "model": "longseq_tiny_patch16_224",
-        "mixer": "attention",
-        "scale": "nano",
-        "parameters": written["parameters"],
-        "recipe": "auto",
-        "learning_rate": 1e-3,
-        "batch_size": 32,
-        "epochs": 11 / 4,  # of 150 images, the last ones fill no batch
-        "seed": 3,
-    }
-    metadata = board.summary_metadata["_hparams_/experiment"].plugin_data.content
-    experiment = parse_experiment_plugin_data(metadata)
-    tested = {name for name in written if name.startswith("test/") and isinstance(written[name], float)}
-    assert {info.name.tag for info in experiment.metric_infos} == tested
-    assert {"test/top1", "test/f1", "test/balanced_accuracy", "test/loss"} == tested
-    assert str(tmp_path) not in str(board.summary_metadata)
-
-
-@pytest.mark.slow
-def test_a_strategy_and_a_profiler_with_options(command, longseq, folder_words, tmp_path):
-    """They change no number, and the report of the profiler lies in the run folder, also without a name. That of
-    `evaluate` lies beside the metrics.
-    """
-    write_three(tmp_path / "images")
-    longseq(*folder_words, "recipe.epochs=1", "+trainer.profiler=simple")
-    assert "[Strategy]SingleDeviceStrategy.training_step" in (tmp_path / "run" / "fit-profile.txt").read_text()
-    figures = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    strategy = "+trainer.strategy={_target_: DDPStrategy, static_graph: true, timeout: 60}"
-    profiler = "+trainer.profiler={_target_: SimpleProfiler, filename: mine}"
-    done = command(tmp_path, *folder_words[:-1], "recipe.epochs=1", strategy, profiler, "output=other")
-    assert done.returncode == 0, done.stderr
-    again = json.loads((tmp_path / "other" / "metrics.json").read_text())
-    times = ("seconds", "images_per_second")
-    assert {key: again[key] for key in again if key not in times} == {
-        key: value if not isinstance(value, float) else pytest.approx(value)
-        for key, value in figures.items()
-        if key not in times
-    }
-    stated = yaml.safe_load((tmp_path / "other" / "config.yaml").read_text())["trainer"]
-    assert stated["strategy"] == {"_target_": "DDPStrategy", "static_graph": True, "timeout": 60}
-    report = (tmp_path / "other" / "fit-mine.txt").read_text()
-    (count,) = re.findall(r"\[Strategy\]DDPStrategy\.training_step\s*\|[^|]*\|\s*(\d+)\s*\|", report)
-    assert int(count) == figures["updates"] == 2
-    assert (tmp_path / "other" / "test-mine.txt").is_file()
-    of_training = (tmp_path / "run" / "test-profile.txt").read_text()
-    longseq("evaluate", BEST, "trainer=cpu", "+trainer.profiler=simple", "output=told/figures.json")
-    assert "[Strategy]SingleDeviceStrategy.test_step" in (tmp_path / "told" / "test-profile_figures.txt").read_text()
-    longseq("evaluate", BEST, "trainer=cpu", "+trainer.profiler=simple")
-    assert (tmp_path / "run" / "test-profile_evaluation_test.txt").is_file()
-    assert (tmp_path / "run" / "test-profile.txt").read_text() == of_training
-    assert not list(tmp_path.glob("*.txt"))

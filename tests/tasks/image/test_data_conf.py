@@ -74,15 +74,3 @@ def test_vim_decays_by_scale(scale, weight_decay, drop_path):
     assert (recipe["epochs"], recipe["batch_size"], recipe["learning_rate"]) == (300, 1024, 1e-3)
     assert recipe["ema"]["decay"] == 0.99996
     assert recipe["augment"]["repeats"] == 3
-
-
-def test_stride8_finetuning_is_flat():
-    recipe = load("recipe=stride8_finetune")["recipe"]
-    assert recipe["model"]["stride"] == 8
-    optimizer = built(recipe, "optimizer")(torch.nn.Linear(4, 2), lr=recipe["learning_rate"])
-    warmup = {name: recipe["schedule"][name] for name in WARMUPS if recipe["schedule"].get(name) is not None}
-    assert not any(warmup.values())
-    scheduler, _ = built(recipe, "schedule")(optimizer, num_epochs=30, updates_per_epoch=10)
-    for update in (0, 5, 150, 299):
-        scheduler.step_update(update)
-        assert optimizer.param_groups[0]["lr"] == 1e-5

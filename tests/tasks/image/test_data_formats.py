@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import shutil
 import struct
@@ -15,7 +14,6 @@ import torch
 from image_data import image_data
 from PIL import Image
 
-from longseq.tasks import predict, train
 from longseq.tasks.image import data
 from longseq.tasks.image.augmentation import Augmentation
 from longseq.tasks.image.data import ImageDataModule
@@ -239,23 +237,6 @@ def test_every_ending_is_trained_on(kind, tmp_path):
     return check_shades(module, 12)
 
 
-@pytest.mark.parametrize("source", ["folder", "csv"])
-def test_an_evaluation_of_another_source_leaves_out_how_the_run_named_its_labels(source, tmp_path):
-    root, table = write_mixed(tmp_path), tmp_path / "images.csv"
-    paths = sorted((root / "train").glob("[dl]*/?.png"))
-    table.write_text("".join(f"{line}\n" for line in ("image,label", *(f"{one},{one.parent.name}" for one in paths))))
-    keys = {
-        "folder": {"root": str(root), "class_map": {"dark": 0, "light": 1}},
-        "csv": {"root": str(table), "file_column": "image"},
-    }
-    run = {"data": {"name": "mixed", "source": source, "img_size": 8, "num_workers": 0, **keys[source]}}
-    other = "csv" if source == "folder" else "folder"
-    changes = {"source": other, **keys[other], "class_map": None}
-    trained = open_folder(source=source, **keys[source]).info
-    again = ImageDataModule.for_evaluation(run, changes, split="test", trained=trained, batch_size=4)
-    assert again.info.class_names == ["dark", "light"]
-
-
 def test_names_of_splits_may_have_capitals(tmp_path):
     root = write_mixed(tmp_path)
     shutil.copytree(root / "val", root / "TEST")
@@ -322,49 +303,6 @@ def test_webdataset_keeps_sixteen_bits_and_takes_every_ending(tmp_path, monkeypa
     assert sum(len(targets) for _, targets in loader) == 8
 
 
-@pytest.mark.slow
-def test_a_stream_without_a_readable_image_measures_nothing(tmp_path, tiny):
-    pytest.importorskip("webdataset", reason="wds/ sources need longseq[datasets]")
-    stream = io.BytesIO()
-    Image.fromarray(np.full((8, 8), 7, np.uint8)).save(stream, "PNG")
-    for name, picture in (("train", stream.getvalue()), ("val", b"no image")):
-        with tarfile.open(tmp_path / f"{name}.tar", "w") as archive:
-            for index in range(8):
-                for ending, content in (("png", picture), ("cls", str(index % 2).encode())):
-                    member = tarfile.TarInfo(f"{index}.{ending}")
-                    member.size = len(content)
-                    archive.addfile(member, io.BytesIO(content))
-    data = ["data=image_folder", "recipe=digits", "data.source=wds/data", f"data.root={tmp_path}", "data.img_size=8"]
-    data += ["data.train_split='train.tar|8'", "data.val_split='val.tar|8'", "data.test_split=null"]
-    data += ["data.num_classes=2", "data.num_workers=0", "recipe.batch_size=4", "recipe.epochs=1"]
-    with pytest.raises(ValueError, match="not one validation image could be read"):
-        train.run(tiny(*data, "recipe.batch_size=4"))
-
-
-@pytest.mark.slow
-def test_a_file_of_classes_may_have_a_mark_and_empty_lines_at_its_end(tmp_path):
-    root, names = write_mixed(tmp_path), tmp_path / "names.txt"
-    names.write_text("\ufefflight\ndark\n\n\n", encoding="utf-8")
-    assert open_folder(root, class_map=str(names)).info.class_names == ["light", "dark"]
-
-
-@pytest.mark.slow
-def test_eight_and_sixteen_bits_are_predicted_alike_and_the_rest_is_named(tmp_path, tiny, compose_config, capsys):
-    root = write_mixed(tmp_path / "images")
-    data = ("data=image_folder", "recipe=digits", f"data.root={root}", "data.img_size=8", "data.in_chans=1")
-    train.run(tiny(*data, "data.num_workers=0", "recipe.batch_size=4", "recipe.epochs=1"))
-    output, checkpoint = tmp_path / "p.csv", tmp_path / "run" / "checkpoints" / "best.ckpt"
-    pictures = write_grey(tmp_path / "pictures")
-    (pictures / "notes.txt").write_text("no image")
-    capsys.readouterr()
-    config = compose_config("predict", f"checkpoint={checkpoint}", f"input={pictures}", f"output={output}")
-    assert predict.run(config) == {"classified": 22, "unreadable": 0, "passed_over": 1}
-    assert "22 images classified, 0 unreadable, 1 passed over (1 .txt: notes.txt)" in capsys.readouterr().out
-    rows = list(csv.DictReader(output.open()))
-    assert len({(row["class_1"], row["probability_1"]) for row in rows if not row["error"]}) == 1
-    assert [row["error"] for row in rows if row["error"]] == ["passed over: .txt"]
-
-
 def png_of_colours(values):
     """A PNG file of 16 bits a channel, grey or colours, with or without alpha, which Pillow does not write."""
 
@@ -390,14 +328,3 @@ def write_bits(root, bits, colours=False):
             else:
                 Image.fromarray(values[..., 0].astype(np.uint16)).save(path)
     return root
-
-
-def test_compressed_tiff_files_are_read_in_archives(tmp_path):
-    for name in ("dark", "light"):
-        for index in range(2):
-            path = tmp_path / "images" / name / f"{index}.tiff"
-            write(path, Image.fromarray(GREY + index), compression="tiff_lzw")
-    with tarfile.open(tmp_path / "all.tar", "w") as archive:
-        archive.add(tmp_path / "images", arcname=".")
-    source = open_folder(tmp_path / "all.tar", val_fraction=0.5).splits.train.source
-    assert [np.asarray(source.read(index)[0])[0, 0] for index in range(4)] == [0, 1, 0, 1]

@@ -88,13 +88,13 @@ def test_the_state_does_not_depend_on_the_rank():
 @pytest.mark.parametrize(("options", "name"), [({"seed": 4}, "seed"), ({"batch_size": 32}, "effective_batch_size")])
 def test_another_order_of_samples_is_refused(options, name):
     state = digits().train_dataloader().state_dict()
-    with pytest.raises(ValueError, match=rf"trained with {name}=.*resume with {name}="):
+    with pytest.raises(ValueError, match=rf"trained with {name}="):
         digits(**options).train_dataloader().load_state_dict(state)
 
 
 def test_a_checkpoint_between_two_updates_goes_on_as_it_was_trained_only():
     state = digits().train_dataloader().state_dict() | {"batches": 3, "batch_size": 32, "accumulate": 2}
-    with pytest.raises(ValueError, match=r"between two updates \(32 at a time on 1 device\(s\) x 2 accumulated"):
+    with pytest.raises(ValueError, match="from within an update"):
         digits().train_dataloader().load_state_dict(state)
 
 

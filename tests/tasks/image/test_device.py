@@ -15,7 +15,7 @@ from PIL import Image
 from timm.data.auto_augment import AugmentOp
 from torchvision.transforms.functional import pil_to_tensor
 
-from longseq.tasks.data.ahead import work_ahead
+from longseq.tasks.data.loader import work_ahead
 from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.image.augmentation import Augmentation
 from longseq.tasks.image.datasets import TrainingBatches, seed_everything

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 import math
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch import Callback, Trainer
 
 from longseq.tasks import Training, train
-from longseq.tasks.data.loader import count_repeated
 from longseq.tasks.image.data import ImageDataModule
-from longseq.tasks.image.errors import WorstErrors
-from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.module import ImageClassifier
 from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.trainer import build_trainer
@@ -94,13 +90,6 @@ def test_metrics_weigh_every_image_alike(tiny):
     assert int(task.confusion_matrix.diagonal().sum()) == right
 
 
-@pytest.mark.parametrize("metric", [None, "loss", "val/loss", "top1", "val/auroc", "val/kappa"])
-def test_a_known_metric_of_an_own_script_is_taken(metric):
-    own = {"kappa": {"_target_": "torchmetrics.classification.MulticlassCohenKappa"}, "auroc": True, "f1": None}
-    task = ImageClassifier(torch.nn.Linear(4, 3), num_classes=3, metric=metric, chosen_metrics=own)
-    assert metric is None or metric.rpartition("/")[2] in task.val_metrics
-
-
 def test_top5_needs_more_than_five_classes(tiny):
     config = resolve(tiny())
     info = ImageDataModule.from_config(config, 64).info
@@ -166,48 +155,9 @@ def test_samples_are_ranked_where_their_probabilities_are_near_one(tmp_path, mul
     assert len(classifier.probabilities(logits).unique()) < 790, "in float32 many of these are equal"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("batch", [3, 4])
-def test_worst_errors_of_probabilities_are_those_of_the_likeliest_classes(tmp_path, batch):
-    """Of labels that are probabilities, in batches of as many images as classes and of fewer."""
-    images, classes = torch.randn(8, 3, 2, 2), torch.arange(8) % 4
-    labels = 0.7 * torch.nn.functional.one_hot(classes, 4) + 0.075
-    classifier = ImageClassifier(
-        torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 4)),
-        num_classes=4,
-        info=DataInfo(["a", "b", "c", "d"], 4, 2, 3, mean=[0.5] * 3, std=[0.5] * 3, interpolation="", crop_pct=1.0),
-    )
-    data = LightningDataModule.from_datasets(
-        test_dataset=torch.utils.data.TensorDataset(images, labels), batch_size=batch
-    )
-    data.info = classifier.info
-    trainer = Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path, callbacks=[WorstErrors(tmp_path)])
-    (found,) = trainer.test(classifier, data)
-    with torch.no_grad():
-        logits = classifier(images)
-    losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-    wrong = (logits.argmax(1) != classes).nonzero()[:, 0].tolist()
-    rows = list(csv.DictReader((tmp_path / "worst_errors_test.csv").open()))
-    assert len(rows) == len(wrong) == round(8 * (1 - found["test/top1"]))
-    for row, index in zip(rows, sorted(wrong, key=lambda index: -losses[index]), strict=True):
-        assert row["true_class"] == "abcd"[classes[index]]
-        assert row["predicted_class"] == "abcd"[logits[index].argmax()]
-        assert float(row["loss"]) == pytest.approx(losses[index].item(), abs=1e-5)
-
-
 class Endless(torch.utils.data.Sampler):
     def __iter__(self):
         return iter(range(8))
 
     def __len__(self):
         raise TypeError("no length")
-
-
-@pytest.mark.slow
-def test_a_sampler_without_a_length_is_measured():
-    pairs = [(torch.zeros(3, 2, 2), index % 4) for index in range(8)]
-    trainer = Trainer(accelerator="cpu", logger=False, limit_test_batches=2)
-    backbone = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 4))
-    loader = torch.utils.data.DataLoader(pairs, batch_size=4, sampler=Endless())
-    assert count_repeated(loader) == 0
-    trainer.test(ImageClassifier(backbone, num_classes=4), loader)

@@ -1,18 +1,17 @@
-"""The data of language models: where text comes from, exact resume, and refusals in one line."""
+"""The data of language models: where text comes from, exact resume, and evaluation on other text."""
 
 from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer as Library
 
+from longseq.tasks.config import read
 from longseq.tasks.lm.data import LanguageModelData
 from longseq.tasks.text import corpora, python_sources
 from longseq.tasks.text.batch import IGNORED, TokenBatch
@@ -21,7 +20,6 @@ from longseq.tasks.text.keys import TextDataKeys
 from longseq.tasks.text.prepare import prepare
 from longseq.tasks.text.sources import TEXT, find_parts
 from longseq.tasks.text.tokenizer import train_tokenizer
-from longseq.tasks.training.options import read
 
 TEXTS = [f"document {i}: " + "the cat sat on the mat; " * (i % 9) for i in range(80)]
 
@@ -73,15 +71,6 @@ def test_a_run_of_streams_is_measured_again_in_as_many(tokens: Path, changes: di
     assert as_lists(again.test_dataloader()) == as_lists(trained.test_dataloader())
 
 
-def test_of_more_streams_than_windows_each_window_is_one(tokens: Path) -> None:
-    data = make(source="tokens", root=str(tokens), packing="streams", eval_batch_size=200)
-    count = data.info.sizes["val"]
-    (batch,) = data.val_dataloader()
-    inputs, targets = batch
-    assert targets.numel() == 16 * count < 16 * 200
-    assert inputs.units == len(data._stores[0].splits["validation"].tokens)
-
-
 def test_corpora_of_different_tokenizers_are_not_mixed(tokens: Path, jsonl: Path) -> None:
     other = jsonl.with_name("trained")
     fractions = {"validation": 0.1, "test": 0.1}
@@ -116,43 +105,6 @@ def test_workers_give_the_same_batches(tokens: Path) -> None:
     assert as_lists(iter(alone)) == as_lists(iter(beside))
 
 
-def test_text_is_prepared_once(jsonl: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    options = {"source": "files", "root": str(jsonl), "validation": 0.1, "test": 0.1}
-    data = make(**options)
-    assert data.info.text_bytes == make(source="tokens", root=str(tokens)).info.text_bytes
-    assert corpora.cache_folder() == tmp_path / "cache" / "longseq" / "text"
-    with monkeypatch.context() as patch:
-        patch.setattr(corpora, "prepare", None)  # a second preparation would fail
-        again = make(**options)
-    assert as_lists(iter(again.train_dataloader())) == as_lists(iter(data.train_dataloader()))
-    jsonl.write_text(json.dumps({"text": "another text " * 40}) + "\n" + jsonl.read_text())
-    assert make(**options).info.sizes != data.info.sizes
-    tokenizer = tmp_path / "tokenizer"
-    tokenizer.mkdir()
-    sizes = []
-    for size in (270, 300):  # another tokenizer in the same file
-        (tokenizer / "tokenizer.json").write_text(train_tokenizer(TEXTS, size).to_dict()["json"])
-        sizes.append(make(**options, tokenizer=str(tokenizer)).info.vocab_size)
-    assert sizes == [270, 300]
-    file = tokenizer / "tokenizer.json"
-    library = Library.from_file(str(file))
-    library.add_special_tokens(["<a>", "<b>"])
-    library.save(str(file))
-    for end in ("<a>", "<b>"):  # other settings beside the same file, which name the separator
-        (tokenizer / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
-        assert make(**options, tokenizer=str(file)).info.tokenizer["separator"] == end
-
-
-def test_a_text_with_the_size_and_the_time_of_an_older_one_is_prepared_again(jsonl: Path, tmp_path: Path) -> None:
-    """Archives that are packed reproducibly give all files one time."""
-    options = {"source": "files", "root": str(jsonl), "cache": str(tmp_path / "cache")}
-    before, time = make(**options).info, jsonl.stat().st_mtime_ns
-    jsonl.write_text(jsonl.read_text().replace("cat", "dog"))
-    os.utime(jsonl, ns=(time, time))
-    assert make(**options).info.checksums != before.checksums
-
-
 def test_a_changed_text_of_training_is_known(jsonl: Path, tokens: Path) -> None:
     """The same documents in another order are as many windows, and a resumed run would read others."""
     lines = jsonl.read_text().splitlines(keepends=True)
@@ -163,28 +115,6 @@ def test_a_changed_text_of_training_is_known(jsonl: Path, tokens: Path) -> None:
     assert found.sizes == trained.sizes
     assert found.find_change(trained, "train") is not None
     assert trained.find_change(trained, "train") is None
-
-
-@pytest.mark.slow
-def test_processes_that_start_together_prepare_a_text_once(
-    jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepared, begun = [], threading.Event()
-
-    def slow(*arguments: Any, **options: Any) -> Any:
-        prepared.append(1)
-        begun.wait(0.3)  # the other comes here too, unless it waits
-        return prepare(*arguments, **options)
-
-    monkeypatch.setattr(corpora, "prepare", slow)
-    options = {"source": "files", "root": str(jsonl), "cache": str(tmp_path / "cache"), "test": 0.1}
-    found: list[LanguageModelData] = []
-    threads = [threading.Thread(target=lambda: found.append(make(**options))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (len(prepared), found[0].info) == (1, found[1].info)
 
 
 @pytest.mark.slow
@@ -218,55 +148,8 @@ def test_text_of_the_training_is_not_measured_by_other_shares(jsonl: Path, tmp_p
     for split, key, share in (("test", "test", 0.5), ("val", "validation", 0.4)):
         with pytest.raises(ValueError, match=rf"^data\.{key}={share}: "):
             measure(split, **{key: share})
-        with pytest.raises(ValueError, match=rf"^data\.{key}={share}: "):
-            measure(split, root=[str(jsonl)], **{key: share})
     assert measure("test", validation=0.4).checksums["test"] == trained.checksums["test"]
     assert measure("test", test=0.2).sizes["test"] < trained.sizes["test"]
-
-
-def test_a_model_of_a_mixture_is_measured_on_one_text(tokens: Path) -> None:
-    """The weights are those of the training's folders; evaluation reads each text once."""
-    own = {"name": "made", "source": "tokens", "root": [str(tokens), str(tokens)], "window": 16, "weights": [1, 3]}
-    trained, config = make(**{key: value for key, value in own.items() if key != "name"}).info, {"seed": 0, "data": own}
-    sizes = []
-    for changes in ({}, {"root": str(tokens)}):
-        data = LanguageModelData.for_evaluation(config, changes, split="test", trained=trained, batch_size=4)
-        sizes.append(sum(inputs.units for inputs, _ in data.test_dataloader()))
-    assert sizes[0] == 2 * sizes[1] > 0
-
-
-def test_python_sources_are_those_that_are_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    site = tmp_path / "site-packages"
-    for name in ("a/one.py", "a/tests/test_one.py", "b.py", "a/two.txt"):
-        (site / name).parent.mkdir(parents=True, exist_ok=True)
-        (site / name).write_text(f"# {name}\n" * 50)
-    (site / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\n# \xe9\n")
-    monkeypatch.setattr(python_sources, "standard_library_files", list)
-    monkeypatch.setattr("sys.path", [str(site)])
-    found = python_sources.installed_files()
-    assert [Path(path).relative_to(site).as_posix() for path in found] == ["a/one.py", "b.py", "latin.py"]
-    texts = [
-        one.text  # type: ignore[union-attr]
-        for part in corpora.group_files(found, format="python")
-        for one in corpora.read_part(part, TEXT)
-    ]
-    assert texts[2].endswith("# é\n")
-
-
-@pytest.mark.slow
-def test_the_standard_library_is_split_by_file_and_measured_by_gzip() -> None:
-    files = python_sources.standard_library_files()
-    names = {Path(path).name for path in files}
-    assert {"argparse.py", "tokenize.py"} <= names
-    assert not [path for path in files if {"test", "tests", "idlelib", "site-packages"} & set(Path(path).parts[-3:-1])]
-    data = make(source="standard_library", window=256)
-    splits = data._stores[0].splits
-    assert sum(corpus.documents for corpus in splits.values()) > 0.9 * len(files)
-    assert 1.5 < data.info.gzip_bits_per_byte < 2.5  # type: ignore[operator]
-    inputs, targets = next(iter(data.train_dataloader()))
-    assert inputs.units == int((targets != IGNORED).sum()) == 4 * 256
-    text = data.info.make_tokenizer().decode(inputs.tokens[0].tolist())
-    assert "def " in text or "import" in text or "self" in text
 
 
 def test_corpora_are_mixed_by_weights(tokens: Path, tmp_path: Path) -> None:
@@ -281,3 +164,36 @@ def test_corpora_are_mixed_by_weights(tokens: Path, tmp_path: Path) -> None:
     digits = ((rows >= ord("0")) & (rows <= ord("9"))).sum(dim=1) > 8
     assert abs(float(digits.double().mean()) - 0.75) < 0.02
     assert data.info.gzip_bits_per_byte is None
+
+
+def test_text_is_prepared_once_and_again_when_it_changes(
+    jsonl: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"source": "files", "root": str(jsonl), "validation": 0.1, "test": 0.1, "cache": str(tmp_path / "cache")}
+    data = make(**options)
+    assert data.info.text_bytes == make(source="tokens", root=str(tokens)).info.text_bytes
+    with monkeypatch.context() as patch:
+        patch.setattr(corpora, "prepare", None)  # a second preparation would fail
+        again = make(**options)
+    assert as_lists(iter(again.train_dataloader())) == as_lists(iter(data.train_dataloader()))
+    time = jsonl.stat().st_mtime_ns
+    jsonl.write_text(jsonl.read_text().replace("cat", "dog"))
+    os.utime(jsonl, ns=(time, time))  # unpacked archives may give all files one time
+    assert make(**options).info.checksums != data.info.checksums
+    sizes = []
+    for size in (270, 300):  # another tokenizer in the same file
+        (tmp_path / "tokenizer.json").write_text(train_tokenizer(TEXTS, size).to_dict()["json"])
+        sizes.append(make(**options, tokenizer=str(tmp_path / "tokenizer.json")).info.vocab_size)
+    assert sizes == [270, 300]
+
+
+@pytest.mark.slow
+def test_the_standard_library_is_split_by_file() -> None:
+    files = python_sources.standard_library_files()
+    assert {"argparse.py", "tokenize.py"} <= {Path(path).name for path in files}
+    data = make(source="standard_library", window=256)
+    assert sum(corpus.documents for corpus in data._stores[0].splits.values()) > 0.9 * len(files)
+    assert data.info.gzip_bits_per_byte is not None
+    assert 1.5 < data.info.gzip_bits_per_byte < 2.5
+    inputs, targets = next(iter(data.train_dataloader()))
+    assert inputs.units == int((targets != IGNORED).sum()) == 4 * 256

@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-import longseq
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks import evaluate
-from longseq.tasks.lm import documents
 from longseq.tasks.lm.documents import score_documents
 from longseq.tasks.text.sources import Columns, find_parts
 from longseq.tasks.text.tokenizer import ByteTokenizer, train_tokenizer
@@ -30,18 +28,13 @@ def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("block", [1, 1024])
-def test_each_document_has_its_log_probability_and_what_is_malformed_its_place(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(documents, "_BLOCK", block)
+def test_each_document_has_its_log_probability_and_what_is_malformed_its_place(tmp_path):
     path, output, model = tmp_path / "text.jsonl", tmp_path / "out.jsonl", make_model()
     path.write_text("\n".join(LINES) + "\n")
     options = {"batch_size": 2, "context": contextlib.nullcontext()}
     totals = score_documents(model, ByteTokenizer(), find_parts([str(path)], Columns()), Columns(), output, **options)
     rows = rows_of(output)
-    assert [row["document"] for row in rows] == [0, 1, 2, 3, 4, 5]
-    assert [row.get("error", "").removeprefix(f"{path}, ")[:7] for row in rows] == [
-        "", "line 2:", "line 3:", "empty", "", "line 6:",
-    ]  # fmt: skip
+    assert [row["document"] for row in rows if "error" in row] == [1, 2, 3, 5]
     losses = 0.0
     for row, text in ((rows[0], "été"), (rows[4], "a longer line")):
         tokens = torch.tensor([[256, *text.encode(), 256]])
@@ -50,21 +43,10 @@ def test_each_document_has_its_log_probability_and_what_is_malformed_its_place(t
         size = len(text.encode())
         assert row["log_probability"] == pytest.approx(-loss, rel=1e-5)
         assert (row["tokens"], row["bytes"]) == (size + 1, size)
-        assert row["bits_per_byte"] == pytest.approx(loss / math.log(2) / size, rel=1e-5)
         assert row["perplexity"] == pytest.approx(math.exp(loss / (size + 1)), rel=1e-5)
         losses += loss
     assert (totals.documents, totals.malformed, totals.empty, totals.bytes) == (2, 3, 1, 5 + 13)
     assert totals.metrics()["bits_per_byte"] == pytest.approx(losses / math.log(2) / 18, rel=1e-5)
-
-
-def test_a_document_of_blanks_is_empty(tmp_path):
-    path, output, model = tmp_path / "text.jsonl", tmp_path / "out.jsonl", make_model()
-    path.write_text('{"text": " \\n\\t"}\n{"text": "a"}\n')
-    options = {"batch_size": 2, "context": contextlib.nullcontext()}
-    parts = find_parts([str(path)], Columns())
-    totals = score_documents(model, ByteTokenizer(), parts, Columns(), output, **options)
-    assert (totals.documents, totals.empty) == (1, 1)
-    assert rows_of(output)[0] == {"document": 0, "error": "empty"}
 
 
 def test_a_prompt_is_read_and_not_scored(tmp_path):
@@ -79,23 +61,6 @@ def test_a_prompt_is_read_and_not_scored(tmp_path):
         loss = cross_entropy(model(tokens[:, :-1])[0][0, 4:], tokens[0, 5:], reduction="sum").item()
     assert row["log_probability"] == pytest.approx(-loss, rel=1e-5)
     assert (row["tokens"], row["bytes"]) == (14, 13)
-
-
-class OtherTokenizer(ByteTokenizer):
-    """Texts begin with another token than the one that ends them, as in Llama."""
-
-    start = 7
-
-
-def test_a_document_begins_with_the_token_that_the_model_was_trained_with(tmp_path):
-    path, output, model = tmp_path / "text.txt", tmp_path / "out.jsonl", make_model()
-    path.write_text("some text")
-    options = {"batch_size": 2, "context": contextlib.nullcontext()}
-    score_documents(model, OtherTokenizer(), find_parts([str(path)], Columns()), Columns(), output, **options)
-    tokens = torch.tensor([[7, *b"some text", 256]])
-    with torch.no_grad():
-        loss = cross_entropy(model(tokens[:, :-1])[0][0], tokens[0, 1:], reduction="sum").item()
-    assert rows_of(output)[0]["log_probability"] == pytest.approx(-loss, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -139,18 +104,3 @@ def test_windows_of_a_converted_model_begin_documents_as_the_documents_alone_do(
         if packing != "concatenated":  # which cuts documents, and begins their second parts without a state
             assert windows["test/loss"] == pytest.approx(alone["loss"], rel=1e-5)
     assert abs(losses[0] - losses[1]) > 0.01
-
-
-@pytest.mark.slow
-def test_a_model_that_has_diverged_is_measured(trained, compose_config, tmp_path):
-    """The exponential of a mean loss of more than 709 nats is no number of Python."""
-    model = longseq.from_pretrained(trained.folder / "model")
-    with torch.no_grad():
-        model.embedding.weight.mul_(1e5)
-    model.save_pretrained(tmp_path / "model")
-    path = tmp_path / "text.jsonl"
-    path.write_text("".join(json.dumps({"text": f"text {number}"}) + "\n" for number in range(20)))
-    words = (f"checkpoint={tmp_path / 'model'}", "trainer=cpu")
-    found = evaluate.run(compose_config("evaluate", *words, f"input={path}", f"output={tmp_path / 'out.jsonl'}"))
-    assert found["loss"] > 710
-    assert found["perplexity"] == rows_of(tmp_path / "out.jsonl")[0]["perplexity"] == math.inf

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
@@ -67,13 +65,6 @@ def test_a_saved_state_goes_on_as_if_never_interrupted(mixer, penalty, tmp_path)
     assert first.tokens + second.tokens + third.tokens == whole.tokens
 
 
-def test_a_text_begins_with_the_token_that_the_tokenizer_names():
-    writer = make_writer(temperature=0.0, max_new_tokens=6, end=False)
-    writer.tokenizer.start = 7
-    wanted = writer.model.generate(torch.tensor([[7, *b"some"]]), 6, temperature=0)[0, -6:]
-    assert writer.write(["some"])[0].tokens == wanted.tolist()
-
-
 @pytest.mark.slow
 def test_nothing_is_read_in_front_of_a_bare_prompt():
     writer = make_writer(temperature=0.0, max_new_tokens=6, end=False)
@@ -89,23 +80,6 @@ def test_nothing_is_read_in_front_of_a_bare_prompt():
     assert [one.tokens for one in together] == [writer.write([one])[0].tokens for one in ("some", "", "longer")]
 
 
-def check_that_graphs_change_nothing(mixer, device, folder):
-    options = {"temperature": 5.0, "repetition_penalty": 1.2, "device": device}
-    plain, graph = (make_writer(mixer, cuda_graph=cuda_graph, **options) for cuda_graph in (False, True))
-    whole = plain.write(PROMPTS)
-    assert [one.tokens for one in graph.write(PROMPTS)] == [one.tokens for one in whole]
-    assert len({token for one in whole for token in one.tokens}) > 20
-    options |= {"end": False, "cuda_graph": True}
-    whole = make_writer(mixer, **options).write(["début"])[0].tokens
-    first = make_writer(mixer, max_new_tokens=5, save_state=f"{folder}/text.state", **options).write(["début"])[0]
-    rest = make_writer(mixer, max_new_tokens=7, **options).resume(folder / "text.state")
-    assert first.tokens + rest.tokens == whole
-    single = make_writer(mixer, max_new_tokens=1, save_state=f"{folder}/one.state", **options).write(["début"])[0]
-    assert single.tokens == whole[:1]
-    without = make_writer(mixer, max_new_tokens=11, **{**options, "cuda_graph": False}).resume(folder / "one.state")
-    assert single.tokens + without.tokens == whole
-
-
 @pytest.mark.parametrize("mixer", ["gated_deltanet", "attention", "deltanet+window_attention"])
 def test_what_a_graph_records_writes_the_same_text(mixer, graphs_on_cpu, tmp_path):
     check_that_graphs_change_nothing(mixer, "cpu", tmp_path)
@@ -117,76 +91,47 @@ def test_a_graph_writes_the_same_text(mixer, tmp_path):
     check_that_graphs_change_nothing(mixer, "cuda", tmp_path)
 
 
-def test_a_state_keeps_the_keys_of_real_tokens_alone(tmp_path):
-    sizes = []
-    for most in (5, 500):
-        writer = make_writer("attention", max_new_tokens=most, save_state=str(tmp_path / "text.state"), end=False)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(generate, "draw_tokens", lambda writing, count: [writing.draw().tolist() for _ in range(5)])
-            writer.write(["some text"])
-        sizes.append((tmp_path / "text.state").stat().st_size)
-    assert sizes[0] == sizes[1]
+def test_a_model_with_learned_positions_reads_the_end_of_a_long_prompt():
+    model = TokenBackbone(
+        vocab_size=257, d_model=16, depth=1, mixer="linear_attention", positions="learned", max_length=8
+    )
+    keys = Generate(**{**KEYS, "max_new_tokens": 3, "temperature": 0.0, "end": False})
+    (written,) = Writer(model, ByteTokenizer(), keys, cut_prompts=True).write(["a long prompt"])
+    assert written.tokens == model.generate(torch.tensor([list(b"rompt")]), 3, temperature=0)[0, -3:].tolist()
 
 
 def test_a_state_of_another_model_is_refused(tmp_path):
     make_writer(save_state=str(tmp_path / "a.state"), end=False).write(["x"])
-    with pytest.raises(ValueError, match="another model"):
-        make_writer("mamba2").resume(tmp_path / "a.state")
     writer = make_writer()
-    with torch.no_grad():  # the same embeddings, and one other number
+    with torch.no_grad():
         writer.model.blocks[0].mixer.out_proj.weight[-1, -1] += 1
     with pytest.raises(ValueError, match="another model"):
         writer.resume(tmp_path / "a.state")
 
 
-def test_the_end_token_and_stop_strings_end_a_text():
-    writer = make_writer()
-    for drawn, stop, wanted in (
-        (b"ab\nno", [], ("ab\nno", "length")),
-        (b"ab", [], ("ab", "end")),
-        (b"ab STOP more", ["STOP"], ("ab ", "stop")),
-    ):
-        texts = [*drawn] + [256] * (12 - len(drawn)) if wanted[1] == "end" else [*drawn]
-        script = iter(texts)
-        writer.keys = Generate(**{**KEYS, "stop": stop, "max_new_tokens": len(texts)})
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(generate.TokenSampler, "__call__", lambda *_, script=script: torch.tensor([next(script)]))
-            (written,) = writer.write(["x"])
-        assert (written.text, written.reason) == wanted
+def check_that_graphs_change_nothing(mixer, device, folder):
+    options = {"temperature": 5.0, "repetition_penalty": 1.2, "device": device, "end": False}
+    plain, graph = (make_writer(mixer, cuda_graph=cuda_graph, **options) for cuda_graph in (False, True))
+    whole = plain.write(PROMPTS)
+    assert [one.tokens for one in graph.write(PROMPTS)] == [one.tokens for one in whole]
+    assert len({token for one in whole for token in one.tokens}) > 20
+    whole = make_writer(mixer, cuda_graph=True, **options).write(["début"])[0].tokens
+    saved = {"max_new_tokens": 5, "save_state": f"{folder}/text.state", "cuda_graph": True}
+    first = make_writer(mixer, **saved, **options).write(["début"])[0]
+    rest = make_writer(mixer, max_new_tokens=7, cuda_graph=False, **options).resume(folder / "text.state")
+    assert first.tokens + rest.tokens == whole
 
 
 def test_a_stop_string_is_found_across_tokens_and_what_may_begin_one_is_held_back():
     stops = StopStrings(["END", "ENOUGH"])
-    assert [stops.push(part) for part in ("text E", "N", "O", "R ", "EN", "D more")] == [
-        "text ",
-        "",
-        "",
-        "ENOR ",
-        "",
-        "",
-    ]
+    shown = [stops.push(part) for part in ("text E", "N", "O", "R ", "EN", "D more")]
+    assert shown == ["text ", "", "", "ENOR ", "", ""]
     assert stops.stopped
-    assert stops.push("more") == stops.finish() == ""
-    later = StopStrings(["END"], before="the text E")  # which was shown
-    assert [later.push(part) for part in ("N", "T", "END")] == ["", "NT", ""]
-    assert later.stopped
     unfinished = StopStrings(["END"])
     assert unfinished.push("the EN") + unfinished.finish() == "the EN"
 
 
-@pytest.mark.parametrize("text", ["plain", "été", "漢字かな", "a😀b", "e\u0301", "\n\n\t"])
-def test_characters_come_whole_and_in_order(text):
-    stream = TextStream(ByteTokenizer(), context=[1, 2, 195])
-    parts = [stream.push(token) for token in text.encode()]
-    assert "".join(parts) + stream.finish() == text
-    assert "\N{REPLACEMENT CHARACTER}" not in "".join(parts)
-    held = TextStream(ByteTokenizer())
-    assert [held.push(token) for token in "😀".encode()] == ["", "", "", "😀"]
-
-
-@pytest.mark.parametrize(
-    "text", [b"Y\x8b\x9b\x94\xde\xb6r", b"\xe2\x82\xf0\x9f\x98\x80", b"\xf0\xb6\xac\xff\x80\x9f", b"\x8b" * 9]
-)
+@pytest.mark.parametrize("text", ["été 漢字 a😀b e\u0301".encode(), b"Y\x8b\x9b\xde\xb6r", b"\xf0\xb6\xac\xff\x80\x9f"])
 def test_text_that_comes_token_by_token_is_that_of_all_tokens(text):
     stream = TextStream(ByteTokenizer())
     assert "".join(stream.push(token) for token in text) + stream.finish() == text.decode(errors="replace")
@@ -194,37 +139,10 @@ def test_text_that_comes_token_by_token_is_that_of_all_tokens(text):
 
 @pytest.mark.slow
 def test_prompts_come_from_lines_and_from_json(tmp_path):
-    (tmp_path / "a.txt").write_text("one\n\ntwo words\n")
-    assert generate.read_prompts(tmp_path / "a.txt") == ["one", "two words"]
-    (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "two\nlines"}) + '\n"bare"\n')
-    assert generate.read_prompts(tmp_path / "b.jsonl") == ["two\nlines", "bare"]
-    (tmp_path / "c.jsonl").write_text('{"prompt": "a\u2028b"}\r\n"c\x85"\n', encoding="utf-8-sig")
-    assert generate.read_prompts(tmp_path / "c.jsonl") == ["a\u2028b", "c\x85"]
-    (tmp_path / "e.json").write_text('[{"prompt": "film"},\n "book"]')
-    assert generate.read_prompts(tmp_path / "e.json") == ["film", "book"]
-    (tmp_path / "f.json").write_text('{"prompt": "film"}\n"book"\n')
-    assert generate.read_prompts(tmp_path / "f.json") == ["film", "book"]
-
-
-@pytest.mark.slow
-def test_an_empty_prompt_is_a_new_text(trained, command_here, tmp_path):
-    words = (f"checkpoint={trained.checkpoint}", "max_new_tokens=8", "temperature=0", "end=false", "device=cpu")
-    result = command_here(tmp_path, "generate", "prompt=", "output=a.jsonl", *words)
-    assert (result.returncode, result.stderr) == (0, "")
-    row = json.loads((tmp_path / "a.jsonl").read_text())
-    assert (row["prompt"], row["tokens"], result.stdout) == ("", 8, row["text"] + "\n")
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": ""}\n\n"la"\n')
-    assert command_here(tmp_path, "generate", "input=prompts.jsonl", "output=b.jsonl", *words).returncode == 0
-    first, second = (json.loads(line) for line in (tmp_path / "b.jsonl").read_text().splitlines())
-    assert (first, second["prompt"]) == (row, "la")
-
-
-def test_a_model_with_learned_positions_reads_the_end_of_a_long_prompt():
-    model = TokenBackbone(
-        vocab_size=257, d_model=16, depth=1, mixer="linear_attention", positions="learned", max_length=8
-    )
-    with pytest.raises(ValueError, match="exceed the model's 8 positions"):
-        Writer(model, ByteTokenizer(), Generate(**KEYS)).write(["x"])
-    keys = Generate(**{**KEYS, "max_new_tokens": 3, "temperature": 0.0, "end": False})
-    (written,) = Writer(model, ByteTokenizer(), keys, cut_prompts=True).write(["a long prompt"])
-    assert written.tokens == model.generate(torch.tensor([list(b"rompt")]), 3, temperature=0)[0, -3:].tolist()
+    for name, content, prompts in (
+        ("a.txt", "one\n\ntwo words\n", ["one", "two words"]),
+        ("b.jsonl", '{"prompt": "two\\nlines"}\n"bare"\n', ["two\nlines", "bare"]),
+        ("c.json", '[{"prompt": "film"},\n "book"]', ["film", "book"]),
+    ):
+        (tmp_path / name).write_text(content)
+        assert generate.read_prompts(tmp_path / name) == prompts

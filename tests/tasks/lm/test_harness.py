@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import datasets
 import lm_eval.tasks
-import numpy as np
 import pytest
 import torch
 
@@ -57,9 +56,7 @@ def directly(model, context, continuation):
 
 
 @pytest.mark.slow
-def test_two_tasks_run_from_local_sets_and_give_what_is_computed_directly(
-    trained, sets, compose_config, tmp_path, capsys
-):
+def test_two_tasks_run_from_local_sets_and_give_what_is_computed_directly(trained, sets, compose_config, tmp_path):
     words = (f"checkpoint={trained.checkpoint}", f"tasks=['{PIQA}','{HELLASWAG}']", f"data.root={sets}", "device=cpu")
     found = [
         harness.run(compose_config("harness", *words, f"batch_size={size}", f"output={tmp_path / f'{size}.json'}"))
@@ -77,7 +74,6 @@ def test_two_tasks_run_from_local_sets_and_give_what_is_computed_directly(
     metrics = found[0]["tasks"]["piqa"]["metrics"]
     assert (metrics["acc"]["value"], metrics["acc_norm"]["value"]) == (right / 5, normed / 5)
     assert found[0]["tasks"]["hellaswag"]["samples"] == 5
-    assert "hellaswag  acc_norm" in capsys.readouterr().out
     limited = harness.run(compose_config("harness", *words, "limit=2", f"output={tmp_path / 'few.json'}"))
     assert limited["tasks"]["piqa"]["samples"] == 2
     assert not list(sets.rglob("cache-*")), "nothing is written beside the user's sets"
@@ -102,38 +98,6 @@ def test_likelihoods_are_those_of_the_continuation_whatever_the_batch(trained):
         texts = [context + text for context, text in PAIRS]
         rolling = adapter.loglikelihood_rolling([request(text) for text in texts])
         assert rolling == pytest.approx([directly(workers.first.model, "", text) for text in texts], rel=1e-9)
-
-
-@pytest.mark.slow
-def test_a_bare_prompt_is_scored_with_nothing_in_front(trained):
-    """As lm-evaluation-harness itself does for Qwen and GPT-2; there, too, documents stand behind the separator."""
-    adapter = Adapter(make_workers(trained))
-    adapter.tokenizer.bare_prompts = True
-    model = adapter.workers.first.model
-    found = adapter.loglikelihood([request("a question", " answer"), request("", "start"), request(" ", "word")])
-    with torch.no_grad():
-        scores = model(torch.tensor([[*b"a question answer"]]))[0][0].log_softmax(-1)
-    wanted = sum(scores[len("a question") - 1 + place, token].item() for place, token in enumerate(b" answer"))
-    others = [directly(model, "", "start"), directly(model, "", " word")]
-    assert [one for one, _ in found] == pytest.approx([wanted, *others], rel=1e-6)
-    assert adapter.loglikelihood_rolling([request("text")]) == pytest.approx([directly(model, "", "text")], rel=1e-9)
-
-
-def test_a_continuation_without_a_token_of_its_own_is_refused(trained):
-    adapter = Adapter(make_workers(trained))
-
-    class Words(ByteTokenizer):
-        """A token a word, which may grow by what follows, as in WordPiece; blanks are none."""
-
-        def encode_all(self, texts):
-            return [np.array([len(word) for word in text.split()], dtype=np.int64) for text in texts]
-
-    adapter.tokenizer = Words()
-    (found,) = adapter.loglikelihood([request("open the", " box")])
-    assert found[0] < 0
-    for pair in (("open the bo", "x"), ("open the box", "")):
-        with pytest.raises(ValueError, match="has no token of its own"):
-            adapter.loglikelihood([request("open the", " box"), request(*pair)])
 
 
 def test_log_probabilities_that_are_not_finite_are_refused(trained):
@@ -161,16 +125,6 @@ def test_continuations_are_greedy_and_end_at_a_stop_string(trained):
     assert found == whole
     stop = {"until": [whole[0][1]], "max_gen_toks": 9}
     assert adapter.generate_until([request("a", stop)]) == [whole[0][: whole[0].index(whole[0][1])]]
-    with pytest.raises(ValueError, match="generation_kwargs of a task has num_beams, which longseq does not have"):
-        adapter.generate_until([request("a", {"num_beams": 3})])
-
-
-def test_what_is_drawn_does_not_depend_on_the_batch(trained):
-    kwargs = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 8, "until": []}
-    requests = [request(prompt, kwargs) for prompt in ("one", "the second", "one")]
-    alone, together = (Adapter(make_workers(trained, size)).generate_until(requests) for size in (1, 64))
-    assert alone == together
-    assert alone[0] != alone[2], "equal prompts have different numbers"
 
 
 @pytest.mark.slow
@@ -195,16 +149,9 @@ dataset_kwargs: {data_files: {test: FILE}}
 test_split: test
 doc_to_text: "{{question}}"
 doc_to_target: "{{answer}}"
-output_type: OUTPUT
+output_type: loglikelihood
+fewshot_split: test
 """
-
-
-def write_task(folder, output="loglikelihood", more=""):
-    rows = folder / "rows.jsonl"
-    rows.write_text('{"question": "one and one?", "answer": " two"}\n')
-    path = folder / "own.yaml"
-    path.write_text(YAML.replace("FILE", str(rows)).replace("OUTPUT", output) + more)
-    return path
 
 
 @pytest.fixture
@@ -213,21 +160,9 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_a_task_of_ones_own_reads_a_local_file(tmp_path, trained, cache):
-    loaded = load_tasks([str(write_task(tmp_path))])
-    results = evaluate(make_workers(trained), loaded, None)
-    assert results["tasks"]["own"]["metrics"].keys() >= {"acc", "perplexity"}
-
-
-def test_examples_come_before_the_question(tmp_path, trained, cache):
-    path = write_task(tmp_path, more="fewshot_split: test\n")
-    rows = [{"question": f"one and {number}?", "answer": f" {number}"} for number in range(5)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    loaded = load_tasks([str(path)], num_fewshot=4)
-    assert evaluate(make_workers(trained), loaded, None)["tasks"]["own"]["num_fewshot"] == 4
-
-
-def test_a_set_that_is_not_in_the_folder_is_missing(tmp_path, cache):
-    original = datasets.load_dataset
-    with pytest.raises(FileNotFoundError, match="does not hold the data set baber/piqa"):
-        load_tasks([PIQA], root=str(tmp_path))
-    assert datasets.load_dataset is original, "it is put back"
+    rows, path = tmp_path / "rows.jsonl", tmp_path / "own.yaml"
+    rows.write_text("".join(f'{{"question": "one and {i}?", "answer": " {i}"}}\n' for i in range(5)))
+    path.write_text(YAML.replace("FILE", str(rows)))
+    results = evaluate(make_workers(trained), load_tasks([str(path)], num_fewshot=4), None)["tasks"]["own"]
+    assert results["metrics"].keys() >= {"acc", "perplexity"}
+    assert results["num_fewshot"] == 4

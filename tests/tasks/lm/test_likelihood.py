@@ -49,13 +49,6 @@ def test_rows_are_scored_as_if_each_were_alone_and_whole(mixer, monkeypatch):
             assert one.is_greedy == is_greedy
 
 
-def test_the_most_probable_continuation_is_told():
-    model = make("deltanet")
-    written = model.generate(torch.tensor([[1, 2, 3]]), 6, temperature=0)[0].tolist()
-    other = [*written[:-1], (written[-1] + 1) % V]
-    assert [one.is_greedy for one in score_rows(model, [Row(written, 3), Row(other, 3)], 2)] == [True, False]
-
-
 def test_a_model_of_learned_positions_reads_windows_of_a_document():
     model = make("attention", positions="learned", max_length=8)
     tokens = some_rows()[0].tokens
@@ -67,27 +60,3 @@ def test_a_model_of_learned_positions_reads_windows_of_a_document():
     assert [one.log_probability for one in found] == pytest.approx([directly(model, row)[0] for row in rows])
     (cut,) = score_rows(model, [Row(tokens, 20)], 1)
     assert cut.log_probability == pytest.approx(directly(model, Row(tokens[-9:], 6))[0])
-    with pytest.raises(ValueError, match="22 tokens are scored at once"):
-        score_rows(model, [Row(tokens)], 1)
-
-
-@pytest.mark.parametrize("start", [1, 2, 6, 8, 9, 10, 17, 22])
-def test_the_windows_of_a_long_answer_hold_its_prompt_and_score_each_of_its_tokens_once(start):
-    model = make("attention", positions="learned", max_length=8)
-    tokens = list(range(100, 123))
-    rows = document_rows(model, tokens, start)
-    assert [token for row in rows for token in row.tokens[row.start :]] == tokens[start:]
-    assert all(row.start >= 1 and len(row.tokens) == 9 for row in rows)
-    if start <= 8:
-        assert rows[0].tokens[: rows[0].start] == tokens[:start], "what is scored first sees all of the prompt"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mixer", ["lattice", "ttt"])
-def test_pieces_end_where_chunks_do(mixer, monkeypatch):
-    monkeypatch.setattr(likelihood, "PIECE_TOKENS", 26)
-    model, rows = make(mixer, mixer_options={"chunk_size": 4}), some_rows()
-    wanted = [directly(model, row)[0] for row in rows]
-    for batch_size in (1, 2, 64):
-        found = score_rows(model, rows, batch_size)
-        assert [one.log_probability for one in found] == pytest.approx(wanted, rel=1e-9)

@@ -164,38 +164,6 @@ def test_streams_go_on_where_the_last_batch_ended(mixer):
     torch.testing.assert_close(again, whole[:, :6], msg="a row that is fresh begins anew")
 
 
-@pytest.mark.parametrize("mixer", STREAMING)
-def test_windows_that_carry_the_state_measure_what_one_pass_does_at_sixteen_times_their_length(mixer, monkeypatch):
-    monkeypatch.setattr(LanguageModelTask, "log", lambda *_, **__: None)
-    model = make(mixer).eval()
-    tokens = torch.randint(V, (2, 16 * 8 + 1), generator=torch.Generator().manual_seed(0))
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    whole = [(TokenInputs(inputs, None, 16 * 8, 256, 256), targets)]
-    fresh = [torch.full((2,), index == 0) for index in range(16)]
-    windows = [
-        (
-            TokenInputs(inputs[:, 8 * i : 8 * i + 8], None, 8, 16, 16, Carry(None, None, fresh[i])),
-            targets[:, 8 * i :][:, :8],
-        )
-        for i in range(16)
-    ]
-    (wanted, expected), (found, positions) = measure(model, whole), measure(model, windows)
-    assert found == pytest.approx(wanted, rel=1e-7)
-    assert [(row["from"], row["tokens"]) for row in positions[-2:]] == [(32, 64), (64, 128)]
-    assert [row["tokens"] for row in positions] == [row["tokens"] for row in expected]
-    assert [row["perplexity"] for row in positions] == pytest.approx([row["perplexity"] for row in expected], rel=1e-7)
-
-
-@torch.no_grad()
-def measure(model, batches):
-    """The metrics and the losses by position of a test, without a Trainer."""
-    module = LanguageModelTask(model, info=INFO)
-    for index, batch in enumerate(batches):
-        module.test_step(batch, index)
-    module.on_test_epoch_end()
-    return {name: metric.compute().item() for name, metric in module.test_metrics.items()}, module.by_position
-
-
 def test_packed_streams_go_on_at_their_rows():
     """Two rows of four tokens in one packed row: the second row ends a document and begins another."""
     model = make("deltanet").eval()
@@ -215,13 +183,6 @@ def test_packed_streams_go_on_at_their_rows():
     torch.testing.assert_close(found[0], torch.cat([alone[0][:4], alone[1][:4]]))
     torch.testing.assert_close(found[1], torch.cat([alone[0][4:], alone[1][4:], alone[2]]))
     assert places == [[0, 1, 2, 3, 0, 1, 2, 3], [4, 5, 6, 7, 4, 0, 1, 2]]
-
-
-def test_streams_of_a_state_that_grows_are_refused():
-    module = LanguageModelTask(make("attention"), info=INFO)
-    inputs = TokenInputs(torch.zeros(1, 4, dtype=torch.long), None, 4, 4, 4, Carry(None, None, torch.tensor([True])))
-    with pytest.raises(ValueError, match="the state of Attention grows with every token"):
-        module._features(inputs, "train")
 
 
 def test_metrics_are_sums_over_all_batches(tmp_path):
@@ -247,14 +208,6 @@ def test_metrics_are_sums_over_all_batches(tmp_path):
     assert module.by_position[2]["perplexity"] == pytest.approx(each[(place == 2) | (place == 3)].mean().exp().item())
 
 
-def test_operations_are_those_of_each_document():
-    module = LanguageModelTask(make("attention"), info=INFO)
-    flops = module.backbone.flops
-    assert module.count_flops(packed([[1, 2, 10], [4, 5, 6, 7, 10]])) == 3 * (flops(3) + flops(5))
-    rows = TokenInputs(torch.zeros(2, 6, dtype=torch.long), None, 6, 12, 12)
-    assert module.count_flops((rows, None)) == 6 * flops(6)
-
-
 TEXTS = ([3, 4, 5, 6, 7, 8, 9], [1, 2, 6], [5])  # the last one predicts nothing
 
 
@@ -269,9 +222,8 @@ def pad(side):
     return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 
-@pytest.mark.parametrize("labelled", [True, False])
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_padding_on_any_side_changes_neither_the_update_nor_the_loss(mixer, labelled, tmp_path):
+def test_padding_on_any_side_changes_neither_the_update_nor_the_loss(mixer, tmp_path):
     def weights_and_losses(batches, **options):
         module = LanguageModelTask(make(mixer, depth=2 if "+" in mixer else 1), info=INFO, training=DESCENT)
         measured = trainer(tmp_path).validate(module, Memory(batches), verbose=False)[0]["val/loss"]
@@ -283,7 +235,7 @@ def test_padding_on_any_side_changes_neither_the_update_nor_the_loss(mixer, labe
     weights, loss, by_position = weights_and_losses(alone, accumulate_grad_batches=len(alone))
     for side in ("left", "right", "both"):
         batch = pad(side)
-        if not labelled:
+        if side == "right":  # the tokens themselves are the labels
             del batch["labels"]
         found = weights_and_losses([batch])
         for name, value in weights.items():
@@ -292,31 +244,3 @@ def test_padding_on_any_side_changes_neither_the_update_nor_the_loss(mixer, labe
         assert [row["tokens"] for row in found[2]] == [row["tokens"] for row in by_position]
         for one, other in zip(found[2], by_position, strict=True):
             assert one["perplexity"] == pytest.approx(other["perplexity"], rel=1e-6)
-
-
-def test_padding_between_tokens_is_not_read_and_predicts_nothing():
-    module = LanguageModelTask(make())
-    mask = torch.tensor([[1, 1, 0, 0, 1, 1]])
-    (inputs, targets) = module.read_batch({"input_ids": torch.tensor([[3, 4, 0, 0, 5, 6]]), "attention_mask": mask})
-    assert targets.tolist() == [[4, IGNORED, IGNORED, IGNORED, 6]]
-    read = module.backbone.forward_features(torch.tensor([[3, 4, 5]]))[0]
-    torch.testing.assert_close(module(inputs)[:, [0, 1, 4]], read)
-
-
-def test_a_batch_without_padding_or_with_padding_behind_is_read_without_a_mask():
-    ids, mask = torch.tensor([[3, 4, 5, 0]]), torch.tensor([[1, 1, 1, 0]])
-    module = LanguageModelTask(make())
-    assert module.read_batch({"input_ids": ids, "attention_mask": torch.ones_like(ids)})[0].mask is None
-    assert module.read_batch({"input_ids": ids, "attention_mask": mask})[0].mask is None
-    both_ways = LanguageModelTask(make(direction="bidirectional"))
-    (inputs, _) = both_ways.read_batch({"input_ids": ids, "attention_mask": mask.roll(1, 1) * mask})
-    assert inputs.mask.tolist() == [[False, True, True]]
-
-
-def test_the_diagnostics_do_not_read_padding():
-    module = LanguageModelTask(make(), info=TextInfo(vocab_size=V, separator=10, window=4, tokenizer={"kind": "bytes"}))
-    found = []
-    module.backbone.norm.register_forward_hook(lambda _, __, output: found.append(output.detach()))
-    ids, mask = torch.tensor([[0, 3, 4, 5, 6, 7, 8, 9, 1]]), torch.tensor([[0] + [1] * 8])
-    module.observe(module.read_batch({"input_ids": ids, "attention_mask": mask}), 1)
-    torch.testing.assert_close(found[0][:, 1:], module.backbone.forward_features(ids[:, 1:4])[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import email
 import html
 import http
@@ -18,16 +17,11 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from timm.optim import param_groups_weight_decay
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import longseq
-from longseq import mixers
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks import evaluate, generate, train
 from longseq.tasks.lm.module import LanguageModelTask
 from longseq.tasks.text import corpora
-from longseq.tasks.training import muon
-from longseq.tasks.training.callbacks import throughput
 from longseq.tasks.training.muon import create_muon
 from longseq.tools.hugging_face.conversion import read_model, write_model
 
@@ -108,68 +102,6 @@ def assert_same_run(one, other):
     assert not differing
 
 
-@pytest.mark.slow
-def test_a_run_reports_bits_per_byte_beside_gzip_positions_and_samples(run, capsys, monkeypatch):
-    monkeypatch.setattr(throughput, "peak_flops", lambda device, precision, matmul_precision: 1e12)
-    folder = run("whole", "callbacks.telemetry={_target_: Telemetry, every_n_steps: 4, examples: 2}")
-    metrics = json.loads((folder / "metrics.json").read_text())
-    assert 1 < metrics["test/bits_per_byte"] < 9
-    assert metrics["test/perplexity"] == pytest.approx(2.718281828 ** metrics["test/loss"], rel=1e-4)
-    assert 1 < metrics["test/gzip_bits_per_byte"] < 4
-    assert [row["from"] for row in metrics["test/perplexity_by_position"]] == [0, 1, 2, 4, 8]
-    assert sum(row["tokens"] for row in metrics["test/perplexity_by_position"]) == 3 * 64
-    assert metrics["higher_is_better"]["val/loss"] is False
-    printed = capsys.readouterr().out
-    assert "bits per byte of gzip -9" in printed
-    assert "The model writes, from the start of a document:" in printed
-    events = EventAccumulator(str(folder)).Reload()
-    assert len(events.Tensors("val/sample/text_summary")) == 3
-    charts = {"train/loss", "train/lr", "val/bits_per_byte", "throughput/tokens_per_second", "train/gradient_norm"}
-    assert charts <= set(events.Tags()["scalars"])
-    rates, used = (events.Scalars(f"throughput/{name}") for name in ("tokens_per_second", "mfu"))
-    model = longseq.from_pretrained(folder / "model")
-    wanted = rates[-1].value * 3 * model.flops(16) / 16 / 1e12
-    assert used[-1].value == pytest.approx(wanted, rel=1e-4)
-    best = torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True)
-    losses = {event.step: event.value for event in events.Scalars("val/loss")}
-    assert losses[best["global_step"] - 1] == min(losses.values())
-
-
-@pytest.mark.slow
-def test_a_checkpoint_is_measured_again_and_writes_text(run, compose_config, tmp_path, capsys):
-    folder = run("whole")
-    checkpoint = f"checkpoint={folder / 'checkpoints' / 'best.ckpt'}"
-    limits = ("+trainer.limit_test_batches=3", "trainer=cpu", "data.eval_batch_size=4")
-    found = evaluate.run(compose_config("evaluate", checkpoint, *limits))
-    metrics = json.loads((folder / "metrics.json").read_text())
-    assert found["test/bits_per_byte"] == pytest.approx(metrics["test/bits_per_byte"], rel=1e-6)
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "import "}\n{"prompt": "é"}\n')
-    files = (f"input={tmp_path / 'prompts.jsonl'}", f"output={tmp_path / 'texts.jsonl'}")
-    capsys.readouterr()
-    generate.run(compose_config("generate", checkpoint, *files, "max_new_tokens=8", "device=cpu", "end=false"))
-    rows = [json.loads(line) for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
-    assert [(row["prompt"], row["tokens"], row["reason"]) for row in rows] == [
-        ("import ", 8, "length"),
-        ("é", 8, "length"),
-    ]
-    assert f"import {rows[0]['text']}" in capsys.readouterr().out
-    generate.run(
-        compose_config("generate", checkpoint, "prompt='import '", "max_new_tokens=8", "device=cpu", "end=false")
-    )
-    assert capsys.readouterr().out == f"import {rows[0]['text']}\n"
-
-    write_model(read_model(folder / "checkpoints" / "best.ckpt"), tmp_path / "converted")
-    for path in (folder / "model").glob("*.json"):
-        assert json.loads((tmp_path / "converted" / path.name).read_text()) == json.loads(path.read_text())
-    saved = f"checkpoint={folder / 'model'}"  # the folder that the run leaves for other programs
-    options = ("prompt='import '", "max_new_tokens=8", "device=cpu", "end=false")
-    generate.run(compose_config("generate", saved, *options))
-    assert capsys.readouterr().out == f"import {rows[0]['text']}\n"
-    text = ("data.source=standard_library", "data.validation=0.2", "data.test=0.2", "data.reset_state=false")
-    again = evaluate.run(compose_config("evaluate", saved, *limits, *text))
-    assert again["test/bits_per_byte"] == pytest.approx(metrics["test/bits_per_byte"], rel=1e-6)
-
-
 PACKINGS = {
     "rows": (),
     "packed": ("data.reset_state=true", "trainer.accumulate_grad_batches=2"),
@@ -187,66 +119,6 @@ def test_a_run_that_is_interrupted_anywhere_ends_as_one_that_is_not(packing, run
     cut = run("cut", *words, stop=random.Random(packing).randrange(1, 8))
     run("cut", *words, "resume=true")
     assert_same_run(whole, cut)
-
-
-@pytest.mark.slow
-def test_streams_keep_their_state_over_stops_at_a_validation(run, monkeypatch):
-    """A stop in the validation of update 6, and one in the batch after it, before the resumed run has an update."""
-    words = (*PACKINGS["streams_of_rows"], "mixer=gated_deltanet", "callbacks.checkpoint.every_n_train_steps=null")
-    whole = run("whole", *words)
-    for method in ("on_validation_epoch_start", "backward"):
-        inner = getattr(LanguageModelTask, method)
-
-        def stop(self, *arguments, inner=inner, **options):
-            if self.trainer.global_step == 6:
-                raise OSError("unplugged")
-            inner(self, *arguments, **options)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(LanguageModelTask, method, stop)
-            with pytest.raises(OSError, match="unplugged"):
-                run("cut", *words, "resume=true")
-    cut = run("cut", *words, "resume=true")
-    assert_same_run(whole, cut)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("mixer", mixers.mixer_names())
-def test_runs_of_every_mixer_resume_bitwise(mixer, run):
-    words = (f"mixer={mixer}", "data.reset_state=true")
-    whole = run("whole", *words)
-    cut = run("cut", *words, stop=random.Random(mixer).randrange(1, 8))
-    run("cut", *words, "resume=true")
-    assert_same_run(whole, cut)
-
-
-@pytest.mark.slow
-def test_a_hybrid_of_all_mixers_trains_is_tested_and_writes(run):
-    """One layer of each: packed documents, telemetry, a sample, and the text that its checkpoint writes."""
-    names = mixers.mixer_names()
-    folder = run(
-        "all",
-        "mixer=hybrid",
-        f"mixer.name={'+'.join(names)}",
-        f"model.depth={len(names)}",
-        "data.reset_state=true",
-        "recipe.updates=2",
-        "recipe.validate_every_updates=2",
-        "++trainer.limit_val_batches=1",
-        "++trainer.limit_test_batches=1",
-        "callbacks.text_samples.tokens=1",
-        "callbacks.telemetry={_target_: Telemetry, every_n_steps: 2, examples: 1}",
-    )
-    metrics = json.loads((folder / "metrics.json").read_text())
-    assert 1 < metrics["test/bits_per_byte"] < 9
-    model = longseq.from_pretrained(folder / "checkpoints" / "last.ckpt").eval()
-    assert [type(block.mixer) for block in model.blocks] == [mixers.get(name) for name in names]
-    tokens = torch.arange(20)[None]
-    with torch.no_grad():
-        whole, _ = model(tokens)
-        first, state = model(tokens[:, :19])
-        last, _ = model.step(tokens[:, 19], state)
-    torch.testing.assert_close(torch.cat((first, last[:, None]), 1), whole, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -317,55 +189,6 @@ def test_muon_is_for_hidden_matrices_and_adamw_for_the_rest():
             torch.testing.assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}")
 
 
-class Products(TorchDispatchMode):
-    """The types of the numbers in all products of matrices."""
-
-    def __init__(self):
-        super().__init__()
-        self.types = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-            self.types |= {arg.dtype for arg in args}
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
-def test_muon_on_a_processor_multiplies_in_float32_what_torch_does_in_bfloat16(shape):
-    """Products in bfloat16 are slow on many processors. What is learnt stays torch's, but for roundings."""
-    ours, theirs = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
-    options = {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.9}
-    optimizers = [
-        muon.Muon([ours], **options),
-        torch.optim.Muon([theirs], adjust_lr_fn="match_rms_adamw", **options),
-    ]
-    generator = torch.Generator().manual_seed(0)
-    before = ours.detach().clone()
-    with Products() as products:
-        for _ in range(3):
-            ours.grad = torch.randn(shape, generator=generator)
-            optimizers[0].step()
-    assert products.types == {torch.float32}
-    generator.manual_seed(0)
-    for _ in range(3):
-        theirs.grad = torch.randn(shape, generator=generator)
-        optimizers[1].step()
-    assert (ours - theirs).norm() < 0.01 * (before - theirs).norm()
-    assert (before - theirs).norm() > 0.1
-
-
-def test_muon_goes_on_from_its_state():
-    model = make_model()
-    optimizer = create_muon(model, lr=0.01)
-    descend(model, optimizer)
-    again = copy.deepcopy(model)
-    other = create_muon(again, lr=1.0)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    descend(model, optimizer)
-    descend(again, other)
-    assert all(torch.equal(x, y) for x, y in zip(model.parameters(), again.parameters(), strict=True))
-
-
 PLUGIN = f"""
 from longseq.tasks.text import corpora
 corpora.standard_library_files = lambda: {FILES}
@@ -382,20 +205,53 @@ def test_a_sharded_run_on_two_processes_goes_on_as_one_process_would(run, comman
     words = [word for word in WORDS if word != "trainer=cpu"]
     sharded = ("trainer=fsdp", "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.devices=2")
     telemetry = "callbacks.telemetry={_target_: Telemetry, every_n_steps: 2, examples: 2}"
-    done = command(
-        tmp_path,
-        "train",
-        "plugins=[few_files]",
-        *words,
-        *ADAMW,
-        *sharded,
-        telemetry,
-        "resume=true",
-        "hydra.run.dir=cut",
-    )
+    words += [*ADAMW, *sharded, telemetry, "plugins=[few_files]", "resume=true", "hydra.run.dir=cut"]
+    done = command(tmp_path, "train", *words)
     assert done.returncode == 0, done.stderr
     first, second = last(whole), last(tmp_path / "cut")
     assert second["global_step"] == 8
     for name, value in first["state_dict"].items():
         torch.testing.assert_close(second["state_dict"][name], value, rtol=1e-3, atol=1e-5)
     assert json.loads((tmp_path / "cut" / "metrics.json").read_text())["updates"] == 8
+
+
+@pytest.mark.slow
+def test_a_run_reports_its_metrics(run):
+    folder = run("whole", "callbacks.telemetry={_target_: Telemetry, every_n_steps: 4, examples: 2}")
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert 1 < metrics["test/bits_per_byte"] < 9
+    assert metrics["test/perplexity"] == pytest.approx(2.718281828 ** metrics["test/loss"], rel=1e-4)
+    assert 1 < metrics["test/gzip_bits_per_byte"] < 4
+    assert sum(row["tokens"] for row in metrics["test/perplexity_by_position"]) == 3 * 64
+    events = EventAccumulator(str(folder)).Reload()
+    assert len(events.Tensors("val/sample/text_summary")) == 3
+    charts = {"train/loss", "train/lr", "val/bits_per_byte", "throughput/tokens_per_second", "train/gradient_norm"}
+    assert charts <= set(events.Tags()["scalars"])
+    best = torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True)
+    losses = {event.step: event.value for event in events.Scalars("val/loss")}
+    assert losses[best["global_step"] - 1] == min(losses.values())
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_measured_again_and_writes_text(run, compose_config, tmp_path, capsys):
+    folder = run("whole")
+    checkpoint, saved = (f"checkpoint={folder / name}" for name in ("checkpoints/best.ckpt", "model"))
+    limits = ("+trainer.limit_test_batches=3", "trainer=cpu", "data.eval_batch_size=4")
+    text = ("data.source=standard_library", "data.validation=0.2", "data.test=0.2", "data.reset_state=false")
+    metrics = json.loads((folder / "metrics.json").read_text())
+    for words in ((checkpoint, *limits), (saved, *limits, *text)):
+        found = evaluate.run(compose_config("evaluate", *words))
+        assert found["test/bits_per_byte"] == pytest.approx(metrics["test/bits_per_byte"], rel=1e-6)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "import "}\n{"prompt": "é"}\n')
+    files = (f"input={tmp_path / 'prompts.jsonl'}", f"output={tmp_path / 'texts.jsonl'}")
+    options = ("max_new_tokens=8", "device=cpu", "end=false")
+    generate.run(compose_config("generate", checkpoint, *files, *options))
+    rows = [json.loads(line) for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
+    assert [(row["prompt"], row["tokens"]) for row in rows] == [("import ", 8), ("é", 8)]
+    capsys.readouterr()
+    generate.run(compose_config("generate", saved, "prompt='import '", *options))
+    assert capsys.readouterr().out == f"import {rows[0]['text']}\n"
+
+    write_model(read_model(folder / "checkpoints" / "best.ckpt"), tmp_path / "converted")
+    for path in (folder / "model").glob("*.json"):
+        assert json.loads((tmp_path / "converted" / path.name).read_text()) == json.loads(path.read_text())

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longseq.tasks.data.generators.listops import CLOSE, MAX, MED, MIN, PADDING
-from longseq.tasks.data.generators.samples import distinct
+from longseq.tasks.data.generators import CLOSE, MAX, MED, MIN, PADDING, distinct
 from longseq.tasks.probe import generators
 from longseq.tasks.probe.generators import GENERATORS, IGNORED, Samples, draw, generator_options
 from longseq.tasks.probe.slices import make_splits, slice_names

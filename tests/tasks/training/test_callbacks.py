@@ -10,20 +10,16 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from longseq.tasks import train
 from longseq.tasks.image.datasets import TrainingBatches
-from longseq.tasks.image.pictures import draw_predictions, is_one_of
+from longseq.tasks.image.pictures import draw_predictions
 from longseq.tasks.training.callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from longseq.tasks.training.callbacks.confusion import draw_confusion_matrix
 from longseq.tasks.training.callbacks.ema import ExponentialMovingAverage
 from longseq.tasks.training.callbacks.nonfinite import NonFiniteError, NonFiniteStop
-from longseq.tasks.training.callbacks.telemetry import Telemetry
-from longseq.tasks.training.callbacks.throughput import Throughput, _FetchClock
+from longseq.tasks.training.callbacks.throughput import Throughput
 from longseq.tasks.training.files import WholeCheckpoints
-from longseq.tasks.training.metrics import MeanLoss
 from longseq.tasks.training.trainer import build_trainer
 
 HEAD = "head.weight"
@@ -119,25 +115,9 @@ def test_divergence_stops_with_the_update_and_what_went_first(spoil, message, ti
     with pytest.raises(NonFiniteError, match=message) as caught:
         fit(tiny("recipe.gradient_clip=null"), AtUpdate(7, spoil), NonFiniteStop(every_n_steps=5), last)
     assert "diverged at step 7" in str(caught.value)
-    assert str(caught.value).endswith("; lower recipe.learning_rate")
     saved = torch.load(last.path, weights_only=True)
     assert saved["global_step"] == 4
     assert all(torch.isfinite(value).all() for value in saved["state_dict"].values() if value.is_floating_point())
-
-
-@pytest.mark.slow
-def test_an_error_within_a_step_leaves_a_checkpoint_of_the_update_before(tiny, tmp_path):
-    def fail(task):
-        raise OSError("disk full")
-
-    last = LastCheckpoint(str(tmp_path))
-    weights = Weights()
-    with pytest.raises(OSError, match="disk full"):
-        fit(tiny("trainer.accumulate_grad_batches=2"), AtUpdate(6, fail), weights, last)
-    saved = torch.load(last.path, weights_only=True)
-    assert saved["global_step"] == 5
-    assert saved["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]["batches"] == 10
-    assert torch.equal(saved["state_dict"]["backbone.head.weight"], weights.trained[-1])
 
 
 @pytest.mark.slow
@@ -166,19 +146,6 @@ def test_an_error_within_a_step_leaves_the_statistics_of_the_update_before(compo
 
 
 @pytest.mark.slow
-def test_a_stop_in_the_first_validation_saves_the_update_before_it(tiny, tmp_path, capsys):
-    class Stop(Callback):
-        def on_validation_batch_start(self, *_):
-            raise SIGTERMException
-
-    words = ("recipe.epochs=null", "recipe.updates=9", "recipe.validate_every_updates=2")
-    with pytest.raises(SIGTERMException):
-        fit(tiny(*words), Stop(), LastCheckpoint(str(tmp_path)))
-    assert "stopped; saved as of update 2: " in capsys.readouterr().err
-    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 2
-
-
-@pytest.mark.slow
 def test_waiting_for_data_is_measured_apart(tiny, monkeypatch):
     fetch = TrainingBatches.__getitem__
 
@@ -193,81 +160,6 @@ def test_waiting_for_data_is_measured_apart(tiny, monkeypatch):
     assert 0 < throughput.mean.rate < 64 / 0.02
 
 
-class Gpu:
-    """The clocks of a process and of a GPU that does what is launched, one work after the other, later."""
-
-    def __init__(self, monkeypatch):
-        self.now = self.done = 0.0
-        monkeypatch.setattr(torch.cuda, "Event", lambda **_: Moment(self))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-
-    def launch(self, seconds: float) -> None:
-        self.done = max(self.now, self.done) + seconds
-
-    def synchronize(self) -> None:
-        self.now = max(self.now, self.done)
-
-
-class Moment:
-    def __init__(self, gpu):
-        self.gpu = gpu
-
-    def record(self, stream) -> None:
-        self.at = max(self.gpu.now, self.gpu.done)
-
-    def elapsed_time(self, other) -> float:
-        return 1000 * (other.at - self.at)
-
-
-@pytest.mark.parametrize("late", [0.0, 0.08, 0.3])
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_gpu_is_timed_by_its_own_clock(monkeypatch, late, waits):
-    """Batches of 0.1 s are launched in 0.02 s and loaded in `late`; another callback may wait for the GPU."""
-    gpu, clock = Gpu(monkeypatch), _FetchClock(PassThroughProfiler())
-    clock.device = torch.device("cuda")
-    for _ in range(5):
-        clock.start("[_TrainingEpochLoop].train_dataloader_next")
-        gpu.now += late
-        clock.stop("[_TrainingEpochLoop].train_dataloader_next")
-        gpu.launch(0.1)
-        gpu.now += 0.02
-        clock.end_batch()
-        if waits:
-            gpu.synchronize()
-    gpu.synchronize()
-    seconds, waited = clock.take()
-    # While the GPU works on a batch, the process may load the next one: only the first one is waited for in full.
-    idle = 5 * late if waits else late + 4 * max(late + 0.02 - 0.1, 0)
-    assert waited == pytest.approx(idle)
-    assert seconds == pytest.approx(0.5 + idle)
-    assert clock.take() == (0, 0)
-
-
-def test_a_batch_that_is_loaded_ahead_is_waited_for(monkeypatch):
-    """Of a stream, Lightning loads two batches before the first step."""
-    gpu, clock = Gpu(monkeypatch), _FetchClock(PassThroughProfiler())
-    clock.device = torch.device("cuda")
-    for _ in range(2):
-        clock.start("[_TrainingEpochLoop].train_dataloader_next")
-        gpu.now += 0.3
-        clock.stop("[_TrainingEpochLoop].train_dataloader_next")
-    gpu.launch(0.1)
-    clock.end_batch()
-    gpu.synchronize()
-    assert clock.take() == pytest.approx((0.4, 0.6))
-
-
-@pytest.mark.slow
-def test_the_time_of_other_callbacks_is_no_training(tiny, monkeypatch):
-    monkeypatch.setattr(Telemetry, "on_train_batch_end", lambda *_: time.sleep(0.2))
-    config = tiny("trainer.log_every_n_steps=5", "recipe.epochs=1", "+trainer.limit_train_batches=10")
-    datamodule, task = train.build(config)
-    trainer = build_trainer(config, train.build_callbacks(config, task))
-    trainer.fit(task, datamodule=datamodule)
-    (rate,) = [callback.mean.rate for callback in trainer.callbacks if isinstance(callback, Throughput)]
-    assert rate > 64 / 0.2
-
-
 def test_pictures_show_what_they_should():
     pixels = torch.zeros(3, 1, 8, 8)
     pixels[1] = 1
@@ -279,43 +171,7 @@ def test_pictures_show_what_they_should():
 
     perfect = draw_confusion_matrix(torch.eye(3, dtype=torch.long) * 7, ["a", "b", "c"])
     off = draw_confusion_matrix(torch.ones(3, 3, dtype=torch.long), ["a", "b", "c"])
-    cell = (110 + 5, 110 + 5)
-    assert int(perfect[0, cell[0], cell[1]]) < int(off[0, cell[0], cell[1]]) < 255
-    assert draw_confusion_matrix(torch.eye(100, dtype=torch.long), [str(i) for i in range(100)]).shape[1] < 1200
-
-    names = ["a\nb", "c", "d"]  # of folders and files, which may have line breaks
-    assert draw_confusion_matrix(torch.eye(3, dtype=torch.long), names).shape == perfect.shape
-    assert draw_predictions(pixels, names, ["c", "c", "c"], notes=names).shape[2] == picture.shape[2]
-
-
-@pytest.mark.slow
-def test_pictures_of_a_run_are_bounded_in_size_and_number():
-    large = draw_predictions(torch.rand(16, 3, 1024, 1024), ["cat"] * 16, ["cat"] * 16)
-    assert large.numel() < 1e6
-    gradient = torch.linspace(0, 1, 1024).expand(1, 3, 1024, 1024)
-    shrunk = draw_predictions(gradient, ["cat"], ["cat"])[0, 64, 2:130].float()
-    assert (shrunk.diff() > 0).all()
-    for epochs in (1, 7, 20, 21, 300, 400):
-        due = [epoch for epoch in range(1, epochs + 1) if is_one_of(epoch, epochs, 20)]
-        assert min(epochs, 10) <= len(due) <= 20 or epochs == 21
-    assert [epoch for epoch in range(1, 100) if is_one_of(epoch, -1, 20)] == [1, 2, 4, 8, 16, 32, 64]
-
-
-@pytest.mark.slow
-def test_the_rate_of_a_run_counts_what_came_before_a_resume(tiny, tmp_path):
-    class Stop(Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if trainer.global_step == 30:
-                raise KeyError
-
-    first, config = Throughput(), tiny("trainer.log_every_n_steps=5")
-    with pytest.raises(KeyError):
-        fit(config, first, LastCheckpoint(str(tmp_path), every_n_train_steps=25), Stop())
-    second = Throughput()
-    trainer = build_trainer(config, [second])
-    datamodule, task = train.build(config)
-    trainer.fit(task, datamodule=datamodule, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
-    assert second.mean.units > first.mean.units
+    assert int(perfect[0, 115, 115]) < int(off[0, 115, 115]) < 255
 
 
 @pytest.mark.slow
@@ -373,13 +229,3 @@ def test_of_equally_good_checkpoints_the_latest_is_kept(tiny, tmp_path):
     fit(config, best := BestCheckpoint(str(tmp_path), "val/top1", "max"))
     assert torch.load(best.best_model_path, weights_only=True)["epoch"] == 2
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["best.ckpt"]
-
-
-@pytest.mark.slow
-def test_the_latest_checkpoint_is_kept_where_the_metric_is_always_nan(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(MeanLoss, "compute", lambda self: torch.tensor(torch.nan))
-    fit(tiny("recipe.epochs=3"), best := BestCheckpoint(str(tmp_path), "val/loss", "min"))
-    assert torch.load(best.best_model_path, weights_only=True)["epoch"] == 2
-    monkeypatch.undo()
-    fit(tiny("recipe.epochs=1"), best)
-    assert best.best_model_score.isfinite()

@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from longseq.backbones.classifier import TextClassifier
-from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.image.module import ImageClassifier
 from longseq.tasks.training.freeze import freeze
 from longseq.tasks.training.muon import create_muon
@@ -105,10 +104,3 @@ def test_muon_takes_the_rates_of_layers_and_leaves_frozen_ones() -> None:
     changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
     assert "head.weight" in changed
     assert not {name for name in changed if name.startswith("body.")}
-
-
-def test_what_cannot_be_frozen_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^recipe\.freeze=3: the model has 2 blocks$"):
-        freeze(classifier(), 3)
-    with pytest.raises(ValueError, match=r"^recipe\.freeze=body leaves nothing to train"):
-        freeze(TokenBackbone(**SMALL), "body")

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 
 from longseq.tasks import train
-from longseq.tasks.data.units import count_units
+from longseq.tasks.data.loader import count_units
 from longseq.tasks.image.module import ImageClassifier
 from longseq.tasks.training.length import Epoch, RunLength, refuse_other_epoch
 from longseq.tasks.training.runs import differences
@@ -246,18 +246,3 @@ def test_a_batch_tells_its_units():
     packed = PackedBatch(torch.zeros(2, 16), [[5, 9], [16]])
     assert count_units(packed) == count_units((packed, torch.zeros(2, 16))) == 30
     assert count_units((torch.zeros(7, 3), torch.zeros(7))) == 7
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_with_other_accumulated_batches(tiny, tmp_path, monkeypatch):
-    # 12 updates of 100 of the 1,295 images; half of the images would make an odd number of smaller batches.
-    words = (
-        "recipe.batch_size=100",
-        "recipe.epochs=2",
-        "recipe.ema=null",
-        "callbacks.checkpoint.every_n_train_steps=1",
-    )
-    interrupt_at(8, monkeypatch, tiny(*words))
-    train.run(tiny(*words, "trainer.accumulate_grad_batches=2", "resume=true"))
-    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    assert (metrics["updates"], metrics["epochs"]) == (24, 2)

@@ -71,7 +71,7 @@ def test_resume_passes_over_a_run_that_is_being_continued(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["a b=c[1]{2}'", "12", "slash/", "linked"])
+@pytest.mark.parametrize("name", ["a b=c[1]{2}'", "linked"])
 def test_a_run_writes_to_a_folder_of_any_name(name, command_here, tiny_overrides, tmp_path):
     (tmp_path / "place").mkdir()
     (tmp_path / "linked").symlink_to("place")

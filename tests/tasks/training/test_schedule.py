@@ -1,9 +1,8 @@
-"""The rates of timm's and torch's schedules in a run of updates, and the Trainer's limits beside the recipe's."""
+"""The rates of timm's and torch's schedules in a run of updates."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,12 +10,9 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
     Callback,
-    EarlyStopping,
     ModelCheckpoint,
-    StochasticWeightAveraging,
 )
-from lightning.pytorch.tuner import Tuner
-from timm.scheduler import CosineLRScheduler, create_scheduler_v2
+from timm.scheduler import create_scheduler_v2
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -84,14 +80,6 @@ def test_a_schedule_that_begins_after_its_warmup_ends_with_the_run(sched, warmup
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sched", ["cosine", "wsd"])
-def test_it_does_so_where_the_trainer_has_the_length(sched):
-    rates = read_rates(configure(None, sched=sched, min_lr=0.01, warmup_epochs=1, warmup_prefix=True))
-    assert max(rates[:EPOCH]) < rates[EPOCH] == 1.0
-    assert rates[LAST] == pytest.approx(0.01)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "falls"),
     [
@@ -104,29 +92,6 @@ def test_a_rate_falls_with_the_first_update_of_an_epoch(options, falls):
     configured = configure(RunLength(epochs=EPOCHS), **options)
     rates = read_rates(configured)
     assert [update for update in range(1, LAST + 1) if rates[update] < rates[update - 1]] == falls
-
-
-def fit(length, *callbacks, **options):
-    """The updates of a run."""
-    trainer = Trainer(accelerator="cpu", callbacks=list(callbacks), max_epochs=-1, **options, **SILENT)
-    trainer.fit(make(length, sched="constant"), torch.utils.data.DataLoader(torch.zeros(EPOCH, 1)))
-    return trainer.global_step
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("updates", "options"),
-    [(7, {"min_epochs": 1}), (7, {"min_steps": 7}), (10, {"min_epochs": 2}), (3, {"min_steps": 2}), (3, {})],
-)
-def test_a_run_with_a_minimum_ends_where_the_recipe_says(updates, options):
-    assert fit(RunLength(updates=updates), **options) == updates
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("options", "updates"), [({}, 10), ({"min_epochs": 3}, 15), ({"min_steps": 11}, 11)])
-def test_early_stopping_waits_for_the_minimum(options, updates):
-    stopping = EarlyStopping("constant", patience=1, check_on_train_epoch_end=True)
-    assert fit(RunLength(epochs=EPOCHS), stopping, **options) == updates
 
 
 class Rates(Callback):
@@ -186,22 +151,6 @@ def test_a_schedule_of_timm_is_one_of_updates_where_it_does_not_say(schedule, le
 
 
 @pytest.mark.slow
-def test_a_schedule_in_epochs_is_refused():
-    with pytest.raises(ValueError, match=r"^Training\(schedule=\.\.\.\) has step_on_epochs=True: it must be") as raised:
-        Training(learning_rate=1.0, schedule=partial(create_scheduler_v2, step_on_epochs=True))
-    assert "\n" not in str(raised.value)
-    with pytest.raises(ValueError, match=r"has sched=plateau, which reads a metric .* give another, such as"):
-        Training(learning_rate=1.0, schedule=partial(create_scheduler_v2, sched="plateau"))
-    for schedule in (
-        lambda optimizer, **_: create_scheduler_v2(optimizer, num_epochs=EPOCHS),
-        lambda optimizer, **_: (CosineLRScheduler(optimizer, t_initial=EPOCHS), EPOCHS),
-    ):
-        with pytest.raises(ValueError, match=r"LRScheduler counts epochs") as raised:
-            rates_of(schedule)
-        assert "\n" not in str(raised.value)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("length", [None, RunLength(epochs=EPOCHS)])
 @pytest.mark.parametrize("sched", ["cosine", "wsd"])
 def test_the_warmup_of_a_schedule_serves_where_the_length_has_none(sched, length):
@@ -212,17 +161,6 @@ def test_the_warmup_of_a_schedule_serves_where_the_length_has_none(sched, length
         assert rates[EPOCH:] == pytest.approx(COSINE[EPOCH:])
     else:
         assert rates[EPOCH] == 1.0 > rates[-1] > 0.0
-
-
-@pytest.mark.slow
-def test_a_warmup_of_no_epochs_leaves_that_of_the_length():
-    schedule = partial(create_scheduler_v2, sched="cosine", warmup_epochs=0, warmup_lr=0.0)
-    assert rates_of(schedule, RunLength(epochs=EPOCHS, warmup_updates=4))[:5] == pytest.approx(
-        [0.0, 0.25, 0.5, 0.75, COSINE[4]]
-    )
-    schedule = partial(create_scheduler_v2, sched="cosine", warmup_epochs=1, warmup_lr=0.0)
-    rates = rates_of(schedule, RunLength(epochs=EPOCHS, warmup_updates=0))
-    assert rates[:EPOCH] == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8])
 
 
 SCALES = (0.25, 1.0)
@@ -241,14 +179,8 @@ def by_layer(model, lr, scales=SCALES):
 
 SCHEDULES = {
     "cosine": partial(lr_scheduler.CosineAnnealingLR, T_max=LAST, eta_min=0.1),
-    "restarts": partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=7, eta_min=0.1),
     "lambda": partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
-    "multiplied": partial(lr_scheduler.MultiplicativeLR, lr_lambda=lambda step: 0.9),
-    "exponential": partial(lr_scheduler.ExponentialLR, gamma=0.9),
-    "steps": partial(lr_scheduler.StepLR, step_size=4),
-    "polynomial": partial(lr_scheduler.PolynomialLR, total_iters=LAST),
     "one cycle": partial(lr_scheduler.OneCycleLR, max_lr=2.0, total_steps=LAST + 1),
-    "cycles": partial(lr_scheduler.CyclicLR, base_lr=0.1, max_lr=0.5, step_size_up=3),
     "sequence": lambda optimizer: lr_scheduler.SequentialLR(
         optimizer,
         [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.CosineAnnealingLR(optimizer, LAST - 4)],
@@ -296,33 +228,6 @@ def test_rates_by_layer_hold_at_every_update_with_schedules_of_torch(name, tmp_p
     assert [rates[0] / SCALES[0] for rates in kept.rates] == pytest.approx(wanted[2 * EPOCH :], rel=1e-9)
 
 
-@pytest.mark.slow
-def test_a_layer_of_rate_zero_stays_as_it_is():
-    module, kept = layered(SCHEDULES["cosine"], optimizer=partial(by_layer, scales=(0.0, 1.0)))
-    loader = torch.utils.data.DataLoader(torch.zeros(EPOCH, 1))
-    Trainer(max_epochs=1, accelerator="cpu", callbacks=[kept], **SILENT).fit(module, loader)
-    assert {rates[0] for rates in kept.rates} == {0.0}
-
-
-@pytest.mark.slow
-def test_rates_by_layer_hold_where_lightning_brings_the_schedule():
-    loader = torch.utils.data.DataLoader(torch.zeros(EPOCH, 1))
-    averaging = StochasticWeightAveraging(swa_lrs=0.5, swa_epoch_start=1, annealing_epochs=3)
-    module, kept = layered(SCHEDULES["lambda"])
-    Trainer(max_epochs=EPOCHS, accelerator="cpu", callbacks=[kept, averaging], **SILENT).fit(module, loader)
-    assert all(first == pytest.approx(SCALES[0] * last) for first, last in kept.rates)
-    assert len({rates[1] for rates in kept.rates[EPOCH:]}) > 2
-    module, kept = layered(SCHEDULES["cosine"])
-    trainer = Trainer(max_epochs=EPOCHS, accelerator="cpu", **SILENT)
-    seen = []
-    module.on_before_zero_grad = lambda optimizer: seen.append([group["lr"] for group in optimizer.param_groups])
-    found = Tuner(trainer).lr_find(
-        module, loader, num_training=LAST, min_lr=1e-3, max_lr=1.0, early_stop_threshold=None, update_attr=False
-    )
-    assert all(first == pytest.approx(SCALES[0] * last) for first, last in seen[1:])
-    assert found.results["lr"][-1] == pytest.approx(1.0, rel=0.5)
-
-
 def counted(updates=2 * EPOCH + 2, **options):
     return Training(learning_rate=1.0, optimizer=plain_sgd, length=RunLength(updates=updates, **options))
 
@@ -344,15 +249,6 @@ def test_a_loader_without_a_length_is_read_until_the_last_update(updates, accumu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "validated"),
-    [({"validate_every_epochs": 2}, [10, 12]), ({"validate_every_updates": 4}, [4, 8, 12])],
-)
-def test_its_validations_are_those_of_the_length(options, validated):
-    assert train(counted(**options), data=Stream(), num_sanity_val_steps=0)[1].validated == validated
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("stop", [3, EPOCH, 7, 2 * EPOCH, 12])
 def test_it_continues_until_the_last_update(stop, tmp_path):
     save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
@@ -363,14 +259,6 @@ def test_it_continues_until_the_last_update(stop, tmp_path):
     assert trainer.global_step == 12
     assert [rates[0] for rates in kept.rates] == pytest.approx(cosine_over(12)[stop:])
     trainer, kept = train(counted(), data=Stream(), ckpt_path=tmp_path / "end.ckpt")
-    assert (trainer.global_step, kept.rates) == (12, [])
-
-
-@pytest.mark.slow
-def test_a_run_that_ended_within_an_epoch_trains_no_more(tmp_path):
-    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    train(counted(), save, enable_checkpointing=True)
-    trainer, kept = train(counted(), ckpt_path=tmp_path / "step=12.ckpt")
     assert (trainer.global_step, kept.rates) == (12, [])
 
 
@@ -396,43 +284,3 @@ def test_a_run_that_ended_in_its_last_validation_trains_no_more(streams, every, 
         train(counted(validate_every_updates=every), save, **data)
     trainer, kept = train(counted(validate_every_updates=every), save, ckpt_path=save.file, **data)
     assert (trainer.global_step, kept.rates) == (12, [])
-
-
-@pytest.mark.slow
-def test_a_module_without_the_length_that_it_had_trains_as_the_trainer_says():
-    module = Measured(counted(updates=3))
-    loader = torch.utils.data.DataLoader(torch.zeros(EPOCH, 1))
-    for length, updates in ((module.recipe.length, 3), (None, 2 * EPOCH)):
-        module.recipe = replace(module.recipe, length=length)
-        trainer = Trainer(max_epochs=2, **SILENT)
-        trainer.fit(module, loader, loader)
-        assert trainer.global_step == updates
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sched", ["step", "multistep"])
-def test_a_rate_that_falls_after_epochs_is_refused_for_a_loader_without_a_length(sched):
-    schedule = partial(create_scheduler_v2, sched=sched, decay_epochs=1, decay_milestones=[1])
-    training = Training(learning_rate=1.0, optimizer=plain_sgd, schedule=schedule, length=RunLength(updates=12))
-    with pytest.raises(ValueError, match="the training loader has no length"):
-        train(training, data=Stream())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("count", "readings", "update"), [(0, math.inf, 0), (EPOCH, 2, EPOCH)])
-def test_a_stream_that_is_empty_ends_the_run(count, readings, update):
-    """The first of two readings counts the batches, and has no length."""
-    with pytest.raises(ValueError, match=rf"gives no more batches after update {update}$") as raised:
-        train(counted(), data=Stream(count, readings))
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("length", "options"),
-    [(RunLength(updates=12, warmup_epochs=0.5), {}), (RunLength(updates=12), {"warmup_epochs": 1})],
-)
-def test_a_warmup_in_epochs_of_a_loader_without_a_length_is_refused(length, options):
-    schedule = partial(create_scheduler_v2, **options)
-    with pytest.raises(ValueError, match="the training loader has no length"):
-        train(Training(learning_rate=1.0, optimizer=plain_sgd, schedule=schedule, length=length), data=Stream())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import pty
 import signal
 import subprocess
 import time
@@ -167,35 +166,6 @@ def test_ctrl_c_and_a_closed_terminal_save_a_run_of_two_processes(
     saved = torch.load(last, weights_only=True)["global_step"]
     assert f"saved as of update {saved}:" in told[0]
     assert ended_within(10, process)
-
-
-@pytest.mark.slow
-def test_a_run_whose_terminal_is_closed_saves(tmp_path, tiny_overrides, leave_nothing):
-    ours, its = pty.openpty()
-    process = start_fork(["train", *tiny_overrides, *LONG], tmp_path, start_new_session=True, stdout=its, stderr=its)
-    leave_nothing.append(process)
-    os.close(its)
-    last = wait_for_checkpoint(tmp_path, process)
-    time.sleep(0.3)  # some more updates
-    os.close(ours)
-    process.send_signal(signal.SIGHUP)
-    assert process.wait(timeout=60) == 129
-    assert torch.load(last, weights_only=True)["global_step"] > 5
-
-
-@pytest.mark.slow
-def test_a_run_outlives_its_terminal(tmp_path, tiny_overrides, leave_nothing):
-    """As after `disown`: the terminal is closed, no signal comes, and what is printed is an error of the system."""
-    ours, its = pty.openpty()
-    process = start_fork(
-        ["train", *tiny_overrides, "recipe.epochs=4"], tmp_path, start_new_session=True, stdout=its, stderr=its
-    )
-    leave_nothing.append(process)
-    os.close(its)
-    run = wait_for_checkpoint(tmp_path, process).parents[1]
-    os.close(ours)
-    assert process.wait(timeout=60) == 0
-    assert "test/top1" in json.loads((run / "metrics.json").read_text())
 
 
 @pytest.mark.slow

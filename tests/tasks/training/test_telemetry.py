@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from longseq.backbones.image import ImageBackbone
 from longseq.tasks import train
-from longseq.tasks.training.callbacks.telemetry import evaluating, name_mixers, watching
+from longseq.tasks.training.callbacks.telemetry import evaluating, watching
 from longseq.tasks.training.trainer import build_callbacks, build_trainer
 
 LONGHORN = ("mixer=longhorn", "model.depth=1", "recipe.epochs=1")
@@ -45,31 +42,6 @@ def test_each_reading_has_its_charts(tiny, tmp_path):
         assert 0 <= found[f"watch/blocks.0.{order}/gate_saturation"][9] <= 1
     rows, back = (found[f"watch/blocks.0.{order}/state_norm"] for order in ("forward", "backward"))
     assert rows != back
-
-
-@pytest.mark.slow
-def test_the_body_is_asked_and_not_the_head(tiny, monkeypatch):
-    head, modes = ImageBackbone.forward_head, []
-
-    def record(self, *arguments, **options):
-        modes.append(self.training)
-        return head(self, *arguments, **options)
-
-    monkeypatch.setattr(ImageBackbone, "forward_head", record)
-    short = ("+trainer.limit_train_batches=2", "+trainer.limit_val_batches=0", "callbacks.best=null")
-    fit(tiny(*LONGHORN, *short, "callbacks.telemetry.every_n_steps=1"))
-    assert modes == [True, True]
-
-
-@pytest.mark.slow
-def test_layers_of_a_hybrid_are_named_by_their_place(tiny):
-    overrides = ("mixer=hybrid", "mixer.name=linear_attention+attention", "model.depth=2")
-    assert set(name_mixers(build(tiny, *overrides, "model.direction=alternating"))) == {"blocks.0", "blocks.1"}
-    names = set(name_mixers(build(tiny, *overrides, "model.direction=cross")))
-    assert {"blocks.0.columns_backward", "blocks.1"} < names
-    assert len(names) == 5
-    stacked = build(tiny, *overrides, "model.share_directions=all")
-    assert set(name_mixers(stacked)) == {"blocks.0", "blocks.1"}
 
 
 @pytest.mark.slow
@@ -129,25 +101,3 @@ def test_a_watched_pass_leaves_no_trace(tiny):
         raise RuntimeError
     assert model.training
     assert all("observed" not in vars(module) for module in model.modules())
-
-
-@pytest.mark.slow
-def test_the_compiled_pass_stays_as_it_is(tiny, tmp_path, monkeypatch):
-    compiled = []
-
-    def count(graph, inputs):
-        compiled.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
-    overrides = ("mixer=linear_attention", "model.depth=1", "model.direction=forward", "recipe.epochs=1")
-    overrides += ("compile=default", "+trainer.limit_train_batches=4", "+trainer.limit_val_batches=0")
-    states, counts = [], []
-    for number, override in enumerate(("callbacks.telemetry.every_n_steps=1", "callbacks.telemetry=null")):
-        torch._dynamo.reset()
-        compiled.clear()
-        task = fit(tiny(*overrides, override, f"output={tmp_path / str(number)}", "callbacks.best=null"))
-        states.append(task.state_dict())
-        counts.append(len(compiled))
-    assert counts[0] == counts[1] > 0
-    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())

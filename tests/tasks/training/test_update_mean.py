@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from torch import nn
 
-from longseq.tasks.data.place import find_place
+from longseq.tasks.data.loader import find_place
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training
 
