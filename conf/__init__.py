@@ -1,5 +1,45 @@
 """Hydra configuration groups: data, not code. Reached as `pkg://longseq.conf`, which gives Hydra their defaults."""
 
-from longseq.tasks.commands import store_defaults
+from hydra.core.config_store import ConfigStore
+
+from longseq import mixers
+from longseq.tasks import registry
+from longseq.tasks.commands import COMMANDS, Compare, Describe, Evaluate
+from longseq.tasks.config import Recipe, Train, defaults
+
+# Keys that are groups of files.
+GROUPS = ("task", "data", "recipe", "model", "mixer", "scale", "trainer", "callbacks", "logger")
+
+
+def store_defaults() -> None:
+    """Give Hydra the defaults with which the files in conf begin: `base_VERB`, `data/base_TASK`, `recipe/base_TASK`.
+
+    Each registered mixer becomes an option of the group `mixer`.
+    """
+    store = ConfigStore.instance().store
+    tasks = {name: registry.keys(name) for name in registry.own_names()}
+    for verb, keys in COMMANDS.items():
+        node = defaults(keys)
+        if keys in (Train, Evaluate):
+            node = {name: value for name, value in node.items() if name not in GROUPS}
+        if keys in (Describe, Compare):  # their files extend that of the training
+            node = {name: node[name] for name in node if name not in Train.model_fields or name == "output"}
+        if keys is Evaluate:
+            node["data"] = {key: None for task in tasks.values() for key in task.data.model_fields}
+        store(name=f"base_{verb}", node=node)
+    for name, task in tasks.items():
+        store(group="data", name=f"base_{name}", node=defaults(task.data))
+        own = {key: defaults(cls) for key in ("loss", "augment") if (cls := getattr(task, key)) is not None}
+        store(group="recipe", name=f"base_{name}", node={**defaults(Recipe), **own, "optimizer": {}, "schedule": {}})
+    for name in mixers.mixer_names():
+        store_mixer(name)
+
+
+def store_mixer(name: str) -> None:
+    """Make a registered mixer an option of the group `mixer`, with the defaults of its constructor."""
+    # The model and its direction decide the others.
+    options = {key: value for key, value in mixers.options(name).items() if key not in ("backend", "causal")}
+    ConfigStore.instance().store(group="mixer", name=name, node={"name": name, "options": options})
+
 
 store_defaults()

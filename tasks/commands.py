@@ -6,10 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from longseq.tasks.config import Command, Count, Keys, Positive, Recipe, Share, Train, TrainerKeys, defaults, key
-
-# Keys that are groups of files.
-GROUPS = ("task", "data", "recipe", "model", "mixer", "scale", "trainer", "callbacks", "logger")
+from longseq.tasks.config import Command, Count, Keys, Positive, Share, Train, TrainerKeys, key
 
 Weights = Literal["auto", "ema", "model"]
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -229,43 +226,3 @@ COMMANDS: dict[str, type[Command]] = {
     "describe": Describe,
     "compare": Compare,
 }
-
-
-def store_defaults() -> None:
-    """Give Hydra the defaults with which the files in conf begin: `base_VERB`, `data/base_TASK`, `recipe/base_TASK`.
-
-    Each registered mixer becomes an option of the group `mixer`.
-    """
-    from hydra.core.config_store import ConfigStore
-
-    from longseq import mixers
-    from longseq.tasks import registry
-
-    store = ConfigStore.instance().store
-    tasks = {name: registry.keys(name) for name in registry.own_names()}
-    for verb, keys in COMMANDS.items():
-        node = defaults(keys)
-        if keys in (Train, Evaluate):
-            node = {name: value for name, value in node.items() if name not in GROUPS}
-        if keys in (Describe, Compare):  # their files extend that of the training
-            node = {name: node[name] for name in node if name not in Train.model_fields or name == "output"}
-        if keys is Evaluate:
-            node["data"] = {key: None for task in tasks.values() for key in task.data.model_fields}
-        store(name=f"base_{verb}", node=node)
-    for name, task in tasks.items():
-        store(group="data", name=f"base_{name}", node=defaults(task.data))
-        own = {key: defaults(cls) for key in ("loss", "augment") if (cls := getattr(task, key)) is not None}
-        store(group="recipe", name=f"base_{name}", node={**defaults(Recipe), **own, "optimizer": {}, "schedule": {}})
-    for name in mixers.mixer_names():
-        store_mixer(name)
-
-
-def store_mixer(name: str) -> None:
-    """Make a registered mixer an option of the group `mixer`, with the defaults of its constructor."""
-    from hydra.core.config_store import ConfigStore
-
-    from longseq import mixers
-
-    # The model and its direction decide the others.
-    options = {key: value for key, value in mixers.options(name).items() if key not in ("backend", "causal")}
-    ConfigStore.instance().store(group="mixer", name=name, node={"name": name, "options": options})

@@ -13,7 +13,6 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 import longseq.conf
 from longseq import plugins
-from longseq.tasks.commands import store_mixer
 
 
 class PluginFolders(SearchPathPlugin):
@@ -41,7 +40,7 @@ def load_plugins(words: Sequence[str]) -> None:
     Plugins.instance().register(PluginFolders)
     store = ConfigStore.instance().store
     for name in _without_file("mixer", mixers.mixer_names()):
-        store_mixer(name)
+        longseq.conf.store_mixer(name)
     foreign = [name for name, generator in generators.GENERATORS.items() if plugins.is_foreign(generator)]
     for name in _without_file("data", foreign):
         store(group="data", name=name, node=generators.preset(name))

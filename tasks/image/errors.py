@@ -60,9 +60,6 @@ class WorstErrors(Callback):
         rows: int = 100,
         pictures: int = 20,
     ) -> None:
-        for name, value in (("count", count), ("rows", rows), ("pictures", pictures)):
-            if value < 1:
-                raise ValueError(f"callbacks.worst.{name}={value} must be at least 1")
         self.folder = Path(folder)
         self.count, self.rows, self.pictures = count, rows, pictures
         self._drawn: _Worst | None = None

@@ -51,8 +51,6 @@ class BatchMixing:
         class_weights: Sequence[float] | None = None,
         multi_label: bool = False,
     ) -> None:
-        if mode not in ("batch", "pair", "elem"):
-            raise ValueError(f"augment.mixing.mode={mode!r} is unknown: choose batch, pair or elem")
         self.num_classes, self.seed, self.label_smoothing = num_classes, seed, label_smoothing
         self.multi_label = multi_label
         self._class_weights = None if class_weights is None else torch.tensor(class_weights)

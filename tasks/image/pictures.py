@@ -45,8 +45,6 @@ class SamplePredictions(Callback):
         pictures: int = 20,
         saliency: bool = True,
     ) -> None:
-        if count < 1 or pictures < 1:
-            raise ValueError(f"callbacks.samples: count={count} and pictures={pictures} must be at least 1")
         self.count = count
         self.pictures = pictures
         self.saliency = saliency

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from typing import Any, NamedTuple
 
@@ -11,16 +10,13 @@ from PIL import Image
 from timm.data import auto_augment, create_transform
 from timm.data.auto_augment import AugmentOp
 from timm.data.random_erasing import RandomErasing
-from timm.data.transforms import ResizeKeepRatio, str_to_interp_mode, str_to_pil_interp
+from timm.data.transforms import str_to_interp_mode
 from torch import Tensor
 from torchvision import transforms
 from torchvision.transforms.functional import pil_to_tensor
 
 from longseq.tasks.image.augmentation import Augmentation
-from longseq.tasks.image.info import LEAST_CROP, DataInfo
-
-# Of a resized image, with three channels 192 MiB.
-_MOST_PIXELS = 1 << 26
+from longseq.tasks.image.info import DataInfo
 
 
 class ToMode:
@@ -31,64 +27,6 @@ class ToMode:
 
     def __call__(self, image: Image.Image) -> Image.Image:
         return image if image.mode == self.mode else image.convert(self.mode)
-
-
-class ShortSide(transforms.Resize):
-    """timm's resizing of the short side, before the centre is cut out.
-
-    Of an image so long that the result would have more than _MOST_PIXELS, only the centre is made: one of 1 x 65,535
-    pixels would take 17 GB.
-    """
-
-    def __init__(self, resize: transforms.Resize, info: DataInfo) -> None:
-        super().__init__(resize.size, resize.interpolation)
-        self.kept, self.filter = info.sides, str_to_pil_interp(info.interpolation)
-
-    def forward(self, image: Image.Image) -> Image.Image:
-        short, long = sorted(image.size)
-        resized = self.size * long // short
-        if self.size * resized <= _MOST_PIXELS:
-            return super().forward(image)
-        size = (resized, self.size) if image.width == long else (self.size, resized)
-        return _centre_of_resized(image, size, self.kept, self.filter)
-
-
-class KeptRatio(ResizeKeepRatio):
-    """timm's resizing to a size that is no square or has a border; of a long image as `ShortSide`."""
-
-    def __init__(self, resize: ResizeKeepRatio, info: DataInfo) -> None:
-        super().__init__(resize.size, resize.longest, info.interpolation)
-        self.kept, self.filter = info.sides, str_to_pil_interp(info.interpolation)
-
-    def __call__(self, image: Image.Image) -> Image.Image:
-        height, width = self.get_params(image, self.size, self.longest)
-        if height * width <= _MOST_PIXELS:
-            return super().__call__(image)
-        return _centre_of_resized(image, (width, height), self.kept, self.filter)
-
-    @staticmethod
-    def get_params(*arguments: Any, **options: Any) -> list[int]:
-        # a long image with a border keeps no pixel of its short side, which Pillow refuses
-        return [max(1, side) for side in ResizeKeepRatio.get_params(*arguments, **options)]
-
-
-def _centre_of_resized(
-    image: Image.Image, size: tuple[int, int], kept: tuple[int, int], resample: Image.Resampling
-) -> Image.Image:
-    """The image resized to `size` (width, height), and of its longer side the centre that `kept` (height, width) is."""
-    wide, resized = size[0] > size[1], max(size)
-    short, long = (image.height, image.width) if wide else (image.width, image.height)
-    length, scale = kept[1] if wide else kept[0], long / resized
-    first = round((resized - length) / 2) * scale
-    last = first + length * scale
-    beside = math.ceil(3 * max(1, scale)) + 1  # what the widest filter reads
-    start, stop = max(0, int(first) - beside), min(long, math.ceil(last) + beside)
-    ends = first - start, last - start
-    if wide:
-        part = image.crop((start, 0, stop, short))
-        return part.resize((length, size[1]), resample, (ends[0], 0, ends[1], short))
-    part = image.crop((0, start, short, stop))
-    return part.resize((size[0], length), resample, (0, ends[0], short, ends[1]))
 
 
 class PixelErasing:
@@ -162,16 +100,10 @@ def evaluation_transform(info: DataInfo) -> transforms.Compose:
     The short side becomes img_size / crop_pct, and the centre is cut out. With `crop_mode` squash both sides become it,
     and with border the long one, and the mean fills the rest.
 
-    ValueError for a crop_pct below LEAST_CROP, and for other images than RGB and grey ones. A crop_pct above 1 adds a
-    black border.
+    ValueError for other images than RGB and grey ones. A crop_pct above 1 adds a black border.
     """
-    if info.crop_pct < LEAST_CROP:
-        raise ValueError(f"crop_pct={info.crop_pct} must be a number of at least {LEAST_CROP}: give data.crop_pct=1.0")
     if info.in_chans not in (1, 3):
-        raise ValueError(
-            f"in_chans={info.in_chans} must be 1 or 3: image files are read as RGB or grey; call this model from a "
-            "program of your own"
-        )
+        raise ValueError(f"images are read as RGB or grey, and the model has in_chans={info.in_chans}")
     resize, cut, _ = create_transform(
         (3, *info.sides),
         interpolation=info.interpolation,
@@ -180,10 +112,6 @@ def evaluation_transform(info: DataInfo) -> transforms.Compose:
         mean=tuple(info.mean),
         normalize=False,
     ).transforms
-    if isinstance(resize, ResizeKeepRatio):
-        resize = KeptRatio(resize, info)
-    elif info.crop_mode == "center":
-        resize = ShortSide(resize, info)
     return transforms.Compose([_final_mode(info), resize, cut, pil_to_tensor])
 
 

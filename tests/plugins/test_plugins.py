@@ -52,7 +52,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     install = [sys.executable, "-m", "pip", "install", *options, "--target", site, sources]
     installed = subprocess.run(install, cwd=folder, capture_output=True, text=True, check=False)
     assert installed.returncode == 0, installed.stdout + installed.stderr
-    mine = f"plugins=[my_module] mixer.name=mine data=digits data.source=halves {TINY}"
+    mine = f"plugins=[my_module] mixer=mine data=digits data.source=halves {TINY}"
     stopped = "++callbacks.stop={_target_:StopOnce} recipe.epochs=2"
     commands = (
         f"train mixer=scaled_attention mixer.options.gain=0.25 task=stripes data=stripes {TINY} "

@@ -1,4 +1,4 @@
-"""The keys of a configuration: types, ranges, nearest names; and what a configuration may build."""
+"""The keys of a configuration: types, ranges, nearest names, and the classes that a configuration may build."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`longseq evaluate` and `longseq predict` on a checkpoint, and their messages for wrong input."""
+"""`longseq evaluate` and `longseq predict` on a checkpoint."""
 
 from __future__ import annotations
 

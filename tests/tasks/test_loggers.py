@@ -1,4 +1,4 @@
-"""Loggers of a run, one or several; the log in its folder; strategies as objects; searches."""
+"""Loggers of a run, the log in its folder, and searches."""
 
 from __future__ import annotations
 

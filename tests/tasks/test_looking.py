@@ -1,10 +1,9 @@
-"""What a run shows: its progress, its rates, its hyper-parameters, its pictures, and its worst errors by file."""
+"""What a run shows: its hyper-parameters, its worst errors by file, and saliency."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -16,13 +15,10 @@ from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin
 from longseq import mixers
 from longseq.backbones.image import ImageBackbone
 from longseq.tasks import predict, train
-from longseq.tasks.experiment import read_experiment
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.errors import COLUMNS
-from longseq.tasks.image.examples import pick_examples
 from longseq.tasks.image.saliency import saliency
 from longseq.tasks.training import checkpoint
-from longseq.tasks.training.configuration import resolve
 
 SLOW = pytest.mark.slow  # they share a training
 
@@ -80,22 +76,6 @@ def test_the_worst_errors_are_listed_by_their_files(run):
     worst = sorted(expected, key=lambda path: -expected[path])[:100]
     assert [row["path"] for row in rows] == worst
     assert [float(row["loss"]) for row in rows] == pytest.approx([expected[path] for path in worst], abs=1e-4)
-
-
-@SLOW
-def test_pictures_show_the_same_images_of_all_classes(run, compose_config, tiny_overrides):
-    board = EventAccumulator(str(run.folder), size_guidance={"images": 0}).Reload()
-    shown = {tag: [event.step for event in board.Images(tag)] for tag in board.Tags()["images"]}
-    for name in ("samples", "saliency", "worst_errors"):
-        assert shown[f"val/{name}"] == [19, 39]
-    assert shown["test/worst_errors"] == [40]
-    config = read_experiment(resolve(compose_config("train", *tiny_overrides, "output=unused")))
-    modules = [ImageDataModule.from_config({**config, "seed": seed}, 64) for seed in (0, 1)]
-    picked = [pick_examples(datamodule, 16) for datamodule in modules]
-    assert all(torch.equal(*pair) for pair in zip(*picked, strict=True)), "the same in every run"
-    counts = Counter(picked[0][1].tolist())
-    assert len(counts) == 10
-    assert set(counts.values()) == {1, 2}
 
 
 @pytest.mark.parametrize("mixer", mixers.mixer_names())

@@ -1,4 +1,4 @@
-"""Runs that go on in another folder, on other data, or from a damaged checkpoint."""
+"""Runs that continue in another folder, on other data, or after an interruption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loader of checkpoints: its results, and its messages for files that it cannot use."""
+"""The loader of checkpoints, and folders that serve as checkpoints."""
 
 from __future__ import annotations
 

@@ -292,8 +292,8 @@ def test_half_precision_stays_half(llama: Path, tmp_path: Path, monkeypatch: pyt
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"model_type": "gpt2"}, "model_type=gpt2"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act=gelu"),
-    "dynamic angles": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
-    "angles that were added": ({"rope_scaling": {"type": "su"}, "rope_parameters": {"rope_type": "default"}}, "='su'"),
+    "dynamic angles": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'rope_type': 'dynamic'"),
+    "angles that were added": ({"rope_scaling": {"type": "su"}, "rope_parameters": {"rope_type": "default"}}, "'su'"),
     "part of a head": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     "another size": ({"intermediate_size": 48}, "mlp.gate_proj.weight has the shape [40, 32], not [48, 32]"),
     "a missing weight": ({"attention_bias": True}, "model.layers.0.self_attn.q_proj.bias"),

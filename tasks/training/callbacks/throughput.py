@@ -54,10 +54,10 @@ class Throughput(Callback):
 
     `data_wait_ms` is how long the device was idle because the next batch was missing; a GPU that is still busy while
     the processor waits for a batch does not count. For documents it also logs `throughput/tokens_per_second`. It logs
-    a window of `log_every_n_steps` updates at a time; `unit` is that of `longseq.tasks.data.loader.count_units`. The clock runs
-    while a batch is loaded and trained on, not during validation and checkpoints. Each window waits for the device
-    once. `mean` is over the whole run, including the time before a resume, without the first window, in which workers
-    and kernels start.
+    a window of `log_every_n_steps` updates at a time; `unit` is that of `longseq.tasks.data.loader.count_units`. The
+    clock runs while a batch is loaded and trained on, not during validation and checkpoints. Each window waits for the
+    device once. `mean` is over the whole run, including the time before a resume, without the first window, in which
+    workers and kernels start.
 
     After a validation it logs `throughput/val_UNIT_per_second` and `throughput/memory_gib` (see `peak_memory`), after
     the test `throughput/test_UNIT_per_second`. `evaluation_rate` is the rate of the last validation or test.

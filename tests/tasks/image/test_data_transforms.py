@@ -1,7 +1,6 @@
 """Transforms: shapes and types for grey and colour, published presets, normalisation and its inverse."""
 
 import random
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +11,6 @@ from image_data import image_info
 from PIL import Image
 from timm.data import create_transform
 
-from longseq.tasks.image import transforms
 from longseq.tasks.image.datasets import preserved_random_state, seed_everything
 from longseq.tasks.image.transforms import (
     Augmentation,
@@ -88,42 +86,6 @@ def test_evaluation_is_that_of_timm(mode, img_size, crop_pct, in_chans):
     for size in [(300, 40), (40, 300), (7, 9), (48, 80), (101, 77)]:
         image = picture("RGB" if in_chans == 3 else "L", size)
         torch.testing.assert_close(normalize(evaluation_transform(about)(image), about), theirs(image))
-
-
-@pytest.mark.slow
-@cases("mode", ["center", "squash", "border"])
-@cases("img_size", [48, [48, 80]])
-@cases("size", [(65535, 1), (1, 65535)])
-def test_a_line_of_pixels_is_an_image(size, img_size, mode):
-    about = replace(image_info(), img_size=img_size, crop_mode=mode)
-    assert evaluation_transform(about)(Image.new("RGB", size)).shape == (3, *about.sides)
-
-
-@pytest.mark.slow
-@cases("size", [(3000, 7), (7, 3000)])
-def test_of_a_long_image_the_centre_alone_is_resized_to_an_oblong(size, monkeypatch):
-    about = replace(image_info(crop_pct=0.8), img_size=[48, 80])
-    whole = evaluation_transform(about)(picture(size=size))
-    monkeypatch.setattr(transforms, "_MOST_PIXELS", 1)
-    assert (evaluation_transform(about)(picture(size=size)).int() - whole.int()).abs().max() <= 1
-
-
-@cases("crop_pct", [0.8, 1.0, 1.25])
-@cases("size", [(3000, 7), (7, 3000)])
-def test_of_a_long_image_the_centre_alone_is_resized(size, crop_pct, monkeypatch):
-    about = image_info(img_size=32, crop_pct=crop_pct)
-    whole = evaluation_transform(about)(picture(size=size))
-    monkeypatch.setattr(transforms, "_MOST_PIXELS", 1)
-    assert torch.equal(evaluation_transform(about)(picture(size=size)), whole)
-
-
-@cases("size", [(65_535, 1), (1, 65_535)])
-def test_a_line_of_pixels_takes_little_memory(size):
-    image = Image.new("RGB", size, (9, 80, 200))
-    start = time.process_time()
-    pixels = evaluation_transform(image_info(img_size=224, crop_pct=0.875))(image)
-    assert torch.equal(pixels, torch.tensor([9, 80, 200], dtype=torch.uint8)[:, None, None].expand(3, 224, 224))
-    assert time.process_time() - start < 1  # of 17 GB the filling alone would take longer
 
 
 def test_center_crop_trains_on_what_evaluation_sees():

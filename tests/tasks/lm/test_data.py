@@ -1,4 +1,4 @@
-"""The data of language models: where text comes from, exact resume, and refusals in one line."""
+"""The data of language models: where text comes from, exact resume, and evaluation on other text."""
 
 from __future__ import annotations
 

@@ -91,22 +91,6 @@ def test_a_graph_writes_the_same_text(mixer, tmp_path):
     check_that_graphs_change_nothing(mixer, "cuda", tmp_path)
 
 
-def test_the_end_token_and_stop_strings_end_a_text():
-    writer = make_writer()
-    for drawn, stop, wanted in (
-        (b"ab\nno", [], ("ab\nno", "length")),
-        (b"ab", [], ("ab", "end")),
-        (b"ab STOP more", ["STOP"], ("ab ", "stop")),
-    ):
-        texts = [*drawn] + [256] * (12 - len(drawn)) if wanted[1] == "end" else [*drawn]
-        script = iter(texts)
-        writer.keys = Generate(**{**KEYS, "stop": stop, "max_new_tokens": len(texts)})
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(generate.TokenSampler, "__call__", lambda *_, script=script: torch.tensor([next(script)]))
-            (written,) = writer.write(["x"])
-        assert (written.text, written.reason) == wanted
-
-
 def test_a_model_with_learned_positions_reads_the_end_of_a_long_prompt():
     model = TokenBackbone(
         vocab_size=257, d_model=16, depth=1, mixer="linear_attention", positions="learned", max_length=8

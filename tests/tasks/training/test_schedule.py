@@ -1,4 +1,4 @@
-"""The rates of timm's and torch's schedules in a run of updates, and the Trainer's limits beside the recipe's."""
+"""The rates of timm's and torch's schedules in a run of updates."""
 
 from __future__ import annotations
 
