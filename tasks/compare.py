@@ -44,6 +44,8 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     # The words as typed: `${key}` refers to the key of each run, not to that of this command.
     words: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     keys = read_keys(cfg)
+    if keys.plot:
+        import matplotlib  # noqa: F401  here, and not after all runs, where it is missing
     folder = Path(keys.output)
     trials = plan(keys, [word for word in words if _key(word).split(".")[0] not in OWN_KEYS])
     first = trials[0].config
