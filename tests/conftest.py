@@ -3,189 +3,125 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import gc
+import importlib
 import multiprocessing
 import os
-import re
+import pkgutil
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 # Set before torch is imported anywhere: the suite runs one process per core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The suite itself compares the kernels with float64, in more cases.
 os.environ.setdefault("LONGSEQ_SELF_TEST", "0")
-# What an operation on tensors without values gives is soon computed again; to keep it takes torch longer.
+# The results of operations on fake tensors are cheap here; caching them costs torch more.
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
-# Tests give data workers data sets of their own. A worker that is no fork, as from Python 3.14 on, cannot import
-# modules of tests, which pytest imports by their paths. Commands in their own processes start workers as Python does.
+# Data workers read data sets that tests define, and only a fork knows the modules of tests.
 if sys.platform == "linux":
     multiprocessing.set_start_method("fork")
 
-import forked  # noqa: F401  (notes the filters of warnings before pytest changes them)
-import pytest
+gc.disable()  # until the collection is over: nearly everything that it makes stays to the end
 
-gc.disable()  # until the collection is over: nearly all that it makes stays to the end
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
-
-@functools.cache
-def prepare() -> None:
-    """Import torch and what stands between it and the tests."""
-    import configurations
-    import emulation
-    import torch
-    import tracing
-
-    from longseq.tools.deferred_metrics import defer_torchmetrics
-
-    defer_torchmetrics()
-    torch.set_num_threads(1)
-    if not torch.cuda.is_available():
-        emulation.import_triton()  # before another conftest.py imports it
-    tracing.leave_out_stack_traces()
-    tracing.register_onnx_functions_once()
-    tracing.find_operators_once()
-    tracing.find_no_gpu_once()
-    tracing.differentiate_without_threads()
-    tracing.read_programs_faster()
-    configurations.share_work()
-
-
-def has_workers() -> bool:
-    """True if this process seems to hand out the tests to others, who begin when it has read this file."""
-    numbers = re.findall(r" -n[ =]?(\w+)", " ".join(sys.argv))
-    return "PYTEST_XDIST_WORKER" not in os.environ and bool(numbers) and numbers[-1] != "0"
-
-
-if not has_workers():
-    prepare()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection(session: pytest.Session) -> None:
-    if not session.config.pluginmanager.has_plugin("dsession"):  # which hands out tests
-        prepare()
-
-
-# In a run of only the fast tests, a test that takes more CPU seconds than this fails, so that it gets marked as slow. A
-# test that takes a tenth of it may have to import torch's compiler first.
-LONGEST_FAST = 5.0
-
-# The fast cases of the whole suite: file, name of the test, and operation or mixer.
-FAST_CASES = pytest.StashKey[set[tuple[str, ...]]]()
+HAS_GPU = torch.cuda.is_available()
 
 # Tests of these kinds are never fast.
-APART = ("gpu", "oracle", "soak", "compilations", "slow")
-# The parameters that hold an operation's or a mixer's name, and the tests that are about each of them.
+NEVER_FAST = ("gpu", "oracle", "soak", "slow")
+# Tests with a fast case for each operation or mixer, which one of these parameters names.
 SUBJECTS = ("op", "mixer", "name")
 ABOUT_EACH = (
-    "tests/kernels/test_contracts.py::test_forms_equal_the_recurrence",
-    "tests/kernels/test_contracts.py::test_packed_equals_each_alone",
-    "tests/kernels/test_contracts.py::test_reverse_reads_from_the_end",
-    "tests/kernels/test_local.py::test_the_torch_form_is_the_formula",
-    "tests/kernels/test_triton.py::test_kernel_equals_the_recurrence",
-    "tests/mixers/test_contract.py::test_every_mixer_keeps_every_law",
-    "tests/test_frozen_models.py",
+    "test_forms_equal_the_recurrence",
+    "test_packed_equals_each_alone",
+    "test_reverse_reads_from_the_end",
+    "test_the_torch_form_is_the_formula",
+    "test_kernel_equals_the_recurrence",
+    "test_every_mixer_keeps_every_law",
 )
 
-
-# Tests of half a minute: they come first, so that at the end no process of several waits for one of them.
+# Tests of half a minute come first, so that no process waits for one of them at the end.
 LONG = (
     "tests/test_style.py",
     "tests/plugins/",
     "tests/kernels/test_compilations.py",
-    "tests/kernels/test_front_end.py",
     "tests/test_docs.py",
 )
 
 
-def relative_path(item: pytest.Item) -> str:
-    return item.path.relative_to(item.config.rootpath).as_posix()
+def prepare() -> None:
+    """Import torch's companions in the order that the tests need."""
+    torch.set_num_threads(1)
+    if not HAS_GPU:
+        import_interpreted_kernels()
+        # Autograd starts a thread for each GPU that torch counts, and a fork of a process with such threads cannot
+        # differentiate. Start it before a test pretends that there is a GPU.
+        torch.ones((), requires_grad=True).backward()
+    from longseq.tools.deferred_metrics import defer_torchmetrics
+
+    defer_torchmetrics()
+
+
+def import_interpreted_kernels() -> None:
+    """Import Triton and all our kernels for the interpreter, which Triton decides when it creates a kernel.
+
+    `auto` chooses interpreted kernels only in tests that set TRITON_INTERPRET.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        kernels = importlib.import_module("longseq.kernels")
+        for module in pkgutil.walk_packages(kernels.__path__, "longseq.kernels."):
+            if module.name.rpartition(".")[2].startswith("triton_"):
+                importlib.import_module(module.name)
+
+
+prepare()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    import torch
-
-    items.sort(key=lambda item: not relative_path(item).startswith(LONG))
-    config.stash[FAST_CASES] = mark_fast(items)
-    if not torch.cuda.is_available():
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+    mark_fast(items)
+    if not HAS_GPU:
         skip_gpu_tests(config, items)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """The garbage collector leaves alone what imports and the collection have made, which is there to the end.
-
-    It runs more rarely, too. Both save a tenth of the suite's processor time. When pytest has ended, which collects
-    garbage five times, all is freed: some libraries complain of objects that outlive them.
-    """
+def pytest_collection_finish() -> None:
+    """Keep what imports and the collection have made out of garbage collection, a tenth of the suite's time."""
     gc.freeze()
-    atexit.register(gc.unfreeze)
+    atexit.register(gc.unfreeze)  # some libraries complain of objects that outlive them
     gc.enable()
     gc.set_threshold(50_000, 20, 50)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def leave_alone_what_stays() -> Iterator[None]:
-    """The garbage collector also leaves alone what the imports and the caches of earlier files have made.
+def mark_fast(items: list[pytest.Item]) -> None:
+    """Mark one case of each test as fast, unless it is slow; of ABOUT_EACH, one for each operation or mixer."""
+    from longseq import kernels, mixers
+    from longseq.kernels import dispatch
 
-    Some libraries collect all garbage again and again, which takes a third of a second among all that was made.
-    """
-    yield
-    gc.collect()
-    gc.freeze()
-
-
-def mark_fast(items: list[pytest.Item]) -> set[tuple[str, ...]]:
-    """Mark as fast one case of each test, unless the test is slow; of ABOUT_EACH, one for each operation or mixer."""
-    from longseq import mixers
-    from longseq.kernels import dispatch, list_ops
-
-    subjects = {*mixers.mixer_names(), *list_ops(), *dispatch.list_local_ops()}
-    fast: set[tuple[str, ...]] = set()
+    subjects = {*mixers.mixer_names(), *kernels.list_ops(), *dispatch.list_local_ops()}
+    seen: set[tuple[Any, ...]] = set()
     for item in items:
-        if isinstance(item, pytest.Function) and not any(map(item.get_closest_marker, APART)):
+        if not isinstance(item, pytest.Function) or any(map(item.get_closest_marker, NEVER_FAST)):
+            continue
+        case: tuple[Any, ...] = (item.path, item.originalname)
+        if item.originalname in ABOUT_EACH:
             values = item.callspec.params if hasattr(item, "callspec") else {}
-            file = relative_path(item)
-            names = [values[name] for name in SUBJECTS if str(values.get(name)) in subjects]
-            about_each = f"{file}::{item.originalname}".startswith(ABOUT_EACH)
-            case = (file, item.originalname, *(names if about_each else ()))
-            if case not in fast:
-                fast.add(case)
-                item.add_marker("fast")
-    return fast
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    before = processor_seconds()
-    result = yield
-    taken = processor_seconds() - before
-    if item.config.option.markexpr == "fast" and taken > LONGEST_FAST:
-        pytest.fail(f"this test took {taken:.1f} s of a processor: mark it with pytest.mark.slow")
-    return result
-
-
-def processor_seconds() -> float:
-    """The CPU seconds of this process and of those that it has waited for."""
-    return sum(os.times()[:4])
-
-
-@pytest.fixture(scope="session")
-def fast_cases(request: pytest.FixtureRequest) -> set[tuple[str, ...]]:
-    """The fast cases of the suite, if the whole suite was collected."""
-    if request.config.args != request.config.getini("testpaths"):
-        pytest.skip("a part of the suite was collected, and this test is about the whole")
-    return request.config.stash[FAST_CASES]
+            case += tuple(values[name] for name in SUBJECTS if values.get(name) in subjects)
+        if case not in seen:
+            seen.add(case)
+            item.add_marker("fast")
 
 
 def skip_gpu_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU; the first case of each test stands for all its cases, whose number it names."""
+    """Skip tests that need a GPU. The first case of each test reports the number of its cases."""
     cases: dict[Any, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("gpu"):
@@ -199,7 +135,7 @@ def skip_gpu_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def choices_of_this_test() -> None:
+def fresh_choice_of_backends() -> None:
     """Forget the backends that earlier tests chose: tests change what determines the choice."""
     from longseq.kernels.operation import forget
 
@@ -241,7 +177,7 @@ def command_here(
 
 @pytest.fixture
 def little_room() -> Iterator[None]:
-    """No file may have more than 64 KiB, which the system refuses as it refuses a full disk."""
+    """Limit files to 64 KiB; writing more fails as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
     yield
@@ -251,8 +187,6 @@ def little_room() -> Iterator[None]:
 @pytest.fixture
 def graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replays of a `StepGraph` run on a CPU what a CUDA graph would have recorded."""
-    from types import SimpleNamespace
-
     from longseq.backbones import step_graph
 
     def record(graph: Any) -> None:

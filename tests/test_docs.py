@@ -21,7 +21,6 @@ from examples import Example, find_examples, write_files
 from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
 from PIL import Image
-from shared_composition import shared_composition
 from sources import ROOT
 
 from longseq import kernels, plugins
@@ -49,9 +48,9 @@ OF_HYDRA = ("hydra.", "hydra/", "hparams_search=")  # what Hydra runs, and where
 
 
 @pytest.fixture(scope="module", autouse=True)
-def composed_once() -> Iterator[None]:
-    """All commands here share the work of Hydra; runs of language models write a few tokens in place of hundreds."""
-    with shared_composition(), pytest.MonkeyPatch.context() as patch:
+def short_samples() -> Iterator[None]:
+    """Runs of language models write a few tokens in place of hundreds."""
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "_SAMPLE", 8)
         yield
 

@@ -81,6 +81,7 @@ def restore_words(checked: dict[str, Any], config: Mapping[str, Any]) -> dict[st
     for key, value in _leaves(config["recipe"]):
         if value in (AUTO, FIND) and (not key.startswith("model.") or key in OF_MODELS):
             _put(checked["recipe"], key, value)
+    checked["recipe"][CHOSEN] = config["recipe"].get(CHOSEN)
     return checked
 
 

@@ -84,7 +84,7 @@ def run(inputs: Inputs) -> Any:
 def differentiate(
     op: str, variant: str, frozen: tuple[str, ...], run: Callable[[Inputs], Any] = run, **of_inputs: Any
 ) -> dict[str, Tensor]:
-    inputs = make_inputs(op, variant, **{"tokens": 11, "dtype": torch.float32, **of_inputs})
+    inputs = make_inputs(op, variant, **{"tokens": 7, "dtype": torch.float32, **of_inputs})
     inputs = inputs.replace({name: x.detach().requires_grad_(name not in frozen) for name, x in inputs.tensors.items()})
     returned = results(*run(inputs))
     torch.manual_seed(0)  # each result has the same weights, whichever results have a gradient
@@ -98,7 +98,7 @@ differentiate_all = functools.cache(functools.partial(differentiate, frozen=()))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("op", "variant", "names"), CASES)
+@pytest.mark.parametrize(("op", "variant", "names"), {case[0]: case for case in CASES}.values())
 def test_a_frozen_input_changes_no_other_gradient(interpreted, op, variant, names) -> None:
     frozen = tuple(names.split())
     whole, rest = differentiate_all(op, variant), differentiate(op, variant, frozen)
@@ -163,7 +163,7 @@ def list_readings(op: str, variant: str) -> list[tuple[dict[str, Any], dict[str,
     if op == "orthogonal_recurrence" and chunks:
         readings.append(({}, {"chunk_size": 1}))  # a loop over tokens, which is code of its own
     if variant == list_variants(op)[0]:
-        readings.append(({"segments": 4}, {"cu_seqlens": torch.tensor([0, 3, 3, 4, 11])}))
+        readings.append(({"segments": 4}, {"cu_seqlens": torch.tensor([0, 3, 3, 4, 7])}))
         readings.append(({}, {**chunks, "reverse": "second_half"}))
     return readings
 

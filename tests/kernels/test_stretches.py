@@ -39,8 +39,7 @@ def assert_passed(inputs: Inputs, stretch: slice, **options: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("variant", ["plain", "gated"])
+@pytest.mark.parametrize(("variant", "reverse"), [("plain", True), ("gated", False)])
 def test_delta_rules(interpreted, variant, reverse):
     sizes = {"H": 1, "K": 16, "V": 16}
     inputs = make_inputs("delta_rule", variant, batch=1, tokens=5 * CHUNK, dtype=torch.bfloat16, sizes=sizes)

@@ -48,27 +48,28 @@ def assert_as_accurate_as_torch(inputs, exact, device="cpu", **options):
 
 @pytest.mark.parametrize(("op", "variant"), CASES)
 def test_kernel_equals_the_recurrence(interpreted, op, variant):
-    # Every variant reads several tokens of two rows. The first reads two heads as well, and one token.
+    # The first variant of an operation reads two rows and two heads, and a single token as well.
     first = variant == list_variants(op)[0]
-    for tokens, sizes in ((11, {}), (1, {})) if first else ((11, {"H": 1}),):
-        exact = gradients(make_inputs(op, variant, tokens=tokens, sizes=sizes), backend="reference")
-        assert_as_accurate_as_torch(make_inputs(op, variant, tokens=tokens, sizes=sizes, dtype=torch.float32), exact)
+    for tokens in (7, 1) if first else (7,):
+        shape = {"tokens": tokens} if first else {"tokens": tokens, "batch": 1, "sizes": {"H": 1}}
+        exact = gradients(make_inputs(op, variant, **shape), backend="reference")
+        assert_as_accurate_as_torch(make_inputs(op, variant, dtype=torch.float32, **shape), exact)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", TRITON_OPS)
 def test_packed_segments_are_separate(interpreted, op):
-    bounds = torch.tensor([0, 3, 3, 4, 11])
+    bounds = torch.tensor([0, 3, 3, 4, 7])
     variant = list_variants(op)[0]
-    exact = gradients(make_inputs(op, variant, segments=4, tokens=11), backend="reference", cu_seqlens=bounds)
-    inputs = make_inputs(op, variant, segments=4, tokens=11, dtype=torch.float32)
+    exact = gradients(make_inputs(op, variant, segments=4, tokens=7), backend="reference", cu_seqlens=bounds)
+    inputs = make_inputs(op, variant, segments=4, tokens=7, dtype=torch.float32)
     assert_as_accurate_as_torch(inputs, exact, cu_seqlens=Packing(bounds))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", TRITON_OPS)
 def test_gradients_of_a_part_that_runs_again(interpreted, op):
-    inputs = make_inputs(op, list_variants(op)[0], tokens=3, dtype=torch.float32)
+    inputs = make_inputs(op, list_variants(op)[0], batch=1, tokens=2, dtype=torch.float32, sizes={"H": 1})
     expected = gradients(inputs, backend="triton")
     actual = gradients(inputs, run=Inputs.run_checkpointed, backend="triton")
     assert actual.keys() == expected.keys()
@@ -83,18 +84,12 @@ def test_reading_in_reverse(interpreted, op, packed):
     # interpreted token by token have tests of their own.
     tokens = {"orthogonal_recurrence": 7, "longhorn_scan": 18, "selective_scan": 18}.get(op, 35)
     bounds = (0, 3, 3, tokens - 1, tokens)
-    # Two heads are read in packed segments, two rows without.
-    shape = {"segments": len(bounds) - 1} if packed else {"sizes": {"H": 1}}
+    # Two heads are read in packed segments, one without.
+    shape = {"segments": len(bounds) - 1} if packed else {"batch": 1, "sizes": {"H": 1}}
     options = {"cu_seqlens": torch.tensor(bounds)} if packed else {}
-    # Operations on single tokens, or on their contents, do not depend on the order, and contents are read in any.
-    unordered = ("identity", "relu_squared", "repeated_directions", "extreme_directions", "fixed", "paper",
-                 "beta_0", "beta_1", "repeated_keys", "extreme_decay")  # fmt: skip
-    # Two variants are enough in packed segments: all gates are read in the same order.
-    for variant in [name for name in list_variants(op)[: 2 if packed else 4] if name not in unordered]:
-        inputs = make_inputs(op, variant, tokens=tokens, **shape)
-        exact = gradients(inputs, run=Inputs.run_reversed, backend="reference", **options)
-        inputs = make_inputs(op, variant, tokens=tokens, dtype=torch.float32, **shape)
-        assert_as_accurate_as_torch(inputs, exact, reverse=True, **options)
+    inputs = make_inputs(op, tokens=tokens, **shape)
+    exact = gradients(inputs, run=Inputs.run_reversed, backend="reference", **options)
+    assert_as_accurate_as_torch(inputs.map(torch.Tensor.float), exact, reverse=True, **options)
 
 
 @pytest.mark.slow
@@ -129,8 +124,7 @@ def _differentiate_gated(q, k, v, d_output, *, scale=0.125, backend, **gates):
     return dict(zip("oqkvg", (output, *torch.autograd.grad(output, leaves, d_output)), strict=True))
 
 
-@pytest.mark.parametrize("silent", ["first chunk", "last chunk", None])
-@pytest.mark.parametrize("scale", [0.125, -0.125])
+@pytest.mark.parametrize(("silent", "scale"), [("first chunk", 0.125), ("last chunk", 0.125), (None, -0.125)])
 def test_linear_attention_gated_by_key_through_a_chunk_of_zeros(interpreted, silent, scale):
     q, k, v, d_output = torch.randn(4, 1, 70 if silent is None else 130, 1, 64, dtype=torch.float16)
     g = -0.1 * torch.rand_like(q, dtype=torch.float32)
@@ -143,8 +137,7 @@ def test_linear_attention_gated_by_key_through_a_chunk_of_zeros(interpreted, sil
         assert error(value, exact[name]) <= 3e-3, name
 
 
-@pytest.mark.parametrize("gate", ["g", "g_value"])
-@pytest.mark.parametrize("size", [1e-30, 1e28])
+@pytest.mark.parametrize(("gate", "size"), [("g", 1e-30), ("g_value", 1e28)])
 def test_linear_attention_of_tiny_and_huge_values(interpreted, gate, size):
     q, k, v, d_output = torch.randn(4, 1, 64, 1, 64, dtype=torch.bfloat16)
     v *= size
@@ -181,8 +174,9 @@ def delta_results(inputs, form, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("form", DELTA_FORMS)
+@pytest.mark.parametrize(
+    ("form", "dtype"), [("trained", torch.float32), ("read", torch.float16), ("walked", torch.float16)]
+)
 @pytest.mark.parametrize(
     "gates",
     [
@@ -217,9 +211,7 @@ def test_delta_rule_reads_half_of_the_rows_in_reverse_in_half_precision(interpre
     ("form", "reverse", "dtype"),
     [
         ("walked", False, torch.float16),
-        ("walked", True, torch.bfloat16),
         ("read", True, torch.float16),
-        ("trained", False, torch.bfloat16),
         ("trained", True, torch.float16),
     ],
 )
@@ -245,13 +237,13 @@ def spoiled_memory():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["plain", "gated_write_key"])
-@pytest.mark.parametrize("tokens", [5, 16, 17, 48, 49, 80, 81])
+@pytest.mark.parametrize("tokens", [16, 17, 80, 81])
 @pytest.mark.parametrize("form", DELTA_FORMS)
-def test_delta_rule_ends_within_a_chunk(interpreted, spoiled_memory, form, tokens, variant):
+def test_delta_rule_ends_within_a_chunk(interpreted, spoiled_memory, form, tokens):
     """Up to 16 last tokens take a way of their own, and nothing past the last token is read from memory."""
     assert torch.empty(1).isnan(), "the memory is spoiled"
-    inputs = make_inputs("delta_rule", variant, tokens=tokens, dtype=torch.float16)
+    sizes = {"H": 1}
+    inputs = make_inputs("delta_rule", "gated_write_key", batch=1, tokens=tokens, dtype=torch.float16, sizes=sizes)
     exact = gradients(inputs.map(torch.Tensor.double), backend="reference")
     for name, value in delta_results(inputs, form).items():
         assert error(value, exact[name]) <= 4e-3, name
@@ -326,12 +318,9 @@ def delta_errors(form, factors, part=slice(None), outlier=None):
 @pytest.mark.parametrize(
     "factors",
     [
-        {"q": 1e6},
         {"q": 1e-6},
-        {"k": 1e-6},
         {"k": 1e6, "beta": 1e-12, "initial_state": 1e-6},
         {"v": 1e20, "initial_state": 1e20},
-        {"v": 1e-20, "initial_state": 1e-20},
     ],
     ids=str,
 )
@@ -341,7 +330,7 @@ def test_delta_rule_takes_inputs_of_any_size(interpreted, form, factors):
 
 
 @pytest.mark.parametrize("form", DELTA_FORMS)
-@pytest.mark.parametrize("names", ["q", "k", "v", "qkv"])
+@pytest.mark.parametrize("names", ["k", "qkv"])
 def test_delta_rule_keeps_tokens_beside_a_large_one(interpreted, form, names):
     factors = dict.fromkeys(names, 1e4)
     for name, (ours, plain) in delta_errors(form, factors, slice(20), outlier=20).items():
@@ -384,12 +373,6 @@ LARGE_TOKENS = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("op", "variant", "name"), LARGE_TOKENS)
-def test_tokens_before_a_large_one_of_their_chunk_stay_accurate(interpreted, op, variant, name):
-    assert_accurate_before_a_large_token(op, variant, name, device="cpu", sizes={"H": 1})
-
-
 def assert_accurate_before_a_large_token(op, variant, name, **options):
     tokens, place = 40, 20
     found = find_errors_beside_a_large_token(op, variant, name, tokens, place, slice(place), torch.bfloat16, **options)
@@ -424,12 +407,6 @@ LARGE_QUERIES = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("op", "variant", "dtype"), LARGE_QUERIES)
-def test_gates_after_a_large_query_of_their_chunk_stay_accurate(interpreted, op, variant, dtype):
-    assert_gates_accurate_after_a_large_query(op, variant, dtype, device="cpu", sizes={"H": 1})
-
-
 def assert_gates_accurate_after_a_large_query(op, variant, dtype, **options):
     tokens, place = 40, 20
     part = slice(place + 1, None)
@@ -451,33 +428,11 @@ GATED = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("gate", [-3.0, -8.0, -12.0, -18.0])  # Gated DeltaNet's reach -16 with the usual A
+@pytest.mark.parametrize("gate", [-3.0, -18.0])  # Gated DeltaNet's reach -16 with the usual A
 @pytest.mark.parametrize(("op", "variant", "name"), GATED)
-def test_gradients_of_strong_gates_are_accurate(interpreted, op, variant, name, gate, dtype):
-    inputs = make_inputs(op, variant, batch=1, tokens=70, dtype=torch.float32)
-    assert_gates_accurate(inputs.replace({name: torch.full_like(inputs.arguments[name], gate)}), name, dtype)
-
-
-# The large argument, and the type. A gradient of 1e4 times larger queries is more than float16 holds.
-LARGE_ENDS = [
-    pytest.param(large, dtype, id=f"{large}-{dtype}".replace("torch.", ""))
-    for large in ("q", "v")
-    for dtype in (torch.float32, torch.bfloat16, torch.float16)
-    if (large, dtype) != ("q", torch.float16)
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", [8, 40])  # gates per channel in half precision: 8 small tokens of a chunk, or more
-@pytest.mark.parametrize("reset", [False, True])
-@pytest.mark.parametrize(("large", "dtype"), LARGE_ENDS)
-@pytest.mark.parametrize(("op", "variant", "name"), GATED)
-def test_gradients_of_gates_hold_nothing_of_larger_tokens_behind_them(
-    interpreted, op, variant, name, large, reset, dtype, place
-):
-    inputs = make_inputs(op, variant, batch=1, tokens=70, dtype=torch.float32)
-    assert_gates_accurate(with_large_end(inputs, name, large, reset, place), name, dtype, slice(place))
+def test_gradients_of_strong_gates_are_accurate(interpreted, op, variant, name, gate):
+    inputs = make_inputs(op, variant, batch=1, tokens=70, dtype=torch.float32, sizes={"H": 1})
+    assert_gates_accurate(inputs.replace({name: torch.full_like(inputs.arguments[name], gate)}), name, torch.float32)
 
 
 @pytest.mark.slow
@@ -513,18 +468,11 @@ def assert_gates_accurate(inputs, name, dtype, part=slice(None)):
     assert (ours - exact).norm() <= 3 * max((plain - exact).norm() / exact.norm(), limit) * exact.norm()
 
 
-# The plainest inputs of each operation, and those with steps of their own that a NaN could get lost in.
-NAN_CASES = [(op, list_variants(op)[0]) for op in TRITON_OPS]
-NAN_CASES += [("linear_attention", f"{kind}_gated") for kind in ("head", "channel", "value")]
-NAN_CASES += [("linear_attention", f"extreme_{kind}_decay") for kind in ("channel", "value")]
-NAN_CASES += [("convolved_features", feature) for feature in ("relu", "elu_plus_one")]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("op", "variant"), NAN_CASES)
-def test_nan_reaches_what_depends_on_it(interpreted, op, variant):
-    inputs = make_inputs(op, variant, batch=2, tokens=5, dtype=torch.bfloat16, sizes={"H": 1})
-    assert_nan_reaches_what_depends_on_it(inputs, place=2)
+@pytest.mark.parametrize("op", TRITON_OPS)
+def test_nan_reaches_what_depends_on_it(interpreted, op):
+    inputs = make_inputs(op, batch=2, tokens=3, dtype=torch.float16, sizes={"H": 1})
+    assert_nan_reaches_what_depends_on_it(inputs, place=1)
 
 
 def assert_nan_reaches_what_depends_on_it(inputs, place):
@@ -542,11 +490,11 @@ def assert_nan_reaches_what_depends_on_it(inputs, place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["plain", "gated_write_key"])
 @pytest.mark.parametrize(("name", "factor"), [("k", 30.0), ("v", math.inf), ("k", math.nan)])
-def test_delta_rule_without_gradients_leaves_chunks_before_a_steep_one_alone(interpreted, variant, name, factor):
+def test_delta_rule_without_gradients_leaves_chunks_before_a_steep_one_alone(interpreted, name, factor):
     # A chunk of 32 tokens that is not mild is read with another inverse, and the whole sequence may be read again.
-    inputs = make_inputs("delta_rule", variant, batch=1, tokens=70, dtype=torch.bfloat16, sizes={"H": 1})
+    sizes = {"H": 1}
+    inputs = make_inputs("delta_rule", "gated_write_key", batch=1, tokens=70, dtype=torch.bfloat16, sizes=sizes)
     spoiled = {name: inputs.arguments[name].clone()}
     spoiled[name][:, 40:44] *= factor
     spoiled = inputs.replace(spoiled)
@@ -584,14 +532,12 @@ def lasting(inputs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("variant", "reverse", "limit"),
-    [("repeated_keys", False, 1 << 20), ("repeated_keys", False, 1), ("gated_write_key", True, 1)],
-)
-def test_delta_rule_in_segments_of_time(interpreted, delta_segments, monkeypatch, variant, reverse, limit):
+@pytest.mark.parametrize(("variant", "reverse"), [("repeated_keys", False), ("gated_write_key", True)])
+def test_delta_rule_in_segments_of_time(interpreted, delta_segments, monkeypatch, variant, reverse):
     from longseq.kernels.delta_rule import triton_delta
 
-    monkeypatch.setattr(triton_delta, "KEPT_ROWS", limit)  # bytes of weighed queries and keys: more are weighed again
+    # Bytes of weighed queries and keys: more are weighed again.
+    monkeypatch.setattr(triton_delta, "KEPT_ROWS", 1 if reverse else 1 << 20)
     bounds = torch.tensor([0, 3, 3, 390, 392, 560])  # sequences of one, no, four, one and two segments
     inputs = lasting(make_inputs("delta_rule", variant, tokens=560, segments=5, dtype=torch.float16, sizes={"H": 1}))
     if "g" in inputs.sequences:
@@ -607,10 +553,9 @@ def test_delta_rule_in_segments_of_time(interpreted, delta_segments, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["plain", "extreme_decay"])
-def test_delta_rule_in_segments_of_time_in_float32(interpreted, delta_segments, variant):
+def test_delta_rule_in_segments_of_time_in_float32(interpreted, delta_segments):
     exact, inputs = (
-        lasting(make_inputs("delta_rule", variant, batch=1, tokens=270, dtype=dtype, sizes={"H": 1, "K": 20}))
+        lasting(make_inputs("delta_rule", "plain", batch=1, tokens=270, dtype=dtype, sizes={"H": 1, "K": 20}))
         for dtype in (torch.float64, torch.float32)
     )
     assert_as_accurate_as_torch(inputs, gradients(exact, backend="reference"))
@@ -625,19 +570,6 @@ def test_delta_rule_in_segments_of_time_reads_half_of_the_rows_in_reverse(interp
     for name, value in gradients(inputs, backend="triton", reverse="second_half").items():
         assert error(value, exact[name]) <= 3e-3, name
     assert set(delta_segments) == {2 * 3}  # of two chunks, the last one of each row of one
-
-
-@pytest.mark.slow
-def test_delta_rule_walks_with_wide_states_in_pieces(interpreted, delta_segments):
-    sizes = {"H": 1, "K": 130, "V": 20}
-    inputs = lasting(
-        make_inputs("delta_rule", "gated_write_key", tokens=300, batch=1, dtype=torch.float16, sizes=sizes)
-    )
-    inputs = inputs.replace({"g": 0.01 * inputs.sequences["g"]})
-    exact = gradients(inputs.map(torch.Tensor.double), backend="torch")
-    for name, value in gradients(inputs, backend="triton").items():
-        assert error(value, exact[name]) <= 3e-3, name
-    assert set(delta_segments) == {3}
 
 
 @pytest.mark.slow
@@ -666,39 +598,21 @@ def test_what_is_written_while_a_large_state_fades_keeps_its_bits(interpreted, m
 
 
 @pytest.mark.slow
-def test_compiled_graph_takes_delta_rules_in_any_number_of_segments(interpreted, monkeypatch):
-    from longseq.kernels.delta_rule import triton_delta
-
-    monkeypatch.setattr(triton_delta, "SHORTEST_SEGMENT", 1)
-    monkeypatch.setattr(triton_delta, "FEWEST_SEGMENTS", 2)
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda inputs: inputs.run(backend="triton"), fullgraph=True, dynamic=True, backend="aot_eager"
-    )
-    for tokens in (20, 150, 200):
-        inputs = make_inputs("delta_rule", tokens=tokens, batch=1, dtype=torch.float32, sizes={"H": 1})
-        inputs = inputs.map(lambda x: x.requires_grad_())
-        torch.testing.assert_close(compiled(inputs), inputs.run(backend="triton"))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("op", ["delta_rule", "linear_attention", "slot_attention"])
 def test_half_precision_values_beside_float32_keys(interpreted, op):
-    for variant in list_variants(op)[:4]:
-        inputs = make_inputs(op, variant, tokens=40, dtype=torch.float32)  # more than a chunk of float32
-        inputs = inputs.replace({"v": inputs.arguments["v"].half()})
-        exact = gradients(inputs.map(torch.Tensor.double), backend="reference")
-        actual = gradients(inputs, backend="triton")
-        assert actual["output"].dtype == actual["gradient of v"].dtype == torch.float16
-        assert actual["gradient of q"].dtype == actual["gradient of k"].dtype == torch.float32
-        for name, value in exact.items():
-            assert error(actual[name], value) <= 3e-3, (variant, name)
+    inputs = make_inputs(op, batch=1, tokens=40, dtype=torch.float32)  # more than a chunk of float32
+    inputs = inputs.replace({"v": inputs.arguments["v"].half()})
+    exact = gradients(inputs.map(torch.Tensor.double), backend="reference")
+    actual = gradients(inputs, backend="triton")
+    assert actual["output"].dtype == actual["gradient of v"].dtype == torch.float16
+    assert actual["gradient of q"].dtype == actual["gradient of k"].dtype == torch.float32
+    for name, value in exact.items():
+        assert error(actual[name], value) <= 3e-3, name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["plain", "gated_write_key"])
-def test_delta_rule_recomputes_what_it_did_not_keep(interpreted, variant):
-    inputs = make_inputs("delta_rule", variant, tokens=70, batch=1, dtype=torch.float16)
+def test_delta_rule_recomputes_what_it_did_not_keep(interpreted):
+    inputs = make_inputs("delta_rule", "gated_write_key", tokens=70, batch=1, dtype=torch.float16, sizes={"H": 1})
     expected = gradients(inputs, backend="triton")
     actual = gradients(inputs, backend="triton", recompute=True)
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
@@ -718,8 +632,13 @@ def test_delta_rule_recomputes_what_it_did_not_keep(interpreted, variant):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "strength"),
-    [("plain", 0.0), ("extreme_head_decay", 1.0)]
-    + [(variant, strength) for variant in ("channel_gated", "value_gated") for strength in (1.0, 3.0, 30.0)],
+    [
+        ("plain", 0.0),
+        ("extreme_head_decay", 1.0),
+        ("channel_gated", 1.0),
+        ("channel_gated", 30.0),
+        ("value_gated", 3.0),
+    ],
 )
 def test_linear_attention_over_several_chunks(interpreted, variant, strength):
     bounds = torch.tensor([0, 3, 3, 68, 70])  # the third segment has two chunks
@@ -740,8 +659,7 @@ def test_linear_attention_over_several_float32_chunks(interpreted, variant):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["channel_gated", "value_gated"])
-@pytest.mark.parametrize("factor", [2.0**-100, 2.0**100])
+@pytest.mark.parametrize(("variant", "factor"), [("channel_gated", 2.0**100), ("value_gated", 2.0**-100)])
 def test_linear_attention_in_half_precision_takes_values_and_gradients_of_any_size(interpreted, variant, factor):
     inputs = make_inputs("linear_attention", variant, batch=1, tokens=20, dtype=torch.bfloat16)
     large = inputs.replace({name: inputs.arguments[name] * factor for name in ("v", "initial_state")})
@@ -762,16 +680,14 @@ LEAST_SQUARES_OPS = ["recursive_least_squares", "variational_linear_attention"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize(("op", "variant"), [("slot_attention", "write"), *((op, "plain") for op in LEAST_SQUARES_OPS)])
-def test_packed_half_precision_over_several_chunks(interpreted, op, variant, dtype):
+def test_packed_half_precision_over_several_chunks(interpreted, op, variant):
     bounds = torch.tensor([0, 3, 3, 68, 70])  # the third segment has two chunks or more
-    inputs = make_inputs(op, variant, tokens=70, segments=4, dtype=dtype, sizes={"H": 1})
+    inputs = make_inputs(op, variant, tokens=70, segments=4, dtype=torch.float16, sizes={"H": 1})
     exact = gradients(inputs.map(torch.Tensor.double), backend="reference", cu_seqlens=bounds)
     actual = gradients(inputs, backend="triton", cu_seqlens=bounds)
     for name, value in exact.items():
-        # Rounding, where the interpreter truncates bfloat16, and the delta rule's float16 products.
-        assert error(actual[name], value) <= 2e-3 + torch.finfo(dtype).eps, name
+        assert error(actual[name], value) <= 3e-3, name
 
 
 @pytest.fixture
@@ -891,8 +807,7 @@ def test_convolution_passes_over_padding(interpreted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", list_variants("short_convolution"))
-@pytest.mark.parametrize("with_state", [True, False], ids=["state", "no_state"])
+@pytest.mark.parametrize(("variant", "with_state"), [("plain", True), ("silu", True), ("silu", False)])
 def test_convolution_of_packed_segments_over_several_tiles(interpreted, variant, with_state):
     bounds = torch.tensor([0, 2, 2, 40, 41, 70], dtype=torch.int32)
     exact, actual = (
@@ -973,7 +888,7 @@ def test_diagonal_scans_of_more_warps_than_run_at_once(interpreted, monkeypatch,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reverse", [False, True, "second_half", "own"])
+@pytest.mark.parametrize("reverse", [False, "own"])
 def test_convolution_of_many_taps_over_several_stretches(interpreted, reverse):
     generator = torch.Generator().manual_seed(0)
     shapes = {"x": (2, 170, 3), "weight": (3, 9), "bias": (3,), "initial_state": (2, 3, 8)}

@@ -20,7 +20,6 @@ import pytest
 import torch
 from forked import SCRIPT, start_fork, start_others_as_forks
 from lightning.pytorch.strategies.launchers import subprocess_script
-from shared_composition import shared_composition
 
 import longseq
 from longseq import mixers, plugins, timm_script
@@ -86,16 +85,15 @@ def run_commands(site: Path) -> int:
     subprocess_script.subprocess = subprocess
     start_others_as_forks(pytest.MonkeyPatch(), comparison_runs)
     multiprocessing.set_start_method("spawn", force=True)  # workers know of the plug-in what they import themselves
-    with shared_composition():
-        for line in sys.stdin:
-            sys.argv = [str(SCRIPT), *shlex.split(line)]  # what further processes run
-            print("+", line.strip(), flush=True)
-            try:
-                code = cli.main()
-            except SystemExit as left:  # one that is told to end does not end the others
-                code = 0 if left.code == 128 + signal.SIGTERM else int(left.code or 0)
-            if code:
-                return code
+    for line in sys.stdin:
+        sys.argv = [str(SCRIPT), *shlex.split(line)]  # what further processes run
+        print("+", line.strip(), flush=True)
+        try:
+            code = cli.main()
+        except SystemExit as left:  # one that is told to end does not end the others
+            code = 0 if left.code == 128 + signal.SIGTERM else int(left.code or 0)
+        if code:
+            return code
     return 0
 
 

@@ -1,9 +1,7 @@
-"""`longseq` in a process of its own that is a fork of this one, which has imported already what the command imports.
+"""Run `longseq` in a fork of this process, without the six CPU seconds of imports in a new one.
 
-The imports of a new process take six seconds of a processor. A fork has its own arguments, environment, folder and
-output, and it has forgotten what pytest changes: to those who start it and read from it, it is a program. The other
-processes of a run on several devices, which Lightning starts, are forks as well. What a new process does until it has
-its arguments has tests of its own.
+A fork gets its own arguments, environment, folder and streams, and loses what pytest changed, so that it behaves as a
+program. The further processes of a run on several devices, which Lightning starts, are forks as well.
 """
 
 from __future__ import annotations
@@ -26,13 +24,9 @@ import pytest
 
 SCRIPT = Path(sys.executable).with_name("longseq")
 
-# As they are before pytest records warnings: this module is imported by the first conftest.py.
-_FILTERS = list(warnings.filters)
-_SHOW_WARNING = warnings._showwarnmsg_impl  # type: ignore[attr-defined]
-
 
 def run_longseq() -> int:
-    """Run `longseq` with the arguments of this process; the exit code."""
+    """Run `longseq` with the arguments of this process and return its exit code."""
     from longseq.tools import cli
 
     return cli.main()
@@ -48,7 +42,7 @@ def start_fork(
 ) -> subprocess.Popen[str]:
     """Start `longseq ARGUMENTS`, or another function that returns an exit code, in a folder.
 
-    `options` are those of `Popen`; without any the output can be read as text.
+    `options` are passed to `Popen`; by default the output can be read as text.
     """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [str(SCRIPT), *map(str, arguments)]
@@ -56,7 +50,7 @@ def start_fork(
 
 
 def start_others_as_forks(patch: pytest.MonkeyPatch, module: ModuleType) -> None:
-    """Let a module that starts `python PROGRAM ARGUMENTS`, where the program is `longseq`, start a fork instead."""
+    """Make a module that starts `python PROGRAM ARGUMENTS`, where the program is `longseq`, start forks instead."""
 
     def popen(command: Sequence[Any], *, env: Mapping[str, str], **options: Any) -> Any:
         return _fork([str(word) for word in command[1:]], env, run_longseq, **options)
@@ -68,7 +62,7 @@ def _fork(command: list[str], environment: Mapping[str, str], run: Callable[[], 
     environment = dict(environment)
 
     def become_program() -> None:
-        # The call of `Popen` ends when the last of these is closed, as it would be when the program begins.
+        # `Popen` returns when the last of these is closed, as it would when a new program begins.
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         code = 1
         try:
@@ -92,7 +86,7 @@ def _forget_tests(command: list[str], environment: Mapping[str, str]) -> None:
     from lightning.pytorch.strategies.launchers import subprocess_script
 
     sys.argv = command
-    sys.modules["__main__"] = types.ModuleType("__main__")  # Lightning asks it how the program was started
+    sys.modules["__main__"] = types.ModuleType("__main__")  # Lightning reads how the program was started
     os.environ.clear()
     os.environ.update(environment)
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
@@ -102,15 +96,18 @@ def _forget_tests(command: list[str], environment: Mapping[str, str]) -> None:
     logging.root.handlers.clear()
     for logger in list(logging.root.manager.loggerDict.values()):
         for handler in list(getattr(logger, "handlers", ())):
-            # pytest also writes what loggers log that the root does not hear, into a file that is closed now: its
-            # number is another file's, such as a pipe of torch's.
-            if type(handler).__module__.startswith("_pytest."):
+            if type(handler).__module__.startswith("_pytest."):  # it writes to a file that is closed now
                 logger.handlers.remove(handler)
             elif type(handler) is logging.StreamHandler:
-                handler.stream = sys.stderr  # setStream flushes the one before, which may be closed
-    warnings._showwarnmsg_impl = _SHOW_WARNING  # type: ignore[attr-defined]
-    warnings.filters[:] = _FILTERS
-    warnings._filters_mutated()  # type: ignore[attr-defined]
+                handler.stream = sys.stderr  # setStream would flush the old one, which may be closed
+    warnings.resetwarnings()
+    for category in (ImportWarning, ResourceWarning, PendingDeprecationWarning, DeprecationWarning):
+        warnings.simplefilter("ignore", category)
+    warnings.showwarning = _show_warning
     sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
     GlobalHydra.instance().clear()
     start_others_as_forks(pytest.MonkeyPatch(), subprocess_script)
+
+
+def _show_warning(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+    (file or sys.stderr).write(warnings.formatwarning(message, category, filename, lineno, line))

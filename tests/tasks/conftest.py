@@ -13,7 +13,6 @@ from forked import start_fork
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 from PIL import Image
-from shared_composition import shared_composition
 
 from longseq.tasks.lm import report
 
@@ -34,13 +33,6 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 def compose_verb(verb: str, *overrides: str) -> DictConfig:
     with initialize_config_module("longseq.conf", version_base="1.3"):
         return compose(verb, list(overrides))
-
-
-@pytest.fixture(scope="package", autouse=True)
-def composed_once() -> Iterator[None]:
-    """All commands here share the work of Hydra."""
-    with shared_composition():
-        yield
 
 
 @pytest.fixture(scope="package", autouse=True)

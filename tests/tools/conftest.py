@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from export_programs import share_program
 from hydra import compose, initialize_config_module
-from shared_composition import shared_composition
 
 from longseq.tasks import train
-
-
-@pytest.fixture(scope="package", autouse=True)
-def composed_once() -> Iterator[None]:
-    """All commands here share the work of Hydra."""
-    with shared_composition():
-        yield
 
 
 @pytest.fixture(scope="session")

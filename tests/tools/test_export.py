@@ -319,9 +319,7 @@ def test_numbers_beside_double_precision_are_not_rounded_to_float32(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_onnx_file_is_one_file_with_metadata_and_open_axes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # tests/conftest.py leaves them out
-    monkeypatch.setattr("torch.fx.config.do_not_emit_stack_traces", False, raising=False)
+def test_onnx_file_is_one_file_with_metadata_and_open_axes(tmp_path: Path) -> None:
     report = export_image_classifier(
         build(mixer="attention"), tmp_path / "model.onnx", data=DATA, opset=21, extra_metadata={"epoch": 3}
     )

@@ -15,7 +15,6 @@ from longseq.kernels.packing import Packing
 from longseq.tasks.document.batch import IGNORED, truncate
 from longseq.tasks.document.data import DocumentData
 from longseq.tasks.document.info import DocumentInfo
-from longseq.tasks.document.libraries import LIBRARIES, conceal
 from longseq.tasks.text.store import MANIFEST
 from tests.support.documents import make_rows, open_data, write_jsonl
 
@@ -203,17 +202,6 @@ def test_a_changed_file_is_prepared_again_and_a_changed_cache_is_an_error(tmp_pa
     assert contents(open_data(tmp_path, root=str(path)), "test") == contents(first, "test")
     write_jsonl(path, make_rows(75))
     assert sum(open_data(tmp_path, root=str(path)).info.sizes.values()) == 75  # type: ignore[arg-type]
-
-
-def test_files_of_libraries_do_not_name_them() -> None:
-    source = "# Copyright 2026 The SymPy developers\n\nfrom torch.nn import (\n    Module,\n)\n"
-    source += "from sympy import \\\n    Symbol\n"
-    source += '"""Tools of PyTorch-Lightning and scikit-learn.\n\nLicense: BSD\n"""\n'
-    source += "def f(x):\n    import networkx as nx\n    return torch.nn.relu(TORCHMETRICS_PATH / 'scipy')\n"
-    text = conceal(source)
-    for name in (*LIBRARIES, "scikit", "copyright", "license", "import", "developers"):
-        assert name not in text.lower(), name
-    assert "return library.nn.relu(library_PATH / 'library')" in text
 
 
 def test_bad_lines_are_left_out_or_an_error(tmp_path: Path) -> None:

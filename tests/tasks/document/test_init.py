@@ -1,9 +1,8 @@
-"""`longseq train task=document init=...`: from checkpoints and folders of language models, and from converted ones."""
+"""`longseq train task=document init=...`: from checkpoints and folders of language models."""
 
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import longseq
 from longseq.backbones.tokens import TokenBackbone
 from longseq.models import describe
 from longseq.tasks import train
-from longseq.tools.cli import main
 
 WORDS = ["[SEP]", "[UNK]", "a", "text", "about", "cats", "dogs", "and", "more"]
 VOCABULARY = {"type": "WordLevel", "vocab": {word: number for number, word in enumerate(WORDS)}, "unk_token": "[UNK]"}
@@ -61,28 +59,14 @@ def as_checkpoint(model: TokenBackbone, path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["checkpoint", "converted folder"])
-def test_a_classifier_starts_from(
-    source: str,
-    configure: Configure,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    if source == "converted folder":
-        options = {"num_heads": 2, "qkv_bias": False, "out_bias": False}
-        language_model(mixer="attention", mixer_options=options).save_pretrained(tmp_path / "attention")
-        given = [f"source={tmp_path / 'attention'}", f"output={tmp_path / 'model'}", "mixer=gla"]
-        monkeypatch.setattr("sys.argv", ["longseq", "convert", *given])
-        assert main() == 0
-        model = longseq.from_pretrained(tmp_path / "model")
-        command = capsys.readouterr().out.splitlines()[-2].partition(": longseq train task=document ")[2]
-        words = shlex.split(command)
-        assert words[0] == f"init={tmp_path / 'model'}"
+@pytest.mark.parametrize("source", ["checkpoint", "folder"])
+def test_a_classifier_starts_from(source: str, configure: Configure, tmp_path: Path) -> None:
+    model, path = language_model(), tmp_path / "model"
+    if source == "checkpoint":
+        as_checkpoint(model, path)
     else:
-        model = language_model()
-        words = [f"init={as_checkpoint(model, tmp_path / 'run.ckpt')}"]
-    parts = train.build(configure(*words))
+        model.save_pretrained(path)
+    parts = train.build(configure(f"init={path}"))
     info, built = parts.datamodule.info, parts.module.backbone
     assert (info.vocab_size, info.class_names) == (len(WORDS), ["cats", "dogs"])
     trained, state = model.state_dict(), built.state_dict()
