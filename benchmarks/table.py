@@ -152,7 +152,7 @@ def trained(name: str, heading: str) -> str:
         short = f" ({len(row['test_top1'])} seeds)" if len(row["test_top1"]) < most_seeds(rows) else ""
         line = [name_of(row, kind, row.get("model", row.get("mixer"))), size, mean(row["test_top1"]) + short]
         lines.append([*line, f"{row['training_images_per_second']:,}"] if alone else line)
-    columns = [heading, "parameters (beside attention's)", "test top-1", *(["training images/s"] if alone else [])]
+    columns = [heading, "parameters (compared with attention)", "test top-1", *(["training images/s"] if alone else [])]
     return draw(columns, lines) + "\n" + surroundings(rows, most_seeds(rows))
 
 
@@ -169,7 +169,7 @@ def language_models() -> str:
         size = millions(first["parameters"], beside)
         older = any(find_later_changes(row, result["kind"]) for row in own.values())
         lines.append([name + " (older)" * older, size, *speeds, f"{first['training_gib']} GiB"])
-    heading = ["mixer", "parameters (beside attention's)", *(f"{length:,} tokens" for length in lengths), "memory"]
+    heading = ["mixer", "parameters (compared with attention)", *(f"{length:,} tokens" for length in lengths), "memory"]
     return draw(heading, lines) + "\n" + surroundings(rows)
 
 
@@ -190,7 +190,7 @@ def language_mixers() -> str:
         ]
         for row in rows
     ]
-    heading = ["mixer", "parameters (beside attention's)", "perplexity", "bits per byte", "at 2,048", "at 32,768"]
+    heading = ["mixer", "parameters (compared with attention)", "perplexity", "bits per byte", "at 2,048", "at 32,768"]
     return draw([*heading, "training tokens/s", "memory"], lines) + "\n" + surroundings(rows)
 
 
@@ -220,7 +220,7 @@ def image_models() -> str:
             parameters = next(row["parameters"] for row in own if row.get("mixer") == mixer)
             name = f"{size}, {mixer}" if mixer else f"timm's DeiT-{size.capitalize()}"
             lines.append([name + (" (older)" if older else ""), millions(parameters, beside), *cells])
-    heading = ["model", "parameters (beside attention's)", *(f"{one:,} px" for one in pixels)]
+    heading = ["model", "parameters (compared with attention)", *(f"{one:,} px" for one in pixels)]
     heading += [f"compiled, {one:,} px" for one in pixels]
     return draw(heading, lines) + "\n" + surroundings([*eager["rows"], *compiled["rows"]])
 
@@ -252,7 +252,7 @@ def documents(name: str) -> str:
         cells = [mean(row.get(key, "")) for key in ("test/accuracy", *bins)]
         lines.append([name_of(row, result["kind"], row["mixer"], name), size, *cells, f"{row['seconds_a_run']:,}"])
     told = [key.replace("up_to_", "up to ") for key in bins]
-    heading = ["mixer", "parameters (beside attention's)", "test accuracy", *told, "seconds of a run"]
+    heading = ["mixer", "parameters (compared with attention)", "test accuracy", *told, "seconds of a run"]
     return draw(heading, lines) + "\n" + surroundings(result["rows"])
 
 

@@ -43,6 +43,18 @@ class Keys(BaseModel):
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=(), populate_by_name=True
     )
 
+    def to_dict(self) -> dict[str, Any]:
+        """The keys as dictionaries and lists, as a file holds them."""
+        plain: dict[str, Any] = _lists(self.model_dump())
+        return plain
+
+
+def _lists(value: Any) -> Any:
+    """The value with lists in place of tuples."""
+    if isinstance(value, dict):
+        return {name: _lists(one) for name, one in value.items()}
+    return [_lists(one) for one in value] if isinstance(value, list | tuple) else value
+
 
 class OpenKeys(Keys):
     """A section that a class or function with more options reads: other keys pass through to it.
@@ -158,7 +170,7 @@ def _default(field: FieldInfo) -> Any:
     if field.is_required():
         return "???"
     value = field.get_default(call_default_factory=True)
-    return value.model_dump() if isinstance(value, BaseModel) else list(value) if isinstance(value, tuple) else value
+    return _lists(value.model_dump() if isinstance(value, BaseModel) else value)
 
 
 # --- sections of a training

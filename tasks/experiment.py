@@ -18,7 +18,7 @@ def read_experiment(config: Mapping[str, Any], command: type[Train] = Train) -> 
     if unread := [key for key in config if key not in command.model_fields]:
         raise ValueError(unknown_key(unread[0], list(command.model_fields)))
     ready = with_any_choice(config)
-    checked = read(keys.experiment(command), ready).model_dump()
+    checked = read(keys.experiment(command), ready).to_dict()
     RunLength.from_recipe(checked["recipe"])
     device_batch_size(checked)
     keys.check(checked)

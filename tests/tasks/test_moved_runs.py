@@ -129,7 +129,7 @@ def test_a_run_goes_on_with_its_own_data_alone(image_folder, tiny, tmp_path, cap
     for split in ("train", "val"):
         (root / split / "class0").rename(root / split / "zero")
     capsys.readouterr()
-    with pytest.raises(ValueError, match=r"on other data: the class names are class1, class2, zero now, and"):
+    with pytest.raises(ValueError, match=r"on other data: the class names"):
         train.run(tiny(*words, "resume=true"))
     assert "saved as of update" not in capsys.readouterr().err, "nothing was saved by this run"
     for split in ("train", "val"):

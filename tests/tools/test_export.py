@@ -272,7 +272,7 @@ def test_a_program_without_longseq_prepares_images(
     images = {f"{kind}.png": colours.convert("RGB").convert(kind) for kind in ("1", "L", "P", "RGB")}
     images |= {"transparent.png": colours, "inks.jpg": colours.convert("CMYK"), "animated.gif": images["P.png"]}
     images["wide.png"] = Image.fromarray(random.integers(0, 65536, (40, 60)).astype(np.uint16))
-    for number, (width, height) in enumerate([(36, 36), (41, 67), (20, 133), (500, 38), (2, 400)]):
+    for number, (width, height) in enumerate([(36, 36), (41, 67), (20, 133), (500, 38), (20, 400)]):
         images[f"{number}.png"] = Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8))
     for name, image in images.items():
         image.save(tmp_path / name)
