@@ -28,9 +28,11 @@ def likeliest_classes(targets: Tensor) -> Tensor:
 
 def check_class_numbers(targets: Tensor, num_classes: int) -> None:
     """ValueError for labels `[B]` that are no numbers of classes; floats may be whole numbers."""
-    wrong = ~((targets >= 0) & (targets < num_classes) & (targets == targets.round()))
-    if bool(wrong.any()):
-        raise ValueError(f"the label {float(targets[wrong][0]):g} is not among the classes 0 to {num_classes - 1}")
+    fits = (targets >= 0) & (targets < num_classes)
+    if targets.is_floating_point():
+        fits &= targets == targets.round()
+    if not bool(fits.all()):
+        raise ValueError(f"the label {float(targets[~fits][0]):g} is not among the classes 0 to {num_classes - 1}")
 
 
 def check_several_labels(targets: Tensor, *, exact: bool) -> None:
