@@ -62,8 +62,7 @@ def assert_as_accurate_as_torch(inputs):
 def test_steps_equal_the_recurrence(interpreted, op, variant):
     assert_as_accurate_as_torch(draw(op, variant, batch=1, tokens=2))
     if variant == list_variants(op)[0]:
-        for dtype in (torch.bfloat16, torch.float16):
-            assert_as_accurate_as_torch(draw(op, variant, dtype, tokens=2, sizes={"H": 1}))
+        assert_as_accurate_as_torch(draw(op, variant, torch.float16, tokens=2, sizes={"H": 1}))
 
 
 @pytest.mark.parametrize(("op", "variant", "sizes"), ODD)
