@@ -229,7 +229,9 @@ def overrides_for_hydra(verb: str, words: list[str]) -> list[str]:
     """The words of a command as Hydra takes them."""
     if verb == "convert":  # its mixer is a name and no file
         words = [re.sub("^mixer=", "mixer.name=", re.sub(r"^mixer\.options\.", "++mixer.options.", w)) for w in words]
-    if verb == "train" and {"--config-name", "-cn"} & {*words}:  # the config.yaml of a run: no settings of Hydra
+    if verb == "train" and any(
+        word.startswith(("--config-name", "-cn")) for word in words
+    ):  # the config.yaml of a run: no settings of Hydra
         none = ("hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null", "hydra.run.dir=.")
         return [*words, *none, "hydra.job.name=train"]
     if verb == "train":  # the run folder is Hydra's; the trials of a sweep have folders below it
