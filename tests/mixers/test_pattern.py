@@ -49,7 +49,6 @@ def test_every_form_names_each_layer(pattern: Any, names: tuple[str, ...], spell
         ("3xdeltanet+2xattention", "names 5 layers in turn and the model has 4; name fewer"),
         ([D] * 5, "names 5 layers in turn and the model has 4"),
         ("deltanet+attention@4", "names layer 4 and the model's layers are 0 to 3"),
-        ("deltanet+attention@1+mamba@1", "names layer 1 twice"),
         ("longhron+deltanet", "unknown mixer 'longhron': did you mean 'longhorn'"),
         ("deltanet+atention@1", "unknown mixer 'atention'"),
         ("attention@1", "leaves layers without a mixer"),

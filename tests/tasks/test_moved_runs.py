@@ -136,7 +136,7 @@ def test_a_run_goes_on_with_its_own_data_alone(image_folder, tiny, tmp_path, cap
         (root / split / "zero").rename(root / split / "class0")
     added = root / "train" / "class0" / "added.jpg"
     shutil.copy(next((root / "train" / "class0").iterdir()), added)
-    with pytest.raises(ValueError, match=r"was trained on 24 samples, and there are 25 now: restore .* by init=FILE"):
+    with pytest.raises(ValueError, match=r"was trained with num_samples=24, now it is 25"):
         train.run(tiny(*words, "resume=true"))
     added.unlink()
     min((root / "val" / "class0").iterdir()).rename(root / "val" / "class0" / "renamed.jpg")

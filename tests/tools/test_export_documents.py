@@ -257,8 +257,6 @@ def test_a_file_tells_that_its_texts_are_prepared(exported: tuple[Any, dict[str,
         onnx.helper.set_model_props(file, encode(metadata))
         onnx.save(file, written)
     client, text = load_client(), "import torch\nprint(torch.ones(3))\n"
-    with pytest.raises(
-        ValueError, match=r"must be prepared: give prepare=longseq\.tasks\.document\.libraries\.conceal"
-    ):
+    with pytest.raises(ValueError, match=r"needs prepare=longseq\.tasks\.document\.libraries\.conceal"):
         client.classify(path, [text])
     assert client.classify(path, [text], prepare=conceal) == client.classify(plain, ["print(library.ones(3))\n"])

@@ -47,7 +47,7 @@ def test_every_data_set_builds_with_its_recipe(name):
 def test_every_recipe_trains_a_step(task, name):
     config = load(f"task={task}", f"recipe={name}")
     recipe = config["recipe"]
-    if "augment" in recipe:
+    if recipe.get("augment") is not None:
         module = image_data(**config["data"], augment=recipe["augment"], batch_size=8, seed=0)
         module.setup()
         images, targets = module.on_after_batch_transfer(next(iter(module.train_dataloader())), 0)

@@ -366,7 +366,7 @@ def test_a_stream_whose_files_number_labels_otherwise_is_refused(many: bool, tmp
     columns = Columns(labels=("tags",))
     assert len(find_parts([f"hfids/{tmp_path / 'data'}@test"], columns)) == 1
     assert len(find_parts([f"hfids/{tmp_path / 'data'}@validation"], Columns())) == 1
-    with pytest.raises(ValueError, match="class 0 is 'cat'"):
+    with pytest.raises(ValueError, match=r"train\.parquet and"):
         find_parts([f"hfids/{tmp_path / 'data'}@validation"], columns)
 
 
