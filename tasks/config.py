@@ -32,9 +32,6 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 # What a threshold is chosen by (see `longseq.tasks.training.decisions.choose_threshold`).
 Criterion = Literal["f1", "balanced_accuracy"]
 
-# Parts of an error's place that name an alternative of a type, and no key.
-_TYPES = ("str", "int", "float", "bool", "list", "dict", "tuple", "none", "function-after", "constrained-str")
-
 
 class Keys(BaseModel):
     """A section of a configuration. It has no other keys than these, and cannot be changed."""
@@ -83,7 +80,7 @@ def read(cls: type[T], values: Any, place: str = "") -> T:
     try:
         return cls.model_validate(values)
     except ValidationError as error:
-        raise ValueError(describe_error(error, cls, place)) from None
+        raise ValueError(describe_error(error, cls, values, place)) from None
 
 
 def read_value(hint: Any, value: Any, place: str) -> Any:
@@ -91,7 +88,7 @@ def read_value(hint: Any, value: Any, place: str) -> Any:
     try:
         return TypeAdapter(hint, config=ConfigDict(strict=True)).validate_python(value)
     except ValidationError as error:
-        raise ValueError(describe_error(error, None, place)) from None
+        raise ValueError(describe_error(error, None, value, place)) from None
 
 
 def read_part(cls: type[Keys], values: Mapping[str, Any], place: str = "") -> dict[str, Any]:
@@ -102,11 +99,11 @@ def read_part(cls: type[Keys], values: Mapping[str, Any], place: str = "") -> di
     return read(create_model("Part", __base__=Keys, **fields), values, place).model_dump(exclude_unset=True)
 
 
-def describe_error(error: ValidationError, cls: type[BaseModel] | None, place: str = "") -> str:
+def describe_error(error: ValidationError, cls: type[BaseModel] | None, values: Any, place: str = "") -> str:
     """The first wrong key of a validation in one line: the key, the value, and what is allowed."""
     wrong = error.errors(include_url=False, include_context=False)
     first = next((one for one in wrong if one["type"] == "extra_forbidden"), wrong[0])
-    path = [part for part in first["loc"] if isinstance(part, int) or (part.isidentifier() and part not in _TYPES)]
+    path = _find_path(first["loc"], values) + ([first["loc"][-1]] if first["type"] == "missing" else [])
     name = ".".join(filter(None, [place, *map(str, path)]))
     if first["type"] == "extra_forbidden":
         return unknown_key(
@@ -114,11 +111,21 @@ def describe_error(error: ValidationError, cls: type[BaseModel] | None, place: s
         )
     if first["type"] == "missing":
         return f"{name} is missing: give {name}=..."
-    allowed = [one["msg"] for one in wrong if one["loc"][: len(path)] == first["loc"][: len(path)]]
+    allowed = [one["msg"] for one in wrong if _find_path(one["loc"], values) == path]
     reason = " or ".join(dict.fromkeys(text.removeprefix("Value error, ") for text in allowed))
     if first["type"] == "value_error":  # by a check of several keys
         return f"{name}: {reason}" if name else reason
     return f"{name}={spell(first['input'])}: {reason[0].lower()}{reason[1:]}"
+
+
+def _find_path(loc: Sequence[Any], values: Any) -> list[Any]:
+    """The keys in the place of an error, which also names the alternatives of types."""
+    path = []
+    for part in loc:
+        if (isinstance(values, Mapping) and part in values) or (isinstance(values, list) and isinstance(part, int)):
+            path.append(part)
+            values = values[part]
+    return path
 
 
 def _keys_at(cls: Any, path: Iterable[Any]) -> list[str]:
@@ -257,6 +264,10 @@ class TrainerKeys(OpenKeys):
     num_nodes: Count = key(1, "the number of machines")
     precision: Any = key("32-true", "32-true, bf16-mixed, 16-mixed or 64-true")
     accumulate_grad_batches: Count = key(1, "the batches of an update on each device")
+    # The recipe has these, in updates: with another end or interval, its schedule and its best checkpoint would differ.
+    max_steps: None = key(None, "see recipe.updates")
+    val_check_interval: None = key(None, "see recipe.validate_every_updates")
+    check_val_every_n_epoch: None = key(None, "see recipe.validate_every_epochs")
 
 
 class Finder(Keys):

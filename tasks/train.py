@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
@@ -103,6 +104,7 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     if checkpoint is not None:
         runs.check_data(checkpoint, datamodule.info)
     module = _build_module(config, datamodule, initialized=checkpoint is None)
+    _check_direction(config["optimized_metric"], module)
     # From 0: also after a run that ended in this folder before it had saved anything.
     first_update = runs.updates_of(checkpoint) if checkpoint else 0
     trainer = build_trainer(config, build_callbacks(config, module), first_update=first_update)
@@ -190,6 +192,17 @@ def _is_first_process() -> bool:
     return all(rank == "0" for rank in ranks)
 
 
+def _check_direction(metric: str | None, module: TrainedModule) -> None:
+    """ValueError if a search would take the worst value of a metric for the best."""
+    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
+        return
+    sweeper: Any = HydraConfig.get().sweeper
+    searched, better = sweeper.get("direction"), module.directions().get(str(metric))
+    wanted = "maximize" if better else "minimize"
+    if searched is not None and better is not None and getattr(searched, "name", searched) != wanted:
+        raise ValueError(f"hydra.sweeper.direction must be {wanted} for optimized_metric={metric}")
+
+
 def _fit(trainer: Trainer, module: TrainedModule, datamodule: TaskData, checkpoint: Path | None) -> None:
     if _trains_on_gpu(trainer):
         torch.cuda.reset_peak_memory_stats()  # a sweep trains several models in this process
@@ -274,8 +287,6 @@ def _announce(
             f"effective batch {recipe['batch_size']} = {batch} per device x {devices} device(s) "
             f"x {accumulate} accumulated; effective learning rate {effective_learning_rate(config):.3g}"
         )
-    for line in registry.of(config).model.remarks(module.backbone):
-        _log.warning(line)
     for line in registry.of(config).model.notes(module.backbone):
         _print(line)
     if checkpoint is not None:

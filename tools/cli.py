@@ -6,12 +6,10 @@ rest.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import re
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,29 +125,31 @@ def explain(error: BaseException) -> str:
     """An exception in one line: its type, its message, and the nearest name where it is about an unknown one."""
     from hydra.errors import MissingConfigException
 
+    from longseq.tasks.config import nearest, unknown_key
+
     text = " ".join(str(error).split())
     cause: Any = error.__cause__ or error
     key = getattr(cause, "full_key", None)
     if isinstance(error, MissingConfigException):
         group, _, name = str(error.missing_cfg_file).rpartition("/")
-        return f"{group}={name} is unknown{_near(name, error.options or [])}"
+        known = list(error.options or [])
+        near = nearest(name, known)
+        return f"{group}={name} is unknown: " + (
+            f"did you mean {near}?" if near else f"choose one of {', '.join(known)}"
+        )
     if key and "not in struct" in str(cause):
         parent, _, name = str(key).rpartition(".")
-        return f"{key} is unknown{_near(name, cause.parent_node or [], parent and f'{parent}.')}"
+        return unknown_key(name, [str(one) for one in cause.parent_node or []], parent)
     return text if type(error) is ValueError and text else f"{type(error).__name__}: {text}"
-
-
-def _near(name: str, known: Iterable[Any], place: str = "") -> str:
-    names = [str(one) for one in known]
-    close = difflib.get_close_matches(name, names, n=1)
-    return f": did you mean {place}{close[0]}?" if close else f": choose one of {', '.join(names)}"
 
 
 def _find_verb(arguments: list[str]) -> str:
     """The name of the verb, which is that of its file in conf. `longseq prepare task=image` has a file of its own."""
     verb = arguments[0]
     if verb not in VERBS:
-        raise ValueError(f"the verb {verb} is unknown{_near(verb, VERBS)}")
+        from longseq.tasks.config import unknown_key
+
+        raise ValueError(unknown_key(verb, list(VERBS)))
     if verb == "prepare" and "task=image" in arguments:
         verb = "prepare_image"
     if verb.startswith("prepare"):

@@ -36,14 +36,6 @@ class TaskModel(ABC):
     def build(self, config: Mapping[str, Any], info: Any) -> nn.Module:
         """The model that `config.model` names, for the data of `info`; its weights are drawn from `config.seed`."""
 
-    def check(self, config: Mapping[str, Any]) -> None:
-        """ValueError, before the data is opened, for options of a model that contradict each other."""
-        return
-
-    def remarks(self, model: nn.Module) -> list[str]:
-        """What a user may not expect of the model that a run trains, in a line each."""
-        return []
-
     def notes(self, model: nn.Module) -> list[str]:
         """Which weights the model of a run begins with, as far as a user may want to know: the lines of `note`."""
         return _NOTES.get(model, [])

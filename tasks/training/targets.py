@@ -50,9 +50,6 @@ PLUGIN_CLASSES: Mapping[str, type] = {
 }
 _REGISTERED: dict[tuple[str, str], Any] = {}
 
-# Options of callbacks and loggers that are folders.
-FOLDERS = ("dirpath", "folder", "save_dir")
-
 TARGET, PARTIAL = "_target_", "_partial_"
 
 
@@ -109,7 +106,3 @@ def build_own(node: Mapping[str, Any], key: str, told: Mapping[str, Any] = Mappi
     options = {name: value for name, value in node.items() if name != TARGET}
     taken = inspect.signature(cls).parameters
     return cls(**{name: value for name, value in told.items() if name in taken} | options)
-
-
-def check_options(node: Mapping[str, Any], kind: str, key: str, *, given: Any = ()) -> None:
-    find(node, kind, key)

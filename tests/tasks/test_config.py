@@ -40,6 +40,7 @@ def changed(config: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
         ("recipe.augment.scale", [0, 1], "recipe.augment.scale.0=0: input should be greater than 0"),
         ("data.class_weights", [1, -1], "data.class_weights"),
         ("trainer.accumulate_grad_batches", 3, "does not divide"),
+        ("trainer.max_steps", 5, "trainer.max_steps=5: input should be None"),
         ("sed", 1, "sed is unknown: did you mean seed?"),
     ],
 )
