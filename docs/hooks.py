@@ -73,19 +73,20 @@ def keys_page() -> str:
     parts = ["# Keys of the commands", "`longseq VERB --help` prints the same lines."]
     for verb, keys in COMMANDS.items():
         name = "prepare task=image" if verb == "prepare_image" else verb
-        parts += [f"## longseq {name}", _block(lines_of(keys))]
+        parts += [f"## longseq {name}", _table(lines_of(keys))]
     for name in registry.own_names():
         task = registry.keys(name)
         groups = {"data": task.data, "task": task.group, "model": task.model}
         groups |= {"recipe.loss": task.loss, "recipe.augment": task.augment}
         for place, keys in groups.items():
             if isinstance(keys, type):
-                parts += [f"## task={name}: {place}", _block(lines_of(keys, f"{place}."))]
+                parts += [f"## task={name}: {place}", _table(lines_of(keys, f"{place}."))]
     return "\n\n".join(parts) + "\n"
 
 
-def _block(lines: list[str]) -> str:
-    return "\n".join(["```text", *lines, "```"])
+def _table(lines: list[str]) -> str:
+    rows = [re.split(r"  +", line.replace("|", "\\|"), maxsplit=1) for line in lines]
+    return "\n".join(["| key=default | |", "|---|---|", *(f"| `{key}` | {help} |" for key, help in rows)])
 
 
 def _with_links(text: str, source: str) -> str:
