@@ -13,9 +13,8 @@ from torch import Tensor
 from longseq import mixers
 from longseq.backbones.tokens import TokenBackbone
 from longseq.state import map_state, select_state, state_tensors
-from longseq.tasks.text.batch import IGNORED, TokenInputs
-from longseq.tasks.text.sampler import EveryStream, EveryWindow, WindowBatches
-from longseq.tasks.text.windows import Assembler, Concatenated, Documents, Windows
+from longseq.tasks.text.batch import IGNORED, Assembler, TokenInputs, WindowBatches
+from longseq.tasks.text.windows import Concatenated, Documents, EveryStream, EveryWindow, Windows
 
 NAMES = mixers.mixer_names()
 LENGTHS = [5, 2, 9, 1, 4, 3]
