@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,16 +39,17 @@ class LanguageModel(TokenModel):
 class CarriedState:
     """The recurrent state of each row of a batch, for the batch that continues the rows.
 
-    Gradients end where a batch begins (truncated backpropagation through time). ValueError for a model whose state
-    grows with every token.
+    Gradients end where a batch begins (truncated backpropagation through time). `saved` are the `tensors` to continue
+    with. ValueError for a model whose state grows with every token.
     """
 
-    def __init__(self, model: TokenBackbone) -> None:
+    def __init__(self, model: Any, saved: Sequence[Tensor] = ()) -> None:
         growing = {type(part).__name__ for part in model.modules() if isinstance(part, Mixer) and part.growing_state}
         if growing:
             raise ValueError(f"data.packing=streams: the state of {', '.join(sorted(growing))} grows with every token")
         self.model = model
-        self.rows: Any = None  # the state at the end of each row of the last batch
+        # The state at the end of each row of the last batch.
+        self.rows: Any = fill_state(model.initial_state(1), saved) if saved else None
 
     def start(self, inputs: TokenInputs) -> Any:
         """The state of each sequence of a batch before its first token."""
@@ -77,10 +78,6 @@ class CarriedState:
     def tensors(self) -> list[Tensor]:
         """The tensors for a checkpoint."""
         return [] if self.rows is None else [tensor for _, tensor in state_tensors(self.rows)]
-
-    def restore(self, tensors: list[Tensor]) -> None:
-        """Continue with what `tensors` returned."""
-        self.rows = fill_state(self.model.initial_state(1), tensors) if tensors else None
 
 
 class CarriedPositions:

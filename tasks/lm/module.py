@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from longseq.backbones.tokens import TokenBackbone
@@ -52,8 +53,7 @@ class LanguageModelTask(TrainedModule):
         # All batches have one shape.
         self._train_forward = self.compiled(self._read, dynamic=False)
         self._plugin_mixers = PluginMixers()
-        self._carried: dict[str, CarriedState] = {}  # by stage
-        self._restored: list[Tensor] | None = None
+        self._carried: dict[str, CarriedState] = {}  # of train and evaluation
         self._at_update: list[Tensor] = []  # the state of streams after the latest update
         self.val_metrics, self.test_metrics = (
             nn.ModuleDict({"loss": TokenLoss(), "perplexity": Perplexity(), "bits_per_byte": BitsPerByte()})
@@ -136,22 +136,19 @@ class LanguageModelTask(TrainedModule):
         token.
         """
         inputs, targets = self.read_batch(batch)
-        return -self.backbone.token_losses(self._features(inputs, "predict"), targets)  # type: ignore[operator]
-
-    def on_predict_epoch_start(self) -> None:
-        self._begin("predict")
+        return -self.backbone.token_losses(self._features(inputs, "evaluation"), targets)  # type: ignore[operator]
 
     def on_validation_epoch_start(self) -> None:
-        self._begin("val")
+        self._carried.pop("evaluation", None)
+        self._positions.reset()
+        self._places = CarriedPositions()
 
-    def on_test_epoch_start(self) -> None:
-        self._begin("test")
+    on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
         self.by_position = self._positions.table()
 
-    def on_test_epoch_end(self) -> None:
-        self.by_position = self._positions.table()
+    on_test_epoch_end = on_validation_epoch_end
 
     def observe(self, batch: TokenBatch, examples: int) -> None:
         """Run the first windows of a batch through the model, for the diagnostics of the mixers."""
@@ -183,17 +180,22 @@ class LanguageModelTask(TrainedModule):
         super().on_save_checkpoint(checkpoint)
         if self._at_update:
             # The state after the latest update: an interrupted run can be inside the next one.
-            checkpoint[_CARRIED] = _gather([tensor.cpu() for tensor in self._at_update])
+            own = [tensor.cpu() for tensor in self._at_update]
+            states: list[Any] = [own] * self.trainer.world_size
+            if len(states) > 1:
+                torch.distributed.all_gather_object(states, own)
+            checkpoint[_CARRIED] = states
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         carried = checkpoint.get(_CARRIED)
-        if carried is None:
+        if carried is None or self._stage != TrainerFn.FITTING:
             return
         if len(carried) != self.trainer.world_size:
             raise ValueError(f"the states of streams of {len(carried)} device(s) resume only on as many")
         # A run that has validated since it resumed is saved before its first update.
-        self._restored = self._at_update = carried[self.global_rank]
+        self._at_update = carried[self.global_rank]
+        self._carried["train"] = CarriedState(self.backbone, self._at_update)
 
     def _features(self, inputs: TokenInputs, stage: str) -> Tensor:
         read = self._train_forward if stage == "train" else self._read
@@ -202,25 +204,16 @@ class LanguageModelTask(TrainedModule):
         if inputs.carry is None:
             return read(inputs.tokens, packing, inputs.mask)[0]
         if stage not in self._carried:
-            assert isinstance(self.backbone, TokenBackbone)
             self._carried[stage] = CarriedState(self.backbone)
-            if stage == "train" and self._restored is not None:
-                self._carried[stage].restore(self._restored)
-                self._restored = None
         carried = self._carried[stage]
         features, state = read(inputs.tokens, packing, inputs.mask, carried.start(inputs), True)
         carried.keep(inputs, state)
         return features
 
-    def _begin(self, stage: str) -> None:
-        self._carried.pop(stage, None)
-        self._positions.reset()
-        self._places = CarriedPositions()
-
     def evaluate_batch(self, batch: TokenBatch, metrics: Any, stage: str) -> None:
         """Update the metrics of a stage; a process may have no targets of a distributed batch."""
         inputs, targets = batch
-        losses = self.backbone.token_losses(self._features(inputs, stage), targets)  # type: ignore[operator]
+        losses = self.backbone.token_losses(self._features(inputs, "evaluation"), targets)  # type: ignore[operator]
         total = losses.sum(dtype=torch.float64)
         for name, metric in metrics.items():
             if name == "bits_per_byte" and inputs.byte_count is None:
@@ -228,12 +221,3 @@ class LanguageModelTask(TrainedModule):
             metric.update(total, inputs.byte_count if name == "bits_per_byte" else inputs.units)
             self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True)
         self._positions.update(losses, self._places.count(inputs), targets != IGNORED)
-
-
-def _gather(value: list[Tensor]) -> list[list[Tensor]]:
-    """The values of all processes, on each of them."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return [value]
-    found: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, value)
-    return found

@@ -143,8 +143,6 @@ class WindowIndex(NamedTuple):
 class _WindowSampler(UpdateSampler[list[WindowIndex]]):
     """A sampler whose epoch has `num_samples` windows. ValueError if these are fewer than an update needs."""
 
-    repeats = 1
-
     def __init__(self, num_samples: int, length: int, batch_size: int, **options: int) -> None:
         super().__init__(batch_size, **options)  # type: ignore[arg-type]
         self.num_samples, needed = num_samples, self.effective_batch_size
@@ -152,10 +150,6 @@ class _WindowSampler(UpdateSampler[list[WindowIndex]]):
             raise ValueError(
                 f"the training split has {num_samples} windows of {length} tokens, and an update needs {needed}"
             )
-
-    @property
-    def updates(self) -> int:
-        return self.num_samples // self.effective_batch_size
 
 
 class MixedSampler(_WindowSampler):
