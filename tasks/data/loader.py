@@ -11,7 +11,7 @@ import tarfile
 import threading
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from PIL import Image
@@ -281,13 +281,6 @@ class Place(NamedTuple):
     accumulate: int = 1
 
 
-class Followed(TypedDict, total=False):
-    """The functions that connect a `TrainingLoader` with the Trainer."""
-
-    trained: Callable[[], int]
-    respread: Callable[[int, int], None]
-
-
 def find_place(trainer: Any) -> Place:
     """The place of this process; without a Trainer it is the only one."""
     if trainer is None:
@@ -295,7 +288,7 @@ def find_place(trainer: Any) -> Place:
     return Place(trainer.global_rank, trainer.world_size, trainer.accumulate_grad_batches)
 
 
-def follow(trainer: Any) -> Followed:
+def follow(trainer: Any) -> dict[str, Any]:
     """Functions with which a `TrainingLoader` reads and rescales a Trainer's count of batches; none without one."""
     if trainer is None:
         return {}

@@ -14,7 +14,7 @@ from longseq.tasks.data.sampler import UpdateSampler
 from longseq.tasks.text.batch import Assembler, WindowBatches
 from longseq.tasks.text.corpora import fractions_of, open_corpora
 from longseq.tasks.text.keys import READ_BY, TextDataKeys
-from longseq.tasks.text.store import Corpus, TokenStore
+from longseq.tasks.text.store import TokenStore
 from longseq.tasks.text.tokenizer import TextInfo
 from longseq.tasks.text.windows import (
     Concatenated,
@@ -138,7 +138,12 @@ class LanguageModelData(TaskData):
                 raise ValueError(f"data.root: {first.name} and {other.name} were prepared with different tokenizers")
         for stage, split in STAGES.items():
             corpora = [store.splits[split] for store in self._stores]
-            self._windows[stage] = [self._cut(corpus, whole=stage == "train") for corpus in corpora]
+            self._windows[stage] = [
+                Documents(corpus, self.keys.window)
+                if self.keys.packing == "documents"
+                else Concatenated(corpus, self.keys.window, whole=stage == "train")
+                for corpus in corpora
+            ]
             if stage in self._stages and not sum(len(corpus.tokens) for corpus in corpora):
                 raise ValueError(f"the {split} split of the text is empty")
         ratios = [store.gzip_bits_per_byte for store in self._stores]
@@ -165,11 +170,6 @@ class LanguageModelData(TaskData):
 
     def test_dataloader(self) -> BatchLoader:
         return self._evaluation_loader("test")
-
-    def _cut(self, corpus: Corpus, *, whole: bool) -> Windows:
-        if self.keys.packing == "documents":
-            return Documents(corpus, self.keys.window)
-        return Concatenated(corpus, self.keys.window, whole=whole)
 
     def _options(self) -> dict[str, Any]:
         pin_memory = self.keys.pin_memory and torch.cuda.is_available()

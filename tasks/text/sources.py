@@ -390,19 +390,13 @@ def _read_stream(part: Part, columns: Columns) -> Found:
     yield from _documents(part.path, stream, columns, 0, stream.features or {})
 
 
-def _read_texts(part: Part, columns: Columns) -> Found:
+def _read_files(part: Part, columns: Columns) -> Found:
+    """Whole files in UTF-8; files of Python in the encodings that they declare."""
     for path in part.files:
         try:
-            yield Document(Path(path).read_bytes().decode("utf-8-sig"), place=Place(path))
-        except (OSError, UnicodeDecodeError) as error:
-            yield Malformed(Place(path), str(error))
-
-
-def _read_python(part: Part, columns: Columns) -> Found:
-    """Python files, in the encodings that they declare."""
-    for path in part.files:
-        try:
-            with tokenize.open(path) as file:
+            with (
+                tokenize.open(path) if part.format == "python" else open(path, encoding="utf-8-sig", newline="") as file
+            ):
                 yield Document(file.read(), place=Place(path))
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
             yield Malformed(Place(path), str(error))
@@ -417,8 +411,8 @@ _READERS: dict[str, Callable[[Part, Columns], Found]] = {
     "parquet": _read_parquet,
     "saved": _read_saved,
     "stream": _read_stream,
-    "text": _read_texts,
-    "python": _read_python,
+    "text": _read_files,
+    "python": _read_files,
 }
 
 
