@@ -157,7 +157,7 @@ class LanguageModelData(TaskData):
                 stage: sum(int(store.splits[STAGES[stage]].byte_counts.sum()) for store in self._stores)
                 for stage in ("val", "test")
             },
-            checksums={stage: [store.checksum(split) for store in self._stores] for stage, split in STAGES.items()},
+            checksums={stage: [store.checksums[split] for store in self._stores] for stage, split in STAGES.items()},
             gzip_bits_per_byte=ratios[0] if len(ratios) == 1 else None,
         )
 

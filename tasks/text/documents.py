@@ -9,6 +9,7 @@ import gzip
 import hashlib
 import multiprocessing
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import islice
@@ -127,6 +128,7 @@ def store_of(name: str, encoded: Encoded, tokenizer: Tokenizer, fractions: Fract
         vocab_size=tokenizer.vocab_size,
         separator=tokenizer.separator,
         splits=splits,
+        checksums={split: zlib.crc32(corpus.tokens.data) for split, corpus in splits.items()},
         gzip_bits_per_byte=gzip_bits(encoded.gzipped[kept], encoded.byte_counts[kept]),
     )
 

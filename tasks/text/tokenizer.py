@@ -5,7 +5,6 @@ Bytes need no other library.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,10 +52,6 @@ class Tokenizer(ABC):
     def to_dict(self) -> dict[str, Any]:
         """Plain containers from which `tokenizer_from_dict` makes the tokenizer again."""
 
-    @abstractmethod
-    def describe(self) -> str:
-        """The tokenizer in a few words."""
-
     def encode(self, text: str) -> Tokens:
         """The tokens of one text."""
         return self.encode_all([text])[0]
@@ -82,27 +77,17 @@ class ByteTokenizer(Tokenizer):
     def to_dict(self) -> dict[str, Any]:
         return {"kind": "bytes"}
 
-    def describe(self) -> str:
-        return "bytes"
-
 
 class FileTokenizer(Tokenizer):
     """A tokenizer of the library `tokenizers`, from the JSON text of its file.
 
     `separator` is the name of a token, by default the end-of-text token of well-known vocabularies; `start` the name of
     the token in front of a text, by default the separator. Tokens that a tokenizer adds around a text by itself are
-    left out; the name of a special token in a text is ordinary text. `name` is for messages. ValueError if the
-    tokenizer has no such token.
+    left out; the name of a special token in a text is ordinary text. ValueError if the tokenizer has no such token.
     """
 
     def __init__(
-        self,
-        text: str,
-        separator: str | None = None,
-        name: str = "the tokenizer",
-        start: str | None = None,
-        *,
-        bare_prompts: bool = False,
+        self, text: str, separator: str | None = None, start: str | None = None, *, bare_prompts: bool = False
     ) -> None:
         from tokenizers import Tokenizer as Library
 
@@ -110,17 +95,17 @@ class FileTokenizer(Tokenizer):
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.separator_name, self.separator = self._find_token([separator] if separator else SEPARATORS, name)
-        self.start_name, self.start = self._find_token([start or self.separator_name], name)
+        self.separator_name, self.separator = self._find_token([separator] if separator else SEPARATORS)
+        self.start_name, self.start = self._find_token([start or self.separator_name])
         self.bare_prompts = bare_prompts
 
-    def _find_token(self, names: Sequence[str], tokenizer: str) -> tuple[str, int]:
+    def _find_token(self, names: Sequence[str]) -> tuple[str, int]:
         """The first of `names` that the tokenizer has, and its number."""
         for name in names:
             number = self._tokenizer.token_to_id(name)
             if number is not None:
                 return name, number
-        raise ValueError(f"{tokenizer} has none of the tokens {', '.join(names)}: name its separator")
+        raise ValueError(f"the tokenizer has none of the tokens {', '.join(names)}: name its separator")
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
         # The name of the separator in a text is ordinary text.
@@ -136,9 +121,6 @@ class FileTokenizer(Tokenizer):
         own |= {"bare_prompts": True} if self.bare_prompts else {}
         return {"kind": "file", "separator": self.separator_name, "json": self._text, **own}
 
-    def describe(self) -> str:
-        return f"{json.loads(self._text)['model'].get('type') or 'tokenizer'} of {self.vocab_size} tokens"
-
 
 def read_tokenizer(choice: str, separator: str | None = None) -> Tokenizer:
     """`bytes`, or the tokenizer of a file tokenizer.json, or of a folder with one, such as a saved model's.
@@ -150,15 +132,15 @@ def read_tokenizer(choice: str, separator: str | None = None) -> Tokenizer:
     path = Path(choice)
     if path.is_dir():
         path = path / tokenizer_files.TOKENIZER_FILE
-    return tokenizer_from_dict(tokenizer_files.read_tokenizer(path, separator), str(path))
+    return tokenizer_from_dict(tokenizer_files.read_tokenizer(path, separator))
 
 
-def tokenizer_from_dict(values: Mapping[str, Any], name: str = "the tokenizer") -> Tokenizer:
-    """The inverse of `Tokenizer.to_dict`; `name` is for messages."""
+def tokenizer_from_dict(values: Mapping[str, Any]) -> Tokenizer:
+    """The inverse of `Tokenizer.to_dict`."""
     if values["kind"] == "bytes":
         return ByteTokenizer()
     bare = bool(values.get("bare_prompts"))
-    return FileTokenizer(values["json"], values["separator"], name, values.get("start"), bare_prompts=bare)
+    return FileTokenizer(values["json"], values["separator"], values.get("start"), bare_prompts=bare)
 
 
 def trained_size(choice: str) -> int | None:
