@@ -1,6 +1,6 @@
 """Documents as tokens: encoded, without duplicates, split by a hash of their content.
 
-`encode_parts` encodes the parts of an input into a file each, in this process or in several.
+`encode_parts` encodes each part of an input into a file, in this process or in several.
 """
 
 from __future__ import annotations
@@ -168,10 +168,15 @@ def encode_part(
 
 
 def encode_parts(waiting: Mapping[int, Part], processes: int, *options: Any) -> Iterator[int]:
-    """Encode the parts `waiting`, by number, in several processes; yields each number when its part is done.
+    """Encode the parts `waiting`, by number; yields each number when its part is done.
 
     `options` are the other arguments of `encode_part`.
     """
+    if processes <= 1:
+        for index, part in waiting.items():
+            encode_part(index, part, *options)
+            yield index
+        return
     # New processes, not forks, which would share this process's threads.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_use_one_thread) as pool:

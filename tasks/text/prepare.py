@@ -27,7 +27,6 @@ from longseq.tasks.text.documents import (
     KEPT,
     Encoded,
     Fractions,
-    encode_part,
     encode_parts,
     encoded_path,
     first_of_equal,
@@ -106,7 +105,11 @@ def prepare(
     partial.mkdir(parents=True, exist_ok=True)
     with FileLock(output / PARTIAL / "lock", timeout=0):
         chosen = _choose_tokenizer(tokenizer, separator, parts, columns, fractions, partial)
-        _encode(parts, processes or usable_cores(), partial, columns, chosen.to_dict(), fractions)
+        waiting = {index: part for index, part in enumerate(parts) if not encoded_path(partial, index).exists()}
+        processes = min(processes or usable_cores(), len(waiting))
+        with progress_bar("encoding", len(parts), done=len(parts) - len(waiting)) as advance:
+            for _ in encode_parts(waiting, processes, partial, columns, chosen.to_dict(), fractions):
+                advance(1)
         counts = dict(zip(COUNTS, sum(_arrays(partial, len(parts), "counts")).tolist(), strict=True))
         malformed = np.concatenate(_arrays(partial, len(parts), "malformed")).tolist()[:KEPT]
         if counts["documents"] == 0:
@@ -167,20 +170,6 @@ def _training_texts(parts: Sequence[Part], columns: Columns, fractions: Fraction
             left -= len(document.text)
             if left <= 0:
                 return
-
-
-def _encode(parts: Sequence[Part], processes: int, partial: Path, *options: Any) -> None:
-    """Encode the parts that are not done; `options` are the last arguments of `encode_part`."""
-    waiting = {index: part for index, part in enumerate(parts) if not encoded_path(partial, index).exists()}
-    processes = min(processes, len(waiting))
-    with progress_bar("encoding", len(parts), done=len(parts) - len(waiting)) as advance:
-        if processes > 1:
-            for _ in encode_parts(waiting, processes, partial, *options):
-                advance(1)
-            return
-        for index, part in waiting.items():
-            encode_part(index, part, partial, *options)
-            advance(1)
 
 
 def _arrays(partial: Path, count: int, name: str) -> list[Any]:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longseq.tasks.text import prepare as module
+from longseq.tasks.text import documents as module
 from longseq.tasks.text.documents import hashes_of, split_numbers
 from longseq.tasks.text.prepare import prepare
 from longseq.tasks.text.sources import DELIMITERS, Columns, Document, Malformed, find_parts, read_part, read_rows
