@@ -142,6 +142,8 @@ class BatchLoader(DataLoader[Batch]):
 
     For a prediction, `overfit_batches` and several devices, Lightning makes the loader anew. It passes the attributes
     that are named like arguments, and `sampler`, `shuffle` and `batch_sampler`; `own_sampler` stays the sampler.
+    `trained` and `respread` are for `TrainingLoader`.
+
     ValueError for a loader for one process in a run of several: Lightning's sampler would repeat batches, and metrics
     would count them twice.
     """
@@ -155,6 +157,8 @@ class BatchLoader(DataLoader[Batch]):
         pin_memory: bool = False,
         report: Callable[[list[Failure]], None] | None = None,
         finish: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
+        trained: Callable[[], int] | None = None,
+        respread: Callable[[int, int], None] | None = None,
         sampler: Any = None,
         shuffle: bool = False,
         batch_sampler: None = None,
@@ -162,6 +166,8 @@ class BatchLoader(DataLoader[Batch]):
         if getattr(own_sampler, "world_size", None) == 1 and getattr(sampler, "num_replicas", 1) > 1:
             raise ValueError(f"a loader for one process in a run of {sampler.num_replicas}: give the data module")
         self.own_sampler, self.report, self.finish = own_sampler, report, finish
+        self.trained, self.respread = trained, respread
+        self._repeats_epoch = isinstance(sampler, SequentialSampler)
         super().__init__(
             dataset,
             batch_size=None,
@@ -201,34 +207,8 @@ class TrainingLoader(BatchLoader):
 
     sampler: UpdateSampler[Any]
 
-    def __init__(
-        self,
-        dataset: Dataset[Batch],
-        own_sampler: UpdateSampler[Any],
-        *,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        report: Callable[[list[Failure]], None] | None = None,
-        finish: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
-        trained: Callable[[], int] | None = None,
-        respread: Callable[[int, int], None] | None = None,
-        sampler: Any = None,
-        shuffle: bool = False,
-        batch_sampler: None = None,
-    ) -> None:
-        self._repeats_epoch = isinstance(sampler, SequentialSampler)
-        super().__init__(
-            dataset,
-            own_sampler,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            report=report,
-            finish=finish,
-            sampler=sampler,
-        )
-        self.trained, self.respread = trained, respread
-        self._position = (0, 0)  # epoch, batches that were yielded
-        self._resuming = False
+    _position = (0, 0)  # epoch, batches that were yielded
+    _resuming = False
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:  # type: ignore[override]
         epoch, batches = self._position
