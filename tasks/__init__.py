@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from longseq.tasks.probe.module import ProbeTask
     from longseq.tasks.registry import Task
     from longseq.tasks.report import Report
-    from longseq.tasks.text.info import TextInfo
+    from longseq.tasks.text.tokenizer import TextInfo
     from longseq.tasks.training.length import RunLength
     from longseq.tasks.training.metrics import MeanLoss, MeanScore
     from longseq.tasks.training.module import TrainedModule
@@ -90,7 +90,7 @@ _MODULES = {
     "SampleData": "data.module",
     "Task": "registry",
     "TaskKeys": "config",
-    "TextInfo": "text.info",
+    "TextInfo": "text.tokenizer",
     "TokenModel": "training.token_model",
     "TrainedModule": "training.module",
     "Training": "training.recipe",

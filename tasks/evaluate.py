@@ -96,8 +96,8 @@ def _write(
 def _evaluate_documents(keys: Evaluate, config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, float]:
     """Write the log-probability of each document of `keys.input`; print the sums and return their metrics."""
     from longseq.tasks.lm.likelihood import score_documents
-    from longseq.tasks.text.info import TextInfo
     from longseq.tasks.text.sources import TEXT, Columns, find_parts
+    from longseq.tasks.text.tokenizer import TextInfo
 
     assert keys.checkpoint is not None
     assert keys.input is not None

@@ -26,9 +26,7 @@ from longseq.tasks.commands import Generate
 from longseq.tasks.data.sampler import derive_seed
 from longseq.tasks.devices import choose_device
 from longseq.tasks.report import quiet_libraries
-from longseq.tasks.text.info import TextInfo
-from longseq.tasks.text.stream import StopStrings, TextStream
-from longseq.tasks.text.tokenizer import Tokenizer
+from longseq.tasks.text.tokenizer import StopStrings, TextInfo, TextStream, Tokenizer
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.configuration import read_command
 from longseq.tasks.training.files import write_text

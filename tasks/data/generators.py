@@ -1,4 +1,4 @@
-"""Generated sequences that several tasks read: samples, the removal of duplicates, and ListOps."""
+"""Generated sequences for several tasks: samples without duplicates, and ListOps."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ Integers = NDArray[np.integer[Any]]
 # The label of positions without a question.
 IGNORED = -100
 
-# Samples are made _CHUNK at a time, which bounds the memory; the second number is how often this may yield nothing new.
-_CHUNK = 8192
-_PATIENCE = 20
+_CHUNK = 8192  # samples that are made at a time
+_PATIENCE = 20  # chunks in a row that may have no new sample
 
 
 class Samples(NamedTuple):
@@ -24,7 +23,7 @@ class Samples(NamedTuple):
     tokens: `[N, T]`.
     labels: `[N, T]`, the answer at each position, IGNORED without a question.
     allowed: `[N, T]`, the right answers as bits: answer a is right if bit a is set. None: only the label is right.
-    identity: `[N, ...]`, which must differ between any two samples. None: the tokens.
+    identity: `[N, ...]`, what differs between any two samples. None: the tokens.
     """
 
     tokens: Integers
@@ -41,7 +40,7 @@ Make = Callable[[np.random.Generator, int], Samples]
 
 
 def draw(make: Make, random: np.random.Generator, count: int, seen: Integers) -> tuple[Samples, Integers]:
-    """Make `count` different samples, whose hashes are not in `seen`; returns them and all hashes.
+    """Make `count` different samples with hashes that are not in `seen`; returns them and all hashes.
 
     ValueError if the generator cannot make so many.
     """
@@ -54,14 +53,20 @@ def draw(make: Make, random: np.random.Generator, count: int, seen: Integers) ->
         fresh = np.sort(first[~np.isin(hashes[first], seen)])
         barren = 0 if fresh.size else barren + 1
         if barren == _PATIENCE:
-            raise ValueError(
-                f"the probe has no {count} different samples: {found} were found and then none in {_PATIENCE} tries; "
-                "ask for fewer samples, or for longer sequences"
-            )
-        parts.append(_narrowed(made.take(fresh)))
+            raise ValueError(f"the generator has no {count} different samples, only {found}")
+        made = made.take(fresh)
+        # In the smallest types: sets are kept in memory.
+        identity = None if made.identity is None else _narrowest(made.identity)
+        parts.append(made._replace(tokens=_narrowest(made.tokens), labels=_narrowest(made.labels), identity=identity))
         seen = np.concatenate([seen, hashes[fresh]])
         found += fresh.size
-    return _joined(parts), seen
+    joined = [None if column[0] is None else np.concatenate(column) for column in zip(*parts, strict=True)]
+    return Samples(*joined), seen  # type: ignore[arg-type]
+
+
+def _narrowest(numbers: Integers) -> Integers:
+    """The same numbers, of at least IGNORED, in 16 or 32 bits."""
+    return numbers.astype(np.int16) if numbers.max(initial=0) < 2**15 else numbers.astype(np.int32)
 
 
 def row_hashes(rows: Integers) -> Integers:
@@ -86,11 +91,11 @@ def distinct(random: np.random.Generator, samples: int, count: int, low: int, hi
     """
     size = high - low
     if count > size:
-        raise ValueError(f"{count} different tokens cannot be drawn from {size}: ask for fewer, or raise vocab_size")
+        raise ValueError(f"{count} different tokens cannot be drawn from {size}: raise vocab_size")
     if 2 * count > size:
         return low + random.random((samples, size)).argsort(axis=1)[:, :count]
     drawn = random.integers(low, high, (samples, count))
-    # Drawing a repeated number again treats all numbers alike, so that every outcome stays equally likely.
+    # Only repeated numbers are drawn again, so every outcome stays equally likely.
     repeats = _repeats(drawn)
     while repeats.any():
         drawn[repeats] = random.integers(low, high, int(repeats.sum()))
@@ -117,25 +122,7 @@ def next_token_labels(tokens: Integers, labelled: NDArray[np.bool_] | None = Non
     return labels if labelled is None else np.where(labelled, labels, IGNORED)
 
 
-def _narrowed(samples: Samples) -> Samples:
-    """Convert to the smallest types: sets are kept in memory."""
-    identity = None if samples.identity is None else _narrowest(samples.identity)
-    return samples._replace(tokens=_narrowest(samples.tokens), labels=_narrowest(samples.labels), identity=identity)
-
-
-def _narrowest(numbers: Integers) -> Integers:
-    """The same numbers in 16 bits if they fit, and in 32 otherwise; none is below IGNORED."""
-    return numbers.astype(np.int16) if numbers.max(initial=0) < 2**15 else numbers.astype(np.int32)
-
-
-def _joined(parts: list[Samples]) -> Samples:
-    joined = [None if column[0] is None else np.concatenate(column) for column in zip(*parts, strict=True)]
-    return Samples(*joined)  # type: ignore[arg-type]
-
-
-# --- ListOps: nested operations on lists of digits; the result is asked at the end
-
-# Digits are their own tokens; these are the others.
+# ListOps: nested operations on lists of digits. Digits are their own tokens; these are the others.
 MIN, MAX, MED, SM, CLOSE, PADDING = range(10, 16)
 
 
@@ -161,9 +148,9 @@ def listops(
     """Expressions of MIN, MAX, MED (rounded down) and SM (sum modulo 10); the label of the last token is the result.
 
     A node is an operator with 2 to `arguments` arguments with `operator_probability`, else a digit, and always a digit
-    at `depth`. Expressions with more than `shortest` and fewer than `longest` tokens are kept. An operator, its
-    arguments and a closing bracket are one token each; there are no other brackets. Padding is on the right.
-    `vocab_size`, at least 16, is that of the model.
+    at `depth`. Expressions with more than `shortest` and fewer than `longest` tokens are kept. An operator, a digit and
+    a closing bracket are one token each; there are no other brackets. Padding is on the right. `vocab_size`, the
+    model's, is at least 16.
 
     Source: ListOps (Nangia and Bowman, 2018), with the parameters of Long Range Arena (Tay et al., 2020), section 2.2.
     """

@@ -14,25 +14,21 @@ InfoT = TypeVar("InfoT", bound="Info")
 
 @dataclass(frozen=True, kw_only=True)
 class Info(ABC):
-    """What a model, a checkpoint and an exported file must know of the data; each task has a dataclass of its own.
+    """The facts about the data that a model, its checkpoint and exported files need; each task has its own dataclass.
 
-    Its fields are dictionaries, lists, text and numbers. `sizes` has the number of samples of each split, None if a
-    stream does not know it. `checksums` are of what is known of the samples without reading them: of each corpus the
-    tokens, of documents their text and labels, of image files their names and labels, and of those of training their
-    sizes, too.
+    Its fields are dictionaries, lists, text and numbers. `sizes` has the number of samples of each split, None for a
+    stream of unknown length. `checksums` are of corpora the tokens; of documents the text and labels; of image files
+    the names and labels, and for training the sizes.
     """
 
     sizes: dict[str, int | None] = field(default_factory=dict)
     checksums: dict[str, list[int]] = field(default_factory=dict)
 
-    # What a changed checksum means.
-    _changed: ClassVar[str] = "other samples"
-    # The fields by which numbers, of classes and of tokens, mean something.
-    _meaning: ClassVar[tuple[str, ...]] = ()
+    _changed: ClassVar[str] = "other samples"  # the meaning of a changed checksum
+    _meaning: ClassVar[tuple[str, ...]] = ()  # the fields that give class or token numbers their meaning
 
     def find_change(self: InfoT, trained: InfoT, split: str) -> str | None:
-        """How the data of a split differ from those that a model was trained beside, in words; None if nothing is known
-        to differ."""
+        """The difference between a split and the one at training, in words; None without a known difference."""
         now, then = self.sizes.get(split), trained.sizes.get(split)
         if None not in (now, then) and now != then:
             return f"{split} has {now} samples now, and had {then} when the model was trained"
@@ -42,7 +38,7 @@ class Info(ABC):
         return f"{split} has {self._changed} than when the model was trained, and as many samples"
 
     def find_other_meaning(self: InfoT, trained: InfoT) -> str | None:
-        """How the numbers of the data mean something else than those of the data `trained`; None if they do not."""
+        """Why class or token numbers mean something else than in the data `trained`, in words; None if they do not."""
         for name in self._meaning:
             own, its = getattr(self, name), getattr(trained, name)
             if own == its or (name == "tokenizer" and None not in (own, its) and same_tokenizer(own, its)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -15,31 +14,30 @@ from longseq.tasks.config import spell, unknown_key
 
 Labels = tuple[str, ...]
 Weight = Annotated[float, Field(ge=0)]
-# `data.class_weights`: a rule, a number for each class in their order, or numbers by the names of classes.
+# `data.class_weights`: a rule, a number for each class in their order, or numbers by class name.
 ClassWeights = Literal["none", "balanced"] | list[Weight] | dict[Any, Weight]
 
 # `data.sampling`: balanced draws each class equally often (see `longseq.tasks.data.sampler.BalancedSampler`).
 Sampling = Literal["balanced"] | None
 
-# The column of labels where the user names none.
-LABEL_COLUMN = "label"
+LABEL_COLUMN = "label"  # the default
 
-_NAMED = 5  # of the classes that a message tells
+_NAMED = 5  # classes that a message lists
 
 # Pandas writes 1.0 and 0.0 into a column that has empty cells.
 FLAGS = dict.fromkeys(("1", "1.0", "true", "yes"), True) | dict.fromkeys(("0", "0.0", "false", "no"), False)
 
 
 class LabelError(Exception):
-    """A label that is wrong. A run stops at it: if it passed over such samples, it could lose a whole class."""
+    """A wrong label. It ends a run, which could lose a whole class if it skipped such samples."""
 
 
 def check_label_keys(
     multi_label: bool, label_column: str | Sequence[str] | None, label_delimiter: str | None, content: tuple[str, str]
 ) -> None:
-    """Raise ValueError for keys of `data` about labels that contradict each other.
+    """ValueError for keys of `data` about labels that contradict each other.
 
-    `content` is the key of the other column that is read, that of the texts or files, and the name of this column.
+    `content` is the key and the name of the other column that is read, the one with texts or files.
     """
     key, column = content
     if column in ([label_column or LABEL_COLUMN] if isinstance(label_column, str | None) else label_column):
@@ -51,11 +49,11 @@ def check_label_keys(
 def read_labels(
     values: Sequence[Any], columns: str | Sequence[str], *, multi_label: bool, delimiter: str | None = None
 ) -> Labels:
-    """The labels in the cells `values` of a document, one for each of `columns`.
+    """The labels in the cells `values` of a row, one for each of `columns`.
 
-    A column that is named by text holds a label, or with `multi_label` a list of them, or text in which `delimiter`
-    stands between labels. A list of columns, also of one, holds 1 or 0, true or false; their names are the labels.
-    ValueError, which names no file, for cells without a label and for several labels where one is expected.
+    If `columns` is one name, the cell holds a label; with `multi_label` a list of labels, or text with `delimiter`
+    between labels. If it is a list, the cells hold 1 or 0, true or false, and the names of the columns are the labels.
+    ValueError, without the file, for cells without a label and for several labels if one is expected.
     """
     if not isinstance(columns, str):
         return tuple(column for column, value in zip(columns, values, strict=True) if _flag(column, value))
@@ -85,7 +83,7 @@ def _flag(column: str, value: Any) -> bool:
 
 
 def _name(value: Any, column: str) -> str:
-    """A label as text: numbers without a fraction are whole numbers, whatever the file makes of them."""
+    """A label as text; 3.0 is "3"."""
     if isinstance(value, bool):
         return str(value).lower()
     if value is None or value != value or (isinstance(value, str) and not value.strip()):
@@ -96,14 +94,14 @@ def _name(value: Any, column: str) -> str:
 
 
 def sort_names(names: Iterable[str], key: Callable[[str], Any] | None = None) -> list[str]:
-    """The names of classes in their order: by value where all are whole numbers, else by `key` or the alphabet."""
+    """The names of classes in their order: by value if all are whole numbers, else by `key` or the alphabet."""
     found = list(set(names))
     numbers = all(name.removeprefix("-").isdecimal() for name in found)
     return sorted(found, key=lambda name: (int(name), name)) if numbers else sorted(found, key=key)
 
 
 def name_some(names: Sequence[str]) -> str:
-    """The first five of the names, and the number of the others."""
+    """The first five names, and the number of the others."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 
@@ -111,9 +109,9 @@ def name_some(names: Sequence[str]) -> str:
 def targets_of(
     labels: npt.NDArray[np.int64], sets: Sequence[Labels], class_names: Sequence[str], *, multi_label: bool
 ) -> npt.NDArray[Any]:
-    """The targets of documents whose labels are `sets[labels]`: `[N]` int64, or with `multi_label` `[N, C]` float32.
+    """The targets of samples whose labels are `sets[labels]`: `[N]` int64, or with `multi_label` `[N, C]` float32.
 
-    All labels must be among `class_names`.
+    A label that is not among `class_names` is -1, or in no column.
     """
     place = {name: index for index, name in enumerate(class_names)}
     if not multi_label:
@@ -126,7 +124,7 @@ def targets_of(
 
 
 def wrong_class(targets: npt.NDArray[Any], classes: int) -> int | None:
-    """The position of the first of targets `[N]` that is no number of `classes`; None without one, as of `[N, C]`."""
+    """The position of the first of targets `[N]` that is not a class number; None without one, and for `[N, C]`."""
     wrong = np.flatnonzero((targets < 0) | (targets >= classes))
     return int(wrong[0]) if targets.ndim == 1 and wrong.size else None
 
@@ -138,9 +136,9 @@ def count_classes(targets: npt.NDArray[Any], classes: int) -> list[int]:
 
 
 def rarest_labels(targets: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """`[N]`, the rarest label of each row of targets `[N, C]` of 0 and 1, -1 for a row without one; classes `[N]` stay.
+    """`[N]`, the rarest label of each row of targets `[N, C]`, -1 for a row without labels; targets `[N]` unchanged.
 
-    Samples of several labels are divided and drawn by it: the rarest is the one that could be missing.
+    It divides and draws samples of several labels, because the rarest label is the one that could be missing.
     """
     if targets.ndim == 1:
         return targets.astype(np.int64)
@@ -149,10 +147,8 @@ def rarest_labels(targets: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 def number_of_class(target: Any, label: str) -> int:
-    """A label as the number of its class. LabelError for one that is no whole number, which would be rounded.
-
-    A column of whole numbers has the type of fractions where pandas wrote it with a missing one.
-    """
+    """A label as the number of its class. LabelError for one that is not a whole number."""
+    # pandas turns a column of whole numbers with an empty cell into floats.
     is_whole = isinstance(target, float | np.floating) and float(target).is_integer()
     try:
         return int(target) if is_whole else operator.index(target)
@@ -165,8 +161,8 @@ def find_weights(
 ) -> list[float] | None:
     """The weight of each class in the loss, None if all are 1; `counts` are the training samples of each class.
 
-    balanced: `samples / (classes * count)`, whose mean over the samples is 1, or with `multi_label` `(samples - count)
-    / count`. A class without samples has the weight 1. ValueError for numbers that do not fit the
+    balanced: `samples / (classes * count)`, with the mean 1 over the samples; with `multi_label`
+    `(samples - count) / count`. A class without samples has the weight 1. ValueError for numbers that do not fit the
     classes.
     """
     if choice == "none":
@@ -177,7 +173,7 @@ def find_weights(
         present = sum(count > 0 for count in counts)
         return [samples / (present * count) if count else 1.0 for count in counts]
     if isinstance(choice, Mapping):
-        # A command line reads 3 and true as a number and a truth value, whatever the classes are called.
+        # Hydra reads the class names 3 and true as a number and a truth value.
         choice = {name if isinstance(name, str) else spell(name): weight for name, weight in choice.items()}
         if unknown := [str(name) for name in choice if name not in class_names]:
             raise ValueError(unknown_key(unknown[0], class_names, "data.class_weights"))
@@ -190,7 +186,7 @@ def find_weights(
 
 
 def require_one_list(
-    told: str,
+    given: str,
     path: str,
     splits: Collection[str],
     *,
@@ -198,37 +194,37 @@ def require_one_list(
     configuration: str | None = None,
     root: str | None = None,
 ) -> None:
-    """Raise ValueError where two local parquet or arrow files of a data set give one number to different classes.
+    """ValueError if two local parquet or arrow files of a Hugging Face set give one number to different classes.
 
-    The library datasets takes the names of the first file, and the numbers of each file as they stand. Lists whose
-    names are the numbers themselves are not compared, and the last classes may be missing. `told` is the data set as
-    the user gave it, and `root` the folder of the library's cache.
+    The library datasets takes the names of the first file, and the numbers of each file as they are. Names that are the
+    numbers themselves are not compared, and the last classes may be missing. `given` is the name for messages, and
+    `root` the folder of the library's cache.
     """
     import datasets
 
     try:
         builder = datasets.load_dataset_builder(path, configuration, cache_dir=root)
-        files = {str(split): list(files) for split, files in builder.config.data_files.items()}
-    except Exception:  # the library raises many kinds, and again where it reads the data
+        files = [(str(split), file) for split, listed in builder.config.data_files.items() for file in listed]
+    except Exception:  # the library raises many kinds, and again when it reads the data
         return
     # A split may be a part or a sum, such as train[:90%] or train+validation.
     wanted = {part.partition("[")[0].strip() for split in splits for part in split.split("+")}
-    known: tuple[str, list[str]] | None = None
-    for number, (split, paths) in enumerate(files.items()):
-        for index, file in enumerate(paths):
-            if (split not in wanted and number + index) or "://" in file or not file.endswith((".parquet", ".arrow")):
-                continue
-            names = _declared(file, column)
-            if names == [str(number) for number in range(len(names))]:
-                continue
-            if known is not None and any(one != other for one, other in zip(known[1], names, strict=False)):
-                raise ValueError(f"{told}: {known[0]} and {file} number the classes of their column {column} otherwise")
-            if known is None or len(names) > len(known[1]):
-                known = file, names
+    first, known = "", list[str]()
+    for number, (split, file) in enumerate(files):
+        if (split not in wanted and number > 0) or "://" in file or not file.endswith((".parquet", ".arrow")):
+            continue
+        names = _declared(file, column)
+        if names == [str(number) for number in range(len(names))]:
+            continue
+        if any(one != other for one, other in zip(known, names, strict=False)):
+            raise ValueError(f"{given}: {first} and {file} number the classes of their column {column} otherwise")
+        if len(names) > len(known):
+            first, known = file, names
 
 
 def _declared(file: str, column: str) -> list[str]:
     """The names of classes that datasets has written into the schema of a file; empty if there are none."""
+    import datasets
     import pyarrow.parquet
 
     if file.endswith(".parquet"):
@@ -236,10 +232,7 @@ def _declared(file: str, column: str) -> list[str]:
     else:
         with pyarrow.OSFile(file) as stream:
             schema = pyarrow.ipc.open_stream(stream).schema
-    described = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-    feature: Any = described.get("info", {}).get("features", {}).get(column, {})
-    while isinstance(feature, list) or "feature" in feature:  # several labels of a sample
-        feature = feature[0] if isinstance(feature, list) else feature["feature"]
-    # Another program may have put text into the column and kept the names: datasets goes by the text then.
-    is_text = column in schema.names and str(schema.field(column).type) in ("string", "large_string")
-    return [] if is_text else [str(name) for name in feature.get("names", [])]
+    feature: Any = datasets.Features.from_arrow_schema(schema).get(column)
+    while isinstance(feature, list) or hasattr(feature, "feature"):  # several labels of a sample
+        feature = feature[0] if isinstance(feature, list) else feature.feature
+    return list(getattr(feature, "names", None) or [])

@@ -1,24 +1,25 @@
-"""Batches, and loaders that continue an epoch exactly where a checkpoint left it."""
+"""Batches, and loaders that continue an epoch exactly where a checkpoint left it.
+
+Batches of other loaders are pairs, or dictionaries with the names that other libraries give.
+"""
 
 from __future__ import annotations
 
-import logging
 import queue
 import struct
 import tarfile
 import threading
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from PIL import Image
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
 from longseq.tasks.data.sampler import EvaluationSampler, UpdateSampler
 from longseq.tasks.training.processes import prepare_data_worker
-
-_log = logging.getLogger(__name__)
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
@@ -35,18 +36,22 @@ UNREADABLE = (
     Image.DecompressionBombError,
 )
 
-# SAME: the sampler's values that determine the order of samples. SPREAD: those that determine how an effective batch is
-# divided over processes and accumulated batches.
+# The names of images and targets in the batches of other libraries.
+IMAGES = ("images", "image", "pixel_values", "img", "x")
+TARGETS = ("labels", "label", "targets", "target", "y")
+
+# The values of a sampler that determine the order of samples (SAME), and how an effective batch is divided over
+# processes and accumulated batches (SPREAD).
 SAME = ("num_samples", "effective_batch_size", "repeats", "seed")
 SPREAD = ("batch_size", "world_size", "accumulate")
 
 
 class SampleError(Exception):
-    """A data set's own error at a sample that names it, where the error does not say that a file is unreadable."""
+    """An error of a user's data set, with the name of the sample, that is not about an unreadable file."""
 
 
 class Failure(NamedTuple):
-    """A sample that could not be read, and the reason; `stops` the run where its label is wrong."""
+    """A sample that could not be read, and the reason; `stops` is True for a wrong label, which ends the run."""
 
     path: str
     reason: str
@@ -54,7 +59,7 @@ class Failure(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A whole batch: the model's inputs `[B, ...]`, the targets, and the samples that were skipped.
+    """The model's inputs `[B, ...]`, the targets, and the samples that were skipped.
 
     A loader reports the failures and yields (inputs, targets).
     """
@@ -65,10 +70,9 @@ class Batch(NamedTuple):
 
 
 def count_units(batch: Any) -> int:
-    """The size of a batch of this process in the unit of its task: images, sequences, documents or tokens.
+    """The size of a batch in the unit of its task: images, sequences, documents or tokens.
 
-    A batch (inputs, targets), or its inputs, may have the whole number `units`: for packed rows of documents, the
-    number of real tokens. Otherwise each row, of the first dimension of the inputs, is a unit.
+    It is the attribute `units` of the batch (inputs, targets) or of its inputs, otherwise the number of rows.
     """
     for part in (batch, batch[0]):
         if (units := getattr(part, "units", None)) is not None:
@@ -77,8 +81,57 @@ def count_units(batch: Any) -> int:
 
 
 def count_tokens(batch: Any) -> int:
-    """The tokens of a batch whose units are documents, `token_count` of its inputs; 0 of other batches."""
+    """The tokens of a batch whose units are documents (`token_count` of its inputs); 0 for other batches."""
     return getattr(batch[0], "token_count", None) or 0
+
+
+def find_entry(batch: Mapping[str, Any], names: Sequence[str], what: str) -> Any:
+    """The value of the first of `names` that a batch has. KeyError if it has none of them."""
+    for name in names:
+        if name in batch:
+            return batch[name]
+    raise KeyError(f"a batch without {what}")
+
+
+def likeliest_classes(targets: Tensor) -> Tensor:
+    """The classes `[B]` of targets `[B]`, or the most probable ones of probabilities `[B, C]`."""
+    return targets.argmax(dim=1) if targets.ndim == 2 else targets
+
+
+def check_class_numbers(targets: Tensor, num_classes: int) -> None:
+    """ValueError for labels `[B]` that are not class numbers; floats may be whole numbers."""
+    fits = (targets >= 0) & (targets < num_classes)
+    if targets.is_floating_point():
+        fits &= targets == targets.round()
+    if not bool(fits.all()):
+        raise ValueError(f"the label {float(targets[~fits][0]):g} is not among the classes 0 to {num_classes - 1}")
+
+
+def check_several_labels(targets: Tensor, *, exact: bool) -> None:
+    """ValueError for labels `[B, C]` that are not 0 and 1; unless `exact` they may lie between."""
+    fits = (targets >= 0) & (targets <= 1)
+    if exact:
+        fits &= targets == targets.round()
+    if not bool(fits.all()):
+        raise ValueError(f"a label of a batch is {float(targets[~fits][0]):g}, and neither 0 nor 1")
+
+
+def read_mask(batch: Mapping[str, Any], tokens: Tensor) -> Tensor:
+    """True at the real tokens `[N, T]` of a padded batch, by its `attention_mask`; all are real without one.
+
+    ValueError for a mask of another shape.
+    """
+    if batch.get("attention_mask") is None:
+        return torch.ones_like(tokens, dtype=torch.bool)
+    mask: Tensor = batch["attention_mask"].bool()
+    if mask.shape != tokens.shape:
+        raise ValueError(f"attention_mask {list(mask.shape)} does not fit the tokens {list(tokens.shape)}")
+    return mask
+
+
+def begins_with_tokens(mask: Tensor) -> bool:
+    """True if each row of a mask `[N, T]` has its tokens first and the padding after them."""
+    return not bool((mask[:, 1:] & ~mask[:, :-1]).any())
 
 
 class BatchLoader(DataLoader[Batch]):
@@ -87,10 +140,12 @@ class BatchLoader(DataLoader[Batch]):
     `report` gets the samples of each batch that could not be read; without it there may be none. Workers live as long
     as the loader. `finish` maps the iterator of the workers' batches to that of finished ones, as `work_ahead` does.
 
-    Lightning makes a loader anew for a prediction, for `overfit_batches` and for several devices. It then passes the
-    arguments that are attributes of the same names, and `sampler`, `shuffle` and `batch_sampler`. `own_sampler` stays
-    the sampler, for no other one gives whole batches. ValueError for a loader for one process in a run of several:
-    Lightning's sampler would repeat batches, so that all processes have as many, and figures would count them twice.
+    For a prediction, `overfit_batches` and several devices, Lightning makes the loader anew. It passes the attributes
+    that are named like arguments, and `sampler`, `shuffle` and `batch_sampler`; `own_sampler` stays the sampler.
+    `trained` and `respread` are for `TrainingLoader`.
+
+    ValueError for a loader for one process in a run of several: Lightning's sampler would repeat batches, and metrics
+    would count them twice.
     """
 
     def __init__(
@@ -102,6 +157,8 @@ class BatchLoader(DataLoader[Batch]):
         pin_memory: bool = False,
         report: Callable[[list[Failure]], None] | None = None,
         finish: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
+        trained: Callable[[], int] | None = None,
+        respread: Callable[[int, int], None] | None = None,
         sampler: Any = None,
         shuffle: bool = False,
         batch_sampler: None = None,
@@ -109,6 +166,8 @@ class BatchLoader(DataLoader[Batch]):
         if getattr(own_sampler, "world_size", None) == 1 and getattr(sampler, "num_replicas", 1) > 1:
             raise ValueError(f"a loader for one process in a run of {sampler.num_replicas}: give the data module")
         self.own_sampler, self.report, self.finish = own_sampler, report, finish
+        self.trained, self.respread = trained, respread
+        self._repeats_epoch = isinstance(sampler, SequentialSampler)
         super().__init__(
             dataset,
             batch_size=None,
@@ -137,10 +196,10 @@ class BatchLoader(DataLoader[Batch]):
 
 
 class TrainingLoader(BatchLoader):
-    """A BatchLoader with the state that Lightning saves: the epoch and the number of its batches that are done.
+    """A BatchLoader whose state, the position in the epoch, Lightning saves.
 
-    `trained` returns the number of batches of the epoch on which the model was trained; a batch that was yielded but
-    failed is yielded again. `respread(then, now)` is called if a checkpoint is continued with another number of
+    `trained` returns the number of batches of the epoch on which the model was trained: a batch that was yielded and
+    then failed is yielded again. `respread(then, now)` is called when a checkpoint is continued with another number of
     accumulated batches.
 
     With `overfit_batches` Lightning asks for a sequential order: every epoch then has the batches of the first one.
@@ -148,34 +207,8 @@ class TrainingLoader(BatchLoader):
 
     sampler: UpdateSampler[Any]
 
-    def __init__(
-        self,
-        dataset: Dataset[Batch],
-        own_sampler: UpdateSampler[Any],
-        *,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        report: Callable[[list[Failure]], None] | None = None,
-        finish: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
-        trained: Callable[[], int] | None = None,
-        respread: Callable[[int, int], None] | None = None,
-        sampler: Any = None,
-        shuffle: bool = False,
-        batch_sampler: None = None,
-    ) -> None:
-        self._repeats_epoch = isinstance(sampler, SequentialSampler)
-        super().__init__(
-            dataset,
-            own_sampler,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            report=report,
-            finish=finish,
-            sampler=sampler,
-        )
-        self.trained, self.respread = trained, respread
-        self._position = (0, 0)  # epoch, batches that were yielded
-        self._resuming = False
+    _position = (0, 0)  # epoch, batches that were yielded
+    _resuming = False
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:  # type: ignore[override]
         epoch, batches = self._position
@@ -191,16 +224,16 @@ class TrainingLoader(BatchLoader):
             yield inputs, targets
 
     def state_dict(self) -> dict[str, int]:
-        """Integers: the position in the epoch, and the values that determine the order of samples."""
+        """The position in the epoch, and the values that determine the order of samples; all are integers."""
         epoch, batches = self._position
         if self.trained is not None and not self._resuming:
             batches = min(batches, self.trained())
         return {"epoch": epoch, "batches": batches, **self._read_sampler()}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continue at the saved position, also with another number of devices or of accumulated batches.
+        """Continue at the saved position, also with another number of devices or accumulated batches.
 
-        Raises ValueError if the order of samples would differ.
+        ValueError if the order of samples would differ.
         """
         then, now = state_dict, self._read_sampler()
         for name in SAME:
@@ -211,12 +244,6 @@ class TrainingLoader(BatchLoader):
         if any(then[name] != now[name] for name in SPREAD):
             if accumulated:
                 raise ValueError("a checkpoint from within an update resumes only with as many devices and batches")
-            if then["batch_size"] != now["batch_size"]:
-                _log.warning(
-                    "%s samples at a time, and %s before: what is drawn for a whole batch (mixing, dropout) differs",
-                    now["batch_size"],
-                    then["batch_size"],
-                )
             if self.respread is not None:
                 self.respread(then["accumulate"], now["accumulate"])
         self._position = (then["epoch"], batches)
@@ -234,30 +261,21 @@ class Place(NamedTuple):
     accumulate: int = 1
 
 
-class Followed(TypedDict, total=False):
-    """The functions that connect a `TrainingLoader` with the Trainer."""
-
-    trained: Callable[[], int]
-    respread: Callable[[int, int], None]
-
-
 def find_place(trainer: Any) -> Place:
-    """Return the place of this process; without a Trainer it is the only process."""
+    """The place of this process; without a Trainer it is the only one."""
     if trainer is None:
         return Place()
     return Place(trainer.global_rank, trainer.world_size, trainer.accumulate_grad_batches)
 
 
-def follow(trainer: Any) -> Followed:
-    """The functions by which a `TrainingLoader` reads a Trainer's progress, and rescales its counts of batches."""
+def follow(trainer: Any) -> dict[str, Any]:
+    """Functions with which a `TrainingLoader` reads and rescales a Trainer's count of batches; none without one."""
     if trainer is None:
         return {}
     progress = trainer.fit_loop.epoch_loop.batch_progress
 
     def respread(then: int, now: int) -> None:
-        """Rescale the Trainer's counts of batches, saved after an update of `then` batches, to updates of `now`
-        batches.
-        """
+        """Rescale counts that were saved after an update of `then` batches to updates of `now` batches."""
         for counts in (progress.total, progress.current):
             behind = counts.ready - counts.completed  # callbacks save before their batch counts as completed
             counts.ready = counts.started = counts.processed = counts.ready // then * now
@@ -267,7 +285,7 @@ def follow(trainer: Any) -> Followed:
 
 
 def each_loader(given: Any) -> Iterator[Any]:
-    """The loaders that a Trainer has: one, or lists and dictionaries of them on any level."""
+    """The loaders of a Trainer: one, or nested lists and dictionaries of them."""
     if isinstance(given, Mapping):
         given = list(given.values())
     if isinstance(given, list | tuple):

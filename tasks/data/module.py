@@ -1,36 +1,183 @@
-"""The data modules of tasks: the interface of all, and one for data sets of single samples."""
+"""The data modules of tasks, and the inputs of `longseq predict`."""
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import Dataset, default_collate
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, default_collate
+from typing_extensions import Self
 
+from longseq.tasks.commands import Predict
 from longseq.tasks.config import read
 from longseq.tasks.data.info import Info
-from longseq.tasks.data.inputs import Inputs
 from longseq.tasks.data.loader import Batch, BatchLoader, TrainingLoader, find_place, follow
 from longseq.tasks.data.sampler import EvaluationSampler, SampleIndex, TrainingSampler
-
-Self = TypeVar("Self", bound="TaskData")
-SampleSelf = TypeVar("SampleSelf", bound="SampleData")
+from longseq.tasks.training.decisions import decide
 
 SPLITS = ("train", "val", "test")
+DECISION = "decision"  # the detail with the label or labels that thresholds decide on
+_TOP_K = 5  # classes that are written of a file, unless the user says how many
+_NAMED = 5  # files that a message names
+_NONE: Mapping[str, Any] = {}  # not a MappingProxyType: data workers send it
+
+
+class PassedOver(NamedTuple):
+    """A file that was not read (or a hidden folder, with a slash at its end), and the reason."""
+
+    path: str
+    reason: str
+
+
+class Prediction(NamedTuple):
+    """The most probable classes of one input, best first; `details` has a value for each of `Inputs.details`."""
+
+    path: str
+    classes: list[tuple[str, float]]
+    details: Mapping[str, Any] = _NONE
+
+
+class Unreadable(NamedTuple):
+    """An input that cannot be classified, and the reason."""
+
+    path: str
+    reason: str = "unreadable"
+    details: Mapping[str, Any] = _NONE
+
+
+class Inputs(ABC):
+    """The inputs below a path, for a model to classify.
+
+    `passed_over` lists the files there that are not inputs of the task. `details` names the columns that are written of
+    each input next to its classes. `unit` is the word for inputs if the model has no run.
+    """
+
+    passed_over: list[PassedOver]
+    details: tuple[str, ...] = ()
+    unit: str = "files"
+
+    @classmethod
+    @abstractmethod
+    def open(cls, path: str, info: Any, keys: Predict) -> Self:
+        """The inputs at a path, for a model whose data has this info. ValueError if there are none."""
+
+    @abstractmethod
+    def predict(self, model: nn.Module, keys: Predict) -> Iterator[Prediction | Unreadable]:
+        """Classify the inputs in their order; the model is in eval mode, and gradients are off."""
+
+    def notes(self) -> list[str]:
+        """Lines for the end of a prediction."""
+        return []
+
+
+class InputFiles(Inputs, Dataset[Any]):
+    """The files below a path, each of them one input.
+
+    A `DataLoader` reads them in batches. The model gives scores of classes that exclude each other, or of several
+    labels if the info has `multi_label`: then all labels are written. With several labels or `thresholds` in the info,
+    the detail `decision` has the label or labels that these decide on. ValueError if there are no inputs.
+    """
+
+    info: Any
+
+    @abstractmethod
+    def __init__(self, path: str, info: Any) -> None: ...
+
+    @classmethod
+    def open(cls, path: str, info: Any, keys: Predict) -> Self:
+        inputs = cls(path, info)
+        inputs.details = (*cls.details, *decided_details(info))
+        return inputs
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def collate(self, items: list[Any]) -> tuple[Tensor, list[str], list[Unreadable]]:
+        """A batch `[B, ...]` of items, the paths of its B inputs, and those that cannot be read."""
+
+    def prepare(self, batch: Tensor) -> Tensor:
+        """The model's input for a batch, on the device of the batch."""
+        return batch
+
+    def score(self, model: nn.Module, batch: Tensor, paths: list[str], keys: Predict) -> Tensor:
+        """The logits `[B, num_classes]` of a prepared batch; a subclass may also write what the keys ask for."""
+        return model(batch)
+
+    def predict(self, model: nn.Module, keys: Predict) -> Iterator[Prediction | Unreadable]:
+        info, device = self.info, next(model.parameters()).device
+        several = getattr(info, "multi_label", False)
+        most = len(info.class_names) if several else _TOP_K
+        loader = DataLoader(self, keys.batch_size, num_workers=keys.num_workers, collate_fn=self.collate)
+        for batch, paths, failed in loader:
+            if paths:
+                logits = self.score(model, self.prepare(batch.to(device)), paths, keys).float()
+                probabilities = logits.sigmoid() if several else logits.softmax(dim=1)
+                yield from predictions_of(((path, _NONE) for path in paths), probabilities, info, keys.top_k or most)
+            yield from failed
+
+
+def predictions_of(
+    inputs: Iterable[tuple[str, Mapping[str, Any]]], probabilities: Tensor, info: Any, count: int
+) -> Iterator[Prediction | Unreadable]:
+    """The `count` most probable classes and the decision of each input (path, details), by `[B, C]`.
+
+    An input with NaN among its probabilities is unreadable, because NaN has no order.
+    """
+    names = info.class_names
+    finite = probabilities.isfinite().all(dim=1).tolist()
+    values, classes = (part.tolist() for part in probabilities.topk(min(count, len(names)), dim=1))
+    rows = zip(inputs, finite, values, classes, _decisions(probabilities, info), strict=True)
+    for (path, details), is_finite, row, ranked, decision in rows:
+        if is_finite:
+            best = [(names[index], value) for index, value in zip(ranked, row, strict=True)]
+            yield Prediction(path, best, {**details, **decision})
+        else:
+            yield Unreadable(path, "the model's scores are not finite (NaN or infinite)", details)
+
+
+def decided_details(info: Any) -> tuple[str, ...]:
+    """The details that are written of decisions: none if the most probable class is the decision."""
+    several, thresholds = getattr(info, "multi_label", False), getattr(info, "thresholds", None)
+    return (DECISION,) if several or thresholds is not None else ()
+
+
+def _decisions(probabilities: Tensor, info: Any) -> list[dict[str, Any]]:
+    """The details of `decided_details` for each row of `[B, C]`: a class, or a list of labels."""
+    if not decided_details(info):
+        return [{} for _ in probabilities]
+    names, several, given = info.class_names, getattr(info, "multi_label", False), getattr(info, "thresholds", None)
+    decisions = decide(probabilities, None if given is None else torch.tensor(given), multi_label=several).tolist()
+    if several:
+        return [{DECISION: [name for name, there in zip(names, row, strict=True) if there]} for row in decisions]
+    return [{DECISION: names[number]} for number in decisions]
+
+
+def describe_passed_over(passed_over: Sequence[PassedOver], root: str) -> str:
+    """How many files were passed over, of which kinds, and the first ones, in one line."""
+    kinds = Counter(reason for _, reason in passed_over)
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    names = [os.path.relpath(path, root) + "/" * path.endswith("/") for path, _ in passed_over[:_NAMED]]
+    return f"{counts}: {', '.join(names)}{', ...' * (len(passed_over) > _NAMED)}"
 
 
 class TaskData(LightningDataModule, ABC):
-    """The data of a task: its loaders, and what a model must know of the data.
+    """The data of a task: its loaders, and the info about the data that a model needs.
 
-    `batch_size` is the size of a device's training batch, `eval_batch_size` that of its evaluation batch. The first
-    element of a batch is the model's input `[B, ...]`. A training loader that can resume in the middle of an epoch is a
-    `longseq.tasks.data.loader.TrainingLoader`. `info_class` is the class of `info`. `inputs` is the class of the inputs
-    of `longseq predict`, None if the task has no predictions; infos of a task with inputs have `class_names`.
+    The first element of a batch is the model's input `[B, ...]`. A training loader that can resume in the middle of an
+    epoch is a `longseq.tasks.data.loader.TrainingLoader`. `SampleData` has all of this for data sets of single samples.
 
-    `SampleData` has all of this for data sets of single samples.
+    Attributes:
+        batch_size: the size of a device's training batch.
+        eval_batch_size: the size of its evaluation batch.
+        info_class: the class of `info`; it has `class_names` if the task has `inputs`.
+        inputs: the class of the inputs of `longseq predict`; None if the task has no predictions.
     """
 
     batch_size: int
@@ -40,16 +187,16 @@ class TaskData(LightningDataModule, ABC):
 
     @classmethod
     def prepare_process(cls, config: Mapping[str, Any]) -> None:
-        """Set what data of this configuration need in a process of the training before it starts CUDA."""
+        """Prepare a process of the training, before it starts CUDA, for the data of this configuration."""
 
     @classmethod
     @abstractmethod
-    def from_config(cls: type[Self], config: Mapping[str, Any], batch_size: int) -> Self:
+    def from_config(cls, config: Mapping[str, Any], batch_size: int) -> Self:
         """The data module of a configuration, set up."""
 
     @classmethod
     def for_evaluation(
-        cls: type[Self],
+        cls,
         config: Mapping[str, Any],
         changes: Mapping[str, Any],
         *,
@@ -57,15 +204,15 @@ class TaskData(LightningDataModule, ABC):
         trained: Any,
         batch_size: int,
     ) -> Self:
-        """The data for evaluating a trained model: those of its training, with `changes` of their keys.
+        """The data for evaluating a trained model: the data of its training, with `changes` of the keys.
 
-        `split` (test, val) will be evaluated; `trained` is the info of the model's own data. ValueError if the model
+        `split` (test, val) will be evaluated; `trained` is the info of the training's data. ValueError if the model
         cannot be evaluated on the data.
         """
         return cls.from_config({**config, "data": {**config["data"], **changes}}, batch_size)
 
     def take_recipe(self, config: Mapping[str, Any], batch_size: int) -> None:
-        """Take the batch, and all that the data reads of a recipe, once that is chosen.
+        """Take the batch size, and the keys of a recipe that the data reads, once the recipe is chosen.
 
         Called before a loader is made, for tasks that choose a recipe by the data (see `TaskKeys.choose`).
         """
@@ -74,8 +221,8 @@ class TaskData(LightningDataModule, ABC):
     def predict_dataloader(self) -> Any:
         """For Lightning's `Trainer.predict`: the test samples, in the order of their split.
 
-        That takes a sampler of the loader with a method `keep_order`, as ours have. Streams of text have none: each
-        continues its own batch before. Without the method, the samples are in the order in which they are measured.
+        This takes a sampler with a method `keep_order`. Streams of text have none, because each batch continues the one
+        before: predictions are then in the order of the evaluation.
         """
         loader = self.test_dataloader()
         keep_order = getattr(getattr(loader, "own_sampler", None), "keep_order", None)
@@ -86,12 +233,12 @@ class TaskData(LightningDataModule, ABC):
     @property
     @abstractmethod
     def info(self) -> Any:
-        """What models and checkpoints need to know (see `Info`)."""
+        """The `Info` for models and checkpoints."""
 
     @property
     @abstractmethod
     def batches_per_epoch(self) -> int | None:
-        """Training batches of one device in an epoch; None if the loader knows it only in a run."""
+        """Training batches of one device in an epoch; None if it is only known during a run."""
 
     @property
     def tokens_per_epoch(self) -> int | None:
@@ -112,10 +259,10 @@ class TaskData(LightningDataModule, ABC):
 class SampleData(TaskData):
     """Batches of the data sets that `open` returns; their items are pairs (input, target) of tensors or numbers.
 
-    A subclass names the class of its keys as `keys_class`. Of the keys, `eval_batch_size` and `num_workers` are read
-    here where the class has them. Items become batches by torch's `default_collate`. The order of training is a
-    function of (`seed`, epoch), for any number of processes, and a run resumes in the middle of an epoch. An item must
-    be a function of its number alone.
+    A subclass sets the class of its keys, `keys_class`; this class reads `eval_batch_size` and `num_workers` if they
+    are among the keys. torch's `default_collate` makes batches of items. The order of training is a function of
+    (`seed`, epoch), for any number of processes, and a run resumes in the middle of an epoch. An item must be a
+    function of its number only.
     """
 
     keys_class: ClassVar[type[Any]]
@@ -129,9 +276,8 @@ class SampleData(TaskData):
         self._sets: Mapping[str, Any] | None = None
 
     @classmethod
-    def from_config(cls: type[SampleSelf], config: Mapping[str, Any], batch_size: int) -> SampleSelf:
-        keys = read(cls.keys_class, config["data"], "data")
-        datamodule = cls(keys, batch_size=batch_size, seed=config["seed"])
+    def from_config(cls, config: Mapping[str, Any], batch_size: int) -> Self:
+        datamodule = cls(read(cls.keys_class, config["data"], "data"), batch_size=batch_size, seed=config["seed"])
         datamodule.setup()
         return datamodule
 
@@ -182,14 +328,14 @@ class SampleData(TaskData):
 
 
 class _Batches(Dataset[Batch]):
-    """Maps the places of samples to a batch of them."""
+    """Maps the numbers of samples to a batch of them."""
 
     def __init__(self, samples: Any) -> None:
         self.samples = samples
 
     def __getitem__(self, places: Sequence[int | SampleIndex]) -> Batch:
         numbers = [place.position if isinstance(place, SampleIndex) else place for place in places]
-        # The part of a process in a distributed evaluation may be empty; it has the shapes of the others.
+        # A process may have no samples of a distributed evaluation: its empty batch needs the shapes of the others.
         inputs, targets = default_collate([self.samples[number] for number in numbers or [0]])
         return Batch(inputs[: len(numbers)], targets[: len(numbers)], [])
 
@@ -203,10 +349,10 @@ def same_root(root: str | Sequence[str] | None, other: str | Sequence[str] | Non
 
 
 def refuse_larger_shares(shares: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-    """Raise ValueError for a share by which a run would be measured on samples that it was trained on.
+    """ValueError for a share by which a run would be evaluated on samples that it was trained on.
 
-    Both are values of the keys of `data` that divide the same samples: of a measurement, and of the run. A value that
-    is no number names samples of their own, and a smaller share is a part of what the run set apart.
+    Both are values of the keys of `data` that divide the same samples: of an evaluation, and of the run. A value that
+    is not a number names separate samples, and a smaller share is a part of the samples that the run set apart.
     """
     for key, share in shares.items():
         if isinstance(share, float) and (not isinstance(run[key], float) or share > run[key]):

@@ -18,10 +18,7 @@ _WORD = (1 << 64) - 1
 
 
 def derive_seed(*numbers: int) -> int:
-    """A number in [0, 2**63) that mixes all of `numbers`, in their order.
-
-    Each number is added to the state, which then passes through the finalizer of SplitMix64 (Steele, Lea, Flood 2014).
-    """
+    """A number in [0, 2**63) that mixes `numbers` in their order, by SplitMix64 (Steele, Lea, Flood 2014)."""
     state = 0
     for number in numbers:
         state = (state + 0x9E3779B97F4A7C15 + number) & _WORD
@@ -32,10 +29,9 @@ def derive_seed(*numbers: int) -> int:
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed the generators of the CPU and of `device`, as `torch.manual_seed` does for all devices.
+    """Seed the generators of the CPU and of `device`.
 
-    Without a GPU, torch.manual_seed records each of its callers for a later GPU, which takes half a millisecond per
-    step.
+    Without a GPU, `torch.manual_seed` is slow: it records each of its callers for a later GPU.
     """
     if device.type == "cpu":
         torch.default_generator.manual_seed(seed)
@@ -47,7 +43,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 
 class SampleIndex(NamedTuple):
-    """One training sample: its position in the split, the number of its repeat, and the epoch."""
+    """A training sample: its position in the split, the number of its repeat, and the epoch."""
 
     position: int
     repeat: int
@@ -58,11 +54,16 @@ class UpdateSampler(Sampler[BatchT]):
     """Yields one process's batches of epoch `epoch`, from batch `start` on.
 
     An epoch is a sequence of effective batches, one for each update of the weights. It depends only on the seed, the
-    epoch and the size of the effective batch. An effective batch is divided into `world_size * accumulate` parts of
-    `batch_size` samples: sample i belongs to part `i % parts`. The n-th accumulated batch of a process is part `n *
-    world_size + rank`. So two processes get the same parts as one process with twice the accumulated batches. Samples
-    that do not fill an effective batch are left out.
+    epoch and the size of the effective batch. An effective batch has `world_size * accumulate` parts of `batch_size`
+    samples: sample i belongs to part `i % parts`. The n-th accumulated batch of a process is part
+    `n * world_size + rank`. So two processes get the same parts as one process with twice the accumulated batches.
+    Samples that do not fill an effective batch are left out.
+
+    A subclass sets `num_samples`, the samples of an epoch.
     """
+
+    num_samples: int
+    repeats = 1
 
     def __init__(self, batch_size: int, *, seed: int, rank: int = 0, world_size: int = 1, accumulate: int = 1) -> None:
         self.batch_size, self.seed = batch_size, seed
@@ -81,9 +82,9 @@ class UpdateSampler(Sampler[BatchT]):
         return self.batch_size * self.parts
 
     @property
-    @abstractmethod
     def updates(self) -> int:
         """The updates of a whole epoch."""
+        return self.num_samples // self.effective_batch_size
 
     @abstractmethod
     def shuffle(self) -> Callable[[int, int], BatchT]:
@@ -109,29 +110,16 @@ class TrainingSampler(UpdateSampler[list[SampleIndex]]):
 
     An epoch is a permutation of the samples, each repeated `repeats` times in a row, cut to the number of samples
     (repeated augmentation, Hoffer et al. 2020, in the form of DeiT). Neighbours belong to different processes.
+    `options` are `seed`, `rank`, `world_size` and `accumulate`.
     """
 
-    def __init__(
-        self,
-        num_samples: int,
-        batch_size: int,
-        *,
-        seed: int,
-        repeats: int = 1,
-        rank: int = 0,
-        world_size: int = 1,
-        accumulate: int = 1,
-    ) -> None:
-        super().__init__(batch_size, seed=seed, rank=rank, world_size=world_size, accumulate=accumulate)
+    def __init__(self, num_samples: int, batch_size: int, *, repeats: int = 1, **options: int) -> None:
+        super().__init__(batch_size, **options)  # type: ignore[arg-type]
         if self.effective_batch_size > num_samples:
             raise ValueError(
                 f"an update needs {self.effective_batch_size} training samples, and there are {num_samples}"
             )
         self.num_samples, self.repeats = num_samples, repeats
-
-    @property
-    def updates(self) -> int:
-        return self.num_samples // self.effective_batch_size
 
     def shuffle(self) -> Callable[[int, int], list[SampleIndex]]:
         epoch, size = self.epoch, self.effective_batch_size
@@ -144,7 +132,7 @@ class TrainingSampler(UpdateSampler[list[SampleIndex]]):
         return give
 
     def draw(self, count: int) -> tuple[list[int], list[int] | None]:
-        """The positions of the first `count` samples of the epoch, and how often each was drawn before; None: never."""
+        """The positions of the first `count` samples of the epoch, and the earlier draws of each; None: no draws."""
         generator = np.random.default_rng(derive_seed(self.seed, self.epoch))
         return generator.permutation(self.num_samples)[:count].tolist(), None
 
@@ -154,16 +142,15 @@ class TrainingSampler(UpdateSampler[list[SampleIndex]]):
 
 
 class BalancedSampler(TrainingSampler):
-    """Yields each class equally often, for classes of different sizes.
+    """Yields each class equally often, for classes of different sizes; `classes [N]` has the class of each sample.
 
     An epoch has as many samples as the split. Of `C` classes, each `C` neighbours are of different classes, in a random
-    order. A class gives its samples in a random order, and begins again in another order when all were given: an epoch
-    has some samples several times, each with its own number of repeat, and leaves others out. `classes [N]` has the
-    class of each sample.
+    order. A class gives its samples in a random order, and begins again in another order after the last one. So an
+    epoch has some samples several times, each with its own number of repeat, and leaves others out.
     """
 
     def __init__(self, classes: npt.NDArray[np.int64], batch_size: int, **options: int) -> None:
-        super().__init__(len(classes), batch_size, **options)  # type: ignore[arg-type]
+        super().__init__(len(classes), batch_size, **options)
         self._balanced = BalancedDraw(classes)
 
     def draw(self, count: int) -> tuple[list[int], list[int] | None]:
@@ -177,11 +164,11 @@ class BalancedDraw:
         self._members = [np.flatnonzero(classes == one) for one in np.unique(classes)]
 
     def draw(self, count: int, generator: np.random.Generator) -> tuple[list[int], list[int]]:
-        """The positions of `count` samples, and how often each was drawn before."""
+        """The positions of `count` samples, and the number of earlier draws of each."""
         classes = len(self._members)
         rounds = math.ceil(count / classes)
         order = generator.permuted(np.tile(np.arange(classes), (rounds, 1)), axis=1)  # [rounds, classes]
-        column, row = order.argsort(axis=1), np.arange(rounds)  # of each round, where each class stands
+        column, row = order.argsort(axis=1), np.arange(rounds)  # the place of each class in each round
         positions = np.empty_like(order)
         turns = np.empty_like(order)
         for number, members in enumerate(self._members):
@@ -195,10 +182,9 @@ class BalancedDraw:
 class EvaluationSampler(Sampler[list[int]]):
     """Yields batches of sample positions: each sample once over all ranks, and the same number of batches on each rank.
 
-    There is no padding: batches differ in size by at most one, and some ranks have empty batches if there are fewer
-    samples than ranks. A batch takes its samples at a constant stride over the whole set, so that sets sorted by class
-    give mixed batches. After `keep_order` it takes neighbours, and the batches one after the other are the whole set:
-    rank r of n has every n-th batch, from batch r on.
+    Batches differ in size by at most one; with fewer samples than ranks some are empty. A batch takes its samples at a
+    constant stride over the whole set, so that sets sorted by class give mixed batches. After `keep_order` it takes
+    neighbours, and the batches one after the other are the whole set: rank r of n has every n-th batch, from batch r.
     """
 
     def __init__(self, num_samples: int, batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
@@ -206,7 +192,7 @@ class EvaluationSampler(Sampler[list[int]]):
         self._in_order = False
 
     def keep_order(self) -> None:
-        """Read the samples in their order, for predictions, which nothing else pairs with samples."""
+        """Read the samples in their order, for predictions."""
         self._in_order = True
 
     def __len__(self) -> int:

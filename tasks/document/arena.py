@@ -19,8 +19,7 @@ from longseq.tasks import registry
 from longseq.tasks.data.generators import CLOSE, IGNORED, draw, listops
 from longseq.tasks.data.sampler import derive_seed
 from longseq.tasks.document.sources import Opened, Reader, Sample, Source, register
-from longseq.tasks.text.documents import Place
-from longseq.tasks.text.sources import Malformed
+from longseq.tasks.text.sources import Malformed, Place
 from longseq.tasks.text.store import stamp
 
 if TYPE_CHECKING:

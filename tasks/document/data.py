@@ -70,7 +70,7 @@ class DocumentData(TaskData):
 
     `tokenizer` is bytes, a tokenizer.json or its folder, `train:SIZE` (trained on the training documents), or `init`
     (that of the checkpoint that `init` gives, which is the default beside `init`; else bytes). Tokens are kept in
-    `cache`, by default `longseq.tasks.text.corpora.cache_folder`, and compared with their checksums with `check`. Of
+    `cache` (see `longseq.tasks.text.corpora.in_cache`), and compared with their checksums with `check`. Of
     documents of more than `max_length` tokens `truncation` states which ones are read (see
     `longseq.tasks.document.batch`). With `random_crops` training reads `max_length` tokens from a place that is
     drawn for each document and epoch.

@@ -14,7 +14,7 @@ from torch import nn
 from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.segments import find_obstacle, read_in_segments, whole_chunks
 from longseq.kernels.packing import Packing
-from longseq.tasks.data.inputs import (
+from longseq.tasks.data.module import (
     Inputs,
     Predict,
     Prediction,
@@ -26,8 +26,17 @@ from longseq.tasks.document.batch import truncate
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.sources import preparation_of
 from longseq.tasks.report import progress_bar
-from longseq.tasks.text.documents import Document
-from longseq.tasks.text.sources import TEXT, Columns, Malformed, Part, files_below, find_parts, is_saved, read_part
+from longseq.tasks.text.sources import (
+    TEXT,
+    Columns,
+    Document,
+    Malformed,
+    Part,
+    files_below,
+    find_parts,
+    is_saved,
+    read_part,
+)
 from longseq.tasks.text.store import token_type
 from longseq.tasks.text.tokenizer import Tokenizer
 

@@ -17,7 +17,7 @@ from longseq.backbones.segments import check_segments, read_in_segments
 from longseq.kernels.packing import Packing
 from longseq.models import CHECKPOINT_CONFIG, build
 from longseq.tasks.config import Criterion, read
-from longseq.tasks.data.given import (
+from longseq.tasks.data.loader import (
     TARGETS,
     begins_with_tokens,
     check_class_numbers,

@@ -21,9 +21,9 @@ import numpy.typing as npt
 from longseq.tasks.data.labels import Labels
 from longseq.tasks.document.sources import Reader, Sample
 from longseq.tasks.text.corpora import in_cache
-from longseq.tasks.text.documents import Document, batched, encode
+from longseq.tasks.text.documents import batched, encode
 from longseq.tasks.text.prepare import manifest_of
-from longseq.tasks.text.sources import Malformed
+from longseq.tasks.text.sources import Document, Malformed
 from longseq.tasks.text.store import (
     MANIFEST,
     SPLITS,

@@ -4,7 +4,7 @@ A source of one's own gives documents as text, or as tokens that stand for no te
 
 import numpy as np
 from longseq.tasks.document.sources import Opened, Reader, Sample, Source, register
-from longseq.tasks.text.documents import Place
+from longseq.tasks.text.sources import Place
 
 def read(keys):
     for index in range(1000):
@@ -33,8 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longseq.tasks.data.labels import Labels, read_labels
-from longseq.tasks.text.documents import Document, Place
-from longseq.tasks.text.sources import STREAM, Columns, Malformed, find_parts, read_part
+from longseq.tasks.text.sources import STREAM, Columns, Document, Malformed, Place, find_parts, read_part
 
 if TYPE_CHECKING:
     from longseq.tasks.document.config import DocumentDataKeys

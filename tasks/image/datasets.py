@@ -20,10 +20,10 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from typing_extensions import Self
 
 from longseq.tasks.commands import Predict
-from longseq.tasks.data.inputs import InputFiles
-from longseq.tasks.data.inputs import Unreadable as NotRead
 from longseq.tasks.data.labels import LabelError, name_some, number_of_class
 from longseq.tasks.data.loader import UNREADABLE, Batch, BatchLoader, Failure
+from longseq.tasks.data.module import InputFiles
+from longseq.tasks.data.module import Unreadable as NotRead
 from longseq.tasks.data.sampler import SampleIndex, derive_seed
 from longseq.tasks.image.decoding import decode, first_line, in_eight_bits, upright
 from longseq.tasks.image.folder import Found, find_images

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from longseq.tasks.data.given import likeliest_classes
+from longseq.tasks.data.loader import likeliest_classes
 from longseq.tasks.image.examples import name_images
 from longseq.tasks.image.pictures import draw_predictions, is_due, spell_targets
 from longseq.tasks.image.transforms import denormalize

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longseq.tasks.data.given import IMAGES, TARGETS, find_entry
 from longseq.tasks.data.labels import rarest_labels
+from longseq.tasks.data.loader import IMAGES, TARGETS, find_entry
 from longseq.tasks.data.sampler import EvaluationSampler
 from longseq.tasks.image.datasets import EvaluationBatches
 from longseq.tasks.image.sources import Split

@@ -15,8 +15,8 @@ import numpy as np
 from PIL import Image
 from timm.data.readers.class_map import load_class_map
 
-from longseq.tasks.data.inputs import PassedOver
 from longseq.tasks.data.labels import name_some, sort_names
+from longseq.tasks.data.module import PassedOver
 from longseq.tasks.image.decoding import decode, is_hidden, is_image
 
 ClassMap = str | Mapping[str, int] | None

@@ -10,15 +10,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longseq.tasks.config import Criterion
-from longseq.tasks.data.given import (
+from longseq.tasks.data.loader import (
     IMAGES,
     TARGETS,
+    BatchLoader,
     check_class_numbers,
     check_several_labels,
+    each_loader,
     find_entry,
     likeliest_classes,
 )
-from longseq.tasks.data.loader import BatchLoader, each_loader
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.mixing import BatchMixing
 from longseq.tasks.image.model import state_data, state_decision

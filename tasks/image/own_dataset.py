@@ -9,9 +9,8 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from longseq.tasks.data.given import IMAGES, TARGETS, find_entry
 from longseq.tasks.data.labels import LabelError
-from longseq.tasks.data.loader import UNREADABLE, SampleError
+from longseq.tasks.data.loader import IMAGES, TARGETS, UNREADABLE, SampleError, find_entry
 from longseq.tasks.image.config import ImageDataKeys
 from longseq.tasks.image.decoding import in_eight_bits, upright
 from longseq.tasks.image.folder import names_by_number

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 from longseq.blocks.sharding import has_shards
-from longseq.tasks.data.given import likeliest_classes
+from longseq.tasks.data.loader import likeliest_classes
 from longseq.tasks.image.examples import pick_examples
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.saliency import saliency, shade

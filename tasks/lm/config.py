@@ -13,13 +13,13 @@ from longseq.tasks.training.token_keys import TokenModelKeys
 
 
 class LossKeys(Keys):
-    """The keys of `recipe.loss`, explained in `longseq.tasks.lm.module.LanguageModelTask`."""
+    """The keys of `recipe.loss`."""
 
     z_loss: Annotated[float, Field(ge=0)] = key(0.0, "the weight of the penalty on the normalizers, 1e-4 in PaLM")
 
 
 class CausalModelKeys(TokenModelKeys):
-    """The keys of `model`. Another direction would see the tokens that it is to predict."""
+    """The keys of `model`. In another direction a model would see the tokens that it predicts."""
 
     direction: Literal["forward"] | None = key(None, "forward")
 

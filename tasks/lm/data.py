@@ -11,12 +11,21 @@ from longseq.tasks.config import read
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place, follow
 from longseq.tasks.data.module import TaskData, refuse_larger_shares, same_root
 from longseq.tasks.data.sampler import UpdateSampler
+from longseq.tasks.text.batch import Assembler, WindowBatches
 from longseq.tasks.text.corpora import fractions_of, open_corpora
-from longseq.tasks.text.info import TextInfo
 from longseq.tasks.text.keys import READ_BY, TextDataKeys
-from longseq.tasks.text.sampler import EveryStream, EveryWindow, MixedSampler, StreamSampler, WindowBatches
-from longseq.tasks.text.store import Corpus, TokenStore
-from longseq.tasks.text.windows import Assembler, Concatenated, Documents, Windows, most_sequences
+from longseq.tasks.text.store import TokenStore
+from longseq.tasks.text.tokenizer import TextInfo
+from longseq.tasks.text.windows import (
+    Concatenated,
+    Documents,
+    EveryStream,
+    EveryWindow,
+    MixedSampler,
+    StreamSampler,
+    Windows,
+    most_sequences,
+)
 from longseq.tasks.training.checkpoint import WINDOW
 from longseq.tokenizer_files import find_start, same_tokenizer
 
@@ -25,22 +34,25 @@ STAGES = {"train": "train", "val": "validation", "test": "test"}
 
 
 class LanguageModelData(TaskData):
-    """Windows of `window` tokens for training, validation and test; batches are those of `longseq.tasks.text.batch`.
+    """Windows of `window` tokens for training, validation and test, in batches of `longseq.tasks.text.batch`.
 
-    `source` names the source of the tokens. `tokens`: the folder of `longseq prepare` at `root`, whose checksums are
-    compared with `check`. `files`: the text at `root`, which has `column`, `prompt_column`, `tokenizer` and `separator`
-    as `longseq prepare` has them. `standard_library`: the bytes of Python's own modules. `python_sources`: those and
-    the modules of all installed packages. `validation` and `test` are the parts of the documents that are set apart
-    (see `longseq.tasks.text.documents.split_numbers`). Text of `files` and `python_sources` is prepared once and kept
-    in `cache`, by default `longseq.tasks.text.corpora.cache_folder`. Several entries of `root` are mixed by `weights`;
-    by default each is read once an epoch.
+    `source` is one of
 
-    `packing` is the way to make windows: `concatenated` puts documents end to end and cuts them; `documents` packs
-    whole documents by best fit and cuts only those that are longer than a window; `streams` carries the state
-    from window to window (truncated backpropagation through time). The state is reset where a document begins; without
-    `reset_state` it is not, and windows are rows of their own.
+    - `tokens`: folders of `longseq prepare` at `root`; `check` compares their checksums;
+    - `files`: text at `root`, read with `column`, `prompt_column`, `tokenizer` and `separator` as by `longseq prepare`;
+    - `standard_library`: the bytes of Python's own modules;
+    - `python_sources`: these and the modules of all installed packages.
 
-    Which windows make a batch is a function of (`seed`, epoch, place in the epoch).
+    Text of `files` and `python_sources` is prepared once and kept in `cache`. `validation` and `test` are shares of the
+    documents (see `longseq.tasks.text.documents.split_numbers`). Several roots are mixed by `weights`; without weights
+    an epoch reads each of them once.
+
+    `packing=concatenated` cuts documents that are put end to end; `documents` packs whole documents by best fit and
+    cuts only those that are longer than a window; `streams` carries the state from window to window (truncated
+    backpropagation through time). The state is reset where a document begins, unless `reset_state` is False: windows
+    are then rows of their own.
+
+    The windows of a batch are a function of (`seed`, epoch, place in the epoch).
     """
 
     info_class = TextInfo
@@ -50,11 +62,10 @@ class LanguageModelData(TaskData):
         self.keys = keys = read(TextDataKeys, vars(keys), "data")
         self.batch_size, self.eval_batch_size = batch_size, keys.eval_batch_size or batch_size
         self.seed = seed
-        # The streams of all devices in which a split is measured, unless a key gives those of each: a run is measured
-        # again in those of its training, since each stream begins without a state.
+        # Streams over all devices when a run is measured again: as many as in training, since each begins without a
+        # state.
         self._streams: int | None = None
-        # The token with which documents begin for the model that is measured; None: the separator, as in training.
-        self._start: int | None = None
+        self._start: int | None = None  # the token that begins a document; None: the separator, as in training
         self._stages: tuple[str, ...] = tuple(STAGES)  # their splits must not be empty
         self._stores: list[TokenStore] = []
         self._windows: dict[str, list[Windows]] = {}
@@ -83,15 +94,14 @@ class LanguageModelData(TaskData):
         own = config.get("data") or {"name": "given", "window": trained.window}
         if changes.get("source", own.get("source")) != own.get("source"):
             own = {key: None if key in READ_BY else value for key, value in own.items()}
-        # The weights mix only the windows of training, and another root may have another number of entries.
+        # Weights are for training, and another root may have another number of entries.
         keys = read(TextDataKeys, {**own, "weights": None, **changes}, "data")
         run = read(TextDataKeys, config["data"], "data") if config.get("data") else None
         if run is not None and run.source == keys.source and same_root(run.root, keys.root):
             name = STAGES[split]
             share, own_share = ({name: fractions_of(one)[name]} for one in (keys, run))
             refuse_larger_shares(share, own_share)
-        # By default as many tokens as the windows of the training held. A model without a run may state how much it can
-        # read, which may be too much for a batch of several.
+        # As many tokens at a time as in training. A model without a run may be able to read very long windows.
         longest = trained.window if run is not None or keys.packing == "streams" else min(trained.window, WINDOW)
         rows = max(1, batch_size * longest // keys.window)
         datamodule = cls(keys, batch_size=rows, seed=config.get("seed", 0))
@@ -104,13 +114,12 @@ class LanguageModelData(TaskData):
 
     @property
     def info(self) -> TextInfo:
-        """The properties of the text for models and checkpoints; available after `setup`."""
+        """Available after `setup`."""
         assert self._info is not None, "call setup() first"
         return self._info
 
     @property
     def batches_per_epoch(self) -> int:
-        """The number of training batches of one device in an epoch."""
         return len(self._training_sampler())
 
     @property
@@ -119,7 +128,7 @@ class LanguageModelData(TaskData):
         return sampler.updates * sampler.effective_batch_size * self.keys.window
 
     def setup(self, stage: str | None = None) -> None:
-        """Opens the corpora; a second call does nothing."""
+        """Open the corpora; a second call does nothing."""
         if self._stores:
             return
         self._stores = open_corpora(self.keys)
@@ -129,7 +138,12 @@ class LanguageModelData(TaskData):
                 raise ValueError(f"data.root: {first.name} and {other.name} were prepared with different tokenizers")
         for stage, split in STAGES.items():
             corpora = [store.splits[split] for store in self._stores]
-            self._windows[stage] = [self._cut(corpus, whole=stage == "train") for corpus in corpora]
+            self._windows[stage] = [
+                Documents(corpus, self.keys.window)
+                if self.keys.packing == "documents"
+                else Concatenated(corpus, self.keys.window, whole=stage == "train")
+                for corpus in corpora
+            ]
             if stage in self._stages and not sum(len(corpus.tokens) for corpus in corpora):
                 raise ValueError(f"the {split} split of the text is empty")
         ratios = [store.gzip_bits_per_byte for store in self._stores]
@@ -143,18 +157,13 @@ class LanguageModelData(TaskData):
                 stage: sum(int(store.splits[STAGES[stage]].byte_counts.sum()) for store in self._stores)
                 for stage in ("val", "test")
             },
-            checksums={stage: [store.checksum(split) for store in self._stores] for stage, split in STAGES.items()},
+            checksums={stage: [store.checksums[split] for store in self._stores] for stage, split in STAGES.items()},
             gzip_bits_per_byte=ratios[0] if len(ratios) == 1 else None,
         )
 
     def train_dataloader(self) -> TrainingLoader:
-        return TrainingLoader(
-            self._batches("train", self.batch_size),  # type: ignore[arg-type]
-            self._training_sampler(),
-            num_workers=self.keys.num_workers,
-            pin_memory=self.keys.pin_memory and torch.cuda.is_available(),
-            **follow(self.trainer),
-        )
+        batches, sampler = self._batches("train", self.batch_size), self._training_sampler()
+        return TrainingLoader(batches, sampler, **self._options(), **follow(self.trainer))  # type: ignore[arg-type]
 
     def val_dataloader(self) -> BatchLoader:
         return self._evaluation_loader("val")
@@ -162,10 +171,9 @@ class LanguageModelData(TaskData):
     def test_dataloader(self) -> BatchLoader:
         return self._evaluation_loader("test")
 
-    def _cut(self, corpus: Corpus, *, whole: bool) -> Windows:
-        if self.keys.packing == "documents":
-            return Documents(corpus, self.keys.window)
-        return Concatenated(corpus, self.keys.window, whole=whole)
+    def _options(self) -> dict[str, Any]:
+        pin_memory = self.keys.pin_memory and torch.cuda.is_available()
+        return {"num_workers": self.keys.num_workers, "pin_memory": pin_memory}
 
     def _batches(self, stage: str, rows: int) -> WindowBatches:
         cut = self._windows[stage]
@@ -182,23 +190,18 @@ class LanguageModelData(TaskData):
         return WindowBatches(cut, assemble)
 
     def _evaluation_loader(self, stage: str) -> BatchLoader:
-        place = find_place(self.trainer)
+        rank, world_size, _ = find_place(self.trainer)
         counts = [windows.count for windows in self._windows[stage]]
-        rows, shared = self.eval_batch_size, {"rank": place.rank, "world_size": place.world_size}
+        rows = self.eval_batch_size
         every: EveryStream | EveryWindow
         if self.keys.packing == "streams":
             streams = self._streams if self.keys.eval_batch_size is None else None
             # No more streams than windows.
-            rows = -(-min(streams or rows * place.world_size, counts[0]) // place.world_size)
-            every = EveryStream(counts[0], rows, **shared)
+            rows = -(-min(streams or rows * world_size, counts[0]) // world_size)
+            every = EveryStream(counts[0], rows, rank=rank, world_size=world_size)
         else:
-            every = EveryWindow(counts, rows, **shared)
-        return BatchLoader(
-            self._batches(stage, rows),  # type: ignore[arg-type]
-            every,  # type: ignore[arg-type]
-            num_workers=self.keys.num_workers,
-            pin_memory=self.keys.pin_memory and torch.cuda.is_available(),
-        )
+            every = EveryWindow(counts, rows, rank=rank, world_size=world_size)
+        return BatchLoader(self._batches(stage, rows), every, **self._options())  # type: ignore[arg-type]
 
     def _training_sampler(self) -> UpdateSampler[Any]:
         place, cut = find_place(self.trainer)._asdict(), self._windows["train"]

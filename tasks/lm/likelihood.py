@@ -1,4 +1,4 @@
-"""Log-probabilities of texts and of continuations by a language model, many at once.
+"""Losses of language models: metrics over batches, and log-probabilities of texts and continuations, many at once.
 
 `score_documents` is `longseq evaluate checkpoint=FILE input=TEXT`.
 """
@@ -16,44 +16,127 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
 from longseq.backbones.tokens import TokenBackbone
 from longseq.backbones.vocabulary_loss import CHUNK_SCORES, IGNORED
 from longseq.blocks.precision import at_least_float32
 from longseq.files import replacing
 from longseq.state import select_state
-from longseq.tasks.lm.metrics import perplexity_of
 from longseq.tasks.report import progress_bar
 from longseq.tasks.text.documents import Document
 from longseq.tasks.text.sources import Columns, Malformed, Part, read_part
 from longseq.tasks.text.tokenizer import Tokenizer
 
-# Tokens that a model reads at a time, over all rows: they bound the memory, whatever the lengths. Not tuned.
+# Tokens that a model reads at a time, over all rows: they bound the memory. Not tuned.
 PIECE_TOKENS = 1 << 16
-# Documents whose text is in memory; those of similar lengths among them are read together.
+# Documents in memory. Those of similar lengths among them share a batch.
 _BLOCK = 1024
+# Groups of positions: 0, 1, 2 to 3, 4 to 7, ...; the last group has all from 2^30 on.
+_GROUPS = 32
+
+
+def perplexity_of(loss: float) -> float:
+    """The exponential of the mean loss of a token; infinite where it overflows."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def _bits(log_probability: float, size: int) -> float:
+    return -log_probability / math.log(2) / size
+
+
+class TokenLoss(Metric):
+    """The mean loss of a token, in nats, over all batches and processes; summed in float64, as tokens can be many."""
+
+    full_state_update = False
+    higher_is_better = False
+
+    total: Tensor
+    count: Tensor
+
+    def __init__(self, groups: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(groups, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros(groups, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, loss: Tensor, count: Any) -> None:
+        """Add a sum of losses over `count` tokens or bytes."""
+        # Not in place: see `longseq.tasks.training.metrics.WeightedMean`.
+        self.total = self.total + loss
+        self.count = self.count + count
+
+    def compute(self) -> Tensor:
+        """The mean loss; NaN without tokens."""
+        return self.total / self.count
+
+
+class Perplexity(TokenLoss):
+    """The exponential of the mean loss of a token."""
+
+    def compute(self) -> Tensor:
+        return super().compute().exp()
+
+
+class BitsPerByte(TokenLoss):
+    """The negative log2 probability of the text per byte; its count is of bytes."""
+
+    def compute(self) -> Tensor:
+        return super().compute() / math.log(2)
+
+
+class LossByPosition(TokenLoss):
+    """The mean loss of tokens by position in their sequence, in groups: 0, 1, 2 to 3, 4 to 7, ..."""
+
+    def __init__(self) -> None:
+        super().__init__((_GROUPS,))
+
+    def update(self, loss: Tensor, position: Tensor, counts: Tensor) -> None:  # type: ignore[override]
+        """Add the losses of the tokens at `position` where `counts` is True; all three have one shape."""
+        edges = 2 ** torch.arange(_GROUPS - 1, device=position.device)
+        group = torch.bucketize(position.flatten(), edges, right=True)
+        self.total = self.total.index_add(0, group, (loss * counts).flatten().double())
+        self.count = self.count.index_add(0, group, counts.flatten().double())
+
+    def compute(self) -> Tensor:
+        """`[2, groups]`: the mean losses and the numbers of tokens."""
+        return torch.stack([self.total / self.count, self.count])
+
+    def table(self) -> list[dict[str, Any]]:
+        """Each group with tokens: its first and last position, perplexity and number of tokens.
+
+        All processes of a run must call it.
+        """
+        rows = []
+        for group, (loss, count) in enumerate(self.compute().T.tolist()):
+            if count:
+                first, last = (2 ** (group - 1) if group else 0), 2**group - 1
+                rows.append({"from": first, "to": last, "perplexity": perplexity_of(loss), "tokens": int(count)})
+        return rows
 
 
 class Row(NamedTuple):
-    """Tokens, of which those from `start` (at least 1) on are scored by the tokens before them."""
+    """Tokens; those from `start` (at least 1) on are scored, given the tokens before them."""
 
     tokens: Sequence[int]
     start: int = 1
 
 
 class Likelihood(NamedTuple):
-    """The natural logarithm of the probability of a row's scored tokens; `is_greedy` if each is the most probable."""
+    """The natural log-probability of a row's scored tokens; `is_greedy` if each is the most probable one."""
 
     log_probability: float
     is_greedy: bool
 
 
 def document_rows(model: TokenBackbone, tokens: Sequence[int], start: int = 1) -> list[Row]:
-    """The rows whose scored tokens are those of a document from `start` on.
+    """Rows that together score the tokens of a document from `start` on.
 
-    A model with learned positions reads windows of `max_length` tokens, the last of which overlaps the one before. The
-    first one begins with the document, so that it holds what stands before `start`, unless that fills whole windows.
-    Every other model reads the document whole.
+    A model with learned positions reads windows of `max_length` tokens; the last one overlaps the one before. Windows
+    are counted from the beginning of the document; those before the one with `start` are left out. Every other model
+    reads the document whole.
     """
     most = model.max_length
     if most is None or len(tokens) - 1 <= most:
@@ -68,10 +151,10 @@ def document_rows(model: TokenBackbone, tokens: Sequence[int], start: int = 1) -
 
 @torch.inference_mode()
 def score_rows(model: TokenBackbone, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
-    """The likelihood of each row, in their order; `batch_size` rows of similar lengths are read together.
+    """The likelihood of each row; `batch_size` rows of similar lengths are read together.
 
-    Long rows are read in pieces, with the state carried from one to the next. A model with learned positions reads no
-    more than the last `max_length` tokens before the last one of a row.
+    Long rows are read in pieces, with the state carried from one to the next. A model with learned positions reads only
+    the last `max_length` tokens before the last token of a row.
 
     Raises:
         ValueError: more tokens of a row are scored than a model has learned positions.
@@ -87,17 +170,16 @@ def score_rows(model: TokenBackbone, rows: Sequence[Row], batch_size: int) -> li
 
 def _fit(model: TokenBackbone, row: Row) -> Row:
     tokens, start = row
-    most = model.max_length
-    if most is None or len(tokens) - 1 <= most:
-        return row
-    left_out = len(tokens) - 1 - most
+    left_out = 0 if model.max_length is None else max(0, len(tokens) - 1 - model.max_length)
     if left_out >= start:
-        raise ValueError(f"{len(tokens) - start} tokens are scored at once, and the model has {most} positions")
+        raise ValueError(
+            f"{len(tokens) - start} tokens are scored at once, and the model has {model.max_length} positions"
+        )
     return Row(tokens[left_out:], start - left_out)
 
 
 def _score_batch(model: TokenBackbone, rows: Sequence[Row]) -> list[Likelihood]:
-    """The likelihoods of rows that are sorted by their lengths, the longest first."""
+    """The likelihoods of rows in the order of their lengths, the longest first."""
     device = next(model.parameters()).device
     lengths = torch.tensor([len(row.tokens) - 1 for row in rows])
     longest = int(lengths[0])
@@ -112,8 +194,8 @@ def _score_batch(model: TokenBackbone, rows: Sequence[Row]) -> list[Likelihood]:
     state: Any = None
     begin, multiple = 0, model.piece_multiple
     while begin < longest:
-        # The rows that go on fill all pieces before. What stands behind the end of a row changes nothing before it,
-        # and its state is not used: neither needs a mask.
+        # Rows that end in this piece need no mask: padding behind a row changes nothing before it, and their state is
+        # not used again.
         going_on = int((lengths > begin).sum())
         end = min(longest, begin + max(1, PIECE_TOKENS // going_on // multiple) * multiple)
         if state is not None:
@@ -126,7 +208,9 @@ def _score_batch(model: TokenBackbone, rows: Sequence[Row]) -> list[Likelihood]:
 
 
 def _score(model: TokenBackbone, features: Tensor, targets: Tensor, total: Tensor, missed: Tensor) -> None:
-    """Add the log-probabilities of the targets `[B, T]` to `total` and count what is `missed`, both `[B]`."""
+    """Add the log-probabilities of the targets `[B, T]` to `total`, and the tokens that are not greedy to `missed`,
+    both `[B]`.
+    """
     places = (targets != IGNORED).nonzero()
     for some in places.split(max(1, CHUNK_SCORES // model.vocab_size)):
         row, place = some.unbind(1)
@@ -139,7 +223,7 @@ def _score(model: TokenBackbone, features: Tensor, targets: Tensor, total: Tenso
 
 @dataclass
 class Totals:
-    """The sums over the documents of a text, and what could not be read."""
+    """The sums over the documents of a text, and the numbers of those that were left out."""
 
     documents: int = 0
     tokens: int = 0
@@ -149,7 +233,7 @@ class Totals:
     empty: int = 0
 
     def metrics(self) -> dict[str, float]:
-        """The loss of a token in nats, its exponential, and the bits of a byte, over all documents."""
+        """The mean loss of a token in nats, the perplexity, and the bits per byte, over all documents."""
         loss = -self.log_probability / self.tokens
         bits = _bits(self.log_probability, self.bytes)
         return {"loss": loss, "perplexity": perplexity_of(loss), "bits_per_byte": bits}
@@ -167,29 +251,29 @@ def score_documents(
 ) -> Totals:
     """Write a line of JSON for each document of `parts`, in their order, and return the sums.
 
-    A document is read after the token with which texts begin. Its log-probability is that of its text and of the
-    separator that ends it, as in training; a prompt (`columns.prompt`) is read and not scored. A line holds `document`
+    The model reads the token with which texts begin, then the document. As in training, the log-probability is of the
+    text and the separator at its end; a prompt (`columns.prompt`) is read and not scored. A line has `document`
     (its number, from 0), `log_probability` (in nats), `tokens`, `bytes`, `bits_per_byte` and `perplexity`; or
-    `document` and `error`, where a document is malformed or empty. `context` is entered while the model computes.
+    `document` and `error`, for a malformed or empty document. `context` is entered while the model computes.
     """
     totals = Totals()
+
+    def read() -> Iterator[Document | Malformed]:
+        for part in parts:
+            yield from read_part(part, columns)
+            advance(1)
+
     with (
         replacing(output) as partial,
         partial.open("w", encoding="utf-8") as file,
         progress_bar("evaluating", len(parts)) as advance,
         context,
     ):
-        documents = _read(parts, columns, advance)
+        documents = read()
         while block := list(islice(documents, _BLOCK)):
             for row in _score_block(model, tokenizer, block, batch_size, totals):
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
     return totals
-
-
-def _read(parts: Sequence[Part], columns: Columns, advance: Any) -> Iterator[Document | Malformed]:
-    for part in parts:
-        yield from read_part(part, columns)
-        advance(1)
 
 
 def _score_block(
@@ -199,20 +283,21 @@ def _score_block(
     batch_size: int,
     totals: Totals,
 ) -> Iterator[dict[str, Any]]:
+    """Score the documents of a block together; yields their lines and adds them to `totals`."""
     documents = [one for one in block if isinstance(one, Document) and not one.is_empty]
     encoded = tokenizer.encode_all([text for one in documents for text in (one.prompt, one.text)])
-    start, end = [tokenizer.start], [tokenizer.separator]
     rows, lengths, owners = [], [], []
     for index in range(len(documents)):
         prompt, text = (part.tolist() for part in encoded[2 * index : 2 * index + 2])
-        own = document_rows(model, start + prompt + text + end, 1 + len(prompt))
+        read = [tokenizer.start, *prompt, *text, tokenizer.separator]
+        own = document_rows(model, read, 1 + len(prompt))
         rows += own
         owners += [index] * len(own)
         lengths.append(len(text) + 1)
     sums = [0.0] * len(documents)
     for index, scored_row in zip(owners, score_rows(model, rows, batch_size), strict=True):
         sums[index] += scored_row.log_probability
-    scored = iter(zip(documents, lengths, sums, strict=True))
+    scored = iter(zip(lengths, sums, strict=True))
     for one in block:
         number = totals.documents + totals.malformed + totals.empty
         if isinstance(one, Malformed):
@@ -222,8 +307,8 @@ def _score_block(
             totals.empty += 1
             yield {"document": number, "error": "empty"}
         else:
-            document, tokens, log_probability = next(scored)
-            size = len(document.text.encode())
+            tokens, log_probability = next(scored)
+            size = len(one.text.encode())
             totals.documents += 1
             totals.tokens += tokens
             totals.bytes += size
@@ -236,7 +321,3 @@ def _score_block(
                 "bits_per_byte": _bits(log_probability, size),
                 "perplexity": perplexity_of(-log_probability / tokens),
             }
-
-
-def _bits(log_probability: float, size: int) -> float:
-    return -log_probability / math.log(2) / size

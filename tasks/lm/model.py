@@ -1,30 +1,111 @@
-"""The models of this task: token models that read forward."""
+"""The models of this task, and the state that a stream carries from one batch to the next."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from longseq.backbones.tokens import TokenBackbone
-from longseq.tasks.text.info import TextInfo
+from longseq.blocks.rotary import count_positions
+from longseq.kernels.packing import Packing
+from longseq.mixers import Mixer
+from longseq.state import fill_state, map_state, select_state, state_tensors
+from longseq.tasks.text.batch import TokenInputs
+from longseq.tasks.text.tokenizer import TextInfo
 from longseq.tasks.training.checkpoint import Loaded
 from longseq.tasks.training.token_model import TokenModel, build_token_model, check_tokenizer
 from longseq.tokenizer_files import same_tokenizer
 
 
 class LanguageModel(TokenModel):
-    """Builds the token model that `config.model` describes, for the vocabulary of the text."""
+    """Builds token models that read forward."""
 
     def build(self, config: Mapping[str, Any], info: TextInfo) -> TokenBackbone:
-        """The model of a configuration. Options that are null there take the model's own defaults."""
         return build_token_model(config, vocab_size=info.vocab_size, longest=info.window)
 
     def start_from(self, model: Any, loaded: Loaded, info: TextInfo) -> None:
-        """As `TaskModel.start_from`; ValueError also if the model of the file was trained with another tokenizer."""
+        """As `TaskModel.start_from`; ValueError also for weights that were trained with another tokenizer."""
         check_tokenizer(loaded, info.tokenizer)
         super().start_from(model, loaded, info)
 
     def check_reads(self, model: Any, trained: TextInfo, found: TextInfo) -> None:
-        """ValueError if the text of `found` has another tokenizer than that of `trained`."""
         if not same_tokenizer(found.tokenizer, trained.tokenizer):
             raise ValueError("the data has another tokenizer than the model was trained with")
+
+
+class CarriedState:
+    """The recurrent state of each row of a batch, for the batch that continues the rows.
+
+    Gradients end where a batch begins (truncated backpropagation through time). `saved` are the `tensors` to continue
+    with. ValueError for a model whose state grows with every token.
+    """
+
+    def __init__(self, model: Any, saved: Sequence[Tensor] = ()) -> None:
+        growing = {type(part).__name__ for part in model.modules() if isinstance(part, Mixer) and part.growing_state}
+        if growing:
+            raise ValueError(f"data.packing=streams: the state of {', '.join(sorted(growing))} grows with every token")
+        self.model = model
+        # The state at the end of each row of the last batch.
+        self.rows: Any = fill_state(model.initial_state(1), saved) if saved else None
+
+    def start(self, inputs: TokenInputs) -> Any:
+        """The state of each sequence of a batch before its first token."""
+        carry, device = inputs.carry, inputs.tokens.device
+        assert carry is not None
+        sequences = len(inputs.tokens) if inputs.cu_seqlens is None else len(inputs.cu_seqlens) - 1
+        start = self.model.initial_state(sequences, device, self.model.embedding.weight.dtype)
+        if self.rows is None:
+            return start
+        places = torch.arange(sequences, device=device) if carry.first is None else carry.first
+
+        def go_on(begun: Tensor, row: Tensor) -> Tensor:
+            fresh = carry.fresh.view(-1, *[1] * (begun.ndim - 1))
+            chosen = torch.where(fresh, begun.index_select(0, places), row.to(device, begun.dtype))
+            return begun.index_copy(0, places, chosen)
+
+        pairs = zip(state_tensors(start), state_tensors(self.rows), strict=True)
+        return fill_state(start, [go_on(begun, row) for (_, begun), (_, row) in pairs])
+
+    def keep(self, inputs: TokenInputs, state: Any) -> None:
+        """Keep the state at the end of each row of the batch; `state` is the final state of all its sequences."""
+        assert inputs.carry is not None
+        state = map_state(torch.Tensor.detach, state)
+        self.rows = state if inputs.carry.last is None else select_state(state, inputs.carry.last)
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors for a checkpoint."""
+        return [] if self.rows is None else [tensor for _, tensor in state_tensors(self.rows)]
+
+
+class CarriedPositions:
+    """Counts the tokens of each sequence over all batches of a stream."""
+
+    def __init__(self) -> None:
+        self.read: Tensor | None = None  # `[B]`, the tokens so far of the sequence at the end of each row
+
+    def count(self, inputs: TokenInputs) -> Tensor:
+        """The position of each token in its sequence, in the shape of the tokens; needs the batches in their order."""
+        tokens, carry = inputs.tokens, inputs.carry
+        positions = count_positions(tokens, cu_seqlens=packing_of(inputs), mask=inputs.mask)[0]
+        if carry is None:
+            return positions
+        before = torch.zeros_like(carry.fresh, dtype=torch.long)
+        if self.read is not None:
+            before = torch.where(carry.fresh, before, self.read)
+        if carry.first is None or carry.last is None or inputs.cu_seqlens is None:
+            self.read = before + tokens.shape[1]
+            return positions + before[:, None]
+        lengths = inputs.cu_seqlens.diff().long()
+        continued = torch.zeros_like(lengths).index_copy(0, carry.first, before)
+        self.read = (continued + lengths).index_select(0, carry.last)
+        return positions + continued.repeat_interleave(lengths, output_size=tokens.numel())
+
+
+def packing_of(inputs: TokenInputs) -> Packing | None:
+    """The borders of the sequences of a batch; None for rows that are not packed."""
+    if inputs.cu_seqlens is None:
+        return None
+    return Packing(inputs.cu_seqlens, inputs.tokens.shape[1], max_seqlen=inputs.max_seqlen)

@@ -1,4 +1,4 @@
-"""The task of a language model: predict the next token at each position."""
+"""The Lightning module of language models: predict the next token at each position."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from functools import cache
 from typing import Any
 
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from longseq.backbones.tokens import TokenBackbone
 from longseq.kernels.packing import Packing
-from longseq.tasks.data.given import begins_with_tokens, find_entry, read_mask
-from longseq.tasks.lm.carried import CarriedPositions, CarriedState, packing_of
-from longseq.tasks.lm.metrics import BitsPerByte, LossByPosition, Perplexity, TokenLoss
+from longseq.tasks.data.loader import begins_with_tokens, find_entry, read_mask
+from longseq.tasks.lm.likelihood import BitsPerByte, LossByPosition, Perplexity, TokenLoss
+from longseq.tasks.lm.model import CarriedPositions, CarriedState, packing_of
 from longseq.tasks.text.batch import IGNORED, TokenBatch, TokenInputs
-from longseq.tasks.text.info import TextInfo
+from longseq.tasks.text.tokenizer import TextInfo
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training
 from longseq.tasks.training.token_model import PluginMixers
@@ -25,16 +26,15 @@ _CARRIED = "carried_state"
 
 
 class LanguageModelTask(TrainedModule):
-    """Trains and measures a token model on each next token of packed documents, windows or streams.
+    """Trains and evaluates a token model on each next token of packed documents, windows or streams.
 
     Logs `train/{loss,lr}` and `{val,test}/{loss,perplexity,bits_per_byte}`. An update minimises the mean over all of
-    its targets, whatever batch and process they are in; `train/loss` is this mean. `z_loss` weights the penalty on the
-    normalisers of the scores (PaLM, Chowdhery et al., 2022, section 5), which is a part of it. After a validation or a
-    test `by_position` holds the perplexity by the position of a token in the sequence that the model has read, over all
-    batches of a stream (see `LossByPosition`).
+    its targets, whatever batch and process they are in; `train/loss` is this mean. It includes the penalty on the
+    normalisers of the scores (PaLM, Chowdhery et al., 2022, section 5) with the weight `z_loss`. After a validation or
+    test `by_position` has the perplexity by the position of a token in its sequence (see `LossByPosition`).
 
-    Batches of any loader are rows of tokens (see `read_batch`); without the number of bytes of their text there are no
-    bits per byte. `info` states the tokenizer, without which a checkpoint is of no text for the commands of longseq.
+    Other loaders' batches are rows of tokens (see `read_batch`), which have no bits per byte. Without `info`, and its
+    tokenizer, the commands of longseq cannot use the checkpoint for text.
     """
 
     kept_options = ("z_loss",)
@@ -50,13 +50,15 @@ class LanguageModelTask(TrainedModule):
         super().__init__(backbone, training)
         self.z_loss = z_loss
         self.info = info
-        # Each batch has the same shape.
+        # All batches have one shape.
         self._train_forward = self.compiled(self._read, dynamic=False)
         self._plugin_mixers = PluginMixers()
-        self._carried: dict[str, CarriedState] = {}
-        self._restored: list[Tensor] | None = None
+        self._carried: dict[str, CarriedState] = {}  # of train and evaluation
         self._at_update: list[Tensor] = []  # the state of streams after the latest update
-        self.val_metrics, self.test_metrics = _metrics(), _metrics()
+        self.val_metrics, self.test_metrics = (
+            nn.ModuleDict({"loss": TokenLoss(), "perplexity": Perplexity(), "bits_per_byte": BitsPerByte()})
+            for _ in range(2)
+        )
         self._positions, self._places = LossByPosition(), CarriedPositions()
         self.by_position: list[dict[str, Any]] = []
 
@@ -74,19 +76,19 @@ class LanguageModelTask(TrainedModule):
         return {"info": TextInfo.from_dict(data) if data.get("tokenizer") else None}
 
     def read_batch(self, batch: Any) -> TokenBatch:
-        """The batch of a loader of ours, or of rows of tokens `[B, T]`, int64.
+        """The batch of one of our loaders, or of rows of tokens `[B, T]`, int64:
 
-        A tensor, also alone in a list, holds the text: each token predicts the next. A pair holds tokens and the target
-        of each, IGNORED (-100) for none. A dictionary is that of transformers: `input_ids`, with `attention_mask` and
-        `labels` where they are; labels are the tokens themselves, and each token predicts the label after it. Padding,
-        on either side or between tokens, is not read, predicts nothing and is not predicted, whatever its labels are.
+        - a tensor, or a list with only a tensor: each token predicts the next one;
+        - a pair: tokens, and the target of each, IGNORED (-100) for none;
+        - a dictionary as of transformers: `input_ids`, and optionally `attention_mask` and `labels` (by default the
+          tokens). Each token predicts the label after it. Padding on either side or between tokens is neither read nor
+          predicted.
         """
         mask = None
         if isinstance(batch, Mapping):
             ids = find_entry(batch, ("input_ids", "tokens"), "tokens")
             labels, real = batch.get("labels"), read_mask(batch, ids)
-            labels = ids if labels is None else labels
-            labels = labels.masked_fill(~real, IGNORED)
+            labels = (ids if labels is None else labels).masked_fill(~real, IGNORED)
             tokens, targets, mask = ids[:, :-1], labels[:, 1:], real[:, :-1]
         elif isinstance(batch, Tensor) or len(batch) == 1:
             ids = batch if isinstance(batch, Tensor) else batch[0]
@@ -107,7 +109,7 @@ class LanguageModelTask(TrainedModule):
         return TokenInputs(tokens.long(), None, tokens.shape[1], units, byte_count=None, mask=mask), targets
 
     def forward(self, inputs: TokenInputs) -> Tensor:
-        """Features of each token, of the shape of the tokens and the width of the model."""
+        """The features of each token: the shape of the tokens, and the width of the model."""
         return self._read(inputs.tokens, packing_of(inputs), inputs.mask)[0]
 
     def _read(
@@ -125,32 +127,28 @@ class LanguageModelTask(TrainedModule):
         return self.mean_of_update(self.backbone.summed_loss(features, targets, z_loss=self.z_loss).objective)  # type: ignore[operator]
 
     def count_targets(self, batch: TokenBatch) -> int:
-        """The number of targets of a batch."""
         return batch[0].units
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """The log-probability of each target of a batch, in nats, 0 where there is none, in the shape of the targets.
+        """The log-probability of each target in nats, in the shape of the targets; 0 at places without a target.
 
         For rows of T tokens this is `[B, T - 1]`: the sum of a row is the log-probability of its text after the first
         token.
         """
         inputs, targets = self.read_batch(batch)
-        return -self.backbone.token_losses(self._features(inputs, "predict"), targets)  # type: ignore[operator]
-
-    def on_predict_epoch_start(self) -> None:
-        self._begin("predict")
+        return -self.backbone.token_losses(self._features(inputs, "evaluation"), targets)  # type: ignore[operator]
 
     def on_validation_epoch_start(self) -> None:
-        self._begin("val")
+        self._carried.pop("evaluation", None)
+        self._positions.reset()
+        self._places = CarriedPositions()
 
-    def on_test_epoch_start(self) -> None:
-        self._begin("test")
+    on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
         self.by_position = self._positions.table()
 
-    def on_test_epoch_end(self) -> None:
-        self.by_position = self._positions.table()
+    on_test_epoch_end = on_validation_epoch_end
 
     def observe(self, batch: TokenBatch, examples: int) -> None:
         """Run the first windows of a batch through the model, for the diagnostics of the mixers."""
@@ -162,9 +160,9 @@ class LanguageModelTask(TrainedModule):
         self.backbone.forward_features(rows[:examples], mask=padding, output_final_state=False)
 
     def count_flops(self, batch: TokenBatch) -> int:
-        """The operations of a training step on a batch: three times those of a forward pass over its documents.
+        """The operations of a training step: three forward passes over the documents of the batch.
 
-        A backward pass counts as two forward passes. Recomputation with `recompute` is not counted.
+        A backward pass counts as two forward passes. Operations that `recompute` repeats are not counted.
         """
         inputs = batch[0]
         assert isinstance(self.backbone, TokenBackbone)
@@ -182,19 +180,22 @@ class LanguageModelTask(TrainedModule):
         super().on_save_checkpoint(checkpoint)
         if self._at_update:
             # The state after the latest update: an interrupted run can be inside the next one.
-            checkpoint[_CARRIED] = _gather([tensor.cpu() for tensor in self._at_update])
+            own = [tensor.cpu() for tensor in self._at_update]
+            states: list[Any] = [own] * self.trainer.world_size
+            if len(states) > 1:
+                torch.distributed.all_gather_object(states, own)
+            checkpoint[_CARRIED] = states
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         carried = checkpoint.get(_CARRIED)
-        if carried is None:
+        if carried is None or self._stage != TrainerFn.FITTING:
             return
         if len(carried) != self.trainer.world_size:
-            raise ValueError(
-                f"the checkpoint holds the states of streams on {len(carried)} device(s): resume on as many"
-            )
+            raise ValueError(f"the states of streams of {len(carried)} device(s) resume only on as many")
         # A run that has validated since it resumed is saved before its first update.
-        self._restored = self._at_update = carried[self.global_rank]
+        self._at_update = carried[self.global_rank]
+        self._carried["train"] = CarriedState(self.backbone, self._at_update)
 
     def _features(self, inputs: TokenInputs, stage: str) -> Tensor:
         read = self._train_forward if stage == "train" else self._read
@@ -203,25 +204,16 @@ class LanguageModelTask(TrainedModule):
         if inputs.carry is None:
             return read(inputs.tokens, packing, inputs.mask)[0]
         if stage not in self._carried:
-            assert isinstance(self.backbone, TokenBackbone)
             self._carried[stage] = CarriedState(self.backbone)
-            if stage == "train" and self._restored is not None:
-                self._carried[stage].restore(self._restored)
-                self._restored = None
         carried = self._carried[stage]
         features, state = read(inputs.tokens, packing, inputs.mask, carried.start(inputs), True)
         carried.keep(inputs, state)
         return features
 
-    def _begin(self, stage: str) -> None:
-        self._carried.pop(stage, None)
-        self._positions.reset()
-        self._places = CarriedPositions()
-
     def evaluate_batch(self, batch: TokenBatch, metrics: Any, stage: str) -> None:
-        """Updates the metrics of a stage; the share of a process in a distributed batch may be empty."""
+        """Update the metrics of a stage; a process may have no targets of a distributed batch."""
         inputs, targets = batch
-        losses = self.backbone.token_losses(self._features(inputs, stage), targets)  # type: ignore[operator]
+        losses = self.backbone.token_losses(self._features(inputs, "evaluation"), targets)  # type: ignore[operator]
         total = losses.sum(dtype=torch.float64)
         for name, metric in metrics.items():
             if name == "bits_per_byte" and inputs.byte_count is None:
@@ -229,16 +221,3 @@ class LanguageModelTask(TrainedModule):
             metric.update(total, inputs.byte_count if name == "bits_per_byte" else inputs.units)
             self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True)
         self._positions.update(losses, self._places.count(inputs), targets != IGNORED)
-
-
-def _metrics() -> nn.ModuleDict:
-    return nn.ModuleDict({"loss": TokenLoss(), "perplexity": Perplexity(), "bits_per_byte": BitsPerByte()})
-
-
-def _gather(value: list[Tensor]) -> list[list[Tensor]]:
-    """The values of all processes, on each of them."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return [value]
-    found: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, value)
-    return found

@@ -1,9 +1,8 @@
-"""Batches of tokens: rows of windows, where the documents in them begin, and what each token should predict.
+"""Batches of tokens: rows of windows, the borders of the documents in them, and the target of each token.
 
 A loader yields `(TokenInputs, targets)`. Every document begins with the separator, the token that also ends it: its
 inputs are `separator, t_1, ..., t_n`, its targets `t_1, ..., t_n, separator`. So each token of a document is predicted,
-the first one too, and no token is predicted from another document. A model that continues a text reads the separator
-before it.
+also the first one, and none from another document.
 
     (inputs, targets) = batch
     packing = Packing(inputs.cu_seqlens, inputs.tokens.shape[1], max_seqlen=inputs.max_seqlen)
@@ -13,21 +12,31 @@ before it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
-# The target of a token without a target, which torch's cross-entropies ignore.
+from longseq.tasks.text.store import Corpus, Integers
+from longseq.tasks.text.windows import Span, WindowIndex, Windows
+
+# The target of a token without a target; torch's cross-entropies ignore it.
 IGNORED = -100
+
+# `cu_seqlens` has a multiple of this many sequences.
+_STEP = 8
 
 
 class Carry(NamedTuple):
-    """The sequences that continue those of the batch before, in batches of streams: row b continues row b.
+    """How sequences continue those of the batch before, for streams: row b continues row b.
 
-    first: `[B]` int64, the sequence in `cu_seqlens` with which row b begins; None where rows are not packed: row b.
-    last: `[B]` int64, the sequence with which row b ends: its final state is what the next batch continues.
-    fresh: `[B]` bool, True where row b begins with a document, or with a part of a document whose beginning was not in
-        the batch before. Its state is then that before the first token.
+    first: `[B]` int64, the sequence in `cu_seqlens` at the beginning of row b; None if rows are not packed: row b.
+    last: `[B]` int64, the sequence at the end of row b; the next batch continues its final state.
+    fresh: `[B]` bool, True where row b begins without a state: with a document, or with a part of a document whose
+        beginning was not in the batch before.
     """
 
     first: Tensor | None
@@ -36,24 +45,22 @@ class Carry(NamedTuple):
 
 
 class TokenInputs(NamedTuple):
-    """The inputs of a token model for a batch of B windows of T tokens, and the number of targets; see the module.
+    """The inputs of a token model for a batch of B windows of T tokens, and the number of targets.
 
-    All batches of a loader have one shape: windows that are missing at the end of a split, and the rest of a window
-    that documents do not fill, hold separators without targets. Lightning moves the tensors to the device; the numbers
-    stay on the host.
+    All batches of a loader have one shape: missing windows, and the rest of a window that documents do not fill, hold
+    separators without targets. Lightning moves the tensors to the device; the numbers stay on the host.
 
-    tokens: `[1, B * T]` int64, all windows in one row; or `[B, T]` where the state is not reset at documents' borders.
-    cu_seqlens: `[N + 1]` int32, the borders of sequences: a window begins one, and so does a document in it. N is the
-        same for all batches, so that compiled and recorded steps see one shape: the last border, B * T, repeats, which
-        adds empty sequences. A batch of very many short documents has 2, 4, ... times N. None for `[B, T]`.
-    max_seqlen: no sequence is longer; a constant of the loader.
-    units: targets of this batch on this process that are not IGNORED; 0 is possible when a split is measured on several
-        processes, and a sum over no targets is 0.
-    byte_count: bytes of the text that the targets stand for. A document's bytes are dealt out evenly over its targets,
-        so that the windows of a split add up to the bytes of its documents. None where a loader does not know them.
-    carry: how the state goes on from the batch before, for streams; else None.
-    mask: `[B, T]` bool, False at padding, which is then neither read nor predicts; None where the model may read every
-        token. Packed windows have none.
+    tokens: `[1, B * T]` int64, all windows in one row; or `[B, T]` if the state is not reset where documents begin.
+    cu_seqlens: `[N + 1]` int32, the borders of sequences: a sequence begins with each window and each document. N is
+        the same for all batches, so that compiled and recorded steps see one shape: the last border, B * T, repeats,
+        which adds empty sequences. A batch of very many short documents has 2, 4, ... times N. None for `[B, T]`.
+    max_seqlen: the length of the longest possible sequence, a constant of the loader.
+    units: targets of this batch on this process that are not IGNORED; may be 0 when several processes evaluate.
+    byte_count: bytes of the text that the targets stand for. The bytes of a document are spread evenly over its
+        targets, so that the windows of a split add up to the bytes of its documents. None if unknown.
+    carry: how the batch continues the one before, for streams; else None.
+    mask: `[B, T]` bool, False at padding, which is not read and predicts nothing; None without padding. Packed windows
+        have none.
     """
 
     tokens: Tensor
@@ -66,3 +73,141 @@ class TokenInputs(NamedTuple):
 
 
 TokenBatch = tuple[TokenInputs, Tensor]
+
+
+class Row(NamedTuple):
+    """A row of a batch: spans of a corpus. `fresh`: no earlier batch has the tokens before the row."""
+
+    corpus: int
+    spans: list[Span]
+    fresh: bool = True
+
+
+class Assembler:
+    """Makes batches of B rows of T tokens from corpora, all of one shape (see `TokenInputs`).
+
+    `sequences` is the expected maximum of sequences in a batch; kernels start programs for that many. A batch with more
+    gets twice as many. Without `reset_state` rows are `[B, T]` and not packed. `start` is the token that is read at the
+    beginning of a document, by default the separator; the separator is always what is predicted.
+    """
+
+    def __init__(
+        self,
+        corpora: Sequence[Corpus],
+        length: int,
+        rows: int,
+        *,
+        sequences: int,
+        separator: int,
+        reset_state: bool,
+        carries: bool,
+        start: int | None = None,
+    ) -> None:
+        self.corpora, self.length, self.rows, self.separator = corpora, length, rows, separator
+        self.reset_state, self.carries = reset_state, carries
+        self.start = separator if start is None else start
+        self._slots = -(-sequences // _STEP) * _STEP
+
+    def __call__(self, rows: Sequence[Row | None]) -> TokenBatch:
+        """The batch of at most B rows; rows that are None or missing have no targets."""
+        shape = (self.rows, self.length)
+        tokens, targets = np.full(shape, self.separator, np.int64), np.full(shape, IGNORED, np.int64)
+        fresh = np.ones(self.rows, bool)
+        borders: list[list[int]] = []  # of each row: where sequences begin
+        byte_count = 0
+        for index in range(self.rows):
+            row = rows[index] if index < len(rows) else None
+            begins = [0]
+            place = 0
+            for span in [] if row is None else row.spans:
+                assert row is not None
+                size = span.stop - span.start
+                inside = slice(place, place + size)
+                tokens[index, inside], targets[index, inside], starts, covered = self._read(row.corpus, span)
+                byte_count += covered
+                begins += [place, *(place + starts).tolist()]
+                if place == 0:
+                    fresh[index] = row.fresh or (self.reset_state and len(starts) > 0 and starts[0] == 0)
+                place += size
+            borders.append(sorted({*begins, *([place] if place < self.length else [])}))
+        cu_seqlens, first, last = self._pack(borders) if self.reset_state else (None, None, None)
+        flat = (1, -1) if self.reset_state else shape
+        inputs = TokenInputs(
+            tokens=torch.from_numpy(tokens.reshape(flat)),
+            cu_seqlens=cu_seqlens,
+            max_seqlen=self.length,
+            units=int((targets != IGNORED).sum()),
+            byte_count=byte_count,
+            carry=Carry(first, last, torch.from_numpy(fresh)) if self.carries else None,
+        )
+        return inputs, torch.from_numpy(targets.reshape(flat))
+
+    def _read(self, number: int, span: Span) -> tuple[np.ndarray, np.ndarray, Integers, int]:
+        """Tokens and targets of a span, the places in it where documents begin, and the bytes of its targets."""
+        corpus = self.corpora[number]
+        size, length = len(corpus.tokens), span.stop - span.start
+        if span.stop < size:
+            read = np.asarray(corpus.tokens[span.start : span.stop + 1])
+        else:
+            read = np.asarray(corpus.tokens.take(range(span.start, span.stop + 1), mode="wrap"))
+        read = read.astype(np.int64)
+        tokens, targets = read[:-1], read[1:].copy()
+        starts: list[np.ndarray] = []
+        covered = 0
+        start, done = span.start, 0
+        while done < length:  # twice for a span that crosses the end of the ring
+            stop = min(start + length - done, size)
+            begun, bytes_here, ignored = self._documents(number, start, stop)
+            starts.append(begun - start + done)
+            for begin, end in ignored:
+                targets[begin - start + done : end - start + done] = IGNORED
+            covered += bytes_here
+            done += stop - start
+            start = 0
+        begins = np.concatenate(starts)
+        tokens[begins] = self.start  # targets are a copy
+        return tokens, targets, begins, covered
+
+    def _documents(self, number: int, start: int, stop: int) -> tuple[Integers, int, list[tuple[int, int]]]:
+        """For the places from `start` to `stop`: where documents begin, the targets' bytes, the targets of prompts."""
+        corpus = self.corpora[number]
+        one = int(np.searchsorted(corpus.offsets, start, side="right")) - 1
+        other = int(np.searchsorted(corpus.offsets, stop, side="left"))
+        offsets = np.asarray(corpus.offsets[one : other + 1])
+        first = offsets[:-1] + (0 if corpus.prompts is None else corpus.prompts[one:other])
+        count = np.maximum(1, offsets[1:] - first)
+        before = np.clip(start - first, 0, count)  # targets of each document before `start`
+        until = np.clip(stop - first, 0, count)
+        total = np.asarray(corpus.byte_counts[one:other])
+        covered = int((total * until // count - total * before // count).sum())
+        ignored = []
+        if corpus.prompts is not None:
+            begins, ends = np.maximum(offsets[:-1], start), np.minimum(first, stop)
+            ignored = [(int(b), int(e)) for b, e in zip(begins, ends, strict=True) if b < e]
+        begun = offsets[:-1][offsets[:-1] >= start]
+        return begun.astype(np.int64), covered, ignored
+
+    def _pack(self, borders: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """The borders of all rows in one tensor, padded to a fixed length; the first and last sequence of each row."""
+        counts = np.array([len(row) for row in borders])
+        ends = np.cumsum(counts)
+        slots = self._slots
+        while slots < ends[-1]:
+            slots *= 2
+        packed = np.full(slots + 1, self.rows * self.length, np.int32)
+        packed[: ends[-1]] = np.concatenate([index * self.length + np.array(row) for index, row in enumerate(borders)])
+        return torch.from_numpy(packed), torch.from_numpy(ends - counts), torch.from_numpy(ends - 1)
+
+
+class WindowBatches(Dataset[tuple[TokenInputs, Tensor, list[Any]]]):
+    """Maps the windows of a batch to (inputs, targets, failures) as loaders expect; there are no failures."""
+
+    def __init__(self, corpora: Sequence[Windows], assemble: Assembler) -> None:
+        self.corpora, self.assemble = corpora, assemble
+
+    def __getitem__(self, batch: Sequence[WindowIndex | None]) -> tuple[TokenInputs, Tensor, list[Any]]:
+        rows = [
+            None if one is None else Row(one.corpus, self.corpora[one.corpus].spans(one.window, one.shift), one.fresh)
+            for one in batch
+        ]
+        return *self.assemble(rows), []

@@ -14,10 +14,10 @@ from typing import Any
 
 from filelock import FileLock
 
-from longseq.tasks.text.documents import Document, Fractions, encode, store_of
+from longseq.tasks.text.documents import Fractions, encode, store_of
 from longseq.tasks.text.keys import TextDataKeys
 from longseq.tasks.text.prepare import describe, plan_of, prepare
-from longseq.tasks.text.sources import STREAM, TEXT, Columns, Part, find_parts, group_files, read_part
+from longseq.tasks.text.sources import STREAM, TEXT, Columns, Document, Part, find_parts, group_files, read_part
 from longseq.tasks.text.store import MANIFEST, TokenStore, open_store
 from longseq.tasks.text.tokenizer import ByteTokenizer
 
@@ -50,23 +50,18 @@ def open_corpora(keys: TextDataKeys) -> list[TokenStore]:
 
 
 def fractions_of(keys: TextDataKeys) -> dict[str, float]:
-    """The shares of the documents that are set apart for validation and test, of text that is not prepared."""
+    """The shares of validation and test, for text that is not prepared yet."""
     shares = {"validation": keys.validation, "test": keys.test}
     return {split: _FRACTION if share is None else share for split, share in shares.items()}
 
 
-def cache_folder() -> Path:
-    """The folder of text that was prepared for training: longseq/text in the user's cache (XDG_CACHE_HOME)."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "longseq" / "text"
-
-
 def in_cache(name: str, plan: Any, cache: str | None, file: str, write: Callable[[Path], Any]) -> Path:
-    """The folder of the cache for `plan`, which decides its content; `write` makes it, and `file` last of all.
+    """The folder in the cache for `plan`, which determines its content; `write` fills it, and makes `file` last.
 
-    One process writes while others wait.
+    `cache` is by default longseq/text in the user's cache (XDG_CACHE_HOME). One process writes while others wait.
     """
-    base = cache_folder() if cache is None else Path(cache)
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longseq" / "text"
+    base = default if cache is None else Path(cache)
     folder = base / f"{name}_{hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:16]}"
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(base / f"{folder.name}.lock"):
@@ -78,17 +73,16 @@ def in_cache(name: str, plan: Any, cache: str | None, file: str, write: Callable
 
 def _standard_library(fractions: Fractions) -> TokenStore:
     """The bytes of the standard library's modules, in memory."""
-    tokenizer, parts = ByteTokenizer(), group_files(standard_library_files(), format="python")
-    documents = (
-        one for part in parts for one in read_part(part, TEXT) if isinstance(one, Document) and not one.is_empty
-    )
+    tokenizer = ByteTokenizer()
+    found = (one for part in group_files(standard_library_files(), format="python") for one in read_part(part, TEXT))
+    documents = (one for one in found if isinstance(one, Document) and not one.is_empty)
     return store_of("standard_library", encode(documents, tokenizer, fractions), tokenizer, fractions)
 
 
 def _prepared(
     name: str, parts: Sequence[Part], columns: Columns, fractions: Fractions, keys: TextDataKeys
 ) -> TokenStore:
-    """The tokens of text, from the cache if it has them."""
+    """The tokens of text, prepared unless the cache has them."""
     tokenizer = keys.tokenizer or "bytes"
 
     def write(folder: Path) -> None:
@@ -114,6 +108,7 @@ def installed_files() -> list[str]:
 
 
 def modules_of(root: str) -> Iterator[str]:
+    """The Python files below a folder, without installed packages and tests."""
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _LEFT_OUT]
         yield from (os.path.join(folder, name) for name in names if name.endswith(".py"))

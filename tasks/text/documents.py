@@ -1,64 +1,44 @@
-"""Documents as tokens: encoded, without duplicates, split by a hash of their content."""
+"""Documents as tokens: encoded, without duplicates, split by a hash of their content.
+
+`encode_parts` encodes each part of an input into a file, in this process or in several.
+"""
 
 from __future__ import annotations
 
 import gzip
 import hashlib
+import multiprocessing
+import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from longseq.tasks.text.sources import Columns, Document, Malformed, Part, read_part
 from longseq.tasks.text.store import SPLITS, Corpus, Integers, Tokens, TokenStore, token_type
-from longseq.tasks.text.tokenizer import Tokenizer
+from longseq.tasks.text.tokenizer import Tokenizer, tokenizer_from_dict
 
 T = TypeVar("T")
 
 # The shares of the documents in the splits "validation" and "test".
 Fractions = Mapping[str, float]
 
+# Malformed lines and files whose places a manifest lists.
+KEPT = 10_000
 
-class Place(NamedTuple):
-    """Where an input stands: a line of a file (or its first byte), a `row` of a table, or a whole file."""
-
-    path: str
-    line: int | None = None
-    row: int | None = None
-    byte: int | None = None
-
-    def describe(self) -> str:
-        """The place in words."""
-        found = [
-            f", {name} {getattr(self, name)}" for name in ("line", "row", "byte") if getattr(self, name) is not None
-        ]
-        # A name of bytes that are not UTF-8 has lone surrogates, which not every terminal takes.
-        path = self.path.encode(errors="surrogateescape").decode(errors="backslashreplace")
-        return path + "".join(found)
-
-
-class Document(NamedTuple):
-    """A text; `prompt` is the text before it, which is read but not trained on.
-
-    `labels` are the values of the columns that `Columns.labels` names, as the file has them.
-    """
-
-    text: str
-    prompt: str = ""
-    labels: tuple[Any, ...] = ()
-    place: Place | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        """True without any text: blanks and ends of lines are none."""
-        return not self.text.strip()
+# The counts of a part.
+COUNTS = ("documents", "empty", "malformed")
 
 
 class Encoded(NamedTuple):
     """Documents of a part of the input; all fields but `hashes` and `gzipped` are those of a store.
 
-    hashes: `[N, 2]` uint64, of each document's content. gzipped: `[N]`, the bytes of the text after gzip -9; 0 of
-    documents that are not in the test split.
+    hashes: `[N, 2]` uint64, of each document's content.
+    gzipped: `[N]`, the bytes of the text after gzip -9; 0 for documents that are not in the test split.
     """
 
     tokens: Tokens
@@ -70,7 +50,7 @@ class Encoded(NamedTuple):
 
 
 def encode(documents: Iterable[Document], tokenizer: Tokenizer, fractions: Fractions) -> Encoded:
-    """Encode documents; `prompt` and `text` are encoded separately. ValueError for one that holds the separator."""
+    """Encode documents; `prompt` and `text` are encoded separately. ValueError for one with the separator in it."""
     dtype, separator = token_type(tokenizer.vocab_size), [tokenizer.separator]
     parts: list[np.ndarray] = []
     numbers: list[tuple[int, int, int]] = []
@@ -96,13 +76,12 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer, fractions: Fract
 
 def hashes_of(documents: Sequence[Document]) -> np.ndarray:
     """`[N, 2]` uint64, the hashes of the contents of documents, the same on every machine."""
-    return np.frombuffer(b"".join(map(_hash, documents)), "<u8").reshape(-1, 2)
-
-
-def _hash(document: Document) -> bytes:
-    prompt = document.prompt.encode()
-    content = len(prompt).to_bytes(8, "little") + prompt + document.text.encode()
-    return hashlib.blake2b(content, digest_size=16).digest()
+    digests = []
+    for one in documents:
+        prompt = one.prompt.encode()
+        content = len(prompt).to_bytes(8, "little") + prompt + one.text.encode()
+        digests.append(hashlib.blake2b(content, digest_size=16).digest())
+    return np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
 
 
 def first_of_equal(hashes: np.ndarray) -> np.ndarray:
@@ -115,8 +94,8 @@ def first_of_equal(hashes: np.ndarray) -> np.ndarray:
 def split_numbers(hashes: np.ndarray, fractions: Fractions) -> np.ndarray:
     """`[N]`, the number of each document's split in SPLITS; `fractions` are the shares of validation and test.
 
-    Adding or removing other documents does not move a document to another split. Raising a fraction moves documents out
-    of the training split alone.
+    Adding or removing other documents does not move a document to another split. Raising a fraction only moves
+    documents out of the training split.
     """
     # A hash is a number between 0 and 1: the lowest numbers are validation, the highest numbers are test.
     place = hashes[:, 0] / 2.0**64
@@ -124,15 +103,6 @@ def split_numbers(hashes: np.ndarray, fractions: Fractions) -> np.ndarray:
     numbers[place < fractions["validation"]] = SPLITS.index("validation")
     numbers[place >= 1 - fractions["test"]] = SPLITS.index("test")
     return numbers
-
-
-def corpus_of(encoded: Encoded, chosen: np.ndarray) -> Corpus:
-    """The chosen documents, those where `chosen` `[N]` bool is True, as a split in memory."""
-    lengths = encoded.lengths[chosen]
-    tokens = encoded.tokens[np.repeat(chosen, encoded.lengths)]
-    prompts = encoded.prompts[chosen]
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return Corpus(tokens, offsets, encoded.byte_counts[chosen], prompts if encoded.prompts.any() else None)
 
 
 def gzip_bits(gzipped: Integers, byte_counts: Integers) -> float | None:
@@ -145,14 +115,21 @@ def store_of(name: str, encoded: Encoded, tokenizer: Tokenizer, fractions: Fract
     """Encoded documents as a store in memory, without duplicates."""
     kept = first_of_equal(encoded.hashes)
     numbers = split_numbers(encoded.hashes, fractions)
+    splits = {}
+    for index, split in enumerate(SPLITS):
+        chosen = kept & (numbers == index)
+        offsets = np.concatenate([[0], np.cumsum(encoded.lengths[chosen])]).astype(np.int64)
+        prompts = encoded.prompts[chosen] if encoded.prompts.any() else None
+        tokens = encoded.tokens[np.repeat(chosen, encoded.lengths)]
+        splits[split] = Corpus(tokens, offsets, encoded.byte_counts[chosen], prompts)
     return TokenStore(
         name=name,
         tokenizer=tokenizer.to_dict(),
         vocab_size=tokenizer.vocab_size,
         separator=tokenizer.separator,
-        splits={split: corpus_of(encoded, kept & (numbers == index)) for index, split in enumerate(SPLITS)},
+        splits=splits,
+        checksums={split: zlib.crc32(corpus.tokens.data) for split, corpus in splits.items()},
         gzip_bits_per_byte=gzip_bits(encoded.gzipped[kept], encoded.byte_counts[kept]),
-        fractions=dict(fractions),
     )
 
 
@@ -161,3 +138,62 @@ def batched(items: Iterable[T], size: int = 256) -> Iterator[list[T]]:
     rest = iter(items)
     while batch := list(islice(rest, size)):
         yield batch
+
+
+def encode_part(
+    index: int, part: Part, partial: Path, columns: Columns, tokenizer: Mapping[str, Any], fractions: Fractions
+) -> None:
+    """Write the tokens of a part, its counts, and what is malformed in it, to a file in the folder `partial`."""
+    counts = dict.fromkeys(COUNTS, 0)
+    malformed: list[str] = []
+
+    def documents() -> Iterator[Document]:
+        for one in read_part(part, columns):
+            if isinstance(one, Malformed):
+                counts["malformed"] += 1
+                if len(malformed) < KEPT:
+                    malformed.append(one.describe())
+            elif one.is_empty:
+                counts["empty"] += 1
+            else:
+                counts["documents"] += 1
+                yield one
+
+    encoded = encode(documents(), tokenizer_from_dict(tokenizer), fractions)
+    path = encoded_path(partial, index)
+    unfinished = path.with_suffix(".unfinished")
+    with unfinished.open("wb") as file:
+        np.savez(file, **encoded._asdict(), counts=list(counts.values()), malformed=np.array(malformed, dtype=str))
+    os.replace(unfinished, path)
+
+
+def encode_parts(waiting: Mapping[int, Part], processes: int, *options: Any) -> Iterator[int]:
+    """Encode the parts `waiting`, by number; yields each number when its part is done.
+
+    `options` are the other arguments of `encode_part`.
+    """
+    if processes <= 1:
+        for index, part in waiting.items():
+            encode_part(index, part, *options)
+            yield index
+        return
+    # New processes, not forks, which would share this process's threads.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_use_one_thread) as pool:
+        running = {pool.submit(encode_part, index, part, *options): index for index, part in waiting.items()}
+        try:
+            for done in as_completed(running):
+                done.result()
+                yield running[done]
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _use_one_thread() -> None:
+    """There are as many processes as cores."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def encoded_path(partial: Path, index: int) -> Path:
+    """The file of a part: the fields of `Encoded`, `counts` (the numbers of `COUNTS`) and `malformed`."""
+    return partial / f"{index:06}.npz"

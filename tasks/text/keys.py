@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from longseq.tasks.config import Count, Keys, Positive, Share, key
 
 _PREPARED = ("python_sources", "files")
-# The sources that read a key. All sources read the keys that are not here.
+# The sources that read a key; all of them read the others.
 READ_BY: dict[str, tuple[str, ...]] = {
     "root": ("files", "tokens"),
     "weights": ("files", "tokens"),
@@ -24,7 +24,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
 
 
 class TextDataKeys(Keys):
-    """The keys of `data`, explained in `longseq.tasks.lm.data.LanguageModelData`."""
+    """The keys of `data`."""
 
     name: str = key(..., "the name in tables")
     source: Literal["standard_library", "python_sources", "files", "tokens"] = key(..., "what the text is")

@@ -1,8 +1,8 @@
 """`longseq prepare`: text becomes a folder of tokens (see `longseq.tasks.text.store`).
 
 Processes encode the parts of the input in parallel, each part into a file below OUTPUT/.partial. When all parts are
-done, one process joins them in the order of the input, without duplicates. After an interruption the same command
-continues.
+done, one process joins them in the order of the input, without duplicates. The same command continues an interrupted
+one.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from omegaconf import DictConfig
 from longseq.files import crc32_of
 from longseq.tasks.commands import Prepare
 from longseq.tasks.report import progress_bar, quiet_libraries, shorten
-from longseq.tasks.text.documents import Encoded, Fractions, first_of_equal, gzip_bits, hashes_of, split_numbers
-from longseq.tasks.text.encoded_parts import (
+from longseq.tasks.text.documents import (
     COUNTS,
     KEPT,
-    encode_part,
-    encode_side_by_side,
+    Encoded,
+    Fractions,
+    encode_parts,
     encoded_path,
-    read_array,
+    first_of_equal,
+    gzip_bits,
+    hashes_of,
+    split_numbers,
 )
 from longseq.tasks.text.sources import TEXT, Columns, Malformed, Part, find_parts, read_part
 from longseq.tasks.text.store import MANIFEST, PARTIAL, SPLITS, TOKENIZER, VERSION, SplitWriter, file_types, stamp
@@ -39,10 +42,10 @@ from longseq.tasks.training.files import write_text
 from longseq.tasks.training.processes import usable_cores
 from longseq.tokenizer_files import SETTINGS_FILE
 
-# Bytes of text from which a tokenizer is trained. More text takes long and changes the tokenizer little.
+# Characters of text from which a tokenizer is trained. More take long and change the tokenizer little.
 TRAINING_TEXT = 1 << 28
 
-_NAMED = 3  # lines and files that cannot be read, in what the command prints
+_NAMED = 3  # malformed lines and files that the command prints
 
 
 @quiet_libraries()
@@ -67,16 +70,13 @@ def run(cfg: DictConfig) -> None:
 
 
 def describe(manifest: Mapping[str, Any]) -> str:
-    """The counts of a manifest, and the first lines that cannot be read."""
+    """The counts of a manifest, and the first malformed lines."""
     splits = ", ".join(
         f"{split} {counts['documents']:,} documents of {counts['tokens']:,} tokens"
         for split, counts in manifest["splits"].items()
     )
-    left_out = ", ".join(
-        f"{manifest['counts'][kind]:,} {kind}"
-        for kind in ("duplicates", "empty", "malformed")
-        if manifest["counts"][kind]
-    )
+    counts = manifest["counts"]
+    left_out = ", ".join(f"{counts[kind]:,} {kind}" for kind in ("duplicates", "empty", "malformed") if counts[kind])
     return "\n".join([splits, *([f"left out: {left_out}"] if left_out else []), *manifest["malformed"][:_NAMED]])
 
 
@@ -89,14 +89,13 @@ def prepare(
     separator: str | None = None,
     fractions: Fractions,
     processes: int | None = None,
-    show_progress: bool = True,
 ) -> dict[str, Any]:
     """Write the tokens of `parts` to the folder `output`; returns its manifest.
 
-    `processes` is the number of processes that read and encode, by default one for each core that this process can use.
+    `processes` read and encode, by default one for each core that this process can use.
 
     Raises:
-        ValueError: the folder holds tokens already, or the input no document.
+        ValueError: the folder holds tokens already, or the input has no document.
         filelock.Timeout: another process writes there.
     """
     if (output / MANIFEST).exists():
@@ -106,11 +105,17 @@ def prepare(
     partial.mkdir(parents=True, exist_ok=True)
     with FileLock(output / PARTIAL / "lock", timeout=0):
         chosen = _choose_tokenizer(tokenizer, separator, parts, columns, fractions, partial)
-        counts, malformed = _encode_parts(parts, columns, chosen, fractions, partial, processes, show_progress)
+        waiting = {index: part for index, part in enumerate(parts) if not encoded_path(partial, index).exists()}
+        processes = min(processes or usable_cores(), len(waiting))
+        with progress_bar("encoding", len(parts), done=len(parts) - len(waiting)) as advance:
+            for _ in encode_parts(waiting, processes, partial, columns, chosen.to_dict(), fractions):
+                advance(1)
+        counts = dict(zip(COUNTS, sum(_arrays(partial, len(parts), "counts")).tolist(), strict=True))
+        malformed = np.concatenate(_arrays(partial, len(parts), "malformed")).tolist()[:KEPT]
         if counts["documents"] == 0:
             first = f": {malformed[0]}" if malformed else ""
             raise ValueError(f"the input holds no document, {counts['malformed']} malformed lines or files{first}")
-        manifest = _join(len(parts), chosen, fractions, partial, output, show_progress)
+        manifest = _join(len(parts), chosen, fractions, partial, output)
         manifest["counts"] |= {name: counts[name] for name in ("empty", "malformed")}
         manifest["malformed"] = malformed
         write_text(output / MANIFEST, json.dumps(manifest, indent=1) + "\n")
@@ -121,12 +126,12 @@ def prepare(
 def plan_of(
     parts: Sequence[Part], columns: Columns, tokenizer: str, separator: str | None, fractions: Fractions
 ) -> dict[str, Any]:
-    """Everything that decides the tokens of a preparation; text is identified by the sizes and times of its files."""
+    """Everything that determines the tokens of a preparation; files are identified by their sizes and times."""
     files: list[str] = []
     if tokenizer != "bytes" and trained_size(tokenizer) is None:
-        # The settings beside a tokenizer file name its end-of-text token.
-        beside = [] if os.path.isdir(tokenizer) else [str(Path(tokenizer).with_name(SETTINGS_FILE))]
-        files = [tokenizer, *beside]
+        # The settings next to a tokenizer file name its end-of-text token.
+        settings = [] if os.path.isdir(tokenizer) else [str(Path(tokenizer).with_name(SETTINGS_FILE))]
+        files = [tokenizer, *settings]
     return {
         "version": VERSION,
         "parts": [[*part, part.stamps()] for part in parts],
@@ -152,7 +157,7 @@ def _choose_tokenizer(
 def _training_texts(parts: Sequence[Part], columns: Columns, fractions: Fractions) -> Iterator[str]:
     """Texts of the training split, from parts all over the input."""
     left = TRAINING_TEXT
-    # Parts at distant places come first: 0, n/2, n/4, 3n/4, ...
+    # Parts far from each other come first: 0, n/2, n/4, 3n/4, ...
     bits = max(1, (len(parts) - 1).bit_length())
     order = sorted(range(len(parts)), key=lambda index: int(f"{index:0{bits}b}"[::-1], 2))
     for index in order:
@@ -167,45 +172,24 @@ def _training_texts(parts: Sequence[Part], columns: Columns, fractions: Fraction
                 return
 
 
-def _encode_parts(
-    parts: Sequence[Part],
-    columns: Columns,
-    tokenizer: Tokenizer,
-    fractions: Fractions,
-    partial: Path,
-    processes: int | None,
-    show_progress: bool,
-) -> tuple[dict[str, int], list[str]]:
-    """Encode the missing parts; returns the counts of all parts, and what cannot be read."""
-    waiting = [index for index in range(len(parts)) if not encoded_path(partial, index).exists()]
-    described = tokenizer.to_dict()
-    processes = min(processes or usable_cores(), len(waiting))
-    with progress_bar("encoding", len(parts), done=len(parts) - len(waiting), shown=show_progress) as advance:
-        if processes <= 1:
-            for index in waiting:
-                encode_part(index, parts[index], columns, described, fractions, partial)
-                advance(1)
-        else:
-            for _ in encode_side_by_side(waiting, parts, columns, described, fractions, partial, processes):
-                advance(1)
-    counts = np.sum([read_array(partial, index, "counts") for index in range(len(parts))], axis=0)
-    malformed = [line for index in range(len(parts)) for line in read_array(partial, index, "malformed").tolist()]
-    return dict(zip(COUNTS, counts.tolist(), strict=True)), malformed[:KEPT]
+def _arrays(partial: Path, count: int, name: str) -> list[Any]:
+    """One of the arrays of each part."""
+    found = []
+    for index in range(count):
+        with np.load(encoded_path(partial, index)) as arrays:
+            found.append(arrays[name])
+    return found
 
 
-def _join(
-    count: int, tokenizer: Tokenizer, fractions: Fractions, partial: Path, output: Path, show_progress: bool
-) -> dict[str, Any]:
+def _join(count: int, tokenizer: Tokenizer, fractions: Fractions, partial: Path, output: Path) -> dict[str, Any]:
     """Write the files of all splits; returns the manifest."""
-    hashes = np.concatenate([read_array(partial, index, "hashes") for index in range(count)])
-    kept = first_of_equal(hashes)
-    gzipped = np.concatenate([read_array(partial, index, "gzipped") for index in range(count)])[kept]
-    byte_counts = np.concatenate([read_array(partial, index, "byte_counts") for index in range(count)])[kept]
-    has_prompts = any(read_array(partial, index, "prompts").any() for index in range(count))
+    kept = first_of_equal(np.concatenate(_arrays(partial, count, "hashes")))
+    gzipped, byte_counts = (np.concatenate(_arrays(partial, count, name))[kept] for name in ("gzipped", "byte_counts"))
+    has_prompts = any(prompts.any() for prompts in _arrays(partial, count, "prompts"))
     types = file_types(tokenizer.vocab_size, prompts=has_prompts)
     writers = {split: SplitWriter(output, split, types) for split in SPLITS}
     done = 0
-    with progress_bar("joining", count, shown=show_progress) as advance:
+    with progress_bar("joining", count) as advance:
         for index in range(count):
             with np.load(encoded_path(partial, index)) as arrays:
                 encoded = Encoded(**{name: arrays[name] for name in Encoded._fields})
@@ -215,12 +199,8 @@ def _join(
             for number, split in enumerate(SPLITS):
                 chosen = here & (numbers == number)
                 prompts = {"prompts": encoded.prompts[chosen]} if has_prompts else {}
-                writers[split].add(
-                    encoded.tokens[np.repeat(chosen, encoded.lengths)],
-                    encoded.lengths[chosen],
-                    encoded.byte_counts[chosen],
-                    **prompts,
-                )
+                tokens = encoded.tokens[np.repeat(chosen, encoded.lengths)]
+                writers[split].add(tokens, encoded.lengths[chosen], encoded.byte_counts[chosen], **prompts)
             advance(1)
     return {
         **manifest_of(tokenizer, output),

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from longseq.tasks.data.labels import require_one_list
-from longseq.tasks.text.documents import Document, Place
 from longseq.tasks.text.store import stamp
 
 # The endings of files with a JSON object in each line.
@@ -55,11 +54,57 @@ class Columns(NamedTuple):
 TEXT = Columns()
 
 
+class Place(NamedTuple):
+    """The place of an input: a line of a file (or the line's first byte), a row of a table, or a whole file."""
+
+    path: str
+    line: int | None = None
+    row: int | None = None
+    byte: int | None = None
+
+    def describe(self) -> str:
+        """The place in words."""
+        numbers = {"line": self.line, "row": self.row, "byte": self.byte}
+        # A file name that is not UTF-8 has lone surrogates, which cannot be printed.
+        path = self.path.encode(errors="surrogateescape").decode(errors="backslashreplace")
+        return path + "".join(f", {name} {number}" for name, number in numbers.items() if number is not None)
+
+
+class Document(NamedTuple):
+    """A text; `prompt` is the text before it, which is read but not trained on.
+
+    `labels` are the values of the columns `Columns.labels`, as the file has them.
+    """
+
+    text: str
+    prompt: str = ""
+    labels: tuple[Any, ...] = ()
+    place: Place | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """True for a text of white space."""
+        return not self.text.strip()
+
+
+class Malformed(NamedTuple):
+    """An input that cannot be read, and why."""
+
+    place: Place
+    reason: str
+
+    def describe(self) -> str:
+        return f"{self.place.describe()}: {self.reason}"
+
+
+Found = Iterator[Document | Malformed]
+
+
 class Part(NamedTuple):
     """A part of an input from `start` to `stop`: bytes (jsonl), row groups (parquet), rows (saved), shards (stream).
 
-    `files` are the files of a part that consists of whole files, one document each. `size` is the approximate number of
-    bytes. `version` of a stream changes when the set has other files.
+    `files` are the files of a part in which each whole file is a document. `size` is the approximate number of bytes.
+    `version` of a stream changes when the set has other files.
     """
 
     format: str
@@ -75,22 +120,12 @@ class Part(NamedTuple):
         return [[path, *stamp(path)] for path in self.files or (self.path,)]
 
 
-class Malformed(NamedTuple):
-    """An input that cannot be read, and why."""
-
-    place: Place
-    reason: str
-
-    def describe(self) -> str:
-        return f"{self.place.describe()}: {self.reason}"
-
-
 def find_parts(
     inputs: Sequence[str], columns: Columns, *, size: int = PART_SIZE, whole_files: bool = False
 ) -> list[Part]:
     """The parts of the inputs, in their order; with `whole_files` each file is a document, whatever its ending.
 
-    FileNotFoundError for an input that does not exist, ValueError where no input has text.
+    FileNotFoundError for an input that does not exist, ValueError if no input has text.
     """
     parts: list[Part] = []
     for given in inputs:
@@ -106,27 +141,29 @@ def find_parts(
         elif is_saved(path):
             parts += _parts_of_saved(path, size)
         else:
-            parts += _parts_of_folder(path, size)
+            files = [Path(file) for file in files_below(path)]
+            parts += [part for file in files if _format_of(file) != "text" for part in _parts_of_file(file, size)]
+            parts += group_files([str(file) for file in files if _format_of(file) == "text"], size=size)
     if not parts:
         raise ValueError(f"{', '.join(inputs)}: no file with text")
     return parts
 
 
-def read_part(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
+def read_part(part: Part, columns: Columns) -> Found:
     """The documents of a part, and its lines or files that cannot be read. Blank lines of jsonl are skipped."""
     return _READERS[part.format](part, columns)
 
 
 def is_saved(path: Path) -> bool:
-    """Whether a folder is a data set that the library `datasets` has saved."""
+    """True for a folder that the library `datasets` has saved."""
     return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
 def files_below(path: Path) -> Iterator[str]:
-    """The files below a folder, also of linked folders, in the order of their names; hidden ones are passed over."""
+    """The files below a folder, including linked folders, in the order of their names, without hidden ones."""
     for folder, folders, names in os.walk(path, followlinks=True):
+        # A link to a folder above itself would never end.
         above = {os.path.realpath(one) for one in (Path(folder), *Path(folder).parents)}
-        # A link to a folder above itself would lead round in circles.
         folders[:] = sorted(
             name
             for name in folders
@@ -149,32 +186,6 @@ def group_files(files: Iterable[str], *, size: int = PART_SIZE, format: str = "t
         yield Part(format, os.path.dirname(held[0]), total, files=tuple(held))
 
 
-def _parts_of_folder(path: Path, size: int) -> Iterator[Part]:
-    texts: list[str] = []
-    for file in files_below(path):
-        if _format_of(Path(file)) == "text":
-            texts.append(file)
-        else:
-            yield from _parts_of_file(Path(file), size)
-    yield from group_files(texts, size=size)
-
-
-def _parts_of_file(path: Path, size: int) -> Iterator[Part]:
-    total, format = path.stat().st_size, _format_of(path)
-    if format == "text":
-        yield Part(format, str(path.parent), total, files=(str(path),))
-    elif format == "parquet":
-        yield from _parts_of_parquet(path, size)
-    elif format == "jsonl" and is_array(path):
-        yield Part("array", str(path), total)
-    elif format == "jsonl":
-        for start in range(0, total, size):
-            stop = min(total, start + size)
-            yield Part(format, str(path), stop - start, start, stop)
-    else:
-        yield Part(format, str(path), total)
-
-
 def _format_of(path: Path) -> str:
     ending = path.suffix.lower()
     if ending in (*JSON_LINES, ".json"):
@@ -184,10 +195,24 @@ def _format_of(path: Path) -> str:
     return ending[1:] if ending in (*DELIMITERS, ".parquet") else "text"
 
 
-def is_array(path: Path) -> bool:
-    """True for a file .json that is one array in place of lines, such as many sets of instructions."""
-    if path.suffix.lower() != ".json":
-        return False
+def _parts_of_file(path: Path, size: int) -> Iterator[Part]:
+    total, format = path.stat().st_size, _format_of(path)
+    if format == "text":
+        yield Part(format, str(path.parent), total, files=(str(path),))
+    elif format == "parquet":
+        yield from _parts_of_parquet(path, size)
+    elif format == "jsonl" and path.suffix.lower() == ".json" and _is_array(path):
+        yield Part("array", str(path), total)
+    elif format == "jsonl":
+        for start in range(0, total, size):
+            stop = min(total, start + size)
+            yield Part(format, str(path), stop - start, start, stop)
+    else:
+        yield Part(format, str(path), total)
+
+
+def _is_array(path: Path) -> bool:
+    """True for a file that is one JSON array in place of lines, such as many sets of instructions."""
     with path.open("rb") as file:
         return file.read(1 << 10).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
 
@@ -205,9 +230,11 @@ def _parts_of_parquet(path: Path, size: int) -> Iterator[Part]:
 
 
 def _parts_of_saved(path: Path, size: int) -> Iterator[Part]:
+    from datasets import load_from_disk
+
     if (path / "dataset_dict.json").is_file():
         raise ValueError(f"{path} holds several splits: name the folder of one")
-    saved = _load_saved(str(path))
+    saved = load_from_disk(str(path))
     total = saved.data.nbytes
     count = max(1, -(-total // size))
     for index in range(count):
@@ -231,7 +258,22 @@ def _parts_of_stream(given: str, columns: Columns) -> Iterator[Part]:
         yield Part("stream", given, 0, shard, shard + 1, version=version)
 
 
-def _read_jsonl(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
+def _name_stream(given: str) -> tuple[str, str | None, str]:
+    """The name of a set on the hub, its configuration and its split."""
+    name, _, split = given.removeprefix(STREAM).partition("@")
+    name, _, configuration = name.partition(":")
+    return name, configuration or None, split or "train"
+
+
+def _load_stream(given: str) -> Any:
+    """The stream of a set on the hub, which is downloaded while it is read."""
+    from datasets import load_dataset
+
+    name, configuration, split = _name_stream(given)
+    return load_dataset(name, configuration, split=split, streaming=True)
+
+
+def _read_jsonl(part: Part, columns: Columns) -> Found:
     """The lines that begin in the part."""
     with open(part.path, "rb") as file:
         if part.start:
@@ -241,12 +283,12 @@ def _read_jsonl(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
         while (offset := file.tell()) < part.stop and (line := file.readline()):
             number += 1
             if line.strip():
-                # Lines are counted from the beginning of the file only.
+                # Line numbers are only known in the first part of a file.
                 place = Place(part.path, byte=offset) if part.start else Place(part.path, line=number)
                 yield _parse(line, columns, place)
 
 
-def _read_compressed(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
+def _read_compressed(part: Part, columns: Columns) -> Found:
     with _OPENERS[Path(part.path).suffix.lower()](part.path) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
@@ -272,8 +314,7 @@ def _parse(line: bytes, columns: Columns, place: Place) -> Document | Malformed:
     return _document(row, columns, place)
 
 
-def _read_array(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
-    """The objects of a JSON array."""
+def _read_array(part: Part, columns: Columns) -> Found:
     try:
         rows = json.loads(Path(part.path).read_bytes().decode("utf-8-sig"))
     except ValueError as error:
@@ -282,23 +323,23 @@ def _read_array(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
         yield _document(row, columns, Place(part.path, row=number))
 
 
-def _read_table(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
+def _read_table(part: Part, columns: Columns) -> Found:
     rows = read_rows(Path(part.path))
     _, header = next(rows, (0, []))
     if twice := [name for name in columns.names() if header.count(name) > 1]:
         raise ValueError(f"{part.path} has several columns {twice[0]!r}")
     for line, cells in rows:
         place = Place(part.path, line=line)
-        if len(cells) != len(header):  # a text with a delimiter that is not quoted moves the label
+        if len(cells) != len(header):  # an unquoted delimiter in a text moves the label to another column
             yield Malformed(place, f"{len(cells)} cells under a header of {len(header)}")
         else:
             yield _document(dict(zip(header, cells, strict=True)), columns, place)
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """The rows of a csv or tsv file, the header first, each with the line at which it ends; blank lines are left out.
+    """The rows of a csv or tsv file, the header first, each with the number of its last line; blank lines are skipped.
 
-    Invalid UTF-8 becomes lone surrogates, which the caller reports.
+    Invalid UTF-8 becomes lone surrogates.
 
     Raises:
         ValueError: a quoted cell is not closed, or text follows its closing mark; gives file and first line of the row.
@@ -306,19 +347,17 @@ def read_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     csv.field_size_limit(sys.maxsize)
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         rows = csv.reader(file, delimiter=DELIMITERS[path.suffix.lower()], strict=True)
-        while True:
-            begin = rows.line_num + 1
-            try:
-                cells = next(rows)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                raise ValueError(f"{path}, line {begin}: {error}") from error
-            if cells:
-                yield rows.line_num, cells
+        begin = 1
+        try:
+            for cells in rows:
+                if cells:
+                    yield rows.line_num, cells
+                begin = rows.line_num + 1
+        except csv.Error as error:
+            raise ValueError(f"{path}, line {begin}: {error}") from error
 
 
-def _read_parquet(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
+def _read_parquet(part: Part, columns: Columns) -> Found:
     from pyarrow import parquet
 
     file = parquet.ParquetFile(part.path)
@@ -335,41 +374,35 @@ def _read_parquet(part: Part, columns: Columns) -> Iterator[Document | Malformed
         number += batch.num_rows
 
 
-def _read_saved(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
-    saved = _load_saved(part.path).select_columns(columns.names())
+def _read_saved(part: Part, columns: Columns) -> Found:
+    from datasets import load_from_disk
+
+    saved = load_from_disk(part.path).select_columns(columns.names())
     for start in range(part.start, part.stop, _ROWS):
         rows = saved.select(range(start, min(part.stop, start + _ROWS))).to_list()
         yield from _documents(part.path, rows, columns, start, saved.features)
 
 
-def _read_stream(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
+def _read_stream(part: Part, columns: Columns) -> Found:
     stream = _load_stream(part.path)
     if stream.num_shards > 1:
         stream = stream.shard(num_shards=stream.num_shards, index=part.start)
-    features = stream.features or {}
-    for number, row in enumerate(stream):
-        yield from _documents(part.path, [row], columns, number, features)
+    yield from _documents(part.path, stream, columns, 0, stream.features or {})
 
 
-def _read_texts(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
+def _read_files(part: Part, columns: Columns) -> Found:
+    """Whole files in UTF-8; files of Python in the encodings that they declare."""
     for path in part.files:
         try:
-            yield Document(Path(path).read_bytes().decode("utf-8-sig"), place=Place(path))
-        except (OSError, UnicodeDecodeError) as error:
-            yield Malformed(Place(path), str(error))
-
-
-def _read_python(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
-    """Python files, in the encodings that they declare."""
-    for path in part.files:
-        try:
-            with tokenize.open(path) as file:
+            with (
+                tokenize.open(path) if part.format == "python" else open(path, encoding="utf-8-sig", newline="") as file
+            ):
                 yield Document(file.read(), place=Place(path))
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
             yield Malformed(Place(path), str(error))
 
 
-_READERS: dict[str, Callable[[Part, Columns], Iterator[Document | Malformed]]] = {
+_READERS: dict[str, Callable[[Part, Columns], Found]] = {
     "jsonl": _read_jsonl,
     "compressed": _read_compressed,
     "array": _read_array,
@@ -378,15 +411,15 @@ _READERS: dict[str, Callable[[Part, Columns], Iterator[Document | Malformed]]] =
     "parquet": _read_parquet,
     "saved": _read_saved,
     "stream": _read_stream,
-    "text": _read_texts,
-    "python": _read_python,
+    "text": _read_files,
+    "python": _read_files,
 }
 
 
 def _documents(
-    path: str, rows: Sequence[dict[str, Any]], columns: Columns, first: int, features: Mapping[str, Any]
-) -> Iterator[Document | Malformed]:
-    """The documents of rows, of which `first` is the number of the first one; numbered classes get their names."""
+    path: str, rows: Iterable[dict[str, Any]], columns: Columns, first: int, features: Mapping[str, Any]
+) -> Found:
+    """The documents of rows, counted from `first`; numbered classes get their names."""
     for number, row in enumerate(rows, start=first):
         for column in columns.labels:
             row[column] = _name_classes(row.get(column), features.get(column))
@@ -416,27 +449,5 @@ def _document(row: Any, columns: Columns, place: Place) -> Document | Malformed:
         except UnicodeEncodeError as error:
             return Malformed(place, str(error))
         texts.append(value)
-    return Document(
-        texts[0], texts[1] if len(texts) > 1 else "", tuple(row.get(name) for name in columns.labels), place
-    )
-
-
-def _name_stream(given: str) -> tuple[str, str | None, str]:
-    """The name of a set on the hub, its configuration and its split."""
-    name, _, split = given.removeprefix(STREAM).partition("@")
-    name, _, configuration = name.partition(":")
-    return name, configuration or None, split or "train"
-
-
-def _load_stream(given: str) -> Any:
-    """The stream of a set on the hub, which is fetched while it is read."""
-    from datasets import load_dataset
-
-    name, configuration, split = _name_stream(given)
-    return load_dataset(name, configuration, split=split, streaming=True)
-
-
-def _load_saved(path: str) -> Any:
-    from datasets import load_from_disk
-
-    return load_from_disk(path)
+    labels = tuple(row.get(name) for name in columns.labels)
+    return Document(texts[0], texts[1] if len(texts) > 1 else "", labels, place)

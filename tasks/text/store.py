@@ -1,17 +1,17 @@
-"""Prepared tokens: documents as memory-mapped numbers, where each begins, and a manifest that tells what they are.
+"""Prepared tokens: documents as memory-mapped numbers, their offsets, and a manifest.
 
 A folder of `longseq prepare` holds, for each split (train, validation, test):
 
     SPLIT.tokens     uint16 or uint32, little-endian: each document as `separator, t_1, ..., t_n`
     SPLIT.offsets    int64, N + 1: document i is tokens[offsets[i]:offsets[i + 1]]
     SPLIT.bytes      int64, N: bytes of the text that the document's targets stand for
-    SPLIT.prompts    int64, N: how many targets at a document's beginning are not trained on; only of instructions
-    SPLIT.labels     int64, N: the number of the document's set of labels in the manifest; only of labelled documents
-    SPLIT.hashes     uint64, N x 2: the hash of the document's content; only of labelled documents
+    SPLIT.prompts    int64, N: targets at a document's beginning that are not trained on; instructions only
+    SPLIT.labels     int64, N: the number of the document's set of labels in the manifest; labelled documents only
+    SPLIT.hashes     uint64, N x 2: the hash of the document's content; labelled documents only
 
-and manifest.json: the version of the format, the tokenizer, counts, sizes and checksums of the files; beside it
-tokenizer.json, where the tokenizer is not that of bytes. The manifest is written last: a folder without it is
-unfinished. Reading needs numpy alone.
+and manifest.json: the version of the format, the tokenizer, counts, sizes and checksums of the files; and
+tokenizer.json, unless tokens are bytes. The manifest is written last: a folder without it is unfinished. Reading needs
+only numpy.
 """
 
 from __future__ import annotations
@@ -59,9 +59,8 @@ class Corpus(NamedTuple):
 class TokenStore:
     """Prepared tokens: `splits`, and the tokenizer that made them, as returned by `Tokenizer.to_dict`.
 
-    `gzip_bits_per_byte` is the size of the documents of test after gzip -9, in bits per byte; None without any.
-    `separator` is None for tokens that stand for no text. `manifest` is that of the folder, None of a store in memory.
-    `fractions` are the shares of validation and test by which each document's hash decides its split; None: unknown.
+    `gzip_bits_per_byte` is the size of the test documents after gzip -9; None without any. `separator` is None for
+    tokens that stand for no text. `checksums` has the CRC-32 of the tokens of each split.
     """
 
     name: str
@@ -69,15 +68,8 @@ class TokenStore:
     vocab_size: int
     separator: int
     splits: dict[str, Corpus]
+    checksums: dict[str, int]
     gzip_bits_per_byte: float | None = None
-    manifest: Mapping[str, Any] | None = None
-    fractions: Mapping[str, float] | None = None
-
-    def checksum(self, split: str) -> int:
-        """The CRC-32 of the tokens of a split."""
-        if self.manifest is None:
-            return zlib.crc32(np.ascontiguousarray(self.splits[split].tokens).data)
-        return int(self.manifest["splits"][split]["files"]["tokens"]["crc32"])
 
 
 def token_type(vocab_size: int) -> Any:
@@ -86,7 +78,7 @@ def token_type(vocab_size: int) -> Any:
 
 
 def file_types(vocab_size: int, *, prompts: bool = False, labels: bool = False) -> dict[str, Any]:
-    """The files of a split: their endings, and the types of their numbers."""
+    """The endings of the files of a split, with the types of their numbers."""
     types = {"tokens": token_type(vocab_size), "offsets": np.dtype("<i8"), "bytes": np.dtype("<i8")}
     if prompts:
         types["prompts"] = np.dtype("<i8")
@@ -96,12 +88,10 @@ def file_types(vocab_size: int, *, prompts: bool = False, labels: bool = False) 
 
 
 def open_store(root: str | Path, *, check: bool = True) -> TokenStore:
-    """Open the folder `root` of prepared tokens.
-
-    The sizes of its files are compared with the manifest, and with `check` their checksums, which reads all of them.
+    """Open the folder `root` of prepared tokens; `check` compares the checksums of its files, which reads all of them.
 
     Raises:
-        FileNotFoundError: a file is missing; a folder without a manifest is not prepared to its end.
+        FileNotFoundError: a file is missing; a folder without a manifest is unfinished.
         ValueError: the folder is of another version, or a file is truncated or changed.
     """
     root = Path(root)
@@ -117,9 +107,12 @@ def open_store(root: str | Path, *, check: bool = True) -> TokenStore:
     for split, entry in manifest["splits"].items():
         files = entry["files"]
         types = file_types(manifest["vocab_size"], prompts="prompts" in files, labels="labels" in files)
-        arrays = {}
+        arrays: dict[str, Any] = {}
         for ending, dtype in types.items():
-            arrays[ending] = _open_file(root / f"{split}.{ending}", files[ending], dtype, check)
+            path = root / f"{split}.{ending}"
+            _check_file(path, files[ending], check)
+            empty = not files[ending]["size"]
+            arrays[ending] = np.zeros(0, dtype) if empty else _Mapped(path.resolve(), dtype=dtype, mode="r")
         hashes = arrays.get("hashes")
         splits[split] = Corpus(
             arrays["tokens"],
@@ -135,19 +128,13 @@ def open_store(root: str | Path, *, check: bool = True) -> TokenStore:
         vocab_size=manifest["vocab_size"],
         separator=manifest["separator"],
         splits=splits,
+        checksums={split: entry["files"]["tokens"]["crc32"] for split, entry in manifest["splits"].items()},
         gzip_bits_per_byte=manifest["gzip_bits_per_byte"],
-        manifest=manifest,
-        fractions=manifest.get("fractions"),
     )
 
 
-def _open_file(path: Path, written: Mapping[str, int], dtype: Any, check: bool) -> Any:
-    _check_file(path, written, check)
-    return _Mapped(path.resolve(), dtype=dtype, mode="r") if written["size"] else np.zeros(0, dtype)
-
-
 class _Mapped(np.memmap):
-    """A mapped file that goes to another process by its path: numpy would send all of its numbers."""
+    """A mapped file that is pickled as its path; numpy would pickle all of its numbers."""
 
     def __reduce__(self) -> Any:
         if isinstance(self.base, mmap.mmap):
@@ -171,7 +158,7 @@ class SplitWriter:
         self._write("offsets", np.zeros(1, np.int64))
 
     def add(self, tokens: Tokens, lengths: Integers, byte_counts: Integers, **others: npt.NDArray[Any]) -> None:
-        """Add documents: their tokens end to end, their lengths and bytes, and the split's other files by ending."""
+        """Add documents: their tokens end to end, their lengths and bytes, and the split's other arrays by ending."""
         self._write("tokens", tokens)
         self._write("offsets", self._tokens + np.cumsum(lengths))
         self._write("bytes", byte_counts)
@@ -198,10 +185,10 @@ class SplitWriter:
 
 
 def stamp(path: str) -> list[Any]:
-    """The size and the times of a file, by which a later one is told from it; of a folder those of its files.
+    """The size and times of a file, which identify its content; for a folder those of its files.
 
-    Archives and copies give a file the time of its content, also one that other files had before. The time of its last
-    change on the disk (`st_ctime_ns`) cannot be given.
+    An archive or a copy can give a file an old modification time, but not the time of its last change on the disk
+    (`st_ctime_ns`).
     """
     try:
         if os.path.isdir(path):

@@ -1,10 +1,13 @@
-"""Tokenizers: bytes, which need no other library, and the tokenizer files of Hugging Face's `tokenizers`."""
+"""Tokenizers: bytes, and the tokenizer files of Hugging Face's `tokenizers`; text from tokens as they come.
+
+Bytes need no other library.
+"""
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +15,24 @@ import numpy as np
 import numpy.typing as npt
 
 from longseq import tokenizer_files
+from longseq.tasks.data.info import Info
 from longseq.tokenizer_files import SEPARATORS
 
 Tokens = npt.NDArray[np.integer[Any]]
+
+# Tokens that may wait for the rest of their character; a character of UTF-8 has at most four bytes.
+_LONGEST_WAIT = 4
+# Tokens that are decoded again with the next ones while no character is whole.
+_LONGEST_CONTEXT = 32
+_NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer(ABC):
     """Maps text to numbers below `vocab_size` and back.
 
     `separator` is the token that begins and ends each document. No text maps to it. `start` is the token in front of a
-    text that a model continues: the separator, or what a model of another library was trained with. With
-    `bare_prompts` it stands in front of whole documents and of an empty text alone.
+    text that a model continues: the separator, or the token that a model of another library was trained with. With
+    `bare_prompts` it stands only in front of whole documents and of an empty text.
     """
 
     vocab_size: int
@@ -32,19 +42,15 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
-        """The tokens of each text, without the separator. ValueError for text that is no Unicode (a lone surrogate)."""
+        """The tokens of each text, without the separator. ValueError for text with a lone surrogate."""
 
     @abstractmethod
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens; separators are left out, bytes that are not UTF-8 become U+FFFD."""
+        """The text of tokens. Separators are left out; bytes that are not UTF-8 become U+FFFD."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
         """Plain containers from which `tokenizer_from_dict` makes the tokenizer again."""
-
-    @abstractmethod
-    def describe(self) -> str:
-        """The tokenizer in a few words."""
 
     def encode(self, text: str) -> Tokens:
         """The tokens of one text."""
@@ -63,7 +69,6 @@ class ByteTokenizer(Tokenizer):
     separator = start = 256
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
-        # A lone surrogate raises UnicodeEncodeError, which is a ValueError.
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -72,26 +77,17 @@ class ByteTokenizer(Tokenizer):
     def to_dict(self) -> dict[str, Any]:
         return {"kind": "bytes"}
 
-    def describe(self) -> str:
-        return "bytes"
-
 
 class FileTokenizer(Tokenizer):
     """A tokenizer of the library `tokenizers`, from the JSON text of its file.
 
-    `separator` is the name of a token; by default the end-of-text token of well-known vocabularies. `start` is the name
-    of the token in front of a text, by default the separator. Tokens that a tokenizer adds around a text by itself are
-    left out; names of special tokens in a text are ordinary text. ValueError if the tokenizer has no such token.
+    `separator` is the name of a token, by default the end-of-text token of well-known vocabularies; `start` the name of
+    the token in front of a text, by default the separator. Tokens that a tokenizer adds around a text by itself are
+    left out; the name of a special token in a text is ordinary text. ValueError if the tokenizer has no such token.
     """
 
     def __init__(
-        self,
-        text: str,
-        separator: str | None = None,
-        name: str = "the tokenizer",
-        start: str | None = None,
-        *,
-        bare_prompts: bool = False,
+        self, text: str, separator: str | None = None, start: str | None = None, *, bare_prompts: bool = False
     ) -> None:
         from tokenizers import Tokenizer as Library
 
@@ -99,20 +95,20 @@ class FileTokenizer(Tokenizer):
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.separator_name, self.separator = self._find_token([separator] if separator else SEPARATORS, name)
-        self.start_name, self.start = self._find_token([start or self.separator_name], name)
+        self.separator_name, self.separator = self._find_token([separator] if separator else SEPARATORS)
+        self.start_name, self.start = self._find_token([start or self.separator_name])
         self.bare_prompts = bare_prompts
 
-    def _find_token(self, names: Sequence[str], tokenizer: str) -> tuple[str, int]:
+    def _find_token(self, names: Sequence[str]) -> tuple[str, int]:
         """The first of `names` that the tokenizer has, and its number."""
         for name in names:
             number = self._tokenizer.token_to_id(name)
             if number is not None:
                 return name, number
-        raise ValueError(f"{tokenizer} has none of the tokens {', '.join(names)}: name its separator")
+        raise ValueError(f"the tokenizer has none of the tokens {', '.join(names)}: name its separator")
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
-        # `encode_special_tokens` makes the tokenizer treat the separator's name in a text as ordinary text.
+        # The name of the separator in a text is ordinary text.
         self._tokenizer.encode_special_tokens = True
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(one.ids, dtype=np.uint32) for one in encoded]
@@ -125,29 +121,26 @@ class FileTokenizer(Tokenizer):
         own |= {"bare_prompts": True} if self.bare_prompts else {}
         return {"kind": "file", "separator": self.separator_name, "json": self._text, **own}
 
-    def describe(self) -> str:
-        return f"{json.loads(self._text)['model'].get('type') or 'tokenizer'} of {self.vocab_size} tokens"
-
 
 def read_tokenizer(choice: str, separator: str | None = None) -> Tokenizer:
-    """`bytes`, or the tokenizer of a file tokenizer.json, or of a folder that holds one, such as a saved model's.
+    """`bytes`, or the tokenizer of a file tokenizer.json, or of a folder with one, such as a saved model's.
 
-    A folder's tokenizer_config.json names the separator where `separator` does not.
+    By default the separator is the one that the folder's tokenizer_config.json names.
     """
     if choice == "bytes":
         return ByteTokenizer()
     path = Path(choice)
     if path.is_dir():
         path = path / tokenizer_files.TOKENIZER_FILE
-    return tokenizer_from_dict(tokenizer_files.read_tokenizer(path, separator), str(path))
+    return tokenizer_from_dict(tokenizer_files.read_tokenizer(path, separator))
 
 
-def tokenizer_from_dict(values: Mapping[str, Any], name: str = "the tokenizer") -> Tokenizer:
-    """The inverse of `Tokenizer.to_dict`; `name` is that of the tokenizer in messages."""
+def tokenizer_from_dict(values: Mapping[str, Any]) -> Tokenizer:
+    """The inverse of `Tokenizer.to_dict`."""
     if values["kind"] == "bytes":
         return ByteTokenizer()
     bare = bool(values.get("bare_prompts"))
-    return FileTokenizer(values["json"], values["separator"], name, values.get("start"), bare_prompts=bare)
+    return FileTokenizer(values["json"], values["separator"], values.get("start"), bare_prompts=bare)
 
 
 def trained_size(choice: str) -> int | None:
@@ -163,6 +156,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
+    def pieces(size: int = 1 << 16) -> Iterator[str]:
+        """Texts cut into pieces, which bounds the memory of the trainer."""
+        for text in texts:
+            for start in range(0, len(text), size):
+                yield text[start : start + size]
+
     tokenizer = Library(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -172,12 +171,122 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_pieces(texts), trainer=trainer)
+    tokenizer.train_from_iterator(pieces(), trainer=trainer)
     return FileTokenizer(tokenizer.to_str())
 
 
-def _pieces(texts: Iterable[str], size: int = 1 << 16) -> Iterator[str]:
-    """Texts cut into pieces, which bounds the memory of the trainer."""
-    for text in texts:
-        for start in range(0, len(text), size):
-            yield text[start : start + size]
+@dataclass(frozen=True)
+class TextInfo(Info):
+    """The vocabulary of a text and the windows in which a model reads it.
+
+    vocab_size: the number of tokens.
+    separator: the token that begins and ends each document.
+    window: the length of training windows in tokens.
+    tokenizer: what `Tokenizer.to_dict` returns.
+    sizes: the windows of each split.
+    text_bytes: the bytes that the targets of val and test stand for.
+    gzip_bits_per_byte: the bits per byte of the test documents after gzip -9, each by itself; None if unknown.
+    """
+
+    vocab_size: int
+    separator: int
+    window: int
+    tokenizer: dict[str, Any]
+    text_bytes: dict[str, int] = field(default_factory=dict)
+    gzip_bits_per_byte: float | None = None
+
+    _changed = "another text"  # a few other words may leave as many windows
+    _meaning = ("tokenizer", "separator")
+
+    def make_tokenizer(self) -> Tokenizer:
+        """The tokenizer of the text."""
+        return tokenizer_from_dict(self.tokenizer)
+
+    def describe(self) -> str:
+        return f"{self.vocab_size} tokens, windows of {self.window}"
+
+
+class TextStream:
+    """Turns tokens into text as they come; holds back tokens until their characters are whole.
+
+    `context` are the tokens before the first one: some tokenizers spell a token by those before it (blanks between
+    words).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._tokens = list(context)[-_LONGEST_WAIT:]  # the context of the next text, and the tokens that wait
+        self._read = len(self._tokens)  # the length of the context
+
+    def push(self, token: int) -> str:
+        """The text that a token completes, possibly none."""
+        self._tokens.append(token)
+        whole = self._tokenizer.decode(self._tokens)
+        text, waiting = whole[len(self._before(0)) :], len(self._tokens) - self._read
+        if not text:
+            return ""
+        if not text.endswith(_NO_CHARACTER):
+            return self._give(waiting)
+        if waiting < _LONGEST_WAIT:
+            return ""
+        # The first of these tokens is not part of a character. The last ones may still begin one and wait on.
+        return self._give(next(n for n in range(1, waiting + 1) if whole.startswith(self._before(n))))
+
+    def finish(self) -> str:
+        """The text that is held back at the end, with U+FFFD for bytes that form no character."""
+        return self._give(len(self._tokens) - self._read)
+
+    def _before(self, count: int) -> str:
+        """The text of the context and of the first `count` tokens that wait."""
+        return self._tokenizer.decode(self._tokens[: self._read + count])
+
+    def _give(self, count: int) -> str:
+        """The text of the first `count` tokens that wait; they become the context of the next text."""
+        before = self._before(count)
+        text = before[len(self._before(0)) :]
+        # Invalid bytes may count as one character with those before them, which stay until a character is whole.
+        forgotten = 0 if before.endswith(_NO_CHARACTER) and self._read < _LONGEST_CONTEXT else self._read
+        self._tokens, self._read = self._tokens[forgotten:], self._read + count - forgotten
+        return text
+
+
+class StopStrings:
+    """Passes text on up to the first of the stop strings, and holds back what may be the beginning of one.
+
+    `before` is text that was shown before; a stop string may have begun in it.
+    """
+
+    def __init__(self, stops: Sequence[str], before: str = "") -> None:
+        self._stops = list(stops)
+        begun = self._begun(before)
+        self._held = before[len(before) - begun :]
+        self._shown = begun  # characters of `_held` that were shown before
+        self.stopped = False
+
+    def push(self, text: str) -> str:
+        """The text that can be shown. After a stop string `stopped` is True, and nothing follows."""
+        if self.stopped:
+            return ""
+        self._held += text
+        found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            return self._show(min(found), "")
+        keep = len(self._held) - self._begun(self._held)
+        return self._show(keep, self._held[keep:])
+
+    def finish(self) -> str:
+        """The text that is held back at the end."""
+        return self._show(len(self._held), "")
+
+    def _show(self, count: int, held: str) -> str:
+        """The first `count` characters of `_held` except those that were shown before; `held` is what remains."""
+        shown = self._held[self._shown : count]
+        self._shown = max(self._shown - count, 0)
+        self._held = held
+        return shown
+
+    def _begun(self, text: str) -> int:
+        """The largest number of characters at the end of `text` that begin a stop string."""
+        sizes = (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
+        return max(sizes, default=0)

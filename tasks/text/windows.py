@@ -1,7 +1,8 @@
-"""Windows: which tokens of a corpus a row of a batch holds. Pure functions, without random numbers of their own.
+"""Windows: the tokens of a corpus in a row of a batch, and the samplers that choose the windows of each batch.
 
 A corpus is read as a ring: after its last document comes the first one. Place p predicts the token at place p + 1, so
-that each token of the corpus, separators included, is predicted once in a pass over it.
+a pass over the corpus predicts each of its tokens once, separators included. Windows have no random numbers; the
+samplers are functions of the seed, the epoch and the place in the epoch.
 """
 
 from __future__ import annotations
@@ -10,25 +11,22 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
+from torch.utils.data import Sampler
 
-from longseq.tasks.text.batch import IGNORED, Carry, TokenBatch, TokenInputs
+from longseq.tasks.data.sampler import EvaluationSampler, UpdateSampler, derive_seed
 from longseq.tasks.text.store import Corpus, Integers
 
-# Of a corpus, so many windows tell how many sequences a window has; a batch may have so many standard deviations more
-# than the mean; and lengths of `cu_seqlens` are multiples of this.
+# `most_sequences` counts the sequences of this many windows, and adds this many standard deviations to their mean.
 _WINDOWS = 100_000
 _DEVIATIONS = 5
-_STEP = 8
 
 
 class Span(NamedTuple):
-    """The places from `start` to `stop`. Only `start` must be below the corpus's size, because the corpus is a ring."""
+    """The places from `start` to `stop`; `stop` may be beyond the corpus's size, because the corpus is a ring."""
 
     start: int
     stop: int
@@ -48,13 +46,13 @@ class Windows(ABC):
 
     @abstractmethod
     def sequences(self) -> Integers:
-        """How many sequences each of some windows has, from all over the corpus: documents and parts of documents."""
+        """The numbers of sequences (documents and parts of documents) of some windows from all over the corpus."""
 
 
 class Concatenated(Windows):
-    """Windows of equal length, without regard to documents. For training the shorter rest is left out.
+    """Windows of equal length, whatever documents they cut.
 
-    Without `whole` the rest is a window too.
+    The rest of the corpus is a window too, unless all windows must be `whole`, as in training.
     """
 
     def __init__(self, corpus: Corpus, length: int, *, whole: bool) -> None:
@@ -75,12 +73,22 @@ class Concatenated(Windows):
 
 
 class Documents(Windows):
-    """Whole documents, packed by best fit, longest first. Longer ones than a window are cut into windows and a rest."""
+    """Whole documents, packed by best fit, longest first. Those longer than a window are cut into windows and a rest.
+
+    A piece of a document goes into the window with the least free room that can hold it. Equal pieces keep their order.
+    """
 
     def __init__(self, corpus: Corpus, length: int) -> None:
         super().__init__(corpus, length)
-        self._pieces, self._first = _best_fit(corpus.offsets, length)
-        self.count = len(self._first) - 1
+        starts, sizes = corpus.offsets[:-1], np.diff(corpus.offsets)
+        parts = -(-sizes // length)
+        number = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)  # of a piece in its document
+        begin = np.repeat(starts, parts) + number * length
+        size = np.minimum(length, np.repeat(starts + sizes, parts) - begin)
+        window, self.count = _best_fit(size, length)
+        self._pieces = np.stack([begin, begin + size], axis=1)[np.argsort(window, kind="stable")]
+        # The first piece of each window.
+        self._first = np.concatenate([[0], np.cumsum(np.bincount(window, minlength=self.count))]).astype(np.int64)
 
     def spans(self, index: int, shift: int = 0) -> list[Span]:
         return [Span(*map(int, piece)) for piece in self._pieces[self._first[index] : self._first[index + 1]]]
@@ -89,22 +97,14 @@ class Documents(Windows):
         return 1 + np.diff(self._first)  # the rest of a window, if there is one, is one more
 
 
-def _best_fit(offsets: Integers, length: int) -> tuple[np.ndarray, Integers]:
-    """Pieces of documents `[P, 2]` (start, stop) in the order of their windows, and the first piece of each window.
-
-    A piece goes into the window with the least free room that can hold it. Equal pieces keep their order.
-    """
-    starts, sizes = offsets[:-1], np.diff(offsets)
-    parts = -(-sizes // length)
-    number = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)  # of a piece in its document
-    begin = np.repeat(starts, parts) + number * length
-    size = np.minimum(length, np.repeat(starts + sizes, parts) - begin)
-    order = np.argsort(-size, kind="stable")
+def _best_fit(sizes: Integers, length: int) -> tuple[Integers, int]:
+    """The window of each piece, and the number of windows."""
+    order = np.argsort(-sizes, kind="stable")
     window = np.empty(len(order), np.int64)
     rooms: list[int] = []  # the sorted amounts of free room of all windows
     open_windows: defaultdict[int, list[int]] = defaultdict(list)
     count = 0
-    for piece, needed in zip(order.tolist(), size[order].tolist(), strict=True):
+    for piece, needed in zip(order.tolist(), sizes[order].tolist(), strict=True):
         at = bisect_left(rooms, needed)
         if at < len(rooms):
             room = rooms[at]
@@ -118,13 +118,11 @@ def _best_fit(offsets: Integers, length: int) -> tuple[np.ndarray, Integers]:
             if not open_windows[left]:
                 insort(rooms, left)
             open_windows[left].append(chosen)
-    by_window = np.argsort(window, kind="stable")
-    first = np.concatenate([[0], np.cumsum(np.bincount(window, minlength=count))]).astype(np.int64)
-    return np.stack([begin, begin + size], axis=1)[by_window], first
+    return window, count
 
 
 def most_sequences(cut: Sequence[Windows], rows: int) -> int:
-    """How many sequences a batch of windows that are drawn at random has, at the most, but for one in millions."""
+    """A number of sequences that a batch of `rows` randomly drawn windows exceeds once in millions."""
     found = []
     for windows in cut:
         if windows.count:
@@ -133,126 +131,150 @@ def most_sequences(cut: Sequence[Windows], rows: int) -> int:
     return math.ceil(max(found))
 
 
-class Row(NamedTuple):
-    """A row of a batch: spans of a corpus. `fresh` states that no earlier batch holds the tokens before the row."""
+class WindowIndex(NamedTuple):
+    """A window of a corpus, moved by `shift` places; `fresh` as in `longseq.tasks.text.batch.Row`."""
 
     corpus: int
-    spans: list[Span]
+    window: int
+    shift: int = 0
     fresh: bool = True
 
 
-class Assembler:
-    """Makes batches of rows of T tokens from corpora, all of one shape (see `TokenInputs`).
+class _WindowSampler(UpdateSampler[list[WindowIndex]]):
+    """A sampler whose epoch has `num_samples` windows. ValueError if these are fewer than an update needs."""
 
-    `sequences` is how many sequences a batch holds at the most, from which the length of `cu_seqlens` follows: kernels
-    have programs for them all. A batch with more gets twice the length. Without `reset_state` rows are not packed:
-    `[B, T]`, whatever documents are in them. `start` is the token that is read at the beginning of a document, by
-    default the separator; the separator alone is predicted.
+    def __init__(self, num_samples: int, length: int, batch_size: int, **options: int) -> None:
+        super().__init__(batch_size, **options)  # type: ignore[arg-type]
+        self.num_samples, needed = num_samples, self.effective_batch_size
+        if num_samples < needed:
+            raise ValueError(
+                f"the training split has {num_samples} windows of {length} tokens, and an update needs {needed}"
+            )
+
+
+class MixedSampler(_WindowSampler):
+    """Yields the windows of each batch, of several corpora by weights.
+
+    An epoch has as many windows as all corpora together. Without weights it is a pass over each of them. With weights
+    each corpus gives its share of the windows, and continues in the next epoch where it stopped. Each pass over a
+    corpus has its own order and shift. `options` are `seed`, `rank`, `world_size` and `accumulate`.
     """
 
     def __init__(
-        self,
-        corpora: Sequence[Corpus],
-        length: int,
-        rows: int,
-        *,
-        sequences: int,
-        separator: int,
-        reset_state: bool,
-        carries: bool,
-        start: int | None = None,
+        self, corpora: Sequence[Windows], batch_size: int, *, weights: Sequence[float] | None = None, **options: int
     ) -> None:
-        self.corpora, self.length, self.rows, self.separator = corpora, length, rows, separator
-        self.reset_state, self.carries = reset_state, carries
-        self.start = separator if start is None else start
-        self._slots = -(-sequences // _STEP) * _STEP
+        counts, length = [windows.count for windows in corpora], corpora[0].length
+        super().__init__(sum(counts), length, batch_size, **options)
+        self.corpora = corpora
+        if short := [windows.size for windows in corpora if weights is not None and windows.count == 0]:
+            raise ValueError(f"a corpus of {short[0]} tokens has no window of {length}")
+        self.shares = counts if weights is None else _shares(counts, weights)
 
-    def __call__(self, rows: Sequence[Row | None]) -> TokenBatch:
-        """The batch of at most B rows; rows that are None or missing have no targets."""
-        shape = (self.rows, self.length)
-        tokens, targets = np.full(shape, self.separator, np.int64), np.full(shape, IGNORED, np.int64)
-        fresh = np.ones(self.rows, bool)
-        borders: list[list[int]] = []  # of each row: where sequences begin
-        byte_count = 0
-        for index in range(self.rows):
-            row = rows[index] if index < len(rows) else None
-            begins = [0]
-            place = 0
-            for span in [] if row is None else row.spans:
-                assert row is not None
-                size = span.stop - span.start
-                inside = slice(place, place + size)
-                tokens[index, inside], targets[index, inside], starts, covered = self._read(row.corpus, span)
-                byte_count += covered
-                begins += [place, *(place + starts).tolist()]
-                if place == 0:
-                    fresh[index] = row.fresh or (self.reset_state and len(starts) > 0 and starts[0] == 0)
-                place += size
-            borders.append(sorted({*begins, *([place] if place < self.length else [])}))
-        cu_seqlens, first, last = self._pack(borders) if self.reset_state else (None, None, None)
-        flat = (1, -1) if self.reset_state else shape
-        inputs = TokenInputs(
-            tokens=torch.from_numpy(tokens.reshape(flat)),
-            cu_seqlens=cu_seqlens,
-            max_seqlen=self.length,
-            units=int((targets != IGNORED).sum()),
-            byte_count=byte_count,
-            carry=Carry(first, last, torch.from_numpy(fresh)) if self.carries else None,
-        )
-        return inputs, torch.from_numpy(targets.reshape(flat))
+    def shuffle(self) -> Callable[[int, int], list[WindowIndex]]:
+        effective, epoch = self.effective_batch_size, self.epoch
+        order = np.random.default_rng(derive_seed(self.seed, epoch)).permutation(self.num_samples)
+        ends = np.cumsum(self.shares)
+        passes: dict[tuple[int, int], tuple[np.ndarray, int]] = {}
 
-    def _read(self, number: int, span: Span) -> tuple[np.ndarray, np.ndarray, Integers, int]:
-        """Tokens and targets of a span, the places in it where documents begin, and the bytes of its targets."""
-        corpus = self.corpora[number]
-        size, length = len(corpus.tokens), span.stop - span.start
-        if span.stop < size:
-            read = np.asarray(corpus.tokens[span.start : span.stop + 1])
-        else:
-            read = np.asarray(corpus.tokens.take(range(span.start, span.stop + 1), mode="wrap"))
-        read = read.astype(np.int64)
-        tokens, targets = read[:-1], read[1:].copy()
-        starts: list[np.ndarray] = []
-        covered = 0
-        start, done = span.start, 0
-        while done < length:  # twice, where the span crosses the end of the ring
-            stop = min(start + length - done, size)
-            begun, bytes_here, ignored = self._documents(number, start, stop)
-            starts.append(begun - start + done)
-            for begin, end in ignored:
-                targets[begin - start + done : end - start + done] = IGNORED
-            covered += bytes_here
-            done += stop - start
-            start = 0
-        begins = np.concatenate(starts)
-        tokens[begins] = self.start  # targets are a copy
-        return tokens, targets, begins, covered
+        def find(sample: int) -> WindowIndex:
+            corpus = int(np.searchsorted(ends, sample, side="right"))
+            share, windows = self.shares[corpus], self.corpora[corpus]
+            draw = epoch * share + sample - (int(ends[corpus]) - share)
+            number, place = divmod(draw, windows.count)
+            if (corpus, number) not in passes:
+                random = np.random.default_rng(derive_seed(self.seed, corpus, number, 1))
+                passes[corpus, number] = random.permutation(windows.count), int(random.integers(windows.size))
+            places, shift = passes[corpus, number]
+            return WindowIndex(corpus, int(places[place]), shift)
 
-    def _documents(self, number: int, start: int, stop: int) -> tuple[Integers, int, list[tuple[int, int]]]:
-        """For the places from `start` to `stop`: where documents begin, the targets' bytes, the targets left out."""
-        corpus = self.corpora[number]
-        one = int(np.searchsorted(corpus.offsets, start, side="right")) - 1
-        other = int(np.searchsorted(corpus.offsets, stop, side="left"))
-        offsets = np.asarray(corpus.offsets[one : other + 1])
-        first = offsets[:-1] + (0 if corpus.prompts is None else corpus.prompts[one:other])
-        count = np.maximum(1, offsets[1:] - first)
-        before = np.clip(start - first, 0, count)  # targets of each document before `start`
-        until = np.clip(stop - first, 0, count)
-        total = np.asarray(corpus.byte_counts[one:other])
-        covered = int((total * until // count - total * before // count).sum())
-        ignored = []
-        if corpus.prompts is not None:
-            begins, ends = np.maximum(offsets[:-1], start), np.minimum(first, stop)
-            ignored = [(int(b), int(e)) for b, e in zip(begins, ends, strict=True) if b < e]
-        begun = offsets[:-1][offsets[:-1] >= start]
-        return begun.astype(np.int64), covered, ignored
+        def give(update: int, part: int) -> list[WindowIndex]:
+            chosen = order[update * effective + part : (update + 1) * effective : self.parts]
+            return [find(sample) for sample in chosen.tolist()]
 
-    def _pack(self, borders: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
-        """The borders of all rows in one tensor, padded to a fixed length; the first and last sequence of each row."""
-        counts = np.array([len(row) for row in borders])
-        ends = np.cumsum(counts)
-        slots = self._slots
-        while slots < ends[-1]:
-            slots *= 2
-        packed = np.full(slots + 1, self.rows * self.length, np.int32)
-        packed[: ends[-1]] = np.concatenate([index * self.length + np.array(row) for index, row in enumerate(borders)])
-        return torch.from_numpy(packed), torch.from_numpy(ends - counts), torch.from_numpy(ends - 1)
+        return give
+
+
+def _shares(counts: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """The number of windows of each corpus in an epoch: proportional to the weights, rounded by largest remainders."""
+    exact = np.array(weights) / sum(weights) * sum(counts)
+    shares = np.floor(exact).astype(int)
+    for corpus in np.argsort(shares - exact, kind="stable")[: sum(counts) - shares.sum()]:
+        shares[corpus] += 1
+    return shares.tolist()
+
+
+class StreamSampler(_WindowSampler):
+    """Yields windows of streams: row b of a batch continues row b of the batch before.
+
+    An epoch cuts the corpus, moved by a shift of its own, into as many streams as an effective batch has rows.
+    ValueError for accumulated batches, which would continue each other's rows.
+    """
+
+    def __init__(self, windows: Windows, batch_size: int, **options: int) -> None:
+        super().__init__(windows.count, windows.length, batch_size, **options)
+        if self.accumulate > 1:
+            raise ValueError(f"data.packing=streams accumulates no batches, not {self.accumulate}")
+        self.windows = windows
+
+    def shuffle(self) -> Callable[[int, int], list[WindowIndex]]:
+        updates = self.updates
+        shift = int(np.random.default_rng(derive_seed(self.seed, self.epoch)).integers(self.windows.size))
+
+        def give(update: int, part: int) -> list[WindowIndex]:
+            streams = range(part, self.effective_batch_size, self.parts)
+            return [WindowIndex(0, stream * updates + update, shift, fresh=update == 0) for stream in streams]
+
+        return give
+
+
+class EveryWindow(Sampler[list[WindowIndex]]):
+    """Yields batches for evaluation: every window of every corpus once over all ranks, as many batches on each rank.
+
+    After `keep_order` the windows are in their order, and only the last batches have fewer: rank r of n has every n-th
+    batch, from batch r on.
+    """
+
+    def __init__(self, counts: Sequence[int], batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
+        self.ends = np.cumsum(counts)
+        self.counts, self.world_size = counts, world_size
+        self.positions = EvaluationSampler(int(self.ends[-1]), batch_size, rank=rank, world_size=world_size)
+        self._in_order = False
+
+    def keep_order(self) -> None:
+        """Read the windows in their order, for predictions."""
+        self._in_order = True
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __iter__(self) -> Iterator[list[WindowIndex]]:
+        for positions in self._neighbours() if self._in_order else self.positions:
+            corpora = np.searchsorted(self.ends, positions, side="right").tolist()
+            yield [
+                WindowIndex(corpus, position - int(self.ends[corpus]) + self.counts[corpus])
+                for corpus, position in zip(corpora, positions, strict=True)
+            ]
+
+    def _neighbours(self) -> Iterator[list[int]]:
+        """Full batches of neighbours: a window that is missing in a batch would have predictions of its own."""
+        size, count = self.positions.batch_size, self.positions.num_samples
+        for number in range(len(self)):
+            first = (self.positions.rank + self.world_size * number) * size
+            yield list(range(first, min(first + size, count)))
+
+
+class EveryStream(Sampler[list[WindowIndex | None]]):
+    """Yields batches for evaluation of streams: the windows are cut into streams of nearly equal length."""
+
+    def __init__(self, count: int, batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
+        self.count, self.batch_size, self.rank, self.world_size = count, batch_size, rank, world_size
+        self.streams = batch_size * world_size
+
+    def __len__(self) -> int:
+        return -(-self.count // self.streams)
+
+    def __iter__(self) -> Iterator[list[WindowIndex | None]]:
+        length = len(self)
+        for step in range(length):
+            places = [(self.rank * self.batch_size + row) * length + step for row in range(self.batch_size)]
+            yield [WindowIndex(0, place, fresh=step == 0) if place < self.count else None for place in places]

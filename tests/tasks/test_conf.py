@@ -26,7 +26,7 @@ from longseq.tasks.image.info import DataInfo
 from longseq.tasks.probe.data import ProbeInfo
 from longseq.tasks.probe.generators import generator_options
 from longseq.tasks.text import corpora
-from longseq.tasks.text.info import TextInfo
+from longseq.tasks.text.tokenizer import TextInfo
 from longseq.tasks.training import logger, targets
 from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.recipe import Training

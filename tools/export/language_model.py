@@ -86,7 +86,7 @@ def export_language_model(
     and their values before the first token, and so does the file's metadata.
 
     The file is written in float32 from a copy on the CPU; the model does not change. `data` is what a checkpoint knows
-    of its text (see `longseq.tasks.text.info.TextInfo`).
+    of its text (see `longseq.tasks.text.tokenizer.TextInfo`).
 
     `longseq.tools.export.parity.compare` defines how far the file may be from the model.
 

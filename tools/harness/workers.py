@@ -14,7 +14,7 @@ from longseq import plugins
 from longseq.tasks.generate import TASKS, Generate, Writer
 from longseq.tasks.lm.likelihood import Likelihood, Row, score_rows
 from longseq.tasks.report import progress_bar
-from longseq.tasks.text.info import TextInfo
+from longseq.tasks.text.tokenizer import TextInfo
 from longseq.tasks.training import checkpoint
 
 Item = TypeVar("Item")

@@ -15,11 +15,10 @@ from longseq.tasks.config import read
 from longseq.tasks.lm.data import LanguageModelData
 from longseq.tasks.text import corpora
 from longseq.tasks.text.batch import IGNORED, TokenBatch
-from longseq.tasks.text.info import TextInfo
 from longseq.tasks.text.keys import TextDataKeys
 from longseq.tasks.text.prepare import prepare
 from longseq.tasks.text.sources import TEXT, find_parts
-from longseq.tasks.text.tokenizer import train_tokenizer
+from longseq.tasks.text.tokenizer import TextInfo, train_tokenizer
 
 TEXTS = [f"document {i}: " + "the cat sat on the mat; " * (i % 9) for i in range(80)]
 

@@ -9,8 +9,7 @@ from longseq import mixers
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks import generate
 from longseq.tasks.generate import Generate, Writer
-from longseq.tasks.text.stream import StopStrings, TextStream
-from longseq.tasks.text.tokenizer import ByteTokenizer
+from longseq.tasks.text.tokenizer import ByteTokenizer, StopStrings, TextStream
 
 PROMPTS = ["a", "some text", "", "état", "a longer prompt than the others"]
 KEYS = {

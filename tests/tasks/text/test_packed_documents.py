@@ -12,10 +12,9 @@ from torch import Tensor
 
 from longseq import mixers
 from longseq.backbones.tokens import TokenBackbone
-from longseq.state import map_state, select_state, state_tensors
-from longseq.tasks.text.batch import IGNORED, TokenInputs
-from longseq.tasks.text.sampler import EveryStream, EveryWindow, WindowBatches
-from longseq.tasks.text.windows import Assembler, Concatenated, Documents, Windows
+from longseq.tasks.lm.module import LanguageModelTask
+from longseq.tasks.text.batch import IGNORED, Assembler, TokenInputs, WindowBatches
+from longseq.tasks.text.windows import Concatenated, Documents, EveryStream, EveryWindow, Windows
 
 NAMES = mixers.mixer_names()
 LENGTHS = [5, 2, 9, 1, 4, 3]
@@ -84,22 +83,12 @@ def test_streams_that_carry_their_state_are_documents_read_whole(mixer: str) -> 
     corpus = make_corpus([30, 3, 15])
     windows = Concatenated(corpus, 7, whole=False)
     batches = assemble(windows, 2, carries=True)
-    rows: Any = None
+    module = LanguageModelTask(model)
     parts: list[list[Tensor]] = [[], []]
     with torch.no_grad():
         for batch in EveryStream(windows.count, 2):
             inputs, targets, _ = batches[batch]
-            carry = inputs.carry
-            assert carry is not None
-            assert inputs.cu_seqlens is not None
-            assert carry.first is not None
-            state = model.initial_state(len(inputs.cu_seqlens) - 1, dtype=torch.float64)
-            if rows is not None:
-                for row, place in enumerate(carry.first.tolist()):
-                    if not carry.fresh[row]:
-                        state = _put(state, place, select_state(rows, torch.tensor([row])))
-            logits, state = model(inputs.tokens, state, cu_seqlens=inputs.cu_seqlens)
-            rows = select_state(state, carry.last)
+            logits = model.forward_head(module._features(inputs, "evaluation"))
             for row, part in enumerate(parts):
                 asked = targets[0, 7 * row : 7 * row + 7] != IGNORED
                 part.append(logits[0, 7 * row : 7 * row + 7][asked])
@@ -110,15 +99,3 @@ def test_streams_that_carry_their_state_are_documents_read_whole(mixer: str) -> 
             pieces = [(a, b) for a, b in ((0, 30), (30, 33), (33, 48)) if b > first]
             expected = [model(torch.tensor([whole[max(a, first) : b]]))[0][0] for a, b in pieces]
             torch.testing.assert_close(stream, torch.cat(expected)[: len(stream)], rtol=1e-9, atol=1e-10)
-
-
-def _put(state: Any, place: int, row: Any) -> Any:
-    """`state` with its row `place` replaced."""
-    replaced = iter([tensor for _, tensor in state_tensors(row)])
-
-    def put(tensor: Tensor) -> Tensor:
-        tensor = tensor.clone()
-        tensor[place] = next(replaced)[0]
-        return tensor
-
-    return map_state(put, state)

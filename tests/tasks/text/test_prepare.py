@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longseq.tasks.text import prepare as module
-from longseq.tasks.text.documents import Document, hashes_of, split_numbers
+from longseq.tasks.text import documents as module
+from longseq.tasks.text.documents import hashes_of, split_numbers
 from longseq.tasks.text.prepare import prepare
-from longseq.tasks.text.sources import DELIMITERS, Columns, Malformed, find_parts, read_part, read_rows
+from longseq.tasks.text.sources import DELIMITERS, Columns, Document, Malformed, find_parts, read_part, read_rows
 from longseq.tasks.text.store import SPLITS, TokenStore, open_store
 from longseq.tasks.text.tokenizer import tokenizer_from_dict, train_tokenizer
 from longseq.tools import cli
@@ -89,7 +89,7 @@ WRITERS: dict[str, Callable[[Path, list[str]], None]] = {
 
 def run(source: Path, output: Path, *, size: int = 500, **options: Any) -> TokenStore:
     columns = options.pop("columns", Columns())
-    options = {"fractions": FRACTIONS, "processes": 1, "show_progress": False, **options}
+    options = {"fractions": FRACTIONS, "processes": 1, **options}
     prepare(find_parts([str(source)], columns, size=size), output, columns=columns, **options)
     return open_store(output)
 
@@ -330,7 +330,7 @@ def test_a_stream_is_read_shard_by_shard(tmp_path: Path, monkeypatch: pytest.Mon
     columns = Columns()
     parts = find_parts(["hfids/owner/name:small@validation"], columns)
     assert (len(parts), asked) == (3, [("owner/name", "small", "validation")])
-    prepare(parts, tmp_path / "out", columns=columns, fractions=FRACTIONS, processes=1, show_progress=False)
+    prepare(parts, tmp_path / "out", columns=columns, fractions=FRACTIONS, processes=1)
     assert documents(open_store(tmp_path / "out")) == split_texts(TEXTS)
 
 

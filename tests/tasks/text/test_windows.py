@@ -10,10 +10,18 @@ import numpy as np
 import pytest
 from corpora import SEPARATOR, make_corpus
 
-from longseq.tasks.text.batch import IGNORED, TokenBatch
-from longseq.tasks.text.sampler import EveryStream, EveryWindow, MixedSampler, StreamSampler, WindowBatches
+from longseq.tasks.text.batch import IGNORED, Assembler, Row, TokenBatch, WindowBatches
 from longseq.tasks.text.store import Corpus
-from longseq.tasks.text.windows import Assembler, Concatenated, Documents, Row, Windows, most_sequences
+from longseq.tasks.text.windows import (
+    Concatenated,
+    Documents,
+    EveryStream,
+    EveryWindow,
+    MixedSampler,
+    StreamSampler,
+    Windows,
+    most_sequences,
+)
 
 LENGTHS = [5, 2, 11, 1, 7, 2, 2, 30, 3]
 
