@@ -26,24 +26,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from longseq.tasks.data.sampler import BalancedDraw, UpdateSampler, derive_seed
-from longseq.tasks.text.batch import IGNORED
+from longseq.tasks.text.batch import IGNORED as IGNORED
 from longseq.tasks.text.store import Corpus, Integers
-
-__all__ = [
-    "IGNORED",
-    "Chosen",
-    "DocumentBatch",
-    "DocumentBatches",
-    "DocumentInputs",
-    "DocumentSampler",
-    "EveryDocument",
-    "PackedSampler",
-    "PaddedSampler",
-    "Split",
-    "crop",
-    "pack",
-    "truncate",
-]
 
 Tokens = npt.NDArray[np.integer[Any]]
 

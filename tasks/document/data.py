@@ -7,13 +7,12 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -25,33 +24,17 @@ from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place, f
 from longseq.tasks.data.module import TaskData, refuse_larger_shares, same_root
 from longseq.tasks.document import libraries as _libraries  # noqa: F401  registers its source
 from longseq.tasks.document import sources
-from longseq.tasks.document.batch import (
-    DocumentBatches,
-    DocumentSampler,
-    EveryDocument,
-    PackedSampler,
-    PaddedSampler,
-    Split,
-)
+from longseq.tasks.document.batch import DocumentBatches, EveryDocument, PackedSampler, PaddedSampler, Split
 from longseq.tasks.document.config import DocumentDataKeys, DocumentInfo
 from longseq.tasks.document.inputs import DocumentFiles
 from longseq.tasks.document.model import LINEAR
 from longseq.tasks.document.sources import Reader, Sample
+from longseq.tasks.text import store
 from longseq.tasks.text.corpora import in_cache
 from longseq.tasks.text.documents import Document, batched, encode
 from longseq.tasks.text.prepare import manifest_of
 from longseq.tasks.text.sources import Malformed
-from longseq.tasks.text.store import (
-    MANIFEST,
-    SPLITS,
-    TOKENIZER,
-    VERSION,
-    Corpus,
-    Integers,
-    SplitWriter,
-    file_types,
-    open_store,
-)
+from longseq.tasks.text.store import SPLITS, Integers
 from longseq.tasks.text.tokenizer import (
     ByteTokenizer,
     Tokenizer,
@@ -72,35 +55,24 @@ _BUDGET = 65536
 # The only split of a folder of prepared documents, and the list of unreadable documents in it.
 _DOCUMENTS, _LEFT_OUT = "documents", "left_out.txt"
 
-Hashes = npt.NDArray[np.uint64]
-
 _warn = rank_zero_only(logging.getLogger(__name__).warning)
 
 
 class DocumentData(TaskData):
     """Labelled documents for training, validation and test; `longseq.tasks.document.batch` explains the batches.
 
-    `source` names the source of the documents. With `files`, `root` is a file (jsonl, csv, tsv, parquet), a saved
-    Hugging Face set, a folder of these, or a folder with a folder of text files for each class; or `train`,
-    `validation` and `test` name such files below it. `text_column` and `label_column` are by default text and label.
-    `libraries` has Python files of eight installed libraries. See `longseq.tasks.document.sources` for others, which
-    read `options`.
+    With `source=files`, `root` is a file (jsonl, csv, tsv, parquet), a saved Hugging Face set, a folder of these, or a
+    folder with a folder of text files for each class; or `train`, `validation` and `test` name such files below it. See
+    `longseq.tasks.document.sources` for other sources, `longseq.tasks.data.labels.read_labels` for labels, and
+    `longseq.tasks.data.labels.find_weights` for `class_weights`.
 
     `validation` and `test` are files, or shares of the training documents, stratified by label (see `divide`). A
     warning counts the documents that are in two splits; with `duplicates=drop`, training and validation leave out what
-    test has, and training what validation has. A document has one label, or with `multi_label` any number (see
-    `longseq.tasks.data.labels.read_labels`). Unreadable documents are left out and listed, or with `on_bad_line=stop`
-    an error. `class_weights=balanced` weights the classes in the loss (see `longseq.tasks.data.labels.find_weights`).
-    `sampling=balanced` draws each class equally often instead, with several labels each document by its rarest one.
+    test has, and training what validation has. Unreadable documents are left out and listed, or with `on_bad_line=stop`
+    an error. `sampling=balanced` draws each class equally often, and documents of several labels by the rarest one.
 
-    `tokenizer` is bytes, a tokenizer.json or its folder, `train:SIZE` (trained on the training documents), or `init`,
-    the tokenizer of the checkpoint `init`. The default is `init` with a checkpoint, else bytes. `cache` keeps the
-    tokens, and `check` compares them with their checksums. `truncation` chooses the `max_length` tokens of a longer
-    document that are read, and `random_crops` a random window for each document and epoch of training.
-
-    `packing` puts the documents of a batch end to end (`packed`) or pads documents of similar lengths (`padded`).
-    `batch_size` and `eval_batch_size` count tokens. The documents of a batch are a function of (`seed`, epoch, place in
-    the epoch).
+    `tokenizer=train:SIZE` is trained on the training documents. Batch sizes count tokens. The documents of a batch are
+    a function of (`seed`, epoch, place in the epoch), and so are the windows of `random_crops`.
     """
 
     info_class = DocumentInfo
@@ -227,15 +199,11 @@ class DocumentData(TaskData):
         found = {name: self._prepare(reader, tokenizer, name) for name, reader in readers.items()}
         numbers = {name: np.arange(one.corpus.documents) for name, one in found.items()}
         if "train" in found and fractions:
-            numbers |= self._divide(found["train"], fractions)
+            numbers |= divide(found["train"], fractions, multi_label=self.keys.multi_label)
             found |= {name: found["train"] for name in fractions}
         found = {name: one for name, one in found.items() if name in wanted}
         self._report_left_out(found)
-        hashes = {name: np.asarray(one.corpus.hashes)[numbers[name]] for name, one in found.items()}
-        for name, repeated in find_repeats(hashes).items():
-            _warn(f"{len(repeated)} {name} documents are in a later split too (data.duplicates={self.keys.duplicates})")
-            if self.keys.duplicates == "drop":
-                numbers[name] = np.delete(numbers[name], repeated)
+        self._find_repeats(found, numbers)
         for name in found:
             if not len(numbers[name]):
                 raise ValueError(f"the {name} split has no document")
@@ -272,7 +240,7 @@ class DocumentData(TaskData):
             pin_memory=self.keys.pin_memory and torch.cuda.is_available(),
         )
 
-    def _sample(self, **place: int) -> DocumentSampler:
+    def _sample(self, **place: int) -> PackedSampler | PaddedSampler:
         train = self._splits["train"]
         if self.keys.packing == "padded":
             return PaddedSampler(train.lengths, self.batch_size, seed=self.seed, **place)
@@ -307,8 +275,8 @@ class DocumentData(TaskData):
             tokenizer = read_tokenizer(choice or "bytes", self.keys.separator)
         else:
             plain = self._prepare(readers["train"], ByteTokenizer(), "train")
-            numbers = self._divide(plain, fractions)["train"] if fractions else np.arange(plain.corpus.documents)
-            tokenizer = trained_tokenizer(plain, numbers, size, self.keys.cache)
+            chosen = divide(plain, fractions, multi_label=self.keys.multi_label)["train"]
+            tokenizer = trained_tokenizer(plain, chosen, size, self.keys.cache)
         if known is not None and not same_tokenizer(tokenizer.to_dict(), known):
             raise ValueError(f"data.tokenizer={choice} is another tokenizer than the model was trained with")
         return tokenizer
@@ -322,6 +290,7 @@ class DocumentData(TaskData):
         return data.get("tokenizer") or (saved.text or {}).get("tokenizer")
 
     def _prepare(self, reader: Reader, tokenizer: Tokenizer | Bare, split: str) -> Labelled:
+        """The documents of a reader as tokens, from the cache if it has them."""
         keys = self.keys
         given = getattr(keys, split, None)
         name = Path(os.path.abspath(given if isinstance(given, str) else keys.root or keys.source)).stem
@@ -330,7 +299,15 @@ class DocumentData(TaskData):
             "columns": [keys.text_column, keys.label_column, keys.label_delimiter, keys.multi_label],
             "options": dict(keys.options),
         }
-        return prepare_documents(name, reader, tokenizer, reading=reading, cache=keys.cache, check=keys.check)
+        made_by = {"kind": "bare", "vocab_size": tokenizer.vocab_size}
+        if not isinstance(tokenizer, Bare):
+            made_by = tokenizer.to_dict()
+        plan = [store.VERSION, reader.stamp, reading, made_by]
+        folder = in_cache(name, plan, keys.cache, store.MANIFEST, lambda folder: _write(reader, tokenizer, folder))
+        opened = store.open_store(folder, check=keys.check)
+        manifest: Any = opened.manifest
+        sets = [tuple(one) for one in manifest["label_sets"]]
+        return Labelled(opened.splits[_DOCUMENTS], sets, manifest["left_out"], folder)
 
     def _report_left_out(self, found: Mapping[str, Labelled]) -> None:
         """Warn of unreadable documents; with `on_bad_line=stop` they are a ValueError."""
@@ -342,10 +319,23 @@ class DocumentData(TaskData):
                 raise ValueError(message)
             _warn(message)
 
-    def _divide(self, found: Labelled, fractions: Mapping[str, float]) -> dict[str, Integers]:
-        corpus: Any = found.corpus
-        numbers = divide(corpus.labels, found.sets, corpus.hashes, fractions, multi_label=self.keys.multi_label)
-        return {name: chosen for name, chosen in numbers.items() if name == "train" or name in fractions}
+    def _find_repeats(self, found: Mapping[str, Labelled], numbers: dict[str, Integers]) -> None:
+        """Warn of documents that a later split has too; with `duplicates=drop` remove them from `numbers`."""
+        pair = [("a", "<u8"), ("b", "<u8")]
+        hashes = {
+            name: np.ascontiguousarray(np.asarray(one.corpus.hashes)[numbers[name]]).view(pair).reshape(-1)
+            for name, one in found.items()
+        }
+        for place, name in enumerate(SPLITS):
+            later = [hashes[other] for other in SPLITS[place + 1 :] if other in hashes]
+            if name not in hashes or not later:
+                continue
+            repeated = np.flatnonzero(np.isin(hashes[name], np.concatenate(later)))
+            if not len(repeated):
+                continue
+            _warn(f"{len(repeated)} {name} documents are in a later split too (data.duplicates={self.keys.duplicates})")
+            if self.keys.duplicates == "drop":
+                numbers[name] = np.delete(numbers[name], repeated)
 
     def _finish(
         self, found: Mapping[str, Labelled], numbers: Mapping[str, Integers], tokenizer: Tokenizer | Bare
@@ -434,34 +424,10 @@ class Bare:
 class Labelled:
     """The prepared documents of a split, with the labels `sets[corpus.labels]`."""
 
-    corpus: Corpus
+    corpus: store.Corpus
     sets: list[Labels]
     left_out: int
     folder: Path
-
-
-def prepare_documents(
-    name: str,
-    reader: Reader,
-    tokenizer: Tokenizer | Bare,
-    *,
-    reading: Mapping[str, Any],
-    cache: str | None,
-    check: bool,
-) -> Labelled:
-    """The documents of a reader as tokens, from the cache if it has them.
-
-    `reading` are the keys that decide, with the reader's stamp, what the reader gives.
-    """
-    made_by = {"kind": "bare", "vocab_size": tokenizer.vocab_size}
-    if not isinstance(tokenizer, Bare):
-        made_by = tokenizer.to_dict()
-    plan = [VERSION, reader.stamp, dict(reading), made_by]
-    folder = in_cache(name, plan, cache, MANIFEST, lambda folder: _write(reader, tokenizer, folder))
-    store = open_store(folder, check=check)
-    manifest: Any = store.manifest
-    sets = [tuple(one) for one in manifest["label_sets"]]
-    return Labelled(store.splits[_DOCUMENTS], sets, manifest["left_out"], folder)
 
 
 def trained_tokenizer(prepared: Labelled, numbers: Integers, size: int, cache: str | None) -> Tokenizer:
@@ -474,14 +440,14 @@ def trained_tokenizer(prepared: Labelled, numbers: Integers, size: int, cache: s
     plan = [prepared.folder.name, hashlib.sha256(numbers.tobytes()).hexdigest(), size]
 
     def write(folder: Path) -> None:
-        write_text(folder / TOKENIZER, train_tokenizer(texts, size).to_dict()["json"])
+        write_text(folder / store.TOKENIZER, train_tokenizer(texts, size).to_dict()["json"])
 
-    return read_tokenizer(str(in_cache("tokenizer", plan, cache, TOKENIZER, write)))
+    return read_tokenizer(str(in_cache("tokenizer", plan, cache, store.TOKENIZER, write)))
 
 
 def _write(reader: Reader, tokenizer: Tokenizer | Bare, folder: Path) -> None:
     """Write the files of prepared documents, the manifest last."""
-    writer = SplitWriter(folder, _DOCUMENTS, file_types(tokenizer.vocab_size, labels=True))
+    writer = store.SplitWriter(folder, _DOCUMENTS, store.file_types(tokenizer.vocab_size, labels=True))
     numbers: dict[Labels, int] = {}
     left_out: list[str] = []
     for batch in batched(_readable(reader.read(), left_out)):
@@ -490,8 +456,8 @@ def _write(reader: Reader, tokenizer: Tokenizer | Bare, folder: Path) -> None:
         writer.add(tokens, lengths, byte_counts, labels=labels, hashes=hashes)
     (folder / _LEFT_OUT).write_text("".join(f"{line}\n" for line in left_out), encoding="utf-8")
     if isinstance(tokenizer, Bare):
-        kind = {"kind": "bare"}
-        entries = {"version": VERSION, "vocab_size": tokenizer.vocab_size, "separator": None, "tokenizer": kind}
+        entries = {"version": store.VERSION, "vocab_size": tokenizer.vocab_size}
+        entries |= {"separator": None, "tokenizer": {"kind": "bare"}}
     else:
         entries = manifest_of(tokenizer, folder)
     manifest = {
@@ -501,7 +467,7 @@ def _write(reader: Reader, tokenizer: Tokenizer | Bare, folder: Path) -> None:
         "label_sets": list(numbers),
         "left_out": len(left_out),
     }
-    write_text(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    write_text(folder / store.MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
 def _readable(samples: Iterable[Sample | Malformed], left_out: list[str]) -> Iterator[Sample]:
@@ -528,16 +494,15 @@ def _encode(batch: list[Sample], tokenizer: Tokenizer | Bare) -> tuple[Any, Any,
     return encoded.tokens, encoded.lengths, encoded.byte_counts, encoded.hashes
 
 
-def divide(
-    labels: Integers, sets: Sequence[Labels], hashes: Hashes, fractions: Mapping[str, float], *, multi_label: bool
-) -> dict[str, Integers]:
-    """The numbers of the documents of each split of SPLITS, stratified by label.
+def divide(found: Labelled, fractions: Mapping[str, float], *, multi_label: bool) -> dict[str, Integers]:
+    """The numbers of the documents of train and of the splits that `fractions` names, stratified by label.
 
     Of the documents of a label, the share `fractions["validation"]` goes to validation and `fractions["test"]` to test,
     at least one to each if there are enough. Hashes of the contents choose them, so that a split depends on neither the
     order of a file nor a seed, and equal documents go to the same split. A document of several labels counts for its
     rarest one. ValueError for a class of one document, which cannot be both trained on and measured.
     """
+    labels, hashes, sets = np.asarray(found.corpus.labels), np.asarray(found.corpus.hashes), found.sets
     counts: Counter[str] = Counter()
     for number, count in zip(*np.unique(labels, return_counts=True), strict=True):
         counts.update(dict.fromkeys(sets[number], int(count)))
@@ -558,16 +523,4 @@ def divide(
                 size = min(room, max(1, round(fractions[name] * len(members))))
                 split[members[start : start + size]] = SPLITS.index(name)
                 start, room = start + size, room - size
-    return {name: np.flatnonzero(split[group] == index) for index, name in enumerate(SPLITS)}
-
-
-def find_repeats(hashes: Mapping[str, Hashes]) -> dict[str, Integers]:
-    """The places in training of documents that validation or test have too, and in validation that test has."""
-    pair = [("a", "<u8"), ("b", "<u8")]
-    keys = {split: np.ascontiguousarray(found).view(pair).reshape(-1) for split, found in hashes.items()}
-    repeats = {}
-    for number, split in enumerate(SPLITS):
-        held = [keys[name] for name in SPLITS[number + 1 :] if name in keys]
-        if split in keys and held:
-            repeats[split] = np.flatnonzero(np.isin(keys[split], np.concatenate(held)))
-    return {split: places for split, places in repeats.items() if len(places)}
+    return {name: np.flatnonzero(split[group] == SPLITS.index(name)) for name in ("train", *fractions)}

@@ -182,7 +182,8 @@ class DocumentTask(ClassifierModule):
         packing = _packing_of(inputs)
         self._plugin_mixers.check(self.backbone, packing, inputs.mask)
         logits = self._train_read(inputs.tokens, packing, inputs.mask)
-        return self.mean_of_update(self._summed_loss(logits, targets, inputs.numbers >= 0))
+        losses = self._losses(logits.float(), targets, self.label_smoothing, self._class_weights)
+        return self.mean_of_update(torch.where(inputs.numbers >= 0, losses, 0.0).sum())
 
     def count_targets(self, batch: DocumentBatch) -> int:
         """The number of documents of a batch."""
@@ -194,12 +195,8 @@ class DocumentTask(ClassifierModule):
         real = inputs.numbers >= 0
         self._plugin_mixers.check(self.backbone, _packing_of(inputs), inputs.mask)
         logits, targets = self(inputs)[real].float(), targets[real]
-        if self.info.multi_label:
-            losses = functional.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1)
-        else:
-            losses = functional.cross_entropy(logits, targets, reduction="none")
         if len(targets):
-            metrics["loss"].update(losses.mean(), weight=len(targets))
+            metrics["loss"].update(self._losses(logits, targets).mean(), weight=len(targets))
         classes = targets.long()
         probabilities = self.rankable(logits)
         self.measure(probabilities, classes, metrics, stage)
@@ -229,20 +226,14 @@ class DocumentTask(ClassifierModule):
         flops: Any = cache(self.backbone.flops)  # type: ignore[arg-type]
         return 3 * sum(flops(length) for length in batch[0].lengths.tolist() if length)
 
-    def _summed_loss(self, logits: Tensor, targets: Tensor, real: Tensor) -> Tensor:
-        """The sum `[]` of the losses of the documents in the places `real [N]`."""
-        logits, smoothing, weights = logits.float(), self.label_smoothing, self._class_weights
+    def _losses(self, logits: Tensor, targets: Tensor, smoothing: float = 0.0, weights: Tensor | None = None) -> Tensor:
+        """The loss of each document, `[N]`."""
         if self.info.multi_label:
             softened = targets * (1 - smoothing) + smoothing / 2
             losses = functional.binary_cross_entropy_with_logits(logits, softened, reduction="none")
-            if weights is not None:
-                losses = losses * torch.where(targets > 0, weights, 1.0)
-            losses = losses.mean(dim=1)
-        else:
-            losses = functional.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
-            if weights is not None:
-                losses = losses * weights[targets.clamp(min=0)]
-        return torch.where(real, losses, 0.0).sum()
+            return (losses if weights is None else losses * torch.where(targets > 0, weights, 1.0)).mean(dim=1)
+        losses = functional.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
+        return losses if weights is None else losses * weights[targets.clamp(min=0)]
 
 
 class LinearTask(DocumentTask):
