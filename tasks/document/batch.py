@@ -31,14 +31,9 @@ from longseq.tasks.text.store import Corpus, Integers
 
 Tokens = npt.NDArray[np.integer[Any]]
 
-# A row is filled from so many of the next documents in the order.
-_POOL = 256
-
-# The length of rows is chosen by so many documents.
-_SAMPLE = 10000
-
-# The least share of real tokens in a group of padded batches, see `group`.
-_REAL = 0.96
+_POOL = 256  # the next documents of the order, from which `pack` fills a row
+_SAMPLE = 10000  # the documents by which `row_count` chooses the length of rows
+_REAL = 0.96  # the least share of real tokens in a group of padded batches, see `group`
 
 
 class DocumentInputs(NamedTuple):
@@ -267,8 +262,7 @@ class PackedSampler(DocumentSampler):
         packed = self._pack(0)
         self._updates = len(packed) // self.rows
         # Other epochs may read slightly more or fewer tokens than the first.
-        read = [number for row in packed[: self._updates * self.rows] for number in row]
-        self.tokens_per_epoch = int(lengths[read].sum())
+        self.tokens_per_epoch = sum(int(lengths[row].sum()) for row in packed[: self._updates * self.rows])
         if self._updates == 0:
             raise ValueError(f"the training split has {int(lengths.sum())} tokens, and an update needs {effective}")
 
@@ -285,8 +279,7 @@ class PackedSampler(DocumentSampler):
 
         def give(update: int, part: int) -> Chosen:
             own = rows[update * self.rows + part : (update + 1) * self.rows : self.parts]
-            numbers = [number for row in own for number in row]
-            return Chosen(numbers, self.places, epoch=epoch)  # type: ignore[arg-type]
+            return Chosen([number for row in own for number in row], self.places, epoch=epoch)  # type: ignore[arg-type]
 
         return give
 
@@ -311,17 +304,17 @@ class PaddedSampler(DocumentSampler):
     def __init__(self, lengths: Integers, batch_size: int, **place: int) -> None:
         super().__init__(lengths, batch_size, **place)  # type: ignore[arg-type]
         self._order = np.argsort(-lengths, kind="stable")
-        self.groups = group(lengths[self._order], self.effective_batch_size)
+        self._groups = group(lengths[self._order], self.effective_batch_size)
 
     @property
     def updates(self) -> int:
-        return sum(-(-(one.stop - one.start) // one.rows) for one in self.groups)
+        return sum(-(-(one.stop - one.start) // one.rows) for one in self._groups)
 
     def shuffle(self) -> Callable[[int, int], Chosen]:
         epoch = self.epoch
         random = np.random.default_rng(derive_seed(self.seed, epoch))
         batches: list[tuple[Group, Any]] = []
-        for one in self.groups:
+        for one in self._groups:
             order = random.permutation(self._order[one.start : one.stop])
             batches += [(one, order[at : at + one.rows]) for at in range(0, len(order), one.rows)]
         turns = random.permutation(len(batches))
@@ -364,7 +357,15 @@ class EveryDocument(Sampler[Chosen]):
         """Read the documents in the order of the split, as predictions need: rank r of n has every n-th batch from r
         on. Padded batches of neighbours have more padding than batches of similar lengths.
         """
-        rows = neighbours(self._lengths, self.budget, self._slots if self._packed else None)
+        rows: list[list[int]] = [[]]
+        tokens = longest = 0
+        for number, length in enumerate(self._lengths.tolist()):
+            tokens, longest, count = tokens + length, max(longest, length), len(rows[-1])
+            size = tokens if self._packed else longest * (count + 1)
+            if size > self.budget or (self._packed and count == self._slots):
+                rows.append([])
+                tokens, longest = length, length
+            rows[-1].append(number)
         if self._packed:
             self._batches = [Chosen(row, self._places) for row in rows]
         else:
@@ -377,24 +378,6 @@ class EveryDocument(Sampler[Chosen]):
         for first in range(0, len(self._batches), self.world_size):
             at = first + self.rank
             yield self._batches[at] if at < len(self._batches) else self._batches[first]._replace(documents=[])
-
-
-def neighbours(lengths: Integers, budget: int, slots: int | None) -> Iterator[list[int]]:
-    """Rows of neighbouring documents, in order: as many as fit into `budget` tokens.
-
-    A packed row has at most `slots` documents. With None the documents are padded to the longest of their row.
-    """
-    row: list[int] = []
-    tokens = longest = 0
-    for number, length in enumerate(lengths.tolist()):
-        tokens, longest = tokens + length, max(longest, length)
-        full = longest * (len(row) + 1) > budget if slots is None else tokens > budget or len(row) == slots
-        if row and full:
-            yield row
-            row, tokens, longest = [], length, length
-        row.append(number)
-    if row:
-        yield row
 
 
 def row_count(lengths: Integers, budget: int, most: int = 1024) -> int:
@@ -486,7 +469,10 @@ def group(lengths: Integers, budget: int) -> list[Group]:
     while start < len(lengths):
         longest = int(lengths[start])
         most = min(_even(budget // longest), len(lengths) - start)
-        for batches, rows in _choices(most):
+        choices = [(batches, most) for batches in (8, 4, 2, 1)]
+        while (most := _even(most // 2)) >= 8:
+            choices.append((1, most))
+        for batches, rows in choices:
             stop = min(start + batches * rows, len(lengths))
             if lengths[start:stop].sum() >= _REAL * -(-(stop - start) // rows) * rows * longest:
                 break
@@ -497,13 +483,6 @@ def group(lengths: Integers, budget: int) -> list[Group]:
 
 def _even(rows: int) -> int:
     return rows - rows % 8 if rows > 8 else rows
-
-
-def _choices(most: int) -> Iterator[tuple[int, int]]:
-    """Pairs of a number of batches and a number of documents in each."""
-    yield from ((batches, most) for batches in (8, 4, 2, 1))
-    while (most := _even(most // 2)) >= 8:
-        yield 1, most
 
 
 def real_share(lengths: Integers, rows: Sequence[Sequence[int]], row: int) -> float:

@@ -240,20 +240,12 @@ class LinearTask(DocumentTask):
     """Fits the linear model to all training documents at the beginning of a run, and measures it as any other.
 
     An epoch of one batch with a learning rate of 0 follows, after which the Trainer validates, saves and tests. Each of
-    several processes fits the same model. Without `keys`, the keys of the model, the task can only measure. `measured`
-    are the options of `DocumentTask` for metrics and thresholds.
+    several processes fits the same model. Without `keys`, the keys of the model, the task can only measure. `options`
+    are those of `DocumentTask`.
     """
 
-    def __init__(
-        self,
-        backbone: LinearTextClassifier,
-        *,
-        info: DocumentInfo,
-        keys: LinearModelKeys | None = None,
-        training: Training | None = None,
-        **measured: Any,
-    ) -> None:
-        super().__init__(backbone, info=info, training=training, **measured)
+    def __init__(self, backbone: LinearTextClassifier, *, keys: LinearModelKeys | None = None, **options: Any) -> None:
+        super().__init__(backbone, **options)
         self.keys = keys
 
     @property

@@ -184,13 +184,9 @@ def _labelled(one: Document | Malformed, keys: DocumentDataKeys, root: str) -> S
 
 # --- Long Range Arena (Tay et al., 2020), section 2.2; files are read as in its code. Its task on text is data=imdb
 
-# The numbers of ListOps' expressions in the arena.
-_EXPRESSIONS = {"train": 96_000, "validation": 2_000, "test": 2_000}
-
-# The token before each text of a pair, after the 256 bytes.
-_BEGIN = 256
-
-_LEVELS = 256
+_EXPRESSIONS = {"train": 96_000, "validation": 2_000, "test": 2_000}  # of ListOps
+_BEGIN = 256  # the token before each text of a pair, after the 256 bytes
+_LEVELS = 256  # of grey
 _HARDEST = "curv_contour_length_14"  # the folder of pathfinder's longest paths, which the arena takes
 
 

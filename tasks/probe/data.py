@@ -55,7 +55,7 @@ class ProbeDataModule(TaskData):
         self.keys = keys = read(ProbeDataKeys, vars(keys), "data")
         self.batch_size, self.eval_batch_size = batch_size, keys.eval_batch_size or batch_size
         self.seed = seed
-        self._splits: dict[str, list[Slice]] | None = None
+        self._splits: dict[str, list[Slice]] = {}
         self._info: ProbeInfo | None = None
 
     @classmethod
@@ -103,12 +103,11 @@ class ProbeDataModule(TaskData):
 
     def slices(self, split: str) -> list[Slice]:
         """The slices of train, validation or test; available after `setup`."""
-        assert self._splits is not None, "call setup() first"
         return self._splits[split]
 
     def setup(self, stage: str | None = None) -> None:
         """Generate the sets, or read them from the cache; a second call does nothing."""
-        if self._splits is not None:
+        if self._splits:
             return
         keys = self.keys
         described = {split: getattr(keys, split) for split in SPLITS}

@@ -17,12 +17,9 @@ import numpy as np
 
 from longseq.tasks.data.generators import IGNORED, Integers, Samples, distinct, draw, listops, next_token_labels
 
-__all__ = ["GENERATORS", "IGNORED", "Samples", "draw", "generator_options", "is_own", "preset", "register"]
+__all__ = ["GENERATORS", "IGNORED", "Samples", "draw", "generator_options", "preset", "register"]
 
 Generator = TypeVar("Generator", bound=Callable[..., Samples])
-
-
-FILLERS = ("zero", "random")
 
 
 def mqar(
@@ -43,8 +40,8 @@ def mqar(
 
     Source: Zoology (Arora et al., 2023), section 4 and appendix E.
     """
-    if filler not in FILLERS:
-        raise ValueError(f"filler={filler!r} is not one of {', '.join(FILLERS)}")
+    if filler not in ("zero", "random"):
+        raise ValueError(f"filler={filler!r} is neither zero nor random")
     half, context = vocab_size // 2, 2 * pairs
     keys = distinct(random, samples, pairs, 1, half)
     values = distinct(random, samples, pairs, half, vocab_size)
@@ -306,9 +303,6 @@ def _right_aligned(
     return sequence, marks
 
 
-MOST_LETTERS = 62
-
-
 def regbench(
     random: np.random.Generator,
     samples: int,
@@ -331,8 +325,8 @@ def regbench(
     Source: In-Context Language Learning: Architectures and Algorithms (Akyürek et al., 2024), section 3.
     """
     most = vocab_size - 2
-    if not 1 <= letters[0] <= letters[1] <= most <= MOST_LETTERS:
-        raise ValueError(f"letters={list(letters)} must lie in 1 ... {min(most, MOST_LETTERS)}")
+    if not 1 <= letters[0] <= letters[1] <= most <= 62:  # `allowed` has 62 bits
+        raise ValueError(f"letters={list(letters)} must lie in 1 ... {min(most, 62)}")
     targets = _automata(random, samples, states, letters, edges, most)
     length = random.integers(string_length[0], string_length[1], (samples, strings[1]), endpoint=True)
     count = random.integers(strings[0], strings[1], samples, endpoint=True)
@@ -442,11 +436,6 @@ def register(name: str) -> Callable[[Generator], Generator]:
         return generator
 
     return enter
-
-
-def is_own(name: str) -> bool:
-    """True for a generator of longseq, False for a plug-in's."""
-    return GENERATORS[name].__module__.startswith("longseq.")
 
 
 def preset(name: str) -> dict[str, Any]:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
+from longseq.plugins import is_foreign
 from longseq.tasks.data.generators import Integers
 from longseq.tasks.data.sampler import EvaluationSampler, UpdateSampler, derive_seed
-from longseq.tasks.probe.generators import GENERATORS, IGNORED, Samples, draw, generator_options, is_own
+from longseq.tasks.probe.generators import GENERATORS, IGNORED, Samples, draw, generator_options
 
 # Keys of a slice that are not options of its generator.
 _OWN_KEYS = ("samples", "name")
@@ -59,7 +60,7 @@ def make_splits(
     source may change.
     """
     options = generator_options(generator) | dict(options)
-    if folder is None or not is_own(generator):
+    if folder is None or is_foreign(GENERATORS[generator]):
         return _make(generator, options, splits, seed)
     described = {split: [dict(one) for one in listed] for split, listed in splits.items()}
     content = json.dumps([generator, options, described, seed], sort_keys=True)
