@@ -88,7 +88,7 @@ class Source:
 
 
 TEXT_KEYS = ("tokenizer", "separator", "validation", "test")
-_OPTIONAL = ("root", "train", "text_column", "label_column", "label_delimiter", "options", *TEXT_KEYS)
+_FILE_KEYS = ("root", "train", "text_column", "label_column", "label_delimiter", *TEXT_KEYS)
 
 SOURCES: dict[str, Source] = {}
 
@@ -127,7 +127,7 @@ def find(keys: DocumentDataKeys) -> Source:
     if keys.source not in SOURCES:
         raise ValueError(f"data.source={keys.source} is unknown: choose one of {', '.join(sorted(SOURCES))}")
     source = SOURCES[keys.source]
-    for name in _OPTIONAL:
+    for name in (*_FILE_KEYS, "options"):
         if getattr(keys, name) not in (None, {}) and name not in source.reads:
             raise ValueError(f"data.{name} is not read by data.source={keys.source}")
     return source
@@ -323,7 +323,7 @@ def _read_paths(root: Path, listing: list[Path], split: str) -> Iterator[Sample 
             yield Malformed(Place(str(file)), str(error))
 
 
-register("files", Source(_open_files, reads=(*_OPTIONAL[:5], *TEXT_KEYS)))
+register("files", Source(_open_files, reads=_FILE_KEYS))
 register("lra_listops", Source(_listops, reads=("options",)))
 register("lra_image", Source(_image, reads=("root",)))
 register("lra_retrieval", Source(_retrieval, reads=("root", "options")))
