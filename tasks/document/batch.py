@@ -7,8 +7,8 @@ A loader yields `(DocumentInputs, targets)`. All documents of a packed batch lie
     logits = model(inputs.tokens, cu_seqlens=packing)                 # [N, classes]
     loss = cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
-A batch has more places (N) than documents, so that packed batches of a loader have the same shapes, and each process
-has as many batches. An empty place has no target: IGNORED, or zeros for several labels, and the document number -1.
+A batch may have more places (N) than documents, so that packed batches of a loader have the same shapes, and all
+processes have as many batches. An empty place has the document number -1 and no target: IGNORED, or zeros for labels.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class DocumentSampler(UpdateSampler[Chosen]):
     """Yields the documents of each training batch; `batch_size` is the token budget of a device.
 
     `lengths` are the tokens of each document of the split after truncation. All batches have `places`, unless it is
-    None. ValueError for a document longer than the budget, or too few documents for an update.
+    None. ValueError for a document longer than the budget.
     """
 
     repeats = 1
@@ -243,7 +243,8 @@ class PackedSampler(DocumentSampler):
     An effective batch consists of rows of equal length, which devices and accumulated batches share; their number
     depends only on its size and the documents' lengths. Each epoch packs all documents anew, in its own order, and
     leaves out the last rows if they do not fill an effective batch. With `classes [N]` an epoch draws as many
-    documents, each class equally often (see `longseq.tasks.data.sampler.BalancedSampler`).
+    documents, each class equally often (see `longseq.tasks.data.sampler.BalancedSampler`). ValueError for fewer tokens
+    than an update needs, and for rows that the devices and accumulated batches cannot share evenly.
     """
 
     def __init__(

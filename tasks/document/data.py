@@ -72,7 +72,7 @@ class DocumentData(TaskData):
     an error. `sampling=balanced` draws each class equally often, and documents of several labels by the rarest one.
 
     `tokenizer=train:SIZE` is trained on the training documents. Batch sizes count tokens. The documents of a batch are
-    a function of (`seed`, epoch, place in the epoch), and so are the windows of `random_crops`.
+    a function of (`seed`, epoch, place in the epoch), and the windows of `random_crops` of (`seed`, epoch, document).
     """
 
     info_class = DocumentInfo
@@ -455,13 +455,11 @@ def _write(reader: Reader, tokenizer: Tokenizer | Bare, folder: Path) -> None:
         tokens, lengths, byte_counts, hashes = _encode(batch, tokenizer)
         writer.add(tokens, lengths, byte_counts, labels=labels, hashes=hashes)
     (folder / _LEFT_OUT).write_text("".join(f"{line}\n" for line in left_out), encoding="utf-8")
-    if isinstance(tokenizer, Bare):
-        entries = {"version": store.VERSION, "vocab_size": tokenizer.vocab_size}
-        entries |= {"separator": None, "tokenizer": {"kind": "bare"}}
-    else:
-        entries = manifest_of(tokenizer, folder)
-    manifest = {
-        **entries,
+    manifest: dict[str, Any] = {"version": store.VERSION, "vocab_size": tokenizer.vocab_size}
+    manifest |= {"separator": None, "tokenizer": {"kind": "bare"}}
+    if not isinstance(tokenizer, Bare):
+        manifest = manifest_of(tokenizer, folder)
+    manifest |= {
         "gzip_bits_per_byte": None,
         "splits": {_DOCUMENTS: writer.close()},
         "label_sets": list(numbers),

@@ -73,7 +73,7 @@ TABLES: Mapping[bool, Tables] = {
 def make_scores(num_classes: int, multi_label: bool) -> dict[str, Metric]:
     """The metrics of every run, from probabilities `[N, C]` and targets: classes `[N]`, or labels `[N, C]` of 0 and 1.
 
-    accuracy: the share of documents whose class, or whose labels, are all right.
+    accuracy: the share of documents whose class is right, or all of whose labels are.
     f1_micro, f1_macro: the F1 score over all decisions, and its mean over the classes that documents have or are given.
         With one class a document, the micro average equals the accuracy.
     calibration_error: in 15 bins of equal width by the highest probability, the mean distance between this probability
@@ -209,7 +209,7 @@ class DocumentReport(ClassReport):
 
 
 def _baseline(module: DocumentTask) -> LinearBaseline | None:
-    """The callback that measured or left out the linear model; None if the run has none or trains that model."""
+    """The callback that measured or left out the linear model; None if the run has none, or trains that model."""
     callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
     found = next((callback for callback in callbacks if isinstance(callback, LinearBaseline)), None)
     return found if found is not None and found.documents else None
