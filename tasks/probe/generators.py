@@ -343,7 +343,8 @@ def regbench(
     score = random.random((samples, width), dtype=np.float32)
     for place in range(width):
         edge = targets[rows, state] >= 0
-        letter = _nth(edge, (score[:, place] * edge.sum(axis=1)).astype(np.int64))
+        chosen = (score[:, place] * edge.sum(axis=1)).astype(np.int64)  # counts the edges of the state from 0
+        letter = ((edge.cumsum(axis=1) == chosen[:, None] + 1) & edge).argmax(axis=1)
         separator = separators[:, place]
         tokens[:, place] = np.where(separator, vocab_size - 2, letter)
         allowed[:, place] = np.where(separator, 0, bits[rows, state])
@@ -377,11 +378,6 @@ def _automata(
     to = (random.random(shape) * size[:, None, None]).astype(np.int64)
     exists = (order < degree[..., None]) & (np.arange(states[1]) < size[:, None])[..., None]
     return np.where(exists, to, -1)
-
-
-def _nth(marks: np.ndarray, index: Integers) -> Integers:
-    """The column of the `index`-th mark of each row, counted from 0."""
-    return ((marks.cumsum(axis=1) == index[:, None] + 1) & marks).argmax(axis=1)
 
 
 def _canonical(targets: Integers) -> Integers:
