@@ -75,7 +75,7 @@ CHECKPOINT_RUN = "hyper_parameters"
 CHECKPOINT_PREFIX = "backbone."
 
 # What `PretrainedModel.text` has of classifiers of documents beside the tokenizer: see
-# `longseq.tasks.document.info.DocumentInfo`.
+# `longseq.tasks.document.config.DocumentInfo`.
 _DOCUMENTS = ("vocab_size", "separator", "max_length", "truncation")
 DOCUMENT_KEYS = ("class_names", "multi_label", *_DOCUMENTS)
 _STATED = ("text_column", "thresholds", "source", "source_plugin", "preparation")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from longseq.tasks.config import Keys, TaskKeys, key
     from longseq.tasks.data.info import Info
     from longseq.tasks.data.module import SampleData
-    from longseq.tasks.document.info import DocumentInfo
+    from longseq.tasks.document.config import DocumentInfo
     from longseq.tasks.document.module import DocumentTask
     from longseq.tasks.image.config import ImageDataKeys
     from longseq.tasks.image.data import ImageDataModule
@@ -71,7 +71,7 @@ __all__ = [
 # Imported on first use: a module below this package must not wait for all tasks.
 _MODULES = {
     "DataInfo": "image.info",
-    "DocumentInfo": "document.info",
+    "DocumentInfo": "document.config",
     "DocumentTask": "document.module",
     "ImageClassifier": "image.module",
     "ImageDataKeys": "image.config",

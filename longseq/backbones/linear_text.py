@@ -3,7 +3,7 @@
     model = longseq.from_pretrained("folder")
     logits = model(tokens, mask=mask)            # tokens [N, T], logits [N, num_classes]
 
-`longseq.tasks.document.linear` fits it with scikit-learn. It predicts without scikit-learn, from config.json, which has
+`longseq.tasks.document.model` fits it with scikit-learn. It predicts without scikit-learn, from config.json, which has
 the vocabulary, and model.safetensors.
 """
 

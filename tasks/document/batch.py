@@ -1,50 +1,54 @@
-"""Batches of documents: their tokens, where each begins, and its class or classes.
+"""Batches of documents: which documents make a batch, and their tokens, borders and classes.
 
-A loader yields `(DocumentInputs, targets)`. All documents of a packed batch stand end to end in one row:
+A loader yields `(DocumentInputs, targets)`. All documents of a packed batch lie end to end in one row:
 
     inputs, targets = batch
     packing = Packing(inputs.cu_seqlens, inputs.tokens.shape[1], max_seqlen=inputs.max_seqlen)
     logits = model(inputs.tokens, cu_seqlens=packing)                 # [N, classes]
     loss = cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
-A batch has more places (N) than documents, so that the shapes of packed batches are those of their loader, and so that
-several processes have as many batches. An empty place has no target: IGNORED, or for several labels a number of -1.
+A batch may have more places (N) than documents, so that packed batches of a loader have the same shapes, and all
+processes have as many batches. An empty place has the document number -1 and no target: IGNORED, or zeros for labels.
 """
 
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
-from longseq.tasks.data.sampler import derive_seed
-from longseq.tasks.document.sampler import Chosen
-from longseq.tasks.text.batch import IGNORED
+from longseq.tasks.data.sampler import BalancedDraw, UpdateSampler, derive_seed
+from longseq.tasks.text.batch import IGNORED as IGNORED
 from longseq.tasks.text.store import Corpus, Integers
 
-__all__ = ["IGNORED", "DocumentBatch", "DocumentBatches", "DocumentInputs", "Split", "crop", "truncate"]
-
 Tokens = npt.NDArray[np.integer[Any]]
+
+_POOL = 256  # the next documents of the order, from which `pack` fills a row
+_SAMPLE = 10000  # the documents by which `row_count` chooses the length of rows
+_REAL = 0.96  # the least share of real tokens in a group of padded batches, see `group`
 
 
 class DocumentInputs(NamedTuple):
     """The documents of a batch with N places. Lightning moves the tensors to the device; numbers stay on the host.
 
-    tokens: int64, packed `[1, L]`, where L is the token budget, or padded `[N, T]`, where T is a length of the batch.
-    cu_seqlens: `[N + 1]` int32, the borders of the N sequences in a packed row; None for padded batches. Documents come
-        first. Sequences of padding fill the row up to L; they and empty sequences are empty places.
-    mask: `[N, T]` bool, True at the tokens of documents, in padded batches; None for packed ones.
-    max_seqlen: no sequence is longer; a constant of the loader for packed batches, T for padded ones.
-    lengths: `[N]` int64, the tokens of each document that are read; 0 in empty places.
+    tokens: int64, packed `[1, L]` with the token budget L, or padded `[N, T]` with a length T for each batch.
+    cu_seqlens: `[N + 1]` int32, the borders of N sequences in a packed row; None for padded batches. Documents come
+        first. Sequences of padding, which count as empty places, fill the row up to L.
+    mask: `[N, T]` bool, True at the tokens of documents in padded batches; None for packed ones.
+    max_seqlen: an upper bound of the sequences' lengths; constant for packed batches of a loader, T for padded ones.
+    lengths: `[N]` int64, the tokens of each document after truncation; 0 in empty places.
     whole_lengths: `[N]` int64, the tokens of each document before truncation; 0 in empty places.
     numbers: `[N]` int64, the number of each document in its split; -1 in empty places.
-    units: documents in this batch on this process; 0 is possible where a split is measured on several processes.
-    token_count: the tokens of these documents that are read, the sum of `lengths`.
+    units: documents in this batch on this process; may be 0 in a distributed evaluation.
+    token_count: the sum of `lengths`.
     """
 
     tokens: Tensor
@@ -58,40 +62,29 @@ class DocumentInputs(NamedTuple):
     token_count: int
 
 
-# The inputs; and the targets, `[N]` int64 (the number of the class, or IGNORED), or for several labels `[N, C]` float32
-# (1 for each label of the document, else 0).
+# The inputs and the targets: `[N]` int64 class numbers, or for several labels `[N, C]` float32 of 0 and 1.
 DocumentBatch = tuple[DocumentInputs, Tensor]
 
 
 def truncate(tokens: Tokens, max_length: int | None, truncation: str, separator: int | None) -> Tokens:
-    """At most `max_length` tokens of a document: all of a shorter one.
+    """At most `max_length` tokens of a document.
 
-    `head` takes the first tokens, `tail` the last ones, `head_tail` half of both (of an odd number, one more of the
-    first ones), `middle` those around the middle. A document that begins with `separator` still does, whatever is taken
-    behind it. `none` takes all tokens.
+    `head` takes the first tokens, `tail` the last, `head_tail` half of each (the odd token from the head), `middle` the
+    middle ones, `none` all. A leading `separator` is always kept.
     """
     if truncation == "none" or max_length is None or len(tokens) <= max_length:
         return tokens
     begin = int(separator is not None and tokens[0] == separator)
     first, text, room = tokens[:begin], tokens[begin:], max_length - begin
-    if truncation == "head":
-        return tokens[:max_length]
-    if truncation == "tail":
-        return np.concatenate([first, text[len(text) - room :]])
-    if truncation == "head_tail":
-        head = -(-room // 2)
-        return np.concatenate([first, text[:head], text[len(text) - (room - head) :]])
     if truncation == "middle":
         start = (len(text) - room) // 2
         return np.concatenate([first, text[start : start + room]])
-    raise ValueError(f"truncation={truncation} is unknown: choose none, head, tail, head_tail or middle")
+    head = {"head": room, "tail": 0, "head_tail": -(-room // 2)}[truncation]
+    return np.concatenate([first, text[:head], text[len(text) - (room - head) :]])
 
 
 def crop(tokens: Tokens, max_length: int, separator: int | None, random: np.random.Generator) -> Tokens:
-    """`max_length` neighbouring tokens of a document from a random place on: all of a shorter one.
-
-    A document that begins with `separator` still does.
-    """
+    """A random window of `max_length` tokens of a longer document; a leading `separator` is always kept."""
     if len(tokens) <= max_length:
         return tokens
     begin = int(separator is not None and tokens[0] == separator)
@@ -99,15 +92,10 @@ def crop(tokens: Tokens, max_length: int, separator: int | None, random: np.rand
     return np.concatenate([tokens[:begin], tokens[start : start + max_length - begin]])
 
 
-def truncated_length(length: Any, max_length: int | None, truncation: str) -> Any:
-    """The tokens that `truncate` leaves of documents with `length` tokens, a number or an array."""
-    return length if truncation == "none" or max_length is None else np.minimum(length, max_length)
-
-
 class Split(NamedTuple):
-    """The documents of a split, and how long ones are cut.
+    """The documents of a split, and how long ones are truncated.
 
-    numbers: `[n]`, the document's number in the corpus. targets: `[n]` int64, or `[n, C]` float32 for several labels.
+    numbers: `[n]`, the documents' numbers in the corpus. targets: `[n]` int64, or `[n, C]` float32 for several labels.
     """
 
     corpus: Corpus
@@ -122,27 +110,28 @@ class Split(NamedTuple):
         return len(self.numbers)
 
     def checksum(self) -> int:
-        """The CRC-32 of the hashes of the documents and of their targets."""
+        """The CRC-32 of the documents' hashes and targets."""
         hashes = np.ascontiguousarray(np.asarray(self.corpus.hashes)[self.numbers])
         return zlib.crc32(np.ascontiguousarray(self.targets).data, zlib.crc32(hashes.data))
 
     @property
     def whole_lengths(self) -> Integers:
-        """`[n]`, the tokens of each document."""
+        """`[n]`, the tokens of each document before truncation."""
         return np.diff(self.corpus.offsets)[self.numbers]
 
     @property
     def lengths(self) -> Integers:
-        """`[n]`, the tokens of each document that are read."""
-        return truncated_length(self.whole_lengths, self.max_length, self.truncation)
+        """`[n]`, the tokens of each document after truncation."""
+        lengths = self.whole_lengths
+        return lengths if self.truncation == "none" else np.minimum(lengths, self.max_length)  # type: ignore[arg-type]
 
     @property
     def longest(self) -> int:
-        """The tokens that are read of the longest document."""
+        """The tokens of the longest document after truncation."""
         return int(self.lengths.max())
 
-    def read(self, document: int, random: np.random.Generator | None = None) -> npt.NDArray[np.integer[Any]]:
-        """The tokens of a document that are read: those that `truncation` states, or with `random` a random window."""
+    def read(self, document: int, random: np.random.Generator | None = None) -> Tokens:
+        """The tokens of a document after truncation, or with `random` a random window of them."""
         number = self.numbers[document]
         tokens = np.asarray(self.corpus.tokens[self.corpus.offsets[number] : self.corpus.offsets[number + 1]])
         if random is not None and self.max_length is not None:
@@ -150,11 +139,23 @@ class Split(NamedTuple):
         return truncate(tokens, self.max_length, self.truncation, self.separator)
 
 
-class DocumentBatches(Dataset[tuple[DocumentInputs, Tensor, list[Any]]]):
-    """Maps chosen documents to (inputs, targets, failures) as loaders expect; there are no failures.
+class Chosen(NamedTuple):
+    """The documents of a batch with `places`, by their numbers in the split.
 
-    `budget` is the length of packed batches, `longest` that of the longest document in them. With `crops`, a seed,
-    training reads another window of a document in each epoch.
+    `length` is the row length of a padded batch; None for a packed one, whose length is the token budget.
+    """
+
+    documents: list[int]
+    places: int
+    length: int | None = None
+    epoch: int = 0
+
+
+class DocumentBatches(Dataset[tuple[DocumentInputs, Tensor, list[Any]]]):
+    """Maps `Chosen` to inputs, targets, and the empty list of failures that loaders read.
+
+    `budget` is the row length of packed batches, and `longest` the length of their longest document. With the seed
+    `crops`, each epoch reads another window of a long document.
     """
 
     def __init__(self, split: Split, budget: int, longest: int, *, crops: int | None = None) -> None:
@@ -162,7 +163,7 @@ class DocumentBatches(Dataset[tuple[DocumentInputs, Tensor, list[Any]]]):
         self._whole_lengths = split.whole_lengths
 
     def __getitem__(self, chosen: Chosen) -> tuple[DocumentInputs, Tensor, list[Any]]:
-        documents = [self.split.read(number, self._random(chosen.epoch, number)) for number in chosen.documents]
+        documents = [self._read(number, chosen.epoch) for number in chosen.documents]
         count, places = len(documents), chosen.places
         lengths = np.zeros(places, np.int64)
         lengths[:count] = [len(one) for one in documents]
@@ -170,14 +171,18 @@ class DocumentBatches(Dataset[tuple[DocumentInputs, Tensor, list[Any]]]):
         numbers[:count] = chosen.documents
         whole[:count] = self._whole_lengths[chosen.documents]
         padding = self.split.separator or 0
+        cu_seqlens = mask = None
         if chosen.length is None:
-            tokens, cu_seqlens, mask = _pack(documents, self.budget, self.longest, places, padding)
+            tokens, cu_seqlens = self._pack(documents, places, padding)
         else:
-            tokens, cu_seqlens, mask = _pad(documents, chosen.length, places, padding)
+            mask = np.arange(chosen.length) < lengths[:, None]
+            tokens = np.full((places, chosen.length), padding, np.int64)
+            for row, one in zip(tokens, documents, strict=False):
+                row[: len(one)] = one
         inputs = DocumentInputs(
-            tokens=tokens,
-            cu_seqlens=cu_seqlens,
-            mask=mask,
+            tokens=torch.from_numpy(tokens),
+            cu_seqlens=None if cu_seqlens is None else torch.from_numpy(cu_seqlens),
+            mask=None if mask is None else torch.from_numpy(mask),
             max_seqlen=chosen.length or self.longest,
             lengths=torch.from_numpy(lengths),
             whole_lengths=torch.from_numpy(whole),
@@ -190,33 +195,297 @@ class DocumentBatches(Dataset[tuple[DocumentInputs, Tensor, list[Any]]]):
         targets[:count] = known[chosen.documents]
         return inputs, torch.from_numpy(targets), []
 
-    def _random(self, epoch: int, document: int) -> np.random.Generator | None:
-        return None if self.crops is None else np.random.default_rng(derive_seed(self.crops, epoch, document))
+    def _read(self, document: int, epoch: int) -> Tokens:
+        if self.crops is None:
+            return self.split.read(document)
+        return self.split.read(document, np.random.default_rng(derive_seed(self.crops, epoch, document)))
+
+    def _pack(self, documents: list[Tokens], places: int, padding: int) -> tuple[Tokens, npt.NDArray[np.int32]]:
+        """Documents end to end in `[1, budget]`, then sequences of padding; and the borders of all `[places + 1]`."""
+        tokens = np.full((1, self.budget), padding, np.int64)
+        borders = np.full(places + 1, self.budget, np.int32)
+        borders[0] = end = 0
+        for place, one in enumerate(documents, start=1):
+            tokens[0, end : end + len(one)] = one
+            end += len(one)
+            borders[place] = end
+        fill = np.arange(end + self.longest, self.budget, self.longest)
+        borders[len(documents) + 1 : len(documents) + 1 + len(fill)] = fill
+        return tokens, borders
 
 
-def _pack(
-    documents: list[npt.NDArray[Any]], budget: int, longest: int, places: int, padding: int
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Documents end to end in a row of `budget` tokens, then sequences of padding; the borders of all."""
-    tokens = np.full(budget, padding, np.int64)
-    borders = np.full(places + 1, budget, np.int32)
-    borders[0] = end = 0
-    for place, one in enumerate(documents, start=1):
-        tokens[end : end + len(one)] = one
-        end += len(one)
-        borders[place] = end
-    fill = np.arange(end + longest, budget, longest)
-    borders[len(documents) + 1 : len(documents) + 1 + len(fill)] = fill
-    return torch.from_numpy(tokens)[None], torch.from_numpy(borders), None
+class DocumentSampler(UpdateSampler[Chosen]):
+    """Yields the documents of each training batch; `batch_size` is the token budget of a device.
+
+    `lengths` are the tokens of each document of the split after truncation. All batches have `places`, unless it is
+    None. ValueError for a document longer than the budget.
+    """
+
+    repeats = 1
+    places: int | None
+
+    def __init__(self, lengths: Integers, batch_size: int, *, seed: int, **place: int) -> None:
+        super().__init__(batch_size, seed=seed, **place)
+        self.lengths = lengths
+        self.num_samples = len(lengths)
+        self.tokens_per_epoch = int(lengths.sum())
+        self.longest = int(lengths.max())
+        if self.longest > batch_size:
+            raise ValueError(
+                f"the longest training document has {self.longest} tokens, and a batch holds {batch_size}: give a "
+                "larger recipe.batch_size, or data.max_length"
+            )
 
 
-def _pad(
-    documents: list[npt.NDArray[Any]], length: int, places: int, padding: int
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Documents in a row each, with padding at their ends; the mask of their tokens."""
-    tokens = np.full((places, length), padding, np.int64)
-    mask = np.zeros((places, length), bool)
-    for place, one in enumerate(documents):
-        tokens[place, : len(one)] = one
-        mask[place, : len(one)] = True
-    return torch.from_numpy(tokens), None, torch.from_numpy(mask)
+class PackedSampler(DocumentSampler):
+    """Yields documents that fill rows (see `pack`).
+
+    An effective batch consists of rows of equal length, which devices and accumulated batches share; their number
+    depends only on its size and the documents' lengths. Each epoch packs all documents anew, in its own order, and
+    leaves out the last rows if they do not fill an effective batch. With `classes [N]` an epoch draws as many
+    documents, each class equally often (see `longseq.tasks.data.sampler.BalancedSampler`). ValueError for fewer tokens
+    than an update needs, and for rows that the devices and accumulated batches cannot share evenly.
+    """
+
+    def __init__(
+        self, lengths: Integers, batch_size: int, *, classes: npt.NDArray[np.int64] | None = None, **place: int
+    ) -> None:
+        super().__init__(lengths, batch_size, **place)  # type: ignore[arg-type]
+        self._balanced = None if classes is None else BalancedDraw(classes)
+        effective = self.effective_batch_size
+        self.rows = row_count(lengths, effective)
+        if self.rows % self.parts:
+            raise ValueError(f"{self.rows} rows of documents cannot be shared evenly by {self.parts} parts of a batch")
+        self.row = effective // self.rows
+        self.slots = slots_of(lengths, self.row)
+        # Sequences of padding are no longer than the longest document.
+        self.places = self.slots * self.rows // self.parts + -(-batch_size // self.longest)
+        packed = self._pack(0)
+        self._updates = len(packed) // self.rows
+        # Other epochs may read slightly more or fewer tokens than the first.
+        self.tokens_per_epoch = sum(int(lengths[row].sum()) for row in packed[: self._updates * self.rows])
+        if self._updates == 0:
+            raise ValueError(f"the training split has {int(lengths.sum())} tokens, and an update needs {effective}")
+
+    @property
+    def updates(self) -> int:
+        return self._updates
+
+    def shuffle(self) -> Callable[[int, int], Chosen]:
+        epoch, again = self.epoch, 0
+        rows = self._pack(epoch)
+        while len(rows) < self.updates * self.rows:  # packed better than the first epoch: begin a second pass
+            again += 1
+            rows += self._pack(epoch, again)
+
+        def give(update: int, part: int) -> Chosen:
+            own = rows[update * self.rows + part : (update + 1) * self.rows : self.parts]
+            return Chosen([number for row in own for number in row], self.places, epoch=epoch)  # type: ignore[arg-type]
+
+        return give
+
+    def _pack(self, *draw: int) -> list[list[int]]:
+        generator = np.random.default_rng(derive_seed(self.seed, *draw))
+        if self._balanced is None:
+            order = generator.permutation(self.num_samples).tolist()
+        else:
+            order, _ = self._balanced.draw(self.num_samples, generator)
+        return list(pack(self.lengths, order, self.row, self.slots))
+
+
+class PaddedSampler(DocumentSampler):
+    """Yields documents of similar lengths, in groups that `group` makes.
+
+    An epoch reads each document once. It shuffles the documents of each group, and then the batches of all groups. An
+    effective batch holds up to its token budget with padding; devices and accumulated batches take every n-th document.
+    """
+
+    places = None
+
+    def __init__(self, lengths: Integers, batch_size: int, **place: int) -> None:
+        super().__init__(lengths, batch_size, **place)  # type: ignore[arg-type]
+        self._order = np.argsort(-lengths, kind="stable")
+        self._groups = group(lengths[self._order], self.effective_batch_size)
+
+    @property
+    def updates(self) -> int:
+        return sum(-(-(one.stop - one.start) // one.rows) for one in self._groups)
+
+    def shuffle(self) -> Callable[[int, int], Chosen]:
+        epoch = self.epoch
+        random = np.random.default_rng(derive_seed(self.seed, epoch))
+        batches: list[tuple[Group, Any]] = []
+        for one in self._groups:
+            order = random.permutation(self._order[one.start : one.stop])
+            batches += [(one, order[at : at + one.rows]) for at in range(0, len(order), one.rows)]
+        turns = random.permutation(len(batches))
+
+        def give(update: int, part: int) -> Chosen:
+            one, numbers = batches[turns[update]]
+            return Chosen(numbers[part :: self.parts].tolist(), -(-one.rows // self.parts), one.length, epoch)
+
+        return give
+
+
+class EveryDocument(Sampler[Chosen]):
+    """Yields batches for evaluation: each document once over all ranks, and as many batches on each rank.
+
+    A batch holds up to `budget` tokens. Some ranks may end with a batch without documents. ValueError for a document
+    longer than the budget.
+    """
+
+    def __init__(self, lengths: Integers, budget: int, *, packed: bool, rank: int = 0, world_size: int = 1) -> None:
+        self.budget, self.rank, self.world_size = budget, rank, world_size
+        self._lengths, self._packed = lengths, packed
+        self.longest = int(lengths.max())
+        if self.longest > budget:
+            raise ValueError(f"the longest document to evaluate has {self.longest} tokens, and a batch holds {budget}")
+        self._slots = slots_of(lengths, budget)
+        self._places = self._slots + -(-budget // self.longest)  # with sequences of padding
+        if packed:
+            # A fixed random order mixes the classes of sorted files.
+            order = np.random.default_rng(0).permutation(len(lengths)).tolist()
+            self._batches = [Chosen(row, self._places) for row in pack(lengths, order, budget, self._slots)]
+        else:
+            order = np.argsort(-lengths, kind="stable")
+            self._batches = [
+                Chosen(order[at : min(at + one.rows, one.stop)].tolist(), one.rows, one.length)
+                for one in group(lengths[order], budget)
+                for at in range(one.start, one.stop, one.rows)
+            ]
+
+    def keep_order(self) -> None:
+        """Read the documents in the order of the split, as predictions need: rank r of n has every n-th batch from r
+        on. Padded batches of neighbours have more padding than batches of similar lengths.
+        """
+        rows: list[list[int]] = [[]]
+        tokens = longest = 0
+        for number, length in enumerate(self._lengths.tolist()):
+            tokens, longest, count = tokens + length, max(longest, length), len(rows[-1])
+            size = tokens if self._packed else longest * (count + 1)
+            if size > self.budget or (self._packed and count == self._slots):
+                rows.append([])
+                tokens, longest = length, length
+            rows[-1].append(number)
+        if self._packed:
+            self._batches = [Chosen(row, self._places) for row in rows]
+        else:
+            self._batches = [Chosen(row, len(row), int(self._lengths[row].max())) for row in rows]
+
+    def __len__(self) -> int:
+        return -(-len(self._batches) // self.world_size)
+
+    def __iter__(self) -> Iterator[Chosen]:
+        for first in range(0, len(self._batches), self.world_size):
+            at = first + self.rank
+            yield self._batches[at] if at < len(self._batches) else self._batches[first]._replace(documents=[])
+
+
+def row_count(lengths: Integers, budget: int, most: int = 1024) -> int:
+    """The number of rows of equal length into which an effective batch of `budget` tokens is cut.
+
+    It is the largest divisor of the budget, at most `most`, whose rows hold the longest document and are filled to
+    95 %; if none is, the divisor with the fullest rows. It depends on neither the number of devices nor the number of
+    accumulated batches.
+    """
+    longest = int(lengths.max())
+    sample = lengths if len(lengths) <= _SAMPLE else np.random.default_rng(0).choice(lengths, _SAMPLE, replace=False)
+    best, fullest = 0, 0.0
+    for count in range(min(most, budget // longest), 0, -1):
+        if budget % count:
+            continue
+        row = budget // count
+        rows = list(pack(sample, range(len(sample)), row, slots_of(sample, row)))
+        share = real_share(sample, rows[:-1] or rows, row)  # the last row holds the rest
+        if share > fullest:
+            best, fullest = count, share
+        if share >= 0.95:
+            break
+    return best
+
+
+def slots_of(lengths: Integers, row: int) -> int:
+    """The most documents of a row: half as many more than fit on average, and two."""
+    return int(1.5 * row / float(lengths.mean())) + 2
+
+
+def pack(lengths: Integers, order: Sequence[int], row: int, slots: int) -> Iterator[list[int]]:
+    """Rows of at most `row` tokens and `slots` documents, which hold each document of `order` once.
+
+    A row takes the next documents of the order. If one does not fit, the longest of the following 256 that fits takes
+    its place. No document is longer than a row.
+    """
+    waiting = deque(order)
+    pool: list[tuple[int, int, int]] = []  # sorted: (length, place in the order, document)
+    arrivals: deque[tuple[int, int, int]] = deque()  # the same entries in the order, some of them already gone
+    place, gone = 0, set[int]()
+    while True:
+        while waiting and len(pool) < _POOL:
+            document = waiting.popleft()
+            entry = (int(lengths[document]), place, document)
+            insort(pool, entry)
+            arrivals.append(entry)
+            place += 1
+        if not pool:
+            return
+        free, taken = row, list[int]()
+        while pool and len(taken) < slots:
+            while arrivals[0][1] in gone:
+                gone.remove(arrivals.popleft()[1])
+            entry = arrivals[0]
+            if entry[0] > free:
+                at = bisect_right(pool, (free, place, 0)) - 1
+                if at < 0:
+                    break
+                entry = pool[at]
+            pool.remove(entry)
+            gone.add(entry[1])
+            free -= entry[0]
+            taken.append(entry[2])
+        while arrivals and arrivals[0][1] in gone:
+            gone.remove(arrivals.popleft()[1])
+        yield taken
+
+
+class Group(NamedTuple):
+    """Padded batches of similar lengths: the documents `order[start:stop]` from long to short, in batches of `rows`
+    documents of `length` tokens. The last batch may have fewer.
+    """
+
+    start: int
+    stop: int
+    rows: int
+    length: int
+
+
+def group(lengths: Integers, budget: int) -> list[Group]:
+    """Groups of documents, sorted from long to short, for padded batches of at most `budget` tokens.
+
+    A group has 8, 4, 2 or 1 batches, the most that keep padding to at most 4 % of the tokens. If one batch has more
+    padding, it becomes smaller, down to 8 documents. Above 8, the documents of a batch are a multiple of 8, so that
+    devices share them evenly.
+    """
+    found: list[Group] = []
+    start = 0
+    while start < len(lengths):
+        longest = int(lengths[start])
+        most = min(_even(budget // longest), len(lengths) - start)
+        choices = [(batches, most) for batches in (8, 4, 2, 1)]
+        while (most := _even(most // 2)) >= 8:
+            choices.append((1, most))
+        for batches, rows in choices:
+            stop = min(start + batches * rows, len(lengths))
+            if lengths[start:stop].sum() >= _REAL * -(-(stop - start) // rows) * rows * longest:
+                break
+        found.append(Group(start, stop, rows, longest))
+        start = stop
+    return found
+
+
+def _even(rows: int) -> int:
+    return rows - rows % 8 if rows > 8 else rows
+
+
+def real_share(lengths: Integers, rows: Sequence[Sequence[int]], row: int) -> float:
+    """The share of the tokens of rows that documents fill."""
+    return float(sum(lengths[one].sum() for one in map(np.asarray, rows))) / (len(rows) * row)

@@ -1,15 +1,17 @@
-"""The configuration keys of document classifiers."""
+"""The configuration keys of document classifiers, and what a model records of its documents."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
 from longseq.tasks.config import ClassifierGroup, Count, Keys, Share, TaskKeys, key
+from longseq.tasks.data.info import Info
 from longseq.tasks.data.labels import ClassWeights, Sampling, check_label_keys
+from longseq.tasks.text.tokenizer import Tokenizer, tokenizer_from_dict
 from longseq.tasks.training.token_keys import BodyKeys
 
 Fraction = Annotated[float, Field(gt=0, lt=1)]
@@ -22,12 +24,12 @@ class DocumentModelKeys(BodyKeys):
     pooling: Literal["mean", "max", "last", "first", "attention"] | None = key(None, "over the tokens of a document")
     head_dropout: Share | None = key(None, "of the pooled features")
     hashed_ngrams: Annotated[int, Field(ge=1, le=16)] | None = key(
-        None, "3: embeddings of the pairs and triples of tokens that end at a token are added to its own"
+        None, "3: adds embeddings of the pairs and triples of tokens that end at a token to its own"
     )
     ngram_buckets: Annotated[int, Field(ge=1, lt=2**31)] | None = key(
-        None, "the embeddings that n-grams of one length share by a hash"
+        None, "the embeddings that the n-grams of one length share by a hash"
     )
-    share_directions: Literal["projections", "all", "none"] | None = key(None, "what both readings of a layer share")
+    share_directions: Literal["projections", "all", "none"] | None = key(None, "what the two readings of a layer share")
     merge: Literal["sum", "mean"] | None = key(None, "of the two readings")
     separator: Annotated[int, Field(ge=0)] | None = key(None, "of pairs: the token between the two documents")
 
@@ -45,24 +47,24 @@ class DocumentDataKeys(Keys):
     test: Fraction | str | None = key(None, "as validation")
     text_column: str | None = key(None, "null: text")
     label_column: str | Annotated[list[str], Field(min_length=1)] | None = key(
-        None, "null: label; or for several labels a list of columns that hold 1 or 0"
+        None, "null: label; for several labels also a list of columns of 1 or 0"
     )
-    label_delimiter: str | None = key(None, "what stands between several labels in a cell of text")
+    label_delimiter: str | None = key(None, "separates several labels in a cell of text")
     multi_label: bool = key(False, "true: a document has any number of labels")
-    on_bad_line: Literal["skip", "stop"] = key("skip", "what happens where a document cannot be read")
+    on_bad_line: Literal["skip", "stop"] = key("skip", "what to do with a document that cannot be read")
     duplicates: Literal["report", "drop"] = key("report", "documents in two splits: report, or drop them from training")
-    options: dict[str, Any] = key({}, "of a source that a program registers")
+    options: dict[str, Any] = key({}, "of a registered source")
     tokenizer: str | None = key(
         None, "bytes, a tokenizer.json or its folder, train:16384, init; null: init's, else bytes"
     )
     separator: str | None = key(None, "the token that begins a document; null: the tokenizer's end-of-text token")
-    max_length: Annotated[int, Field(ge=2)] | None = key(None, "the tokens that are read of a longer document")
+    max_length: Annotated[int, Field(ge=2)] | None = key(None, "the most tokens that are read of a document")
     truncation: Literal["none", "head", "tail", "head_tail", "middle"] = key(
-        "none", "which ones: head, tail, head_tail, middle; none: whole documents"
+        "none", "which tokens of a longer document: head, tail, head_tail, middle; none: all"
     )
-    random_crops: bool = key(False, "in training the window of max_length tokens begins anywhere")
-    segment: Count | None = key(None, "tokens in memory at once: longer documents are read in segments; null: whole")
-    gradient_segments: Count | None = key(None, "of a document, the last segments that gradients go through; null: all")
+    random_crops: bool = key(False, "in training read max_length tokens from a random place")
+    segment: Count | None = key(None, "the most tokens in memory: longer documents are read in segments; null: whole")
+    gradient_segments: Count | None = key(None, "gradients go through so many last segments; null: all")
     class_weights: ClassWeights = key("none", "balanced, a list, or {NAME: NUMBER}: weights of classes in the loss")
     sampling: Sampling = key(None, "balanced: an epoch draws each class equally often")
     packing: Literal["packed", "padded"] = key(
@@ -83,9 +85,9 @@ class DocumentDataKeys(Keys):
         if self.random_crops and self.max_length is None:
             raise ValueError("random_crops=true needs max_length=NUMBER")
         if self.gradient_segments is not None and self.segment is None:
-            raise ValueError("gradient_segments counts segments: give segment=TOKENS too")
+            raise ValueError("gradient_segments needs segment=TOKENS")
         if sum(value for value in (self.validation, self.test) if isinstance(value, float)) >= 1:
-            raise ValueError("validation and test leave nothing to train on: give less than 1")
+            raise ValueError("validation and test must be less than 1 together")
         if self.sampling is not None and self.packing == "padded":
             raise ValueError("sampling=balanced needs packing=packed")
         text = ("text_column", self.text_column or "text")
@@ -96,14 +98,13 @@ class DocumentDataKeys(Keys):
 class LossKeys(Keys):
     """The keys of `recipe.loss`, explained in `longseq.tasks.document.module.DocumentTask`."""
 
-    label_smoothing: Share = key(0.0, "the part of a target's probability that all classes share")
+    label_smoothing: Share = key(0.0, "the part of the target's probability that is spread over all classes")
 
 
 class LinearModelKeys(Keys):
-    """The keys of `model=linear`, explained in `longseq.tasks.document.linear`; those of model=document have no effect.
+    """The keys of `model=linear`: scikit-learn's logistic regression on TF-IDF; keys of model=document are ignored.
 
-    The defaults were chosen on the validation documents of data=libraries: single characters between words are words of
-    their own, pairs of words beat single ones and triples, and C=10 beats C=1.
+    The defaults are the best on the validation documents of data=libraries. Punctuation characters count as words.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -111,7 +112,7 @@ class LinearModelKeys(Keys):
     name: Literal["linear"] = key("linear", "the kind of model")
     label: str = key("TF-IDF", "the name in tables")
     ngrams: Count = key(2, "the most words of an n-gram")
-    min_documents: Count = key(2, "the vocabulary has n-grams of at least so many training documents")
+    min_documents: Count = key(2, "n-grams of fewer training documents are left out")
     inverse_regularization: Annotated[float, Field(gt=0)] = key(10.0, "scikit-learn's C")
 
 
@@ -125,9 +126,69 @@ class DocumentKeys(TaskKeys):
     loss: type[Keys] | None = LossKeys
 
     def check(self, config: Mapping[str, Any]) -> None:
-        # The keys themselves need none of these, which take seconds to import.
-        from longseq.tasks.document.metrics import TABLES
+        # Imported here, since these take seconds and the keys need none of them.
+        from longseq.tasks.document.report import TABLES
         from longseq.tasks.training.classification import check_metrics
 
         group, several = config["task"], bool(config["data"]["multi_label"])
         check_metrics(group["metric"], group["metrics"], multi_label=several, tables=TABLES)
+
+
+@dataclass(frozen=True)
+class DocumentInfo(Info):
+    """What models, checkpoints and exported files need to know of the documents.
+
+    class_names: in the order of a model's outputs. With `multi_label` a document has any number of them.
+    vocab_size: the number of tokens.
+    separator: the token that begins each document. None for data that consists of tokens.
+    tokenizer: what `Tokenizer.to_dict` returns. None for data that consists of tokens.
+    window: the tokens of the longest training document, after truncation.
+    max_length, truncation: see `longseq.tasks.document.batch.truncate`.
+    segment, gradient_segments: see `longseq.backbones.segments`; None for whole documents, and for all segments.
+    text_column: None for `text`.
+    class_counts: the training documents of each class.
+    class_weights: the weight of each class, or of each label that a document has, in the loss. None: all are 1.
+    thresholds: see `longseq.tasks.training.decisions.decide`. None: one half, or the most probable class.
+    source: `data.source` of the training; None if unknown. `source_plugin` is the plug-in that registers it.
+    preparation: names the function by which the source prepares a text (see
+        `longseq.tasks.document.sources.describe_preparation`). None for no function.
+    """
+
+    class_names: list[str]
+    multi_label: bool
+    vocab_size: int
+    separator: int | None
+    tokenizer: dict[str, Any] | None
+    window: int
+    max_length: int | None = None
+    truncation: str = "none"
+    segment: int | None = None
+    gradient_segments: int | None = None
+    text_column: str | None = None
+    class_counts: list[int] = field(default_factory=list)
+    class_weights: list[float] | None = None
+    thresholds: list[float] | None = None
+    source: str | None = None
+    source_plugin: str | None = None
+    preparation: str | None = None
+
+    _changed = "other texts or labels"
+    _meaning = ("class_names", "multi_label", "tokenizer", "separator")
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.class_names)
+
+    def make_tokenizer(self) -> Tokenizer:
+        """The tokenizer. ValueError for data that consists of tokens, or if its tokens are not the model's."""
+        if self.tokenizer is None:
+            raise ValueError("the model was trained on tokens that stand for no text")
+        found = tokenizer_from_dict(self.tokenizer)
+        if found.vocab_size > self.vocab_size or found.separator != self.separator:
+            raise ValueError("the tokenizer beside the model is not that of its training")
+        return found
+
+    def describe(self) -> str:
+        """The documents in a few words."""
+        labels = "labels" if self.multi_label else "classes"
+        return f"{len(self.class_names)} {labels}, {self.vocab_size} tokens, documents of at most {self.window}"

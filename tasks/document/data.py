@@ -1,11 +1,14 @@
-"""The data module of document classifiers: labelled documents, packed or padded to batches of a token budget."""
+"""The data module of document classifiers: labelled documents, prepared once, in batches of a token budget."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,68 +19,60 @@ from lightning.pytorch.utilities import rank_zero_only
 from longseq.models import read as read_model
 from longseq.plugins import plugin_of
 from longseq.tasks.config import read
-from longseq.tasks.data.labels import count_classes, find_weights, rarest_labels, sort_names, targets_of
+from longseq.tasks.data.labels import Labels, count_classes, find_weights, rarest_labels, sort_names, targets_of
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place, follow
 from longseq.tasks.data.module import TaskData, refuse_larger_shares, same_root
-from longseq.tasks.document import arena as _arena  # noqa: F401  registers its sources
 from longseq.tasks.document import libraries as _libraries  # noqa: F401  registers its source
-from longseq.tasks.document import linear, sources
-from longseq.tasks.document.batch import DocumentBatches, Split
-from longseq.tasks.document.config import DocumentDataKeys
-from longseq.tasks.document.info import DocumentInfo
+from longseq.tasks.document import sources
+from longseq.tasks.document.batch import DocumentBatches, EveryDocument, PackedSampler, PaddedSampler, Split
+from longseq.tasks.document.config import DocumentDataKeys, DocumentInfo
 from longseq.tasks.document.inputs import DocumentFiles
-from longseq.tasks.document.prepared import (
-    LEFT_OUT,
-    Bare,
-    Labelled,
-    divide,
-    find_repeats,
-    prepare_documents,
-    trained_tokenizer,
+from longseq.tasks.document.model import LINEAR
+from longseq.tasks.document.sources import Reader, Sample
+from longseq.tasks.text import store
+from longseq.tasks.text.corpora import in_cache
+from longseq.tasks.text.documents import batched, encode
+from longseq.tasks.text.prepare import manifest_of
+from longseq.tasks.text.sources import Document, Malformed
+from longseq.tasks.text.store import SPLITS, Integers
+from longseq.tasks.text.tokenizer import (
+    ByteTokenizer,
+    Tokenizer,
+    read_tokenizer,
+    tokenizer_from_dict,
+    train_tokenizer,
+    trained_size,
 )
-from longseq.tasks.document.sampler import DocumentSampler, EveryDocument, PackedSampler, PaddedSampler
-from longseq.tasks.text.store import Integers
-from longseq.tasks.text.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer, tokenizer_from_dict, trained_size
+from longseq.tasks.training.files import write_text
 from longseq.tokenizer_files import same_tokenizer
-
-_log = logging.getLogger(__name__)
 
 # The split of each stage of a run.
 STAGES = {"train": "train", "val": "validation", "test": "test"}
 
-# Of a model that is saved without its run: the tokens of a batch in evaluation.
+# The tokens of a batch in evaluation, if the model was saved without its run.
 _BUDGET = 65536
 
-_NAMED = 3  # documents that cannot be read, in messages
+# The only split of a folder of prepared documents, and the list of unreadable documents in it.
+_DOCUMENTS, _LEFT_OUT = "documents", "left_out.txt"
+
+_warn = rank_zero_only(logging.getLogger(__name__).warning)
 
 
 class DocumentData(TaskData):
-    """Labelled documents for training, validation and test; batches are those of `longseq.tasks.document.batch`.
+    """Labelled documents for training, validation and test; `longseq.tasks.document.batch` explains the batches.
 
-    `source` names the source of the documents. `files`: `root` is a file (jsonl, csv, tsv, parquet), a saved Hugging
-    Face set, a folder of these, or a folder of text files with a folder for each class; or `train`, `validation` and
-    `test` name such files below it. `text_column` and `label_column` name the columns, by default text and label.
-    `libraries`: Python files of eight installed libraries. A program registers others (see
-    `longseq.tasks.document.sources`), which read `options`.
+    With `source=files`, `root` is a file (jsonl, csv, tsv, parquet), a saved Hugging Face set, a folder of these, or a
+    folder with a folder of text files for each class; or `train`, `validation` and `test` name such files below it. See
+    `longseq.tasks.document.sources` for other sources, `longseq.tasks.data.labels.read_labels` for labels, and
+    `longseq.tasks.data.labels.find_weights` for `class_weights`.
 
-    `validation` and `test` are files, or the shares of the training documents that are set apart, stratified by label
-    (see `longseq.tasks.document.prepared.divide`). A warning counts the documents that are in two splits; with
-    `duplicates=drop` training and validation leave out what test has, and training what validation has. A document has
-    one label, or with `multi_label` any number (see `longseq.tasks.data.labels.read_labels`). What cannot be read is
-    left out and listed, or with `on_bad_line=stop` an error. `class_weights=balanced` weights the classes in the loss,
-    each by documents / (classes * documents of the class), or with `multi_label` by documents without / with the label.
-    `sampling=balanced` draws each class equally often instead, of several labels each document by its rarest one.
+    `validation` and `test` are files, or shares of the training documents, stratified by label (see `divide`). A
+    warning counts the documents that are in two splits; with `duplicates=drop`, training and validation leave out what
+    test has, and training what validation has. Unreadable documents are left out and listed, or with `on_bad_line=stop`
+    an error. `sampling=balanced` draws each class equally often, and documents of several labels by the rarest one.
 
-    `tokenizer` is bytes, a tokenizer.json or its folder, `train:SIZE` (trained on the training documents), or `init`
-    (that of the checkpoint that `init` gives, which is the default beside `init`; else bytes). Tokens are kept in
-    `cache` (see `longseq.tasks.text.corpora.in_cache`), and compared with their checksums with `check`. Of
-    documents of more than `max_length` tokens `truncation` states which ones are read (see
-    `longseq.tasks.document.batch`). With `random_crops` training reads `max_length` tokens from a place that is
-    drawn for each document and epoch.
-
-    `packing` puts the documents of a batch end to end (`packed`) or pads documents of similar lengths (`padded`; see
-    `longseq.tasks.document.sampler`). `batch_size` and `eval_batch_size` count tokens. Which documents make a batch is
-    a function of (`seed`, epoch, place in the epoch).
+    `tokenizer=train:SIZE` is trained on the training documents. Batch sizes count tokens. The documents of a batch are
+    a function of (`seed`, epoch, place in the epoch), and the windows of `random_crops` of (`seed`, epoch, document).
     """
 
     info_class = DocumentInfo
@@ -93,13 +88,14 @@ class DocumentData(TaskData):
         stages: Collection[str] = tuple(STAGES),
         trained: DocumentInfo | None = None,
     ) -> None:
-        """`init` is the checkpoint with the initial weights. `stages` are those that are run: the documents of others
-        are not opened. `trained` is the info of a trained model, whose tokenizer and classes are taken.
+        """`init` is the checkpoint with the initial weights. Only documents of `stages` are opened. `trained` is the
+        info of a trained model, which gives the tokenizer and the classes.
         """
         super().__init__()
         self.keys = keys = read(DocumentDataKeys, vars(keys), "data")
         self.batch_size, self.eval_batch_size = batch_size, keys.eval_batch_size or batch_size
-        self.seed, self.stages = seed, tuple(stages)
+        self.seed = seed
+        self._wanted = [STAGES[stage] for stage in stages]
         self._init, self._trained = init, trained
         self._source = sources.find(keys)
         self._splits: dict[str, Split] = {}
@@ -112,7 +108,7 @@ class DocumentData(TaskData):
         keys = read(DocumentDataKeys, config["data"], "data")
         datamodule = cls(keys, batch_size=batch_size, seed=config["seed"], init=config.get("init"))
         datamodule.setup()
-        if config["model"]["name"] == linear.MODEL:
+        if config["model"]["name"] == LINEAR:
             # The fit reads the documents by itself; a batch only has to hold each of them.
             datamodule.keys = datamodule.keys.model_copy(update={"packing": "padded", "sampling": None})
             datamodule.batch_size = max(batch_size, datamodule.split("train").longest)
@@ -137,11 +133,16 @@ class DocumentData(TaskData):
             "truncation": trained.truncation,
             "segment": trained.segment,
         }
-        # The tokenizer is that of the model: the file of the training may be elsewhere by now.
+        # The model has its tokenizer; the file of the training may be gone.
         own = {**own, "tokenizer": None, "separator": None, "sampling": None, "random_crops": False}
         if changes.get("truncation") == "none":
-            own = {**own, "max_length": None}
-        keys = read(DocumentDataKeys, {**own, **_found_here(changes, own.get("root"))}, "data")
+            own["max_length"] = None
+        found = dict(changes)
+        for name in ("validation", "test"):  # a file in the working folder, not below the root of the training
+            given = changes.get(name)
+            if isinstance(given, str) and "root" not in changes and os.path.exists(given):
+                found[name] = os.path.abspath(given)
+        keys = read(DocumentDataKeys, {**own, **found}, "data")
         if keys.multi_label != trained.multi_label:
             raise ValueError(f"the model was trained with data.multi_label={trained.multi_label}")
         if config.get("data"):
@@ -155,7 +156,7 @@ class DocumentData(TaskData):
 
     @property
     def info(self) -> DocumentInfo:
-        """What models and checkpoints need to know of the documents; available after `setup`."""
+        """The info of the documents; available after `setup`."""
         assert self._info is not None, "call setup() first"
         return self._info
 
@@ -174,10 +175,10 @@ class DocumentData(TaskData):
         return self._count_epoch()[1]
 
     def _count_epoch(self) -> tuple[int, int]:
-        """The batches and tokens of an epoch, which packs all documents: they are counted once."""
+        """The batches and tokens of an epoch, counted once, since this packs all documents."""
         place = (self.batch_size, *find_place(self.trainer))
         if place not in self._counts:
-            sampler = self._training_sampler()
+            sampler = self._sample(**find_place(self.trainer)._asdict())
             self._counts[place] = len(sampler), sampler.tokens_per_epoch
         return self._counts[place]
 
@@ -186,39 +187,33 @@ class DocumentData(TaskData):
         return self._splits[stage]
 
     def setup(self, stage: str | None = None) -> None:
-        """Opens the documents, prepares their tokens where the cache has none; a second call does nothing."""
+        """Opens the documents and prepares the tokens that the cache lacks; a second call does nothing."""
         if self._splits:
             return
-        opened = self._source.open(self.keys)
-        own = {name: find for name, find in opened.splits.items() if name == "train" or name in self._wanted()}
-        divided = [name for name in self._wanted() if name not in own and name != "train"]
+        opened, wanted = self._source.open(self.keys), self._wanted
+        divided = [name for name in wanted if name not in opened.splits]
         fractions = self._fractions(opened.splits)
-        if not divided and "train" not in self._wanted():
-            del own["train"]
-        readers = {name: find() for name, find in own.items()}
+        needed = [*wanted, "train"] if divided else wanted
+        readers = {name: find() for name, find in opened.splits.items() if name in needed}
         tokenizer = self._choose_tokenizer(opened, readers, fractions)
         found = {name: self._prepare(reader, tokenizer, name) for name, reader in readers.items()}
         numbers = {name: np.arange(one.corpus.documents) for name, one in found.items()}
         if "train" in found and fractions:
-            numbers |= self._divide(found["train"], fractions)
+            numbers |= divide(found["train"], fractions, multi_label=self.keys.multi_label)
             found |= {name: found["train"] for name in fractions}
-        found = {name: one for name, one in found.items() if name in self._wanted()}
+        found = {name: one for name, one in found.items() if name in wanted}
         self._report_left_out(found)
-        numbers = self._without_repeats(found, {name: numbers[name] for name in found})
-        for name, chosen in numbers.items():
-            if not len(chosen):
+        self._find_repeats(found, numbers)
+        for name in found:
+            if not len(numbers[name]):
                 raise ValueError(f"the {name} split has no document")
         self._finish(found, numbers, tokenizer)
 
     def train_dataloader(self) -> TrainingLoader:
-        sampler = self._training_sampler()
+        sampler = self._sample(**find_place(self.trainer)._asdict())
+        crops = self.seed if self.keys.random_crops else None
         return TrainingLoader(
-            DocumentBatches(  # type: ignore[arg-type]
-                self._splits["train"],
-                self.batch_size,
-                sampler.longest,
-                crops=self.seed if self.keys.random_crops else None,
-            ),
+            DocumentBatches(self._splits["train"], self.batch_size, sampler.longest, crops=crops),  # type: ignore[arg-type]
             sampler,
             num_workers=self.keys.num_workers,
             pin_memory=self.keys.pin_memory and torch.cuda.is_available(),
@@ -233,39 +228,31 @@ class DocumentData(TaskData):
 
     def _evaluation_loader(self, stage: str) -> BatchLoader:
         rank, world_size, _ = find_place(self.trainer)
-        every = self._every(stage, rank=rank, world_size=world_size)
+        lengths = self._splits[stage].lengths
+        # Without a chosen budget, a document may be longer than a training batch.
+        budget = self.keys.eval_batch_size or max(self.batch_size, int(lengths.max()))
+        packed = self.keys.packing == "packed"
+        sampler = EveryDocument(lengths, budget, packed=packed, rank=rank, world_size=world_size)
         return BatchLoader(
-            DocumentBatches(self._splits[stage], every.budget, every.longest),  # type: ignore[arg-type]
-            every,  # type: ignore[arg-type]
+            DocumentBatches(self._splits[stage], budget, sampler.longest),  # type: ignore[arg-type]
+            sampler,  # type: ignore[arg-type]
             num_workers=self.keys.num_workers,
             pin_memory=self.keys.pin_memory and torch.cuda.is_available(),
         )
 
-    def _every(self, stage: str, **place: int) -> EveryDocument:
-        lengths = self._splits[stage].lengths
-        # Where nobody has chosen a budget, the longest document of the split may be longer than a training batch.
-        budget = self.keys.eval_batch_size or max(self.batch_size, int(lengths.max()))
-        return EveryDocument(lengths, budget, packed=self.keys.packing == "packed", **place)
-
-    def _training_sampler(self) -> DocumentSampler:
-        return self._sample(**find_place(self.trainer)._asdict())
-
-    def _sample(self, **place: int) -> DocumentSampler:
+    def _sample(self, **place: int) -> PackedSampler | PaddedSampler:
         train = self._splits["train"]
         if self.keys.packing == "padded":
             return PaddedSampler(train.lengths, self.batch_size, seed=self.seed, **place)
         classes = None if self.keys.sampling is None else rarest_labels(train.targets)
         return PackedSampler(train.lengths, self.batch_size, classes=classes, seed=self.seed, **place)
 
-    def _wanted(self) -> list[str]:
-        return [STAGES[stage] for stage in self.stages]
-
     def _fractions(self, given: Collection[str]) -> dict[str, float]:
-        """The shares of training documents that are set apart for splits that the source does not have."""
+        """The shares of training documents for the splits that the source does not have."""
         found = {}
         for name in ("validation", "test"):
             value = getattr(self.keys, name)
-            if name in given or (value is None and name not in self._wanted()):
+            if name in given or (value is None and name not in self._wanted):
                 continue
             if not isinstance(value, float):
                 raise ValueError(f"data.{name}={value}: give a file, or the share of the training documents")
@@ -273,25 +260,23 @@ class DocumentData(TaskData):
         return found
 
     def _choose_tokenizer(
-        self, opened: sources.Opened, readers: Mapping[str, sources.Reader], fractions: Mapping[str, float]
+        self, opened: sources.Opened, readers: Mapping[str, Reader], fractions: Mapping[str, float]
     ) -> Tokenizer | Bare:
         trained, choice = self._trained, self.keys.tokenizer
         if opened.vocab_size is not None:
             if trained is not None and (trained.tokenizer is not None or opened.vocab_size > trained.vocab_size):
-                raise ValueError(f"the tokens of data.source={self.keys.source} are not those of the model")
+                raise ValueError(f"data.source={self.keys.source} has other tokens than the model")
             return Bare(opened.vocab_size)
         known = self._initial_tokenizer() if trained is None else trained.make_tokenizer().to_dict()
         if known is not None and choice in (None, "init"):
             return tokenizer_from_dict(known)
-        if choice == "init":
-            raise ValueError("data.tokenizer=init needs init=FILE, a model that reads text")
         size = None if choice is None else trained_size(choice)
         if size is None:
             tokenizer = read_tokenizer(choice or "bytes", self.keys.separator)
         else:
             plain = self._prepare(readers["train"], ByteTokenizer(), "train")
-            numbers = self._divide(plain, fractions)["train"] if fractions else np.arange(plain.corpus.documents)
-            tokenizer = trained_tokenizer(plain, numbers, size, self.keys.cache)
+            chosen = divide(plain, fractions, multi_label=self.keys.multi_label)["train"]
+            tokenizer = trained_tokenizer(plain, chosen, size, self.keys.cache)
         if known is not None and not same_tokenizer(tokenizer.to_dict(), known):
             raise ValueError(f"data.tokenizer={choice} is another tokenizer than the model was trained with")
         return tokenizer
@@ -304,7 +289,8 @@ class DocumentData(TaskData):
         data = (saved.run.get("hyper_parameters") or {}).get("data") or {}
         return data.get("tokenizer") or (saved.text or {}).get("tokenizer")
 
-    def _prepare(self, reader: sources.Reader, tokenizer: Tokenizer | Bare, split: str) -> Labelled:
+    def _prepare(self, reader: Reader, tokenizer: Tokenizer | Bare, split: str) -> Labelled:
+        """The documents of a reader as tokens, from the cache if it has them."""
         keys = self.keys
         given = getattr(keys, split, None)
         name = Path(os.path.abspath(given if isinstance(given, str) else keys.root or keys.source)).stem
@@ -313,48 +299,60 @@ class DocumentData(TaskData):
             "columns": [keys.text_column, keys.label_column, keys.label_delimiter, keys.multi_label],
             "options": dict(keys.options),
         }
-        return prepare_documents(name, reader, tokenizer, reading=reading, cache=keys.cache, check=keys.check)
+        made_by = {"kind": "bare", "vocab_size": tokenizer.vocab_size}
+        if not isinstance(tokenizer, Bare):
+            made_by = tokenizer.to_dict()
+        plan = [store.VERSION, reader.stamp, reading, made_by]
+        folder = in_cache(name, plan, keys.cache, store.MANIFEST, lambda folder: _write(reader, tokenizer, folder))
+        opened = store.open_store(folder, check=keys.check)
+        manifest: Any = opened.manifest
+        sets = [tuple(one) for one in manifest["label_sets"]]
+        return Labelled(opened.splits[_DOCUMENTS], sets, manifest["left_out"], folder)
 
     def _report_left_out(self, found: Mapping[str, Labelled]) -> None:
-        """Warn of documents that cannot be read; with `on_bad_line=stop` they are a ValueError."""
+        """Warn of unreadable documents; with `on_bad_line=stop` they are a ValueError."""
         for folder, count in {one.folder: one.left_out for one in found.values() if one.left_out}.items():
-            path = folder / LEFT_OUT
-            first = "; ".join(path.read_text(encoding="utf-8").splitlines()[:_NAMED])
+            path = folder / _LEFT_OUT
+            first = "; ".join(path.read_text(encoding="utf-8").splitlines()[:3])
             message = f"{count} documents cannot be read and are left out ({path}): {first}"
             if self.keys.on_bad_line == "stop":
                 raise ValueError(message)
             _warn(message)
 
-    def _divide(self, found: Labelled, fractions: Mapping[str, float]) -> dict[str, Integers]:
-        corpus = found.corpus
-        assert corpus.labels is not None
-        assert corpus.hashes is not None
-        numbers = divide(corpus.labels, found.sets, corpus.hashes, fractions, multi_label=self.keys.multi_label)
-        return {name: chosen for name, chosen in numbers.items() if name == "train" or name in fractions}
-
-    def _without_repeats(self, found: Mapping[str, Labelled], numbers: dict[str, Integers]) -> dict[str, Integers]:
-        """Warn of documents that two splits have; with `duplicates=drop` leave them out."""
-        hashes = {name: np.asarray(one.corpus.hashes)[numbers[name]] for name, one in found.items()}
-        for name, repeated in find_repeats(hashes).items():
+    def _find_repeats(self, found: Mapping[str, Labelled], numbers: dict[str, Integers]) -> None:
+        """Warn of documents that a later split has too; with `duplicates=drop` remove them from `numbers`."""
+        pair = [("a", "<u8"), ("b", "<u8")]
+        hashes = {
+            name: np.ascontiguousarray(np.asarray(one.corpus.hashes)[numbers[name]]).view(pair).reshape(-1)
+            for name, one in found.items()
+        }
+        for place, name in enumerate(SPLITS):
+            later = [hashes[other] for other in SPLITS[place + 1 :] if other in hashes]
+            if name not in hashes or not later:
+                continue
+            repeated = np.flatnonzero(np.isin(hashes[name], np.concatenate(later)))
+            if not len(repeated):
+                continue
             _warn(f"{len(repeated)} {name} documents are in a later split too (data.duplicates={self.keys.duplicates})")
             if self.keys.duplicates == "drop":
                 numbers[name] = np.delete(numbers[name], repeated)
-        return numbers
 
     def _finish(
         self, found: Mapping[str, Labelled], numbers: Mapping[str, Integers], tokenizer: Tokenizer | Bare
     ) -> None:
         """Name the classes, make the targets and the info."""
-        keys, trained = self.keys, self._trained
+        keys, trained, prepare = self.keys, self._trained, self._source.prepare
         labels = {name: np.asarray(one.corpus.labels)[numbers[name]] for name, one in found.items()}
-        sets = {name: {label for number in np.unique(labels[name]) for label in one.sets[number]}
-                for name, one in found.items()}  # fmt: skip
-        names = sort_names(sets["train"]) if trained is None else trained.class_names
+        used = {
+            name: {label for number in np.unique(labels[name]) for label in one.sets[number]}
+            for name, one in found.items()
+        }
+        names = sort_names(used["train"]) if trained is None else trained.class_names
         if len(names) < (1 if keys.multi_label else 2):
             raise ValueError(f"the training documents have {len(names)} different labels, too few for a classifier")
-        for name, used in sets.items():
-            if unknown := sorted(used.difference(names)):
-                raise ValueError(f"the label {unknown[0]!r} of {name} documents is none of the classes {names}")
+        for name, own in used.items():
+            if unknown := sorted(own.difference(names)):
+                raise ValueError(f"the label {unknown[0]!r} of {name} documents is not among the classes {names}")
         separator = None if isinstance(tokenizer, Bare) else tokenizer.separator
         for stage, name in STAGES.items():
             if name in found:
@@ -362,59 +360,47 @@ class DocumentData(TaskData):
                 self._splits[stage] = Split(
                     found[name].corpus, numbers[name], targets, separator, keys.max_length, keys.truncation
                 )
+        reading: dict[str, Any] = {
+            "max_length": keys.max_length,
+            "truncation": keys.truncation,
+            "segment": keys.segment,
+            "gradient_segments": keys.gradient_segments,
+        }
         sizes: dict[str, int | None] = {stage: split.documents for stage, split in self._splits.items()}
         checksums = {stage: [split.checksum()] for stage, split in self._splits.items()}
-        if trained is None:
-            self._info = self._describe(names, tokenizer, sizes, checksums)
+        if trained is not None:
+            sizes, checksums = {**trained.sizes, **sizes}, {**trained.checksums, **checksums}
+            self._info = replace(trained, **reading, sizes=sizes, checksums=checksums)
             return
-        self._info = replace(
-            trained,
-            max_length=keys.max_length,
-            truncation=keys.truncation,
-            segment=keys.segment,
-            gradient_segments=keys.gradient_segments,
-            sizes={**trained.sizes, **sizes},
-            checksums={**trained.checksums, **checksums},
-        )
-
-    def _describe(
-        self,
-        names: list[str],
-        tokenizer: Tokenizer | Bare,
-        sizes: dict[str, int | None],
-        checksums: dict[str, list[int]],
-    ) -> DocumentInfo:
-        """The info of the training documents."""
-        keys, own, prepare = self.keys, self._splits["train"], self._source.prepare
-        counts = count_classes(own.targets, len(names))
-        return DocumentInfo(
+        train = self._splits["train"]
+        counts = count_classes(train.targets, len(names))
+        self._info = DocumentInfo(
             class_names=names,
             multi_label=keys.multi_label,
             vocab_size=tokenizer.vocab_size,
-            separator=own.separator,
+            separator=separator,
             tokenizer=None if isinstance(tokenizer, Bare) else tokenizer.to_dict(),
-            window=own.longest,
-            max_length=keys.max_length,
-            truncation=keys.truncation,
-            segment=keys.segment,
-            gradient_segments=keys.gradient_segments,
+            window=train.longest,
             text_column=keys.text_column,
             class_counts=counts,
+            class_weights=find_weights(
+                keys.class_weights, counts, train.documents, names, multi_label=keys.multi_label
+            ),
             source=keys.source,
             source_plugin=plugin_of(self._source.open) or plugin_of(prepare),
             preparation=None if prepare is None else sources.describe_preparation(keys.source, prepare),
-            class_weights=find_weights(keys.class_weights, counts, own.documents, names, multi_label=keys.multi_label),
             sizes=sizes,
             checksums=checksums,
+            **reading,
         )
 
 
 def _refuse_trained(keys: DocumentDataKeys, run: DocumentDataKeys, split: str) -> None:
-    """ValueError where a split of the documents of a run would have some that it was trained on."""
+    """ValueError if a split to measure has documents that the run was trained on."""
     same = (run.source, run.train) == (keys.source, keys.train) and same_root(run.root, keys.root)
     if not same or not isinstance(getattr(keys, split), float):
         return
-    # Those for the test are chosen first, and those for validation from the others.
+    # `divide` first chooses the documents of test, then of validation from the others.
     chosen = ("test", "validation") if split == "validation" else ("test",)
     shares, own = ({key: getattr(one, key) for key in chosen} for one in (keys, run))
     refuse_larger_shares(shares, own)
@@ -423,16 +409,116 @@ def _refuse_trained(keys: DocumentDataKeys, run: DocumentDataKeys, split: str) -
             raise ValueError(f"data.{key} divides the documents in another way than the run: give data.{split}=FILE")
 
 
-def _found_here(changes: Mapping[str, Any], root: str | None) -> dict[str, Any]:
-    """`changes` to the data of a training with `root`: files for a split that lie in the working folder are those."""
-    found = dict(changes)
-    for split in ("validation", "test"):
-        given = changes.get(split)
-        if isinstance(given, str) and "root" not in changes and os.path.exists(given):
-            found[split] = os.path.abspath(given)
-    return found
+# --- prepared documents: a folder of `longseq.tasks.text.store` with labels and hashes, whose manifest also has
+# `label_sets`, the sets of labels that occur, and `left_out`, the number of documents in left_out.txt
 
 
-@rank_zero_only
-def _warn(message: str) -> None:
-    _log.warning(message)
+@dataclass(frozen=True)
+class Bare:
+    """In place of a tokenizer, for documents that are tokens and stand for no text."""
+
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """The prepared documents of a split, with the labels `sets[corpus.labels]`."""
+
+    corpus: store.Corpus
+    sets: list[Labels]
+    left_out: int
+    folder: Path
+
+
+def trained_tokenizer(prepared: Labelled, numbers: Integers, size: int, cache: str | None) -> Tokenizer:
+    """A tokenizer of `size` tokens, trained on the documents `numbers` of a split of bytes, or from the cache."""
+    corpus, decode = prepared.corpus, ByteTokenizer().decode
+    texts = (
+        decode(corpus.tokens[corpus.offsets[number] : corpus.offsets[number + 1]].tolist())
+        for number in numbers.tolist()
+    )
+    plan = [prepared.folder.name, hashlib.sha256(numbers.tobytes()).hexdigest(), size]
+
+    def write(folder: Path) -> None:
+        write_text(folder / store.TOKENIZER, train_tokenizer(texts, size).to_dict()["json"])
+
+    return read_tokenizer(str(in_cache("tokenizer", plan, cache, store.TOKENIZER, write)))
+
+
+def _write(reader: Reader, tokenizer: Tokenizer | Bare, folder: Path) -> None:
+    """Write the files of prepared documents, the manifest last."""
+    writer = store.SplitWriter(folder, _DOCUMENTS, store.file_types(tokenizer.vocab_size, labels=True))
+    numbers: dict[Labels, int] = {}
+    left_out: list[str] = []
+    for batch in batched(_readable(reader.read(), left_out)):
+        labels = np.array([numbers.setdefault(one.labels, len(numbers)) for one in batch], np.int64)
+        tokens, lengths, byte_counts, hashes = _encode(batch, tokenizer)
+        writer.add(tokens, lengths, byte_counts, labels=labels, hashes=hashes)
+    (folder / _LEFT_OUT).write_text("".join(f"{line}\n" for line in left_out), encoding="utf-8")
+    manifest: dict[str, Any] = {"version": store.VERSION, "vocab_size": tokenizer.vocab_size}
+    manifest |= {"separator": None, "tokenizer": {"kind": "bare"}}
+    if not isinstance(tokenizer, Bare):
+        manifest = manifest_of(tokenizer, folder)
+    manifest |= {
+        "gzip_bits_per_byte": None,
+        "splits": {_DOCUMENTS: writer.close()},
+        "label_sets": list(numbers),
+        "left_out": len(left_out),
+    }
+    write_text(folder / store.MANIFEST, json.dumps(manifest, indent=1) + "\n")
+
+
+def _readable(samples: Iterable[Sample | Malformed], left_out: list[str]) -> Iterator[Sample]:
+    """The readable documents; descriptions of the others are added to `left_out`."""
+    for one in samples:
+        if isinstance(one, Malformed):
+            left_out.append(one.describe())
+        elif not len(one.document.strip() if isinstance(one.document, str) else one.document):
+            left_out.append(f"{one.place.describe()}: an empty document")
+        else:
+            yield one
+
+
+def _encode(batch: list[Sample], tokenizer: Tokenizer | Bare) -> tuple[Any, Any, Any, Any]:
+    """Tokens end to end, lengths, bytes and hashes of documents."""
+    if isinstance(tokenizer, Bare):
+        documents = [np.asarray(one.document) for one in batch]
+        digests = [hashlib.blake2b(one.astype("<i8").tobytes(), digest_size=16).digest() for one in documents]
+        lengths = np.array([len(one) for one in documents], np.int64)
+        hashes = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
+        return np.concatenate(documents), lengths, np.zeros_like(lengths), hashes
+    texts = (Document(str(one.document), place=one.place) for one in batch)
+    encoded = encode(texts, tokenizer, {"validation": 0.0, "test": 0.0})
+    return encoded.tokens, encoded.lengths, encoded.byte_counts, encoded.hashes
+
+
+def divide(found: Labelled, fractions: Mapping[str, float], *, multi_label: bool) -> dict[str, Integers]:
+    """The numbers of the documents of train and of the splits that `fractions` names, stratified by label.
+
+    Of the documents of a label, the share `fractions["validation"]` goes to validation and `fractions["test"]` to test,
+    at least one to each if there are enough. Hashes of the contents choose them, so that a split depends on neither the
+    order of a file nor a seed, and equal documents go to the same split. A document of several labels counts for its
+    rarest one. ValueError for a class of one document, which cannot be both trained on and measured.
+    """
+    labels, hashes, sets = np.asarray(found.corpus.labels), np.asarray(found.corpus.hashes), found.sets
+    counts: Counter[str] = Counter()
+    for number, count in zip(*np.unique(labels, return_counts=True), strict=True):
+        counts.update(dict.fromkeys(sets[number], int(count)))
+    order = {name: index for index, (name, _) in enumerate(counts.most_common())}
+    # The rarest label of each document, -1 without labels.
+    strata = np.array([max((order[name] for name in one), default=-1) for one in sets], np.int64)[labels]
+
+    same = np.unique(hashes, axis=0, return_index=True, return_inverse=True)
+    first, group = same[1], same[2].reshape(-1)  # of equal documents the first, and the group of each document
+    split = np.zeros(len(first), np.int8)
+    for stratum in np.unique(strata[first]).tolist():
+        members = np.flatnonzero(strata[first] == stratum)  # in the order of the hashes, which `unique` sorts
+        if len(members) == 1 and not multi_label and fractions:
+            raise ValueError(f"the class {sets[labels[first[members[0]]]][0]!r} has one document, too few for a split")
+        room, start = len(members) - 1, 0
+        for name in ("test", "validation"):
+            if name in fractions and room:
+                size = min(room, max(1, round(fractions[name] * len(members))))
+                split[members[start : start + size]] = SPLITS.index(name)
+                start, room = start + size, room - size
+    return {name: np.flatnonzero(split[group] == SPLITS.index(name)) for name in ("train", *fractions)}

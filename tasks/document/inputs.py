@@ -1,4 +1,4 @@
-"""The documents that `longseq predict` classifies: files of text, rows of tables, folders."""
+"""The documents that `longseq predict` classifies: text files, rows of tables, folders."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from longseq.tasks.data.module import (
     predictions_of,
 )
 from longseq.tasks.document.batch import truncate
-from longseq.tasks.document.info import DocumentInfo
+from longseq.tasks.document.config import DocumentInfo
 from longseq.tasks.document.sources import preparation_of
 from longseq.tasks.report import progress_bar
 from longseq.tasks.text.sources import (
@@ -40,12 +40,12 @@ from longseq.tasks.text.sources import (
 from longseq.tasks.text.store import token_type
 from longseq.tasks.text.tokenizer import Tokenizer
 
-# Tokens in memory at once, unless the user or the training says otherwise.
+# The default of `segment`: tokens in memory at once.
 SEGMENT = 8192
 
 
 class _Document(NamedTuple):
-    """The tokens that are read of a document, and what is written of it."""
+    """The tokens of a document after truncation, and what is written of it."""
 
     path: str
     tokens: np.ndarray
@@ -55,14 +55,13 @@ class _Document(NamedTuple):
 class DocumentFiles(Inputs):
     """The documents of a file or of all files below a folder.
 
-    A file of jsonl, csv, tsv or parquet holds many documents, any other file one. Other columns than the text are not
-    read, labels among them. Written are the path; `document`, its number in the whole input from 0, which also counts
-    what cannot be read; `tokens`, its length; `cut`, how many of them truncation leaves out; and `decision`, where
-    there are several labels or thresholds, as of `InputFiles`. With one label a
-    document, probabilities are those of classes that exclude each other; with several, each label has its own.
+    A jsonl, csv, tsv or parquet file holds many documents, any other file one; only the column of the text is read.
+    Written are the path; `document`, the number in the whole input from 0, unreadable documents included; `tokens`, the
+    length; `cut`, how many tokens truncation leaves out; and `decision` as in `InputFiles`. Probabilities are a softmax
+    over the classes, or with several labels a sigmoid of each.
 
-    Documents are read together up to `segment` tokens. A model that can be read in segments reads longer ones with
-    carried state (see `longseq.backbones.segments`).
+    A batch has up to `segment` tokens. Models with carried state read longer documents in segments (see
+    `longseq.backbones.segments`).
     """
 
     details: tuple[str, ...] = ("document", "tokens", "cut")
@@ -77,17 +76,18 @@ class DocumentFiles(Inputs):
     @classmethod
     def open(cls, path: str, info: DocumentInfo, keys: Predict) -> DocumentFiles:
         columns = Columns(keys.column or info.text_column or TEXT.text)
-        # The files of a folder keep their order, whatever their formats.
+        # Listed here, so that files of all formats keep their order.
         inputs = list(files_below(Path(path))) if Path(path).is_dir() and not is_saved(Path(path)) else [path]
         return cls(find_parts(inputs, columns), columns, info, info.make_tokenizer())
 
     def predict(self, model: nn.Module, keys: Predict) -> Iterator[Prediction | Unreadable]:
         segment = keys.segment or self.info.segment or SEGMENT
-        whole = find_obstacle(model) is not None  # a model of which a token needs all others
+        whole = find_obstacle(model) is not None  # the model cannot read a document in segments
         if not whole:
             segment = whole_chunks(model, segment)  # type: ignore[arg-type]
         group: list[_Document] = []
-        for one in self._documents(keys.truncation or self.info.truncation, _most_tokens(model)):
+        most = model.body.max_length if isinstance(model, TextClassifier) else None  # of learned positions
+        for one in self._documents(keys.truncation or self.info.truncation, most):
             if isinstance(one, Unreadable):
                 yield one
                 continue
@@ -100,11 +100,11 @@ class DocumentFiles(Inputs):
             yield from self._classify(model, group, None if whole else segment, keys.top_k)
 
     def _documents(self, truncation: str, most: int | None) -> Iterator[_Document | Unreadable]:
-        """The documents in their order, cut as `truncation` says; `most` is the length that the model can read."""
+        """The documents in order, truncated; `most` is the length that the model can read."""
         info, dtype = self.info, token_type(self.info.vocab_size)
         begin = np.array([] if info.separator is None else [info.separator], dtype)
         for number, one in enumerate(self._texts()):
-            assert one.place is not None, "documents that are read from files have a place"
+            assert one.place is not None
             path, details = one.place.path, {"document": number}
             if isinstance(one, Malformed):
                 yield Unreadable(path, _without(path, one.describe()), details)
@@ -144,10 +144,5 @@ class DocumentFiles(Inputs):
 
 
 def _without(path: str, description: str) -> str:
-    """A description of a place without the path, which has a column of its own."""
+    """A description without the path, which has its own column."""
     return description.removeprefix(path).lstrip(",: ")
-
-
-def _most_tokens(model: Any) -> int | None:
-    """The longest document that a model with learned positions reads; None for any length."""
-    return model.body.max_length if isinstance(model, TextClassifier) else None

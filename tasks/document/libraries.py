@@ -1,7 +1,7 @@
-"""To which of eight installed libraries a Python file belongs: real documents that every install has.
+"""Python files of eight installed libraries, which are the classes: real documents that every install has.
 
-What gives a library away is taken out of its files: imports, the comments at their beginning (licences), lines with a
-copyright, and the names of the libraries themselves, whose place a neutral word takes.
+`conceal` removes what gives a library away: imports, comments at the beginning (licences), lines with a copyright, and
+the names of the libraries, which a neutral word replaces.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longseq.tasks.document.sources import _TEXT, Opened, Reader, Sample, Source, register
+from longseq.tasks.document.sources import TEXT_KEYS, Opened, Reader, Sample, Source, register
 from longseq.tasks.text.corpora import modules_of
 from longseq.tasks.text.sources import TEXT, Malformed, group_files, read_part
 from longseq.tasks.text.store import stamp
@@ -22,15 +22,14 @@ from longseq.tasks.text.store import stamp
 if TYPE_CHECKING:
     from longseq.tasks.document.config import DocumentDataKeys
 
-# Libraries that this one needs, or that these need: every install has them.
+# Direct and indirect dependencies, which every install has.
 LIBRARIES = ("lightning", "networkx", "scipy", "sklearn", "sympy", "timm", "torch", "torchmetrics")
 
-# Files of fewer bytes say little; no library gives more files than the second-smallest ones could match.
+# The fewest bytes of a file, and the most files of a library, so that the classes have similar sizes.
 _SHORTEST, _MOST = 1000, 320
 
-_NEUTRAL = "library"
-# Longer names first: they contain shorter ones. Also what the libraries are called in prose, and packages inside them.
-# The look ahead at the first letter makes the search three times as fast.
+# Also names in prose and of packages inside the libraries, longer names first, since they contain shorter ones.
+# The lookahead at the first letter makes the search three times as fast.
 _NAMES = re.compile(
     "(?=[lnpst])(?:pytorch[-_ ]?lightning|torch[-_ ]?metrics|torch[-_ ]?vision|torch[-_ ]?audio|"
     "scikit[-_ ]?learn|lightning|networkx|py[-_ ]?torch|torch|sklearn|scipy|sympy|timm)",
@@ -49,7 +48,7 @@ def conceal(source: str) -> str:
     """The text of a Python file without what gives its library away (see the module)."""
     text = _HEAD.sub("", source, count=1)
     text = _COPYRIGHT.sub("", _IMPORTS.sub("", text))
-    return _NAMES.sub(_NEUTRAL, text)
+    return _NAMES.sub("library", text)
 
 
 def find_files() -> dict[str, list[str]]:
@@ -57,11 +56,11 @@ def find_files() -> dict[str, list[str]]:
     found = {}
     for name in LIBRARIES:
         spec = importlib.util.find_spec(name)
-        assert spec is not None, f"{name} is a dependency"
+        assert spec is not None
         assert spec.submodule_search_locations
         root = spec.submodule_search_locations[0]
         files = sorted(path for path in modules_of(root) if os.path.getsize(path) >= _SHORTEST)
-        # A hash of the path below the library's folder selects files, the same ones on every machine.
+        # Hashes of the paths below the library's folder select the same files on every machine.
         chosen = sorted(files, key=lambda path, root=root: _hash(os.path.relpath(path, root)))[:_MOST]  # type: ignore[misc]
         found[name] = sorted(chosen)
     return found
@@ -93,4 +92,4 @@ def _open(keys: DocumentDataKeys) -> Opened:
     return Opened({"train": train})
 
 
-register("libraries", Source(_open, reads=_TEXT, prepare=conceal))
+register("libraries", Source(_open, reads=TEXT_KEYS, prepare=conceal))

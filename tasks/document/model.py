@@ -1,24 +1,27 @@
-"""The models of this task: classifiers on the body of a token model."""
+"""The models of document classifiers: classifiers on the body of a token model, and the fitted linear baseline."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 
 from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.document_pairs import PairClassifier
 from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.backbones.tokens import TokenBackbone
-from longseq.tasks.document import linear
-from longseq.tasks.document.info import DocumentInfo
+from longseq.tasks.document.batch import Split
+from longseq.tasks.document.config import DocumentInfo, LinearModelKeys
 from longseq.tasks.training.checkpoint import Loaded
 from longseq.tasks.training.model import TaskModel, note
 from longseq.tasks.training.token_model import build_seeded, check_alike, check_tokenizer, have_one_tokenizer
 
-# The classifiers on the body of a token model, as `config.model` names them.
+# The values of `config.model.name`.
 MODELS: Mapping[str, type[TextClassifier]] = {"document": TextClassifier, "document_pair": PairClassifier}
+LINEAR = "linear"
 
 
 class DocumentModel(TaskModel):
@@ -27,25 +30,26 @@ class DocumentModel(TaskModel):
     starts_from = ("lm",)
 
     def build(self, config: Mapping[str, Any], info: DocumentInfo) -> nn.Module:
-        """The model of a configuration. Options that are null there take the model's own defaults.
+        """The model of a configuration; an option that is null has the model's default.
 
         The linear model is empty until the run fits it.
         """
-        if config["model"]["name"] == linear.MODEL:
+        name = config["model"]["name"]
+        if name == LINEAR:
             return LinearTextClassifier(num_classes=info.num_classes, ngrams=config["model"]["ngrams"])
-        return build_classifier(config, info.num_classes, info.vocab_size, info.window)
+        options = {"num_classes": info.num_classes, "vocab_size": info.vocab_size}
+        return build_seeded(MODELS[name], config, info.window, **options)
 
     def start_from(self, model: Any, loaded: Loaded, info: Any) -> None:
         """Copy the body of a language model or of another classifier (see `TextClassifier.load_body`).
 
-        Of a classifier of the same kind and classes the head is copied, too, and the pooling and the n-grams if they
-        are the same. A note names the parts that are new.
+        A classifier of the same kind and classes also gives its head, and its pooling and n-grams if they are of the
+        same form. A note names the parts that are new. ValueError for another tokenizer, and for options by which the
+        same weights compute something else.
         """
         trained: Any = loaded.backbone
         if isinstance(model, LinearTextClassifier) or isinstance(trained, LinearTextClassifier):
-            raise ValueError(
-                f"init={loaded.path}: no model starts from a linear model, nor a linear model from another"
-            )
+            raise ValueError(f"init={loaded.path}: a linear model is neither an init nor starts from one")
         check_tokenizer(loaded, info.tokenizer)
         is_classifier = isinstance(trained, TextClassifier)
         body: TokenBackbone = trained.body if is_classifier else trained
@@ -72,17 +76,61 @@ class DocumentModel(TaskModel):
             note(model, f"new beside the weights of {loaded.path}: {', '.join(new)}")
 
     def check_reads(self, model: Any, trained: DocumentInfo, found: DocumentInfo) -> None:
-        """Raise ValueError if a model that was trained on documents of `trained` cannot read those of `found`."""
+        """ValueError if a model that was trained on documents of `trained` cannot read documents of `found`."""
         if found.vocab_size != trained.vocab_size or not have_one_tokenizer(found.tokenizer, trained.tokenizer):
             raise ValueError("the data has another tokenizer than the model was trained with")
 
 
-def build_classifier(config: Mapping[str, Any], num_classes: int, vocab_size: int, longest: int) -> TextClassifier:
-    """The classifier of a configuration; `longest` is the length of learned positions where `max_length` is null.
+def read_documents(split: Split) -> Iterator[tuple[Sequence[int], Any]]:
+    """The tokens, after truncation, and the target of each document of a split."""
+    for number in range(split.documents):
+        yield split.read(number).tolist(), split.targets[number]
 
-    ValueError for another model and for options that the model does not have.
-    """
-    name = config["model"]["name"]
-    if name not in MODELS:
-        raise ValueError(f"task=document trains model={', '.join(MODELS)} or {linear.MODEL}, not {name}")
-    return build_seeded(MODELS[name], config, longest, num_classes=num_classes, vocab_size=vocab_size)
+
+def fit_linear(
+    documents: Iterable[tuple[Sequence[int], Any]], info: DocumentInfo, keys: LinearModelKeys
+) -> LinearTextClassifier:
+    """Fits logistic regression on TF-IDF to documents: pairs of tokens, and the class or `[C]` labels of 0 and 1."""
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    empty = LinearTextClassifier(num_classes=info.num_classes, ngrams=keys.ngrams)
+    empty.text = None if info.tokenizer is None else {"tokenizer": info.tokenizer, "window": info.window}
+    targets: list[Any] = []
+
+    def texts() -> Iterable[str]:
+        for tokens, target in documents:
+            targets.append(target)
+            yield empty.read(tokens)
+
+    vectorizer = TfidfVectorizer(analyzer=empty.grams, sublinear_tf=True, min_df=keys.min_documents, dtype=np.float32)
+    values = vectorizer.fit_transform(texts())
+    vocabulary = vectorizer.get_feature_names_out().tolist()
+    model = LinearTextClassifier(num_classes=info.num_classes, vocabulary=vocabulary, ngrams=keys.ngrams)
+    model.text = empty.text
+    coefficients, bias = _regress(values, np.asarray(targets), info, keys.inverse_regularization)
+    with torch.no_grad():
+        model.inverse_frequency.copy_(torch.from_numpy(vectorizer.idf_))
+        model.coefficients.copy_(torch.from_numpy(coefficients))
+        model.bias.copy_(torch.from_numpy(bias))
+    return model
+
+
+def _regress(values: Any, targets: np.ndarray, info: DocumentInfo, strength: float) -> tuple[np.ndarray, np.ndarray]:
+    """Coefficients `[V, C]` and bias `[C]` of a logistic regression, or of one for each of several labels."""
+    from sklearn.linear_model import LogisticRegression
+
+    coefficients = np.zeros((values.shape[1], info.num_classes))
+    bias = np.zeros(info.num_classes)
+    if info.multi_label:
+        for label, given in enumerate(targets.T.astype(int)):
+            if given.min() == given.max():  # no document, or each one, has the label
+                bias[label] = np.log((given.sum() + 0.5) / (len(given) - given.sum() + 0.5))
+                continue
+            found = LogisticRegression(C=strength, max_iter=1000).fit(values, given)
+            coefficients[:, label], bias[label] = found.coef_[0], found.intercept_[0]
+        return coefficients, bias
+    found = LogisticRegression(C=strength, max_iter=1000).fit(values, targets)
+    assert len(found.classes_) == info.num_classes, "each class has training documents"
+    own = slice(1, None) if info.num_classes == 2 else slice(None)  # of two classes scikit-learn keeps the difference
+    coefficients[:, own], bias[own] = found.coef_.T, found.intercept_
+    return coefficients, bias

@@ -26,10 +26,9 @@ from longseq.tasks.data.loader import (
     read_mask,
 )
 from longseq.tasks.document.batch import DocumentBatch, DocumentInputs
-from longseq.tasks.document.config import LinearModelKeys
-from longseq.tasks.document.info import DocumentInfo
-from longseq.tasks.document.linear import fit_linear, read_documents
-from longseq.tasks.document.metrics import TABLES, ScoresByLength
+from longseq.tasks.document.config import DocumentInfo, LinearModelKeys
+from longseq.tasks.document.model import fit_linear, read_documents
+from longseq.tasks.document.report import TABLES, ScoresByLength
 from longseq.tasks.training.classification import make_metrics
 from longseq.tasks.training.classifier import ClassifierModule
 from longseq.tasks.training.recipe import Training
@@ -37,22 +36,19 @@ from longseq.tasks.training.token_model import PluginMixers
 
 
 class DocumentTask(ClassifierModule):
-    """Trains and measures a classifier on whole documents, packed or padded.
+    """Trains and measures a classifier on documents, packed or padded; `read_batch` lists the batches that it reads.
 
-    The loss of a document is the cross-entropy of its class; of several labels the mean over the labels of the binary
-    cross-entropies. An update minimises the mean over all of its documents, whatever batch and process they are in;
-    `train/loss` is this mean. `class_weights` are those of `DocumentInfo`: they multiply the loss of a document by the
-    weight of its class, or the binary cross-entropies of a document's own labels by the weights of these labels.
-    `label_smoothing` takes a part of the target's probability and spreads it evenly over the classes; with several
-    labels it moves each target towards 1/2. Losses of validation and test have neither.
+    The loss of a document is the cross-entropy of its class, or the mean of the binary cross-entropies of all labels.
+    An update minimises the mean over all of its documents, in any batch and process, which is `train/loss`. The
+    `class_weights` of `info` multiply the loss of a document by the weight of its class, or the cross-entropy of each
+    label that it has by the weight of the label. `label_smoothing` spreads a part of the target's probability evenly
+    over the classes, or moves the target of each label towards 1/2. Losses of validation and test have neither.
 
     Logs `train/{loss,lr}`, `{val,test}/loss` and `{val,test}/METRIC` for the metrics of
-    `longseq.tasks.document.metrics.make_scores`, and in a test `test/METRIC_BIN` for each bin of lengths that has
-    documents. `chosen_metrics` and `metric` add others, as `task.metrics` and `task.metric` do; `threshold` is that of
-    `ClassifierModule`, and by default that of `info`. After a test, `documents_by_length` has the documents of each
-    bin.
-
-    Batches of any loader are padded rows of tokens with their classes (see `read_batch`).
+    `longseq.tasks.document.report.make_scores`, and in a test `test/METRIC_BIN` for each bin of lengths with documents.
+    `chosen_metrics` and `metric` add others, as `task.metrics` and `task.metric` do. `threshold` is explained in
+    `ClassifierModule`; by default the thresholds are in `info`. After a test, `documents_by_length` counts the
+    documents of each bin.
     """
 
     kept_options = ("label_smoothing", "chosen_metrics", "metric", "threshold")
@@ -98,7 +94,6 @@ class DocumentTask(ClassifierModule):
     def from_config(
         cls, config: Mapping[str, Any], backbone: nn.Module, info: DocumentInfo, training: Training | None
     ) -> DocumentTask:
-        loss = config["recipe"].get("loss") or {} if training else {}
         task = config.get("task") or {}
         measured: dict[str, Any] = {
             "chosen_metrics": task.get("metrics"),
@@ -108,6 +103,7 @@ class DocumentTask(ClassifierModule):
         if isinstance(backbone, LinearTextClassifier):
             keys = read(LinearModelKeys, config["model"], "model") if training else None
             return LinearTask(backbone, info=info, keys=keys, training=training, **measured)
+        loss = (config["recipe"].get("loss") if training else None) or {}
         smoothing = loss.get("label_smoothing", 0.0)
         return cls(backbone, info=info, label_smoothing=smoothing, training=training, **measured)
 
@@ -116,35 +112,33 @@ class DocumentTask(ClassifierModule):
         return {"info": DocumentInfo.from_dict(data)}
 
     def read_batch(self, batch: Any) -> DocumentBatch:
-        """The batch of a loader of ours, or of rows of tokens `[N, T]` with classes `[N]` or labels `[N, C]`.
+        """A batch of longseq's loaders, or one made from tokens `[N, T]` and classes `[N]` or labels `[N, C]`.
 
-        A pair holds the two, for documents of one length. A dictionary is that of transformers: `input_ids` and
-        `labels`, and `attention_mask`, 0 at the padding after a document. Where `info` has a separator, each document
-        begins with it, so that the commands of longseq read documents as training did. A batch to predict needs no
-        labels.
+        The latter are a pair, for documents of one length, or a dictionary as in transformers: `input_ids`, `labels`,
+        and `attention_mask`, 0 at the padding after a document. A batch to predict needs no labels. If `info` has a
+        separator, each document should begin with it, as in longseq's commands.
         """
+        if isinstance(batch, tuple | list) and isinstance(batch[0], DocumentInputs):
+            return batch[0], batch[1]
         if isinstance(batch, Mapping):
             tokens = find_entry(batch, ("input_ids", "tokens"), "tokens")
-            targets = self._no_targets(tokens) if self.predicts else find_entry(batch, TARGETS, "labels")
             mask = read_mask(batch, tokens)
             if not begins_with_tokens(mask):
                 raise ValueError("attention_mask: padding must follow the tokens of a row")
-        elif self.predicts and (isinstance(batch, Tensor) or not isinstance(batch[0], DocumentInputs)):
-            tokens = batch if isinstance(batch, Tensor) else batch[0]
-            targets, mask = self._no_targets(tokens), torch.ones_like(tokens, dtype=torch.bool)
         else:
-            tokens, targets = batch
-            if isinstance(tokens, DocumentInputs):
-                return tokens, targets
+            tokens = batch if isinstance(batch, Tensor) else batch[0]
             mask = torch.ones_like(tokens, dtype=torch.bool)
+        if self.predicts:
+            targets = tokens.new_zeros((len(tokens), self.num_classes) if self.multi_label else len(tokens))
+        else:
+            targets = find_entry(batch, TARGETS, "labels") if isinstance(batch, Mapping) else batch[1]
         if tokens.ndim != 2 or targets.ndim != (2 if self.info.multi_label else 1) or len(targets) != len(tokens):
             raise ValueError(f"tokens {list(tokens.shape)} do not fit labels {list(targets.shape)}")
         if self.info.multi_label:
             check_several_labels(targets, exact=not self.training)
         else:
             check_class_numbers(targets, self.num_classes)
-        lengths = mask.sum(dim=1)
-        count = len(tokens)
+        lengths, count = mask.sum(dim=1), len(tokens)
         inputs = DocumentInputs(
             tokens=tokens.long(),
             cu_seqlens=None,
@@ -158,19 +152,16 @@ class DocumentTask(ClassifierModule):
         )
         return inputs, targets.float() if self.info.multi_label else targets.long()
 
-    def _no_targets(self, tokens: Tensor) -> Tensor:
-        return tokens.new_zeros((len(tokens), self.num_classes) if self.multi_label else len(tokens))
-
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """The probabilities `[N, C]` of the documents of a batch, with labels or without, in their order.
+        """The probabilities `[N, C]` of the documents of a batch, which needs no labels.
 
-        That of the batches is the loader's: `predict_dataloader` of the data module keeps the order of the split.
+        `predict_dataloader` of the data module keeps the order of the split.
         """
         inputs, _ = self.read_batch(batch)
         return self.probabilities(self(inputs)[inputs.numbers >= 0])
 
     def forward(self, inputs: DocumentInputs) -> Tensor:
-        """Logits `[N, C]` of the N places of a batch; those of empty places mean nothing."""
+        """Logits `[N, C]` of the N places of a batch; undefined at empty places."""
         return self._read(inputs.tokens, _packing_of(inputs), inputs.mask)
 
     def _read(self, tokens: Tensor, packing: Packing | None, mask: Tensor | None) -> Tensor:
@@ -191,7 +182,8 @@ class DocumentTask(ClassifierModule):
         packing = _packing_of(inputs)
         self._plugin_mixers.check(self.backbone, packing, inputs.mask)
         logits = self._train_read(inputs.tokens, packing, inputs.mask)
-        return self.mean_of_update(self._summed_loss(logits, targets, inputs.numbers >= 0))
+        losses = self._losses(logits.float(), targets, self.label_smoothing, self._class_weights)
+        return self.mean_of_update(torch.where(inputs.numbers >= 0, losses, 0.0).sum())
 
     def count_targets(self, batch: DocumentBatch) -> int:
         """The number of documents of a batch."""
@@ -203,12 +195,8 @@ class DocumentTask(ClassifierModule):
         real = inputs.numbers >= 0
         self._plugin_mixers.check(self.backbone, _packing_of(inputs), inputs.mask)
         logits, targets = self(inputs)[real].float(), targets[real]
-        if self.info.multi_label:
-            losses = functional.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1)
-        else:
-            losses = functional.cross_entropy(logits, targets, reduction="none")
         if len(targets):
-            metrics["loss"].update(losses.mean(), weight=len(targets))
+            metrics["loss"].update(self._losses(logits, targets).mean(), weight=len(targets))
         classes = targets.long()
         probabilities = self.rankable(logits)
         self.measure(probabilities, classes, metrics, stage)
@@ -219,11 +207,11 @@ class DocumentTask(ClassifierModule):
         super().on_test_epoch_end()
         scores, self.documents_by_length = self._by_length.compute()
         self._by_length.reset()
-        # All processes have the same values; sync_dist says so to Lightning.
+        # All processes have the same values; without sync_dist Lightning warns.
         self.log_dict({f"test/{name}": value for name, value in scores.items()}, sync_dist=True)
 
     def observe(self, batch: DocumentBatch, examples: int) -> None:
-        """Run the first documents of a batch through the body of the model, for the diagnostics of the mixers."""
+        """Run the first `examples` documents of a batch through the model's body, for the diagnostics of mixers."""
         inputs = batch[0]
         body: Any = self.backbone
         if inputs.cu_seqlens is None:
@@ -234,47 +222,30 @@ class DocumentTask(ClassifierModule):
             body.forward_features(inputs.tokens[:, : int(borders[-1])], borders)
 
     def count_flops(self, batch: DocumentBatch) -> int:
-        """The operations of a training step on a batch: three times those of a forward pass over its documents.
-
-        A backward pass counts as two forward passes. Recomputation with `recompute` is not counted.
-        """
+        """The operations of a training step: three forward passes over the documents, without recomputation."""
         flops: Any = cache(self.backbone.flops)  # type: ignore[arg-type]
         return 3 * sum(flops(length) for length in batch[0].lengths.tolist() if length)
 
-    def _summed_loss(self, logits: Tensor, targets: Tensor, real: Tensor) -> Tensor:
-        """The sum `[]` of the losses of the documents in the places `real [N]`."""
-        logits, smoothing, weights = logits.float(), self.label_smoothing, self._class_weights
+    def _losses(self, logits: Tensor, targets: Tensor, smoothing: float = 0.0, weights: Tensor | None = None) -> Tensor:
+        """The loss of each document, `[N]`."""
         if self.info.multi_label:
             softened = targets * (1 - smoothing) + smoothing / 2
             losses = functional.binary_cross_entropy_with_logits(logits, softened, reduction="none")
-            if weights is not None:
-                losses = losses * torch.where(targets > 0, weights, 1.0)
-            losses = losses.mean(dim=1)
-        else:
-            losses = functional.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
-            if weights is not None:
-                losses = losses * weights[targets.clamp(min=0)]
-        return torch.where(real, losses, 0.0).sum()
+            return (losses if weights is None else losses * torch.where(targets > 0, weights, 1.0)).mean(dim=1)
+        losses = functional.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
+        return losses if weights is None else losses * weights[targets.clamp(min=0)]
 
 
 class LinearTask(DocumentTask):
-    """Fits the linear model to all training documents at once, and measures it as any other.
+    """Fits the linear model to all training documents at the beginning of a run, and measures it as any other.
 
-    The fit is the beginning of a run. What follows is an epoch of one batch without a learning rate, after which the
-    Trainer validates, saves and tests. Each of several processes fits the same model. `keys` are those of the model;
-    without them the task only measures. `measured` are the options of `DocumentTask` for metrics and thresholds.
+    An epoch of one batch with a learning rate of 0 follows, after which the Trainer validates, saves and tests. Each of
+    several processes fits the same model. Without `keys`, the keys of the model, the task can only measure. `options`
+    are those of `DocumentTask`.
     """
 
-    def __init__(
-        self,
-        backbone: LinearTextClassifier,
-        *,
-        info: DocumentInfo,
-        keys: LinearModelKeys | None = None,
-        training: Training | None = None,
-        **measured: Any,
-    ) -> None:
-        super().__init__(backbone, info=info, training=training, **measured)
+    def __init__(self, backbone: LinearTextClassifier, *, keys: LinearModelKeys | None = None, **options: Any) -> None:
+        super().__init__(backbone, **options)
         self.keys = keys
 
     @property
@@ -283,14 +254,14 @@ class LinearTask(DocumentTask):
 
     @property
     def epochs_trained(self) -> float:
-        """All training documents are read once."""
+        """1: the fit reads all training documents once."""
         return 1
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
         if stage != TrainerFn.FITTING:
             return
-        assert self.keys is not None, "this module only measures"
+        assert self.keys is not None, "without keys, this task only measures"
         trainer: Any = self.trainer
         data: Any = trainer.datamodule
         self.backbone = fit_linear(read_documents(data.split("train")), data.info, self.keys)
@@ -302,7 +273,7 @@ class LinearTask(DocumentTask):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # Another number of n-grams is another shape of the weights.
+        # The number of n-grams decides the shape of the weights.
         text, device = self.backbone.text, self.device
         self.backbone = build(checkpoint[CHECKPOINT_CONFIG]).to(device)
         self.backbone.text = text
@@ -310,7 +281,7 @@ class LinearTask(DocumentTask):
 
 
 def _packing_of(inputs: DocumentInputs) -> Packing | None:
-    """The borders of the documents of a batch; None where rows are padded."""
+    """The borders of the documents of a packed batch; None for a padded one."""
     if inputs.cu_seqlens is None:
         return None
     return Packing(inputs.cu_seqlens, inputs.tokens.shape[1], max_seqlen=inputs.max_seqlen)

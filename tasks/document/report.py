@@ -1,23 +1,182 @@
-"""What a run of a document classifier reports beside its metrics: the linear model, lengths, classes, and commands."""
+"""Metrics of document classifiers, the linear baseline, and what a run reports."""
 
 from __future__ import annotations
 
-from typing import Any
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from longseq.tasks.document.info import DocumentInfo
-from longseq.tasks.document.linear import LinearBaseline
-from longseq.tasks.document.metrics import BINS, LENGTHS
-from longseq.tasks.document.module import DocumentTask
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor, nn
+from torchmetrics import Metric, SumMetric
+from torchmetrics.classification import BinaryCalibrationError, MulticlassF1Score
+
+from longseq.backbones.linear_text import LinearTextClassifier
+from longseq.tasks.document.config import DocumentInfo, LinearModelKeys
+from longseq.tasks.document.model import fit_linear, read_documents
+from longseq.tasks.training import targets
 from longseq.tasks.training.class_report import ClassReport
-
-# The bins of lengths in words.
-_LENGTHS = dict(
-    zip(BINS, [*(f"up to {length:,} tokens" for length in LENGTHS), f"over {LENGTHS[-1]:,} tokens"], strict=True)
+from longseq.tasks.training.classification import (
+    ONE_LABEL,
+    ONE_LABEL_MORE,
+    SEVERAL_LABELS,
+    SEVERAL_LABELS_MORE,
+    Tables,
+    update_metrics,
 )
+from longseq.tasks.training.decisions import decide
+
+if TYPE_CHECKING:
+    from longseq.tasks.document.module import DocumentTask
+
+# Upper bounds of the bins by length, in tokens of a document before truncation.
+LENGTHS = (512, 1024, 4096)
+BINS = {f"up_to_{length}": f"up to {length:,} tokens" for length in LENGTHS} | {
+    "longer": f"over {LENGTHS[-1]:,} tokens"
+}
+
+
+class LabelCalibrationError(BinaryCalibrationError):
+    """The calibration error over the decisions about all labels, from `[N, C]`."""
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        super().update(preds.flatten(), target.flatten())
+
+
+# The metrics by `multi_label`.
+TABLES: Mapping[bool, Tables] = {
+    False: Tables(
+        {
+            "accuracy": ONE_LABEL["top1"],
+            "f1_micro": lambda classes: MulticlassF1Score(classes, average="micro", validate_args=False),
+            "f1_macro": ONE_LABEL["f1"],
+            "calibration_error": ONE_LABEL_MORE["calibration_error"],
+        },
+        {**ONE_LABEL_MORE, "top5": ONE_LABEL["top5"], "balanced_accuracy": ONE_LABEL["balanced_accuracy"]},
+    ),
+    True: Tables(
+        {
+            "accuracy": SEVERAL_LABELS["accuracy"],
+            "f1_micro": SEVERAL_LABELS["f1_micro"],
+            "f1_macro": SEVERAL_LABELS["f1"],
+            "calibration_error": lambda classes: LabelCalibrationError(n_bins=15, validate_args=False),
+            "average_precision": SEVERAL_LABELS["average_precision"],
+        },
+        SEVERAL_LABELS_MORE,
+    ),
+}
+
+
+def make_scores(num_classes: int, multi_label: bool) -> dict[str, Metric]:
+    """The metrics of every run, from probabilities `[N, C]` and targets: classes `[N]`, or labels `[N, C]` of 0 and 1.
+
+    accuracy: the share of documents whose class is right, or all of whose labels are.
+    f1_micro, f1_macro: the F1 score over all decisions, and its mean over the classes that documents have or are given.
+        With one class a document, the micro average equals the accuracy.
+    calibration_error: in 15 bins of equal width by the highest probability, the mean distance between this probability
+        and the accuracy, weighted by documents (Guo et al., 2017, equation 3). With several labels, between the
+        probability of a label and its frequency.
+    average_precision: with several labels, the mean over the labels that documents have.
+    """
+    return {name: make(num_classes) for name, make in TABLES[multi_label].always.items()}
+
+
+class ScoresByLength(nn.Module):
+    """The metrics of `make_scores` for each bin of lengths.
+
+    A module, so that its metrics follow the model to its device; checkpoints do not hold them.
+    """
+
+    def __init__(self, num_classes: int, multi_label: bool) -> None:
+        super().__init__()
+        self.scores = nn.ModuleDict({name: nn.ModuleDict(make_scores(num_classes, multi_label)) for name in BINS})
+        self.counts = nn.ModuleDict({name: SumMetric(nan_strategy="disable") for name in BINS})  # documents
+
+    def update(self, probabilities: Tensor, decisions: Tensor, targets: Tensor, lengths: Tensor) -> None:
+        """Add documents: probabilities `[N, C]`, decisions and targets as in `make_scores`, lengths `[N]` in tokens."""
+        bins = torch.bucketize(lengths, torch.tensor(LENGTHS, device=lengths.device))
+        for number, name in enumerate(BINS):
+            chosen = bins == number
+            self.counts[name].update(chosen.sum())  # type: ignore[operator]
+            update_metrics(self.scores[name], probabilities[chosen], decisions[chosen], targets[chosen])  # type: ignore[arg-type]
+
+    def compute(self) -> tuple[dict[str, float], dict[str, int]]:
+        """The metrics, named such as `accuracy_up_to_512`, and the documents of each bin; without empty bins.
+
+        All processes of a run call it together.
+        """
+        counts = {name: int(count.compute()) for name, count in self.counts.items()}  # type: ignore[operator]
+        found: dict[str, float] = {}
+        with warnings.catch_warnings():
+            # A bin may lack documents of a label, and a process may have no document of a bin.
+            warnings.filterwarnings("ignore", ".*Average precision score for one or more classes.*")
+            warnings.filterwarnings("ignore", ".*No positive samples found.*")
+            warnings.filterwarnings("ignore", "The ``compute`` method of metric .* was called before")
+            for name, scores in self.scores.items():
+                if counts[name]:
+                    found |= {f"{key}_{name}": float(metric.compute()) for key, metric in scores.items()}  # type: ignore[operator, attr-defined]
+        return found, {name: count for name, count in counts.items() if count}
+
+    def reset(self) -> None:
+        """Forget all documents."""
+        for part in self.modules():
+            if isinstance(part, Metric):
+                part.reset()
+
+
+@targets.register("callback")
+class LinearBaseline(Callback):
+    """Fits the linear model to the training documents of a run, and measures it on the test documents.
+
+    It reads the documents as the run's model does, after truncation, and its metrics are `test/linear_accuracy` and so
+    on. A run with more than `most_documents` training documents leaves it out. Its time does not count as the run's.
+    """
+
+    def __init__(self, most_documents: int = 50_000) -> None:
+        self.most_documents = most_documents
+        self.scores: dict[str, float] = {}
+        self.documents = 0
+
+    @rank_zero_only
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if isinstance(pl_module.backbone, LinearTextClassifier):
+            return
+        self.documents = data.info.sizes["train"] or 0
+        if self.documents <= self.most_documents:
+            model = fit_linear(read_documents(data.split("train")), data.info, LinearModelKeys())
+            self.scores = measure(model, read_documents(data.split("test")), data.info)
+
+    def describe(self) -> str:
+        """The accuracy of the linear model in a few words."""
+        if not self.scores:
+            return f"not measured with {self.documents:,} training documents: train model=linear"
+        return f"{self.scores['accuracy']:.4f} by TF-IDF and logistic regression on the same documents"
+
+
+@torch.inference_mode()
+def measure(
+    model: LinearTextClassifier, documents: Iterable[tuple[Sequence[int], Any]], info: DocumentInfo
+) -> dict[str, float]:
+    """The metrics of `make_scores` for a linear model on documents (see `fit_linear`), only on this process."""
+    scores = make_scores(info.num_classes, info.multi_label)
+    for metric in scores.values():
+        metric.distributed_available_fn = lambda: False  # other processes do not take part
+    listed = list(documents)
+    for start in range(0, len(listed), 64):
+        part = listed[start : start + 64]
+        logits = model.score([model.read(tokens) for tokens, _ in part]).double()  # see ClassifierModule.rankable
+        given: Tensor = torch.as_tensor(np.asarray([target for _, target in part])).long()
+        probabilities = logits.sigmoid() if info.multi_label else logits.softmax(dim=1)
+        update_metrics(scores, probabilities, decide(probabilities, None, multi_label=info.multi_label), given)
+    return {name: float(metric.compute()) for name, metric in scores.items()}
 
 
 class DocumentReport(ClassReport):
-    """Adds to the figures of each class the linear model's metrics, and the documents by length."""
+    """Adds the linear model's metrics, and documents and accuracy by length, to the figures of each class."""
 
     unit = "documents"
     headline = ("accuracy", "f1_macro", "average_precision", "calibration_error", "loss")
@@ -32,15 +191,13 @@ class DocumentReport(ClassReport):
 
     def counts(self, module: DocumentTask, info: DocumentInfo, split: str) -> dict[str, int]:
         found = module.documents_by_length or {}
-        return {
-            f"{split}/documents": sum(found.values()),
-            **{f"{split}/documents_{name}": n for name, n in found.items()},
-        }
+        by_length = {f"{split}/documents_{name}": count for name, count in found.items()}
+        return {f"{split}/documents": sum(found.values()), **by_length}
 
     def rows(self, module: DocumentTask, info: DocumentInfo) -> list[tuple[str, str]]:
         measured, found = module.trainer.callback_metrics, module.documents_by_length or {}
         rows = [
-            (f"accuracy {_LENGTHS[name]}", f"{float(measured[f'test/accuracy_{name}']):.4f} of {count:,} documents")
+            (f"accuracy {BINS[name]}", f"{float(measured[f'test/accuracy_{name}']):.4f} of {count:,} documents")
             for name, count in found.items()
         ]
         if (baseline := _baseline(module)) is not None:
@@ -52,7 +209,7 @@ class DocumentReport(ClassReport):
 
 
 def _baseline(module: DocumentTask) -> LinearBaseline | None:
-    """The callback that has measured the linear model; None where the run has none or is of that model itself."""
+    """The callback that measured or left out the linear model; None if the run has none, or trains that model."""
     callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
     found = next((callback for callback in callbacks if isinstance(callback, LinearBaseline)), None)
     return found if found is not None and found.documents else None

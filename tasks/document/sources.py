@@ -1,6 +1,6 @@
-"""The sources of labelled documents: files, what a program registers, and the files of installed libraries.
+"""The sources of labelled documents: files, Long Range Arena, and what a program registers.
 
-A source of one's own gives documents as text, or as tokens that stand for no text:
+A registered source gives documents as text, or as tokens that stand for no text:
 
 import numpy as np
 from longseq.tasks.document.sources import Opened, Reader, Sample, Source, register
@@ -16,7 +16,7 @@ def numbers(keys):
 
 register("numbers", Source(numbers, reads=("validation", "test")))  # data.source=numbers
 
-Of this one, data.validation and data.test are shares of the training documents.
+It has training documents only; data.validation and data.test are shares of them.
 """
 
 from __future__ import annotations
@@ -25,22 +25,27 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
+from longseq.tasks import registry
+from longseq.tasks.data.generators import CLOSE, IGNORED, draw, listops
 from longseq.tasks.data.labels import Labels, read_labels
+from longseq.tasks.data.sampler import derive_seed
 from longseq.tasks.text.sources import STREAM, Columns, Document, Malformed, Place, find_parts, read_part
+from longseq.tasks.text.store import SPLITS, stamp
 
 if TYPE_CHECKING:
     from longseq.tasks.document.config import DocumentDataKeys
 
 
 class Sample(NamedTuple):
-    """A document, which is text or `[T]` tokens, its labels, and where it stands."""
+    """A document, text or `[T]` tokens, with its labels, and where it was read."""
 
     document: str | npt.NDArray[np.integer[Any]]
     labels: Labels
@@ -49,7 +54,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Reader:
-    """The documents of a split; `stamp` changes when they change, and consists of lists, text and numbers."""
+    """The documents of a split. `stamp`, of lists, text and numbers, changes when they change."""
 
     read: Callable[[], Iterator[Sample | Malformed]]
     stamp: Any
@@ -57,10 +62,10 @@ class Reader:
 
 @dataclass(frozen=True)
 class Opened:
-    """The splits of a source: train, and validation and test where they are not a part of train.
+    """The splits of a source: train, and validation and test unless they are shares of train.
 
-    Each is a function that finds the documents, so that a split that nobody asks for need not exist. `vocab_size` is
-    the number of tokens of documents that are tokens; None for text.
+    Each is a function that finds the documents, so that an unused split need not exist. `vocab_size` is the number of
+    tokens of a source of tokens; None for text.
     """
 
     splits: Mapping[str, Callable[[], Reader]]
@@ -69,11 +74,11 @@ class Opened:
 
 @dataclass(frozen=True)
 class Source:
-    """A source: the function that opens it, and the keys of `data` that it reads, of those that some sources read.
+    """A source: the function that opens it, and which optional keys of `data` it reads.
 
     `reads` may name root, train, text_column, label_column, label_delimiter, tokenizer, separator, options; and
-    validation and test, where these can be fractions of train. `prepare` is what the source does to the text of a file
-    beforehand: `longseq predict` does it, too.
+    validation and test, where these can be shares of train. `prepare` changes the text of each document; `longseq
+    predict` calls it too.
     """
 
     open: Callable[[DocumentDataKeys], Opened]
@@ -81,8 +86,8 @@ class Source:
     prepare: Callable[[str], str] | None = None
 
 
-_TEXT = ("tokenizer", "separator", "validation", "test")
-_SOME = ("root", "train", "text_column", "label_column", "label_delimiter", "options", *_TEXT)
+TEXT_KEYS = ("tokenizer", "separator", "validation", "test")
+_FILE_KEYS = ("root", "train", "text_column", "label_column", "label_delimiter", *TEXT_KEYS)
 
 SOURCES: dict[str, Source] = {}
 
@@ -95,22 +100,21 @@ def register(name: str, source: Source) -> None:
 
 
 def preparation_of(name: str | None) -> Callable[[str], str] | None:
-    """What the source that a model states does to a text beforehand; None for nothing, and where it states no source.
+    """The function by which the source of a model's training prepares a text; None for none.
 
-    ValueError, in one line, for an unknown source: texts that it would prepare must not be taken as they are.
+    ValueError for an unknown source: its texts might need a preparation.
     """
+    from longseq.tasks.document import libraries  # noqa: F401  registers its source, and imports this module
+
     if name is None:
         return None
-    # They register sources; imported here, because they import this module.
-    from longseq.tasks.document import arena, libraries  # noqa: F401
-
     if name not in SOURCES:
         raise ValueError(f"the model was trained on data.source={name}, which nothing registers here")
     return SOURCES[name].prepare
 
 
 def describe_preparation(source: str, prepare: Callable[[str], str]) -> str:
-    """The full name of a function that prepares texts; without one that can be imported, a few words."""
+    """The full name of a function that prepares texts, if it can be imported; else the name of its source."""
     module, name = getattr(prepare, "__module__", None), getattr(prepare, "__qualname__", "")
     if module not in (None, "__main__") and getattr(sys.modules.get(module), name, None) is prepare:
         return f"{module}.{name}"
@@ -122,14 +126,17 @@ def find(keys: DocumentDataKeys) -> Source:
     if keys.source not in SOURCES:
         raise ValueError(f"data.source={keys.source} is unknown: choose one of {', '.join(sorted(SOURCES))}")
     source = SOURCES[keys.source]
-    for name in _SOME:
+    for name in (*_FILE_KEYS, "options"):
         if getattr(keys, name) not in (None, {}) and name not in source.reads:
             raise ValueError(f"data.{name} is not read by data.source={keys.source}")
     return source
 
 
+# --- files
+
+
 def _open_files(keys: DocumentDataKeys) -> Opened:
-    """Files and folders: `root` alone, or `train`, `validation` and `test` below it."""
+    """Files and folders: only `root`, or `train`, `validation` and `test` below it."""
     splits = {"train": partial(_find_files, keys, keys.train)}
     for name in ("validation", "test"):
         if isinstance(given := getattr(keys, name), str):
@@ -142,7 +149,7 @@ def _find_files(keys: DocumentDataKeys, given: str | None) -> Reader:
     if given is not None and path.startswith(STREAM) and not os.path.isabs(given):
         path = f"{path}@{given}"
     elif given is not None:
-        path = os.path.join("" if os.path.isfile(path) else path, given)  # a file has no others below it
+        path = os.path.join("" if os.path.isfile(path) else path, given)
     if not path:
         raise ValueError("data.root=PATH or data.train=PATH names the documents")
     if not path.startswith(STREAM):
@@ -153,26 +160,170 @@ def _find_files(keys: DocumentDataKeys, given: str | None) -> Reader:
     columns = Columns(keys.text_column or "text", labels=(label,) if isinstance(label, str) else tuple(label))
     parts = find_parts([path], columns)
     return Reader(
-        lambda: (_labelled(one, keys, columns, path) for part in parts for one in read_part(part, columns)),
+        lambda: (_labelled(one, keys, path) for part in parts for one in read_part(part, columns)),
         stamp=[path, *([part.version, part.stamps()] for part in parts)],
     )
 
 
-def _labelled(one: Document | Malformed, keys: DocumentDataKeys, columns: Columns, root: str) -> Sample | Malformed:
-    """A document with its labels: those of its columns, or of a file the folder below `root` in which it is."""
+def _labelled(one: Document | Malformed, keys: DocumentDataKeys, root: str) -> Sample | Malformed:
+    """A document with the labels of its columns; without columns, with the name of its class folder below `root`."""
     if isinstance(one, Malformed):
         return one
     assert one.place is not None
     if not one.labels:
         folders = Path(one.place.path).relative_to(root).parts
         return Sample(one.text, folders[:1], one.place) if len(folders) > 1 else Malformed(one.place, "no label")
-    named = columns.labels[0] if keys.label_column is None else keys.label_column
-    named = named if isinstance(named, str) else list(named)
+    columns = keys.label_column or "label"
     try:
-        labels = read_labels(one.labels, named, multi_label=keys.multi_label, delimiter=keys.label_delimiter)
+        labels = read_labels(one.labels, columns, multi_label=keys.multi_label, delimiter=keys.label_delimiter)
     except ValueError as error:
         return Malformed(one.place, str(error))
     return Sample(one.text, labels, one.place)
 
 
-register("files", Source(_open_files, reads=_SOME[:5] + _TEXT))
+# --- Long Range Arena (Tay et al., 2020), section 2.2; files are read as in its code. Its task on text is data=imdb
+
+_EXPRESSIONS = {"train": 96_000, "validation": 2_000, "test": 2_000}  # of ListOps
+_BEGIN = 256  # the token before each text of a pair, after the 256 bytes
+_LEVELS = 256  # of grey
+_HARDEST = "curv_contour_length_14"  # the folder of pathfinder's longest paths, which the arena takes
+
+
+def _listops(keys: DocumentDataKeys) -> Opened:
+    """Expressions of the probe listops; `options` are the generator's options, the number of samples, and seed."""
+    options = dict(keys.options)
+    counts = {split: options.pop(split, count) for split, count in _EXPRESSIONS.items()}
+    seed = options.pop("seed", 0)
+    return Opened(
+        {
+            split: partial(
+                Reader,
+                partial(_generate, counts[split], derive_seed(seed, number), options, split),
+                stamp=[counts[split], seed, number, sorted(options.items())],
+            )
+            for number, split in enumerate(SPLITS)
+        },
+        vocab_size=CLOSE + 1,
+    )
+
+
+def _generate(count: int, seed: int, options: dict[str, Any], split: str) -> Iterator[Sample]:
+    random = np.random.default_rng(seed)
+    seen: np.ndarray = np.zeros(0, np.uint64)
+    block = 2048  # a block of expressions, padded to the longest, takes 64 MB
+    for start in range(0, count, block):
+        samples, seen = draw(partial(listops, **options), random, min(block, count - start), seen)
+        for row, (tokens, labels) in enumerate(zip(samples.tokens, samples.labels, strict=True), start):
+            result = labels[labels != IGNORED].item()
+            yield Sample(tokens[tokens <= CLOSE], (str(result),), Place(f"listops/{split}", row=row))
+
+
+def _image(keys: DocumentDataKeys) -> Opened:
+    """CIFAR-10 in grey, 1,024 tokens an image, with the files and splits of data=cifar10."""
+
+    @cache
+    def splits() -> Any:
+        image: Any = registry.get("image")
+        own = image.config.data(name="cifar10", source="cifar10", img_size=32, root=keys.root)
+        data = image.data(own, batch_size=1)
+        data.setup()
+        return data.splits
+
+    def read(split: str) -> Iterator[Sample]:
+        source, indices = getattr(splits(), split).source, getattr(splits(), split).indices
+        for index in indices.tolist():
+            image, target = source.read(index)
+            yield Sample(_grey_levels(image), (source.class_names[target],), Place(source.path(index)))
+
+    known = stamp(str(keys.root))
+    return Opened(
+        {split: partial(Reader, partial(read, split), stamp=["grey", split, known]) for split in SPLITS},
+        vocab_size=_LEVELS,
+    )
+
+
+def _grey_levels(image: Image.Image) -> np.ndarray:
+    """The grey levels of an image, row by row: `[H W]` uint8."""
+    return np.asarray(image.convert("L")).reshape(-1)
+
+
+def _retrieval(keys: DocumentDataKeys) -> Opened:
+    """Pairs of papers of the ACL Anthology Network, and whether one cites the other, from the arena's tsv files.
+
+    A document is both texts, each after the token `_BEGIN` and truncated to `options.text_bytes` bytes.
+    """
+    root, size = Path(keys.root or ""), int(keys.options.get("text_bytes", 4000))
+
+    def find_pairs(ending: str) -> Reader:
+        found = sorted(root.glob(f"*{ending}.tsv"))
+        if len(found) != 1:
+            raise ValueError(f"data.root={root} holds {len(found)} files *{ending}.tsv, not one")
+        path = found[0]
+        return Reader(partial(_read_pairs, path, size), stamp=[size, str(path.resolve()), *stamp(str(path))])
+
+    endings = {"train": "train", "validation": "eval", "test": "test"}
+    return Opened({split: partial(find_pairs, ending) for split, ending in endings.items()}, vocab_size=_BEGIN + 1)
+
+
+def _read_pairs(path: Path, size: int) -> Iterator[Sample | Malformed]:
+    """The lines of label, id1, id2, text1 and text2, separated by tabs and without quotes."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            place, cells = Place(str(path), line=number), line.rstrip(b"\r\n").split(b"\t")
+            if len(cells) != 5 or cells[0] not in (b"0", b"1", b"0.0", b"1.0") or not all(map(bytes.strip, cells[3:])):
+                yield Malformed(place, "not the cells label (0 or 1), id1, id2, text1 and text2")
+            else:
+                texts = (np.frombuffer(text[:size], np.uint8).astype(np.int64) for text in cells[3:])
+                tokens = np.concatenate([part for text in texts for part in ([_BEGIN], text)])
+                yield Sample(tokens, (chr(cells[0][0]),), place)
+
+
+def _pathfinder(keys: DocumentDataKeys) -> Opened:
+    """Images with two marks, and whether a dashed path joins them; a token is a pixel.
+
+    `root` is a folder of one difficulty, with metadata/ and imgs/, or the folder of one resolution, whose hardest
+    images are read. A fixed permutation gives 80 % of the images to training, and 10 % each to validation and test.
+    """
+    root = Path(keys.root or "")
+    if not (root / "metadata").is_dir():
+        root = root / _HARDEST
+    listing = sorted((root / "metadata").glob("*.npy"))
+    if not listing:
+        raise FileNotFoundError(f"{root}/metadata holds no *.npy")
+
+    def find_paths(split: str) -> Reader:
+        stamps = [[path.name, *stamp(str(path))] for path in listing]
+        return Reader(partial(_read_paths, root, listing, split), stamp=[str(root.resolve()), split, stamps])
+
+    return Opened({split: partial(find_paths, split) for split in SPLITS}, vocab_size=_LEVELS)
+
+
+def _read_paths(root: Path, listing: list[Path], split: str) -> Iterator[Sample | Malformed]:
+    """The images that the text files `listing` name; a line begins with folder, file, number and label."""
+    lines = [
+        (path, number, line)
+        for path in listing
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+    ]
+    order = np.random.default_rng(0).permutation(len(lines))
+    first, second = int(0.8 * len(lines)), int(0.9 * len(lines))
+    chosen = {"train": order[:first], "validation": order[first:second], "test": order[second:]}[split]
+    for index in chosen.tolist():
+        path, number, line = lines[index]
+        words = line.split()
+        if len(words) < 4 or words[3] not in ("0", "1"):
+            yield Malformed(Place(str(path), line=number), "not a folder, a file, a number and a label of 0 or 1")
+            continue
+        file = root / words[0] / words[1]
+        try:
+            with Image.open(file) as image:
+                yield Sample(_grey_levels(image), (words[3],), Place(str(file)))
+        except OSError as error:  # the published set holds an empty file
+            yield Malformed(Place(str(file)), str(error))
+
+
+register("files", Source(_open_files, reads=_FILE_KEYS))
+register("lra_listops", Source(_listops, reads=("options",)))
+register("lra_image", Source(_image, reads=("root",)))
+register("lra_retrieval", Source(_retrieval, reads=("root", "options")))
+register("lra_pathfinder", Source(_pathfinder, reads=("root",)))

@@ -24,8 +24,7 @@ from longseq.blocks.precision import at_least_float32
 from longseq.files import replacing
 from longseq.state import select_state
 from longseq.tasks.report import progress_bar
-from longseq.tasks.text.documents import Document
-from longseq.tasks.text.sources import Columns, Malformed, Part, read_part
+from longseq.tasks.text.sources import Columns, Document, Malformed, Part, read_part
 from longseq.tasks.text.tokenizer import Tokenizer
 
 # Tokens that a model reads at a time, over all rows: they bound the memory. Not tuned.

@@ -16,7 +16,7 @@ Slices = Annotated[list[dict[str, Any]], Field(min_length=1)]
 
 
 class ProbeDataKeys(Keys):
-    """The keys of `data`; `ProbeDataModule` documents them."""
+    """The keys of `data`; `ProbeDataModule` explains them."""
 
     name: str = key(..., "the name in tables")
     generator: str = key(..., "mqar, copying, a task of MAD, regbench, or a registered one")
@@ -25,8 +25,8 @@ class ProbeDataKeys(Keys):
     validation: Slices = key(..., "as train")
     test: Slices = key(..., "as train")
     eval_batch_size: Count | None = key(None, "sequences at a time; null: the training batch")
-    draw_seed: int = key(0, "the seed of the samples; `seed` determines their order")
-    cache: str | None = key(None, "a folder in which the samples are saved")
+    draw_seed: int = key(0, "the seed of the samples; `seed` decides their order")
+    cache: str | None = key(None, "a folder that keeps the samples")
 
 
 @dataclass(frozen=True)

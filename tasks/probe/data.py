@@ -1,4 +1,4 @@
-"""The data module of the probes: generated sets, loaders, and what the model must know of the sets."""
+"""The data module of the probes: generated sets and their loaders."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ STAGES = {"val": "validation", "test": "test"}
 class ProbeInfo(Info):
     """What a model and a checkpoint must know of a probe.
 
-    `longest` is the length of the longest sequences in training, validation and test. With `rebuild`, the model must
-    reproduce the whole sequence from its last feature. `slices` names the slices of val and test; `sizes` has the
-    number of sequences of each split.
+    `longest` is the longest sequence of all splits, in tokens. With `rebuild`, the model must reproduce the whole
+    sequence from its last feature. `slices` names the slices of val and test; `sizes` counts sequences.
     """
 
     generator: str
@@ -44,10 +43,9 @@ class ProbeDataModule(TaskData):
     """Generated sequences for training, validation and test; see `longseq.tasks.probe.generators`.
 
     Each of `train`, `validation` and `test` is a list of slices: `samples`, an optional `name`, and options of the
-    generator that replace those of `options`. Samples are functions of (`draw_seed`, slice), so that runs with
-    different seeds share them; no sample occurs more than once. With `cache`, they are saved in a file of that folder.
-    Batches are (tokens `[B, T]`, ProbeTargets), gathered from tensors on the device; their order is a function of
-    (`seed`, epoch).
+    generator that replace `options`. `draw_seed` decides the samples and `seed` only their order, so that runs with
+    different seeds share the samples; none occurs twice. With `cache`, a file in that folder keeps them. Batches are
+    (tokens `[B, T]`, ProbeTargets), gathered from tensors on the device.
     """
 
     info_class = ProbeInfo
@@ -57,7 +55,7 @@ class ProbeDataModule(TaskData):
         self.keys = keys = read(ProbeDataKeys, vars(keys), "data")
         self.batch_size, self.eval_batch_size = batch_size, keys.eval_batch_size or batch_size
         self.seed = seed
-        self._splits: dict[str, list[Slice]] | None = None
+        self._splits: dict[str, list[Slice]] = {}
         self._info: ProbeInfo | None = None
 
     @classmethod
@@ -76,16 +74,15 @@ class ProbeDataModule(TaskData):
         trained: ProbeInfo,
         batch_size: int,
     ) -> ProbeDataModule:
-        options = {**config["data"]["options"], **changes.get("options", {})}
-        changes = {**changes, "options": options}
+        changes = {**changes, "options": {**config["data"]["options"], **changes.get("options", {})}}
         datamodule = super().for_evaluation(config, changes, split=split, trained=trained, batch_size=batch_size)
-        # The trainer's test stage evaluates either split, under the names of that split's slices.
+        # The trainer's test stage evaluates either split and reports it under the names of that split's slices.
         datamodule._info = replace(datamodule.info, slices=dict.fromkeys(STAGES, datamodule.info.slices[split]))
         return datamodule
 
     @property
     def info(self) -> ProbeInfo:
-        """What models and checkpoints need to know of the data; available after `setup`."""
+        """The info of the sets; available after `setup`."""
         assert self._info is not None, "call setup() first"
         return self._info
 
@@ -106,21 +103,19 @@ class ProbeDataModule(TaskData):
 
     def slices(self, split: str) -> list[Slice]:
         """The slices of train, validation or test; available after `setup`."""
-        assert self._splits is not None, "call setup() first"
         return self._splits[split]
 
     def setup(self, stage: str | None = None) -> None:
         """Generate the sets, or read them from the cache; a second call does nothing."""
-        if self._splits is not None:
+        if self._splits:
             return
         keys = self.keys
-        vocab_size = (generator_options(keys.generator) | dict(keys.options))["vocab_size"]
         described = {split: getattr(keys, split) for split in SPLITS}
         self._splits = make_splits(keys.generator, keys.options, described, seed=keys.draw_seed, folder=keys.cache)
         counts = {split: sum(len(one.tokens) for one in slices) for split, slices in self._splits.items()}
         self._info = ProbeInfo(
             generator=keys.generator,
-            vocab_size=vocab_size,
+            vocab_size=(generator_options(keys.generator) | keys.options)["vocab_size"],
             longest=max(one.tokens.shape[1] for slices in self._splits.values() for one in slices),
             rebuild=keys.generator == "compression",
             slices={stage: [one.name for one in self._splits[split]] for stage, split in STAGES.items()},

@@ -1,4 +1,4 @@
-"""The models of the probes: token models, and for compression an autoencoder around one."""
+"""The models of the probes: a token model, inside an autoencoder for compression."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ class ProbeModel(TokenModel):
     """Builds the token model that `config.model` describes, for the probe's vocabulary."""
 
     def build(self, config: Mapping[str, Any], info: ProbeInfo) -> nn.Module:
-        """The model of a configuration; an option that is null there has the model's default."""
+        """The model of a configuration; an option that is null has the model's default."""
         backbone = build_token_model(config, vocab_size=info.vocab_size, longest=info.longest)
         return SequenceAutoencoder(backbone) if info.rebuild else backbone

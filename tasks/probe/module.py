@@ -1,4 +1,4 @@
-"""The probe task: loss and accuracy at the positions of questions."""
+"""The probe task: loss and accuracy on the questions of sequences."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Batch = tuple[Tensor, ProbeTargets]
 class ProbeTask(TrainedModule):
     """Trains and evaluates a token model on the questions of a probe.
 
-    Logs `train/{loss,lr}` and `{val,test}/{loss,accuracy,sequence_accuracy}`: the share of right answers, and, of the
-    sequences with a question, the share without a wrong answer. With several slices, it also logs `accuracy_SLICE` for
-    each. An answer is right if it is the label, or one of the allowed ones if the generator allows several. The head
-    reads only the positions of questions: its scores for a large vocabulary would otherwise take most of the memory.
-    `slices` names those of val and test.
+    Logs `train/{loss,lr}` and `{val,test}/{loss,accuracy,sequence_accuracy}`: the share of right answers, and the share
+    of sequences without a wrong answer, among sequences with a question. With several slices, it also logs
+    `accuracy_SLICE` for each. Where the generator allows several answers, each of them is right. The head reads only
+    the positions of questions, since scores of a large vocabulary take most of the memory. `slices` names the slices of
+    val and test.
     """
 
     def __init__(
         self, backbone: nn.Module, *, slices: Mapping[str, Sequence[str]], training: Training | None = None
     ) -> None:
         super().__init__(backbone, training)
-        # Each slice has its own shape, and one graph per slice is faster than one for all.
+        # Each slice has its own shape, and one graph per slice is faster than a dynamic one.
         self._train_forward = self.compiled(self.forward, dynamic=False)
         self.slices = {stage: list(names) for stage, names in slices.items()}
         self.val_metrics = _metrics(self.slices["val"])
@@ -59,18 +59,18 @@ class ProbeTask(TrainedModule):
         return self.mean_of_update(_summed_loss(self._train_forward(tokens, targets.places), targets.answers))
 
     def count_targets(self, batch: Batch) -> Tensor:
-        """The number of questions in a batch; sequences may have different numbers."""
+        """The number of questions in a batch, `[]`."""
         return (batch[1].answers != IGNORED).sum()
 
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """The model's answers `[B, A]` to the questions of each sequence, IGNORED behind the last one of a sequence."""
+        """The model's answers `[B, A]`, IGNORED after the last question of a sequence."""
         tokens, targets = batch
         if not len(tokens):
             return targets.answers
         return self(tokens, targets.places).argmax(dim=-1).masked_fill(targets.answers == IGNORED, IGNORED)
 
     def evaluate_batch(self, batch: Batch, metrics: Any, stage: str) -> None:
-        """Update the metrics of a stage; a process's part of a distributed batch may be empty."""
+        """Update and log the metrics of a stage; a process's part of a distributed batch may be empty."""
         tokens, targets = batch
         name = f"accuracy_{self.slices[stage][targets.slice_index]}"
         names = ["loss", "accuracy", "sequence_accuracy"] + [name] * (name in metrics)
@@ -91,10 +91,10 @@ class ProbeTask(TrainedModule):
 
 
 def is_right(given: Tensor, answers: Tensor, allowed: Tensor | None) -> Tensor:
-    """Which answers `given [B, A]` are right: equal to the label, or one of those whose bits `allowed` holds."""
+    """Which answers `given [B, A]` are right, bool: the label, or each one whose bit is set in `allowed [B, A]`."""
     if allowed is None:
         return given == answers
-    # Shifting by more than the bits of a number is undefined; a token number that large is never an answer.
+    # A shift by 63 bits or more is undefined; a token of 62 or more is never an answer.
     bit = (allowed >> given.clamp(max=62)) & 1
     return (bit == 1) & (given < 62) & (answers != IGNORED)
 

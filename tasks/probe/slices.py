@@ -1,4 +1,4 @@
-"""The sets of a probe: slices of one generator, cached in a file, and their batches, each of one slice."""
+"""The sets of a probe: slices of one generator, cached in a file. Each batch is of one slice."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
+from longseq.plugins import is_foreign
 from longseq.tasks.data.generators import Integers
 from longseq.tasks.data.sampler import EvaluationSampler, UpdateSampler, derive_seed
-from longseq.tasks.probe.generators import GENERATORS, IGNORED, Samples, draw, generator_options, is_own
+from longseq.tasks.probe.generators import GENERATORS, IGNORED, Samples, draw, generator_options
 
 # Keys of a slice that are not options of its generator.
 _OWN_KEYS = ("samples", "name")
@@ -29,9 +30,9 @@ class Slice(NamedTuple):
     """Sequences of one setting, and their questions.
 
     tokens: `[N, T]`.
-    places: `[N, A]`, the positions of questions; shorter rows end in zeros.
+    places: `[N, A]`, the positions of questions; rows with fewer questions end in zeros.
     answers: `[N, A]`, IGNORED after the row's own questions.
-    allowed: `[N, A]`, bits of the right answers if there are several; else None.
+    allowed: `[N, A]`, bits of the right answers; None if only the answer is right.
     """
 
     name: str
@@ -54,31 +55,37 @@ def make_splits(
 ) -> Splits:
     """Make the slices of each split; no sample occurs twice, within a split or across splits.
 
-    A slice is described by `samples`, an optional `name`, and options of the generator that replace those of `options`.
-    With `folder`, the result is saved there in a file, and read from it if the file has the same description. Samples
-    of a plug-in's generator are not saved, since its source may change.
+    A slice has `samples`, an optional `name`, and options of the generator that replace `options`. With `folder`, a
+    file there keeps the result under a hash of the arguments. Samples of a plug-in's generator are not kept, since its
+    source may change.
     """
     options = generator_options(generator) | dict(options)
-    if folder is None or not is_own(generator):
+    if folder is None or is_foreign(GENERATORS[generator]):
         return _make(generator, options, splits, seed)
     described = {split: [dict(one) for one in listed] for split, listed in splits.items()}
     content = json.dumps([generator, options, described, seed], sort_keys=True)
     path = Path(folder) / f"{generator}_{hashlib.sha256(content.encode()).hexdigest()[:16]}.npz"
     if not path.exists():
         _write(path, _make(generator, options, splits, seed))
-    return _read(path, splits)
+    with np.load(path) as arrays:
+        parts = {key: torch.from_numpy(arrays[key]) for key in arrays.files}
+    return {
+        split: [
+            Slice(name, *(parts.get(f"{split}.{index}.{part}") for part in Slice._fields[1:]))  # type: ignore[arg-type]
+            for index, name in enumerate(slice_names(listed))
+        ]
+        for split, listed in splits.items()
+    }
 
 
 def slice_names(listed: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A name for each slice: its own, or the values in which it may differ from others, `512x64`."""
+    """The name of each slice: its own, or its options' values, such as `512x64`."""
     names = []
     for index, described in enumerate(listed):
         values = [value for key, value in described.items() if key not in _OWN_KEYS]
         name = described.get("name") or "x".join(str(value) for value in values) or f"slice{index}"
         names.append("".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in name))
-    if len(set(names)) < len(names):
-        names = [name if names.count(name) == 1 else f"{name}_{index}" for index, name in enumerate(names)]
-    return names
+    return [name if names.count(name) == 1 else f"{name}_{index}" for index, name in enumerate(names)]
 
 
 def _make(generator: str, options: dict[str, Any], splits: Described, seed: int) -> Splits:
@@ -90,14 +97,14 @@ def _make(generator: str, options: dict[str, Any], splits: Described, seed: int)
             own = {key: value for key, value in described.items() if key not in _OWN_KEYS}
             random = np.random.default_rng(derive_seed(seed, number, index))
             samples, seen = draw(partial(GENERATORS[generator], **(options | own)), random, described["samples"], seen)
-            made[split].append(_pack(name, samples))
+            made[split].append(_find_questions(name, samples))
     return made
 
 
-def _pack(name: str, samples: Samples) -> Slice:
+def _find_questions(name: str, samples: Samples) -> Slice:
     labelled = samples.labels != IGNORED
     count = int(labelled.sum(axis=1).max())
-    # In blocks of rows, which bound the memory.
+    # Sorting blocks of rows bounds the memory.
     blocks = [labelled[start : start + 8192] for start in range(0, len(labelled), 8192)]
     places = np.concatenate([np.argsort(~rows, axis=1, kind="stable")[:, :count] for rows in blocks])
     answers = np.take_along_axis(samples.labels, places, axis=1)
@@ -121,20 +128,8 @@ def _write(path: Path, splits: Splits) -> None:
     os.replace(unfinished, path)
 
 
-def _read(path: Path, splits: Described) -> Splits:
-    with np.load(path) as arrays:
-        parts = {key: torch.from_numpy(arrays[key]) for key in arrays.files}
-    return {
-        split: [
-            Slice(name, *(parts.get(f"{split}.{index}.{part}") for part in Slice._fields[1:]))  # type: ignore[arg-type]
-            for index, name in enumerate(slice_names(listed))
-        ]
-        for split, listed in splits.items()
-    }
-
-
 class ProbeTargets(NamedTuple):
-    """The questions of a batch: positions `[B, A]`, answers `[B, A]`, their bits (see `Slice`), and the slice."""
+    """The questions of a batch: `places`, `answers` and `allowed` `[B, A]` as in `Slice`, and the slice's number."""
 
     places: Tensor
     answers: Tensor
@@ -150,9 +145,7 @@ class BatchIndices(NamedTuple):
 
 
 class SliceBatches(Dataset[tuple[Tensor, ProbeTargets, list[Any]]]):
-    """Maps BatchIndices to a batch (tokens `[B, T]`, ProbeTargets) and the failures that loaders expect, which are
-    none.
-    """
+    """Maps BatchIndices to a batch: tokens `[B, T]`, ProbeTargets, and the empty list of failures that loaders read."""
 
     def __init__(self, slices: Sequence[Slice]) -> None:
         self.slices = slices
@@ -171,21 +164,13 @@ class MixtureSampler(UpdateSampler[BatchIndices]):
     """Yields the rows of each batch, all of one slice.
 
     An epoch shuffles each slice, cuts it into effective batches, and shuffles the effective batches of all slices.
+    ValueError for a slice that is smaller than an effective batch.
     """
 
     repeats = 1
 
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        batch_size: int,
-        *,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-        accumulate: int = 1,
-    ) -> None:
-        super().__init__(batch_size, seed=seed, rank=rank, world_size=world_size, accumulate=accumulate)
+    def __init__(self, sizes: Sequence[int], batch_size: int, *, seed: int, **place: int) -> None:
+        super().__init__(batch_size, seed=seed, **place)
         if min(sizes) < self.effective_batch_size:
             raise ValueError(f"an update needs {self.effective_batch_size} samples of a slice of {min(sizes)}")
         self.sizes = sizes
@@ -210,16 +195,14 @@ class MixtureSampler(UpdateSampler[BatchIndices]):
 
 
 class SliceSampler(Sampler[BatchIndices]):
-    """Yields evaluation batches: each sample of each slice once over all ranks, the same number of batches on each
-    rank.
-    """
+    """Yields evaluation batches: each sample of each slice once over all ranks, and as many batches on each rank."""
 
     def __init__(self, sizes: Sequence[int], batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
         self.world_size = world_size
         self.samplers = [EvaluationSampler(size, batch_size, rank=rank, world_size=world_size) for size in sizes]
 
     def keep_order(self) -> None:
-        """Read the samples of each slice in their order, one slice after the other, for predictions."""
+        """Read the samples of each slice in order, one slice after the other, as predictions need."""
         for sampler in self.samplers:
             sampler.keep_order()
 

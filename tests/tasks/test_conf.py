@@ -20,7 +20,7 @@ from longseq import mixers
 from longseq.mixers.pattern import options_by_name
 from longseq.tasks import registry, train
 from longseq.tasks.config import read
-from longseq.tasks.document.info import DocumentInfo
+from longseq.tasks.document.config import DocumentInfo
 from longseq.tasks.experiment import with_any_choice
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.probe.data import ProbeInfo

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import longseq
 from longseq.backbones.classifier import TextClassifier
-from longseq.tasks.document.info import DocumentInfo
+from longseq.tasks.document.config import DocumentInfo
 from longseq.tasks.training.checkpoint import load
 from longseq.tokenizer_files import BYTES
 

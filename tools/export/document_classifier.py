@@ -80,7 +80,7 @@ def export_document_classifier(
     follows a document's length does not matter.
 
     The file is written in float32 from a copy on the CPU; the model does not change. `data` is what a checkpoint knows
-    of its documents (see `longseq.tasks.document.info.DocumentInfo`); class names, tokenizer and truncation become
+    of its documents (see `longseq.tasks.document.config.DocumentInfo`); class names, tokenizer and truncation become
     metadata, with which a program without longseq classifies text.
 
     `longseq.tools.export.parity.compare` defines how far the file may be from the model, in the logarithms of

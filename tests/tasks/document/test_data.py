@@ -13,8 +13,8 @@ import torch
 
 from longseq.kernels.packing import Packing
 from longseq.tasks.document.batch import IGNORED, truncate
+from longseq.tasks.document.config import DocumentInfo
 from longseq.tasks.document.data import DocumentData
-from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.text.store import MANIFEST
 from tests.support.documents import make_rows, open_data, write_jsonl
 

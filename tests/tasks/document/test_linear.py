@@ -12,8 +12,8 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
 import longseq
-from longseq.tasks.document.info import DocumentInfo
-from longseq.tasks.document.linear import LinearModelKeys, fit_linear
+from longseq.tasks.document.config import DocumentInfo, LinearModelKeys
+from longseq.tasks.document.model import fit_linear
 
 TEXTS = [
     "def read(self, path): return open(path)",

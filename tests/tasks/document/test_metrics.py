@@ -7,7 +7,7 @@ import pytest
 import torch
 from sklearn.metrics import accuracy_score, average_precision_score, f1_score
 
-from longseq.tasks.document.metrics import ScoresByLength, make_scores
+from longseq.tasks.document.report import ScoresByLength, make_scores
 from longseq.tasks.training.classification import update_metrics
 from longseq.tasks.training.decisions import decide
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from longseq.backbones.classifier import TextClassifier
 from longseq.tasks.data.loader import find_place
 from longseq.tasks.document.batch import IGNORED, DocumentInputs
-from longseq.tasks.document.info import DocumentInfo
+from longseq.tasks.document.config import DocumentInfo
 from longseq.tasks.document.module import DocumentTask
 from longseq.tasks.training.recipe import Training
 

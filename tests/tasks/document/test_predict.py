@@ -13,7 +13,7 @@ from documents import write_jsonl
 from longseq.backbones.classifier import TextClassifier
 from longseq.tasks.commands import Predict
 from longseq.tasks.data.module import Prediction, Unreadable
-from longseq.tasks.document.info import DocumentInfo
+from longseq.tasks.document.config import DocumentInfo
 from longseq.tasks.document.inputs import DocumentFiles
 
 NAMES = ["fable", "letter", "poem"]

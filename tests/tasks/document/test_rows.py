@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from longseq.tasks.document.sampler import (
+from longseq.tasks.document.batch import (
     Chosen,
     DocumentSampler,
     EveryDocument,

@@ -228,7 +228,7 @@ def test_regbench() -> None:
 
 
 def test_automata_that_differ_in_names_are_the_same() -> None:
-    from longseq.tasks.probe.generators.regbench import _canonical
+    from longseq.tasks.probe.generators import _canonical
 
     automaton = np.array([[[1, -1], [0, 2], [2, -1]]])
     renamed = np.array([[[2, -1], [1, -1], [0, 1]]])  # states 1 and 2 exchanged

@@ -179,7 +179,7 @@ def test_every_preset_can_be_generated(preset, compose_config, tmp_path):
             assert int(targets.answers.max()) < datamodule.info.vocab_size
 
 
-def test_batches_cover_every_slice_and_every_rank(compose_config, tmp_path):
+def test_batches_cover_every_slice_and_every_rank():
     whole = list(MixtureSampler([10, 7], 2, seed=0))
     assert len(whole) == 5 + 3
     assert sorted(row for batch in whole if batch.slice_index == 0 for row in batch.rows) == list(range(10))
