@@ -10,6 +10,7 @@ from torch import Tensor
 
 # The types of a state: tensors, absent parts, and tuples of these. A mixer's own state is a named tuple.
 StateTree: TypeAlias = "Tensor | tuple[StateTree, ...] | None"
+Device: TypeAlias = "torch.device | str | None"
 StateT = TypeVar("StateT", bound="tuple[StateTree, ...]")
 
 State = TypeVar("State")

@@ -37,7 +37,7 @@ from longseq.mixers.base import check_state_rows
 from longseq.mixers.pattern import Pattern, expand_pattern, spell_pattern
 from longseq.models import PretrainedModel, register_kind
 from longseq.parameters import no_weight_decay
-from longseq.state import StateTree, loadable
+from longseq.state import Device, StateTree, loadable
 
 NORMS: dict[str, Callable[..., nn.Module]] = {"rms": ResidualRMSNorm, "layer": ResidualLayerNorm}
 MLPS: dict[str, Callable[..., nn.Module]] = {
@@ -338,9 +338,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
             states.append(layer)
         return self.forward_head(self.norm(x)), TokenState(tuple(states), None if position is None else position + 1)
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> TokenState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> TokenState:
         """Return the state before the first token; `dtype` is that of the weights.
 
         Raises:

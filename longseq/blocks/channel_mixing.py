@@ -10,6 +10,7 @@ from longseq.blocks.recompute import checkpoint_if
 from longseq.blocks.sharding import gathers_parameters
 from longseq.blocks.token_shift import previous_tokens
 from longseq.kernels.packing import Packing
+from longseq.state import Device
 
 
 class ChannelMixing(nn.Module):
@@ -86,9 +87,7 @@ class ChannelMixing(nn.Module):
             return step_by_call(self, x, state)
         return self._mix(x, state.squeeze(-1).to(x.dtype)), x.to(state.dtype).unsqueeze(-1)
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return zeros `[batch, D, 1]`, in float32 for every `dtype` but float64."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         return torch.zeros(batch, self.mix.shape[1], 1, device=device, dtype=wide)

@@ -14,6 +14,7 @@ from longseq.kernels import convolved_features, short_convolution, short_convolu
 from longseq.kernels.dispatch import backend_of_step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
+from longseq.state import Device
 
 
 class ShortConvolution(nn.Module):
@@ -39,6 +40,11 @@ class ShortConvolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, width))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.reset_parameters()
+
+    @classmethod
+    def of_width(cls, channels: int, width: int, backend: str) -> ShortConvolution | None:
+        """A convolution without activation and bias; None for width 0."""
+        return None if width == 0 else cls(channels, width, activation=None, backend=backend)
 
     def reset_parameters(self) -> None:
         """Draw the taps as `nn.Conv1d` does: uniform in ±1/sqrt(width)."""
@@ -113,9 +119,7 @@ class ShortConvolution(nn.Module):
         backend = backend_of_step(self.backend)
         return short_convolution_step(x, self.weight, state, self.bias, activation=self.activation, backend=backend)
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return zeros `[batch, channels, width - 1]`."""
         return torch.zeros(batch, self.channels, self.width - 1, device=device, dtype=dtype)
 

@@ -17,7 +17,7 @@ from longseq.blocks.precision import product_dtype
 from longseq.blocks.reading import Reading
 from longseq.blocks.sharding import gathers_parameters
 from longseq.kernels.packing import Packing, pack_like
-from longseq.state import StateT, StateTree, loadable
+from longseq.state import Device, StateT, StateTree, loadable
 
 
 @loadable
@@ -114,9 +114,7 @@ class Block(nn.Module, Generic[StateT]):
         y, shift = self.mlp.step(y, shift)
         return self.add_mlp(x, y), self._join(following, shift)
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> StateT:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> StateT:
         """Return the state before the first token, of a block that reads in one direction."""
         mixer: Any = self.mixer
         state = mixer.initial_state(batch, device, dtype)

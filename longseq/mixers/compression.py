@@ -17,7 +17,7 @@ from longseq.blocks.precision import at_least_float32
 from longseq.kernels import orthogonal_recurrence, orthogonal_recurrence_step
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, required
+from longseq.mixers.base import Device, Mixer, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 
@@ -33,7 +33,7 @@ class CompressionState(NamedTuple):
 
 
 def padding_last(mask: Tensor, reverse: Reverse) -> Tensor:
-    """The places `[B, T, 1]` of tokens in the order in which padding is read last, for a mask `[B, T]`."""
+    """The indices `[B, T, 1]` that sort tokens so that padding is read last, for a mask `[B, T]`."""
     backward = torch.zeros_like(mask[:, :1])
     backward[mask.shape[0] // 2 if reverse == "second_half" else 0 :] = bool(reverse)
     return (mask == backward).byte().argsort(dim=1, stable=True).unsqueeze(-1)
@@ -44,10 +44,9 @@ class CompressionMixer(Mixer[CompressionState]):
 
         z, v, w, γ, μ = W x;   q, k = conv_q(z), conv_k(z);   y = W_o (memory(q, k, v, γ, μ) ⊙ GELU(w))
 
-    There is no activation after the convolutions: the paper names none, and the code of TTT has none.
-
-    The memory of a head is `[D, M]` with D = head_dim. Its initial value has random orthonormal columns, drawn once for
-    each head, saved, and not trained. γ is one number for each head, and so is μ if there is a forget gate.
+    The convolutions have no activation: the paper names none, and the code of TTT has none. The memory of a head is
+    `[D, M]` with D = head_dim. It starts with random orthonormal columns, drawn once for each head, saved, and not
+    trained. γ is one number for each head, and so is μ if there is a forget gate.
 
     Source: Lattice (Karami and Mirrokni, 2025), appendix A and figure 2, after the block of Mamba.
     """
@@ -183,9 +182,7 @@ class CompressionMixer(Mixer[CompressionState]):
         )
         return o.flatten(-2) * functional.gelu(gate), CompressionState(last, memory)
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> CompressionState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> CompressionState:
         memory = self._first_memory(batch, dtype).to(device)
         return CompressionState(self.query_convolution.initial_state(batch, memory.device, memory.dtype), memory)
 
@@ -193,9 +190,7 @@ class CompressionMixer(Mixer[CompressionState]):
         return self.slots.to(memory_dtype(dtype)).expand(batch, -1, -1, -1)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The shared input of queries and keys, the values, the output gate, and the logits of γ and μ `[..., H or 2
-        H]`.
-        """
+        """The input of queries and keys, the values, the output gate, and the logits of γ and μ `[..., H or 2 H]`."""
         shared, v, gate, rates = projected.split(self.widths, dim=-1)
         return shared, v, gate, at_least_float32(rates)
 
@@ -209,7 +204,7 @@ class CompressionMixer(Mixer[CompressionState]):
         return functional.logsigmoid(rates[..., self.num_heads :] + self.forget_bias)
 
     def _log_decay_pair(self, backward: Self, rates: Tensor) -> Tensor | None:
-        """log μ of tokens that are read forward by this mixer and backward by `backward`: `[2 B, T, H]`."""
+        """log μ `[2 B, T, H]` for this mixer and `backward`; None without a forget gate."""
         bias = stack_pair(self.forget_bias, backward.forget_bias)
         if bias is None:
             return None
@@ -222,7 +217,7 @@ class CompressionMixer(Mixer[CompressionState]):
         return self._to_heads(k)
 
     def _rule(self, gamma: Tensor) -> dict[str, Any]:
-        """The options of the operation; those that are tensors have the shape of `gamma [..., H]`."""
+        """The options of the operation; tensors among them have the shape of `gamma [..., H]`."""
         return self.recurrence
 
     def _observe_gates(self, gamma: Tensor, g: Tensor | None, mask: Tensor | None) -> None:

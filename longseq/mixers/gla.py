@@ -13,7 +13,7 @@ from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import memory_dtype, required
+from longseq.mixers.base import Device, memory_dtype, required
 from longseq.mixers.feature_maps import FEATURE_MAPS
 from longseq.mixers.gated_linear import GatedLinearMixer, MemoryState, recurrence_flops
 from longseq.mixers.heads import check_groups, choose_heads, repeat_groups
@@ -27,11 +27,11 @@ class GatedLinearAttention(GatedLinearMixer[MemoryState]):
         q, k = φ(W x);   v = W_v x;   g = log sigmoid(W₂ W₁ x + b) / τ
         S ← Diag(exp(g)) S + k vᵀ;   y = W_o (RMSNorm(Sᵀ q / √K) ⊙ SiLU(W_r x))
 
-    RMSNorm, the scale 1/√K and W_r without a bias are those of the published code.
+    RMSNorm, the scale 1/√K and W_r without a bias follow the published code.
 
     Args:
         num_heads: the number of heads.
-        num_kv_heads: heads of keys, values and decays, a divisor of num_heads; by default as many as of queries.
+        num_kv_heads: heads of keys, values and decays, a divisor of num_heads; by default num_heads.
         expand_k, expand_v: widths of all queries and of all outputs of heads, relative to `d_model`.
         feature_map: φ, one of identity (the paper's), relu (for weights of a transformer, see `longseq convert`), silu,
             relu_squared.
@@ -118,9 +118,7 @@ class GatedLinearAttention(GatedLinearMixer[MemoryState]):
         o, memory = self.recur_step(q, k, v, g, state.memory, scale=self.key_dim**-0.5)
         return self.read_out(o, gate), MemoryState(memory)
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> MemoryState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> MemoryState:
         shape = (batch, self.num_heads, self.key_dim, self.value_dim)
         return MemoryState(torch.zeros(shape, device=device, dtype=memory_dtype(dtype)))
 

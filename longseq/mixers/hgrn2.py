@@ -14,7 +14,7 @@ from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import memory_dtype, required
+from longseq.mixers.base import Device, memory_dtype, required
 from longseq.mixers.gated_linear import GatedLinearMixer, MemoryState, recurrence_flops
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.registry import register
@@ -26,15 +26,15 @@ class HGRN2(GatedLinearMixer[MemoryState]):
 
         f = b + (1 − b) sigmoid(W_f x);   S ← Diag(f) S + (1 − f) vᵀ;   y = W_o RMSNorm(Sᵀ SiLU(W_q x) / √K)
 
-    The paper learns b for each channel of each layer, as a cumulative softmax over the layers: b is zero in the first
-    layer and grows with depth. A mixer does not know the other layers, so here b is the constant `lower_bound`. The
-    activations, the scale 1/√K with K channels in a head, the norm, and projections without biases are those of
-    flash-linear-attention's layer; the authors' first code has SiLU(v), sigmoid(W_q x), LayerNorm and biases.
+    The paper learns b for each channel and layer, as a cumulative softmax over the layers; a mixer does not know the
+    other layers, so here b is the constant `lower_bound`. The activations, the scale 1/√K with K channels in a head,
+    the norm and projections without biases follow flash-linear-attention; the authors' first code has SiLU(v),
+    sigmoid(W_q x), LayerNorm and biases.
 
     Args:
         num_heads, head_dim: give at most one; by default heads of 128 channels (64, ... where 128 does not divide).
             `head_dim` is the paper's expansion ratio: the state has `head_dim` numbers for each channel.
-        lower_bound: b, the smallest forget gate, in [0, 1). With larger values, the state decays more slowly.
+        lower_bound: b, the smallest forget gate, in [0, 1). Larger values make the state decay more slowly.
 
     Source: HGRN2: Gated Linear RNNs with State Expansion (Qin et al., 2024), section 3.
     """
@@ -87,9 +87,7 @@ class HGRN2(GatedLinearMixer[MemoryState]):
         o, memory = self.recur_step(q, k, v, g, state.memory, scale=self.head_dim**-0.5)
         return self.norm(o.flatten(-2)), MemoryState(memory)
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> MemoryState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> MemoryState:
         shape = (batch, self.num_heads, self.head_dim, self.head_dim)
         return MemoryState(torch.zeros(shape, device=device, dtype=memory_dtype(dtype)))
 

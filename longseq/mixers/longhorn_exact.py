@@ -23,9 +23,8 @@ class LonghornExact(SelectiveMixer):
 
         ε = β / (1 + β kᵀk);   S ← (I − ε k kᵀ) S + ε k xᵀ;   y = Sᵀ q;   β = sigmoid(rate)
 
-    The full transition matrix needs the delta rule, in which the channels of a head share keys and rates. All heads
-    share k and q, as in the diagonal form; β is one number for each head, not for each channel. The memory is
-    `[B, H, N, P]` with H heads of P = head_dim channels and N = state_size.
+    The full transition is a delta rule: the channels of a head share their rate, and all heads share k and q, as in the
+    diagonal form. The memory is `[B, H, N, P]` with H heads of P = head_dim channels and N = state_size.
 
     Source: Longhorn: State Space Models are Amortized Online Learners (Liu et al., 2024), equation 6.
     """

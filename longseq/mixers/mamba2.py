@@ -17,7 +17,7 @@ from longseq.blocks.precision import at_least_float32
 from longseq.kernels import silu_product
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse, halves
-from longseq.mixers.base import memory_dtype, required
+from longseq.mixers.base import Device, memory_dtype, required
 from longseq.mixers.gated_linear import GatedLinearMixer, recurrence_flops
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.registry import register
@@ -131,9 +131,7 @@ class Mamba2(GatedLinearMixer[Mamba2State]):
         y, memory = self.recur_step(query, key, v, g, state.memory)
         return self._read_out(y, x, z), Mamba2State(convolution, memory)
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> Mamba2State:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> Mamba2State:
         shape = (batch, self.num_heads, self.state_size, self.head_dim)
         memory = torch.zeros(shape, device=device, dtype=memory_dtype(dtype))
         return Mamba2State(self.convolution.initial_state(batch, device, memory.dtype), memory)

@@ -14,7 +14,7 @@ from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.rotary import check_rotary, count_positions, rotary_angles, rotate_pairs
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import memory_dtype, required
+from longseq.mixers.base import Device, memory_dtype, required
 from longseq.mixers.feature_maps import FEATURE_MAPS
 from longseq.mixers.gated_linear import GatedLinearMixer, recurrence_flops
 from longseq.mixers.heads import check_groups, choose_heads, repeat_groups
@@ -127,9 +127,7 @@ class RetNet(GatedLinearMixer[RetNetState]):
         o, memory = self.recur_step(q, k, v, g, state.memory, scale=self.key_dim**-0.5)
         return self.read_out(o, gate), RetNetState(memory, state.position + 1)
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> RetNetState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> RetNetState:
         shape = (batch, self.num_heads, self.key_dim, self.value_dim)
         memory = torch.zeros(shape, device=device, dtype=memory_dtype(dtype))
         return RetNetState(memory, torch.zeros(batch, device=device, dtype=torch.long))

@@ -15,7 +15,7 @@ from longseq.blocks.precision import at_least_float32
 from longseq.kernels import linear_attention, linear_attention_step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, required
+from longseq.mixers.base import Device, Mixer, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
@@ -159,9 +159,7 @@ class RGLRU(Mixer[RGLRUState]):
         h, memory = linear_attention_step(one, one, update, state.memory, g_value=decay, backend=self.step_backend)
         return self._gate(h, branch), RGLRUState(convolution, memory)
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> RGLRUState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> RGLRUState:
         dtype = memory_dtype(dtype)
         memory = torch.zeros(batch, self.num_heads, 1, self.head_dim, device=device, dtype=dtype)
         return RGLRUState(self.convolution.initial_state(batch, device, dtype), memory)

@@ -19,7 +19,7 @@ from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.reading import Reverse, halves, turn
-from longseq.mixers.base import Mixer, memory_dtype, required
+from longseq.mixers.base import Device, Mixer, memory_dtype, required
 from longseq.mixers.heads import largest_heads
 from longseq.mixers.measures import saturation
 from longseq.mixers.registry import register
@@ -151,9 +151,7 @@ class RWKV4(Mixer[RWKV4State]):
         shift = projected.to(state.shift.dtype).unsqueeze(-1)
         return _gate(o, r), RWKV4State(shift, *self._split(memory.squeeze(-2)), largest)
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> RWKV4State:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> RWKV4State:
         shift = torch.zeros(batch, self.d_model, 1, device=device, dtype=memory_dtype(dtype))
         numerator, denominator = (torch.zeros_like(shift[..., 0]) for _ in range(2))
         return RWKV4State(shift, numerator, denominator, torch.full_like(numerator, NOTHING))

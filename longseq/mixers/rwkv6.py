@@ -16,7 +16,7 @@ from longseq.blocks.token_shift import latest_token, previous_tokens, previous_t
 from longseq.kernels import linear_attention, linear_attention_step
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse, halves
-from longseq.mixers.base import Mixer, memory_dtype, required
+from longseq.mixers.base import Device, Mixer, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
@@ -175,9 +175,7 @@ class RWKV6(Mixer[RWKV6State]):
         _, memory = linear_attention_step(r, k, v, state.memory, g=decay, backend=self.step_backend)
         return self._read_out(o, r, k, v, gate), RWKV6State(projected.to(state.shift.dtype).unsqueeze(-1), memory)
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> RWKV6State:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> RWKV6State:
         dtype = memory_dtype(dtype)
         memory = torch.zeros(batch, self.num_heads, self.head_dim, self.head_dim, device=device, dtype=dtype)
         return RWKV6State(torch.zeros(batch, self.d_model, 1, device=device, dtype=dtype), memory)

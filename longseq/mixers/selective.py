@@ -15,7 +15,7 @@ from longseq.blocks.pairs import repeat_rows, stack_pair
 from longseq.kernels import silu_product
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, required
+from longseq.mixers.base import Device, Mixer, memory_dtype, required
 from longseq.mixers.measures import mean_norm
 
 
@@ -133,9 +133,7 @@ class SelectiveMixer(Mixer[SelectiveState]):
         """Shape of one sequence's recurrent memory."""
         return self.inner, self.state_size
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> SelectiveState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> SelectiveState:
         memory = torch.zeros(batch, *self.memory_shape, device=device, dtype=memory_dtype(dtype))
         return SelectiveState(self.convolution.initial_state(batch, device, memory.dtype), memory)
 

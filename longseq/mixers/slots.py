@@ -16,7 +16,7 @@ from longseq.kernels import slot_attention, slot_attention_step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.kernels.slot_attention import ACTIVATIONS
-from longseq.mixers.base import Mixer, memory_dtype, required
+from longseq.mixers.base import Device, Mixer, memory_dtype, required
 from longseq.mixers.feature_maps import FEATURE_MAPS
 from longseq.mixers.heads import check_groups, choose_heads, repeat_groups
 from longseq.mixers.measures import mean_norm, saturation
@@ -156,9 +156,7 @@ class SlotMixer(Mixer[SlotState]):
         )
         return self._read_out(o), SlotState(*memory, normalizer)
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> SlotState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> SlotState:
         shape = (batch, self.num_heads, self.num_slots, self.head_dim)
         slots = torch.zeros(shape, device=device, dtype=memory_dtype(dtype))
         return SlotState(slots, slots.clone(), None)

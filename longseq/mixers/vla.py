@@ -14,7 +14,7 @@ from longseq.blocks.pairs import repeat_rows
 from longseq.kernels import map_features, variational_linear_attention, variational_linear_attention_step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, required
+from longseq.mixers.base import Device, Mixer, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm
 from longseq.mixers.registry import register
@@ -106,11 +106,7 @@ class VLA(Mixer[VLAState]):
         self.normalize_alpha = normalize_alpha
         self.normalizer = normalizer
         self.in_proj = nn.Linear(d_model, 3 * d_model, bias=False)
-        self.convolution = (
-            ShortConvolution(3 * d_model, convolution_width, activation=None, backend=backend)
-            if convolution_width != 0
-            else None
-        )
+        self.convolution = ShortConvolution.of_width(3 * d_model, convolution_width, backend)
         shape = (self.num_heads, self.head_dim, self.head_dim)
         self.penalty = nn.Parameter(torch.empty(shape)) if update_penalty else None
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
@@ -187,9 +183,7 @@ class VLA(Mixer[VLAState]):
         )
         return o.flatten(-2), VLAState(convolution, *memory)
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> VLAState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> VLAState:
         dtype = memory_dtype(dtype)
         shape = (batch, self.num_heads, self.head_dim, self.head_dim)
         memory = torch.zeros(shape, device=device, dtype=dtype)

@@ -16,7 +16,7 @@ from longseq.kernels.packed_attention.attend import attend_blocks, attend_nearby
 from longseq.kernels.packing import Packing
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 from longseq.mixers.attention import KeyValueCache, KeyValueState, SoftmaxAttention
-from longseq.mixers.base import activation_dtype, memory_dtype, required
+from longseq.mixers.base import Device, activation_dtype, memory_dtype, required
 from longseq.mixers.registry import register
 
 
@@ -54,9 +54,7 @@ class WindowAttention(SoftmaxAttention):
         super().__init__(d_model, qkv_bias=qkv_bias, rotary=rotary, **options)
         self.window = window
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> KeyValueState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> KeyValueState:
         shape = (batch, self.window - 1, self.num_kv_heads, self.head_dim)
         empty = torch.zeros(shape, device=device, dtype=memory_dtype(dtype))
         return KeyValueState(empty, empty, torch.zeros(batch, dtype=torch.long, device=device))
