@@ -15,8 +15,8 @@ _BLOCK = 1 << 24  # bytes that are read at a time
 def replacing(path: Path) -> Iterator[Path]:
     """The path of a new file next to `path`, which is renamed to `path` at the end, or removed if the block fails.
 
-    A device or a pipe, such as /dev/stdout, is written itself. Who may read the file follows from the umask, as of any
-    new file: safetensors makes files that only their owner may read.
+    A device or a pipe, such as /dev/stdout, is written directly. The file's permissions follow the umask, also for
+    files of safetensors, which sets its own.
     """
     if path.exists() and not path.is_file():
         yield path

@@ -20,10 +20,7 @@ _MADE = "_plugin_arguments"
 
 
 def make_plugin_model(target: Any, arguments: Mapping[str, Any], key: str = f"model.{TARGET}") -> nn.Module:
-    """A model of the class that `target` names, of a loaded plug-in; errors as of `find_class`.
-
-    `key` is where the name was given. The constructor's errors are its own.
-    """
+    """Build the model whose class `target` names in a loaded plug-in; `key` and errors as for `find_class`."""
     model: Any = find_class(target, nn.Module, key)(**arguments)
     setattr(model, _MADE, {TARGET: target, **copy_containers(arguments)})
     return model

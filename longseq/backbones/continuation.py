@@ -1,4 +1,4 @@
-"""What a language model writes behind what it has read, token by token."""
+"""Continues a text by a language model, token by token."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Continuation:
     """Draws one token after the other for each row of a batch; the model reads each before the next one is drawn.
 
     Args:
-        model: a `TokenBackbone` in evaluation.
-        state: the state of what was read; `TokenBackbone.preallocate` has given it room for the tokens to come.
-        logits: `[B, vocab_size]`, the scores of the token that follows.
+        model: a `TokenBackbone` in evaluation mode.
+        state: the state after the tokens so far, with room for the tokens to come (see `TokenBackbone.preallocate`).
+        logits: `[B, vocab_size]`, the scores of the next token.
         sampler: draws from the scores.
         cuda_graph: record the step and the sampler as one `StepGraph`, and replay it.
 
     Attributes:
-        state: after all drawn tokens but the last, and after `read` after all. So is `logits`.
+        state: the state before the token that was drawn last, or after it once `read` was called; likewise `logits`.
         graph: the `StepGraph`, once there is one.
 
     Raises:
@@ -48,7 +48,7 @@ class Continuation:
 
     @property
     def logits(self) -> Tensor:
-        """The scores `[B, vocab_size]` of the token that follows what was read."""
+        """The scores `[B, vocab_size]` of the token that follows."""
         return self._logits if self.graph is None else self.graph.logits
 
     def draw(self) -> Tensor:
@@ -64,7 +64,7 @@ class Continuation:
         return self._token
 
     def read(self) -> None:
-        """Read the token that was drawn last. After it, `state` and `logits` are those of the whole text."""
+        """Read the token that was drawn last: `state` and `logits` are then those of the whole text."""
         assert self._token is not None, "nothing was drawn"
         if self.cuda_graph:
             self._replay(self._token)

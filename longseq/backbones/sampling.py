@@ -41,17 +41,17 @@ class Sampling:
 
 
 class TokenSampler:
-    """Draws one token a row after the other: `sampler(scores)` for scores `[B, V]` gives tokens `[B]`.
+    """Draws one token for each row: `sampler(scores)` for scores `[B, V]` gives tokens `[B]`.
 
-    What is drawn for a row depends on its scores, its seed and the number of its earlier draws alone. So it is the same
-    in every batch, on every device, in a CUDA graph, and after an interruption. A call changes only the sampler's own
-    tensors, in place, and never waits for the device.
+    A draw depends only on the row's scores, its seed and the number of its earlier draws, so it is the same in every
+    batch, on every device, in a CUDA graph, and after an interruption. A call changes the sampler's tensors in place
+    and never waits for the device.
 
     Args:
         sampling: how a token is drawn.
         seeds: `[B]` int64, one a row.
-        drawn: the number of tokens that were drawn for the rows before.
-        seen: `[B, V]`, True at the tokens that the penalty is for; drawn ones are added to it. None: without a penalty.
+        drawn: the number of earlier draws.
+        seen: `[B, V]`, True at the tokens that the penalty is for; drawn ones are added. None: no penalty.
     """
 
     def __init__(self, sampling: Sampling, seeds: Tensor, *, drawn: int = 0, seen: Tensor | None = None) -> None:
@@ -61,22 +61,9 @@ class TokenSampler:
         self._valid = torch.ones_like(seeds, dtype=torch.bool)
 
     def __call__(self, scores: Tensor) -> Tensor:
-        how = self.sampling
-        return token_choice(
-            scores,
-            self._counter,
-            self._valid,
-            self.seen,
-            temperature=how.temperature,
-            top_k=how.top_k,
-            top_p=how.top_p,
-            repetition_penalty=how.repetition_penalty,
-        )
+        return token_choice(scores, self._counter, self._valid, self.seen, **vars(self.sampling))
 
     def check(self) -> None:
-        """Raise ValueError if the scores of a draw were not finite. It waits for the device."""
+        """Raise ValueError if the scores of a draw were not finite. Waits for the device."""
         if not bool(self._valid.all()):
-            raise ValueError(
-                "the model's scores are not finite (NaN or infinite): it has diverged, or the range of its type is too "
-                "small (try dtype=float32)"
-            )
+            raise ValueError("the model's scores are not finite")

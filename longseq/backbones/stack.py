@@ -53,8 +53,7 @@ def build_blocks(
             d_model,
             options=_options_of_layer(name, options[name], names[:index].count(name), names.count(name)),
             direction=direction,
-            # Layers are counted for each mixer. Otherwise all layers of one mixer in a hybrid could alternate to the
-            # same direction.
+            # Counted for each mixer: else all layers of one mixer in a hybrid could alternate to the same direction.
             layer=names[:index].count(name),
             share=share_directions,
             merge=merge,
@@ -76,10 +75,7 @@ def _options_of_layer(mixer: str, options: Mapping[str, Any], layer: int, count:
         if isinstance(values, str) or not isinstance(values, Sequence):
             continue
         if not 0 < len(values) <= count:
-            raise ValueError(
-                f"{option}={list(values)} has {len(values)} values in turn and the model has {count} layers of "
-                f"{mixer}: give 1 to {count}"
-            )
+            raise ValueError(f"{option} has {len(values)} values in turn for {count} layers of {mixer}")
         chosen[option] = values[layer % len(values)]
     return chosen
 
@@ -87,10 +83,10 @@ def _options_of_layer(mixer: str, options: Mapping[str, Any], layer: int, count:
 def mixer_options_of(
     pattern: Any, given: Mapping[str, Any] | None, names: Iterable[str], layers: Iterable[nn.Module], without: Any = ()
 ) -> dict[str, Any]:
-    """The complete options of the mixers in a stack of layers, in the form in which a model takes `mixer_options`.
+    """The complete options of the mixers in a stack of layers, in the form of a model's `mixer_options`.
 
-    `names` are those of the layers' mixers. The result keeps `given` options of mixers that the pattern names and no
-    layer has, and those whose values layers take in turn.
+    `names` are the mixers of the layers. Options that are `given` for mixers without a layer, or in turn for several,
+    are kept.
     """
     options = options_by_name(pattern, given)
     in_turn = {

@@ -1,4 +1,4 @@
-"""One-token steps of a token model without the time that a host needs to launch kernels."""
+"""One-token steps of a token model as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 class StepGraph:
     """The step of a token model recorded as a CUDA graph: it reads one token and updates the state in place.
 
-    A step is a few hundred short kernels, which the host takes longer to launch than the GPU to run. A recorded step is
-    one launch.
+    A step is a few hundred short kernels, which take the host longer to launch than the GPU to run. A replay is one
+    launch.
 
     Args:
-        model: a `TokenBackbone` in evaluation on a CUDA device.
-        state: the state to start from. Preallocated keys and values become the graph's own; all else is copied.
+        model: a `TokenBackbone` in evaluation mode on a CUDA device.
+        state: the state to start from. Preallocated keys and values become the graph's own; everything else is copied.
         sampler: draws the next token, in the same graph; None: the caller chooses it.
 
     Attributes:
-        token: `[B]`, the token that the next replay reads; with a sampler, each replay writes the one that it draws.
+        token: `[B]`, the token that the next replay reads; with a sampler, each replay writes the next one.
         logits: `[B, vocab_size]`, the scores after the last replay.
         state: the state after the last replay.
         room: the number of tokens that the state has room for; None: any.
 
     Raises:
-        ValueError: the model is on another device, or the state of one of its mixers grows with every token. That of
-            attention does not after `TokenBackbone.preallocate`. A call: there is no room for another token.
+        ValueError: a mixer's state grows with every token (attention needs `TokenBackbone.preallocate`), or there is no
+            room for another token.
     """
 
     def __init__(self, model: TokenBackbone, state: TokenState, sampler: TokenSampler | None = None) -> None:
@@ -56,14 +56,14 @@ class StepGraph:
 
     def _record(self) -> None:
         device = self.token.device
-        # Autocast's cache of weights is freed when autocast ends, but a graph would still read it.
+        # A graph would read autocast's cache of weights after autocast has freed it.
         casts = torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False)
         with torch.no_grad(), casts, torch.cuda.device(device):
             side = side_stream(torch.cuda.current_device())
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                # The first calls compile kernels and choose those of libraries, which cannot be recorded. What they
-                # write into preallocated keys and values is at the place of the next token.
+                # The first calls compile and choose kernels, which cannot be recorded. They write into preallocated
+                # keys and values at the place of the next token only.
                 rehearsing = copy.deepcopy(self.sampler)
                 for _ in range(3):
                     logits, _ = self.model.step(self.token, self.state)
@@ -90,7 +90,7 @@ class StepGraph:
         return self.logits
 
     def replay(self) -> None:
-        """Read `token`; `logits` and `state`, and with a sampler `token`, are then the next ones."""
+        """Read `token`, and update `logits`, `state` and, with a sampler, `token`."""
         self._check_room()
         if self.room is not None:
             self.room -= 1
@@ -112,16 +112,11 @@ def _own(layer: Any) -> Any:
 def _check_preallocated(model: TokenBackbone, state: TokenState) -> None:
     for block, layer in zip(model.blocks, state.layers, strict=True):
         if block.mixer.growing_state and not isinstance(block.mixer_state(layer), KeyValueCache):
-            raise ValueError(
-                f"the state of {type(block.mixer).__name__} grows with every token, and a CUDA graph has fixed shapes"
-            )
+            raise ValueError(f"a CUDA graph has fixed shapes: {type(block.mixer).__name__} grows with every token")
 
 
 def can_record(model: nn.Module) -> bool:
     """Whether a CUDA graph can record the steps of a model."""
     on_gpu = next(model.parameters()).device.type == "cuda"
-    return on_gpu and not any(isinstance(m, Mixer) and _only_grows(m) for m in model.modules())
-
-
-def _only_grows(mixer: Mixer) -> bool:
-    return mixer.growing_state and not mixer.preallocates
+    mixers = [module for module in model.modules() if isinstance(module, Mixer)]
+    return on_gpu and all(mixer.preallocates or not mixer.growing_state for mixer in mixers)

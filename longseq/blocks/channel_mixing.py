@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -18,19 +20,15 @@ class ChannelMixing(nn.Module):
 
         y = sigmoid(W_r x_r) ⊙ W_v ReLU(W_k x_k)²;   x_□ = μ_□ ⊙ x_t + (1 − μ_□) ⊙ x_{t−1}                 □ in k, r
 
-    W_k is `fc1`, W_v `fc2`. The state is the last token, `[B, D, 1]`: zeros before the first one.
+    W_k is `fc1`, W_v `fc2`; none has a bias. The state is the last token, `[B, D, 1]`, zeros at the start.
 
-    Initially, μ has the values of the published code for the middle layer of a network, because the part does not know
-    its layer. The matrices start as the model's other ones; the published code starts W_k, W_v and W_r at zero.
+    μ starts with the values of the published code for the middle layer of a network. The matrices start like the
+    model's others; the published code starts W_k, W_v and W_r at zero.
 
     Args:
         width, hidden: D, and the number of channels between W_k and W_v.
-        bias: False; the published layer has no biases.
-        recompute: compute the squared ReLU and the gate again for the gradient, in place of keeping them.
+        recompute: compute the squared ReLU and the gate again in the backward pass instead of keeping them.
         backend: the kernel backend of the token shift.
-
-    Raises:
-        ValueError: `bias` is True.
 
     Source: RWKV: Reinventing RNNs for the Transformer Era (Peng et al., 2023), section 3.1, equations 14, 15 and 18.
     RWKV-6 (Peng et al., 2024, arXiv:2404.05892) has the same formula.
@@ -38,12 +36,8 @@ class ChannelMixing(nn.Module):
 
     no_weight_decay_names = ("mix",)
 
-    def __init__(
-        self, width: int, hidden: int, *, bias: bool = False, recompute: bool = False, backend: str = "auto"
-    ) -> None:
+    def __init__(self, width: int, hidden: int, *, recompute: bool = False, backend: str = "auto") -> None:
         super().__init__()
-        if bias:
-            raise ValueError("mlp_bias=True: the channel mixing of mlp='rwkv' has no biases; leave mlp_bias out")
         self.recompute = recompute
         self.backend = backend
         self.mix = nn.Parameter(torch.empty(2, width))  # of the key and of the receptance
@@ -69,15 +63,9 @@ class ChannelMixing(nn.Module):
         mask: Tensor | None = None,
         output_final_state: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """Mix `x [B, T, D]`; returns the same shape, and the last real token of each sequence `[N, D, 1]` if wanted."""
-        previous, latest = previous_tokens(
-            x,
-            state,
-            cu_seqlens=cu_seqlens,
-            mask=mask,
-            output_final_state=output_final_state,
-            backend=self.backend,
-        )
+        """Mix `x [B, T, D]`; returns the same shape, and if wanted the last real token of each sequence `[N, D, 1]`."""
+        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "output_final_state": output_final_state}
+        previous, latest = previous_tokens(x, state, **options, backend=self.backend)
         return self._mix(x, previous), latest if output_final_state else None
 
     @gathers_parameters

@@ -18,8 +18,6 @@ from longseq.kernels.reading import Reverse, halves
 def apply_rotary(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     """Turn each pair of channels (x_i, x_{i + D/2}) of a token at position p by the angle p · base^{-2i/D}.
 
-    Products of a query and a key so turned depend on the distance of their positions alone.
-
     Args:
         x: `[B, T, H, D]` or one token `[B, H, D]`, D even.
         positions: `[B, T]` or `[T]`, or `[B]` for one token; whole numbers of any type.
@@ -35,13 +33,13 @@ def apply_rotary(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
 def rotary_angles(
     x: Tensor, positions: Tensor, base: float = 10000.0, scaling: Mapping[str, Any] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[..., 1, D/2]` of the angles of `apply_rotary`; only the width and the type of `x` matter.
+    """Cosines and sines `[..., 1, D/2]` of the angles of `apply_rotary`; of `x` only the width and type matter.
 
-    `scaling` stretches the angles to contexts longer than those of the training (see `check_rotary`).
+    `scaling` stretches the angles to longer contexts (see `check_rotary`).
     """
     half = x.shape[-1] // 2
     if 2 * half != x.shape[-1]:
-        raise ValueError(f"rotary positions turn pairs of channels, not {x.shape[-1]}; choose an even head dimension")
+        raise ValueError(f"rotary positions need an even head dimension, not {x.shape[-1]}")
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     channel = torch.arange(half, device=x.device, dtype=dtype)
     frequencies, magnitude = base ** (-channel / half), 1.0
@@ -135,22 +133,17 @@ def count_positions(
     mask: Tensor | None = None,
     reverse: Reverse = False,
 ) -> tuple[Tensor, Tensor]:
-    """Number the tokens of each sequence, as `Mixer.forward` takes them, in the order in which they are read.
+    """Number the tokens of each sequence in the order in which they are read.
 
     Args:
         x: `[B, T, ...]`, read for its sizes and device.
-        start: `[B]` whole numbers, the position of the token of each sequence that is read first; 0 where left out.
-            `[N]` when packed.
-        cu_seqlens: `[N + 1]`, borders of packed sequences, or their `Packing`; each one counts from its own start.
+        start: `[B]`, or `[N]` when packed: the position of the first token that is read; by default 0.
+        cu_seqlens: `[N + 1]`, borders of packed sequences, or their `Packing`.
         mask: `[B, T]`, True at real tokens of rows that are not packed; the others do not count.
         reverse: True counts from the last token of each sequence; "second_half" does so in that half of the rows.
 
     Returns:
-        Positions `[B, T]` and the position that follows the token of each sequence that is read last: `[B]`, or `[N]`
-        when packed.
-
-    Raises:
-        ValueError: `cu_seqlens` does not cut one row of T tokens into segments.
+        Positions `[B, T]`, and the position after the last token that is read: `[B]`, or `[N]` when packed.
     """
     batch, tokens = x.shape[:2]
     packing = pack_like(cu_seqlens, x)

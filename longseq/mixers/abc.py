@@ -72,14 +72,9 @@ class BoundedMemoryControl(SlotMixer):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         logits = logits.unflatten(-1, (self.num_heads, self.num_slots))
         real = None if mask is None else mask[..., None, None]
-        g, normalizer = cumulative_softmax(
-            logits if real is None else logits.masked_fill(~real, NOTHING),
-            initial_state=normalizer,
-            output_final_state=keep,
-            cu_seqlens=cu_seqlens,
-            reverse=reverse,
-            backend=self.backend,
-        )
+        logits = logits if real is None else logits.masked_fill(~real, NOTHING)
+        options = self.call_options(keep, cu_seqlens, reverse)
+        g, normalizer = cumulative_softmax(logits, initial_state=normalizer, **options)
         return *self._gates(g if real is None else g * real), normalizer
 
     def write_pair(self, backward: Self, logits: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

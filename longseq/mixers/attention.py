@@ -357,4 +357,5 @@ def _check_room(needed: Tensor, slots: int, wait: bool = False) -> None:
     if is_exporting() or torch.compiler.is_compiling() or not (needed.is_cpu or wait):
         return
     if needed.numel() and int(needed.max()) > slots:
-        raise ValueError(f"{int(needed.max())} tokens do not fit into a cache preallocated for {slots}")
+        longest = int(needed.max())
+        raise ValueError(f"a sequence of {longest} tokens does not fit into a cache that was preallocated for {slots}")

@@ -252,6 +252,15 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         """True if a scan must compute its last state: the caller wants it, or a callback watches."""
         return wanted or self.observed is not None
 
+    def call_options(self, keep: bool, cu_seqlens: Tensor | Packing | None, reverse: Reverse = False) -> dict[str, Any]:
+        """The options of an operation over sequences; `keep` asks for the last state."""
+        return {
+            "output_final_state": self.needs_state(keep),
+            "cu_seqlens": cu_seqlens,
+            "reverse": reverse,
+            "backend": self.backend,
+        }
+
     def observe(self, name: str, measure: Callable[[], Tensor]) -> None:
         """Report a scalar about the scan, such as the norm of its state. `measure` runs only if a callback watches.
 
@@ -314,7 +323,7 @@ register_notrace_module(Mixer)
 def check_rows(x: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | None) -> Packing | None:
     """Return the packing of tokens `x [B, T, ...]`, or None; ValueError if the packing or mask does not fit."""
     if cu_seqlens is not None and mask is not None:
-        raise ValueError("packed sequences (cu_seqlens) take no mask")
+        raise ValueError("mask and cu_seqlens are both given, and packed sequences have no padding")
     if mask is not None and not is_exporting():
         check_mask("mixer", mask, "x", x)
     return pack_like(cu_seqlens, x)
@@ -324,7 +333,7 @@ def check_state_rows(state: Any, rows: int) -> None:
     """Raise ValueError if the tensors of a state do not have `rows` rows."""
     if isinstance(state, Tensor):
         if not is_exporting() and state.dim() and state.shape[0] != rows:
-            raise ValueError(f"the state has {state.shape[0]} sequences, the input {rows}")
+            raise ValueError(f"the state is one of {state.shape[0]} sequences, and {rows} are read")
     elif isinstance(state, tuple | list):
         for part in state:
             check_state_rows(part, rows)

@@ -147,20 +147,9 @@ class CompressionMixer(Mixer[CompressionState]):
                 order = padding_last(mask, reverse)
                 q, k, v, gamma = (torch.take_along_dim(x, order, 1) for x in (q, k, v, gamma))
                 g = None if g is None else torch.take_along_dim(g, order, 1)
-        o, final = orthogonal_recurrence(
-            self._to_heads(q),
-            self._to_keys(k),
-            self._to_heads(v),
-            gamma,
-            g=g,
-            **self._rule(gamma),
-            initial_state=memory,
-            output_final_state=self.needs_state(keep),
-            cu_seqlens=cu_seqlens,
-            chunk_size=self.chunk_size,
-            reverse=reverse,
-            backend=self.backend,
-        )
+        q, k, v = self._to_heads(q), self._to_keys(k), self._to_heads(v)
+        options = {**self._rule(gamma), **self.call_options(keep, cu_seqlens, reverse), "chunk_size": self.chunk_size}
+        o, final = orthogonal_recurrence(q, k, v, gamma, g=g, initial_state=memory, **options)
         if order is not None:
             o = torch.take_along_dim(o, order.argsort(1).unsqueeze(-1), 1)
         return o, final
@@ -170,16 +159,9 @@ class CompressionMixer(Mixer[CompressionState]):
         gamma, g = self._gamma(rates), self._log_decay(rates)
         q, last = self.query_convolution.step(shared, state.convolution)
         k, _ = self.key_convolution.step(shared, state.convolution)
-        o, memory = orthogonal_recurrence_step(
-            self._to_heads(q),
-            self._to_keys(k),
-            self._to_heads(v),
-            gamma,
-            state.memory,
-            g=g,
-            **self._rule(gamma),
-            backend=self.step_backend,
-        )
+        q, k, v = self._to_heads(q), self._to_keys(k), self._to_heads(v)
+        options = {**self._rule(gamma), "backend": self.step_backend}
+        o, memory = orthogonal_recurrence_step(q, k, v, gamma, state.memory, g=g, **options)
         return o.flatten(-2) * functional.gelu(gate), CompressionState(last, memory)
 
     def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> CompressionState:

@@ -122,19 +122,8 @@ class DeltaMixer(Mixer[DeltaState]):
         self.observe("key_write_norm", lambda: token_mean(beta * at_least_float32(k).square().sum(-1), mask))
         if mask is not None:
             beta, g = beta * mask.unsqueeze(-1), None if g is None else g * mask.unsqueeze(-1)
-        o, memory = delta_rule(
-            q,
-            k,
-            v,
-            beta,
-            g=g,
-            scale=self.key_dim**-0.5,
-            initial_state=memory,
-            output_final_state=self.needs_state(keep),
-            cu_seqlens=cu_seqlens,
-            reverse=reverse,
-            backend=self.backend,
-        )
+        options = self.call_options(keep, cu_seqlens, reverse)
+        o, memory = delta_rule(q, k, v, beta, g=g, scale=self.key_dim**-0.5, initial_state=memory, **options)
         self.observe("state_norm", lambda: mean_norm(memory))
         return o, memory
 

@@ -1,8 +1,16 @@
-"""How a width is cut into heads."""
+"""How a width is cut into heads, and the elementwise feature maps of queries and keys."""
 
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import functional
+
+FEATURE_MAPS = {  # of queries and keys
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "relu_squared": lambda x: functional.relu(x).square(),
+    "identity": lambda x: x,
+}
 
 
 def choose_heads(width: int, num_heads: int | None, head_dim: int | None, *, preferred: int) -> tuple[int, int]:

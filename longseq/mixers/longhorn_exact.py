@@ -48,17 +48,9 @@ class LonghornExact(SelectiveMixer):
         strength = self._strength(key, rate)
         if mask is not None:
             strength = strength * mask.unsqueeze(-1)
-        y, final = delta_rule(
-            self._to_heads(query),
-            self._to_heads(key),
-            x.unflatten(-1, (self.num_heads, self.head_dim)),
-            strength,
-            initial_state=memory,
-            output_final_state=self.needs_state(keep),
-            cu_seqlens=cu_seqlens,
-            reverse=reverse,
-            backend=self.backend,
-        )
+        query, key, x = self._to_heads(query), self._to_heads(key), x.unflatten(-1, (self.num_heads, self.head_dim))
+        options = self.call_options(keep, cu_seqlens, reverse)
+        y, final = delta_rule(query, key, x, strength, initial_state=memory, **options)
         return y.flatten(-2), final
 
     def recur_step(self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,7 @@ class Mamba2(GatedLinearMixer[Mamba2State]):
         z, x, B, C, dt = in_proj(u);  x, B, C = SiLU(conv(x, B, C));  Δ = softplus(dt + dt_bias)
         S ← exp(−Δ exp(A_log)) S + B (Δ x)ᵀ;   y = out_proj(RMSNorm((Sᵀ C + D x) ⊙ SiLU(z)))
 
-    The I = expand · d_model channels are H heads of P = head_dim. The memory has N = state_size numbers for each
+    The I = expand · d_model channels are H heads of P = head_dim; the memory has N = state_size numbers for each
     channel. The H / G heads of a group share B and C, and the norm is over a group's channels.
 
     Args:

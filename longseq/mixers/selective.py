@@ -86,7 +86,7 @@ class SelectiveMixer(Mixer[SelectiveState]):
         """Run the recurrence over rows `[2 B, ...]`: the first half forward by this mixer, the second backward by
         `backward`.
 
-        This default is for recurrences without parameters of their own.
+        The default is for recurrences without parameters.
         """
         return self.recur(x, rate, key, query, None, None, mask, "second_half")[0]
 
