@@ -212,7 +212,7 @@ def save_pretrained(
     if isinstance(model, PretrainedModel) and model.text is not None and model.text["tokenizer"] is not None:
         texts |= tokenizer_files(model.text["tokenizer"], documents=model.text if "truncation" in model.text else None)
     card = model_card(model, config, metrics or {}, has_tokenizer=TOKENIZER_FILE in texts)
-    if _states_classes_apart(config):
+    if "num_classes" in config and config["kind"] != PLUGIN:  # a key of its own in config.json, like in timm's files
         arguments = {name: value for name, value in config["model_args"].items() if name != "num_classes"}
         config = {**config, "model_args": arguments}
     texts[CONFIG_FILE] = json.dumps(config, indent=2) + "\n"
@@ -228,11 +228,6 @@ def save_pretrained(
     finally:
         distributed.barrier()  # if the first process cannot write, the others must not wait for it
     return folder
-
-
-def _states_classes_apart(config: Mapping[str, Any]) -> bool:
-    """Whether config.json has num_classes as a key, like timm, instead of among the arguments."""
-    return "num_classes" in config and config.get("kind") != PLUGIN
 
 
 def _write(folder: Path, texts: Mapping[str, str], state: Mapping[str, Tensor], max_shard_size: int | str) -> None:
@@ -274,11 +269,10 @@ def push_to_hub(
     A README.md in the repository is kept. `token` defaults to that of `huggingface_hub.login`. Returns the commit's
     URL.
     """
+    options: dict[str, Any] = {"private": private, "token": token, "revision": revision}
     with TemporaryDirectory() as folder:
         save_pretrained(model, folder, metrics=metrics)
-        return upload(
-            Path(folder), repo_id, private=private, token=token, revision=revision, commit_message=commit_message
-        )
+        return upload(Path(folder), repo_id, **options, commit_message=commit_message)
 
 
 def from_pretrained(
@@ -397,10 +391,8 @@ def check_continues(model: nn.Module, config: Mapping[str, Any] | None) -> None:
     if config is None or kind_of(model) is None:
         return
     check_revisions(model, config.get("revisions"))
-    saved, own = (
-        {**arguments, "saved_by": None} for arguments in (config["model_args"], describe(model)["model_args"])
-    )
-    for name in sorted(saved.keys() | own.keys()):
+    saved, own = config["model_args"], describe(model)["model_args"]
+    for name in sorted((saved.keys() | own.keys()) - {"saved_by"}):
         if saved.get(name) != own.get(name):
             raise ValueError(f"its model was built with {name}={saved.get(name)}, this one with {name}={own.get(name)}")
 
@@ -408,7 +400,7 @@ def check_continues(model: nn.Module, config: Mapping[str, Any] | None) -> None:
 def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The contents of a folder's config.json, and `PretrainedModel.text`."""
     config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    if "model_args" in config and _states_classes_apart(config):
+    if {"model_args", "num_classes"} <= config.keys() and config.get("kind") != PLUGIN:
         config["model_args"] = {"num_classes": config["num_classes"], **config["model_args"]}
     # timm's `save_for_hf` writes the origin of an image model among the arguments.
     config = {**config.get("model_args", {}).get("saved_by", {}), **config}
@@ -441,11 +433,11 @@ def _read_checkpoint(path: Path, weights: str, label: str) -> SavedModel:
     prefix = CHECKPOINT_PREFIX
     own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
     data = (checkpoint.get(CHECKPOINT_RUN) or {}).get("data") or {}
-    reads_documents = all(key in data for key in ("tokenizer", *DOCUMENT_KEYS))
     text = None
-    if data.get("tokenizer") or reads_documents:
-        keys = ("tokenizer", "window", *(DOCUMENT_KEYS if reads_documents else ()))
-        text = {key: data.get(key) for key in keys} | (_stated(data) if reads_documents else {})
+    if all(key in data for key in ("tokenizer", *DOCUMENT_KEYS)):
+        text = {key: data.get(key) for key in ("tokenizer", "window", *DOCUMENT_KEYS)} | _stated(data)
+    elif data.get("tokenizer"):
+        text = {key: data.get(key) for key in ("tokenizer", "window")}
     return SavedModel(label, config, own, taken, checkpoint, text)
 
 

@@ -22,6 +22,7 @@ from longseq.mixers.heads import check_groups, choose_heads
 from longseq.mixers.registry import register
 
 QK_NORMS = ("none", "head", "all")
+Heads = tuple[Tensor, Tensor, Tensor]  # queries [B, T, H, D], keys and values [B, T, G, D]
 
 
 class KeyValueState(NamedTuple):
@@ -117,13 +118,8 @@ class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
         if state is not None and not self.causal:
             raise ValueError("non-causal attention has no state to continue from; build it with causal=True")
         if isinstance(state, KeyValueCache):
-            y, last = self.scan(
-                projected,
-                self._listed(state),
-                cu_seqlens=cu_seqlens,
-                mask=mask,
-                output_final_state=output_final_state,
-            )
+            options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "output_final_state": output_final_state}
+            y, last = self.scan(projected, self._listed(state), **options)
             if last is None:
                 return y, None
             return y, self._cached(KeyValueState(*last), state.key.shape[1], state.key.dtype)
@@ -132,8 +128,8 @@ class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
         if self.causal or self.rotary:  # nothing else reads positions
             start = None if state is None else state.length
             positions, length = count_positions(projected, start, cu_seqlens=packing, mask=mask)
-        q, k, v = self._heads(projected, positions, packing if state is None else None)
-        o, kept = self._attend(q, k, v, state, packing, mask, output_final_state and self.causal)
+        heads = self._heads(projected, positions, packing if state is None else None)
+        o, kept = self._attend(heads, state, packing, mask, output_final_state and self.causal)
         if kept is None:
             return o.flatten(-2), None
         assert length is not None
@@ -178,21 +174,12 @@ class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
         raise NotImplementedError
 
     def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: KeyValueState | None,
-        packing: Packing | None,
-        mask: Tensor | None,
-        keep: bool,
+        self, heads: Heads, state: KeyValueState | None, packing: Packing | None, mask: Tensor | None, keep: bool
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """Attend with `q [B, T, H, D]` and `k, v [B, T, G, D]`: `[B, T, H, D]`, and keys and values if any are kept."""
+        """Attend within `heads`: outputs `[B, T, H, D]`, and keys and values if any are kept."""
         raise NotImplementedError
 
-    def _heads(
-        self, projected: Tensor, positions: Tensor | None, packing: Packing | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, projected: Tensor, positions: Tensor | None, packing: Packing | None) -> Heads:
         heads = projected.unflatten(-1, (self.num_heads + 2 * self.num_kv_heads, self.head_dim))
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=-2)
         if self.qk_norm == "head":
@@ -274,17 +261,11 @@ class Attention(SoftmaxAttention):
         return KeyValueCache(key, value, length)
 
     def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: KeyValueState | None,
-        packing: Packing | None,
-        mask: Tensor | None,
-        keep: bool,
+        self, heads: Heads, state: KeyValueState | None, packing: Packing | None, mask: Tensor | None, keep: bool
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        q, k, v = heads
         if packing is not None and state is not None:
-            o, key, value = self._continue_packed(q, k, v, state, packing)
+            o, key, value = self._continue_packed(heads, state, packing)
         elif packing is not None:
             o = packed_attention(q, k, v, packing, causal=self.causal, backend=self.backend)
             key, value = (unpack_rows(x, packing) for x in (k, v)) if keep else (k, v)
@@ -295,13 +276,14 @@ class Attention(SoftmaxAttention):
         elif state is None and mask is None:
             o, key, value = attend(q, k, v, causal=True), k, v
         else:
-            o, key, value = self._continue(q, k, v, state, mask)
+            o, key, value = self._continue(heads, state, mask)
         return o, (key, value) if keep else None
 
     def _continue(
-        self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState | None, mask: Tensor | None
+        self, heads: Heads, state: KeyValueState | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Attend to a state's keys and values and to the call's own tokens, of which `mask` marks the real ones."""
+        q, k, v = heads
         batch, tokens = q.shape[:2]
         past = self.initial_state(batch, k.device, k.dtype) if state is None else state
         real = torch.ones(batch, tokens, dtype=torch.bool, device=k.device) if mask is None else mask
@@ -315,15 +297,13 @@ class Attention(SoftmaxAttention):
         slots = torch.arange(past.key.shape[1] + tokens, device=k.device)
         return attend(q, key, value, slots <= place.unsqueeze(-1)), key, value
 
-    def _continue_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState, packing: Packing
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _continue_packed(self, heads: Heads, state: KeyValueState, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
         """`_continue` for packed sequences, one after the other, so that no mask is larger than one sequence needs."""
         outputs, keys, values = [], [], []
         for row, (start, end) in enumerate(pairwise(packing.bounds)):
             own = KeyValueState(*(part[row : row + 1] for part in state))
-            query, key, value = (x[:, start:end] for x in (q, k, v))
-            o, key, value = self._continue(query, key, value, own, None)
+            q, k, v = (x[:, start:end] for x in heads)
+            o, key, value = self._continue((q, k, v), own, None)
             missing = (0, 0, 0, 0, 0, packing.longest - (end - start))
             outputs.append(o)
             keys.append(functional.pad(key, missing))

@@ -119,7 +119,10 @@ class CompressionMixer(Mixer[CompressionState]):
         q, last = self.query_convolution(shared, convolution, output_final_state=output_final_state, **options)
         k, _ = self.key_convolution(shared, convolution, output_final_state=False, **options)
         gamma, g = self._gamma(rates), self._log_decay(rates)
-        self._observe_gates(gamma, g, mask)
+        bounded = [gamma] if self.gamma_activation == "sigmoid" else []
+        bounded += [] if g is None else [g.exp()]
+        if bounded:
+            self.observe("gate_saturation", lambda: torch.stack([saturation(x, mask) for x in bounded]).mean())
         o, final = self._recur(q, k, v, gamma, g, memory, keep=output_final_state, **options)
         if final is not None:
             self._observe_memory(final)
@@ -201,13 +204,6 @@ class CompressionMixer(Mixer[CompressionState]):
     def _rule(self, gamma: Tensor) -> dict[str, Any]:
         """The options of the operation; tensors among them have the shape of `gamma [..., H]`."""
         return self.recurrence
-
-    def _observe_gates(self, gamma: Tensor, g: Tensor | None, mask: Tensor | None) -> None:
-        bounded = [gamma] if self.gamma_activation == "sigmoid" else []
-        if g is not None:
-            bounded.append(g.exp())
-        if bounded:
-            self.observe("gate_saturation", lambda: torch.stack([saturation(x, mask) for x in bounded]).mean())
 
     def _observe_memory(self, memory: Tensor) -> None:
         self.observe("state_norm", lambda: mean_norm(memory))

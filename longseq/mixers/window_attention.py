@@ -15,7 +15,7 @@ from longseq.kernels.packed_attention import packed_attention, varlen
 from longseq.kernels.packed_attention.attend import attend_blocks, attend_nearby, attend_window
 from longseq.kernels.packing import Packing
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
-from longseq.mixers.attention import KeyValueCache, KeyValueState, SoftmaxAttention
+from longseq.mixers.attention import Heads, KeyValueCache, KeyValueState, SoftmaxAttention
 from longseq.mixers.base import Device, activation_dtype, memory_dtype, required
 from longseq.mixers.registry import register
 
@@ -79,15 +79,9 @@ class WindowAttention(SoftmaxAttention):
         return KeyValueCache(key, value, state.length)
 
     def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: KeyValueState | None,
-        packing: Packing | None,
-        mask: Tensor | None,
-        keep: bool,
+        self, heads: Heads, state: KeyValueState | None, packing: Packing | None, mask: Tensor | None, keep: bool
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        q, k, v = heads
         if packing is not None and state is None:
             o = packed_attention(q, k, v, packing, causal=self.causal, window=self.window, backend=self.backend)
             if not keep:
