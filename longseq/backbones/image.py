@@ -50,7 +50,7 @@ from longseq.blocks.sharding import full_parameters, gathers_parameters
 from longseq.kernels.packing import Packing
 from longseq.mixers import Mixer, check_revisions
 from longseq.mixers.heads import largest_heads
-from longseq.mixers.pattern import Pattern, expand_pattern, spell_pattern
+from longseq.mixers.pattern import Pattern, spell_pattern
 from longseq.models import PretrainedModel, describe_origin, register_kind
 from longseq.parameters import no_weight_decay
 from longseq.timm_models import rebuild_timm_model, timm_layout
@@ -271,9 +271,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
         self.resolve_arguments(
             stride=self.patch_embed.stride,
             mixer=self.mixer_name,
-            mixer_options=mixer_options_of(
-                mixer, mixer_options, expand_pattern(mixer, depth), self.blocks, without=self.decided_options
-            ),
+            mixer_options=mixer_options_of(mixer, mixer_options, self.blocks, without=self.decided_options),
         )
         # timm reads these from a model.
         self._traits = {"img_size": self.patch_embed.img_size, "fixed_input_size": not dynamic_img_size}

@@ -28,7 +28,6 @@ from longseq.blocks.sharding import has_shards, unsharded_class
 from longseq.kernels.packing import Packing
 from longseq.mixers import Mixer
 from longseq.mixers.attention import SoftmaxAttention
-from longseq.mixers.base import required
 from longseq.mixers.directions import Directions
 from longseq.mixers.registry import name_of
 from longseq.mixers.window_attention import WindowAttention
@@ -119,23 +118,6 @@ def _find_hooked(model: TextClassifier) -> Iterator[str]:
         if isinstance(block.mixer, Directions):
             apart |= {f"body.blocks.{index}": block, f"body.blocks.{index}.mixer": block.mixer}
     yield from (name for name, part in apart.items() if has_observers(part))
-
-
-def memory_per_token(model: TextClassifier) -> int:
-    """Bytes that reading in segments keeps for each token of a document, without gradients; 0 for forward models.
-
-    A model that also reads backward keeps one layer's features and its backward reading.
-    """
-    body = model.body
-    if body.direction == "forward":
-        return 0
-    weight = body.embedding.weight
-    residual = max(4, weight.element_size()) if body.residual_in_float32 else weight.element_size()
-    readings = [block.mixer for block in body.blocks if isinstance(block.mixer, Directions)]
-    widths = [
-        body.d_model if one.share == "none" else required(one.readers[0].out_proj).in_features for one in readings
-    ]
-    return body.d_model * residual + max(widths, default=0) * weight.element_size()
 
 
 def _find_in_layer(reading: Mixer[Any] | Directions) -> str | None:

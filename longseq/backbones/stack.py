@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -81,12 +81,11 @@ def _options_of_layer(mixer: str, options: Mapping[str, Any], layer: int, count:
 
 
 def mixer_options_of(
-    pattern: Any, given: Mapping[str, Any] | None, names: Iterable[str], layers: Iterable[nn.Module], without: Any = ()
+    pattern: Any, given: Mapping[str, Any] | None, layers: Collection[nn.Module], without: Any = ()
 ) -> dict[str, Any]:
     """The complete options of the mixers in a stack of layers, in the form of a model's `mixer_options`.
 
-    `names` are the mixers of the layers. Options that are `given` for mixers without a layer, or in turn for several,
-    are kept.
+    Options that are `given` for mixers without a layer, or in turn for several layers, are kept.
     """
     options = options_by_name(pattern, given)
     in_turn = {
@@ -94,7 +93,7 @@ def mixer_options_of(
         for name, own in options.items()
     }
     left_out = ("d_model", *RUN_ARGUMENTS, *without)
-    for name, layer in zip(names, layers, strict=True):
+    for name, layer in zip(expand_pattern(pattern, len(layers)), layers, strict=True):
         mixer = next(part for part in layer.modules() if isinstance(part, Mixer))
         complete_options = {key: value for key, value in mixer.arguments.items() if key not in left_out}
         options[name] = complete_options | in_turn[name]

@@ -33,7 +33,7 @@ from longseq.blocks.sharding import full_parameters, gathers_parameters
 from longseq.kernels.packing import Packing, pack_like
 from longseq.mixers import Mixer
 from longseq.mixers.base import check_state_rows
-from longseq.mixers.pattern import Pattern, expand_pattern, spell_pattern
+from longseq.mixers.pattern import Pattern, spell_pattern
 from longseq.models import PretrainedModel, register_kind
 from longseq.parameters import no_weight_decay
 from longseq.state import Device, StateTree, loadable
@@ -179,9 +179,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         self.head = None if tie_embeddings else nn.Linear(d_model, vocab_size, bias=False)
         self.resolve_arguments(
             mixer=self.mixer_name,
-            mixer_options=mixer_options_of(
-                mixer, mixer_options, expand_pattern(mixer, depth), self.blocks, without=self.decided_options
-            ),
+            mixer_options=mixer_options_of(mixer, mixer_options, self.blocks, without=self.decided_options),
             mlp_ratio=width / d_model,
         )
         restore_rng_state()

@@ -15,27 +15,17 @@ from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse, halves
 
 
-def apply_rotary(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
-    """Turn each pair of channels (x_i, x_{i + D/2}) of a token at position p by the angle p · base^{-2i/D}.
-
-    Args:
-        x: `[B, T, H, D]` or one token `[B, H, D]`, D even.
-        positions: `[B, T]` or `[T]`, or `[B]` for one token; whole numbers of any type.
-
-    Returns:
-        The shape and type of `x`; angles and products are float32, or float64 for float64.
-
-    Source: RoFormer (Su et al., 2021), equation 34, with the two halves of the channels paired as in Llama.
-    """
-    return rotate_pairs(x, *rotary_angles(x, positions, base))
-
-
 def rotary_angles(
     x: Tensor, positions: Tensor, base: float = 10000.0, scaling: Mapping[str, Any] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[..., 1, D/2]` of the angles of `apply_rotary`; of `x` only the width and type matter.
+    """Cosines and sines `[..., 1, D/2]` of the angles p · base^{-2i/D} for tokens at positions p.
 
-    `scaling` stretches the angles to longer contexts (see `check_rotary`).
+    Args:
+        x: `[B, T, H, D]` or one token `[B, H, D]`, D even; only its width and type matter.
+        positions: `[B, T]` or `[T]`, or `[B]` for one token; whole numbers of any type.
+        scaling: stretches the angles to longer contexts (see `check_rotary`).
+
+    Source: RoFormer (Su et al., 2021), equation 34, with the two halves of the channels paired as in Llama.
     """
     half = x.shape[-1] // 2
     if 2 * half != x.shape[-1]:
@@ -119,7 +109,10 @@ _SCALING_KEYS: dict[str, tuple[str, ...]] = {
 
 
 def rotate_pairs(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotate the pairs of channels of `x` by the angles of `rotary_angles`."""
+    """Rotate each pair of channels (x_i, x_{i + D/2}) by the angles of `rotary_angles`.
+
+    Angles and products are float32, or float64 for float64; the result has the type of `x`.
+    """
     first, second = at_least_float32(x).chunk(2, dim=-1)
     turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
     return turned.to(x.dtype)

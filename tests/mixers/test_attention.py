@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longseq import mixers
-from longseq.blocks.rotary import apply_rotary
+from longseq.blocks.rotary import rotary_angles, rotate_pairs
 from longseq.mixers.attention import KeyValueCache, KeyValueState
 from longseq.state import map_state, select_state
 
@@ -65,7 +65,7 @@ def naive(mixer: Any, x: Tensor) -> Tensor:
         )
     if mixer.rotary:
         positions = torch.arange(x.shape[1]).double() / mixer.rotary_scaling.get("factor", 1.0)
-        q, k = (apply_rotary(part, positions, mixer.rotary_base) for part in (q, k))
+        q, k = (rotate_pairs(part, *rotary_angles(part, positions, mixer.rotary_base)) for part in (q, k))
     k, v = (part.repeat_interleave(heads // groups, dim=2) for part in (k, v))
     window = getattr(mixer, "window", x.shape[1])
     outputs = []
@@ -223,7 +223,8 @@ def test_only_the_distance_of_positions_counts(name: str, options: dict[str, Any
     mixer = make(name, rotary=True, **options)
     x = make_tokens(1, 10)
     _, state = mixer(x[:, :4])
-    later = state._replace(key=apply_rotary(state.key, torch.full((4,), 1000)), length=state.length + 1000)
+    turned = rotate_pairs(state.key, *rotary_angles(state.key, torch.full((4,), 1000)))
+    later = state._replace(key=turned, length=state.length + 1000)
     torch.testing.assert_close(mixer(x[:, 4:], later)[0], mixer(x[:, 4:], state)[0], rtol=1e-9, atol=1e-9)
     still = state._replace(length=state.length + 1000)
     assert (mixer(x[:, 4:], still)[0] - mixer(x[:, 4:], state)[0]).abs().max() > 1e-3
