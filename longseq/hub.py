@@ -23,7 +23,7 @@ def find_source(
     """The file or folder of a model: `source` itself, or the files of hf-hub:OWNER/NAME@REVISION, fetched to the hub's
     cache.
 
-    A revision in `source` comes before the argument. Errors are those of huggingface_hub.
+    A revision in `source` comes before the argument. Errors come from huggingface_hub.
     """
     if not is_on_hub(source):
         return Path(source)

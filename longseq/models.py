@@ -173,7 +173,7 @@ def kind_of(model: nn.Module) -> str | None:
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The contents of a folder or a checkpoint: `config`, those of config.json, and `state`, the weights by name.
+    """The contents of a folder or a checkpoint: `config` from config.json, and `state`, the weights by name.
 
     `label` names the file in messages; `weights`, "ema" or "model", is the kind of weights in `state`; `run` is the
     training checkpoint that holds the model, empty for a folder; `text` is `PretrainedModel.text`.
@@ -266,7 +266,7 @@ def push_to_hub(
 ) -> str:
     """Upload the files of `save_pretrained` to a repository of the Hugging Face hub, which is created if missing.
 
-    A README.md in the repository is kept. `token` defaults to that of `huggingface_hub.login`. Returns the commit's
+    A README.md in the repository is kept. `token` defaults to the one of `huggingface_hub.login`. Returns the commit's
     URL.
     """
     options: dict[str, Any] = {"private": private, "token": token, "revision": revision}

@@ -12,7 +12,7 @@ from longseq.blocks.sharding import unsharded_class
 from longseq.plugins import find_class
 from longseq.timm_models import DECISION, WEIGHT_SOURCES, read_stated, stated_by, stated_decision
 
-# The argument that names the class, beside those of its constructor.
+# The argument that names the class, next to the arguments of its constructor.
 TARGET = "_target_"
 
 # The attribute of a model with the name of its class and its constructor's arguments.

@@ -31,7 +31,7 @@ _LOADED: dict[str, ModuleType] = {}
 
 
 def load(names: Iterable[str] = ()) -> tuple[str, ...]:
-    """Import the plug-ins of installed packages, and those of `names`; return the names of all loaded ones.
+    """Import the plug-ins of installed packages and of `names`; return the names of all loaded ones.
 
     Modules that are not installed are searched in the working folder. Import errors pass through.
     """

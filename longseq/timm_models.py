@@ -32,7 +32,7 @@ def is_timm_model(model: nn.Module) -> bool:
 
 
 def constructor_defaults(cls: type | None) -> dict[str, Any]:
-    """The options of a model's constructor, and those of the base classes to which it passes options on."""
+    """The options of a model's constructor, and of the base classes to which it passes options on."""
     defaults: dict[str, Any] = {}
     for base in getattr(cls, "__mro__", ()):
         parameters = inspect.signature(base.__init__).parameters

@@ -255,7 +255,7 @@ def _byte_tokenizer() -> dict[str, Any]:
 
 
 def _byte_names() -> dict[str, int]:
-    """The characters that stand for bytes in GPT-2's vocabulary: those that print, and from 256 on the others."""
+    """The characters for bytes in GPT-2's vocabulary: printing ones stay, the others are numbered from 256."""
     printing = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = (byte for byte in range(256) if byte not in printing)
     names = {byte: chr(byte) for byte in printing} | {byte: chr(256 + place) for place, byte in enumerate(others)}

@@ -130,7 +130,7 @@ class Continuation:
         return self._token
 
     def read(self) -> None:
-        """Read the token that was drawn last: `state` and `logits` are then those of the whole text."""
+        """Read the token that was drawn last: `state` and `logits` then include it."""
         assert self._token is not None, "nothing was drawn"
         if self.cuda_graph:
             self._replay(self._token)

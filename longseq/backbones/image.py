@@ -625,7 +625,7 @@ def _keeps_stride_of_other_patches(options: Mapping[str, Any]) -> bool:
 def create_variant(
     variant: str, pretrained: bool, chassis: Mapping[str, Any], options: Mapping[str, Any]
 ) -> ImageBackbone:
-    """The model of a name in timm's registry; `options` of the caller come before those of `chassis`."""
+    """The model of a name in timm's registry; `options` of the caller override `chassis`."""
     options = {**chassis, **options}
     saved_by = options.pop("saved_by", None)
     if saved_by is not None and _keeps_stride_of_other_patches(options):

@@ -16,7 +16,7 @@ from longseq.blocks.positions import resize_positions
 if TYPE_CHECKING:
     from longseq.backbones.image import ImageBackbone
 
-# The parameters of a reading in `longseq.mixers.mamba.Mamba`, and those of Vim's forward and backward reading.
+# The parameters of a reading in `longseq.mixers.mamba.Mamba`, and in Vim's forward and backward reading.
 VIM_READINGS = {
     "convolution.weight": ("conv1d.weight", "conv1d_b.weight"),
     "convolution.bias": ("conv1d.bias", "conv1d_b.bias"),
@@ -150,7 +150,7 @@ def _fit_patches(state: dict[str, Tensor], model: ImageBackbone) -> None:
 
 
 def _from_vim(theirs: dict[str, Tensor], model: ImageBackbone) -> dict[str, Tensor]:
-    """The weights of Vim under our names, with the position of the class token before those of the patches."""
+    """The weights of Vim under our names, with the position of the class token first."""
     ours = {}
     for name, value in theirs.items():
         block = re.fullmatch(r"layers\.(\d+)\.(.+)", name)

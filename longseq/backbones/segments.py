@@ -121,7 +121,7 @@ def _find_hooked(model: TextClassifier) -> Iterator[str]:
 
 
 def _find_in_layer(reading: Mixer[Any] | Directions) -> str | None:
-    """A mixer that has to see all tokens at once; None if there is none."""
+    """A mixer that has to see all tokens at once, or None."""
     for mixer in reading.readers:
         name = name_of(type(mixer)) or type(mixer).__name__
         if isinstance(mixer, SoftmaxAttention) and not isinstance(mixer, WindowAttention):

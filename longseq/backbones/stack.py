@@ -33,7 +33,7 @@ def build_blocks(
     drop_path: float,
     recompute: str,
 ) -> list[BlockT]:
-    """Build the blocks of a model; the options are those of the models.
+    """Build the blocks of a model from its options.
 
     Args:
         kind: the class of the blocks, or a function that makes one from the same arguments.

@@ -27,7 +27,7 @@ GPU_CHUNKS = 4
 class SummedLoss(NamedTuple):
     """Sums over the targets of a batch; divide both by their number.
 
-    objective: what training minimises: the loss and the penalty on normalisers. It alone has a gradient.
+    objective: what training minimises: the loss and the penalty on normalisers. Only this has a gradient.
     loss: the cross entropy.
     """
 

@@ -28,7 +28,7 @@ class HashedNgrams(nn.Module):
         self.tables = nn.ModuleList(nn.Embedding(buckets, d_model) for _ in range(2, longest + 1))
 
     def reset_parameters(self) -> None:
-        """Set the initial weights, those of a token model's embeddings."""
+        """Set the initial weights, as in a token model's embeddings."""
         for table in self.tables:
             trunc_normal_(table.weight, std=0.02)  # type: ignore[arg-type]
 

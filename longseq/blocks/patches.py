@@ -132,8 +132,8 @@ class PatchEmbed(layers.PatchEmbed):
         """Add zeros at the lower and the right border until patches cover the image."""
         (height, width), (patch_height, patch_width), (down, right) = x.shape[-2:], self.patch_size, self.stride
         below = _steps(height, patch_height, down) * down + patch_height - height
-        beside = _steps(width, patch_width, right) * right + patch_width - width
-        return functional.pad(x, (0, beside, 0, below))
+        aside = _steps(width, patch_width, right) * right + patch_width - width
+        return functional.pad(x, (0, aside, 0, below))
 
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.shape[-2:]

@@ -82,7 +82,7 @@ class Block(nn.Module, Generic[StateT]):
         mask: Tensor | None = None,
         output_final_state: bool = True,
     ) -> tuple[Tensor, StateT | None]:
-        """Transform `x [B, T, D]`; the arguments and the state are those of `longseq.blocks.reading.Reading`."""
+        """Transform `x [B, T, D]`; arguments and results are as for `longseq.blocks.reading.Reading`."""
         own, shift = self._split(state)
         packing = pack_like(cu_seqlens, x)
         options: dict[str, Any] = {"cu_seqlens": packing, "mask": mask, "output_final_state": output_final_state}

@@ -43,7 +43,7 @@ def rotary_angles(
 def check_rotary(scaling: Mapping[str, Any] | None) -> None:
     """Raise ValueError for a `scaling` that `rotary_angles` does not know, or keys that it would ignore.
 
-    They are those of transformers' config.json:
+    The keys are those of transformers' config.json:
 
     rope_type: linear (all angles divided by `factor`; Chen et al., 2023), llama3 (slow pairs only; Llama 3.1), or yarn
         (YaRN; Peng et al., 2023, section 3, with the factor of the scores on both queries and keys).

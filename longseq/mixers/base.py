@@ -280,7 +280,7 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
     def preallocate(self, state: StateT, max_length: int) -> StateT:
         """Return the state with room for sequences of `max_length` tokens in all, which steps fill in place.
 
-        States of constant size, and those of mixers without `preallocates`, are returned as they are. The room can be
+        States of constant size, and of mixers without `preallocates`, are returned as they are. The room can be
         enlarged later, by copying. Raises ValueError if the state has more than `max_length` tokens.
         """
         return state

@@ -183,8 +183,8 @@ def assert_same_gradients(
     )
     for name, one, other in zip(leaves, gradients, wanted, strict=True):
         error, norm = float((one - other).norm()), float(other.norm())
-        told = f"{place}the gradient of {name} differs by {error:.2g}, and has the norm {norm:.2g}"
-        _require(error <= 1e-8 * norm + 1e-10, told)
+        message = f"{place}the gradient of {name} differs by {error:.2g}, and has the norm {norm:.2g}"
+        _require(error <= 1e-8 * norm + 1e-10, message)
 
 
 def _read_in_parts(mixer: Mixer[Any], x: Tensor, split: list[int]) -> tuple[Tensor, Any]:
@@ -243,7 +243,7 @@ def bfloat16_autocast_stays_close(mixer: Mixer[Any]) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         y, state = mixer(x)
     error = float((y - exact).detach().norm() / exact.detach().norm())
-    _require(error < 0.05, f"outputs are {error:.1%} from those of float32")
+    _require(error < 0.05, f"outputs are {error:.1%} from float32's")
     for name, tensor in [] if mixer.growing_state else _floating(state):
         _require(tensor.dtype == torch.float32, f"{name} of the state is {tensor.dtype}, not torch.float32")
 
@@ -383,7 +383,7 @@ def rows_are_separate(mixer: Mixer[Any]) -> None:
     changed, others = x.clone(), torch.arange(rows) != 2
     changed[2] += 1.0
     y, y_changed = _in_training(mixer, x, changed)
-    assert_same(y_changed[others], y[others], "beside a changed row of the batch, in training mode")
+    assert_same(y_changed[others], y[others], "next to a changed row of the batch, in training mode")
 
 
 @_law
@@ -557,17 +557,17 @@ def reading_backwards_is_reading_turned_tokens(mixer: Mixer[Any]) -> None:
     projected = mixer.project_in(draw(mixer, len(real))).detach().requires_grad_()
     state = _as_leaves(mixer(draw(mixer, len(real), 4))[1])
     leaves = _leaves(mixer, projected, state)
-    for mask, told in ((None, ""), (real, " with padding")):
+    for mask, padding in ((None, ""), (real, " with padding")):
         with nullcontext() if mask is None else _may_refuse():
             ahead, ahead_last = scan(projected, state, mask=mask)
             turned, turned_last = scan(projected.flip(1), state, mask=None if mask is None else mask.flip(1))
             back, back_last = scan(projected, state, mask=mask, reverse=True)
             halves, halves_last = scan(projected, state, mask=mask, reverse="second_half")
         own = torch.ones_like(real) if mask is None else mask
-        message, wanted = f"all rows backwards{told}", turned.flip(1)[own]
+        message, wanted = f"all rows backwards{padding}", turned.flip(1)[own]
         assert_same_results((back[own], back_last), (wanted, turned_last), message)
         assert_same_gradients(leaves, _numbers(back[own], back_last), _numbers(wanted, turned_last), message)
-        message = f"half of the rows backwards{told}"
+        message = f"half of the rows backwards{padding}"
         first, second = torch.arange(len(real)).chunk(2)
         wanted = torch.cat([ahead[first], back[second]])[own]
         lasts = [(select_state(ahead_last, first), first), (select_state(back_last, second), second)]
@@ -678,8 +678,8 @@ def gradients_are_the_derivatives(mixer: Mixer[Any]) -> None:
             ahead, behind = (_moved(tensor, sign * step * direction, loss) for sign in (1, -1))
         difference, derivative = float(ahead - behind) / (2 * step), float((gradient * direction).sum())
         bar = 1e-5 * float(gradient.norm() * direction.norm()) + 1e-7 * abs(difference)
-        told = f"the gradient of {name} along a direction is {derivative:.8g}, and differences give {difference:.8g}"
-        _require(abs(difference - derivative) <= bar + 1e-7, told)
+        message = f"the gradient of {name} along a direction is {derivative:.8g}, differences give {difference:.8g}"
+        _require(abs(difference - derivative) <= bar + 1e-7, message)
 
 
 def _moved(tensor: Tensor, change: Tensor, function: Callable[[], Tensor]) -> Tensor:

@@ -145,7 +145,7 @@ class DeltaMixer(Mixer[DeltaState]):
         return DeltaState(convolution, torch.zeros(shape, device=device, dtype=dtype))
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Any, Any]:
-        """The inputs of the features `[..., C + H + ...]`, and those of the decay and the gate, if there are any."""
+        """The inputs of the features `[..., C + H + ...]`, and of the decay and the gate (None without)."""
         return projected, None, None
 
     def _split_logits(self, mixed: Tensor) -> tuple[Tensor, Tensor]:

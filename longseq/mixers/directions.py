@@ -96,7 +96,7 @@ class Directions(nn.Module):
         mask: Tensor | None = None,
         output_final_state: bool = True,
     ) -> tuple[Tensor, None]:
-        """Mix `x [B, T, D]`; the arguments are those of `longseq.blocks.reading.Reading`.
+        """Mix `x [B, T, D]`; arguments as for `longseq.mixers.Mixer.forward`.
 
         Returns:
             `y [B, T, D]`, and None instead of a state: later tokens change every output.

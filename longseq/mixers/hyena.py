@@ -24,7 +24,7 @@ from longseq.mixers.registry import register
 
 LOWEST_BAND = 1e-4  # the lowest frequency in the inputs of filters
 
-# 2π as two numbers that float32 holds: torch's ONNX exporter rounds numbers of the code to it, beside float64, too.
+# 2π as a sum of two float32 numbers: torch's ONNX exporter rounds constants to float32, even in float64 arithmetic.
 _TURN: float = struct.unpack("f", struct.pack("f", 2 * math.pi))[0]
 _REST = 2 * math.pi - _TURN
 

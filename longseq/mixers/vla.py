@@ -193,7 +193,7 @@ class VLA(Mixer[VLAState]):
     def _features_pair(self, backward: Self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """`_features` of tokens `[B, T, ...]` that both mixers read, or of each mixer's own, `[2, B, T, ...]`.
 
-        u is that of both mixers, `[2, B, T, H, K]`.
+        u has both mixers' values, `[2, B, T, H, K]`.
         """
         q, k, v = self._split(projected)
         if self.penalty is None:
