@@ -27,10 +27,7 @@ class KeepsArguments:
             cls.__init__ = _keep_arguments(vars(cls)["__init__"])  # type: ignore[method-assign]
 
     def resolve_arguments(self, **values: Any) -> None:
-        """Record other values of arguments, which the constructor computed or a method has changed.
-
-        Names that the object's own constructor does not have are ignored.
-        """
+        """Record values that the constructor or a method computed; names of no argument are ignored."""
         known = {name: copy_containers(value) for name, value in values.items() if name in self.arguments}
         self.arguments.update(known)
 

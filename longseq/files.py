@@ -13,10 +13,10 @@ _BLOCK = 1 << 24  # bytes that are read at a time
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """The path of a new file next to `path`, which is renamed to `path` at the end, or removed if the block fails.
+    """The path of a new file next to `path`, which replaces it at the end, or is removed if the block fails.
 
-    A device or a pipe, such as /dev/stdout, is written directly. The file's permissions follow the umask, also for
-    files of safetensors, which sets its own.
+    Devices and pipes, such as /dev/stdout, are written directly. Permissions follow the umask, which safetensors
+    ignores.
     """
     if path.exists() and not path.is_file():
         yield path

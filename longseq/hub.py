@@ -20,8 +20,7 @@ HUB = "hf-hub:"
 def find_source(
     source: str | Path, revision: str | None = None, token: str | None = None, cache_dir: str | Path | None = None
 ) -> Path:
-    """The file or folder of a model: `source` itself, or the files of hf-hub:OWNER/NAME@REVISION, fetched to the hub's
-    cache.
+    """The file or folder of a model: `source`, or hf-hub:OWNER/NAME@REVISION in the hub's cache.
 
     A revision in `source` comes before the argument. Errors come from huggingface_hub.
     """

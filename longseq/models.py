@@ -329,10 +329,7 @@ def read(source: str | Path, weights: str = "auto", label: str | None = None) ->
 
 
 def restore(saved: SavedModel, changes: Mapping[str, Any] | None = None, dtype: torch.dtype | None = None) -> nn.Module:
-    """Build a saved model in evaluation mode and load its weights; `changes` override arguments.
-
-    `dtype` is the type of the weights, by default torch's.
-    """
+    """Build a saved model in evaluation mode and load its weights, as `dtype` if given; `changes` override options."""
     check_loaded(saved.config.get("plugins") or [], saved.label)
     # The constructor draws weights, which are replaced: the generators' states are restored.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
@@ -384,10 +381,7 @@ def build(config: Mapping[str, Any], changes: Mapping[str, Any] | None = None, l
 
 
 def check_continues(model: nn.Module, config: Mapping[str, Any] | None) -> None:
-    """Raise ValueError if a checkpoint's `config` does not describe this model.
-
-    Arguments differ if a default has changed since the checkpoint was written.
-    """
+    """Raise ValueError if a checkpoint's `config` does not describe this model, such as after a default has changed."""
     if config is None or kind_of(model) is None:
         return
     check_revisions(model, config.get("revisions"))

@@ -45,10 +45,7 @@ def constructor_defaults(cls: type | None) -> dict[str, Any]:
 
 
 def describe_timm_model(model: nn.Module) -> dict[str, Any]:
-    """The keys of config.json for a model of timm: the options of `timm.create_model`, as timm recorded them.
-
-    They include the current image size, channels, classes and pooling of the model.
-    """
+    """The keys of config.json for a model of timm: the options of `timm.create_model`, with its current sizes."""
     recorded: Any = model._model_args
     options = {**recorded, **get_model_args(model)}  # timm's function leaves out options that matter in training only
     arguments = {
@@ -62,10 +59,7 @@ def describe_timm_model(model: nn.Module) -> dict[str, Any]:
 def rebuild_timm_model(
     config: Mapping[str, Any], changes: Mapping[str, Any], arguments: Mapping[str, Any] | None = None
 ) -> Any:
-    """Build the model of timm's registry that a config.json names, without weights.
-
-    `arguments` default to the `model_args` of the file.
-    """
+    """Build the model that a config.json names, without weights; `arguments` default to its `model_args`."""
     given = config.get("model_args", {}) if arguments is None else arguments
     options = {key: value for key, value in {**given, **changes}.items() if key not in UNSAVED_OPTIONS}
     model: Any = timm.create_model(config["architecture"], pretrained_cfg=read_stated(config), **options)

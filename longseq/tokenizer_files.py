@@ -31,10 +31,7 @@ _BYTE_SEPARATOR = (SEPARATORS[0], 256)
 
 
 def read_tokenizer(path: Path, separator: str | None = None) -> dict[str, Any]:
-    """Read a tokenizer.json; `separator` defaults to the eos_token of the settings next to it.
-
-    Parts that would change the tokens of a text from call to call are left out (see `as_read`).
-    """
+    """Read a tokenizer.json (see `as_read`); `separator` defaults to the eos_token of the settings next to it."""
     text = path.read_text(encoding="utf-8")
     content = json.loads(text)
     if separator in (None, _BYTE_SEPARATOR[0]) and _is_of_bytes(content):
@@ -46,10 +43,7 @@ def read_tokenizer(path: Path, separator: str | None = None) -> dict[str, Any]:
 
 
 def as_read(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
-    """A tokenizer without truncation, padding, and dropout of merges.
-
-    With dropout a text would have other tokens each time.
-    """
+    """A tokenizer without truncation and padding, and without dropout of merges, which varies the tokens."""
     content = json.loads(tokenizer["json"]) if tokenizer["kind"] == "file" else {}
     off: dict[str, Any] = {key: None for key in ("truncation", "padding") if content.get(key) is not None}
     if (content.get("model") or {}).get("dropout"):
@@ -72,10 +66,7 @@ def read_folder(folder: Path) -> dict[str, Any] | None:
 
 
 def _reads_bare_prompts(folder: Path) -> bool:
-    """True for the folder of a converted model, whose tokenizer file puts nothing in front of a text.
-
-    A model that longseq has trained reads the separator first, even if its folder has such a file.
-    """
+    """True for the folder of a converted model, whose tokenizer file puts nothing in front of a text."""
     return (folder / SOURCE_CONFIG).is_file() or _settings(folder).get("add_bos_token") is False
 
 

@@ -47,11 +47,7 @@ class SequenceAutoencoder(PretrainedModel, nn.Module):
 
     @gathers_parameters
     def forward_features(self, tokens: Tensor, *, output_final_state: bool = False) -> tuple[Tensor, None]:
-        """Return the decoder's features `[B, T, d_model]`, and None for the state, which a decoder of whole sequences
-        lacks.
-
-        Raises ValueError for `output_final_state=True`.
-        """
+        """Return the decoder's features `[B, T, d_model]` and no state; ValueError for `output_final_state=True`."""
         if output_final_state:
             raise ValueError("a sequence autoencoder has no state (output_final_state)")
         code = self.encoder.forward_features(tokens, output_final_state=False)[0][:, -1:]

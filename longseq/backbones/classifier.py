@@ -92,10 +92,7 @@ class TextClassifier(PretrainedModel, nn.Module):
         }
 
     def init_weights(self) -> None:
-        """Initialise all weights, also those of a model from the meta device after `to_empty`.
-
-        The body gets the weights of a `TokenBackbone` with the same seed. The head starts close to zero.
-        """
+        """Initialise all weights, as after `to_empty`; the body gets a `TokenBackbone`'s weights for the same seed."""
         self.body.init_weights()
         for part in (self.pooling, self.head, *(() if self.ngrams is None else (self.ngrams,))):
             with full_parameters(part):

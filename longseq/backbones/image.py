@@ -491,10 +491,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the head by a new one for `num_classes` (0: none), and the pooling if given.
-
-        global_pool='map' gets new weights if the model has none.
-        """
+        """Replace the head by one for `num_classes` (0: none), and the pooling if given; new parts get new weights."""
         if global_pool is not None:
             self.global_pool = self._check_pool(global_pool)
             if self.global_pool != "map":
@@ -574,10 +571,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
         }
 
     def flops(self, img_size: int | tuple[int, int] | None = None) -> int:
-        """Count the floating-point operations of one image's forward pass; a multiply-add counts as two.
-
-        Norms and additions are not counted.
-        """
+        """Count the operations of one image, without norms and additions; a multiply-add counts as two."""
         size = self.patch_embed.img_size if img_size is None else img_size
         height, width = self.patch_embed.dynamic_feat_size((size, size) if isinstance(size, int) else size)
         tokens = height * width + self.num_prefix_tokens

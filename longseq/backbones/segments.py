@@ -237,10 +237,7 @@ def _pack(borders: Sequence[int], device: torch.device) -> Packing | None:
 
 
 class _RunningPooling:
-    """Pools documents whose features come in pieces, like `longseq.blocks.pooling.Pooling`.
-
-    Attention keeps the largest score so far, and the sums of weights and of weighted features relative to it.
-    """
+    """Pools documents whose features come in pieces; attention keeps the largest score, and sums relative to it."""
 
     def __init__(self, pooling: Pooling) -> None:
         self.pooling = pooling

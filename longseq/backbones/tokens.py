@@ -65,10 +65,7 @@ def mlp_width(d_model: int, ratio: float | None = None, mlp: str | None = "swigl
 
 @loadable
 class TokenState(NamedTuple):
-    """The states of all blocks (`longseq.blocks.residual`), and the number of tokens so far, `[B]`.
-
-    `position` is None in models without learned positions.
-    """
+    """The states of all blocks, and the number of tokens so far, `[B]` (None without learned positions)."""
 
     layers: tuple[tuple[StateTree, ...], ...]
     position: Tensor | None
@@ -414,10 +411,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         return self.embedding(torch.arange(self.vocab_size, device=device))
 
     def embed(self, tokens: Tensor, places: Tensor | None, added: Tensor | None = None) -> Tensor:
-        """The residual before the first block: embeddings of tokens and, with learned positions, of `places`.
-
-        `added`: extra embeddings to sum in, same shape as the token embeddings.
-        """
+        """The residual before the first block. `added`: embeddings to sum in, same shape as the token embeddings."""
         x = self.embedding(tokens)
         if added is not None:
             x = x + added
@@ -453,8 +447,5 @@ class TokenBackbone(PretrainedModel, nn.Module):
         return ({"positions.weight"} if self.positions is not None else set()) | no_weight_decay(self)
 
     def flops(self, tokens: int) -> int:
-        """Count the floating-point operations over one sequence; a multiply-add counts as two.
-
-        Norms and additions are not counted.
-        """
+        """Count the operations over one sequence, without norms and additions; a multiply-add counts as two."""
         return sum(block.flops(tokens) for block in self.blocks) + 2 * tokens * self.d_model * self.vocab_size

@@ -18,10 +18,7 @@ from longseq.state import Device
 
 
 class ShortConvolution(nn.Module):
-    """Depthwise causal convolution over the last `width` tokens, with an optional activation.
-
-    The state holds the last `width - 1` inputs, oldest first: `[B, channels, width - 1]`.
-    """
+    """Depthwise causal convolution over `width` tokens; the state `[B, channels, width - 1]` has the last inputs."""
 
     def __init__(
         self,

@@ -10,18 +10,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def is_replaceable(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """True if a fused kernel may replace this module: it is plain, and of exactly this class.
-
-    Adapters, quantisation, sharding and parametrisations change a module's class.
-    """
+    """True if a fused kernel may replace this module: plain, and of exactly this class, which adapters change."""
     return type(module) is kind and is_plain(module)
 
 
 def is_plain(module: nn.Module) -> bool:
-    """True if the module has no hooks, and no weights that are subclasses of tensors, such as torchao's quantised ones.
-
-    Observers, pruning, weight norm and offloading register hooks.
-    """
+    """True if the module has no hooks (observers, pruning, offloading) and no quantised weights."""
     weights = module.parameters(recurse=False)
     return not is_hooked(module) and not any(map(is_traceable_wrapper_subclass, weights))
 

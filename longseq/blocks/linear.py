@@ -39,10 +39,7 @@ class UpcastLinear(nn.Linear):
 
 
 def project_padded(layer: nn.Linear, x: Tensor) -> Tensor:
-    """Project and keep the padding of an `AlignedLinear`; the caller ignores the padded channels.
-
-    This saves a copy in the backward pass, where the gradient of a view is written to a new tensor.
-    """
+    """Project and keep the padding of an `AlignedLinear`, which saves a copy in the backward pass."""
     return layer(x, keep_padding=True) if is_replaceable(layer, AlignedLinear) else layer(x)
 
 

@@ -47,10 +47,7 @@ register_notrace_module(RMSNorm)
 
 
 class ResidualRMSNorm(RMSNorm):
-    """RMS norm of a residual in float32, with a result in the type of the next layer's arithmetic.
-
-    That is autocast's type, or else the weight's.
-    """
+    """RMS norm of a residual in float32; the result has autocast's type, or else the weight's."""
 
     @whole_in_traces
     def forward(self, x: Tensor, branch: Tensor | None = None) -> Any:
@@ -64,7 +61,7 @@ register_notrace_module(ResidualRMSNorm)
 
 
 class ResidualLayerNorm(nn.LayerNorm):
-    """Layer norm of a residual in float32, with a result in the type of the next layer's arithmetic."""
+    """Layer norm of a residual in float32; the result has autocast's type, or else the weight's."""
 
     def __init__(self, width: int, eps: float = 1e-5, *, backend: str = "auto") -> None:
         super().__init__(width, eps=eps)

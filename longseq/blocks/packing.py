@@ -42,10 +42,7 @@ def last_tokens(x: Tensor, packing: Packing, count: int) -> Tensor:
 
 
 def front_places(real: Tensor, start: Tensor | None = None) -> Tensor:
-    """The new places of tokens `[B, T]` when those where `real [B, T]` is True move to the front, in order.
-
-    The others follow. `start [B]` is the first place of each row, by default 0.
-    """
+    """The new places of tokens `[B, T]`, from `start [B]` or 0 on, when those that are `real` move to the front."""
     count = real.long().cumsum(1)
     others = (~real).long().cumsum(1)
     place = torch.where(real, count, count[:, -1:] + others) - 1

@@ -28,10 +28,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(height: int, width: int, place: str, registers: int = 0) -> Layout:
-    """Lay out a patch grid with its class token at `place`, one of `TOKEN_PLACES`, followed by registers.
-
-    Registers without a class token come first.
-    """
+    """Lay out a patch grid with a class token at `place`, one of `TOKEN_PLACES`, then registers, or only registers."""
     if place not in TOKEN_PLACES:
         raise ValueError(f"class_token={place!r} is not one of {', '.join(TOKEN_PLACES)}")
     token = {"middle": height * width // 2, "first": 0, "none": 0 if registers else None}[place]
@@ -64,10 +61,7 @@ def move_prefix_back(x: Tensor, layout: Layout) -> Tensor:
 
 
 def resize_positions(table: Tensor, grid: tuple[int, int], new_grid: tuple[int, int], prefix: int = 0) -> Tensor:
-    """Interpolate a position table `[1, P + H W, D]` of a patch grid to another grid (bicubic, with antialiasing).
-
-    The first `prefix` rows, of prefix tokens, stay.
-    """
+    """Interpolate positions `[1, prefix + H W, D]` to another grid (bicubic, antialiased); prefix rows stay."""
     if makes_trace():
         # timm returns the table itself for its own grid, and a trace would record that for every grid. Interpolating to
         # the same grid changes no number.

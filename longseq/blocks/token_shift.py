@@ -23,10 +23,7 @@ def previous_tokens(
     output_final_state: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """The token that is read before each token of `x [B, T, D]`, and the last token `[B, D, 1]`, if wanted.
-
-    The first token of a sequence sees `state [B, D, 1]`, the last token of an earlier call, or zeros.
-    """
+    """The token before each token of `x [B, T, D]`, the first from `state [B, D, 1]` or zeros; and the last, if wanted."""
     options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse, "backend": backend}
     return short_convolution(x, _taps(x), initial_state=state, output_final_state=output_final_state, **options)
 

@@ -26,10 +26,7 @@ Heads = tuple[Tensor, Tensor, Tensor]  # queries [B, T, H, D], keys and values [
 
 
 class KeyValueState(NamedTuple):
-    """Keys and values `[B, S, G, D]` of earlier tokens; with rotary positions, the keys are stored rotated.
-
-    `length [B]` counts the real tokens so far, and is thus the position of the next token.
-    """
+    """Keys, rotated if rotary, and values `[B, S, G, D]`; `length [B]` counts the real tokens so far."""
 
     key: Tensor
     value: Tensor

@@ -303,10 +303,7 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         return 2 * tokens * projections + self.scan_flops(tokens)
 
     def reset_parameters(self) -> None:
-        """Set the initial values of the mixer's own parameters and buffers.
-
-        Called after the `reset_parameters` of submodules, whose weights it may override.
-        """
+        """Set the mixer's initial parameters and buffers, after the `reset_parameters` of submodules."""
 
     def release_projections(self) -> None:
         """Keep only the scan, for a mixer that shares another one's projections."""

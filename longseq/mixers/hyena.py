@@ -154,10 +154,7 @@ class Hyena(Mixer[HyenaState]):
         return HyenaState(convolution, inputs, torch.zeros(batch, dtype=torch.long, device=device))
 
     def _convolve(self, mixed: Tensor, past: Tensor | None, reading: Reading) -> tuple[Tensor, list[Tensor]]:
-        """Gate and convolve `mixed [B, T, (N + 1) d_model]`; returns `[B, T, d_model]` and the convolutions' inputs.
-
-        `past [B, P, N - 1, d_model]` are their inputs in earlier calls.
-        """
+        """Gate and convolve `mixed [B, T, (N + 1) d_model]` after `past [B, P, N - 1, d_model]`: outputs and inputs."""
         *gates, z = mixed.chunk(self.order + 1, dim=-1)
         length = z.shape[1] if past is None else past.shape[1] + z.shape[1]
         # The filters of a channel, one for each long convolution, are adjacent.

@@ -42,10 +42,7 @@ class Reading(NamedTuple):
         return cls(reverse, real, place, start + real.sum(1))
 
     def join(self, x: Tensor, past: Tensor | None) -> Tensor:
-        """Put the tokens `x [B, T, D]` behind `past [B, P, D]`: `[B, P + T, D]`, without gaps.
-
-        They are in the order of reading if tokens have a place, else in their own order.
-        """
+        """Append tokens `x [B, T, D]` to `past [B, P, D]` without gaps: `[B, P + T, D]`, in reading order if placed."""
         if self.place is None:
             return x
         x = x if self.real is None else x * self.real.unsqueeze(-1)

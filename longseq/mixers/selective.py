@@ -74,10 +74,7 @@ class SelectiveMixer(Mixer[SelectiveState]):
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None,
         cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, keep: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Run the recurrence over `x [B, T, I]`, `rate [B, T, R]`, `key, query [B, T, N]`.
-
-        Returns `[B, T, I]`, and the last memory if `keep`.
-        """
+        """Run `x [B, T, I]`, `rate [B, T, R]`, `key, query [B, T, N]`: `[B, T, I]`, and the last memory if `keep`."""
         raise NotImplementedError
 
     def recur_pair(

@@ -191,10 +191,7 @@ class VLA(Mixer[VLAState]):
         return self._map(q, k, v, None if self.penalty is None else self._direct(k))
 
     def _features_pair(self, backward: Self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """`_features` of tokens `[B, T, ...]` that both mixers read, or of each mixer's own, `[2, B, T, ...]`.
-
-        u has both mixers' values, `[2, B, T, H, K]`.
-        """
+        """`_features` of tokens `[B, T, ...]` or `[2, B, T, ...]` for both mixers; u is `[2, B, T, H, K]`."""
         q, k, v = self._split(projected)
         if self.penalty is None:
             return self._map(q, k, v, None)
