@@ -23,7 +23,7 @@ def previous_tokens(
     output_final_state: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """The token before each token of `x [B, T, D]`, the first from `state [B, D, 1]` or zeros; and the last, if wanted."""
+    """The token before each token of `x [B, T, D]`, the first from `state [B, D, 1]` or zeros; and the last."""
     options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse, "backend": backend}
     return short_convolution(x, _taps(x), initial_state=state, output_final_state=output_final_state, **options)
 
