@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -81,7 +81,7 @@ def _options_of_layer(mixer: str, options: Mapping[str, Any], layer: int, count:
 
 
 def mixer_options_of(
-    pattern: Any, given: Mapping[str, Any] | None, layers: Collection[nn.Module], without: Any = ()
+    pattern: Any, given: Mapping[str, Any] | None, layers: nn.ModuleList | nn.Sequential, without: Any = ()
 ) -> dict[str, Any]:
     """The complete options of the mixers in a stack of layers, in the form of a model's `mixer_options`.
 
