@@ -1,4 +1,4 @@
-"""Operations of the recurrent mixers. The package needs torch alone and imports nothing else of longseq.
+"""Operations of the recurrent mixers. The package needs only torch and imports nothing else of longseq.
 
 Every operation, and its form for one token `<op>_step`, takes `backend`. "auto" runs the first backend that has no
 reason against the call. A backend's name runs that backend, or raises ValueError with its reasons. `explain(op,

@@ -39,7 +39,7 @@ class Block(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """The allowed error of each block of a tensor, from the exact result and that of the torch form."""
+    """The allowed error of each block of a tensor, from the results of exact arithmetic and of the torch form."""
 
     exact: Tensor
     tokens: int

@@ -20,7 +20,7 @@ def check_tensors(
     """Check the tensors of a call against their layouts and return the size of each dimension by name.
 
     `layouts` maps an argument's name to its tensor (None when it was left out) and its dimensions, such as "B T H K";
-    the first one holds B and T (B alone for one token) and must be there. The same letter must have the same size
+    the first one holds B and T (only B for one token) and must be there. The same letter must have the same size
     everywhere. "S" is the leading dimension of a state: the batch size, or the number of segments when `cu_seqlens` is
     given; "W-1" is one less than "W", "2B" twice "B". While a graph is exported nothing is compared, because a
     comparison of symbolic sizes would become a condition of the graph.

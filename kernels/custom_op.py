@@ -52,7 +52,7 @@ class CustomOp:
         # Forward-mode derivatives have a level, also under torch.func.jvp. The level is -1 where there are none.
         if forward_ad._current_level >= 0:
             _refuse_tangents(args)
-        # torch.compile traces the first condition alone.
+        # torch.compile traces only the first condition.
         if torch.compiler.is_compiling() or is_watched():
             if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
                 _refuse_functional_gradients(args)

@@ -23,7 +23,7 @@ def is_emulated() -> bool:
 
 
 def longseq_shared_memory(device_type: str, index: int | None) -> int:
-    """Bytes of shared memory that one program can use on a GPU; those of an H200 where there is no GPU."""
+    """Bytes of shared memory that one program can use on a GPU; without a GPU, an H200's."""
     if device_type != "cuda" or not torch.cuda.is_available():
         return SHARED_MEMORY
     index = torch.cuda.current_device() if index is None else index

@@ -25,7 +25,7 @@ class Call:
     )  # sizes by dimension name ("T", "K", ...); a size that is absent is not known
     differentiated: bool = False  # an input requires a gradient; set for one-token forms only
     reverse: bool | str = False  # the operation's argument `reverse`
-    mixed: bool = False  # gates or parameters are float32 beside inputs in half precision
+    mixed: bool = False  # gates or parameters are float32, other inputs half precision
     kind: str = ""  # names a variant that has kernels of its own, such as "gated"
 
 
@@ -44,9 +44,9 @@ class Backend:
 
 
 _BACKENDS: dict[str, tuple[Backend, ...]] = {}
-# Backends of the one-token forms, apart from the others: `list_ops` names operations on whole sequences alone.
+# Backends of the one-token forms, apart from the others: `list_ops` names only operations on whole sequences.
 _STEPS: dict[str, tuple[Backend, ...]] = {}
-# Backends of operations without a state: on each token alone, or on a whole image.
+# Backends of operations without a state: on each token by itself, or on a whole image.
 _LOCAL: dict[str, tuple[Backend, ...]] = {}
 # Backends of operations that torch's own kernels compute.
 _TORCH: dict[str, tuple[Backend, ...]] = {}
@@ -182,7 +182,7 @@ def _without_record(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _find_reasons(op: str, backend: Backend, call: Call) -> list[str]:
-    """The backend's own reasons; if it has none, those of the self-test that Triton kernels must pass."""
+    """The backend's own reasons, or else the reasons of the self-test that Triton kernels must pass."""
     reasons = backend.reasons(call)
     if reasons or backend.name != "triton":
         return reasons

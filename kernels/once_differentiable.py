@@ -22,7 +22,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(backward)
     def differentiate(ctx: Any, *gradients: Any) -> Any:
-        # torch.compile, which refuses second derivatives by itself, traces this line alone.
+        # torch.compile, which refuses second derivatives by itself, traces only this line.
         if torch.compiler.is_compiling():
             return backward(ctx, *gradients)
         if torch.is_grad_enabled():

@@ -54,9 +54,9 @@ class Recurrence:
     Attributes:
         layouts: the dimensions of each tensor by its name, in the letters of `check_tensors`: "B T H K". A state of
             several parts has a dictionary of layouts. "B T H | B T H K" allows both. The one-token form has the same
-            layouts without T. A layout with P is that of a parameter with one row for each direction.
+            layouts without T. A layout with P is for a parameter with one row for each direction.
         values: the name of the tensor whose type the output has.
-        mixed: tensors that may be float32 beside values in half precision.
+        mixed: tensors that may be float32 when values are in half precision.
         check: called with the operation's name and the arguments, of a sequence or of one token, before the tensors are
             checked.
         kind: called with the arguments; returns `Call.kind`.
@@ -125,7 +125,7 @@ Tensors = dict[str, tuple[Tensor | None, str]]
 def _with_layouts(
     op: str, layouts: Mapping[str, str | Mapping[str, str]], arguments: Mapping[str, Any]
 ) -> tuple[Tensors, dict[str, Tensor | None]]:
-    """The tensors of a call beside their layouts, and the counters of its state, by name."""
+    """The tensors of a call with their layouts, and the counters of its state, by name."""
     named: Tensors = {}
     for name, layout in layouts.items():
         if isinstance(layout, str):
@@ -178,8 +178,8 @@ def operation(
             by the first call that runs it.
         limits: the largest sizes that the Triton kernels take, as in {"K V": 256}.
         reasons: finds further reasons against the Triton kernels.
-        reference: the backend `reference`. Without it this is an operation on each token alone.
-        prepare: returns the arguments of backends from those of the operation; by default they are the same.
+        reference: the backend `reference`. Without it this is an operation on each token by itself.
+        prepare: turns the arguments of the operation into those that backends take; by default they are the same.
     """
 
     def decorate(function: Function) -> Function:
@@ -344,7 +344,7 @@ def dispatched(
             # The tensor of borders carries everything that the `Packing` has found (see `Packing.once`).
             check_tokens(packing, args[0] if args else kwargs[names[0]])
             kwargs["cu_seqlens"] = packing.cu_seqlens
-        # torch.compile traces the first condition alone.
+        # torch.compile traces only the first condition.
         run = choose(args, kwargs) if torch.compiler.is_compiling() else recall(args, kwargs)
         arguments = bind(args, kwargs)
         del arguments["backend"]

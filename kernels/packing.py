@@ -34,7 +34,7 @@ class Packing:
         cu_seqlens: `[N + 1]` integers, the borders: from 0 to T, not decreasing. They are copied.
         tokens: T, if it is known; by default the last border.
         max_seqlen: no sequence is longer; by default the longest length where the borders are on the CPU, and T else.
-        device: of the tokens; by default that of the borders.
+        device: of the tokens; by default the device of the borders.
 
     Attributes:
         cu_seqlens: the borders on the tokens' device.

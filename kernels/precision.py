@@ -14,13 +14,13 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 
 def call_dtype(values: Tensor, *others: Tensor | None) -> torch.dtype:
-    """The dtype by which backends are chosen: that of the values, or float64 where any input is float64."""
+    """The dtype by which backends are chosen: float64 if any input is float64, else the dtype of the values."""
     widest = compute_dtype(values, *others)
     return widest if widest == torch.float64 else values.dtype
 
 
 def is_mixed(values: Tensor, *others: Tensor | None) -> bool:
-    """Whether any other tensor is float32 beside values in half precision: such calls have their own kernels."""
+    """Whether values are in half precision and another tensor is float32: such calls have their own kernels."""
     half = values.dtype in (torch.float16, torch.bfloat16)
     return half and any(tensor is not None and tensor.dtype == torch.float32 for tensor in others)
 

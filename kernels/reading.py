@@ -28,7 +28,7 @@ def check_reverse(op: str, reverse: Reverse, rows: int, cu_seqlens: Tensor | Non
 
 
 def turn(x: Tensor, reverse: Reverse) -> Tensor:
-    """Bring `x [B, T, ...]` from its own order into that of reading, or back."""
+    """Bring `x [B, T, ...]` from its own order into the order of reading, or back."""
     if reverse == "second_half":
         forward, backward = halves(x)
         return torch.cat((forward, backward.flip(1)))

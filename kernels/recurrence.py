@@ -115,7 +115,7 @@ def token(sequences: Sequences, t: int) -> list[Any]:
 
 
 def run_segments(core: Core, sequences: Sequences, state: State, packing: Packing) -> tuple[Tensor, Any]:
-    """Run `core` on each segment alone: the definition of packing."""
+    """Run `core` on each segment by itself: the definition of packing."""
     outputs, states = [], []
     for index, (start, end) in enumerate(pairwise(packing.bounds)):
         own = each(lambda x, n=index: x[n : n + 1], state)

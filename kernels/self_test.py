@@ -78,7 +78,7 @@ def is_tested(device_type: str) -> bool:
 
 
 def is_testing() -> bool:
-    """Whether this thread's calls are those of a self-test."""
+    """Whether this thread runs a self-test."""
     return getattr(_THREAD, "is_testing", False)
 
 
@@ -143,7 +143,7 @@ def _count_ranks() -> int:
 
 
 def _agree(call: tuple[object, ...], failure: str | None) -> str | None:
-    """The verdict that all ranks act on: that of the first rank to reach one.
+    """The verdict that all ranks act on: the first one that any rank reaches.
 
     The verdict is kept in the store of the process group, where each rank writes or reads it without waiting. With a
     collective, a rank that alone makes a call would hang. If the first rank's kernels failed, ranks whose kernels are
@@ -453,7 +453,7 @@ def _read(file: Path | None, record: Mapping[str, Any]) -> dict[str, Any] | None
 
 
 def _write(file: Path | None, found: Mapping[str, Any]) -> None:
-    """Write a verdict in one piece, safe beside other writers. If it cannot be written, it stays in the process."""
+    """Write a verdict in one piece, safe from other writers. If it cannot be written, it stays in the process."""
     if file is None:
         return
     part = ""

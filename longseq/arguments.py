@@ -13,10 +13,10 @@ Construct = TypeVar("Construct", bound=Callable[..., None])
 class KeepsArguments:
     """Base class of objects that can be built again after a default has changed.
 
-    `arguments` holds every argument of the constructor of the object's own class by name, with the values of defaults.
-    If the constructor replaces an argument of None by a number or a word and keeps it under the argument's name, that
-    value is recorded: `num_heads=None` becomes the computed `self.num_heads`. The constructor gives values that it
-    resolves in another way to `resolve_arguments`.
+    `arguments` holds every argument of the constructor of the object's own class by name, including defaults. If an
+    argument is None and the constructor sets the attribute of that name to a number or a string, that value is
+    recorded: `num_heads=None` becomes the computed `self.num_heads`. Other resolved values are passed to
+    `resolve_arguments`.
     """
 
     arguments: dict[str, Any]
@@ -27,19 +27,15 @@ class KeepsArguments:
             cls.__init__ = _keep_arguments(vars(cls)["__init__"])  # type: ignore[method-assign]
 
     def resolve_arguments(self, **values: Any) -> None:
-        """Record other values of arguments: those that the constructor computed, or that a method has changed.
-
-        Names that the constructor of the object's class does not have are ignored: a subclass decides them.
-        """
+        """Record values that the constructor or a method computed; names of no argument are ignored."""
         known = {name: copy_containers(value) for name, value in values.items() if name in self.arguments}
         self.arguments.update(known)
 
 
 def takes_also(other: type, without: Collection[str] = ()) -> Callable[[Construct], Construct]:
-    """Decorate a constructor with `**options`: they are the keyword arguments of the class `other`, with its defaults.
+    """Decorate a constructor with `**options`: these are the keyword arguments of the class `other`, with its defaults.
 
-    The signature then lists these arguments by name, and `KeepsArguments` records all of them. `without` names those
-    that the constructor does not take.
+    The signature then lists them, and `KeepsArguments` records them. `without` names arguments that are not taken.
     """
 
     def decorate(construct: Construct) -> Construct:
@@ -54,7 +50,7 @@ def takes_also(other: type, without: Collection[str] = ()) -> Callable[[Construc
 
 
 def _keep_arguments(construct: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a constructor: it records its arguments if it is that of the object's own class, not of a base class."""
+    """Wrap a constructor: it records its arguments if it is the object's own, not a base class's."""
 
     @functools.wraps(construct)
     def construct_and_keep(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -74,7 +70,7 @@ def _keep_arguments(construct: Callable[..., None]) -> Callable[..., None]:
 
 
 def _bind(construct: Callable[..., None], self: Any, args: Any, kwargs: Any) -> dict[str, Any] | None:
-    """The arguments of a call by name; None if they do not fit, in which case the call itself raises the best error."""
+    """The arguments of a call by name; None if they do not fit, so that the call raises the error."""
     signature = inspect.signature(construct)
     try:
         bound = signature.bind(self, *args, **kwargs)
@@ -91,7 +87,7 @@ def _bind(construct: Callable[..., None], self: Any, args: Any, kwargs: Any) -> 
 
 
 def copy_containers(value: Any) -> Any:
-    """Copy nested dictionaries and lists: later changes of the original do not affect the copy. Tuples become lists."""
+    """Copy nested dictionaries and lists; tuples become lists."""
     if isinstance(value, Mapping):
         return {key: copy_containers(each) for key, each in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):

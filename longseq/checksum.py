@@ -12,10 +12,7 @@ from torch import Tensor
 
 
 def checksum(state: Mapping[str, Tensor]) -> str:
-    """CRC-32 of names, types, shapes and values, in hexadecimal digits.
-
-    Of tensors on another device few are on the CPU at a time.
-    """
+    """CRC-32 of names, types, shapes and values, in hexadecimal digits. Few tensors are on the CPU at a time."""
     names = sorted(state)
     with ThreadPoolExecutor() as pool:  # zlib releases Python's lock while it computes
         values = pool.map(_checksum, (state[name] for name in names))

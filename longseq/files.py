@@ -13,10 +13,10 @@ _BLOCK = 1 << 24  # bytes that are read at a time
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """The path of a new file next to `path`, which is renamed to `path` at the end, or removed if the block fails.
+    """The path of a new file next to `path`, which replaces it at the end, or is removed if the block fails.
 
-    A device or a pipe, such as /dev/stdout, is written itself. Who may read the file follows from the umask, as of any
-    new file: safetensors makes files that only their owner may read.
+    Devices and pipes, such as /dev/stdout, are written directly. Permissions follow the umask, which safetensors
+    ignores.
     """
     if path.exists() and not path.is_file():
         yield path

@@ -13,17 +13,16 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CARD_FILE = "README.md"
 
-# Where a file or folder could stand, a repository of the hub has this before its name, as in timm.
+# The prefix of a repository where a path could be given, as in timm.
 HUB = "hf-hub:"
 
 
 def find_source(
     source: str | Path, revision: str | None = None, token: str | None = None, cache_dir: str | Path | None = None
 ) -> Path:
-    """The file or folder of a model: `source` itself, or that of hf-hub:OWNER/NAME@REVISION in the hub's cache.
+    """The file or folder of a model: `source`, or hf-hub:OWNER/NAME@REVISION in the hub's cache.
 
-    The files of a repository are fetched. A revision in `source` comes before the argument. Errors are those of
-    huggingface_hub.
+    A revision in `source` comes before the argument. Errors come from huggingface_hub.
     """
     if not is_on_hub(source):
         return Path(source)
@@ -56,7 +55,7 @@ def is_on_hub(source: str | Path) -> bool:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The names of the files of weights: model.safetensors, or those of the index."""
+    """The names of the files of weights: model.safetensors, or the files of the index."""
     index = folder / INDEX_FILE
     if (folder / WEIGHTS_FILE).is_file() or not index.is_file():
         return [WEIGHTS_FILE]
@@ -66,7 +65,7 @@ def weight_files(folder: Path) -> list[str]:
 def upload(
     folder: Path, repo_id: str, *, private: bool, token: str | None, revision: str | None, commit_message: str
 ) -> str:
-    """Upload a model's folder, all but the README.md where the repository has one; returns the commit's address."""
+    """Upload a model's folder; a README.md in the repository is kept. Returns the commit's URL."""
     from huggingface_hub import HfApi
 
     api = HfApi(token=token, library_name="longseq", library_version=installed_version())

@@ -32,10 +32,7 @@ _CLASSIFIER = (
 def model_card(
     model: nn.Module, config: Mapping[str, Any], metrics: Mapping[str, Any], *, has_tokenizer: bool = True
 ) -> str:
-    """The model card in Markdown with the hub's front matter: the model, how to load it, and its metrics.
-
-    `has_tokenizer` is False for a model of tokens whose folder has no files of a tokenizer.
-    """
+    """The model card in Markdown, with the hub's front matter; `has_tokenizer` is False without tokenizer files."""
     lines = [*_front_matter(config), *_facts(model, config), *_usage(config, has_tokenizer), *_measured(metrics)]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -1,28 +1,28 @@
 """Models as files: `config.json`, from which a model is built again, and `model.safetensors`, its weights.
 
-Weights above a size are spread over files, which model.safetensors.index.json lists. A model that reads text also has
-the files of its tokenizer (see `longseq.tokenizer_files`).
-
     model.save_pretrained("folder")                 # also a README.md, the model card
     model = longseq.from_pretrained("folder")       # or a checkpoint of `longseq train`, or a repository of the hub
     model.push_to_hub("owner/name")
 
-`config.json` has the kind of the model and the value of every argument of its constructor, so that a later version with
-other defaults builds the same model. An argument that a later version adds must default to what models did before. Each
-kind is a class, registered by `register_kind`; models of timm are of the kind timm, and timm builds them from its own
-registry. No file names code to run: a kind and a mixer are found by their names among those that are registered.
+Large weights are spread over files, which model.safetensors.index.json lists. A model that reads text also has the
+files of its tokenizer (see `longseq.tokenizer_files`).
+
+`config.json` holds every argument of the model's constructor, so that a later version with other defaults builds the
+same model. An argument that a later version adds must default to the earlier behaviour. Each kind of model is a class,
+registered by `register_kind`; models of the kind timm are built by timm. No file names code to run: kinds and mixers
+are looked up among those that are registered.
 
 config.json:
     library_name, longseq_version: longseq, and the version that wrote the file.
     kind: the name under which the model's class is registered.
-    model_args: all arguments of the constructor but `RUN_ARGUMENTS`. Those of image models repeat the keys above and
-        the next two as `saved_by`, because timm keeps nothing else, and leave out num_classes, which is a key below.
+    model_args: all arguments of the constructor but `RUN_ARGUMENTS`. For image models they repeat the keys above and
+        the next two as `saved_by`, because timm keeps nothing else, and omit num_classes, which is a key below.
     revisions: which function of its weights each kind of layer computes (see `longseq.mixers.check_revisions`).
     plugins: the modules outside longseq that define the model's class and mixers (see `longseq.plugins`).
-    architectures, model_type, id2label, label2id, problem_type: what transformers needs to load a model of text.
+    architectures, model_type, id2label, label2id, problem_type: for transformers, to load a model of text.
     window, documents: of models of text, see `PretrainedModel.text`.
     architecture, num_classes, num_features, global_pool, label_names, pretrained_cfg: of image models, as timm writes
-        them, so that timm reads the folder too. `pretrained_cfg` holds the preprocessing.
+        and reads them. `pretrained_cfg` holds the preprocessing.
 """
 
 from __future__ import annotations
@@ -54,12 +54,11 @@ from longseq.timm_models import describe_timm_model, is_timm_model, rebuild_timm
 from longseq.tokenizer_files import TOKENIZER_FILE, read_folder, tokenizer_files
 from longseq.version import installed_version
 
-# Arguments that decide how a machine runs a model and not what the model computes: each run chooses its own.
+# Arguments that do not change what the model computes: each run chooses its own.
 RUN_ARGUMENTS = ("backend", "recompute")
 
-# The kind of models that timm builds, and of those whose class a configuration has named in a plug-in.
+# Models that timm builds, and models whose class a configuration names in a plug-in. Their classes are not registered.
 TIMM, PLUGIN = "timm", "plugin"
-# Classes of neither kind are not registered.
 _REBUILD: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], nn.Module]] = {
     TIMM: rebuild_timm_model,
     PLUGIN: rebuild_plugin_model,
@@ -67,27 +66,26 @@ _REBUILD: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], nn.Modul
 
 WEIGHTS = ("auto", "ema", "model")
 
-# Keys of a training checkpoint: the model's config.json, the weights, and the weights of which those are an average.
+# Keys of a training checkpoint: the model's config.json, the weights, the weights before averaging, the settings.
 CHECKPOINT_CONFIG = "model_config"
 CHECKPOINT_WEIGHTS = "state_dict"
 CHECKPOINT_RAW_WEIGHTS = "current_model_state"
 CHECKPOINT_RUN = "hyper_parameters"
 CHECKPOINT_PREFIX = "backbone."
 
-# What `PretrainedModel.text` has of classifiers of documents beside the tokenizer: see
-# `longseq.tasks.document.config.DocumentInfo`.
+# Further keys of `PretrainedModel.text` for document classifiers (see `longseq.tasks.document.config.DocumentInfo`).
 _DOCUMENTS = ("vocab_size", "separator", "max_length", "truncation")
 DOCUMENT_KEYS = ("class_names", "multi_label", *_DOCUMENTS)
 _STATED = ("text_column", "thresholds", "source", "source_plugin", "preparation")
 
-# The names that transformers has for one class a document, and for any number of labels.
+# transformers' names for one class a document (False), and for any number of labels.
 _PROBLEM_TYPES = {False: "single_label_classification", True: "multi_label_classification"}
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _KINDS: dict[str, type[PretrainedModel]] = {}
 
-# The kinds of this package and their modules, which are imported when a file names the kind.
+# The modules of this package's kinds, imported when a file names the kind.
 OWN_KINDS = {
     "image": "longseq.backbones.image",
     "document": "longseq.backbones.classifier",
@@ -103,13 +101,13 @@ ModelClass = TypeVar("ModelClass", bound="type[PretrainedModel]")
 class PretrainedModel(KeepsArguments):
     """Base class, next to `nn.Module`, of models that are saved and built again: see `register_kind`.
 
-    The constructor's arguments are numbers, words, lists, dictionaries and models of other kinds. `decided_options` are
-    options of mixers that the model decides itself; they are not saved.
+    The constructor's arguments are numbers, strings, lists, dictionaries and models of other kinds. `decided_options`
+    are options of mixers that the model sets itself; they are not saved.
 
     Attributes:
         text: of a model that reads text: its `tokenizer`, as in `longseq.tokenizer_files`, and the `window` of its
-            training in tokens, None where it is not known. A classifier of documents also has `DOCUMENT_KEYS`, and no
-            tokenizer (None) where documents consist of tokens. Files keep it next to the weights.
+            training in tokens (None: unknown). A document classifier also has `DOCUMENT_KEYS`, and no tokenizer (None)
+            if documents consist of tokens. Saved next to the weights.
     """
 
     decided_options: ClassVar[tuple[str, ...]] = ()
@@ -117,15 +115,15 @@ class PretrainedModel(KeepsArguments):
     text: Mapping[str, Any] | None = None
 
     def saved_arguments(self) -> dict[str, Any]:
-        """The constructor's arguments as JSON types, without those of the run."""
+        """The constructor's arguments as JSON types, without `RUN_ARGUMENTS`."""
         return {name: _to_plain(value) for name, value in self.arguments.items() if name not in RUN_ARGUMENTS}
 
     def describe(self) -> dict[str, Any]:
-        """The keys of config.json that only this kind has, and `model_args`."""
+        """`model_args`, and the keys of config.json that only this kind has."""
         return {"model_args": self.saved_arguments()}
 
     def describe_use(self) -> dict[str, Any]:
-        """The keys of config.json for programs that use the model; a model within another one does not have them."""
+        """The keys of config.json for programs that use the model; models inside another one omit them."""
         text = self.text or {}
         use = {} if text.get("window") is None else {"window": text["window"]}
         if "class_names" not in text:
@@ -140,17 +138,15 @@ class PretrainedModel(KeepsArguments):
 
     @classmethod
     def rebuild(cls, config: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
-        """Build the model of a config.json, with other values of some arguments; its weights are initialised anew."""
+        """Build the model of a config.json with new weights; `changes` override arguments."""
         return cls(**{name: _from_plain(value) for name, value in config["model_args"].items()} | dict(changes))
 
-    def save_pretrained(self, folder: str | Path, **options: Any) -> Path:
+    def save_pretrained(self: Any, folder: str | Path, **options: Any) -> Path:
         """Save the model; see `longseq.save_pretrained`."""
-        assert isinstance(self, nn.Module)
         return save_pretrained(self, folder, **options)
 
-    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+    def push_to_hub(self: Any, repo_id: str, **options: Any) -> str:
         """Upload the model; see `longseq.push_to_hub`."""
-        assert isinstance(self, nn.Module)
         return push_to_hub(self, repo_id, **options)
 
 
@@ -167,7 +163,7 @@ def register_kind(name: str) -> Callable[[ModelClass], ModelClass]:
 
 
 def kind_of(model: nn.Module) -> str | None:
-    """The kind of a model; None for a model of no kind, which cannot be saved."""
+    """The kind of a model; None if it has no kind and cannot be saved."""
     own = unsharded_class(model)
     name = next((name for name, registered in _KINDS.items() if registered is own), None)
     if name is None and is_plugin_model(model):
@@ -177,7 +173,7 @@ def kind_of(model: nn.Module) -> str | None:
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The contents of a folder or a checkpoint: `config`, those of config.json, and `state`, the weights by name.
+    """The contents of a folder or a checkpoint: `config` from config.json, and `state`, the weights by name.
 
     `label` names the file in messages; `weights`, "ema" or "model", is the kind of weights in `state`; `run` is the
     training checkpoint that holds the model, empty for a folder; `text` is `PretrainedModel.text`.
@@ -198,9 +194,9 @@ def save_pretrained(
     metrics: Mapping[str, Any] | None = None,
     max_shard_size: int | str = "5GB",
 ) -> Path:
-    """Write config.json, model.safetensors and, where the folder has none, README.md; returns the folder.
+    """Write config.json, model.safetensors and, if the folder has none, README.md; returns the folder.
 
-    Of a model that `fully_shard` has spread over processes all of them call this, and the first one writes.
+    For a model sharded by `fully_shard`, all processes call this, and the first one writes.
 
     Args:
         metrics: such as the contents of a run's metrics.json, listed in README.md, the model card.
@@ -216,7 +212,7 @@ def save_pretrained(
     if isinstance(model, PretrainedModel) and model.text is not None and model.text["tokenizer"] is not None:
         texts |= tokenizer_files(model.text["tokenizer"], documents=model.text if "truncation" in model.text else None)
     card = model_card(model, config, metrics or {}, has_tokenizer=TOKENIZER_FILE in texts)
-    if _states_classes_apart(config):
+    if "num_classes" in config and config["kind"] != PLUGIN:  # a key of its own in config.json, like in timm's files
         arguments = {name: value for name, value in config["model_args"].items() if name != "num_classes"}
         config = {**config, "model_args": arguments}
     texts[CONFIG_FILE] = json.dumps(config, indent=2) + "\n"
@@ -234,13 +230,8 @@ def save_pretrained(
     return folder
 
 
-def _states_classes_apart(config: Mapping[str, Any]) -> bool:
-    """Whether config.json has the number of classes where timm has it, and not among the arguments."""
-    return "num_classes" in config and config.get("kind") != PLUGIN
-
-
 def _write(folder: Path, texts: Mapping[str, str], state: Mapping[str, Tensor], max_shard_size: int | str) -> None:
-    """Write all files in a folder inside of `folder`, then move them: an error leaves the model that was there."""
+    """Write all files to a temporary folder inside `folder`, then move them: an error leaves the old model."""
     split = split_torch_state_dict_into_shards(
         dict(state), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )
@@ -254,7 +245,7 @@ def _write(folder: Path, texts: Mapping[str, str], state: Mapping[str, Tensor], 
             Path(temporary, name).write_text(text, encoding="utf-8")
         for name, keys in split.filename_to_tensors.items():
             save_file({key: state[key] for key in keys}, Path(temporary, name), metadata={"format": "pt"})
-            # safetensors makes files that only their owner may read, whatever the umask is.
+            # safetensors ignores the umask: only the owner could read its files.
             shutil.copymode(Path(temporary, CONFIG_FILE), Path(temporary, name))
         for name in written:
             os.replace(Path(temporary, name), folder / name)
@@ -275,14 +266,13 @@ def push_to_hub(
 ) -> str:
     """Upload the files of `save_pretrained` to a repository of the Hugging Face hub, which is created if missing.
 
-    A README.md in the repository is kept. `token` is by default that of `huggingface_hub.login`. Returns the address of
-    the commit.
+    A README.md in the repository is kept. `token` defaults to the one of `huggingface_hub.login`. Returns the commit's
+    URL.
     """
+    options: dict[str, Any] = {"private": private, "token": token, "revision": revision}
     with TemporaryDirectory() as folder:
         save_pretrained(model, folder, metrics=metrics)
-        return upload(
-            Path(folder), repo_id, private=private, token=token, revision=revision, commit_message=commit_message
-        )
+        return upload(Path(folder), repo_id, **options, commit_message=commit_message)
 
 
 def from_pretrained(
@@ -302,17 +292,17 @@ def from_pretrained(
         source: a folder of `save_pretrained`, a checkpoint of `longseq train`, or OWNER/NAME on the Hugging Face hub,
             also as hf-hub:OWNER/NAME@REVISION.
         weights: of a checkpoint: "ema" (the average of the weights), "model" (the weights themselves) or "auto": the
-            average where the run kept one.
+            average if the run kept one.
         device: the device of the model.
-        dtype: the type of the weights, such as torch.bfloat16 or "bfloat16", or "auto", that of the file. By default
-            torch's, float32, whatever that of the file is, so that a model can be trained on. Layers whose weights
-            stay in float32 in half precision do so here (see `longseq.blocks.precision`).
-        revision, token, cache_dir: those of `huggingface_hub.hf_hub_download`.
+        dtype: the type of the weights, such as torch.bfloat16 or "bfloat16", or "auto", the file's. The default is
+            float32, whatever the file's, so that the model can be trained on. Some layers always keep their weights in
+            float32 (see `longseq.blocks.precision`).
+        revision, token, cache_dir: passed to `huggingface_hub.hf_hub_download`.
         changes: other values of constructor arguments that leave the weights as they are, such as `backend="torch"` or
             `dynamic_img_size=True`.
 
     Raises:
-        ValueError: the file does not hold a model, or its layers compute something else by now.
+        ValueError: the file holds no model, or its layers compute something else by now.
         RuntimeError: the weights do not fit the model.
     """
     if not Path(source).exists() and _HUB_ID.fullmatch(str(source)):
@@ -325,30 +315,23 @@ def from_pretrained(
 
 
 def read(source: str | Path, weights: str = "auto", label: str | None = None) -> SavedModel:
-    """Read a folder of `save_pretrained` or a training checkpoint; `label` names it in messages.
-
-    Raises:
-        ValueError: see `from_pretrained`.
-    """
+    """Read a folder of `save_pretrained` or a training checkpoint; `label` names it in messages. Raises ValueError."""
     if weights not in WEIGHTS:
         raise ValueError(f"weights={weights} is not one of {', '.join(WEIGHTS)}")
     path, label = Path(source), label or str(source)
     if not path.is_dir():
         return _read_checkpoint(path, weights, label)
     if weights == "ema":
-        raise ValueError(f"{label} is a folder, which holds one set of weights: leave weights=ema out")
+        raise ValueError(f"{label} is a folder, which has no averaged weights besides the others")
     config, text = _read_config(path)
     state = {name: value for file in weight_files(path) for name, value in load_file(path / file).items()}
     return SavedModel(label, config, state, text=text)
 
 
 def restore(saved: SavedModel, changes: Mapping[str, Any] | None = None, dtype: torch.dtype | None = None) -> nn.Module:
-    """Build a saved model, with other values of some arguments, and load its weights; in evaluation mode.
-
-    `dtype` is the type of the weights, by default torch's.
-    """
+    """Build a saved model in evaluation mode and load its weights, as `dtype` if given; `changes` override options."""
     check_loaded(saved.config.get("plugins") or [], saved.label)
-    # Initialising the weights, which are replaced, draws random numbers: the generators' states are restored.
+    # The constructor draws weights, which are replaced: the generators' states are restored.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
         model = build(saved.config, changes, saved.label)
@@ -362,11 +345,7 @@ def restore(saved: SavedModel, changes: Mapping[str, Any] | None = None, dtype: 
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
-    """The contents of the model's config.json.
-
-    Raises:
-        ValueError: the model is of no registered kind.
-    """
+    """The contents of the model's config.json; ValueError if the model is of no registered kind."""
     kind = kind_of(model)
     if kind is None:
         raise ValueError(f"{type(model).__name__} is no registered kind of model (see longseq.register_kind)")
@@ -377,7 +356,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
 
 
 def describe_origin(model: nn.Module) -> dict[str, Any]:
-    """The keys of config.json that state which code wrote the others."""
+    """The keys of config.json about the code that wrote it."""
     parts = [part for part in model.modules() if isinstance(part, Mixer | PretrainedModel) or is_plugin_model(part)]
     classes: list[type] = [unsharded_class(part) for part in parts]
     foreign = [cls for cls in classes if not cls.__module__.startswith("longseq.")]
@@ -391,7 +370,7 @@ def describe_origin(model: nn.Module) -> dict[str, Any]:
 
 
 def build(config: Mapping[str, Any], changes: Mapping[str, Any] | None = None, label: str = CONFIG_FILE) -> nn.Module:
-    """Build the model of a config.json with initialised weights; `label` names the file in messages."""
+    """Build the model of a config.json with new weights; `label` names the file in messages."""
     kind = config.get("kind", TIMM if "architecture" in config else None)
     if kind in OWN_KINDS:
         importlib.import_module(OWN_KINDS[kind])
@@ -402,17 +381,12 @@ def build(config: Mapping[str, Any], changes: Mapping[str, Any] | None = None, l
 
 
 def check_continues(model: nn.Module, config: Mapping[str, Any] | None) -> None:
-    """Raise ValueError unless `config`, the description in a checkpoint, is that of this model.
-
-    Arguments differ where a default has changed since the checkpoint was written.
-    """
+    """Raise ValueError if a checkpoint's `config` does not describe this model, such as after a default has changed."""
     if config is None or kind_of(model) is None:
         return
     check_revisions(model, config.get("revisions"))
-    saved, own = (
-        {**arguments, "saved_by": None} for arguments in (config["model_args"], describe(model)["model_args"])
-    )
-    for name in sorted(saved.keys() | own.keys()):
+    saved, own = config["model_args"], describe(model)["model_args"]
+    for name in sorted((saved.keys() | own.keys()) - {"saved_by"}):
         if saved.get(name) != own.get(name):
             raise ValueError(f"its model was built with {name}={saved.get(name)}, this one with {name}={own.get(name)}")
 
@@ -420,9 +394,9 @@ def check_continues(model: nn.Module, config: Mapping[str, Any] | None) -> None:
 def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The contents of a folder's config.json, and `PretrainedModel.text`."""
     config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    if "model_args" in config and _states_classes_apart(config):
+    if {"model_args", "num_classes"} <= config.keys() and config.get("kind") != PLUGIN:
         config["model_args"] = {"num_classes": config["num_classes"], **config["model_args"]}
-    # In a file of timm's `save_for_hf` the origin of an image model is among the arguments.
+    # timm's `save_for_hf` writes the origin of an image model among the arguments.
     config = {**config.get("model_args", {}).get("saved_by", {}), **config}
     tokenizer = read_folder(folder)
     text = {"tokenizer": tokenizer, "window": config.get("window")}
@@ -435,7 +409,7 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
 
 
 def _stated(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What only some trainings state: the column of the text, the thresholds of decisions, the source."""
+    """The keys that only some trainings have."""
     return {key: values[key] for key in _STATED if values.get(key) is not None}
 
 
@@ -444,28 +418,25 @@ def _read_checkpoint(path: Path, weights: str, label: str) -> SavedModel:
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     config = checkpoint.get(CHECKPOINT_CONFIG)
     if config is None:
-        raise ValueError(f"{label} is no checkpoint of `longseq train`: it does not describe its model")
+        raise ValueError(f"{label} is no checkpoint of `longseq train`")
     averaged = CHECKPOINT_RAW_WEIGHTS in checkpoint
     if weights == "ema" and not averaged:
-        raise ValueError(f"{label} holds no averaged weights: take weights=model")
+        raise ValueError(f"{label} holds no averaged weights")
     taken = "ema" if averaged and weights != "model" else "model"
     state = checkpoint[CHECKPOINT_RAW_WEIGHTS if averaged and taken == "model" else CHECKPOINT_WEIGHTS]
-    own = {
-        name.removeprefix(CHECKPOINT_PREFIX): value
-        for name, value in state.items()
-        if name.startswith(CHECKPOINT_PREFIX)
-    }
+    prefix = CHECKPOINT_PREFIX
+    own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
     data = (checkpoint.get(CHECKPOINT_RUN) or {}).get("data") or {}
-    reads_documents = all(key in data for key in ("tokenizer", *DOCUMENT_KEYS))
     text = None
-    if data.get("tokenizer") or reads_documents:
-        keys = ("tokenizer", "window", *(DOCUMENT_KEYS if reads_documents else ()))
-        text = {key: data.get(key) for key in keys} | (_stated(data) if reads_documents else {})
+    if all(key in data for key in ("tokenizer", *DOCUMENT_KEYS)):
+        text = {key: data.get(key) for key in ("tokenizer", "window", *DOCUMENT_KEYS)} | _stated(data)
+    elif data.get("tokenizer"):
+        text = {key: data.get(key) for key in ("tokenizer", "window")}
     return SavedModel(label, config, own, taken, checkpoint, text)
 
 
 def _separate(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU, copied where two share memory, which safetensors refuses."""
+    """The tensors on the CPU, copied if two share memory, which safetensors refuses."""
     separate: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in state.items():
@@ -482,8 +453,7 @@ def _to_plain(value: Any) -> Any:
         return {str(key): _to_plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_to_plain(each) for each in value]
-    if isinstance(value, PretrainedModel):
-        assert isinstance(value, nn.Module)
+    if isinstance(value, PretrainedModel) and isinstance(value, nn.Module):
         return {"kind": kind_of(value), **value.describe()}
     return value
 

@@ -13,9 +13,9 @@ def count_parameters(module: nn.Module, *, trainable: bool = False) -> int:
 def no_weight_decay(module: nn.Module) -> set[str]:
     """Names, relative to `module`, of the parameters that are exempt from weight decay.
 
-    A part lists them in its class attribute `no_weight_decay_names`; the lists of its base classes count too. Decaying
-    a decay rate or a step size pulls the recurrence towards another memory length instead of regularising it. The lists
-    are attributes of classes: copies of a module keep them, but lose attributes of tensors.
+    Each part lists them in its class attribute `no_weight_decay_names`, added to those of its base classes. Decay of a
+    decay rate or a step size would pull the recurrence towards another memory length. The lists are attributes of
+    classes, because copies of a module lose attributes of tensors.
     """
     names = set()
     for prefix, part in module.named_modules():

@@ -12,7 +12,7 @@ from longseq.blocks.sharding import unsharded_class
 from longseq.plugins import find_class
 from longseq.timm_models import DECISION, WEIGHT_SOURCES, read_stated, stated_by, stated_decision
 
-# The argument that names the class, beside those of its constructor.
+# The argument that names the class, next to the arguments of its constructor.
 TARGET = "_target_"
 
 # The attribute of a model with the name of its class and its constructor's arguments.
@@ -20,10 +20,7 @@ _MADE = "_plugin_arguments"
 
 
 def make_plugin_model(target: Any, arguments: Mapping[str, Any], key: str = f"model.{TARGET}") -> nn.Module:
-    """A model of the class that `target` names, of a loaded plug-in; errors as of `find_class`.
-
-    `key` is where the name was given. The constructor's errors are its own.
-    """
+    """Build the model whose class `target` names in a loaded plug-in; `key` and errors as for `find_class`."""
     model: Any = find_class(target, nn.Module, key)(**arguments)
     setattr(model, _MADE, {TARGET: target, **copy_containers(arguments)})
     return model

@@ -1,14 +1,14 @@
 """Plug-ins: modules outside longseq that register mixers, tasks, data sources, generators, callbacks or file formats.
 
-A plug-in is a module that can be imported and calls the `register` functions of what it adds. Three ways declare it:
+A plug-in is a module that calls the `register` functions of what it adds. Three ways declare it:
 
     longseq train plugins=[my_module] mixer=mine                  in a command; also a module in the working folder
     longseq.plugins.load(["my_module"])                           in a program
     [project.entry-points."longseq.plugins"]                      in the pyproject.toml of an installed package,
     my_name = "my_package"                                        for every command
 
-A plug-in that is a package may hold a folder `conf` with files of configuration groups, such as conf/mixer/mine.yaml.
-Nothing else is imported: a checkpoint records the plug-ins of its run, and loading it only checks that they are there.
+A package may have a folder `conf` with files of configuration groups, such as conf/mixer/mine.yaml. Nothing else is
+imported: a checkpoint records the plug-ins of its run, and loading it only checks that they are there.
 """
 
 from __future__ import annotations
@@ -31,18 +31,16 @@ _LOADED: dict[str, ModuleType] = {}
 
 
 def load(names: Iterable[str] = ()) -> tuple[str, ...]:
-    """Import the plug-ins that installed packages declare, and those of `names`; return the names of all loaded ones.
+    """Import the plug-ins of installed packages and of `names`; return the names of all loaded ones.
 
-    A module that is not installed is looked for in the working folder. One that is loaded is not imported again. Errors
-    are those of the import.
+    Modules that are not installed are searched in the working folder. Import errors pass through.
     """
     declared = [entry.module for entry in importlib.metadata.entry_points(group=GROUP)]
     for name in (*declared, *names):
         if name in _LOADED:
             continue
         root, here = name.partition(".")[0], os.getcwd()
-        # At the end of the path: no module in the working folder replaces an installed one. Processes that this one
-        # spawns get the same path.
+        # At the end of the path: modules in the working folder do not replace installed ones.
         if root not in sys.modules and importlib.util.find_spec(root) is None and here not in sys.path:
             sys.path.append(here)
             importlib.invalidate_caches()
@@ -56,10 +54,7 @@ def loaded() -> tuple[str, ...]:
 
 
 def check_loaded(names: Iterable[str], label: str) -> None:
-    """Load what installed packages declare, and raise ValueError if one of `names` is not imported then.
-
-    `label` says what needs the plug-ins, such as `checkpoint=FILE`.
-    """
+    """Load the plug-ins of installed packages; ValueError if one of `names`, which `label` needs, is missing."""
     wanted = list(names)
     present = load() if wanted else ()  # looks through all installed packages
     missing = [name for name in wanted if name not in present and name not in sys.modules]
@@ -68,7 +63,7 @@ def check_loaded(names: Iterable[str], label: str) -> None:
 
 
 def plugin_of(part: Any) -> str | None:
-    """The loaded plug-in that defines a class or a function; None for those of longseq and of other packages."""
+    """The loaded plug-in that defines a class or a function; None if none does."""
     module = getattr(part, "__module__", None) or ""
     own = [name for name in _LOADED if f"{module}.".startswith(f"{name}.")]
     kin = [name for name in _LOADED if name.partition(".")[0] == module.partition(".")[0]]
@@ -76,17 +71,14 @@ def plugin_of(part: Any) -> str | None:
 
 
 def is_foreign(part: Any) -> bool:
-    """True for a class or a function that longseq does not define: that of a plug-in, or of a program."""
+    """True for a class or a function that longseq does not define."""
     return not f"{getattr(part, '__module__', None) or ''}.".startswith("longseq.")
 
 
 def find_class(target: Any, base: type[Kind], key: str) -> type[Kind]:
-    """The class that `target`, text such as my_module.MyModel, names in a loaded plug-in: one derived from `base`.
+    """The class that `target`, such as my_module.MyModel, names in a loaded plug-in; it must derive from `base`.
 
-    Nothing outside the loaded plug-ins is imported or found. `key` is where the name was given.
-
-    Raises:
-        ValueError: a name of no such class.
+    Nothing outside the loaded plug-ins is imported. `key` is where the name was given. Raises ValueError otherwise.
     """
     module, _, name = str(target).rpartition(".")
     if not any(f"{module}.".startswith(f"{plugin}.") for plugin in _LOADED):

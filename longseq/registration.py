@@ -1,4 +1,4 @@
-"""Registers the image models with timm as soon as the program imports timm, which takes seconds, and not before."""
+"""Registers the image models with timm right after the program imports timm (which takes seconds), not before."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 # The types of a state: tensors, absent parts, and tuples of these. A mixer's own state is a named tuple.
 StateTree: TypeAlias = "Tensor | tuple[StateTree, ...] | None"
+Device: TypeAlias = "torch.device | str | None"
 StateT = TypeVar("StateT", bound="tuple[StateTree, ...]")
 
 State = TypeVar("State")
@@ -49,9 +50,7 @@ def state_tensors(state: object, prefix: str = "") -> Iterator[tuple[str, Tensor
 
 
 def fill_state(template: State, tensors: Iterable[Tensor]) -> State:
-    """Put `tensors`, in the order of `state_tensors`, in the place of those of `template`; ValueError if more are given
-    or fewer.
-    """
+    """Replace the tensors of `template`, in the order of `state_tensors`; ValueError if the numbers differ."""
     given = list(tensors)
     wanted = len(list(state_tensors(template)))
     if len(given) != wanted:

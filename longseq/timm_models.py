@@ -14,8 +14,8 @@ from torch import nn
 WEIGHT_OPTIONS = ("pretrained", "checkpoint_path", "cache_dir", "pretrained_cfg", "pretrained_cfg_overlay")
 WEIGHT_SOURCES = ("url", "file", "hf_hub_id", "hf_hub_filename", "source", "state_dict")
 
-# The attribute of a model, and the key of its config.json, that states how probabilities become decisions:
-# `multi_label` and `thresholds`, as `longseq.tasks.image.info.DataInfo` has them. timm's `pretrained_cfg` has no place.
+# The attribute of a model, and the key of its config.json, for how probabilities become decisions: `multi_label` and
+# `thresholds`, as in `longseq.tasks.image.info.DataInfo`.
 DECISION = "decision"
 
 # How timm cuts an image to the model's size where it does not crop the centre.
@@ -32,7 +32,7 @@ def is_timm_model(model: nn.Module) -> bool:
 
 
 def constructor_defaults(cls: type | None) -> dict[str, Any]:
-    """The options of a model's constructor, and those of the base classes to which it passes options on."""
+    """The options of a model's constructor, and of the base classes to which it passes options on."""
     defaults: dict[str, Any] = {}
     for base in getattr(cls, "__mro__", ()):
         parameters = inspect.signature(base.__init__).parameters
@@ -45,10 +45,7 @@ def constructor_defaults(cls: type | None) -> dict[str, Any]:
 
 
 def describe_timm_model(model: nn.Module) -> dict[str, Any]:
-    """The keys of config.json for a model of timm: the options of `timm.create_model`, as timm recorded them.
-
-    They also include the current image size, channels, classes and pooling of the model.
-    """
+    """The keys of config.json for a model of timm: the options of `timm.create_model`, with its current sizes."""
     recorded: Any = model._model_args
     options = {**recorded, **get_model_args(model)}  # timm's function leaves out options that matter in training only
     arguments = {
@@ -56,19 +53,13 @@ def describe_timm_model(model: nn.Module) -> dict[str, Any]:
         for name, value in options.items()
         if name not in UNSAVED_OPTIONS
     }
-    return {
-        **timm_layout(model, stated_by(model)),
-        "model_args": arguments,
-    }
+    return {**timm_layout(model, stated_by(model)), "model_args": arguments}
 
 
 def rebuild_timm_model(
     config: Mapping[str, Any], changes: Mapping[str, Any], arguments: Mapping[str, Any] | None = None
 ) -> Any:
-    """Build the model of timm's registry that a config.json names, without weights.
-
-    `arguments` are by default the `model_args` of the file.
-    """
+    """Build the model that a config.json names, without weights; `arguments` default to its `model_args`."""
     given = config.get("model_args", {}) if arguments is None else arguments
     options = {key: value for key, value in {**given, **changes}.items() if key not in UNSAVED_OPTIONS}
     model: Any = timm.create_model(config["architecture"], pretrained_cfg=read_stated(config), **options)
@@ -92,7 +83,7 @@ def stated_by(model: nn.Module) -> Mapping[str, Any]:
 
 
 def timm_layout(model: nn.Module, stated: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that timm reads in a config.json, beside `model_args`; `stated` is the model's `pretrained_cfg`."""
+    """The keys that timm reads in a config.json, except `model_args`; `stated` is the model's `pretrained_cfg`."""
     described: Any = model
     cfg = filter_pretrained_cfg(dict(stated), remove_source=True, remove_null=True)
     cfg |= get_model_input_config(model)
@@ -115,7 +106,7 @@ def timm_layout(model: nn.Module, stated: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stated_decision(model: nn.Module) -> dict[str, Any]:
-    """What the model states at `DECISION`; a head of another size than the thresholds are for has none."""
+    """The model's `DECISION`; thresholds for another number of classes are dropped."""
     decision: dict[str, Any] = dict(getattr(model, DECISION, None) or {})
     thresholds, classes = decision.get("thresholds"), getattr(model, "num_classes", None)
     if thresholds is None or classes is None:
@@ -126,12 +117,12 @@ def stated_decision(model: nn.Module) -> dict[str, Any]:
 
 
 def model_name(model: nn.Module) -> str:
-    """The name under which timm builds the model; for other models the name of their class."""
+    """The name under which timm builds the model, or else the name of its class."""
     return stated_by(model).get("architecture") or type(model).__name__
 
 
 def stated_data(model: nn.Module) -> dict[str, Any]:
-    """The preprocessing and class names in the model's `pretrained_cfg`, by the keys of a checkpoint's `data`."""
+    """The preprocessing and class names in the model's `pretrained_cfg`, under the keys of a checkpoint's `data`."""
     stated = stated_by(model)
     if "input_size" not in stated:
         return {}
@@ -151,18 +142,18 @@ def stated_data(model: nn.Module) -> dict[str, Any]:
 
 
 def stated_crop_mode(stated: Mapping[str, Any]) -> str:
-    """The `crop_mode` of a model's `pretrained_cfg`; timm takes any but the two `OTHER_CROPS` for center."""
+    """The `crop_mode` of a `pretrained_cfg`; like timm, all but `OTHER_CROPS` count as center."""
     mode = stated.get("crop_mode")
     return mode if mode in OTHER_CROPS else "center"
 
 
 def _of_channels(values: Sequence[float], channels: int) -> list[float]:
-    """A value for each channel: timm states those of RGB, also for a model that reads grey, which gets their mean."""
+    """A value for each channel; a model that reads grey gets the mean of timm's values for RGB."""
     return list(values) if len(values) == channels else [sum(values) / len(values)] * channels
 
 
 def takes_any_resolution(model: nn.Module) -> bool:
-    """Whether the model accepts any image size: by a switch of its own, or by timm's information on its kind."""
+    """Whether the model accepts any image size, by its own switch or by timm's `fixed_input_size`."""
     if hasattr(model, "dynamic_img_size"):
         return bool(model.dynamic_img_size)
     stated = stated_by(model)

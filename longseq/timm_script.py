@@ -1,10 +1,9 @@
-"""Run a program written for timm's models with those of longseq, such as timm's own train.py and validate.py:
+"""Run a program written for timm, such as its train.py and validate.py, with the models of longseq:
 
     python -m longseq.timm_script train.py IMAGES --model longseq_tiny_patch16_224 --model-kwargs mixer=deltanet
     torchrun --nproc_per_node=8 -m longseq.timm_script train.py IMAGES --model longseq_tiny_patch16_224
 
-The program runs as `python train.py ...` does, after `import longseq`, which registers the models with timm, and after
-the plug-ins of installed packages, whose mixers `mixer=NAME` names too.
+The program runs as with `python train.py ...`, with longseq's models and the installed plug-ins registered.
 """
 
 from __future__ import annotations

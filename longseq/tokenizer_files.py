@@ -1,10 +1,10 @@
-"""The tokenizer in the folder of a saved model: tokenizer.json and the settings beside it, as Hugging Face names them.
+"""The tokenizer in the folder of a saved model: tokenizer.json and the settings next to it, in Hugging Face's format.
 
 A tokenizer is a dictionary of plain values. `{"kind": "bytes"}` is the 256 bytes of UTF-8 and the separator, number
 256. `{"kind": "file", "json": TEXT, "separator": NAME}` is a file of the library `tokenizers`: `separator` names the
-token that begins and ends each document, None where the files do not tell. Its key `start` names the token in front of
-a text that the model continues, if that is another one, as in Llama. `bare_prompts` is True where the model reads a
-prompt without a token in front, as Qwen and GPT-2 do. Reading and writing need no other library.
+token that begins and ends each document (None if unknown). Its key `start` names the token in front of a text that the
+model continues, if that is another one, as in Llama. `bare_prompts` is True if the model reads a prompt without a token
+in front, as Qwen and GPT-2 do. Reading and writing need no other library.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ _BYTE_SEPARATOR = (SEPARATORS[0], 256)
 
 
 def read_tokenizer(path: Path, separator: str | None = None) -> dict[str, Any]:
-    """The tokenizer of a file tokenizer.json; the eos_token of the settings beside it is the default of `separator`.
-
-    What would give a text other tokens in other commands and programs is left out (see `as_read`).
-    """
+    """Read a tokenizer.json (see `as_read`); `separator` defaults to the eos_token of the settings next to it."""
     text = path.read_text(encoding="utf-8")
     content = json.loads(text)
     if separator in (None, _BYTE_SEPARATOR[0]) and _is_of_bytes(content):
@@ -46,10 +43,7 @@ def read_tokenizer(path: Path, separator: str | None = None) -> dict[str, Any]:
 
 
 def as_read(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
-    """A tokenizer without what a file may hold beside the tokens of a text.
-
-    That is dropout of merges, with which a text would have other tokens each time, and truncation and padding.
-    """
+    """A tokenizer without truncation and padding, and without dropout of merges, which varies the tokens."""
     content = json.loads(tokenizer["json"]) if tokenizer["kind"] == "file" else {}
     off: dict[str, Any] = {key: None for key in ("truncation", "padding") if content.get(key) is not None}
     if (content.get("model") or {}).get("dropout"):
@@ -58,7 +52,7 @@ def as_read(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_folder(folder: Path) -> dict[str, Any] | None:
-    """The tokenizer in the folder of a model; None where it holds no tokenizer.json."""
+    """The tokenizer in the folder of a model; None if it has no tokenizer.json."""
     path = folder / TOKENIZER_FILE
     if not path.is_file():
         return None
@@ -72,22 +66,18 @@ def read_folder(folder: Path) -> dict[str, Any] | None:
 
 
 def _reads_bare_prompts(folder: Path) -> bool:
-    """True for the folder of a converted model, where its tokenizer file puts nothing in front of a text.
-
-    Somebody may have put such a file beside a model that longseq has trained, which reads the separator first.
-    """
+    """True for the folder of a converted model, whose tokenizer file puts nothing in front of a text."""
     return (folder / SOURCE_CONFIG).is_file() or _settings(folder).get("add_bos_token") is False
 
 
 def tokenizer_files(tokenizer: Mapping[str, Any], documents: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """The files of a tokenizer, their contents by name.
+    """The files of a tokenizer, as a dictionary from names to contents.
 
     With them transformers does what `longseq generate` does: a text begins with the separator, with `start`, or with
-    nothing where `bare_prompts` is True, and ends with the separator; shorter texts of a batch are padded on the left.
+    nothing if `bare_prompts` is True, and ends with the separator; batches are padded on the left.
 
-    `documents` is for the tokenizer of a classifier, whose documents begin with the separator: its `truncation` and
-    `max_length` say how longer ones are cut. With truncation=True transformers then cuts as `head` and `tail` do; it
-    has no form of the others.
+    For a classifier, `documents` gives `truncation` and `max_length`; its documents begin with the separator.
+    transformers has only the truncations `head` and `tail`.
     """
     content = _byte_tokenizer() if tokenizer["kind"] == "bytes" else json.loads(as_read(tokenizer)["json"])
     files = {}
@@ -122,7 +112,7 @@ def tokenizer_files(tokenizer: Mapping[str, Any], documents: Mapping[str, Any] |
 
 
 def find_separator(tokenizer: Mapping[str, Any]) -> tuple[str, int] | None:
-    """The name and the number of the separator; None where the tokenizer has no such token."""
+    """The name and the number of the separator; None if the tokenizer has none."""
     if tokenizer["kind"] == "bytes":
         return _BYTE_SEPARATOR
     numbers = _numbers(json.loads(tokenizer["json"]))
@@ -131,7 +121,7 @@ def find_separator(tokenizer: Mapping[str, Any]) -> tuple[str, int] | None:
 
 
 def find_start(tokenizer: Mapping[str, Any]) -> int | None:
-    """The number of the token with which a document begins: `start`, or else the separator; None without either."""
+    """The number of the token with which a document begins: `start`, or else the separator, or None."""
     start = tokenizer.get("start")
     if start is not None:
         return _numbers(json.loads(tokenizer["json"])).get(start)
@@ -140,14 +130,14 @@ def find_start(tokenizer: Mapping[str, Any]) -> int | None:
 
 
 def count_tokens(tokenizer: Mapping[str, Any]) -> int:
-    """The size of the vocabulary: one more than the highest number of a token."""
+    """The size of the vocabulary: the highest number of a token plus one."""
     if tokenizer["kind"] == "bytes":
         return _BYTE_SEPARATOR[1] + 1
     return max(_numbers(json.loads(tokenizer["json"])).values(), default=-1) + 1
 
 
 def same_tokenizer(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """True if two tokenizers give the same tokens. A file that another program has written again still counts."""
+    """True if two tokenizers give the same tokens, even if another program rewrote the file."""
     if one == other or (one["kind"] == other["kind"] == "bytes"):
         return True
     if one["kind"] != other["kind"] or find_separator(one) != find_separator(other):
@@ -176,13 +166,13 @@ def _end_token(folder: Path) -> str | None:
 
 
 def _settings(folder: Path) -> Mapping[str, Any]:
-    """The settings beside a tokenizer file; empty where there are none."""
+    """The settings next to a tokenizer file; empty if there are none."""
     path = folder / SETTINGS_FILE
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def _is_of_bytes(content: Mapping[str, Any]) -> bool:
-    """True for the file of the byte tokenizer, also where another program has written it again."""
+    """True for the file of the byte tokenizer, even if another program rewrote it."""
     model, splitter = content.get("model") or {}, content.get("pre_tokenizer") or {}
     return (
         model.get("type") == "BPE"
@@ -203,7 +193,7 @@ def _first_token(content: Mapping[str, Any]) -> str | None:
 
 
 def _ends_texts(content: Mapping[str, Any]) -> bool:
-    """True if a tokenizer file puts a token behind a text, which then is over for the model."""
+    """True if a tokenizer file puts a token behind a text."""
     return any("SpecialToken" in part["single"][-1] for part in _templates(content))
 
 
@@ -227,7 +217,7 @@ def _beginning_with(name: str, number: int) -> dict[str, Any]:
 
 
 def _byte_tokenizer() -> dict[str, Any]:
-    """The byte tokenizer as byte-pair encoding without a pair."""
+    """The byte tokenizer as byte-pair encoding without merges."""
     name, number = _BYTE_SEPARATOR
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -256,7 +246,7 @@ def _byte_tokenizer() -> dict[str, Any]:
 
 
 def _byte_names() -> dict[str, int]:
-    """The characters that stand for bytes in GPT-2's vocabulary: those that print, and from 256 on the others."""
+    """The characters for bytes in GPT-2's vocabulary: printing ones stay, the others are numbered from 256."""
     printing = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = (byte for byte in range(256) if byte not in printing)
     names = {byte: chr(byte) for byte in printing} | {byte: chr(256 + place) for place, byte in enumerate(others)}

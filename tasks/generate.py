@@ -13,9 +13,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from longseq.backbones.continuation import Continuation
-from longseq.backbones.sampling import Sampling, TokenSampler
-from longseq.backbones.step_graph import can_record
+from longseq.backbones.generation import Continuation, Sampling, TokenSampler, can_record
 from longseq.backbones.tokens import TokenBackbone
 from longseq.checksum import checksum
 from longseq.files import replacing

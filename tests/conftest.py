@@ -187,9 +187,9 @@ def little_room() -> Iterator[None]:
 @pytest.fixture
 def graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replays of a `StepGraph` run on a CPU what a CUDA graph would have recorded."""
-    from longseq.backbones import step_graph
+    from longseq.backbones import generation
 
     def record(graph: Any) -> None:
         graph.graph = SimpleNamespace(replay=graph._advance)
 
-    monkeypatch.setattr(step_graph.StepGraph, "_record", record)
+    monkeypatch.setattr(generation.StepGraph, "_record", record)

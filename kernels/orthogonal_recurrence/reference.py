@@ -84,7 +84,7 @@ def column_norms(state: Tensor) -> Tensor:
 
 
 def mend_squares(squares: Tensor) -> Tensor:
-    """Squared lengths; one in place of those of lengths up to 1e-12, because a zero vector cannot be normalised."""
+    """Squared lengths; one for lengths up to 1e-12, because a zero vector cannot be normalised."""
     return F.threshold(squares, 1e-24, 1.0)
 
 

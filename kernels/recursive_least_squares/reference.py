@@ -98,7 +98,7 @@ def identity(A: Tensor) -> Tensor:
 def update(x: Tensor, u: Tensor | None, added: Tensor, A: Tensor, eye: Tensor) -> tuple[Tensor, Tensor]:
     """y and the next A for one token: x, u [B, H, K], added [B], A [B, H, K, K] symmetric, eye [K, K].
 
-    Without u, A changes by `added` alone.
+    Without u, A changes only by `added`.
     """
     if u is not None:
         column = (A * u.unsqueeze(-2)).sum(-1)  # [B, H, K]

@@ -34,7 +34,7 @@ def token_choice(
         counter: `[B]` int64; changed in place.
         valid: `[B]` bool; set to False, in place, for rows that are no distribution.
         seen: `[B, V]` bool, the tokens that the penalty is for; the drawn ones are added in place.
-        temperature, top_k, top_p, repetition_penalty: see `longseq.backbones.sampling.Sampling`. A temperature of 0
+        temperature, top_k, top_p, repetition_penalty: see `longseq.backbones.generation.Sampling`. A temperature of 0
             takes the best token, of several the first one.
         backend: fused, one Triton kernel behind the sorting that top_k and top_p need; torch; auto takes the first that
             can run. The fused form is checked at its first use in a process. Sums are rounded in another order, so that

@@ -17,8 +17,8 @@ from longseq.models import PretrainedModel, register_kind
 class SequenceAutoencoder(PretrainedModel, nn.Module):
     """Rebuilds every token of a sequence from the feature of its last one.
 
-    The decoder adds fixed sinusoids of the place to that feature and runs (norm, linear, GELU) twice, without
-    expansion, and a norm; the encoder's head then scores the tokens.
+    The decoder adds fixed sinusoids of the position to that feature and applies (norm, linear, GELU) twice and a norm;
+    the encoder's head then scores the tokens.
 
     Source: Mechanistic Design and Scaling of Hybrid Architectures (Poli et al., 2024), the compression task.
     """
@@ -47,12 +47,9 @@ class SequenceAutoencoder(PretrainedModel, nn.Module):
 
     @gathers_parameters
     def forward_features(self, tokens: Tensor, *, output_final_state: bool = False) -> tuple[Tensor, None]:
-        """Return the decoder's features `[B, T, d_model]`, and no state: the decoder needs the whole sequence.
-
-        Raises ValueError for `output_final_state=True`.
-        """
+        """Return the decoder's features `[B, T, d_model]` and no state; ValueError for `output_final_state=True`."""
         if output_final_state:
-            raise ValueError("output_final_state=True: a sequence autoencoder has no state; leave it out")
+            raise ValueError("a sequence autoencoder has no state (output_final_state)")
         code = self.encoder.forward_features(tokens, output_final_state=False)[0][:, -1:]
         return self.decoder(code + sinusoids(tokens.shape[1], code.shape[-1]).to(code)), None
 

@@ -31,7 +31,7 @@ from longseq.models import PretrainedModel, register_kind
 # The name of these models among those of transformers (see `longseq.tools.hugging_face.sequence_classification`).
 MODEL_TYPE = "longseq_document"
 
-# The part of a weight's name that tells a reading of a bidirectional layer: blocks.0.mixer.mixers.1.conv.weight.
+# The part of a weight's name for one reading of a bidirectional layer: blocks.0.mixer.mixers.1.conv.weight.
 _READING = re.compile(r"(?<=\.mixer\.)mixers\.\d+\.")
 
 
@@ -39,21 +39,19 @@ _READING = re.compile(r"(?<=\.mixer\.)mixers\.\d+\.")
 class TextClassifier(PretrainedModel, nn.Module):
     """Scores the classes of a document by the pooled features of its tokens.
 
-    `body` is a `TokenBackbone` without a head, so that the weights of a language model fit by their names. `pooling`
-    and `head` follow it. With direction="forward" the features of a token see the tokens before it; documents of any
-    length can then be read in parts. With direction="bidirectional" they see the whole document.
-
-    The logits of a document do not depend on the other documents of a batch, nor on whether they are packed or padded.
+    `body` is a `TokenBackbone` without a head, so that the weights of a language model fit by name. With
+    direction="forward", tokens see the tokens before them, and documents of any length can be read in parts. With
+    direction="bidirectional" they see the whole document. Logits do not depend on the other documents of a batch, nor
+    on packing or padding.
 
     Args:
         num_classes: number of classes, or of labels if a document may have several.
-        pooling: mean, max, last, first or attention (see `longseq.blocks.pooling`). In a forward model the first token
-            sees nothing of the others.
+        pooling: mean, max, last, first or attention (see `longseq.blocks.pooling`).
         head_dropout: of the pooled features.
-        hashed_ngrams: the most tokens of an n-gram. The embeddings of the n-grams of 2 to `hashed_ngrams` tokens that
-            end with a token are added to its own (see `longseq.blocks.ngrams`); 1 has none.
-        ngram_buckets: the embeddings that n-grams of one length share by their hash.
-        options: arguments of `TokenBackbone`, among them `vocab_size`, which has no default; all but `tie_embeddings`.
+        hashed_ngrams: the most tokens of an n-gram. Embeddings of the n-grams of 2 to `hashed_ngrams` tokens that end
+            with a token are added to its own (see `longseq.blocks.ngrams`); 1 for none.
+        ngram_buckets: the number of embeddings for n-grams of one length.
+        options: arguments of `TokenBackbone`, except `tie_embeddings`. `vocab_size` has no default.
 
     Raises:
         ValueError: an option has a value that does not exist or contradicts another.
@@ -94,10 +92,7 @@ class TextClassifier(PretrainedModel, nn.Module):
         }
 
     def init_weights(self) -> None:
-        """Initialise all weights, as after `to_empty`: a model from the meta device becomes what the constructor makes.
-
-        The body's weights are those of a `TokenBackbone` with the same seed. The head starts close to zero.
-        """
+        """Initialise all weights, as after `to_empty`; the body gets a `TokenBackbone`'s weights for the same seed."""
         self.body.init_weights()
         for part in (self.pooling, self.head, *(() if self.ngrams is None else (self.ngrams,))):
             with full_parameters(part):
@@ -119,16 +114,15 @@ class TextClassifier(PretrainedModel, nn.Module):
 
         Args:
             tokens: `[B, T]` whole numbers below `vocab_size`.
-            cu_seqlens: `[N + 1]`, the borders of N documents packed into one row (B = 1), or their `Packing`. A
-                document may be empty: its scores are finite and mean nothing.
-            mask: `[B, T]`, True at real tokens. Padding does not change the scores.
+            cu_seqlens: `[N + 1]`, the borders of N documents packed into one row (B = 1), or their `Packing`. The
+                scores of an empty document are finite and mean nothing.
+            mask: `[B, T]`, True at real tokens.
 
         Returns:
             Logits `[B, num_classes]`, or `[N, num_classes]` for packed documents.
 
         Raises:
-            ValueError: `cu_seqlens` or `mask` does not fit `tokens`, or both are given; a document is longer than the
-                learned positions.
+            ValueError: `cu_seqlens` or `mask` does not fit `tokens`; a document is longer than the learned positions.
         """
         packing = check_rows(tokens, cu_seqlens, mask)
         features = self.forward_features(tokens, packing, mask)
@@ -159,17 +153,15 @@ class TextClassifier(PretrainedModel, nn.Module):
     def load_body(self, other: TokenBackbone) -> None:
         """Start from the body of a trained model: a language model, or the body of another classifier.
 
-        Its embeddings, blocks and last norm are copied; the head of a language model is left out. A forward model also
-        starts a bidirectional one. A mixer that can see all tokens in one pass (attention) is taken as it is. Of every
-        other mixer both readings start as copies:
+        Embeddings, blocks and the last norm are copied. A forward model can also start a bidirectional one: attention
+        is taken as it is, and of every other mixer both readings start as copies:
 
-            share_directions="projections"  the two scans (convolution, gates, recurrence, norm) are copies of the one
-                                            scan; the pair of projections is that of the mixer
+            share_directions="projections"  both scans are copies of the one scan, with the mixer's pair of projections
             share_directions="none"         two copies of the whole mixer
             share_directions="all"          the mixer itself reads both ways
 
-        The layer then gives the mean of both readings, so that what it adds to the residual keeps its size: with
-        merge="sum" its output projections are halved.
+        Each layer then gives the mean of both readings, as large as before: with merge="sum" its output projections are
+        halved.
 
         Raises:
             ValueError: the models differ in an option that changes what the weights compute, or in a shape.
@@ -178,17 +170,13 @@ class TextClassifier(PretrainedModel, nn.Module):
         is_forward = other.direction == "forward"
         free = ("direction", "share_directions", "merge") if is_forward else ()
         if (found := find_difference(own, its, ignored=("vocab_size", "tie_embeddings", *free))) is not None:
-            raise ValueError(
-                f"{found.name} is {found.one} here and {found.other} in the model that this one starts from"
-            )
+            raise ValueError(f"{found.name} is {found.one}, and {found.other} in the model that this one starts from")
         trained, given = other.state_dict(), {}
         for name, weight in self.body.state_dict().items():
             source = _READING.sub("", name) if is_forward else name
             shape = list(trained[source].shape) if source in trained else "missing"
             if shape != list(weight.shape):
-                raise ValueError(
-                    f"{name} is {list(weight.shape)} here; in the model that this one starts from, {shape}"
-                )
+                raise ValueError(f"{name} is {list(weight.shape)}, and {shape} in the model that this one starts from")
             given[name] = trained[source]
         self.body.load_state_dict(given)
         for block in self.body.blocks:
@@ -228,7 +216,7 @@ class TextClassifier(PretrainedModel, nn.Module):
 
 
 def _halve_outputs(reading: Directions) -> None:
-    """Halve what a reading of two directions gives: the outputs of each projection that both readings do not share."""
+    """Halve the outputs of a reading of two directions."""
     for mixer in reading.mixers:
         projection: Any = mixer.out_proj
         if projection is not None:

@@ -24,16 +24,15 @@ from longseq.models import register_kind
 class PairClassifier(TextClassifier):
     """Scores the classes of a pair of documents.
 
-    The documents u and v of a pair are read as `TextClassifier` reads single ones, by the same weights. The head is an
-    MLP on [u, v, u * v, u - v], where u and v are pooled features. Its hidden layers have 4 and 2 times `d_model`
-    channels.
-
-    Source: Long Range Arena (Tay et al., 2020), section 2.2.3; its code has the widths, and this form of the features
-    under the name NLI, beside [u, v].
+    Both documents u and v are read as by `TextClassifier`, with the same weights. The head is an MLP on [u, v, u * v, u
+    - v] of the pooled features, with hidden layers of 4 and 2 times `d_model` channels.
 
     Args:
-        separator: the token with which each of the two documents begins. It stands in no other place.
-        num_classes, pooling, head_dropout, options: those of `TextClassifier`.
+        separator: the token at the start of each of the two documents, and nowhere else.
+        num_classes, pooling, head_dropout, options: as in `TextClassifier`.
+
+    Source: Long Range Arena (Tay et al., 2020), section 2.2.3; its code has the widths, and these features under the
+    name NLI.
     """
 
     @takes_also(TextClassifier)
@@ -64,15 +63,12 @@ class PairClassifier(TextClassifier):
         trunc_normal_(part[-1].weight, std=0.02)
 
     def forward(self, tokens: Tensor, cu_seqlens: Tensor | Packing | None = None, mask: Tensor | None = None) -> Tensor:
-        """Score the classes of each pair.
+        """Score the classes of each pair: `[B, num_classes]`, or `[N, num_classes]` for packed pairs.
 
         Args:
             tokens: `[B, T]`; each row, or packed sequence, holds both documents of a pair.
             cu_seqlens: `[N + 1]`, the borders of N pairs packed into one row (B = 1), or their `Packing`.
             mask: `[B, T]`, True at real tokens.
-
-        Returns:
-            Logits `[B, num_classes]`, or `[N, num_classes]` for packed pairs.
         """
         packing = check_rows(tokens, cu_seqlens, mask)
         if packing is not None:
@@ -88,7 +84,7 @@ class PairClassifier(TextClassifier):
         return self.classify(torch.cat([first, second, first * second, first - second], -1))
 
     def _borders(self, tokens: Tensor, packing: Packing) -> Tensor:
-        """The borders `[2 N + 1]` of the documents of N packed pairs, without waiting for the GPU."""
+        """The borders `[2 N + 1]` of the documents of N packed pairs, without a GPU sync."""
         borders = packing.cu_seqlens.long()
         begins = (tokens == self.separator).cumsum(0)
         before = nn.functional.pad(begins, (1, 0))[borders[:-1]]

@@ -50,7 +50,7 @@ from longseq.blocks.sharding import full_parameters, gathers_parameters
 from longseq.kernels.packing import Packing
 from longseq.mixers import Mixer, check_revisions
 from longseq.mixers.heads import largest_heads
-from longseq.mixers.pattern import Pattern, expand_pattern, spell_pattern
+from longseq.mixers.pattern import Pattern, spell_pattern
 from longseq.models import PretrainedModel, describe_origin, register_kind
 from longseq.parameters import no_weight_decay
 from longseq.timm_models import rebuild_timm_model, timm_layout
@@ -59,20 +59,20 @@ POOLS = ("token", "avg", "max", "avgmax", "map", "")
 NORMS = {"rms": ResidualRMSNorm, "layer": ResidualLayerNorm}
 NORM_EPSILONS = {"rms": 1e-5, "layer": 1e-6}
 
-# Both functions read types and sizes, which a symbolic trace does not have: the trace keeps the calls.
+# Both read types and sizes, which a symbolic trace does not have: it records the calls.
 torch.fx.wrap("at_least_float32")
 torch.fx.wrap("resize_positions")
 
 
 class ImageBlock(Block[Any]):
-    """A residual block over an image, which takes and returns tokens alone, as timm's tools and hooks expect it.
+    """A residual block over an image, which takes and returns only tokens, as timm's tools and hooks expect.
 
         x = x + ls1(mixer(norm1(x)));   x = x + ls2(mlp(norm2(x)))
 
     Args:
         mixer, norm, mlp, mlp_norm, drop_path: as in `Block`.
         init_values: the initial values of LayerScale, a factor for each channel of a branch; None for no factors.
-        proj_drop: dropout of what the mixer gives.
+        proj_drop: dropout of the mixer's output.
 
     Source: Going deeper with Image Transformers (Touvron et al., 2021), equation 4, for LayerScale.
     """
@@ -107,9 +107,9 @@ class ImageBlock(Block[Any]):
         """Transform `x [B, T, D]`.
 
         Args:
-            layout: the positions of the patches; needed by directions that read columns.
-            token_first: the prefix tokens are before the patches in `x`, in `mask` and in the result. Only inside the
-                block they are at their index in the sequence.
+            layout: the positions of the patches, for directions that read columns.
+            token_first: in `x`, `mask` and the result, the prefix tokens come before the patches; inside the block they
+                are at their index.
             mask: `[B, T]`, True at real tokens. Outputs of the others are undefined.
         """
         if layout is None or not token_first:
@@ -125,27 +125,25 @@ class ImageBackbone(PretrainedModel, nn.Module):
     """Patches, positions, a stack of mixing blocks, a norm, pooling and a linear head.
 
     Args:
-        img_size, patch_size, stride: in pixels, one number or (height, width). `stride` defaults to `patch_size`;
-            half of it makes patches overlap and quadruples the tokens.
+        img_size, patch_size, stride: in pixels, one number or (height, width). `stride` defaults to `patch_size`; half
+            of it makes patches overlap and quadruples the tokens.
         in_chans, num_classes: channels of the images; classes, 0 for no head.
         mixer, mixer_options: a name from `longseq.mixers.mixer_names()` and keywords of its constructor; or a pattern
             of names over the blocks (see `longseq.mixers.pattern.expand_pattern`) and `{name: keywords}`.
-        direction: forward, bidirectional, cross or alternating (see `longseq.blocks.reading`). A mixer that can see all
-            tokens in one pass (attention) does so for bidirectional and cross: the direction sets its `causal`. In a
-            hybrid each mixer alternates by itself.
+        direction: forward, bidirectional, cross or alternating (see `longseq.blocks.reading`). It sets the `causal` of
+            attention, which sees all tokens in one pass for bidirectional and cross. Each mixer of a hybrid alternates
+            by itself.
         share_directions: what several readings of the image share: projections, all or none.
         merge: sum of the readings, as in Vim's paper, or their mean, as in its published models.
         backend: the kernel backend of mixers and norms; auto takes the first that can run.
-        class_token: middle, first or none, its index in the sequence that blocks read. In features the token is always
-            first, and also in the inputs and outputs of blocks and of the final norm that hooks and symbolic traces
-            (torch.fx) see.
-        reg_tokens: the number of register tokens, which follow the class token in the sequence and in features.
-            Without a class token they come first.
-        no_embed_class: as in timm, False gives class and register tokens positions of their own in `pos_embed`, before
+        class_token: middle, first or none, its index in the sequence that blocks read. In features, and in what hooks
+            and symbolic traces (torch.fx) see at the borders of blocks, the token always comes first.
+        reg_tokens: the number of register tokens, which follow the class token, or come first without one.
+        no_embed_class: as in timm, False gives class and register tokens their own positions in `pos_embed`, before
             those of the patches. Such a position only adds one parameter to another.
         global_pool: as in timm: token; avg, max or avgmax (half the sum of both) over the patches; map, attention over
             the patches by one learned query; or "" for no pooling.
-        pool_num_heads: the heads of global_pool="map"; None for heads of at most 64 channels. timm's models pool with
+        pool_num_heads: the heads of global_pool="map", by default heads of at most 64 channels. timm's models pool with
             as many heads as their attention has.
         mlp_ratio: width of the MLP after each mixer, relative to `embed_dim`; 0 leaves the MLPs out.
         norm, norm_eps: rms or layer; and the number added to the variance, by default 1e-5 for rms and 1e-6 for layer.
@@ -154,12 +152,12 @@ class ImageBackbone(PretrainedModel, nn.Module):
         depth_scaled_init: divide the initial output projections of the mixers by sqrt(depth).
         recompute: the part that the backward pass recomputes to save memory: none; mixer: everything between the
             projections of mixers, which is cheap; block: each block.
-        drop_rate, pos_drop_rate, proj_drop_rate: dropout before the head; after the positions; and of what mixers give
-            and inside MLPs.
+        drop_rate, pos_drop_rate, proj_drop_rate: dropout before the head; after the positions; and of the outputs of
+            mixers and inside MLPs.
         patch_drop_rate: the share of the patches that each image loses in training; the others keep their order.
         drop_path_rate: drop path of the last block, growing linearly from 0.
         dynamic_img_size: accept any image of at least one patch; positions are interpolated to its grid.
-        dynamic_img_pad: complete the last row and column of patches by zeros, in place of leaving out their pixels.
+        dynamic_img_pad: complete the last row and column of patches by zeros instead of dropping their pixels.
 
     Raises:
         ValueError: an option has a value that does not exist or contradicts another.
@@ -273,22 +271,19 @@ class ImageBackbone(PretrainedModel, nn.Module):
         self.resolve_arguments(
             stride=self.patch_embed.stride,
             mixer=self.mixer_name,
-            mixer_options=mixer_options_of(
-                mixer, mixer_options, expand_pattern(mixer, depth), self.blocks, without=self.decided_options
-            ),
+            mixer_options=mixer_options_of(mixer, mixer_options, self.blocks, without=self.decided_options),
         )
-        # Attributes that timm reads from a model.
+        # timm reads these from a model.
         self._traits = {"img_size": self.patch_embed.img_size, "fixed_input_size": not dynamic_img_size}
         restore_rng_state()
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Initialise all weights, as after `to_empty`: a model from the meta device becomes what the constructor makes.
+        """Initialise all weights, also those of a model from the meta device after `to_empty`.
 
-        Weights are initialised as in the Vision Transformer; recurrences then set their own initial values.
-
-        The published code of Vim, and of Longhorn, initialises the projections of blocks as `nn.Linear` does: twice as
-        large at 192 channels, and eight times as large for the projections from 12 channels to Longhorn's rates.
+        As in the Vision Transformer; recurrences then set their own initial values. The published code of Vim and
+        Longhorn initialises the projections of blocks as `nn.Linear` does: twice as large at 192 channels, and eight
+        times as large for the projections from 12 channels to Longhorn's rates.
         """
         blocks: Any = self.blocks
         with full_parameters(self, without=blocks):
@@ -331,8 +326,8 @@ class ImageBackbone(PretrainedModel, nn.Module):
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         """Return normalised tokens `[B, T, D]`: class and register tokens, if any, then the patches in row order.
 
-        With `attn_mask [B, T]`, in the order of the result, blocks read the tokens at True only; those at False have no
-        meaning in the result.
+        With `attn_mask [B, T]`, in the order of the result, blocks read only the tokens at True; the others have no
+        meaning.
         """
         x, layout = self._embed(x)
         mask = self._sequence_mask(attn_mask, x, layout)
@@ -377,19 +372,18 @@ class ImageBackbone(PretrainedModel, nn.Module):
         return (at_least_float32(x) if self.residual_in_float32 else x), layout
 
     def _sequence_mask(self, attn_mask: Tensor | None, x: Tensor, layout: Layout) -> Tensor | None:
-        """The mask of a caller, whose prefix tokens come first, in the order of the sequence `x [B, T, D]`."""
+        """A caller's mask, whose prefix tokens come first, in the order of the sequence `x [B, T, D]`."""
         if attn_mask is None:
             return None
         mask = attn_mask.flatten(1) if attn_mask.ndim == 4 else attn_mask
         if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
-            raise ValueError(f"attn_mask must hold booleans {list(x.shape[:2])}, True at the tokens to read")
+            raise ValueError(f"attn_mask must hold booleans {list(x.shape[:2])}")
         return move_prefix_back(mask.unsqueeze(-1), layout).squeeze(-1)
 
     def _run(self, block: nn.Module, x: Tensor, layout: Layout, mask: Tensor | None = None) -> Tensor:
         run = partial(checkpoint, block) if self.grad_checkpointing and not torch.jit.is_tracing() else block
         options: dict[str, Any] = {} if mask is None else {"mask": mask}
-        # With hooks and in symbolic traces the class token comes first at the borders of blocks, as in timm's models.
-        # Moving it costs two copies, which other runs avoid.
+        # Hooks and symbolic traces see the class token first, as in timm's models. Other runs avoid the two copies.
         if self.class_token == "middle" and (isinstance(x, torch.fx.Proxy) or has_observers(block)):
             if mask is not None:
                 options = {"mask": move_prefix_first(mask.unsqueeze(-1), layout).squeeze(-1)}
@@ -402,7 +396,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
 
     @property
     def num_prefix_positions(self) -> int:
-        """The rows of `pos_embed` before those of the patches."""
+        """The rows of `pos_embed` before the positions of patches."""
         return 0 if self.no_embed_class else self.num_prefix_tokens
 
     @gathers_parameters
@@ -418,7 +412,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
         output_dict: bool = False,
         attn_mask: Tensor | None = None,
     ) -> Any:
-        """Return what blocks put out, beside the features; the arguments and results of timm's VisionTransformer.
+        """Return the outputs of blocks and the features; arguments and results are those of timm's VisionTransformer.
 
         Args:
             x: images `[B, C, H, W]`.
@@ -466,11 +460,9 @@ class ImageBackbone(PretrainedModel, nn.Module):
         norm: bool = False,
         attn_mask: Tensor | None = None,
     ) -> list[Any]:
-        """What blocks put out, as DINO's interface and timm's VisionTransformer have it; see `forward_intermediates`.
+        """The outputs of blocks, in the interface of DINO and timm's VisionTransformer; see `forward_intermediates`.
 
-        Args:
-            n: the last n blocks, or the indices of blocks.
-            reshape: grids `[B, D, h, w]` in place of `[B, N, D]`.
+        `n` is the last n blocks or the indices of blocks; `reshape` gives grids `[B, D, h, w]` instead of `[B, N, D]`.
         """
         return self.forward_intermediates(
             x,
@@ -499,10 +491,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the head by a new one for `num_classes` (0: none), and the pooling if one is named.
-
-        global_pool='map' gets new weights where the model has none.
-        """
+        """Replace the head by one for `num_classes` (0: none), and the pooling if given; new parts get new weights."""
         if global_pool is not None:
             self.global_pool = self._check_pool(global_pool)
             if self.global_pool != "map":
@@ -544,12 +533,12 @@ class ImageBackbone(PretrainedModel, nn.Module):
 
     @property
     def _model_args(self) -> dict[str, Any]:
-        """The options with which timm saves the model and builds it again, and the version that wrote them."""
+        """The options with which timm builds the model again, and the version that wrote them."""
         return {**self.saved_arguments(), "saved_by": describe_origin(self)}
 
     @_model_args.setter
     def _model_args(self, passed: dict[str, Any]) -> None:
-        pass  # timm sets the options of the call, which the constructor's arguments hold already, with the defaults
+        pass  # timm sets the options of the call, which `arguments` already has
 
     def describe(self) -> dict[str, Any]:
         """The keys of config.json that only image models have; timm reads them, too."""
@@ -560,20 +549,17 @@ class ImageBackbone(PretrainedModel, nn.Module):
 
     @classmethod
     def rebuild(cls, config: Mapping[str, Any], changes: Mapping[str, Any]) -> ImageBackbone:
-        """Build the model of a config.json through timm; its weights are initialised anew."""
+        """Build the model of a config.json through timm, with new weights."""
         saved = {name: value for name, value in config["model_args"].items() if name != "saved_by"}
         model = rebuild_timm_model(config, changes, saved)
         padded = saved.get("dynamic_img_pad", False)
         grid = grid_of(saved["img_size"], saved["patch_size"], saved.get("stride"), padded=padded)
         if model.patch_embed.grid_size != grid:
-            raise ValueError(
-                f"the grid of patches is {model.patch_embed.grid_size} and that of the weights {grid}: change it by "
-                "model.set_input_size after loading"
-            )
+            raise ValueError(f"the weights have {grid} patches: call model.set_input_size after loading")
         return model
 
     def no_weight_decay(self) -> set[str]:
-        """The names of the parameters that are exempt from weight decay: positions, prefix tokens, recurrences."""
+        """The names of the parameters exempt from weight decay: positions, prefix tokens, recurrences."""
         registers = set() if self.reg_token is None else {"reg_token"}
         return {"pos_embed", "cls_token"} | registers | no_weight_decay(self)
 
@@ -585,10 +571,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
         }
 
     def flops(self, img_size: int | tuple[int, int] | None = None) -> int:
-        """Count the floating-point operations of one image's forward pass; a multiply-add counts as two.
-
-        Projections, convolutions, recurrences and attention products are counted; norms and additions are not.
-        """
+        """Count the operations of one image, without norms and additions; a multiply-add counts as two."""
         size = self.patch_embed.img_size if img_size is None else img_size
         height, width = self.patch_embed.dynamic_feat_size((size, size) if isinstance(size, int) else size)
         tokens = height * width + self.num_prefix_tokens
@@ -625,7 +608,7 @@ def _init_linear(module: nn.Linear) -> None:
 
 
 def _keeps_stride_of_other_patches(options: Mapping[str, Any]) -> bool:
-    """Whether patches of another size than in the file of a model, which do not overlap there, have its stride."""
+    """Whether the stride of a saved model without overlap was kept for another patch size."""
     stated = options.get("pretrained_model_args") or {}
     if "patch_size" not in stated or stated.get("stride") is None:
         return False
@@ -636,7 +619,7 @@ def _keeps_stride_of_other_patches(options: Mapping[str, Any]) -> bool:
 def create_variant(
     variant: str, pretrained: bool, chassis: Mapping[str, Any], options: Mapping[str, Any]
 ) -> ImageBackbone:
-    """The model of a name in timm's registry: `options` of the caller, else those of `chassis`, else the defaults."""
+    """The model of a name in timm's registry; `options` of the caller override `chassis`."""
     options = {**chassis, **options}
     saved_by = options.pop("saved_by", None)
     if saved_by is not None and _keeps_stride_of_other_patches(options):

@@ -16,7 +16,7 @@ from longseq.blocks.positions import resize_positions
 if TYPE_CHECKING:
     from longseq.backbones.image import ImageBackbone
 
-# The parameters of a reading in `longseq.mixers.mamba.Mamba`, and those of Vim's forward and backward reading.
+# The parameters of a reading in `longseq.mixers.mamba.Mamba`, and in Vim's forward and backward reading.
 VIM_READINGS = {
     "convolution.weight": ("conv1d.weight", "conv1d_b.weight"),
     "convolution.bias": ("conv1d.bias", "conv1d_b.bias"),
@@ -42,21 +42,20 @@ VIM_BLOCK = {
 def checkpoint_filter_fn(
     state_dict: dict[str, Any], model: ImageBackbone, grid: tuple[int, int] | None = None
 ) -> dict[str, Tensor]:
-    """Fit a state dict to `model`: weights of timm's VisionTransformer or of Vim, positions of another grid, and
-    patches of another size.
+    """Fit a state dict to `model`: other names, positions of another grid, patches of another size.
 
-    timm's attention becomes the mixer: `blocks.i.attn.qkv` is `blocks.i.mixer.in_proj` and `blocks.i.attn.proj` is
-    `blocks.i.mixer.out_proj`. The positions of timm's class and register tokens are added to the tokens themselves,
-    which have no position on the grid; with `no_embed_class=False` they stay apart.
+    The weights of timm's VisionTransformer, whose attention becomes the mixer: `blocks.i.attn.qkv` is
+    `blocks.i.mixer.in_proj`, `blocks.i.attn.proj` is `blocks.i.mixer.out_proj`. Positions of its class and register
+    tokens are added to these tokens, or kept with `no_embed_class=False`.
 
-    The published weights of Vim (github.com/hustvl/Vim) need `mixer="mamba"`. They halve the sum of both readings, as
-    `merge="mean"` does; for `merge="sum"` the output projections are halved. Their class token is where the model's is.
+    The published weights of Vim (github.com/hustvl/Vim), which need `mixer="mamba"`. They take the mean of both
+    readings, as `merge="mean"` does; for `merge="sum"` the output projections are halved. Their class token is where
+    the model's is.
 
-    A state dict does not state its `grid`, the rows and columns of patches; the config.json of a folder that timm loads
-    does. Without one, as many positions as the model has patches, or more by the prefix tokens, are those of the
-    model's own grid, without or with positions of these tokens. Another number of positions is read as a square grid,
-    without or with them. Load weights of another oblong grid that nothing states into a model of their img_size, and
-    change it with `set_input_size`. Positions are interpolated, and patches of another size resampled.
+    `grid`, the rows and columns of patches, is not part of a state dict; the config.json of a folder that timm loads
+    has it. Without a grid, a table of the model's own size is taken as the model's grid, and any other table as a
+    square grid, in both cases with or without positions of the prefix tokens. For weights of another oblong grid, build
+    the model with their img_size, load them, and call `set_input_size`.
 
     Raises:
         ValueError: the positions make no square grid, the model has no place for a weight, or its pooling by attention
@@ -76,7 +75,7 @@ def checkpoint_filter_fn(
     if "pos_embed" in state:
         _fit_positions(state, model, own, grid)
     _fit_patches(state, model)
-    # timm leaves weights out without a word where the number of classes differs.
+    # timm silently drops the weights of a head of another size.
     strange = [name for name in state if not name.startswith("head.") and name not in model.state_dict()]
     if strange:
         raise ValueError(f"the model has no place for the checkpoint's {', '.join(strange[:3])}")
@@ -84,7 +83,7 @@ def checkpoint_filter_fn(
 
 
 def _stated_grid(model: ImageBackbone) -> tuple[int, int] | None:
-    """The grid of the model in the folder from which timm loads: timm keeps the arguments of its config.json."""
+    """The grid stated by the folder from which timm loads: timm keeps the arguments of its config.json."""
     stated: Any = getattr(model, "pretrained_model_args", None) or {}
     if "img_size" not in stated or "patch_size" not in stated:
         return None
@@ -93,7 +92,7 @@ def _stated_grid(model: ImageBackbone) -> tuple[int, int] | None:
 
 
 def _check_pool_heads(state: dict[str, Tensor], model: ImageBackbone) -> None:
-    """timm's models pool with as many heads as their attention has; no weight tells how many these are."""
+    """timm's models pool with as many heads as their attention has, a number that no weight shows."""
     if model.attn_pool is None or not any(name.startswith("attn_pool.") for name in state):
         return
     blocks: Any = model.blocks
@@ -104,7 +103,7 @@ def _check_pool_heads(state: dict[str, Tensor], model: ImageBackbone) -> None:
 
 
 def _prefix_positions(state: dict[str, Tensor], model: ImageBackbone, grid: tuple[int, int] | None) -> int:
-    """The number of rows of `pos_embed` that are positions of prefix tokens: those of timm's models may have any."""
+    """The number of rows of `pos_embed` for prefix tokens."""
     if "pos_embed" not in state:
         return 0
     positions, patches = state["pos_embed"].shape[1], model.patch_embed.num_patches
@@ -119,7 +118,7 @@ def _prefix_positions(state: dict[str, Tensor], model: ImageBackbone, grid: tupl
 
 
 def _fit_positions(state: dict[str, Tensor], model: ImageBackbone, own: int, grid: tuple[int, int] | None) -> None:
-    """Give `pos_embed`, whose first `own` rows are those of prefix tokens, the model's grid and its form."""
+    """Fit `pos_embed`, whose first `own` rows are for prefix tokens, to the model's grid and layout."""
     prefix, table = state["pos_embed"].split([own, state["pos_embed"].shape[1] - own], dim=1)
     cells = table.shape[1]
     if grid is not None and math.prod(grid) == cells:
@@ -151,7 +150,7 @@ def _fit_patches(state: dict[str, Tensor], model: ImageBackbone) -> None:
 
 
 def _from_vim(theirs: dict[str, Tensor], model: ImageBackbone) -> dict[str, Tensor]:
-    """The weights of Vim under our names, with the position of the class token before those of the patches."""
+    """The weights of Vim under our names, with the position of the class token first."""
     ours = {}
     for name, value in theirs.items():
         block = re.fullmatch(r"layers\.(\d+)\.(.+)", name)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from longseq.mixers.pattern import expand_pattern, options_by_name
 
-# Arguments that change the training alone, and those of mixers that choose initial weights.
+# Arguments that only change the training, and arguments of mixers that only choose initial weights.
 TRAINING = ("dropout", "drop_path", "residual_in_float32", "max_length")
 INITIAL = ("dt_min", "dt_max")
 
@@ -23,7 +23,7 @@ class Difference(NamedTuple):
 def find_difference(
     one: Mapping[str, Any], other: Mapping[str, Any], ignored: Collection[str] = ()
 ) -> Difference | None:
-    """The first difference of two models' saved arguments that changes what they compute; None if there is none."""
+    """The first argument that makes two models compute different functions, from their saved arguments; or None."""
     left_out = {*TRAINING, *ignored, *(("mlp_ratio", "mlp_bias") if one["mlp"] is other["mlp"] is None else ())}
     for name in one:
         if name in left_out or name == "mixer_options" or one[name] == other[name]:

@@ -1,10 +1,9 @@
-"""A linear model of text, the bar for document classifiers: TF-IDF of words and pairs of words, logistic regression.
+"""A linear baseline for document classifiers: TF-IDF of words and pairs of words, logistic regression.
 
     model = longseq.from_pretrained("folder")
     logits = model(tokens, mask=mask)            # tokens [N, T], logits [N, num_classes]
 
-`longseq.tasks.document.model` fits it with scikit-learn. It predicts without scikit-learn, from config.json, which has
-the vocabulary, and model.safetensors.
+`longseq.tasks.document.model` fits it with scikit-learn, which predictions do not need.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from longseq.kernels.packing import Packing
 from longseq.models import PretrainedModel, register_kind
 
-# A word, or a character that is neither part of a word nor space: brackets and operators tell sources of code apart.
+# A word, or a single other character but space: brackets and operators matter in code.
 WORDS = r"\w+|[^\w\s]"
 
 
@@ -30,13 +29,13 @@ WORDS = r"\w+|[^\w\s]"
 class LinearTextClassifier(PretrainedModel, nn.Module):
     """Logistic regression on n-grams of words: logits [N, num_classes] of N documents of tokens.
 
-    A document is decoded, its letters become lower case, and `pattern` finds its words. The n-grams of 1 to `ngrams`
-    words that the vocabulary has are counted. A count n becomes (1 + log n) times the n-gram's `inverse_frequency`; the
-    values of a document are scaled to a Euclidean length of 1. The words of data that is no text are its tokens.
+    A document is decoded and lowercased, `pattern` finds its words, and the n-grams of 1 to `ngrams` words in the
+    vocabulary are counted. A count n becomes (1 + log n) times the n-gram's `inverse_frequency`, and a document's
+    values are scaled to a Euclidean length of 1. Without a tokenizer, the words are the tokens.
 
     Args:
         num_classes: number of classes or labels.
-        vocabulary: the n-grams; the words of one are separated by a space.
+        vocabulary: the n-grams, their words separated by a space.
         ngrams: the most words of an n-gram.
         pattern: the regular expression of a word.
 

@@ -2,9 +2,9 @@
 
     logits = read_in_segments(classifier, tokens, segment=8192)
 
-A model that reads forward goes through the document once; the recurrent state of each layer and what pooling has
-gathered so far go from segment to segment, and memory does not grow with the document. A model that also reads
-backward goes through the document layer by layer, and keeps one layer's features of all tokens.
+A forward model goes through the document once and carries the recurrent states and the pooling from segment to segment;
+memory does not grow with the document. A model that also reads backward goes through the document layer by layer, and
+keeps one layer's features of all tokens.
 """
 
 from __future__ import annotations
@@ -28,16 +28,13 @@ from longseq.blocks.sharding import has_shards, unsharded_class
 from longseq.kernels.packing import Packing
 from longseq.mixers import Mixer
 from longseq.mixers.attention import SoftmaxAttention
-from longseq.mixers.base import required
 from longseq.mixers.directions import Directions
 from longseq.mixers.registry import name_of
 from longseq.mixers.window_attention import WindowAttention
 from longseq.state import fill_state, map_state, state_tensors
 
-# What pooling has gathered of the tokens of a document so far.
-Gathered = tuple[Tensor, ...]
-# The numbers of documents, and their pooled features `[P, D]`.
-Pooled = tuple[tuple[int, ...], Tensor]
+Gathered = tuple[Tensor, ...]  # the pooling of a document so far
+Pooled = tuple[tuple[int, ...], Tensor]  # the numbers of P documents, and their pooled features [P, D]
 
 
 def read_in_segments(
@@ -51,15 +48,14 @@ def read_in_segments(
 ) -> Tensor:
     """Classify documents; the logits are those of `model(tokens, ...)`, which reads them at once.
 
-    Each document is cut at multiples of `segment` tokens from its own start, or of fewer, so that no chunk is cut of
-    mixers that read chunks. Neighbouring documents, or a document and
-    the last piece of another, are read together where they fit into a segment. The gradients of a document therefore do
-    not depend on the other documents of its batch.
+    Each document is cut at multiples of `segment` tokens from its own start, or of the largest number below that holds
+    whole chunks of the mixers. Neighbouring pieces are read together where they fit into a segment. The gradients of a
+    document do not depend on the other documents of its batch.
 
-    Gradients go through all segments by default, and equal those of reading at once: the backward pass reads each
-    segment again, from its saved state. With `gradient_segments=k` the gradients of a document end before its last k
-    segments (truncated backpropagation through time), whose activations are kept; what earlier segments add to the
-    pooled features counts in the logits, but not in the gradients. A stochastic depth is drawn for each piece.
+    By default, gradients go through all segments and equal those of reading at once: the backward pass repeats each
+    segment from its saved state. With `gradient_segments=k` they end before a document's last k segments (truncated
+    backpropagation through time), whose activations are kept; earlier segments still count in the logits. Stochastic
+    depth is drawn for each piece.
 
     Args:
         tokens: `[B, T]`, padded with `mask`, or packed `[1, L]` with `cu_seqlens`; they may be on another device.
@@ -70,8 +66,7 @@ def read_in_segments(
         Logits `[N, num_classes]`.
 
     Raises:
-        ValueError: the model cannot be read in segments (see `check_segments`); `cu_seqlens` or `mask` does not fit
-            `tokens`, or both are given.
+        ValueError: the model cannot be read in segments (see `check_segments`); `cu_seqlens` or `mask` does not fit.
     """
     check_segments(model, gradient_segments, segment)
     body = model.body
@@ -89,7 +84,7 @@ def read_in_segments(
 
 
 def find_obstacle(model: nn.Module) -> str | None:
-    """What keeps a model from being read in segments: its class, or its layers that see all tokens; None if nothing."""
+    """Why a model cannot be read in segments: its class, or layers that see all tokens; None if it can."""
     if not isinstance(model, TextClassifier) or unsharded_class(model).forward is not TextClassifier.forward:
         return unsharded_class(model).__name__
     found = {obstacle for block in model.body.blocks if (obstacle := _find_in_layer(block.mixer)) is not None}
@@ -97,7 +92,7 @@ def find_obstacle(model: nn.Module) -> str | None:
 
 
 def whole_chunks(model: TextClassifier, segment: int) -> int:
-    """The tokens of a segment of at most `segment`: whole chunks, of mixers that read chunks."""
+    """The largest number of tokens up to `segment` that holds whole chunks of the mixers."""
     return segment - segment % model.body.piece_multiple
 
 
@@ -117,7 +112,7 @@ def check_segments(model: nn.Module, gradient_segments: int | None = None, segme
 
 
 def _find_hooked(model: TextClassifier) -> Iterator[str]:
-    """The names of parts with hooks that are not called in segments, but taken apart."""
+    """The names of parts with hooks whose submodules are called instead of them."""
     apart: dict[str, nn.Module] = {"pooling": model.pooling}
     for index, block in enumerate(model.body.blocks):
         if isinstance(block.mixer, Directions):
@@ -125,25 +120,8 @@ def _find_hooked(model: TextClassifier) -> Iterator[str]:
     yield from (name for name, part in apart.items() if has_observers(part))
 
 
-def memory_per_token(model: TextClassifier) -> int:
-    """Bytes that reading in segments, without gradients, keeps of each token of a document; 0 for forward models.
-
-    A model that also reads backward keeps the features of one layer, and the backward reading of that layer.
-    """
-    body = model.body
-    if body.direction == "forward":
-        return 0
-    weight = body.embedding.weight
-    residual = max(4, weight.element_size()) if body.residual_in_float32 else weight.element_size()
-    readings = [block.mixer for block in body.blocks if isinstance(block.mixer, Directions)]
-    widths = [
-        body.d_model if one.share == "none" else required(one.readers[0].out_proj).in_features for one in readings
-    ]
-    return body.d_model * residual + max(widths, default=0) * weight.element_size()
-
-
 def _find_in_layer(reading: Mixer[Any] | Directions) -> str | None:
-    """The layer that has to see all tokens at once, None if there is none."""
+    """A mixer that has to see all tokens at once, or None."""
     for mixer in reading.readers:
         name = name_of(type(mixer)) or type(mixer).__name__
         if isinstance(mixer, SoftmaxAttention) and not isinstance(mixer, WindowAttention):
@@ -159,11 +137,11 @@ def _find_in_layer(reading: Mixer[Any] | Directions) -> str | None:
 
 @dataclass(frozen=True)
 class _Step:
-    """The pieces of documents that are read together: the tokens from `start` to `stop` of the row.
+    """Pieces of documents that are read together: the tokens from `start` to `stop` of the row.
 
-    Only the first piece can continue a document of the step before, `offset` tokens long so far, and only the last one
-    can go on in the next step; a piece that goes on is the only one. `left` counts the steps that its document still
-    has. `borders` are those of the pieces, from 0 on; `documents` are their numbers.
+    Only the first piece can continue a document from the step before, which had `offset` tokens so far. A piece that
+    goes on in the next step is the only one; `left` counts the further steps of its document. `borders` of the pieces
+    start at 0; `documents` are their numbers.
     """
 
     start: int
@@ -192,18 +170,18 @@ class _Step:
         return () if self.goes_on else self.documents
 
     def packing(self, device: torch.device, before: int = 0, after: int = 0) -> Packing | None:
-        """The borders of the pieces, with more tokens around the first and the last; None for a single one."""
+        """The borders of the pieces, with tokens added before the first and after the last; None for one piece."""
         inner = [border + before for border in self.borders[1:-1]]
         return _pack([0, *inner, before + self.borders[-1] + after], device)
 
     def positions(self, device: torch.device) -> Tensor:
-        """`[1, T]`, the place of each token in its document."""
+        """`[1, T]`, the position of each token in its document."""
         places = [torch.arange(end - start) for start, end in pairwise(self.borders)]
         places[0] += self.offset
         return torch.cat(places)[None].to(device)
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function with the step's gradients: none, recorded, or recorded and recomputed."""
+        """Call a function without gradients, with recorded ones, or with recomputed ones."""
         if not self.has_gradient:
             with torch.no_grad():
                 return function(*args)
@@ -214,7 +192,7 @@ def _as_row(tokens: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | 
     """Documents as one row `[L]` of real tokens, and their borders."""
     if mask is not None:
         if cu_seqlens is not None:
-            raise ValueError("mask and cu_seqlens are both given, and packed documents have no padding")
+            raise ValueError("mask and cu_seqlens are both given")
         if mask.shape != tokens.shape:
             raise ValueError(f"mask has the shape {list(mask.shape)}, and tokens {list(tokens.shape)}")
         return tokens[mask], [0, *accumulate(mask.sum(1).tolist())]
@@ -228,7 +206,7 @@ def _as_row(tokens: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | 
 
 
 def _cut(bounds: Sequence[int], segment: int) -> list[_Step]:
-    """Steps of at most `segment` tokens: a longer document is cut at multiples of it, and no other is cut."""
+    """Steps of at most `segment` tokens: longer documents are cut at multiples of it, others are not cut."""
     steps: list[_Step] = []
     for number, (start, end) in enumerate(pairwise(bounds)):
         for first in range(start, end, segment):
@@ -245,7 +223,7 @@ def _cut(bounds: Sequence[int], segment: int) -> list[_Step]:
 
 
 def _choose_gradients(steps: list[_Step], gradient_segments: int | None) -> list[_Step]:
-    """Mark the steps with gradients, and recompute them if more steps than may be kept have any."""
+    """Mark the steps with gradients, and recompute them if more of them have gradients than may be kept."""
     kept = [gradient_segments is None or step.left < gradient_segments for step in steps]
     recompute = sum(kept) > (gradient_segments or 1)
     return [
@@ -259,10 +237,7 @@ def _pack(borders: Sequence[int], device: torch.device) -> Packing | None:
 
 
 class _RunningPooling:
-    """Pools documents whose features come in pieces; the vectors are those of `longseq.blocks.pooling.Pooling`.
-
-    Attention keeps the largest score so far, and the sums of weights and of weighted features relative to it.
-    """
+    """Pools documents whose features come in pieces; attention keeps the largest score, and sums relative to it."""
 
     def __init__(self, pooling: Pooling) -> None:
         self.pooling = pooling
@@ -271,7 +246,7 @@ class _RunningPooling:
     def read(self, features: Tensor, step: _Step, gathered: Gathered | None) -> tuple[Tensor, Gathered | None]:
         """The vectors `[P, D]` of the documents that end in a step, and what the one that goes on has gathered.
 
-        `features` are `[1, T, D]`; `gathered` is what the document that the step continues has so far.
+        `features` are `[1, T, D]`; `gathered` belongs to the document that the step continues.
         """
         if not (step.continues or step.goes_on):
             return self.pooling(features, packing=step.packing(features.device)), None
@@ -304,7 +279,7 @@ class _RunningPooling:
         return most, weight.sum(), (weight[:, None] * x).sum(0)
 
     def _merge(self, one: Gathered, other: Gathered) -> Gathered:
-        """Join what was gathered of tokens and of those after them."""
+        """Merge two consecutive parts of a document."""
         if self.kind == "mean":
             return one[0] + other[0], one[1] + other[1]
         if self.kind == "max":
@@ -348,9 +323,7 @@ class _Stream:
 
 
 class _Sweep:
-    """Reads documents layer by layer: each layer from the first segment to the last, from the last to the first, or
-    both ways, with a carried state for each way.
-    """
+    """Reads documents layer by layer: each layer forward, backward or both ways, with a carried state for each way."""
 
     def __init__(self, model: TextClassifier, pooling: _RunningPooling) -> None:
         self.model, self.body, self.pooling = model, model.body, pooling
@@ -382,7 +355,7 @@ class _Sweep:
     def _pool(self, step: _Step, x: Tensor, gathered: Gathered | None) -> tuple[Any, Any]:
         return self.pooling.read(self.body.norm(x), step, gathered)
 
-    # Each of these replaces the residual `[1, T, D]` of every step by that after the block.
+    # Each of these replaces the residual `[1, T, D]` of every step by the residual after the block.
 
     def _read_both_ways(self, block: Any, residual: list[Any], steps: list[_Step]) -> None:
         orders = range(len(block.mixer.orders))
@@ -397,7 +370,7 @@ class _Sweep:
             backward[index] = None
 
     def _scan(self, step: _Step, block: Any, order: int, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """One reading of a step of a layer that reads both ways, and the state for the step after it in its order."""
+        """Read a step in one order of a layer; returns the output and the state for the next step in this order."""
         backward = order == 1
         count = len(step.documents)
         initial = block.mixer.readers[order].initial_state
@@ -428,7 +401,7 @@ class _Sweep:
         return y, _row(last, 0) if backward and wanted else last
 
     def _read_windows(self, block: Any, residual: list[Any], steps: list[_Step]) -> None:
-        """Read a layer whose tokens see a window on either side: each step with the tokens around it."""
+        """Read a layer whose tokens see a window on both sides: each step with the tokens around it."""
         reach = block.mixer.window - 1
         before: Tensor | None = None
         for index, step in enumerate(steps):
@@ -449,22 +422,19 @@ class _Sweep:
 
     def _call_window(self, step: _Step, block: Any, earlier: Tensor, x: Tensor, later: Tensor) -> Tensor:
         around = earlier.shape[1], later.shape[1]
-        y, _ = block(
-            torch.cat([earlier, x, later], dim=1),
-            cu_seqlens=step.packing(x.device, *around),
-            output_final_state=False,
-        )
+        tokens, packing = torch.cat([earlier, x, later], dim=1), step.packing(x.device, *around)
+        y, _ = block(tokens, cu_seqlens=packing, output_final_state=False)
         return y[:, around[0] : around[0] + x.shape[1]]
 
 
 def _tokens_of(step: _Step, row: Tensor, model: TextClassifier) -> Tensor:
-    """The tokens `[1, C + T]` of a step, behind the C tokens of their document that n-grams reach back to."""
+    """The tokens `[1, C + T]` of a step, after the C tokens before them that n-grams need."""
     reach = 0 if model.ngrams is None else min(step.offset, model.ngrams.longest - 1)
     return row[None, step.start - reach : step.stop].long()
 
 
 def _embed_ngrams(step: _Step, tokens: Tensor, model: TextClassifier) -> tuple[Tensor, Tensor | None]:
-    """The tokens `[1, T]` of a step alone, and the embeddings of the n-grams that end at them, None without n-grams."""
+    """The tokens `[1, T]` of a step, and the embeddings of the n-grams that end at them (None without n-grams)."""
     if model.ngrams is None:
         return tokens, None
     context, own = tokens.split([tokens.shape[1] - step.borders[-1], step.borders[-1]], dim=1)
@@ -472,10 +442,7 @@ def _embed_ngrams(step: _Step, tokens: Tensor, model: TextClassifier) -> tuple[T
 
 
 def _place(carried: Any, count: int, row: int, initial_state: Callable[..., Any], like: Tensor) -> Any:
-    """The state before `count` pieces, of which the one at `row` goes on from the state `carried`; None if none does.
-
-    `row` is the first or the last one.
-    """
+    """The state before `count` pieces, of which the one at `row`, first or last, continues from `carried`; or None."""
     if carried is None or count == 1:
         return carried
     fresh = initial_state(count - 1, like.device, like.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +33,7 @@ def build_blocks(
     drop_path: float,
     recompute: str,
 ) -> list[BlockT]:
-    """Build the blocks of a model; the options are those of the models.
+    """Build the blocks of a model from its options.
 
     Args:
         kind: the class of the blocks, or a function that makes one from the same arguments.
@@ -53,8 +53,7 @@ def build_blocks(
             d_model,
             options=_options_of_layer(name, options[name], names[:index].count(name), names.count(name)),
             direction=direction,
-            # Layers are counted for each mixer. Otherwise all layers of one mixer in a hybrid could alternate to the
-            # same direction.
+            # Counted for each mixer: else all layers of one mixer in a hybrid could alternate to the same direction.
             layer=names[:index].count(name),
             share=share_directions,
             merge=merge,
@@ -76,21 +75,17 @@ def _options_of_layer(mixer: str, options: Mapping[str, Any], layer: int, count:
         if isinstance(values, str) or not isinstance(values, Sequence):
             continue
         if not 0 < len(values) <= count:
-            raise ValueError(
-                f"{option}={list(values)} has {len(values)} values in turn and the model has {count} layers of "
-                f"{mixer}: give 1 to {count}"
-            )
+            raise ValueError(f"{option} has {len(values)} values in turn for {count} layers of {mixer}")
         chosen[option] = values[layer % len(values)]
     return chosen
 
 
 def mixer_options_of(
-    pattern: Any, given: Mapping[str, Any] | None, names: Iterable[str], layers: Iterable[nn.Module], without: Any = ()
+    pattern: Any, given: Mapping[str, Any] | None, layers: nn.ModuleList | nn.Sequential, without: Any = ()
 ) -> dict[str, Any]:
-    """The complete options of the mixers in a stack of layers, in the form in which a model takes `mixer_options`.
+    """The complete options of the mixers in a stack of layers, in the form of a model's `mixer_options`.
 
-    `names` are those of the layers' mixers. The result keeps `given` options of mixers that the pattern names and no
-    layer has, and those whose values layers take in turn.
+    Options that are `given` for mixers without a layer, or in turn for several layers, are kept.
     """
     options = options_by_name(pattern, given)
     in_turn = {
@@ -98,7 +93,7 @@ def mixer_options_of(
         for name, own in options.items()
     }
     left_out = ("d_model", *RUN_ARGUMENTS, *without)
-    for name, layer in zip(names, layers, strict=True):
+    for name, layer in zip(expand_pattern(pattern, len(layers)), layers, strict=True):
         mixer = next(part for part in layer.modules() if isinstance(part, Mixer))
         complete_options = {key: value for key, value in mixer.arguments.items() if key not in left_out}
         options[name] = complete_options | in_turn[name]

@@ -18,8 +18,7 @@ from timm.layers import Mlp, trunc_normal_
 from timm.models import checkpoint
 from torch import Tensor, nn
 
-from longseq.backbones.continuation import Continuation
-from longseq.backbones.sampling import Sampling, TokenSampler
+from longseq.backbones.generation import Continuation, Sampling, TokenSampler
 from longseq.backbones.stack import build_blocks, mixer_options_of
 from longseq.backbones.vocabulary_loss import SummedLoss, sum_scored, summed_loss, token_losses
 from longseq.blocks.channel_mixing import ChannelMixing
@@ -34,16 +33,16 @@ from longseq.blocks.sharding import full_parameters, gathers_parameters
 from longseq.kernels.packing import Packing, pack_like
 from longseq.mixers import Mixer
 from longseq.mixers.base import check_state_rows
-from longseq.mixers.pattern import Pattern, expand_pattern, spell_pattern
+from longseq.mixers.pattern import Pattern, spell_pattern
 from longseq.models import PretrainedModel, register_kind
 from longseq.parameters import no_weight_decay
-from longseq.state import StateTree, loadable
+from longseq.state import Device, StateTree, loadable
 
 NORMS: dict[str, Callable[..., nn.Module]] = {"rms": ResidualRMSNorm, "layer": ResidualLayerNorm}
 MLPS: dict[str, Callable[..., nn.Module]] = {
     "swiglu": SwiGLU,
     "gelu": lambda width, hidden, **options: Mlp(width, hidden),
-    "rwkv": ChannelMixing,
+    "rwkv": lambda width, hidden, bias, **options: ChannelMixing(width, hidden, **options),
 }
 BLOCKS: dict[str, type[Block[Any]]] = {"pre": Block, "post": PostNormBlock}
 POSITIONS = ("none", "learned")
@@ -56,8 +55,8 @@ MODEL_TYPE = "longseq"
 def mlp_width(d_model: int, ratio: float | None = None, mlp: str | None = "swiglu") -> int:
     """Width of an MLP: `ratio` times `d_model`, or the least multiple of 64 that is at least 8/3 of it (7/2 for rwkv).
 
-    With 8/3, a gated MLP of three matrices has as many parameters as one of two matrices and the ratio 4; with 7/2 so
-    has RWKV's, whose third matrix is square. Matrix products of half precision need a multiple of 8 to be fast.
+    Gated MLPs then have as many parameters as an MLP of two matrices with ratio 4, and so does RWKV's, whose third
+    matrix is square. Matrix products of half precision need a multiple of 8 to be fast.
     """
     if ratio is not None:
         return round(d_model * ratio)
@@ -66,10 +65,7 @@ def mlp_width(d_model: int, ratio: float | None = None, mlp: str | None = "swigl
 
 @loadable
 class TokenState(NamedTuple):
-    """The state of a token model: the state of each block (`longseq.blocks.residual`), and the number of tokens, `[B]`.
-
-    Only models with learned positions count the tokens; elsewhere `position` is None.
-    """
+    """The states of all blocks, and the number of tokens so far, `[B]` (None without learned positions)."""
 
     layers: tuple[tuple[StateTree, ...], ...]
     position: Tensor | None
@@ -80,25 +76,23 @@ class TokenBackbone(PretrainedModel, nn.Module):
     """Embedding, `depth` times (norm, mixer, add; norm, MLP, add), norm, head.
 
     With direction="forward" it is a language model: a sequence, any split of it with the state carried over, and
-    token-by-token steps give the same numbers. With direction="bidirectional" it is an encoder of documents: the
-    features of each token see all of its sequence, and there is no state. Packed sequences and padded ones are each as
-    if alone.
+    token-by-token steps give the same numbers. With direction="bidirectional" it is an encoder without a state: the
+    features of each token see all of its sequence. Packed and padded sequences do not affect each other.
 
     Args:
         vocab_size: number of tokens.
         mixer, mixer_options: a name from `longseq.mixers.mixer_names()` and keywords of its constructor; or a pattern
             of names over the blocks (see `longseq.mixers.pattern.expand_pattern`) and `{name: keywords}`.
-        direction: forward, bidirectional or alternating (see `longseq.blocks.reading`). A mixer that can see all tokens
-            in one pass (attention) does so for bidirectional: the direction sets its `causal`. In a hybrid each mixer
-            alternates by itself.
+        direction: forward, bidirectional or alternating (see `longseq.blocks.reading`). It sets the `causal` of
+            attention, which sees all tokens in one pass for bidirectional. Each mixer of a hybrid alternates by itself.
         share_directions: what both readings of a bidirectional layer share: projections, all or none.
         merge: sum or mean of the two readings.
-        mlp: swiglu, gelu, rwkv, or None for blocks of a mixer alone. rwkv is the channel mixing of RWKV, which also
-            reads the token before, and is for direction="forward".
+        mlp: swiglu, gelu, rwkv (RWKV's channel mixing, which also reads the token before; only for
+            direction="forward"), or None for blocks without an MLP.
         mlp_ratio: width of the MLP relative to `d_model`; None: 8/3 of it, of rwkv 7/2, rounded up to a multiple of 64.
-        mlp_bias: whether the projections of swiglu have biases; those of gelu always do, and those of rwkv never.
+        mlp_bias: biases in swiglu; gelu always has them, rwkv never.
         norm, norm_eps: rms or layer, and the number added to the variance.
-        norm_order: pre norms what a mixer or an MLP reads, post what it adds to the residual (as in OLMo 2).
+        norm_order: pre norms the input of a mixer or an MLP, post its output (as in OLMo 2).
         positions: none (the recurrence itself depends on the order), or learned: a table of `max_length` vectors that
             is added to the embeddings.
         tie_embeddings: the head scores a token by its embedding.
@@ -182,9 +176,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         self.head = None if tie_embeddings else nn.Linear(d_model, vocab_size, bias=False)
         self.resolve_arguments(
             mixer=self.mixer_name,
-            mixer_options=mixer_options_of(
-                mixer, mixer_options, expand_pattern(mixer, depth), self.blocks, without=self.decided_options
-            ),
+            mixer_options=mixer_options_of(mixer, mixer_options, self.blocks, without=self.decided_options),
             mlp_ratio=width / d_model,
         )
         restore_rng_state()
@@ -192,10 +184,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
 
     @property
     def piece_multiple(self) -> int:
-        """A sequence that is cut at multiples of this number of tokens gives the same numbers as a whole.
-
-        Of a model that reads forward; see `longseq.mixers.Mixer`.
-        """
+        """Cuts at multiples of this number of tokens leave all numbers as they are (see `longseq.mixers.Mixer`)."""
         return math.lcm(*(mixer.piece_multiple for block in self.blocks for mixer in block.mixer.readers))
 
     def describe_use(self) -> dict[str, Any]:
@@ -205,16 +194,18 @@ class TokenBackbone(PretrainedModel, nn.Module):
         return {"architectures": ["LongseqForCausalLM"], "model_type": MODEL_TYPE, **use}
 
     def init_weights(self) -> None:
-        """Initialise all weights, as after `to_empty`: a model from the meta device becomes what the constructor makes.
+        """Initialise all weights, also those of a model from the meta device after `to_empty`.
 
         Projections are initialised as by `nn.Linear`; those into the residual are divided by the root of their number.
+        Recurrences set their own initial values.
 
         The standard deviation is 1/sqrt(3 d_model). GPT-2's constant 0.02 equals it at a width of 833. At a width of 64
-        the constant is about a quarter of it, and keys and gates, which are products of several projections, start too
-        small to learn from: after five epochs of data=mqar, Longhorn's accuracy is 0.06 with the constant, and 0.33
-        with 1/sqrt(3 d_model). Recurrences set their own initial values.
+        the constant is about a quarter of it, and keys and gates, products of several projections, start too small to
+        learn from: after five epochs of data=mqar, Longhorn's accuracy is 0.06 with the constant, and 0.33 with
+        1/sqrt(3 d_model).
+
         Sources: GPT-2 (Radford et al., 2019), section 2.3, for the residual: 2 depth where blocks have an MLP; Mamba
-        (Gu and Dao, 2023) initialises in the same way, with depth where blocks have none.
+        (Gu and Dao, 2023), with depth where blocks have none.
         """
         for part in (self.embedding, self.positions, *self.blocks, self.norm, self.head):
             if part is not None:
@@ -222,7 +213,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
                     self.init_part(part)
 
     def init_part(self, part: nn.Module) -> None:
-        """Initialise a part as `init_weights` does: the embedding, a block or its mixer, a norm or the head."""
+        """Initialise a part: the embedding, a block or its mixer, a norm or the head."""
         for module in part.modules():
             if isinstance(module, nn.Embedding):
                 trunc_normal_(module.weight, std=0.02)
@@ -243,24 +234,22 @@ class TokenBackbone(PretrainedModel, nn.Module):
         self, tokens: Tensor, state: TokenState | None = None, *, cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None, output_final_state: bool = True,
     ) -> tuple[Tensor, TokenState | None]:  # fmt: skip
-        """Score the vocabulary at each token: for direction="forward" what follows it.
+        """Score the vocabulary at each token: for direction="forward" the token that follows.
 
         Args:
             tokens: `[B, T]` whole numbers below `vocab_size`.
-            state: the state that an earlier call returned, or None at the start of a sequence; for direction="forward"
-                only.
+            state: the state of an earlier call (direction="forward" only); None starts a sequence.
             cu_seqlens: `[N + 1]`, the borders of N sequences packed into one row (B = 1), or their `Packing`; the state
                 then has N rows.
-            mask: `[B, T]`, True at real tokens. Padding does not change the state; its scores are not defined.
-            output_final_state: False if the state is not needed: training needs less memory without it.
+            mask: `[B, T]`, True at real tokens. Padding does not change the state; its scores are undefined.
+            output_final_state: False saves memory in training.
 
         Returns:
-            Logits `[B, T, vocab_size]` and the state after the last real token, or None: other directions than forward
-            have none.
+            Logits `[B, T, vocab_size]` and the state after the last real token, or None for other directions.
 
         Raises:
             ValueError: a state is given to a model that does not read forward; `cu_seqlens` or `mask` does not fit
-                `tokens`, or both are given.
+                `tokens`.
         """
         x, state = self.forward_features(
             tokens, state, cu_seqlens=cu_seqlens, mask=mask, output_final_state=output_final_state
@@ -275,8 +264,8 @@ class TokenBackbone(PretrainedModel, nn.Module):
     ) -> tuple[Tensor, TokenState | None]:  # fmt: skip
         """Return normalised features `[B, T, d_model]` and the state; the arguments are those of `forward`.
 
-        With `max_length` the state is preallocated (see `preallocate`), layer by layer, which needs less memory.
-        `added [B, T, d_model]` is added to the embeddings of the tokens.
+        With `max_length` the state is preallocated (see `preallocate`), layer by layer, which needs less memory. `added
+        [B, T, d_model]` is added to the embeddings of the tokens.
         """
         output_final_state = output_final_state and self.direction == "forward"
         if state is not None:
@@ -307,8 +296,8 @@ class TokenBackbone(PretrainedModel, nn.Module):
     def summed_loss(self, features: Tensor, target: Tensor, *, z_loss: float = 0.0) -> SummedLoss:
         """Score features `[..., d_model]` and sum the losses of their targets `[...]`, in chunks of tokens.
 
-        Targets are tokens, or -100 for no target. `z_loss` weights the penalty on the normalisers of the
-        scores (see `longseq.backbones.vocabulary_loss`). A head that an adapter replaced scores all tokens at once.
+        Targets are tokens, or -100 for none. `z_loss` weights the penalty on the scores' normalisers (see
+        `longseq.backbones.vocabulary_loss`). A head that an adapter replaced scores all tokens at once.
         """
         if self.head is not None and not is_replaceable(self.head, nn.Linear):
             return sum_scored(self.head(features), target, z_loss=z_loss)
@@ -317,16 +306,12 @@ class TokenBackbone(PretrainedModel, nn.Module):
 
     @gathers_parameters
     def token_losses(self, features: Tensor, target: Tensor) -> Tensor:
-        """Score features `[..., d_model]`: the loss of each target `[...]` as in `summed_loss`, without a gradient."""
+        """The loss of each target `[...]` for features `[..., d_model]`, as in `summed_loss`, without a gradient."""
         return token_losses(features, self._score, self.vocab_size, target)
 
     @gathers_parameters
     def step(self, token: Tensor, state: TokenState) -> tuple[Tensor, TokenState]:
-        """Read one more token `[B]`: logits `[B, vocab_size]` and the next state.
-
-        Raises:
-            ValueError: the model does not read forward.
-        """
+        """Read one more token `[B]`: logits `[B, vocab_size]` and the next state. The model must read forward."""
         self._check_forward("step")
         self._check_layers(state)
         position = state.position
@@ -338,14 +323,8 @@ class TokenBackbone(PretrainedModel, nn.Module):
             states.append(layer)
         return self.forward_head(self.norm(x)), TokenState(tuple(states), None if position is None else position + 1)
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> TokenState:
-        """Return the state before the first token; `dtype` is that of the weights.
-
-        Raises:
-            ValueError: the model does not read forward.
-        """
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> TokenState:
+        """Return the state before the first token; `dtype` is the type of the weights. ValueError as in `step`."""
         self._check_forward("a state")
         layers = tuple(block.initial_state(batch, device, dtype) for block in self.blocks)
         counted = self.positions is not None
@@ -354,12 +333,9 @@ class TokenBackbone(PretrainedModel, nn.Module):
     def preallocate(self, state: TokenState, max_length: int) -> TokenState:
         """Return a state with room for `max_length` tokens in all, which steps fill in place.
 
-        The layers of attention then have a cache of fixed size (see `longseq.mixers.attention.KeyValueCache`), and a
-        step copies no earlier keys and values; layers with a state of constant size keep it, and those without such a
-        cache (Hyena, BaseConv) go on growing.
-
-        A caller who does not know the number of tokens can double the room whenever `room` is 0, at the price of a
-        copy. A state without room takes any number of tokens, and each step copies the keys and values of all tokens.
+        Layers of attention then have a cache of fixed size (see `longseq.mixers.attention.KeyValueCache`), and a step
+        copies no earlier keys and values. Other layers keep their state; Hyena and BaseConv still grow. If the number
+        of tokens is unknown, double the room whenever `room` is 0, at the price of a copy.
 
         Raises:
             ValueError: the state has more than `max_length` tokens.
@@ -367,7 +343,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         return self._change(state, lambda mixer, layer: mixer.preallocate(layer, max_length))
 
     def trim(self, state: TokenState) -> TokenState:
-        """Return a state in the form that `forward` returns, without the room that `preallocate` has given it."""
+        """Return a state in the form that `forward` returns, without the room from `preallocate`."""
         return self._change(state, lambda mixer, layer: mixer.trim(layer))
 
     def room(self, state: TokenState) -> int | None:
@@ -396,10 +372,10 @@ class TokenBackbone(PretrainedModel, nn.Module):
     ) -> Tensor:
         """Continue `prompt [B, T]` by sampled tokens: `[B, T + max_new_tokens]`.
 
-        After the prompt, memory does not grow: attention reserves room for all tokens (Hyena and BaseConv alone grow).
         `temperature` divides the logits, 0 takes the best token; `top_k` keeps the k best tokens, `top_p` the fewest
         whose probabilities reach p. `generator` gives the seed of each row. `cuda_graph` records the step and the
-        choice of the token as a `StepGraph` and replays it; the tokens are those of the same seed without it.
+        choice of the token as a `StepGraph`, with the same tokens. Memory does not grow after the prompt, except with
+        Hyena and BaseConv.
 
         Raises:
             ValueError: the model does not read forward, an option has an invalid value, or the scores are not finite.
@@ -427,18 +403,15 @@ class TokenBackbone(PretrainedModel, nn.Module):
         return nn.functional.linear(features, self.tied_weight(features.device))
 
     def tied_weight(self, device: torch.device) -> Tensor:
-        """The embeddings of all tokens, by which a model without a head scores them, for features on a device."""
-        # An adapter takes the place of the layer, whose `weight` is then the one that it adapts. Offloading takes the
-        # place of its `forward`, and leaves a `weight` without values.
+        """The embeddings of all tokens, by which a model without a head scores features on `device`."""
+        # An adapter replaces the layer, and has the unadapted `weight`. Offloading replaces its `forward`, and leaves a
+        # `weight` without values.
         if isinstance(self.embedding, nn.Embedding) and "forward" not in vars(self.embedding):
             return self.embedding.weight
         return self.embedding(torch.arange(self.vocab_size, device=device))
 
     def embed(self, tokens: Tensor, places: Tensor | None, added: Tensor | None = None) -> Tensor:
-        """The residual before the first block: the embeddings of tokens, and of `places` with learned positions.
-
-        `added` is what stands beside the embeddings of the tokens, of the same shape.
-        """
+        """The residual before the first block. `added`: embeddings to sum in, same shape as the token embeddings."""
         x = self.embedding(tokens)
         if added is not None:
             x = x + added
@@ -453,7 +426,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
             raise ValueError(f"direction={self.direction!r}: {what} needs a model with direction='forward'")
 
     def _check_layers(self, state: TokenState) -> None:
-        """Refuse the state of a model with another number of blocks, whose first layers may fit."""
+        """Raise ValueError for the state of a model with another number of blocks."""
         if len(state.layers) != len(self.blocks):
             raise ValueError(f"the state has {len(state.layers)} layers and the model {len(self.blocks)}")
 
@@ -474,9 +447,5 @@ class TokenBackbone(PretrainedModel, nn.Module):
         return ({"positions.weight"} if self.positions is not None else set()) | no_weight_decay(self)
 
     def flops(self, tokens: int) -> int:
-        """Count the floating-point operations over one sequence; a multiply-add counts as two.
-
-        Projections, convolutions, recurrences, attention products and the head are counted; norms and additions are
-        not.
-        """
+        """Count the operations over one sequence, without norms and additions; a multiply-add counts as two."""
         return sum(block.flops(tokens) for block in self.blocks) + 2 * tokens * self.d_model * self.vocab_size

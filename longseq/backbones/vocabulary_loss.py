@@ -19,15 +19,15 @@ IGNORED = -100  # the target of a token without a target
 # Elements of a chunk's scores: 128 MiB in float32, or 1,048 tokens with a vocabulary of 32,000. Not tuned.
 CHUNK_SCORES = 2**25
 
-# A chunk on a GPU has as many times these elements: 256 MiB in bfloat16. Each chunk adds to the gradient of the whole
-# weight. With 1,048 tokens a chunk, this takes a third of the time of the matrix products, by the bytes that it moves.
+# Larger on a GPU, 256 MiB in bfloat16: each chunk also adds to the gradient of the whole weight, which for 1,048 tokens
+# takes a third of the time of the matrix products, by the bytes that it moves.
 GPU_CHUNKS = 4
 
 
 class SummedLoss(NamedTuple):
     """Sums over the targets of a batch; divide both by their number.
 
-    objective: what training minimises: the loss and the penalty on normalisers. It alone has a gradient.
+    objective: what training minimises: the loss and the penalty on normalisers. Only this has a gradient.
     loss: the cross entropy.
     """
 
@@ -36,12 +36,12 @@ class SummedLoss(NamedTuple):
 
 
 def summed_loss(features: Tensor, weight: Tensor, target: Tensor, *, z_loss: float = 0.0) -> SummedLoss:
-    """Project features to scores and sum their losses, a chunk of tokens after the other.
+    """Project features to scores and sum their losses, one chunk of tokens after the other.
 
         objective = Σ loss_t + z_loss · (log Σ_v exp(score_tv))²
 
-    The gradients of features and weight are found in the forward pass, while the scores of a chunk are there. So the
-    scores are neither kept nor computed twice. Partial sums of the weight's gradient are at least float32.
+    The gradients of features and weight are computed in the forward pass, while the scores of a chunk exist: scores are
+    neither kept nor computed twice. The weight's gradient is summed in float32 at least.
 
     Shapes: features [..., D]; weight [V, D]; target [...], int64 below V or IGNORED.
 
@@ -61,9 +61,8 @@ def token_losses(features: Tensor, project: Callable[[Tensor], Tensor], vocabula
     """
     rows, targets = features.flatten(0, -2), target.flatten()
     losses = [features.new_zeros((0,), dtype=compute_dtype(features))]
-    losses += [
-        token_loss(project(rows[part]), targets[part], ignore_index=IGNORED) for part in _chunks(rows, vocabulary)
-    ]
+    for part in _chunks(rows, vocabulary):
+        losses.append(token_loss(project(rows[part]), targets[part], ignore_index=IGNORED))
     return torch.cat(losses).view(target.shape)
 
 
@@ -109,7 +108,7 @@ class _SummedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_objective: Tensor, _: Tensor) -> Any:
         if ctx.is_used:
-            raise RuntimeError("summed_loss keeps its gradients for one backward pass; retain_graph=True is of no use")
+            raise RuntimeError("summed_loss keeps its gradients for one backward pass")
         ctx.is_used = True  # the gradients are scaled in place
         d_rows, d_weight = ctx.d_rows, ctx.d_weight
         return (

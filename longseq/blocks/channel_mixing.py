@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -10,6 +12,7 @@ from longseq.blocks.recompute import checkpoint_if
 from longseq.blocks.sharding import gathers_parameters
 from longseq.blocks.token_shift import previous_tokens
 from longseq.kernels.packing import Packing
+from longseq.state import Device
 
 
 class ChannelMixing(nn.Module):
@@ -17,19 +20,15 @@ class ChannelMixing(nn.Module):
 
         y = sigmoid(W_r x_r) ⊙ W_v ReLU(W_k x_k)²;   x_□ = μ_□ ⊙ x_t + (1 − μ_□) ⊙ x_{t−1}                 □ in k, r
 
-    W_k is `fc1`, W_v `fc2`. The state is the last token, `[B, D, 1]`: zeros before the first one.
+    W_k is `fc1`, W_v `fc2`; none has a bias. The state is the last token, `[B, D, 1]`, zeros at the start.
 
-    Initially, μ has the values of the published code for the middle layer of a network, because the part does not know
-    its layer. The matrices start as the model's other ones; the published code starts W_k, W_v and W_r at zero.
+    μ starts with the values of the published code for the middle layer of a network. The matrices start like the
+    model's others; the published code starts W_k, W_v and W_r at zero.
 
     Args:
         width, hidden: D, and the number of channels between W_k and W_v.
-        bias: False; the published layer has no biases.
-        recompute: compute the squared ReLU and the gate again for the gradient, in place of keeping them.
+        recompute: compute the squared ReLU and the gate again in the backward pass instead of keeping them.
         backend: the kernel backend of the token shift.
-
-    Raises:
-        ValueError: `bias` is True.
 
     Source: RWKV: Reinventing RNNs for the Transformer Era (Peng et al., 2023), section 3.1, equations 14, 15 and 18.
     RWKV-6 (Peng et al., 2024, arXiv:2404.05892) has the same formula.
@@ -37,12 +36,8 @@ class ChannelMixing(nn.Module):
 
     no_weight_decay_names = ("mix",)
 
-    def __init__(
-        self, width: int, hidden: int, *, bias: bool = False, recompute: bool = False, backend: str = "auto"
-    ) -> None:
+    def __init__(self, width: int, hidden: int, *, recompute: bool = False, backend: str = "auto") -> None:
         super().__init__()
-        if bias:
-            raise ValueError("mlp_bias=True: the channel mixing of mlp='rwkv' has no biases; leave mlp_bias out")
         self.recompute = recompute
         self.backend = backend
         self.mix = nn.Parameter(torch.empty(2, width))  # of the key and of the receptance
@@ -68,15 +63,9 @@ class ChannelMixing(nn.Module):
         mask: Tensor | None = None,
         output_final_state: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """Mix `x [B, T, D]`; returns the same shape, and the last real token of each sequence `[N, D, 1]` if wanted."""
-        previous, latest = previous_tokens(
-            x,
-            state,
-            cu_seqlens=cu_seqlens,
-            mask=mask,
-            output_final_state=output_final_state,
-            backend=self.backend,
-        )
+        """Mix `x [B, T, D]`; returns the same shape, and if wanted the last real token of each sequence `[N, D, 1]`."""
+        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "output_final_state": output_final_state}
+        previous, latest = previous_tokens(x, state, **options, backend=self.backend)
         return self._mix(x, previous), latest if output_final_state else None
 
     @gathers_parameters
@@ -86,9 +75,7 @@ class ChannelMixing(nn.Module):
             return step_by_call(self, x, state)
         return self._mix(x, state.squeeze(-1).to(x.dtype)), x.to(state.dtype).unsqueeze(-1)
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return zeros `[batch, D, 1]`, in float32 for every `dtype` but float64."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         return torch.zeros(batch, self.mix.shape[1], 1, device=device, dtype=wide)

@@ -14,13 +14,11 @@ from longseq.kernels import convolved_features, short_convolution, short_convolu
 from longseq.kernels.dispatch import backend_of_step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
+from longseq.state import Device
 
 
 class ShortConvolution(nn.Module):
-    """Depthwise causal convolution over the last `width` tokens, with an optional activation.
-
-    The state holds the last `width - 1` inputs, oldest first: `[B, channels, width - 1]`.
-    """
+    """Depthwise causal convolution over `width` tokens; the state `[B, channels, width - 1]` has the last inputs."""
 
     def __init__(
         self,
@@ -40,6 +38,11 @@ class ShortConvolution(nn.Module):
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.reset_parameters()
 
+    @classmethod
+    def of_width(cls, channels: int, width: int, backend: str) -> ShortConvolution | None:
+        """A convolution without activation and bias; None for width 0."""
+        return None if width == 0 else cls(channels, width, activation=None, backend=backend)
+
     def reset_parameters(self) -> None:
         """Draw the taps as `nn.Conv1d` does: uniform in ±1/sqrt(width)."""
         bound = 1 / math.sqrt(self.width)
@@ -57,43 +60,27 @@ class ShortConvolution(nn.Module):
         reverse: Reverse = False,
         output_final_state: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """Convolve `x [B, T, channels]`; returns the same shape and the state after the last real token, if wanted.
+        """Convolve `x [B, T, channels]`; returns the same shape and, if wanted, the state after the last real token.
 
-        With `reverse` the taps see later tokens, and the states are behind the last token and before the first; with
-        "second_half" so in the second half of the rows.
+        With `reverse` the taps see later tokens; the given state comes after the last token, the returned one before
+        the first. "second_half" does so in the second half of the rows.
         """
-        return short_convolution(
-            x,
-            self.weight,
-            self.bias,
-            activation=self.activation,
-            initial_state=state,
-            output_final_state=output_final_state,
-            cu_seqlens=cu_seqlens,
-            mask=mask,
-            reverse=reverse,
-            backend=self.backend,
-        )
+        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse, "backend": self.backend}
+        options |= {"activation": self.activation, "output_final_state": output_final_state}
+        return short_convolution(x, self.weight, self.bias, initial_state=state, **options)
 
     def convolve_pair(self, backward: ShortConvolution, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Convolve `x [B, T, channels]` forward by this layer and backward by another one: `[2 B, T, channels]`."""
-        y, _ = short_convolution(
-            x,
-            stack_pair(self.weight, backward.weight),
-            stack_pair(self.bias, backward.bias),
-            activation=self.activation,
-            mask=mask,
-            reverse="second_half",
-            backend=self.backend,
-        )
-        return y
+        weight, bias = stack_pair(self.weight, backward.weight), stack_pair(self.bias, backward.bias)
+        options: dict[str, Any] = {"activation": self.activation, "reverse": "second_half", "backend": self.backend}
+        return short_convolution(x, weight, bias, mask=mask, **options)[0]
 
     def features(
         self, x: Tensor, state: Tensor | None = None, **options: Any
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """q, k, v and β of `x [B, T, channels + H + ...]`, and the state after the last real token, if wanted.
+        """q, k, v and β of `x [B, T, channels + H + ...]`, and if wanted the state after the last real token.
 
-        The options are those of `convolved_features`, of which a layer without activation and bias is a part.
+        The options are those of `convolved_features`, which includes this layer, without activation and bias.
         """
         assert self.activation is self.bias is None
         *features, state = convolved_features(x, self.weight, initial_state=state, backend=self.backend, **options)
@@ -113,9 +100,7 @@ class ShortConvolution(nn.Module):
         backend = backend_of_step(self.backend)
         return short_convolution_step(x, self.weight, state, self.bias, activation=self.activation, backend=backend)
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return zeros `[batch, channels, width - 1]`."""
         return torch.zeros(batch, self.channels, self.width - 1, device=device, dtype=dtype)
 

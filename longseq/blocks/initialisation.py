@@ -8,10 +8,10 @@ import torch
 
 
 def save_rng_state() -> Callable[[], None]:
-    """Return a function that restores the random state: it undoes draws for parameters on the default device.
+    """Return a function that restores the random state of the default device.
 
-    A constructor calls it before it initialises all weights of its parts again. So one seed gives the same model when
-    it is built in place and when it is built on the meta device, where nothing is drawn.
+    A constructor that initialises all weights of its parts again uses it: one seed then gives the same model when it is
+    built in place and on the meta device, where nothing is drawn.
     """
     cpu = torch.random.get_rng_state()
     device = torch.get_default_device()

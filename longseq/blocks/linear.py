@@ -11,17 +11,16 @@ from longseq.blocks.pairs import stack_pair
 from longseq.blocks.precision import product_dtype
 from longseq.kernels.dispatch import is_exporting
 
-# The output width of a projection in half precision is a multiple of this number. Matrix products need 8, because a GPU
-# loads 16 bytes at once. Triton needs 16: it loads vectors from parts of a row only if the stride of rows is a multiple
-# of 16.
+# Output widths in half precision are padded to a multiple of this. Matrix products need 8, because a GPU loads 16 bytes
+# at once; Triton loads vectors from parts of a row only if the stride of rows is a multiple of 16.
 ALIGNMENT = 16
 
 
 class AlignedLinear(nn.Linear):
     """`nn.Linear` that computes a multiple of 16 outputs on a GPU in half precision; its parameters keep their width.
 
-    Each call pads the weight. That copy pays off for a sequence, but not for one token. The result is a view of the
-    padded product. With `keep_padding` the result is the padded product: its last channels have no meaning.
+    Each call pads the weight, a copy that pays off for sequences but not for one token. The result is a view of the
+    padded product. With `keep_padding` it is the padded product, whose last channels have no meaning.
     """
 
     def forward(self, x: Tensor, keep_padding: bool = False) -> Tensor:
@@ -32,7 +31,7 @@ class AlignedLinear(nn.Linear):
 
 
 class UpcastLinear(nn.Linear):
-    """`nn.Linear` that computes in the type of its input, whatever that of its parameters."""
+    """`nn.Linear` that computes in the type of its input, whatever the type of its parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -40,17 +39,14 @@ class UpcastLinear(nn.Linear):
 
 
 def project_padded(layer: nn.Linear, x: Tensor) -> Tensor:
-    """Project by a layer and keep the padding of an `AlignedLinear`. The caller ignores the padded channels.
-
-    This saves a copy in the backward pass, where the gradient of a view is written to a new tensor.
-    """
+    """Project and keep the padding of an `AlignedLinear`, which saves a copy in the backward pass."""
     return layer(x, keep_padding=True) if is_replaceable(layer, AlignedLinear) else layer(x)
 
 
 def project_pair(forward: nn.Linear, backward: nn.Linear, x: Tensor) -> Tensor:
     """Project the first half of the rows of `x [2 B, T, I]` by one layer and the second by another, in one product.
 
-    The halves can also be a dimension, [2, B, T, I], so that `expand` can give both layers the same rows.
+    x may also be `[2, B, T, I]`, such as the same rows twice by `expand`.
     """
     halves = x if x.ndim == 4 else x.unflatten(0, (2, -1))
     weight = stack_pair(forward.weight, backward.weight)

@@ -16,8 +16,8 @@ class SwiGLU(layers.SwiGLU):
 
         y = fc2(fc1_x(x) ⊙ SiLU(fc1_g(x)))
 
-    With `recompute` the product is not kept for the gradient of `fc2`, but multiplied again. timm's own forward runs
-    where a part besides the projections was replaced, has hooks, or drops.
+    With `recompute` the product is multiplied again in the backward pass instead of kept. timm's forward runs where a
+    part besides the projections was replaced, has hooks, or drops.
     """
 
     def __init__(

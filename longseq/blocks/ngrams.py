@@ -1,4 +1,4 @@
-"""Embeddings of n-grams of tokens: what the few tokens up to a token spell, at the cost of a look-up."""
+"""Embeddings of n-grams of tokens: what the last few tokens spell, at the cost of a look-up."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from timm.layers import trunc_normal_
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-# The hash multiplies numbers below a prime: no product leaves 64 bits, so that every device and runtime agree.
+# The hash multiplies numbers below a prime: products fit into 64 bits, so that all devices and runtimes agree.
 _PRIME = 2**31 - 1
 _FACTOR = 1_540_483_477
 
@@ -15,14 +15,11 @@ _FACTOR = 1_540_483_477
 class HashedNgrams(nn.Module):
     """Σ_n E_n[hash(x_{t-n+1}, …, x_t) mod `buckets`] over n = 2, …, `longest`: a vector for each token of documents.
 
-    Each n has a table of `buckets` vectors of its own. N-grams that meet in a bucket share its vector. Tokens before
-    the beginning of a document are those of no document, so that its first tokens have n-grams, too.
+    Each n has its own table of `buckets` vectors; n-grams in the same bucket share a vector. At the beginning of a
+    document n-grams are completed by a number that no token has.
 
-    Sources: Enriching word vectors with subword information (Bojanowski et al., 2017), section 3.2, for the hash;
-    Byte Latent Transformer (Pagnoni et al., 2024), section 3.2.1, for the sum beside the tokens' own embeddings.
-
-    Raises:
-        ValueError: `longest` is below 2, or `buckets` below 1 or above 2³¹ - 1.
+    Sources: Enriching word vectors with subword information (Bojanowski et al., 2017), section 3.2, for the hash; Byte
+    Latent Transformer (Pagnoni et al., 2024), section 3.2.1, for adding the sum to the tokens' embeddings.
     """
 
     def __init__(self, longest: int, buckets: int, d_model: int) -> None:
@@ -31,24 +28,21 @@ class HashedNgrams(nn.Module):
         self.tables = nn.ModuleList(nn.Embedding(buckets, d_model) for _ in range(2, longest + 1))
 
     def reset_parameters(self) -> None:
-        """Set the initial weights, those of a token model's embeddings."""
+        """Set the initial weights, as in a token model's embeddings."""
         for table in self.tables:
             trunc_normal_(table.weight, std=0.02)  # type: ignore[arg-type]
 
     def forward(
         self, tokens: Tensor, positions: Tensor, context: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """Embed the n-grams that end at each token.
+        """Embed the n-grams that end at each token: `[B, T, d_model]`.
 
         Args:
             tokens: `[B, T]` whole numbers.
-            positions: `[B, T]`, the place of each token in its document, whose earlier tokens stand right before it.
-            context: `[B, C]`, what stands before `tokens`, for documents that began earlier.
-            mask: `[B, T]`, True at real tokens: padding may stand between them, and is no part of an n-gram. Documents
-                begin in `tokens` then: `context` is not read.
-
-        Returns:
-            `[B, T, d_model]`.
+            positions: `[B, T]`, the position of each token in its document.
+            context: `[B, C]`, the tokens before `tokens`, for documents that began earlier. Not read if there is a
+                mask.
+            mask: `[B, T]`, True at real tokens. Padding may come between them, and is no part of an n-gram.
         """
         length, reach = tokens.shape[1], self.longest - 1
         before = tokens[:, :0] if context is None else context[:, max(context.shape[1] - reach, 0) :]

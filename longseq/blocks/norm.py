@@ -1,4 +1,4 @@
-"""Norms that take an input of one type and weights of another, as autocast and half-precision models mix them."""
+"""Norms whose input and weights may have different types, as in autocast and half-precision models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from longseq.kernels.dispatch import backend_of_local
 
 
 class UpcastGroupNorm(nn.GroupNorm):
-    """`nn.GroupNorm` that computes in the type of its input, whatever that of its parameters."""
+    """`nn.GroupNorm` that computes in the type of its input, whatever the type of its parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
@@ -37,21 +37,17 @@ class RMSNorm(nn.RMSNorm):
         return add_norm(x, self.weight, eps=self.eps, backend=self.backend)[1]
 
     def norm_pair(self, backward: RMSNorm, x: Tensor) -> Tensor:
-        """Sum of the norms of both halves of x `[2 B, ...]`, the first by this layer and the second by another one."""
+        """Sum of the norms of both halves of x `[2 B, ...]`, the first by this layer and the second by `backward`."""
         weight = stack_pair(self.weight, backward.weight)
         return add_norm(x, weight, eps=self.eps, backend=self.backend)[1]
 
 
-# Operations read properties of tensors, which a symbolic trace does not have. The function is not used as a decorator:
-# timm declares that it returns nn.Module, which would hide the class from type checkers.
+# Not a decorator: timm declares that it returns nn.Module, which would hide the class from type checkers.
 register_notrace_module(RMSNorm)
 
 
 class ResidualRMSNorm(RMSNorm):
-    """RMS norm of a residual in float32, with a result in the type of the next layer's arithmetic.
-
-    That type is autocast's, or else the weight's.
-    """
+    """RMS norm of a residual in float32; the result has autocast's type, or else the weight's."""
 
     @whole_in_traces
     def forward(self, x: Tensor, branch: Tensor | None = None) -> Any:
@@ -65,7 +61,7 @@ register_notrace_module(ResidualRMSNorm)
 
 
 class ResidualLayerNorm(nn.LayerNorm):
-    """Layer norm of a residual in float32, with a result in the type of the next layer's arithmetic."""
+    """Layer norm of a residual in float32; the result has autocast's type, or else the weight's."""
 
     def __init__(self, width: int, eps: float = 1e-5, *, backend: str = "auto") -> None:
         super().__init__(width, eps=eps)
@@ -74,16 +70,8 @@ class ResidualLayerNorm(nn.LayerNorm):
     @whole_in_traces
     def forward(self, x: Tensor, branch: Tensor | None = None) -> Any:
         """Normalise x; or, with a branch, return x + branch and its norm."""
-        total, y = add_norm(
-            x,
-            self.weight,
-            bias=self.bias,
-            branch=branch,
-            eps=self.eps,
-            centred=True,
-            dtype=product_dtype(self.weight),
-            backend=self.backend,
-        )
+        options: dict[str, Any] = {"eps": self.eps, "dtype": product_dtype(self.weight), "backend": self.backend}
+        total, y = add_norm(x, self.weight, bias=self.bias, branch=branch, centred=True, **options)
         return y if branch is None else (total, y)
 
 

@@ -9,10 +9,7 @@ from longseq.kernels.packing import Packing
 
 
 def unpack_rows(x: Tensor, packing: Packing) -> Tensor:
-    """Give each packed sequence its own row: `x [1, T, ...]` becomes `[N, L, ...]`, padded with zeros at the ends.
-
-    L is the longest length, which the host must know.
-    """
+    """Give each packed sequence its own row: `x [1, T, ...]` becomes `[N, L, ...]`, zero-padded to the longest."""
     real, place = packing.once("rows", lambda: _find_rows(packing))
     if packing.tokens == 0:
         return x.new_zeros(*real.shape, *x.shape[2:]) + x.sum()  # zero: x still gets a gradient
@@ -20,7 +17,7 @@ def unpack_rows(x: Tensor, packing: Packing) -> Tensor:
 
 
 def rows_of(packing: Packing) -> Tensor:
-    """A mask `[N, L]`, True at the real tokens of the rows that `unpack_rows` returns."""
+    """A mask `[N, L]` of the real tokens of the rows from `unpack_rows`."""
     return packing.once("rows", lambda: _find_rows(packing))[0]
 
 
@@ -45,10 +42,7 @@ def last_tokens(x: Tensor, packing: Packing, count: int) -> Tensor:
 
 
 def front_places(real: Tensor, start: Tensor | None = None) -> Tensor:
-    """The new places of tokens `[B, T]` when those with `real [B, T]` True move to the front, in order.
-
-    The other tokens follow them. With `start [B]` the first place of a row is not 0 but `start`.
-    """
+    """The new places of tokens `[B, T]`, from `start [B]` or 0 on, when those that are `real` move to the front."""
     count = real.long().cumsum(1)
     others = (~real).long().cumsum(1)
     place = torch.where(real, count, count[:, -1:] + others) - 1

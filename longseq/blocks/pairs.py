@@ -19,5 +19,5 @@ def repeat_rows(x: MaybeTensor) -> MaybeTensor:
 
 
 def stack_pair(forward: MaybeTensor, backward: MaybeTensor) -> MaybeTensor:
-    """Stack a parameter of the layer that reads forward and that of the other one: `[2, ...]`. None gives None."""
+    """Stack a parameter of the layers that read forward and backward: `[2, ...]`. None gives None."""
     return forward if forward is None or backward is None else torch.stack((forward, backward))

@@ -16,7 +16,7 @@ from longseq.blocks.traces import makes_trace, whole_in_traces
 class PatchProjection(nn.Conv2d):
     """A convolution over patches, computed as one matrix product where patches do not overlap.
 
-    The product is used only on a GPU in half precision, where cuDNN takes twenty times as long for the weight's
+    The product is only used on a GPU in half precision, where cuDNN takes twenty times as long for the weight's
     gradient.
     """
 
@@ -46,7 +46,7 @@ class PatchProjection(nn.Conv2d):
         return functional.linear(patches.flatten(3), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
 
-# timm's tools make the module a leaf of their traces. (A decorator would hide the class's type.)
+# timm's tools keep the module whole in their traces. (A decorator would hide the class's type.)
 layers.register_notrace_module(PatchProjection)
 
 
@@ -58,7 +58,7 @@ class PatchDropout(layers.PatchDropout):
 
     @whole_in_traces
     def forward(self, x: Tensor) -> Tensor:
-        """Leave out other patches of each image of `x [B, N, D]` in training: `[B, max(1, int((1 - prob) N)), D]`."""
+        """Drop random patches of each image of `x [B, N, D]` in training: `[B, max(1, int((1 - prob) N)), D]`."""
         return super().forward(x)
 
 
@@ -68,9 +68,9 @@ layers.register_notrace_module(PatchDropout)
 class PatchEmbed(layers.PatchEmbed):
     """timm's patch embedding with a separate stride; overlapping patches give more tokens at the same image size.
 
-    Images `[B, C, H, W]` become a grid of tokens `[B, h, w, D]`, h = (H - patch) // stride + 1. The pixels at the lower
-    and the right border that fill no patch are left out, or with `dynamic_img_pad` completed by zeros, which rounds up.
-    timm leaves them out, too, in models of one image size; in those of any size, which take them here, it refuses them.
+    Images `[B, C, H, W]` become a grid of tokens `[B, h, w, D]`, h = (H - patch) // stride + 1. Pixels at the lower and
+    the right border that fill no patch are left out, or completed by zeros with `dynamic_img_pad`, which rounds up.
+    timm refuses such images in models of any size; here they are accepted.
     """
 
     img_size: tuple[int, int]
@@ -132,18 +132,18 @@ class PatchEmbed(layers.PatchEmbed):
         """Add zeros at the lower and the right border until patches cover the image."""
         (height, width), (patch_height, patch_width), (down, right) = x.shape[-2:], self.patch_size, self.stride
         below = _steps(height, patch_height, down) * down + patch_height - height
-        beside = _steps(width, patch_width, right) * right + patch_width - width
-        return functional.pad(x, (0, beside, 0, below))
+        aside = _steps(width, patch_width, right) * right + patch_width - width
+        return functional.pad(x, (0, aside, 0, below))
 
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.shape[-2:]
         if self.strict_img_size:
-            expected = f"the model expects {self.img_size}; resize, or build it with dynamic_img_size=True"
+            expected = f"the model expects {self.img_size}, or needs dynamic_img_size=True"
             layers._assert(height == self.img_size[0], f"image height {height}: {expected}")
             layers._assert(width == self.img_size[1], f"image width {width}: {expected}")
             if makes_trace():
-                # Without those checks the trace would take an image of another shape with as many patches, and
-                # give them the wrong positions. This operation is in the trace, and fails for another size.
+                # A trace leaves those checks out, and an image of another shape with as many patches would get wrong
+                # positions. This operation is part of the trace, and fails for another size.
                 x = x.unflatten(3, (self.img_size[1],)).unflatten(2, (self.img_size[0],))
         if self.dynamic_img_pad:
             x = self._pad(x)

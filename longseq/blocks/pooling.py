@@ -16,23 +16,17 @@ POOLINGS = ("mean", "max", "last", "first", "attention")
 class Pooling(nn.Module):
     """Reduce the features of each sequence to one vector.
 
-        mean, max    over the tokens, each channel alone
+        mean, max    over the tokens, for each channel
         last, first  the features of one token
-        attention    Σ_t a_t x_t with a = softmax(v · tanh(W x_t + b)) over the tokens
+        attention    Σ_t a_t x_t with a = softmax(v · tanh(W x_t + b)) over the tokens; `projection` is W, b, `query` v
 
-    The vector of a sequence without tokens is zero. inf and NaN stay in their sequence. Padding may stand on either
-    side, and its features may have any values. Sums are float32, or float64 for float64 features, and no form sums with
-    atomics: the result is the same in every run. Means and attention multiply the features by a matrix with a row for
-    each sequence and a column for each token, which takes little memory beside the features of N < 10 D packed
-    sequences.
-
-    Only attention has parameters: `projection` is W and b, `query` is v.
+    The vector of an empty sequence is zero. inf and NaN stay in their sequence. Padding may be on either side, with any
+    features. Sums are float32 (float64 for float64 features) and use no atomics, so that results are reproducible.
+    Means and attention multiply the features by a matrix with a row for each sequence and a column for each token,
+    which needs little memory compared with the features if there are fewer than 10 D packed sequences.
 
     Source: Hierarchical Attention Networks for Document Classification (Yang et al., 2016), equations 5 to 7, for
     attention.
-
-    Raises:
-        ValueError: `kind` is not one of `POOLINGS`.
     """
 
     def __init__(self, kind: str, d_model: int) -> None:
@@ -51,15 +45,12 @@ class Pooling(nn.Module):
             trunc_normal_(self.query.weight, std=0.02)
 
     def forward(self, x: Tensor, *, packing: Packing | None = None, mask: Tensor | None = None) -> Tensor:
-        """Pool features.
+        """Pool features: `[B, D]`, or `[N, D]` for packed sequences.
 
         Args:
             x: `[B, T, D]`.
             packing: N sequences packed into one row (B = 1).
-            mask: `[B, T]`, True at real tokens of sequences that are not packed; None if all are real.
-
-        Returns:
-            `[B, D]`, or `[N, D]` for packed sequences.
+            mask: `[B, T]`, True at real tokens of rows that are not packed; None if all are real.
         """
         own = _own_tokens(x, packing, mask)
         if x.shape[1] == 0:
@@ -81,7 +72,7 @@ class Pooling(nn.Module):
         return pooled.flatten(0, 1).masked_fill(~own.any(-1).view(-1, 1), 0).to(x.dtype)
 
     def scores(self, x: Tensor) -> Tensor:
-        """The logarithm of each token's weight in attention, up to a constant: `[B, T]`."""
+        """The log weight of each token in attention, up to a constant: `[B, T]`."""
         assert self.projection is not None, f"pooling={self.kind} scores no tokens"
         assert self.query is not None
         return at_least_float32(self.query(self.projection(x).tanh()).squeeze(-1))

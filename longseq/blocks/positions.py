@@ -1,7 +1,6 @@
 """Positions of tokens: embeddings learned on the patch grid, and the index of prefix tokens inserted at run time.
 
-Prefix tokens, as timm calls them, are the class token and the register tokens that follow it. They have no place on the
-grid.
+Prefix tokens, as timm calls them, are the class token and the register tokens after it. They are not on the grid.
 """
 
 from __future__ import annotations
@@ -20,10 +19,7 @@ TOKEN_PLACES = ("middle", "first", "none")
 
 
 class Layout(NamedTuple):
-    """A sequence of `height * width` patches in row order, with `prefix` prefix tokens from index `token` on.
-
-    Without prefix tokens `token` is None.
-    """
+    """A sequence of `height * width` patches in row order, with `prefix` prefix tokens at index `token`, or None."""
 
     height: int
     width: int
@@ -32,10 +28,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(height: int, width: int, place: str, registers: int = 0) -> Layout:
-    """Lay out a patch grid with its class token at `place`, one of `TOKEN_PLACES`, and registers behind it.
-
-    Registers without a class token come first.
-    """
+    """Lay out a patch grid with a class token at `place`, one of `TOKEN_PLACES`, then registers, or only registers."""
     if place not in TOKEN_PLACES:
         raise ValueError(f"class_token={place!r} is not one of {', '.join(TOKEN_PLACES)}")
     token = {"middle": height * width // 2, "first": 0, "none": 0 if registers else None}[place]
@@ -49,7 +42,7 @@ def insert_prefix(patches: Tensor, prefix: Tensor, layout: Layout) -> Tensor:
 
 
 def split_prefix(x: Tensor, layout: Layout) -> tuple[Tensor | None, Tensor]:
-    """Take the prefix tokens `[B, P, ...]` out of `x [B, T, ...]`; what remains is the patches in row order."""
+    """Split `x [B, T, ...]` into the prefix tokens `[B, P, ...]`, or None, and the patches in row order."""
     if layout.token is None:
         return None, x
     end = layout.token + layout.prefix
@@ -68,13 +61,10 @@ def move_prefix_back(x: Tensor, layout: Layout) -> Tensor:
 
 
 def resize_positions(table: Tensor, grid: tuple[int, int], new_grid: tuple[int, int], prefix: int = 0) -> Tensor:
-    """Interpolate a position table `[1, P + H W, D]` of a patch grid to another grid (bicubic, with antialiasing).
-
-    The first `prefix` rows are those of prefix tokens, and stay.
-    """
+    """Interpolate positions `[1, prefix + H W, D]` to another grid (bicubic, antialiased); prefix rows stay."""
     if makes_trace():
-        # timm returns the table as it is for its own grid. A trace would do so for every grid, and an image of another
-        # shape with as many patches would get wrong positions. Interpolating to the same grid changes no number.
+        # timm returns the table itself for its own grid, and a trace would record that for every grid. Interpolating to
+        # the same grid changes no number.
         image = at_least_float32(table[:, prefix:]).unflatten(1, grid).permute(0, 3, 1, 2)
         image = functional.interpolate(image, size=list(new_grid), mode="bicubic", antialias=True)
         return torch.cat([table[:, :prefix], image.flatten(2).transpose(1, 2).to(table.dtype)], dim=1)

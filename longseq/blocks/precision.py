@@ -9,16 +9,15 @@ from torch import Tensor, nn
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Widen half-precision tensors to float32: residuals, gates and normalisers lose their small differences there."""
+    """Widen half precision to float32: residuals, gates and normalisers would lose small differences."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class KeepsFloat32(nn.Module):
-    """A module whose parameters stay in float32 where the model around it is converted to half precision.
+    """A module whose parameters stay in float32 when the model around it is converted to half precision.
 
-    `model.to(torch.bfloat16)`, `half()` and the like move them only. What they compute multiplies their rounding, so
-    that computing in float32 with rounded parameters would not help. A subclass makes its parameters in
-    `parameter_dtype()`.
+    `model.to(torch.bfloat16)`, `half()` and the like only move them. The module's results multiply their rounding
+    errors. A subclass makes its parameters in `parameter_dtype()`.
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KeepsFloat32:

@@ -13,22 +13,17 @@ from longseq.state import StateT
 
 DIRECTIONS = ("forward", "bidirectional", "cross", "alternating")
 
-# An order reads the tokens in their given order or the columns of an image instead of its rows; from the start or from
-# the end.
+# An order reads the tokens as given, or the columns of an image; from the start or from the end.
 FORWARD, BACKWARD, COLUMNS, COLUMNS_BACKWARD = "forward", "backward", "columns", "columns_backward"
 # Each backward order, and the order that it reverses.
 REVERSED = {BACKWARD: FORWARD, COLUMNS_BACKWARD: COLUMNS}
 
 
 class Reading(Protocol[StateT]):
-    """The part of a residual block that mixes tokens: a mixer, or several that read in different directions.
+    """The part of a residual block that mixes tokens: `y, state = reading(x, state)`.
 
-        y, state = reading(x, state)
-
-    `longseq.mixers.Mixer` reads in one direction, `longseq.mixers.directions.Directions` in several.
-
-    Attributes:
-        orders: names of the orders in which the tokens are read.
+    `longseq.mixers.Mixer` reads in one direction, `longseq.mixers.directions.Directions` in several. `orders` names the
+    orders in which the tokens are read.
     """
 
     @property
@@ -44,22 +39,15 @@ class Reading(Protocol[StateT]):
         mask: Tensor | None = None,
         output_final_state: bool = True,
     ) -> tuple[Tensor, StateT | None]:
-        """Read a batch of sequences.
-
-        Args:
-            x: `[B, T, D]`.
-            state: the state that an earlier call returned, or None at the start of a sequence.
-            layout: the positions of an image's patches; needed by orders that read columns.
-            cu_seqlens: `[N + 1]` integers, the borders of N sequences packed into one row (B = 1), or their `Packing`.
-            mask: `[B, T]`, True at real tokens, of sequences padded on either side. Outputs of padding are undefined.
-            output_final_state: False if the state is not needed.
+        """Read `x [B, T, D]`; the arguments are those of `longseq.mixers.Mixer.forward`, and `layout` is needed for
+        columns.
 
         Returns:
             `y [B, T, D]`, and the state after the last real token, or None. A reading of several directions has none.
         """
 
     def step(self, x: Tensor, state: StateT) -> tuple[Tensor, StateT]:
-        """Read one more token `x [B, D]`. Raises ValueError where a token's output depends on those that follow it."""
+        """Read one more token `x [B, D]`; ValueError where a token's output depends on later tokens."""
 
     def flops(self, tokens: int) -> int:
         """Count the floating-point operations over one sequence; a multiply-add counts as two."""
@@ -69,10 +57,8 @@ def reading_orders(direction: str, layer: int = 0) -> tuple[str, ...]:
     """Name the orders in which the layer with index `layer` reads for `direction`.
 
     forward reads from the first token to the last; bidirectional reads both ways; cross reads the rows and the columns
-    of an image both ways; alternating reads forward in even layers and backward in odd ones.
-
-    Raises:
-        ValueError: the direction is not one of `DIRECTIONS`.
+    of an image both ways; alternating reads forward in even layers and backward in odd ones. ValueError for other
+    directions.
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction={direction!r} is not one of {', '.join(DIRECTIONS)}")

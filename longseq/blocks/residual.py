@@ -17,19 +17,19 @@ from longseq.blocks.precision import product_dtype
 from longseq.blocks.reading import Reading
 from longseq.blocks.sharding import gathers_parameters
 from longseq.kernels.packing import Packing, pack_like
-from longseq.state import StateT, StateTree, loadable
+from longseq.state import Device, StateT, StateTree, loadable
 
 
 @loadable
 class ChannelMixingState(NamedTuple):
-    """The state of a block whose MLP looks back: that of its mixer, and the last token `[B, D, 1]` of the MLP."""
+    """The state of a block with a `ChannelMixing`: the mixer's, and the last token `[B, D, 1]` of the MLP."""
 
     mixer: StateTree
     shift: Tensor
 
 
 class SequenceDropPath(DropPath):
-    """timm's stochastic depth, which draws for each row; of packed sequences it draws for each sequence."""
+    """timm's stochastic depth, which draws for each row, or for each packed sequence."""
 
     def forward(self, x: Tensor, packing: Packing | None = None) -> Tensor:
         """Leave out rows of `x [B, T, D]`, or packed sequences, and scale the others; in training only."""
@@ -44,14 +44,13 @@ class Block(nn.Module, Generic[StateT]):
 
         x = x + mixer(norm1(x));   x = x + mlp(norm2(x))
 
-    The residual keeps the type it comes in (float32, say) whatever the type of the weights. The state is that of the
-    mixer; with a `ChannelMixing` as MLP it is a `ChannelMixingState`.
+    The residual keeps its type (such as float32) whatever the type of the weights. The state is the mixer's; with a
+    `ChannelMixing` as MLP it is a `ChannelMixingState`.
 
     Args:
-        mixer: the reading: a mixer, or several that read in different directions.
-        norm: its norm.
+        mixer, norm: the reading and its norm.
         mlp, mlp_norm: the channel mixer and its norm, both or neither.
-        drop_path: probability of leaving a branch out for a sample, in training: a row, or a packed sequence.
+        drop_path: probability of dropping a branch of a row, or of a packed sequence, in training.
     """
 
     mixer: Reading[StateT]
@@ -83,21 +82,15 @@ class Block(nn.Module, Generic[StateT]):
         mask: Tensor | None = None,
         output_final_state: bool = True,
     ) -> tuple[Tensor, StateT | None]:
-        """Transform `x [B, T, D]`; the arguments and the state are those of `longseq.blocks.reading.Reading`."""
+        """Transform `x [B, T, D]`; arguments and results are as for `longseq.blocks.reading.Reading`."""
         own, shift = self._split(state)
         packing = pack_like(cu_seqlens, x)
-        y, following = self.mixer(
-            self.enter(x),
-            own,
-            layout=layout,
-            cu_seqlens=packing,
-            mask=mask,
-            output_final_state=output_final_state,
-        )
+        options: dict[str, Any] = {"cu_seqlens": packing, "mask": mask, "output_final_state": output_final_state}
+        y, following = self.mixer(self.enter(x), own, layout=layout, **options)
         if not isinstance(self.mlp, ChannelMixing):
             return self.add_branches(x, y, packing), following
         x, y = self.add_mixed(x, y, packing)
-        y, shift = self.mlp(y, shift, cu_seqlens=packing, mask=mask, output_final_state=output_final_state)
+        y, shift = self.mlp(y, shift, **options)
         return self.add_mlp(x, y, packing), self._join(following, shift)
 
     @gathers_parameters
@@ -114,9 +107,7 @@ class Block(nn.Module, Generic[StateT]):
         y, shift = self.mlp.step(y, shift)
         return self.add_mlp(x, y), self._join(following, shift)
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> StateT:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> StateT:
         """Return the state before the first token, of a block that reads in one direction."""
         mixer: Any = self.mixer
         state = mixer.initial_state(batch, device, dtype)
@@ -142,27 +133,27 @@ class Block(nn.Module, Generic[StateT]):
         return state if shift is None else ChannelMixingState(state, shift)
 
     def enter(self, x: Tensor) -> Tensor:
-        """What the mixer reads of the residual."""
+        """The mixer's input, from the residual."""
         return self.norm1(x)
 
     def add_branches(self, x: Tensor, branch: Tensor, packing: Packing | None = None) -> Tensor:
-        """Add what the mixer gives, and then the MLP's branch, to the residual."""
+        """Add the mixer's output, and then the MLP's, to the residual."""
         if self.mlp is None:
             return x + self._drop(branch, packing)
         x, y = self.add_mixed(x, branch, packing)
         return self.add_mlp(x, self.mlp(y), packing)
 
     def add_mixed(self, x: Tensor, branch: Tensor, packing: Packing | None = None) -> tuple[Tensor, Tensor]:
-        """Add what the mixer gives to the residual; returns it and what the MLP reads of it."""
+        """Add the mixer's output to the residual; returns the residual and the MLP's input."""
         assert self.norm2 is not None
         return add_and_norm(self.norm2, x, self._drop(branch, packing))
 
     def add_mlp(self, x: Tensor, branch: Tensor, packing: Packing | None = None) -> Tensor:
-        """Add what the MLP gives to the residual."""
+        """Add the MLP's output to the residual."""
         return x + self._drop(branch, packing)
 
     def _drop(self, branch: Tensor, packing: Packing | None) -> Tensor:
-        # A part that stands in the place of ours takes the branch alone.
+        # A replaced part takes only the branch.
         if packing is None or not isinstance(self.drop_path, SequenceDropPath):
             return self.drop_path(branch)
         return self.drop_path(branch, packing)
@@ -174,7 +165,7 @@ class Block(nn.Module, Generic[StateT]):
 
 
 class PostNormBlock(Block[StateT]):
-    """A residual block that norms what is added, and not what is read.
+    """A residual block that norms what is added instead of what is read.
 
         x = x + norm1(mixer(x));   x = x + norm2(mlp(x))
 

@@ -15,33 +15,21 @@ from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse, halves
 
 
-def apply_rotary(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
-    """Turn each pair of channels (x_i, x_{i + D/2}) of a token at position p by the angle p · base^{-2i/D}.
-
-    Products of a query and a key so turned depend on the distance of their positions alone.
-
-    Args:
-        x: `[B, T, H, D]` or one token `[B, H, D]`, D even.
-        positions: `[B, T]` or `[T]`, or `[B]` for one token; whole numbers of any type.
-
-    Returns:
-        The shape and type of `x`; angles and products are float32, or float64 for float64.
-
-    Source: RoFormer (Su et al., 2021), equation 34, with the two halves of the channels paired as in Llama.
-    """
-    return rotate_pairs(x, *rotary_angles(x, positions, base))
-
-
 def rotary_angles(
     x: Tensor, positions: Tensor, base: float = 10000.0, scaling: Mapping[str, Any] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[..., 1, D/2]` of the angles of `apply_rotary`; only the width and the type of `x` matter.
+    """Cosines and sines `[..., 1, D/2]` of the angles p · base^{-2i/D} for tokens at positions p.
 
-    `scaling` stretches the angles to contexts longer than those of the training (see `check_rotary`).
+    Args:
+        x: `[B, T, H, D]` or one token `[B, H, D]`, D even; only its width and type matter.
+        positions: `[B, T]` or `[T]`, or `[B]` for one token; whole numbers of any type.
+        scaling: stretches the angles to longer contexts (see `check_rotary`).
+
+    Source: RoFormer (Su et al., 2021), equation 34, with the two halves of the channels paired as in Llama.
     """
     half = x.shape[-1] // 2
     if 2 * half != x.shape[-1]:
-        raise ValueError(f"rotary positions turn pairs of channels, not {x.shape[-1]}; choose an even head dimension")
+        raise ValueError(f"rotary positions need an even head dimension, not {x.shape[-1]}")
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     channel = torch.arange(half, device=x.device, dtype=dtype)
     frequencies, magnitude = base ** (-channel / half), 1.0
@@ -55,7 +43,7 @@ def rotary_angles(
 def check_rotary(scaling: Mapping[str, Any] | None) -> None:
     """Raise ValueError for a `scaling` that `rotary_angles` does not know, or keys that it would ignore.
 
-    They are those of transformers' config.json:
+    The keys are those of transformers' config.json:
 
     rope_type: linear (all angles divided by `factor`; Chen et al., 2023), llama3 (slow pairs only; Llama 3.1), or yarn
         (YaRN; Peng et al., 2023, section 3, with the factor of the scores on both queries and keys).
@@ -121,7 +109,10 @@ _SCALING_KEYS: dict[str, tuple[str, ...]] = {
 
 
 def rotate_pairs(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotate the pairs of channels of `x` by the angles of `rotary_angles`."""
+    """Rotate each pair of channels (x_i, x_{i + D/2}) by the angles of `rotary_angles`.
+
+    Angles and products are float32, or float64 for float64; the result has the type of `x`.
+    """
     first, second = at_least_float32(x).chunk(2, dim=-1)
     turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
     return turned.to(x.dtype)
@@ -135,22 +126,17 @@ def count_positions(
     mask: Tensor | None = None,
     reverse: Reverse = False,
 ) -> tuple[Tensor, Tensor]:
-    """Number the tokens of each sequence, as `Mixer.forward` takes them, in the order in which they are read.
+    """Number the tokens of each sequence in the order in which they are read.
 
     Args:
         x: `[B, T, ...]`, read for its sizes and device.
-        start: `[B]` whole numbers, the position of the token of each sequence that is read first; 0 where left out.
-            `[N]` when packed.
-        cu_seqlens: `[N + 1]`, borders of packed sequences, or their `Packing`; each one counts from its own start.
+        start: `[B]`, or `[N]` when packed: the position of the first token that is read; by default 0.
+        cu_seqlens: `[N + 1]`, borders of packed sequences, or their `Packing`.
         mask: `[B, T]`, True at real tokens of rows that are not packed; the others do not count.
         reverse: True counts from the last token of each sequence; "second_half" does so in that half of the rows.
 
     Returns:
-        Positions `[B, T]` and the position that follows the token of each sequence that is read last: `[B]`, or `[N]`
-        when packed.
-
-    Raises:
-        ValueError: `cu_seqlens` does not cut one row of T tokens into segments.
+        Positions `[B, T]`, and the position after the last token that is read: `[B]`, or `[N]` when packed.
     """
     batch, tokens = x.shape[:2]
     packing = pack_like(cu_seqlens, x)

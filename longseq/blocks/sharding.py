@@ -16,10 +16,10 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def gathers_parameters(method: Method) -> Method:
-    """Decorate a method of a module that may be sharded: the method then works on whole parameters, as a call does.
+    """Decorate a method of a module that may be sharded: like a call, the method then works on whole parameters.
 
-    `fully_shard` gathers parameters in calls of a module only. In another method they would be the shards of this
-    process. The parameters may be sharded again when the method ends, so that its caller must not use them afterwards.
+    `fully_shard` gathers parameters in calls of a module only. They may be sharded again when the method ends, so its
+    caller must not use them.
     """
 
     @wraps(method)
@@ -28,7 +28,7 @@ def gathers_parameters(method: Method) -> Method:
             return method(self, *args, **kwargs)
         from torch.distributed.fsdp import register_fsdp_forward_method
 
-        # torch's wrapper becomes an attribute of this module: later calls use the attribute instead of this function.
+        # Later calls use torch's wrapper, which becomes an attribute of this module.
         name = method.__name__
         setattr(self, name, MethodType(method, self))
         register_fsdp_forward_method(self, name)
@@ -47,8 +47,8 @@ def unsharded_class(module: Module) -> type[Module]:
 def full_parameters(module: nn.Module, without: nn.Module | None = None) -> Iterator[None]:
     """Give the sharded parameters of a module their whole shape inside the context; each process then keeps its shard.
 
-    Inside, all processes draw the same numbers from one seed, which are those of a model that is not sharded. The parts
-    of `without` stay sharded.
+    Inside, one seed draws the same numbers in all processes as for a model that is not sharded. The parts of `without`
+    stay sharded.
     """
     others = set() if without is None else set(without.modules())
     sharded: list[Any] = [
@@ -71,7 +71,7 @@ def full_parameters(module: nn.Module, without: nn.Module | None = None) -> Iter
 
 
 def has_shards(module: nn.Module) -> bool:
-    """True for a module of whose parameters each process holds a shard."""
+    """True for a module with sharded parameters."""
     return any(is_sharded(parameter) for parameter in module.parameters())
 
 
@@ -83,7 +83,7 @@ def is_sharded(tensor: Any) -> bool:
 def gather(state: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
     """The whole tensors of a sharded state dict, on the CPU, in the first process; None in the others.
 
-    All processes call it. On the devices, and in the other processes, only one tensor at a time is whole.
+    All processes call it. Devices and the other processes hold one whole tensor at a time.
     """
     is_first = torch.distributed.get_rank() == 0
     whole: dict[str, Tensor] = {}
@@ -104,6 +104,6 @@ def _own_share(whole: Any, parameter: Any) -> Tensor:
     """Return this process's shard of `whole`, in the layout of the sharded `parameter`."""
     from torch.distributed.tensor import distribute_tensor
 
-    # Each process has the whole tensor: without a source rank, nothing is sent between processes.
+    # Without a source rank nothing is sent: each process has the whole tensor.
     shares: Any = distribute_tensor(whole.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
     return shares.to_local()

@@ -1,6 +1,8 @@
-"""The token shift of RWKV: what a token sees of the one that is read before it."""
+"""The token shift of RWKV: each token sees the one that is read before it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,20 +23,9 @@ def previous_tokens(
     output_final_state: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """The token that is read before each token of `x [B, T, D]`, and the last token `[B, D, 1]`, if wanted.
-
-    The first token of a sequence sees `state [B, D, 1]`, the last token of an earlier call, or zeros.
-    """
-    return short_convolution(
-        x,
-        _taps(x),
-        initial_state=state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        mask=mask,
-        reverse=reverse,
-        backend=backend,
-    )
+    """The token before each token of `x [B, T, D]`, the first from `state [B, D, 1]` or zeros; and the last."""
+    options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse, "backend": backend}
+    return short_convolution(x, _taps(x), initial_state=state, output_final_state=output_final_state, **options)
 
 
 def previous_tokens_pair(x: Tensor, *, mask: Tensor | None = None, backend: str = "auto") -> Tensor:
@@ -44,15 +35,14 @@ def previous_tokens_pair(x: Tensor, *, mask: Tensor | None = None, backend: str 
 
 
 def _taps(x: Tensor) -> Tensor:
-    """The taps `[D, 2]` of a convolution that shifts `x [B, T, D]`: that of the token itself, the last one, is zero."""
+    """The taps `[D, 2]` of a convolution that shifts `x [B, T, D]`: 1 for the token before, 0 for the token."""
     return torch.arange(1, -1, -1, device=x.device, dtype=x.dtype).expand(x.shape[-1], 2)
 
 
 def shift_tokens(x: Tensor, start: Tensor, *, packing: Packing | None = None, reverse: Reverse = False) -> Tensor:
-    """Shift `x [B, T, ...]` by one token in the order of reading.
+    """Shift `x [B, T, ...]` by one token in the order of reading, with `start [B or N, ...]` first in each sequence.
 
-    `start` `[B, ...]`, or `[N, ...]` for packed rows, comes first in each sequence. Unlike `previous_tokens`, this is
-    for values that padding does not change, such as the states before each token.
+    Unlike `previous_tokens`, this is for values that padding does not change, such as the states before each token.
     """
     if reverse == "second_half":
         pairs = zip(halves(x), halves(start), (False, True), strict=True)

@@ -15,13 +15,12 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 def whole_in_traces(forward: Forward) -> Forward:
     """Decorate a module's `forward` that reads types and sizes of tensors, which a symbolic trace does not have.
 
-    The trace then has one call of the module, as if the module were listed among the tracer's leaf modules:
-    torchvision's `create_feature_extractor` needs no list of them.
+    The trace then has one call of the module, as if it were listed among the tracer's leaf modules.
     """
 
     @functools.wraps(forward)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # In a subclass with another `forward` this one runs as a part of it, and is not the module's call.
+        # In a subclass with another `forward`, this one is only a part of the call.
         if args and isinstance(args[0], torch.fx.Proxy) and type(self).forward is call:
             tracer: Any = args[0].tracer
             return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
@@ -31,9 +30,9 @@ def whole_in_traces(forward: Forward) -> Forward:
 
 
 def makes_trace() -> bool:
-    """True inside `torch.jit.trace`, which leaves Python's branches and checks out of what it records.
+    """True inside `torch.jit.trace`, which does not record Python's branches and checks.
 
-    False in torch's older ONNX exporter, which traces, too: it takes no interpolation with antialiasing, and fixes the
-    batch where a dimension is unflattened.
+    False in torch's older ONNX exporter, which cannot export interpolation with antialiasing, and fixes the batch where
+    a dimension is unflattened.
     """
     return torch.jit.is_tracing() and not torch.onnx.is_in_onnx_export()

@@ -1,10 +1,10 @@
 """Token mixers, registered by name: `create("deltanet", d_model=192)`, `mixer_names()`.
 
-Each mixer has a file of its own. To add one, subclass `Mixer`, decorate it with `@register("name")`, import its module
-here and write `conf/mixer/name.yaml`. The contract tests, image models, export and `longseq describe` then include it.
+Each mixer has its own file. To add one, subclass `Mixer`, decorate it with `@register("name")`, import its module here
+and write `conf/mixer/name.yaml`. The contract tests, image models, export and `longseq describe` then include it.
 """
 
-from longseq.mixers import (
+from longseq.mixers import (  # noqa: F401 - importing a module registers its mixers
     abc,
     attention,
     baseconv,
@@ -34,8 +34,7 @@ from longseq.mixers.base import Mixer
 from longseq.mixers.cards import MixerCard, list_mixers
 from longseq.mixers.contract import LAWS, ContractError, check
 from longseq.mixers.directions import Directions, make_reading, named_readings
-from longseq.mixers.registry import create, get, mixer_names, options, register
-from longseq.mixers.revisions import check_revisions, mixer_revisions
+from longseq.mixers.registry import check_revisions, create, get, mixer_names, mixer_revisions, options, register
 
 __all__ = [
     "LAWS",
@@ -43,39 +42,15 @@ __all__ = [
     "Directions",
     "Mixer",
     "MixerCard",
-    "abc",
-    "attention",
-    "baseconv",
-    "based",
     "check",
     "check_revisions",
     "create",
-    "deltanet",
-    "gated_deltanet",
     "get",
-    "gla",
-    "gsa",
-    "hgrn2",
-    "hyena",
-    "lattice",
-    "linear_attention",
     "list_mixers",
-    "longhorn",
-    "longhorn_exact",
     "make_reading",
-    "mamba",
-    "mamba2",
     "mixer_names",
     "mixer_revisions",
     "named_readings",
     "options",
     "register",
-    "retnet",
-    "rg_lru",
-    "rwkv4",
-    "rwkv6",
-    "supra",
-    "ttt",
-    "vla",
-    "window_attention",
 ]

@@ -14,6 +14,7 @@ from longseq.kernels import cumulative_softmax, cumulative_softmax_step
 from longseq.kernels.cumulative_softmax import NOTHING
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
+from longseq.mixers.base import Device
 from longseq.mixers.registry import register
 from longseq.mixers.slots import SlotMixer, SlotState
 
@@ -26,18 +27,17 @@ class BoundedMemoryControl(SlotMixer):
         K̃ ← Diag(1 − w) K̃ + w kᵀ;   Ṽ ← Diag(1 − w) Ṽ + w vᵀ
         y = W_o RMSNorm(SiLU(Ṽᵀ f(scale K̃ q)))
 
-    z is the log normaliser. The state holds it, so that K̃_t = Σ_s softmax(W_φ x_1, ..., W_φ x_t)_s k_s, the cumulative
-    softmax of causal attention. This is GSA with α = 1 − w. `renormalize=False` leaves out Diag(1 − w): each token
-    keeps the weight with which it was written, as the GSA paper states ABC (its equations 3 and 4), and slots grow with
-    log T.
+    The state holds the log normaliser z, so that K̃_t = Σ_s softmax(W_φ x_1, ..., W_φ x_t)_s k_s. This is GSA with α =
+    1 − w. `renormalize=False` leaves out Diag(1 − w), as the GSA paper states ABC (its equations 3 and 4): each token
+    keeps its first weight, and slots grow with log T.
 
     Args:
         num_heads: a divisor of `d_model`.
         num_slots: M, the slots of each head.
-        renormalize: shrink the weights of earlier tokens, so that the weights of all tokens sum to one.
-        feature_map: φ, one of silu, relu, relu_squared, identity. The default is that of the layer in which the GSA
-            paper compares ABC; ABC itself has identity.
-        activation: f: softmax over the slots, or one of the elementwise identity, silu, relu, relu_squared.
+        renormalize: shrink the weights of earlier tokens, so that all weights sum to one.
+        feature_map: φ, one of silu, relu, relu_squared, identity. silu is from the layer in which the GSA paper
+            compares ABC; ABC itself has identity.
+        activation: f: softmax over the slots, or the elementwise identity, silu, relu or relu_squared.
         scale: the factor of the scores. The papers have none; 1/√K is usual for softmax.
 
     Source: ABC: Attention with Bounded-memory Control (Peng et al., 2022), section 4, in the layer of Gated Slot
@@ -62,9 +62,7 @@ class BoundedMemoryControl(SlotMixer):
         super().__init__(d_model, feature_map=feature_map, value_map=feature_map, **options)
         self.renormalize = renormalize
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> SlotState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> SlotState:
         state = super().initial_state(batch, device, dtype)
         return state._replace(normalizer=torch.full_like(state.keys[..., 0], NOTHING))
 
@@ -74,14 +72,9 @@ class BoundedMemoryControl(SlotMixer):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         logits = logits.unflatten(-1, (self.num_heads, self.num_slots))
         real = None if mask is None else mask[..., None, None]
-        g, normalizer = cumulative_softmax(
-            logits if real is None else logits.masked_fill(~real, NOTHING),
-            initial_state=normalizer,
-            output_final_state=keep,
-            cu_seqlens=cu_seqlens,
-            reverse=reverse,
-            backend=self.backend,
-        )
+        logits = logits if real is None else logits.masked_fill(~real, NOTHING)
+        options = self.call_options(keep, cu_seqlens, reverse)
+        g, normalizer = cumulative_softmax(logits, initial_state=normalizer, **options)
         return *self._gates(g if real is None else g * real), normalizer
 
     def write_pair(self, backward: Self, logits: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

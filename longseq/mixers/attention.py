@@ -17,18 +17,16 @@ from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.packed_attention import packed_attention
 from longseq.kernels.packed_attention.attend import attend
 from longseq.kernels.packing import Packing, pack_like
-from longseq.mixers.base import Mixer, required
+from longseq.mixers.base import Device, Mixer, required
 from longseq.mixers.heads import check_groups, choose_heads
 from longseq.mixers.registry import register
 
 QK_NORMS = ("none", "head", "all")
+Heads = tuple[Tensor, Tensor, Tensor]  # queries [B, T, H, D], keys and values [B, T, G, D]
 
 
 class KeyValueState(NamedTuple):
-    """Keys and values `[B, S, G, D]` of earlier tokens; with rotary positions, the keys are stored rotated.
-
-    `length [B]` counts the real tokens so far, and is thus the position of the next token.
-    """
+    """Keys, rotated if rotary, and values `[B, S, G, D]`; `length [B]` counts the real tokens so far."""
 
     key: Tensor
     value: Tensor
@@ -36,15 +34,14 @@ class KeyValueState(NamedTuple):
 
 
 class KeyValueCache(NamedTuple):
-    """Keys and values in `[B, S, G, D]` with room for S tokens, of which a step writes one and reads all that are real.
+    """Keys and values `[B, S, G, D]` with room for S tokens; `length [B]` counts the real tokens so far.
 
-    `Mixer.preallocate` makes it from a `KeyValueState`, and `Mixer.trim` turns it back. `length [B]` counts the real
-    tokens so far. Attention has token p of a row at slot p, and S is the most tokens that the row can have; window
-    attention has it at slot p mod S, and S is the window.
+    Made from a `KeyValueState` by `Mixer.preallocate`, and turned back by `Mixer.trim`. Attention keeps token p at slot
+    p, window attention at slot p mod S, where S is the window.
 
-    A step writes into the key and the value that it is given, and the state that it returns shares them. So a state can
-    be continued in one way only: copy it (`map_state(torch.clone, state)`) to continue it in two. Where gradients are
-    recorded and in exported graphs, a step writes into copies.
+    A step writes into the tensors of the given state, and its result shares them: clone the state
+    (`map_state(torch.clone, state)`) to continue it in two ways. While gradients are recorded, and in exported graphs,
+    a step writes into copies.
     """
 
     key: Tensor
@@ -55,8 +52,8 @@ class KeyValueCache(NamedTuple):
 class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
     """Base of the mixers with softmax attention; a subclass decides which tokens a token sees.
 
-    There are H query heads, and G = num_kv_heads heads of keys and values, each for H/G query heads. `in_proj` computes
-    queries, keys and values, in this order.
+    Each of the G = num_kv_heads heads of keys and values serves H/G of the H query heads. `in_proj` computes queries,
+    keys and values, in this order.
 
     Sources: Attention Is All You Need (Vaswani et al., 2017), section 3.2; grouped queries as in GQA (Ainslie et al.,
     2023), section 2.2; rotary positions as in RoFormer (Su et al., 2021), equation 34.
@@ -118,13 +115,8 @@ class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
         if state is not None and not self.causal:
             raise ValueError("non-causal attention has no state to continue from; build it with causal=True")
         if isinstance(state, KeyValueCache):
-            y, last = self.scan(
-                projected,
-                self._listed(state),
-                cu_seqlens=cu_seqlens,
-                mask=mask,
-                output_final_state=output_final_state,
-            )
+            options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "output_final_state": output_final_state}
+            y, last = self.scan(projected, self._listed(state), **options)
             if last is None:
                 return y, None
             return y, self._cached(KeyValueState(*last), state.key.shape[1], state.key.dtype)
@@ -133,8 +125,8 @@ class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
         if self.causal or self.rotary:  # nothing else reads positions
             start = None if state is None else state.length
             positions, length = count_positions(projected, start, cu_seqlens=packing, mask=mask)
-        q, k, v = self._heads(projected, positions, packing if state is None else None)
-        o, kept = self._attend(q, k, v, state, packing, mask, output_final_state and self.causal)
+        heads = self._heads(projected, positions, packing if state is None else None)
+        o, kept = self._attend(heads, state, packing, mask, output_final_state and self.causal)
         if kept is None:
             return o.flatten(-2), None
         assert length is not None
@@ -152,13 +144,13 @@ class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
         return y.squeeze(1), last
 
     def _step_in_cache(self, projected: Tensor, cache: KeyValueCache) -> tuple[Tensor, KeyValueCache]:
-        """Write one token's key and value, and attend to all that are there: of fixed shapes, without a wait."""
+        """Write one token's key and value and attend to all in the cache, without waiting for the device."""
         place = self._place(cache)
         q, k, v = self._heads(projected.unsqueeze(1), cache.length[:, None], None)
         key, value = _write(cache.key, place, k), _write(cache.value, place, v)
-        # Slots are filled in order. So those that hold a token are the first ones, and in a full window all.
+        # Slots are filled in order: the first ones hold tokens, and all of them in a full window.
         real = torch.arange(key.shape[1], device=key.device) <= cache.length[:, None]
-        # The queries that read one head of keys count as its tokens, so that no head is copied for each of them.
+        # The queries of one head of keys count as its tokens, so that no head is copied.
         q = q.unflatten(2, (self.num_kv_heads, -1)).squeeze(1).transpose(1, 2)  # [B, H / G, G, D]
         o = attend(q, key.to(q.dtype), value.to(q.dtype), real.unsqueeze(1))
         return o.transpose(1, 2).flatten(1), KeyValueCache(key, value, cache.length + 1)
@@ -179,21 +171,12 @@ class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
         raise NotImplementedError
 
     def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: KeyValueState | None,
-        packing: Packing | None,
-        mask: Tensor | None,
-        keep: bool,
+        self, heads: Heads, state: KeyValueState | None, packing: Packing | None, mask: Tensor | None, keep: bool
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """Attend with `q [B, T, H, D]` and `k, v [B, T, G, D]`: `[B, T, H, D]`, and keys and values if any are kept."""
+        """Attend within `heads`: outputs `[B, T, H, D]`, and keys and values if any are kept."""
         raise NotImplementedError
 
-    def _heads(
-        self, projected: Tensor, positions: Tensor | None, packing: Packing | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, projected: Tensor, positions: Tensor | None, packing: Packing | None) -> Heads:
         heads = projected.unflatten(-1, (self.num_heads + 2 * self.num_kv_heads, self.head_dim))
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=-2)
         if self.qk_norm == "head":
@@ -216,26 +199,24 @@ class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
 class Attention(SoftmaxAttention):
     """Multi-head softmax attention; by default as in the Vision Transformer: biases, scale 1/√head_dim, no positions.
 
-    The state keeps the keys and values of all tokens. If a batch has sequences of different lengths, each row of the
-    state begins with the real entries; the unused ones follow. It grows with each call. `preallocate` gives it room for
-    a known number of tokens, which steps fill in place; a token beyond it is an error (ValueError on a CPU; on a GPU,
-    where a check would wait for the device, its own check of the index).
+    The state keeps the keys and values of all tokens and grows with each call. In each of its rows the real entries
+    come first. `preallocate` gives it room for a known number of tokens, which steps fill in place; a token beyond is
+    an error (ValueError on a CPU, torch's check of the index on a GPU).
 
     Args:
         num_heads, head_dim: by default heads of 64 channels (32, ... where 64 does not divide). One of them decides the
             other; both together may make the heads wider or narrower than d_model.
-        num_kv_heads: heads of keys and values, a divisor of num_heads; by default as many as of queries.
-        causal: each token sees itself and the tokens before it. False: every token sees all tokens; `state` and `step`
-            are then refused.
+        num_kv_heads: heads of keys and values, a divisor of num_heads; by default num_heads.
+        causal: each token sees itself and the tokens before it. False: every token sees all; `state` and `step` are
+            refused.
         qkv_bias, out_bias: biases of the query, key and value projections, and of the output projection.
-        rotary, rotary_base: whether queries and keys are rotated by their positions, and the base of the angles.
-        rotary_scaling: how the angles are stretched to longer contexts (see
-            `longseq.blocks.rotary.check_rotary`), or None.
+        rotary, rotary_base: rotate queries and keys by their positions, and the base of the angles.
+        rotary_scaling: stretches the angles to longer contexts (see `longseq.blocks.rotary.check_rotary`), or None.
         qk_norm: RMS norm of queries and keys, before they are rotated: none, head (over each head, as in Qwen3) or all
             (over all heads, as in OLMo 2), with `norm_eps`.
 
-    With rotary positions and without biases it is the attention of Llama (Touvron et al., 2023), the baseline that the
-    papers on linear attention call Transformer++ (`mixer=transformer_plus_plus`).
+    With rotary positions and without biases it is the attention of Llama (Touvron et al., 2023), which papers on linear
+    attention call Transformer++ (`mixer=transformer_plus_plus`).
 
     Source: Attention Is All You Need (Vaswani et al., 2017), section 3.2; grouped queries: GQA (Ainslie et al., 2023).
     """
@@ -243,9 +224,7 @@ class Attention(SoftmaxAttention):
     paper = "Softmax attention (arXiv:1706.03762), section 3.2"
     growing_state = True
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> KeyValueState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> KeyValueState:
         empty = torch.zeros(batch, 0, self.num_kv_heads, self.head_dim, device=device, dtype=dtype)
         return KeyValueState(empty, empty, torch.zeros(batch, dtype=torch.long, device=device))
 
@@ -279,37 +258,34 @@ class Attention(SoftmaxAttention):
         return KeyValueCache(key, value, length)
 
     def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: KeyValueState | None,
-        packing: Packing | None,
-        mask: Tensor | None,
-        keep: bool,
+        self, heads: Heads, state: KeyValueState | None, packing: Packing | None, mask: Tensor | None, keep: bool
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        q, k, v = heads
         if packing is not None and state is not None:
-            o, key, value = self._continue_packed(q, k, v, state, packing)
+            o, key, value = self._continue_packed(heads, state, packing)
         elif packing is not None:
             o = packed_attention(q, k, v, packing, causal=self.causal, backend=self.backend)
             key, value = (unpack_rows(x, packing) for x in (k, v)) if keep else (k, v)
         elif not self.causal:
-            o, key, value = attend(q, k, v, None if mask is None else mask.unsqueeze(1) | _own(mask)), k, v
+            if mask is not None:  # a padded token sees itself, so that its output is finite
+                mask = mask.unsqueeze(1) | torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
+            o, key, value = attend(q, k, v, mask), k, v
         elif state is None and mask is None:
             o, key, value = attend(q, k, v, causal=True), k, v
         else:
-            o, key, value = self._continue(q, k, v, state, mask)
+            o, key, value = self._continue(heads, state, mask)
         return o, (key, value) if keep else None
 
     def _continue(
-        self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState | None, mask: Tensor | None
+        self, heads: Heads, state: KeyValueState | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Attend to a state's keys and values and to the call's own tokens, of which `mask` marks the real ones."""
+        q, k, v = heads
         batch, tokens = q.shape[:2]
         past = self.initial_state(batch, k.device, k.dtype) if state is None else state
         real = torch.ones(batch, tokens, dtype=torch.bool, device=k.device) if mask is None else mask
-        # Real tokens go behind those of the state, which may keep fewer than it has counted, and padded ones follow. A
-        # token sees the slots up to its own, so that the undefined output of a padded query is finite.
+        # Real tokens follow the tokens of the state, which may hold fewer than it counted; padding comes last. A token
+        # sees the slots up to its own, so that the undefined output of padding is finite.
         place = front_places(real, past.length.clamp(max=past.key.shape[1]))
         key, value = (
             scatter_tokens(x, place, functional.pad(kept.to(x.dtype), (0, 0, 0, 0, 0, tokens)))
@@ -318,15 +294,13 @@ class Attention(SoftmaxAttention):
         slots = torch.arange(past.key.shape[1] + tokens, device=k.device)
         return attend(q, key, value, slots <= place.unsqueeze(-1)), key, value
 
-    def _continue_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState, packing: Packing
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _continue_packed(self, heads: Heads, state: KeyValueState, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
         """`_continue` for packed sequences, one after the other, so that no mask is larger than one sequence needs."""
         outputs, keys, values = [], [], []
         for row, (start, end) in enumerate(pairwise(packing.bounds)):
             own = KeyValueState(*(part[row : row + 1] for part in state))
-            query, key, value = (x[:, start:end] for x in (q, k, v))
-            o, key, value = self._continue(query, key, value, own, None)
+            q, k, v = (x[:, start:end] for x in heads)
+            o, key, value = self._continue((q, k, v), own, None)
             missing = (0, 0, 0, 0, 0, packing.longest - (end - start))
             outputs.append(o)
             keys.append(functional.pad(key, missing))
@@ -336,11 +310,6 @@ class Attention(SoftmaxAttention):
     def scan_flops(self, tokens: int) -> int:
         pairs = tokens * (tokens + 1) // 2 if self.causal else tokens * tokens
         return 4 * pairs * self.num_heads * self.head_dim
-
-
-def _own(mask: Tensor) -> Tensor:
-    """Mark the pairs of a token with itself: `[T, T]`."""
-    return torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
 
 
 def _write(slots: Tensor, place: Tensor, x: Tensor) -> Tensor:
@@ -353,7 +322,7 @@ def _write(slots: Tensor, place: Tensor, x: Tensor) -> Tensor:
 
 
 def _resize(x: Tensor, slots: int, dtype: torch.dtype) -> Tensor:
-    """Copy `x [B, S, G, D]` to so many slots; those that are new are zero, and those beyond are left out."""
+    """Copy `x [B, S, G, D]` to `slots` slots: new ones are zero, and those beyond are cut off."""
     kept = x[:, :slots].to(dtype)
     if kept.shape[1] == slots:
         return kept.clone()
@@ -365,7 +334,5 @@ def _check_room(needed: Tensor, slots: int, wait: bool = False) -> None:
     if is_exporting() or torch.compiler.is_compiling() or not (needed.is_cpu or wait):
         return
     if needed.numel() and int(needed.max()) > slots:
-        raise ValueError(
-            f"a sequence of {int(needed.max())} tokens does not fit into a cache that was preallocated for {slots}: "
-            "preallocate more"
-        )
+        longest = int(needed.max())
+        raise ValueError(f"a sequence of {longest} tokens does not fit into a cache that was preallocated for {slots}")

@@ -21,7 +21,7 @@ from longseq.kernels.checks import check_mask
 from longseq.kernels.dispatch import backend_of_local, backend_of_step, is_exporting
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse
-from longseq.state import StateT, loadable, map_state
+from longseq.state import Device, StateT, loadable, map_state
 
 
 class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
@@ -30,45 +30,38 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         y, state = mixer(x, state)              x, y [B, T, d_model]
         y_t, state = mixer.step(x_t, state)     x_t, y_t [B, d_model]
 
-    A mixer is the reading of one direction (see `longseq.blocks.reading.Reading`). `StateT` is the type of its state, a
-    named tuple.
+    `in_proj` and `out_proj` act on each token by itself. Everything that looks along the sequence happens between them,
+    in `scan`: convolution, gates, recurrence, output norm. Two directions can therefore share their projections.
 
-    `in_proj` and `out_proj` act on each token alone. Everything that looks along the sequence happens between them, in
-    `scan`: convolution, gates that follow it, recurrence, output norm. The split lets two directions over an image
-    share their projections.
-
-    A subclass creates the two projections and defines `scan`, `scan_step`, `initial_state` and `scan_flops`. A whole
-    sequence, any split of it with the state carried over, and token-by-token steps must give the same numbers. A mixer
-    that looks back before it projects sets `in_proj` to None and overrides `project_in` to return the tokens unchanged.
+    A subclass creates the two projections and defines `scan`, `scan_step`, `initial_state` and `scan_flops`. `StateT`
+    is the type of its state, a named tuple. A whole sequence, any split of it with the state carried over, and
+    token-by-token steps must give the same numbers. A mixer that looks back before it projects sets `in_proj` to None
+    and overrides `project_in` to return the tokens unchanged.
 
     Class attributes:
         paper: the source of the layer.
-        operations: names of the `longseq.kernels` operations over sequences that `scan` calls.
-        own_backends: backends besides "auto" and "torch" that a class without `operations` takes.
-        no_weight_decay_names: names of parameters that weight decay must leave alone (see `longseq.parameters`).
-        options_in_turn: options for which a model also takes a list: its values in turn over the layers of this mixer.
+        operations: names of the `longseq.kernels` operations that `scan` calls.
+        own_backends: further backends, besides "auto" and "torch", of a class without `operations`.
+        no_weight_decay_names: parameters exempt from weight decay (see `longseq.parameters`).
+        options_in_turn: options that also take a list, which a model hands out in turn over its layers of this mixer.
         supports_noncausal: the constructor takes `causal=False`, with which one pass sees all tokens.
-        reads_backwards: `scan` takes `reverse`. True reads from the last token to the first, without a reversed copy of
-            the tokens; the given state is then that of the tokens after the last one. "second_half" does so for the
-            second half of the rows of the batch.
-        reads_pairs: the class defines `scan_pair`, which reads the same tokens in both directions.
-        growing_state: the state keeps all tokens, in their own type. False: its size does not depend on the number of
-            tokens, and its floating-point tensors are float32 (float64 for float64 inputs). An object may say False
-            where its class says True.
-        preallocates: `preallocate` gives the state fixed buffers, a growing one room for a known number of tokens.
+        reads_backwards: `scan` takes `reverse`. True reads from the last token to the first; the given state is then
+            the state after the tokens behind the last one. "second_half" does so for the second half of the batch.
+        reads_pairs: the class defines `scan_pair`.
+        growing_state: the state keeps all tokens, in their type. False: its size is constant, and its floating-point
+            tensors are float32 (float64 for float64 inputs). An instance may override True by False.
+        preallocates: `preallocate` gives the state fixed buffers.
         recomputable: `recompute` saves memory. False if `scan` saves little more than its arguments.
-        piece_multiple: a sequence that is cut at multiples of this number of tokens, counted from the first that the
-            layer reads, gives the same numbers as a whole. An object may have more than the 1 of its class: then other
-            cuts give other numbers.
+        piece_multiple: cutting a sequence at multiples of this number of tokens, counted from the first token that the
+            layer reads, gives the same numbers as the whole. Above 1, other cuts give other numbers.
 
     Attributes:
-        arguments: the constructor's arguments, from which a saved model builds the mixer (see `KeepsArguments`).
-        revision: a number for the function that the layer computes from its weights. It increases with every change of
-            that function, and checkpoints of an earlier revision are refused (see `check_revisions`).
-        reverse: set by models: the layer reads from the last token to the first. `forward` then takes the state of the
-            tokens after `x` and returns the state before them with `x` read; `step` reads the token before that.
-        recompute: set by models: the backward pass runs `scan` again, in place of saving the activations between the
-            projections.
+        arguments: the constructor's arguments (see `KeepsArguments`).
+        revision: increases whenever the layer computes another function of its weights. Checkpoints of another revision
+            are refused (see `check_revisions`).
+        reverse: set by models: read from the last token to the first. `forward` then takes the state of the tokens
+            after `x` and returns the state before them with `x` read; `step` reads the token before that.
+        recompute: set by models: the backward pass repeats `scan` instead of saving its activations.
     """
 
     paper: ClassVar[str] = ""
@@ -136,16 +129,15 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
 
         Args:
             x: `[B, T, d_model]`.
-            state: what an earlier call returned, or None at the start of a sequence.
-            layout: the grid of an image's patches; a mixer reads tokens in their order and ignores it.
+            state: the state of an earlier call; None starts a sequence.
+            layout: the grid of an image's patches; ignored here.
             cu_seqlens: `[N + 1]` integers, the borders of N sequences packed into one row (B = 1), or their `Packing`;
                 the state then has N rows.
-            mask: `[B, T]`, True at real tokens, for sequences that are not packed. Padding leaves the state unchanged,
-                whatever its values; its outputs are undefined.
-            output_final_state: False: no state is computed, and None is returned in its place.
-            projected: x is what `project_in` returns, and y what `project_out` takes. `Directions` calls its mixers so
-                where they have hooks.
-            reverse: the direction, in place of the attribute's.
+            mask: `[B, T]`, True at real tokens of rows that are not packed. Padding may hold any values and leaves the
+                state unchanged; its outputs are undefined.
+            output_final_state: False skips the state and returns None.
+            projected: x is the result of `project_in`, and y the input of `project_out`.
+            reverse: the direction, instead of the attribute.
 
         Returns:
             `y [B, T, d_model]` and the state after the last real token, or None.
@@ -177,8 +169,8 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
     ) -> tuple[Tensor, StateT | None]:
         """`scan` in either direction, with activation checkpointing if the model sets `recompute`.
 
-        With `reverse`, each sequence is read from its last token to its first. `reverse="second_half"` is only for
-        mixers with `reads_backwards`. For other mixers, `reverse=True` flips the tokens before and after the scan.
+        `reverse=True` reads each sequence from its last token to its first; mixers without `reads_backwards` flip the
+        tokens before and after the scan. `reverse="second_half"` needs `reads_backwards`.
         """
         turned = bool(reverse) and not self.reads_backwards
         options: dict[str, Any] = {"reverse": reverse} if self.reads_backwards else {}
@@ -186,12 +178,12 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
             assert reverse is True
             projected, mask = projected.flip(1), None if mask is None else mask.flip(1)
             if cu_seqlens is not None:  # the last sequence comes first, and so does its state
-                cu_seqlens, state = cu_seqlens.turned(), map_state(_flip_rows, state)
+                cu_seqlens, state = cu_seqlens.turned(), map_state(lambda x: x.flip(0), state)
         packing = cu_seqlens
         options |= {"cu_seqlens": packing, "mask": mask, "output_final_state": output_final_state}
         y, last = checkpoint_if(self.recompute and self.recomputable, self.scan, projected, state, **options)
         if turned:
-            y, last = y.flip(1), last if packing is None else map_state(_flip_rows, last)
+            y, last = y.flip(1), last if packing is None else map_state(lambda x: x.flip(0), last)
         return y, last
 
     def read_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -202,8 +194,7 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
     def step(self, x: Tensor, state: StateT) -> tuple[Tensor, StateT]:
         """Mix one more token: `x [B, d_model]` and the state before it give `y [B, d_model]` and the state after it.
 
-        Raises:
-            ValueError: the state is one of another number of sequences.
+        Raises ValueError for the state of another number of sequences.
         """
         check_state_rows(state, x.shape[0])
         if has_observers(self):
@@ -218,16 +209,16 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
 
     @property
     def local_backend(self) -> str:
-        """The backend for the operations that act on each token alone."""
+        """The backend for the operations that act on each token by itself."""
         return backend_of_local(self.backend)
 
     def project_in(self, x: Tensor) -> Tensor:
-        """Project tokens `[..., d_model]` to what `scan` reads `[..., P]`, each token alone."""
+        """Project tokens `[..., d_model]` to the input of `scan`, `[..., P]`."""
         assert self.in_proj is not None, "this copy only scans: its projections belong to another mixer"
         return self.in_proj(x)
 
     def project_out(self, y: Tensor) -> Tensor:
-        """Project what `scan` gives `[..., I]` back to tokens `[..., d_model]`, each token alone."""
+        """Project the output of `scan`, `[..., I]`, back to tokens `[..., d_model]`."""
         assert self.out_proj is not None, "this copy only scans: its projections belong to another mixer"
         return self.out_proj(y)
 
@@ -246,11 +237,10 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the sum of two scans: by this mixer from the first token on, and by `backward` from the last token on.
 
-        `backward` has the same class and options, and may be this mixer itself. Each operation over sequences is called
-        once for both scans, and reads the second half of its rows from the end. Most submodules of both mixers are not
-        called; their parameters are used. `Directions` therefore does not call this method if a mixer or a
-        submodule has hooks or was replaced, if a callback watches (see `observe`), or for packed rows, which operations
-        read in one direction.
+        `backward` has the same class and options, and may be this mixer itself. Each operation over sequences runs once
+        for both scans and reads the second half of its rows from the end. Submodules are mostly bypassed, so
+        `Directions` calls `scan` instead where they have hooks or were replaced, where a callback watches (see
+        `observe`), and for packed rows.
         """
         raise NotImplementedError
 
@@ -259,42 +249,48 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         raise NotImplementedError
 
     def needs_state(self, wanted: bool) -> bool:
-        """True if a scan must compute its last state: the caller wants it, or a callback watches the layer."""
+        """True if a scan must compute its last state: the caller wants it, or a callback watches."""
         return wanted or self.observed is not None
 
-    def observe(self, name: str, measure: Callable[[], Tensor]) -> None:
-        """Report a number about the scan, such as the norm of its state. It costs nothing unless a callback watches.
+    def call_options(self, keep: bool, cu_seqlens: Tensor | Packing | None, reverse: Reverse = False) -> dict[str, Any]:
+        """The options of an operation over sequences; `keep` asks for the last state."""
+        return {
+            "output_final_state": self.needs_state(keep),
+            "cu_seqlens": cu_seqlens,
+            "reverse": reverse,
+            "backend": self.backend,
+        }
 
-        `measure` returns a scalar. If a scan reports several numbers under one name, the last one is kept.
+    def observe(self, name: str, measure: Callable[[], Tensor]) -> None:
+        """Report a scalar about the scan, such as the norm of its state. `measure` runs only if a callback watches.
+
+        If a scan reports several numbers under one name, the last one is kept.
         """
         if self.observed is not None:
             with torch.no_grad():
                 self.observed[name] = measure().detach().float()
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> StateT:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> StateT:
         """Return the state before the first token: a typed tuple of tensors `[batch, ...]`.
 
-        `dtype` is that of the inputs. Recurrent memories are float32 for every `dtype` but float64, which they keep.
+        `dtype` is the type of the inputs. Recurrent memories are float32, or float64 for float64.
         """
         raise NotImplementedError
 
     def preallocate(self, state: StateT, max_length: int) -> StateT:
         """Return the state with room for sequences of `max_length` tokens in all, which steps fill in place.
 
-        It returns other states as they are: those of constant size, which need none, and those of mixers without
-        `preallocates`, which go on growing. Room for more tokens can be given later, by copying. ValueError if the
-        state has more than `max_length` tokens.
+        States of constant size, and of mixers without `preallocates`, are returned as they are. The room can be
+        enlarged later, by copying. Raises ValueError if the state has more than `max_length` tokens.
         """
         return state
 
     def trim(self, state: StateT) -> StateT:
-        """Return the state in the form that `forward` returns, without the room that `preallocate` has given it."""
+        """Return the state in the form that `forward` returns, without the room from `preallocate`."""
         return state
 
     def room(self, state: StateT) -> int | None:
-        """Count the tokens for which there is room in a state that `preallocate` has returned; None: any number."""
+        """Count the tokens for which a preallocated state has room; None: any number."""
         return None
 
     def scan_flops(self, tokens: int) -> int:
@@ -307,11 +303,7 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         return 2 * tokens * projections + self.scan_flops(tokens)
 
     def reset_parameters(self) -> None:
-        """Set the initial values of the mixer's own parameters and buffers.
-
-        It also sets the weights of submodules that start with other values than these submodules choose, and is
-        therefore called after their `reset_parameters`.
-        """
+        """Set the mixer's initial parameters and buffers, after the `reset_parameters` of submodules."""
 
     def release_projections(self) -> None:
         """Keep only the scan, for a mixer that shares another one's projections."""
@@ -320,14 +312,13 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
             setattr(self, name, None)
 
 
-# torch.fx must not trace into mixers: operations choose their backend by properties of tensors that a symbolic trace
-# does not have. This is a call and not a decorator, because timm declares that it returns nn.Module: type checkers
-# would lose the class.
+# torch.fx must not trace into mixers: operations choose their backend by properties that its tensors do not have.
+# (Not a decorator: timm declares that it returns nn.Module, which would hide the class from type checkers.)
 register_notrace_module(Mixer)
 
 
 def check_rows(x: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | None) -> Packing | None:
-    """Return the packing of tokens `x [B, T, ...]`, or None; raise ValueError if it or the mask does not fit them."""
+    """Return the packing of tokens `x [B, T, ...]`, or None; ValueError if the packing or mask does not fit."""
     if cu_seqlens is not None and mask is not None:
         raise ValueError("mask and cu_seqlens are both given, and packed sequences have no padding")
     if mask is not None and not is_exporting():
@@ -336,7 +327,7 @@ def check_rows(x: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | No
 
 
 def check_state_rows(state: Any, rows: int) -> None:
-    """Raise ValueError for a state of another number of sequences than are read: its tensors begin with that number."""
+    """Raise ValueError if the tensors of a state do not have `rows` rows."""
     if isinstance(state, Tensor):
         if not is_exporting() and state.dim() and state.shape[0] != rows:
             raise ValueError(f"the state is one of {state.shape[0]} sequences, and {rows} are read")
@@ -346,25 +337,21 @@ def check_state_rows(state: Any, rows: int) -> None:
 
 
 def hide_padding(x: Tensor, mask: Tensor | None) -> Tensor:
-    """`x [B, T, D]` with zeros at padding: a mask that multiplied what is computed from NaN would leave NaN."""
+    """`x [B, T, D]` with zeros at padding: multiplying by a mask later would keep NaN."""
     return x if mask is None else x.masked_fill(~mask.unsqueeze(-1), 0)
-
-
-def _flip_rows(x: Tensor) -> Tensor:
-    return x.flip(0)
 
 
 Found = TypeVar("Found")
 
 
 def required(state: Found | None) -> Found:
-    """Return a state that cannot be None here: operations return None only if no final state was requested."""
+    """Return a state that cannot be None here: operations return None only if no state was requested."""
     assert state is not None
     return state
 
 
 def activation_dtype(layer: nn.Module, device: torch.device) -> torch.dtype:
-    """Dtype of what a layer computes on a device: that of autocast, or else that of its weights."""
+    """The dtype that a layer computes on a device: autocast's, or else the type of its weights."""
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return next((weight.dtype for weight in layer.parameters() if weight.is_floating_point()), torch.float32)

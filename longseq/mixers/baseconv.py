@@ -44,35 +44,32 @@ class BaseConv(Mixer[BaseConvState | ShortBaseConvState]):
 
         y = (W u + b_1) ⊙ (h ∗ u + b_2)
 
-    The implicit filter is a small network, of the distance alone:
+    The implicit filter is a small network of the distance:
 
         h(distance) = A ReLU(B (t, cos s, −sin s) + c) + d;   t = distance / (max_length − 1)
         s = 2π · 1e-4 · distance / max_length
 
-    The explicit filter has a learned number for each channel and each distance below `max_length`, and is zero beyond.
+    The explicit filter has a learned number for each channel and each distance below `max_length`, and is zero beyond;
+    the short filter likewise below `convolution_width`. In the models of the paper, every second layer has a short
+    filter of three taps: `mixer_options={"filter": ["short", "implicit"]}`.
 
-    The short filter has a learned number for each channel and each distance below `convolution_width`. In the models of
-    the paper, every second layer has one of three taps. Models take a list in turn over their layers of this mixer:
-    `mixer_options={"filter": ["short", "implicit"]}`.
+    The published code differs: it adds u to y, and u to h ∗ u for long filters, whose convolutions have no b_2. Its
+    explicit filters start with variance 1, here 1 / max_length, so that h ∗ u does not grow with max_length; its b_2 of
+    short filters starts at random, here at 0.
 
-    The published code differs: it adds u to y, and u to h ∗ u for long filters, and its long convolutions have no b_2.
-    There, explicit filters start with the variance 1, here with 1 / max_length, so that h ∗ u does not grow with
-    max_length; and b_2 of short filters starts at random, here at 0.
-
-    The layer has no output projection. With long filters, a token's output depends on all tokens before it. Therefore
-    the state keeps all tokens and grows, and the time of a step is proportional to their number. With a short filter,
-    the state has a constant size.
+    There is no output projection. With long filters the state keeps all tokens, and the time of a step grows with their
+    number; with a short filter the state has a constant size.
 
     Args:
         filter: "implicit", "explicit" or "short".
-        convolution_width: the number of taps of a short filter.
-        max_length: the number of tokens over which t runs from 0 to 1, at least 2, or the number of taps of an explicit
-            filter. It is a constant and not the length of the input, so that a filter is the same for a sequence, for
-            a part of it and for one token. For longer sequences, implicit filters continue beyond t = 1.
+        convolution_width: taps of a short filter.
+        max_length: the number of tokens over which t runs from 0 to 1, at least 2, or the taps of an explicit filter.
+            It does not depend on the input, so that parts of a sequence see the same filter. Beyond it, implicit
+            filters continue with t > 1.
         filter_width: channels of the network's hidden layer.
 
     Source: Zoology: Measuring and Improving Recall in Efficient Language Models (Arora et al., 2023), section 4.1; the
-    implicit filter is that of the published code.
+    implicit filter is from the published code.
     """
 
     paper = "BaseConv (arXiv:2312.04927), section 4.1"
@@ -96,9 +93,7 @@ class BaseConv(Mixer[BaseConvState | ShortBaseConvState]):
         if filter not in FILTERS:
             raise ValueError(f"filter={filter!r} is not one of {', '.join(FILTERS)}")
         if filter != "short" and backend not in ("auto", "torch"):
-            raise ValueError(
-                f"baseconv runs on torch's Fourier transforms, not on backend={backend!r}; use auto or torch"
-            )
+            raise ValueError(f"filter={filter!r} has no backend {backend!r}")
         self.max_length = max_length
         self.in_proj = nn.Linear(d_model, d_model)
         self.out_proj = None

@@ -19,10 +19,10 @@ class Based(LinearAttention):
 
         φ(q)ᵀ φ(k) = 1 + s + s²/2,  s = qᵀ k / √F;   S ← S + φ(k) vᵀ;   z ← z + φ(k);   y = W_o (Sᵀ φ(q) / zᵀ φ(q))
 
-    where q and k have F = feature_dim channels in each head. The weights φ(q)ᵀ φ(k) are at least 1/2. The paper's
-    feature map has both products x_i x_j and x_j x_i; here they are one feature, times √2. This gives the same weights
-    with 1 + F + F (F + 1) / 2 features in place of 1 + F + F². The paper puts two other layers between these: sliding
-    windows, which is the mixer window_attention, and gated short convolutions, which longseq does not have.
+    q and k have F = feature_dim channels in each head; the weights are at least 1/2. The paper's feature map has both
+    x_i x_j and x_j x_i; here they are one feature, times √2: the same weights from 1 + F + F (F + 1) / 2 features. The
+    paper alternates this layer with sliding windows (mixer window_attention) and gated short convolutions (not in
+    longseq).
 
     Args:
         feature_dim: F.

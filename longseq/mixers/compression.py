@@ -17,7 +17,7 @@ from longseq.blocks.precision import at_least_float32
 from longseq.kernels import orthogonal_recurrence, orthogonal_recurrence_step
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, required
+from longseq.mixers.base import Device, Mixer, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 
@@ -33,7 +33,7 @@ class CompressionState(NamedTuple):
 
 
 def padding_last(mask: Tensor, reverse: Reverse) -> Tensor:
-    """The places `[B, T, 1]` of tokens in the order in which padding is read last, for a mask `[B, T]`."""
+    """The indices `[B, T, 1]` that sort tokens so that padding is read last, for a mask `[B, T]`."""
     backward = torch.zeros_like(mask[:, :1])
     backward[mask.shape[0] // 2 if reverse == "second_half" else 0 :] = bool(reverse)
     return (mask == backward).byte().argsort(dim=1, stable=True).unsqueeze(-1)
@@ -44,10 +44,9 @@ class CompressionMixer(Mixer[CompressionState]):
 
         z, v, w, γ, μ = W x;   q, k = conv_q(z), conv_k(z);   y = W_o (memory(q, k, v, γ, μ) ⊙ GELU(w))
 
-    There is no activation after the convolutions: the paper names none, and the code of TTT has none.
-
-    The memory of a head is `[D, M]` with D = head_dim. Its initial value has random orthonormal columns, drawn once for
-    each head, saved, and not trained. γ is one number for each head, and so is μ if there is a forget gate.
+    The convolutions have no activation: the paper names none, and the code of TTT has none. The memory of a head is
+    `[D, M]` with D = head_dim. It starts with random orthonormal columns, drawn once for each head, saved, and not
+    trained. γ is one number for each head, and so is μ if there is a forget gate.
 
     Source: Lattice (Karami and Mirrokni, 2025), appendix A and figure 2, after the block of Mamba.
     """
@@ -120,7 +119,10 @@ class CompressionMixer(Mixer[CompressionState]):
         q, last = self.query_convolution(shared, convolution, output_final_state=output_final_state, **options)
         k, _ = self.key_convolution(shared, convolution, output_final_state=False, **options)
         gamma, g = self._gamma(rates), self._log_decay(rates)
-        self._observe_gates(gamma, g, mask)
+        bounded = [gamma] if self.gamma_activation == "sigmoid" else []
+        bounded += [] if g is None else [g.exp()]
+        if bounded:
+            self.observe("gate_saturation", lambda: torch.stack([saturation(x, mask) for x in bounded]).mean())
         o, final = self._recur(q, k, v, gamma, g, memory, keep=output_final_state, **options)
         if final is not None:
             self._observe_memory(final)
@@ -148,20 +150,9 @@ class CompressionMixer(Mixer[CompressionState]):
                 order = padding_last(mask, reverse)
                 q, k, v, gamma = (torch.take_along_dim(x, order, 1) for x in (q, k, v, gamma))
                 g = None if g is None else torch.take_along_dim(g, order, 1)
-        o, final = orthogonal_recurrence(
-            self._to_heads(q),
-            self._to_keys(k),
-            self._to_heads(v),
-            gamma,
-            g=g,
-            **self._rule(gamma),
-            initial_state=memory,
-            output_final_state=self.needs_state(keep),
-            cu_seqlens=cu_seqlens,
-            chunk_size=self.chunk_size,
-            reverse=reverse,
-            backend=self.backend,
-        )
+        q, k, v = self._to_heads(q), self._to_keys(k), self._to_heads(v)
+        options = {**self._rule(gamma), **self.call_options(keep, cu_seqlens, reverse), "chunk_size": self.chunk_size}
+        o, final = orthogonal_recurrence(q, k, v, gamma, g=g, initial_state=memory, **options)
         if order is not None:
             o = torch.take_along_dim(o, order.argsort(1).unsqueeze(-1), 1)
         return o, final
@@ -171,21 +162,12 @@ class CompressionMixer(Mixer[CompressionState]):
         gamma, g = self._gamma(rates), self._log_decay(rates)
         q, last = self.query_convolution.step(shared, state.convolution)
         k, _ = self.key_convolution.step(shared, state.convolution)
-        o, memory = orthogonal_recurrence_step(
-            self._to_heads(q),
-            self._to_keys(k),
-            self._to_heads(v),
-            gamma,
-            state.memory,
-            g=g,
-            **self._rule(gamma),
-            backend=self.step_backend,
-        )
+        q, k, v = self._to_heads(q), self._to_keys(k), self._to_heads(v)
+        options = {**self._rule(gamma), "backend": self.step_backend}
+        o, memory = orthogonal_recurrence_step(q, k, v, gamma, state.memory, g=g, **options)
         return o.flatten(-2) * functional.gelu(gate), CompressionState(last, memory)
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> CompressionState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> CompressionState:
         memory = self._first_memory(batch, dtype).to(device)
         return CompressionState(self.query_convolution.initial_state(batch, memory.device, memory.dtype), memory)
 
@@ -193,9 +175,7 @@ class CompressionMixer(Mixer[CompressionState]):
         return self.slots.to(memory_dtype(dtype)).expand(batch, -1, -1, -1)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The shared input of queries and keys, the values, the output gate, and the logits of γ and μ `[..., H or 2
-        H]`.
-        """
+        """The input of queries and keys, the values, the output gate, and the logits of γ and μ `[..., H or 2 H]`."""
         shared, v, gate, rates = projected.split(self.widths, dim=-1)
         return shared, v, gate, at_least_float32(rates)
 
@@ -209,7 +189,7 @@ class CompressionMixer(Mixer[CompressionState]):
         return functional.logsigmoid(rates[..., self.num_heads :] + self.forget_bias)
 
     def _log_decay_pair(self, backward: Self, rates: Tensor) -> Tensor | None:
-        """log μ of tokens that are read forward by this mixer and backward by `backward`: `[2 B, T, H]`."""
+        """log μ `[2 B, T, H]` for this mixer and `backward`; None without a forget gate."""
         bias = stack_pair(self.forget_bias, backward.forget_bias)
         if bias is None:
             return None
@@ -222,15 +202,8 @@ class CompressionMixer(Mixer[CompressionState]):
         return self._to_heads(k)
 
     def _rule(self, gamma: Tensor) -> dict[str, Any]:
-        """The options of the operation; those that are tensors have the shape of `gamma [..., H]`."""
+        """The options of the operation; tensors among them have the shape of `gamma [..., H]`."""
         return self.recurrence
-
-    def _observe_gates(self, gamma: Tensor, g: Tensor | None, mask: Tensor | None) -> None:
-        bounded = [gamma] if self.gamma_activation == "sigmoid" else []
-        if g is not None:
-            bounded.append(g.exp())
-        if bounded:
-            self.observe("gate_saturation", lambda: torch.stack([saturation(x, mask) for x in bounded]).mean())
 
     def _observe_memory(self, memory: Tensor) -> None:
         self.observe("state_norm", lambda: mean_norm(memory))

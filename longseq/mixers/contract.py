@@ -1,9 +1,8 @@
-"""The laws that every mixer keeps, as checks of a mixer's class: `check("deltanet")`.
+"""The laws that every mixer keeps, as checks of its class: `check("deltanet")`.
 
 A whole sequence, any split of it with the state carried over, and token-by-token steps give the same numbers. Rows of a
-batch, and packed and padded sequences, are each as if alone. Training mode changes nothing but what is drawn. Gradients
-are the derivatives, in each of these calls. The tests of longseq check its own mixers with these laws, and a plug-in's
-tests can do so with theirs:
+batch, packed and padded sequences do not affect each other. Training mode changes only what is drawn. Gradients are the
+derivatives. The tests of a plug-in can check its mixers, too:
 
     @pytest.mark.parametrize("law", contract.LAWS)
     def test_my_mixer(law):
@@ -31,10 +30,8 @@ from longseq.mixers.registry import create
 from longseq.parameters import no_weight_decay
 from longseq.state import map_state, select_state, state_tensors
 
-# Two whole chunks of the shortest kind and a part of a third: borders within chunks and between them.
-TOKENS = 37
-# More than a chunk of any operation, and no multiple of one.
-LONG = 300
+TOKENS = 37  # two of the shortest chunks and a part of a third
+LONG = 300  # more than a chunk of any operation, and no multiple of one
 
 Law = Callable[[Mixer[Any]], None]
 
@@ -56,20 +53,19 @@ def check(name: str, d_model: int = 32, *, laws: Iterable[str] = (), **options: 
     A mixer may refuse packed or padded sequences by a ValueError. It then serves tasks that have none.
 
     Args:
-        d_model: channels of the layer that is checked.
-        laws: names from `LAWS`; none given: all.
+        d_model: channels of the layer.
+        laws: names from `LAWS`; by default all.
         options: options of the mixer's constructor.
 
     Returns:
-        The names of the laws about inputs that the mixer refuses; their other inputs are checked.
+        The laws about inputs that the mixer refuses.
 
     Raises:
-        ContractError: the mixer breaks a law; the error before it, its cause, has the numbers.
+        ContractError: the mixer breaks a law; its cause has the numbers.
         ValueError: `name`, an option or a law is unknown.
     """
     wanted = tuple(laws) or tuple(LAWS)
-    unknown = [law for law in wanted if law not in LAWS]
-    if unknown:
+    if unknown := [law for law in wanted if law not in LAWS]:
         raise ValueError(f"no law is named {', '.join(unknown)}; the laws are {', '.join(LAWS)}")
     refused = []
     for law in wanted:
@@ -79,22 +75,19 @@ def check(name: str, d_model: int = 32, *, laws: Iterable[str] = (), **options: 
         except _Refused:
             refused.append(law)
         except Exception as error:
-            told = " ".join(str(error).split()) or type(error).__name__  # torch tells of numbers in several lines
-            raise ContractError(f"the mixer {name} breaks the law {law}: {told}") from error
+            reason = " ".join(str(error).split()) or type(error).__name__  # torch's messages have several lines
+            raise ContractError(f"the mixer {name} breaks the law {law}: {reason}") from error
     return tuple(refused)
 
 
 def make(name: str, d_model: int = 32, **options: Any) -> Mixer[Any]:
-    """Build a mixer for checks: in float64, with larger weights than the initial ones.
-
-    Gates and states then affect the output, and mistakes in them show.
-    """
+    """Build a mixer in float64 with enlarged weights, so that gates and states affect the output."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         mixer = create(name, d_model, **options).double().eval()
     with torch.no_grad():
         for parameter in mixer.parameters():
-            # The logarithm of a rate would become one of a rate that forgets all within a token.
+            # Twice the log of a decay rate would forget everything within a token.
             if parameter.ndim > 1 and parameter is not getattr(mixer, "A_log", None):
                 parameter.mul_(2)
     return mixer
@@ -120,6 +113,12 @@ def assert_same_state(actual: Any, expected: Any, message: str = "") -> None:
         assert_same(actual[name], expected[name], f"{message}: {name} of the state" if message else name)
 
 
+def assert_same_results(actual: tuple[Tensor, Any], expected: tuple[Tensor, Any], message: str = "") -> None:
+    """Require the same outputs and states, but for rounding in float64."""
+    assert_same(actual[0], expected[0], message)
+    assert_same_state(actual[1], expected[1], message)
+
+
 def _require(holds: bool, message: str) -> None:
     if not holds:
         raise AssertionError(message)
@@ -132,7 +131,7 @@ def _law(check_law: Law) -> Law:
 
 @contextmanager
 def _may_refuse() -> Iterator[None]:
-    """For the first input of a kind that a mixer may refuse."""
+    """Around the first input of a kind that a mixer may refuse."""
     try:
         yield
     except ValueError as error:
@@ -144,7 +143,7 @@ def _floating(state: Any) -> list[tuple[str, Tensor]]:
 
 
 def _numbers(y: Tensor, *states: Any) -> list[Tensor]:
-    """An output, and all of some states that can have a gradient."""
+    """An output and all floating-point tensors of some states."""
     return [y, *(tensor for state in states for _, tensor in _floating(state))]
 
 
@@ -153,7 +152,7 @@ def _as_leaves(state: Any) -> Any:
 
 
 def _leaves(mixer: Mixer[Any], x: Tensor, state: Any = None) -> dict[str, Tensor]:
-    """What gradients are taken of, by name."""
+    """The tensors whose gradients are compared, by name."""
     held = {f"{name} of the state": tensor for name, tensor in _floating(state)}
     return {"the input": x, **dict(mixer.named_parameters()), **held}
 
@@ -170,9 +169,9 @@ def _weigh(tensors: Sequence[Tensor], place: str = "") -> Tensor:
 def assert_same_gradients(
     leaves: Mapping[str, Tensor], actual: Sequence[Tensor], expected: Sequence[Tensor], message: str = ""
 ) -> None:
-    """Require that tensors which two calls gave have the same gradients, but for rounding in float64.
+    """Require that the results of two calls have the same gradients, but for rounding in float64.
 
-    One call is held to differences (see `gradients_are_the_derivatives`), and every other one to an equal call.
+    One call is compared with differences (see `gradients_are_the_derivatives`), and every other call with an equal one.
     """
     place = f"{message}: " if message else ""
     # Both calls may share a part of the graph, such as the projection of the input.
@@ -184,12 +183,12 @@ def assert_same_gradients(
     )
     for name, one, other in zip(leaves, gradients, wanted, strict=True):
         error, norm = float((one - other).norm()), float(other.norm())
-        told = f"{place}the gradient of {name} differs by {error:.2g}, and has the norm {norm:.2g}"
-        _require(error <= 1e-8 * norm + 1e-10, told)
+        message = f"{place}the gradient of {name} differs by {error:.2g}, and has the norm {norm:.2g}"
+        _require(error <= 1e-8 * norm + 1e-10, message)
 
 
 def _read_in_parts(mixer: Mixer[Any], x: Tensor, split: list[int]) -> tuple[Tensor, Any]:
-    """The outputs and the last state of parts of a sequence, each read with the state of the one before."""
+    """Read parts of a sequence, each with the state of the one before: all outputs and the last state."""
     state, parts = None, []
     for part in x.split(split, dim=1):
         y, state = mixer(part, state)
@@ -199,7 +198,7 @@ def _read_in_parts(mixer: Mixer[Any], x: Tensor, split: list[int]) -> tuple[Tens
 
 @_law
 def outputs_and_states_have_their_form(mixer: Mixer[Any]) -> None:
-    """Outputs are like the inputs; a state keeps its type, its tensors' types and, unless it may grow, their shapes."""
+    """Outputs are like the inputs; a state keeps its type and dtypes and, unless it grows, its shapes."""
     x = draw(mixer, 3)
     scanned = mixer.scan(mixer.project_in(x))
     _require(isinstance(scanned, tuple) and len(scanned) == 2, "scan returns other things than (y, state)")
@@ -217,14 +216,14 @@ def outputs_and_states_have_their_form(mixer: Mixer[Any]) -> None:
 
 @_law
 def it_is_built_without_numbers(mixer: Mixer[Any]) -> None:
-    """The constructor reads no number of a tensor: models are outlined on the meta device, which holds none."""
+    """The constructor reads no values of tensors: models are also built on the meta device, which has none."""
     with torch.device("meta"):
         type(mixer)(**mixer.arguments)
 
 
 @_law
 def states_are_float32_in_half_precision(mixer: Mixer[Any]) -> None:
-    """A memory in bfloat16 would lose what it adds up. States that hold the tokens themselves keep the tokens' type."""
+    """A sum in bfloat16 would lose small terms. States that hold tokens keep the tokens' type."""
     if mixer.growing_state:
         return
     mixer = mixer.bfloat16()
@@ -244,16 +243,16 @@ def bfloat16_autocast_stays_close(mixer: Mixer[Any]) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         y, state = mixer(x)
     error = float((y - exact).detach().norm() / exact.detach().norm())
-    _require(error < 0.05, f"outputs are {error:.1%} from those of float32")
+    _require(error < 0.05, f"outputs are {error:.1%} from float32's")
     for name, tensor in [] if mixer.growing_state else _floating(state):
         _require(tensor.dtype == torch.float32, f"{name} of the state is {tensor.dtype}, not torch.float32")
 
 
 @_law
 def float32_is_close_to_float64(mixer: Mixer[Any]) -> None:
-    """Within 1e-4 of float64, outputs and gradients: a rounding to half precision anywhere shows.
+    """Outputs and gradients are within 1e-4 of float64, which reveals rounding to half precision anywhere.
 
-    longseq's own mixers are within 2e-6, and bfloat16 rounds to 1e-3. States show in what is read after them.
+    longseq's own mixers are within 2e-6, and bfloat16 rounds to 1e-3. States are tested by what is read after them.
     """
     results: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
     for dtype in (torch.float64, torch.float32):
@@ -269,7 +268,7 @@ def float32_is_close_to_float64(mixer: Mixer[Any]) -> None:
         found = {f"the outputs of {name}": tensor.detach() for name, tensor in outputs.items()}
         results.append((found, {f"the gradients of {name}": x for name, x in zip(leaves, slopes, strict=True)}))
     (expected, wanted), (found, gradients) = results
-    # The gradient of a number without effect, as of the bias of keys below a softmax, is nothing but rounding.
+    # A parameter without effect, such as the bias of keys below a softmax, has a gradient of rounding errors.
     least = 0.1 * float(torch.stack([gradient.norm() for gradient in wanted.values()]).norm())
     for one, other, floor in ((found, expected, 1e-30), (gradients, wanted, least)):
         for name in other:
@@ -281,50 +280,43 @@ def float32_is_close_to_float64(mixer: Mixer[Any]) -> None:
 def no_state_is_the_initial_state(mixer: Mixer[Any]) -> None:
     """`state=None` begins a sequence."""
     x = draw(mixer, 2)
-    (y, state), (expected, expected_state) = mixer(x), mixer(x, mixer.initial_state(2, dtype=x.dtype))
-    assert_same(y, expected)
-    assert_same_state(state, expected_state)
+    assert_same_results(mixer(x), mixer(x, mixer.initial_state(2, dtype=x.dtype)))
 
 
 @_law
 def any_split_is_the_whole(mixer: Mixer[Any]) -> None:
-    """Parts of a sequence, each with the state of the one before, give the outputs and the state of the whole."""
+    """Parts of a sequence, each with the state of the one before, give the outputs and state of the whole."""
     x = draw(mixer, 2)
-    expected, expected_state = mixer(x)
+    expected = mixer(x)
     for split in ([1, 36], [16, 21], [3, 30, 4], [36, 1]):
-        y, state = _read_in_parts(mixer, x, split)
-        assert_same(y, expected, f"in parts of {split} tokens")
-        assert_same_state(state, expected_state, f"in parts of {split} tokens")
+        assert_same_results(_read_in_parts(mixer, x, split), expected, f"in parts of {split} tokens")
 
 
 @_law
 def steps_are_the_whole(mixer: Mixer[Any]) -> None:
     """Token-by-token steps give the outputs and the state of the whole sequence."""
     x = draw(mixer, 2)
-    expected, expected_state = mixer(x)
     state, parts = mixer.initial_state(2, dtype=x.dtype), []
     for token in x.unbind(1):
         y, state = mixer.step(token, state)
         parts.append(y)
-    assert_same(torch.stack(parts, dim=1), expected)
-    assert_same_state(state, expected_state)
+    assert_same_results((torch.stack(parts, dim=1), state), mixer(x))
 
 
 @_law
 def a_long_sequence_is_its_parts(mixer: Mixer[Any]) -> None:
-    """Outputs, the state and all gradients of 300 tokens, which are several chunks, equal those of two parts."""
+    """300 tokens, which are several chunks, give the outputs, state and gradients of two parts."""
     x = draw(mixer, 2, LONG).requires_grad_()
-    (expected, expected_state), (y, state) = (_read_in_parts(mixer, x, split) for split in ([LONG], [131, LONG - 131]))
-    assert_same(y, expected)
-    assert_same_state(state, expected_state)
-    assert_same_gradients(_leaves(mixer, x), _numbers(y, state), _numbers(expected, expected_state))
+    expected, found = (_read_in_parts(mixer, x, split) for split in ([LONG], [131, LONG - 131]))
+    assert_same_results(found, expected)
+    assert_same_gradients(_leaves(mixer, x), _numbers(*found), _numbers(*expected))
 
 
 @_law
 def given_states_stay_as_they_are(mixer: Mixer[Any]) -> None:
-    """A scan and a step return a new state: callers may keep the old one, to go on from it again."""
+    """A scan and a step return a new state: callers may continue the old one again."""
     x = draw(mixer, 2)
-    # Without gradients nothing else keeps a mixer from writing in place.
+    # While gradients are recorded, torch already refuses to write in place.
     for recorded, place in ((True, ""), (False, " without gradients")):
         with torch.set_grad_enabled(recorded):
             _, state = mixer(x)
@@ -340,7 +332,7 @@ def given_states_stay_as_they_are(mixer: Mixer[Any]) -> None:
 
 @_law
 def outputs_depend_on_the_past_only(mixer: Mixer[Any]) -> None:
-    """A changed token changes no output before it, and some from it on: a layer may forget within a few tokens."""
+    """A changed token changes no output before it, and some output from it on."""
     x = draw(mixer, 1)
     changed = x.clone()
     changed[:, 20] += 1.0
@@ -363,7 +355,7 @@ def _in_training(mixer: Mixer[Any], *inputs: Tensor) -> list[Tensor]:
 
 @_law
 def outputs_do_not_depend_on_the_wish_for_a_state(mixer: Mixer[Any]) -> None:
-    """`output_final_state=False`, as in training, returns the same outputs, with the same gradients, and no state."""
+    """`output_final_state=False` returns the same outputs, with the same gradients, and no state."""
     x = draw(mixer, 2).requires_grad_()
     for state in (None, _as_leaves(mixer(draw(mixer, 2, 4))[1])):
         (expected, _), (y, none) = mixer(x, state), mixer(x, state, output_final_state=False)
@@ -374,11 +366,11 @@ def outputs_do_not_depend_on_the_wish_for_a_state(mixer: Mixer[Any]) -> None:
 
 @_law
 def rows_are_separate(mixer: Mixer[Any]) -> None:
-    """Each row of a batch gives the outputs and the state that it gives alone, also in steps.
+    """Each row of a batch gives the outputs and the state that it gives by itself, also in steps.
 
-    In training mode another row has no effect: rows alone would draw other dropout.
+    In training mode, where a single row would draw other dropout, changing a row does not affect the others.
     """
-    rows = 5  # more than the batches of other laws: a layer may not count on few of them
+    rows = 5  # more than in other laws
     x, state = draw(mixer, rows), mixer(draw(mixer, rows, 4))[1]
     calls = (("", lambda *given: mixer(*given)), (" in a step", lambda x, state: mixer.step(x[:, 0], state)))
     for place, call in calls:
@@ -391,14 +383,14 @@ def rows_are_separate(mixer: Mixer[Any]) -> None:
     changed, others = x.clone(), torch.arange(rows) != 2
     changed[2] += 1.0
     y, y_changed = _in_training(mixer, x, changed)
-    assert_same(y_changed[others], y[others], "beside a changed row of the batch, in training mode")
+    assert_same(y_changed[others], y[others], "next to a changed row of the batch, in training mode")
 
 
 @_law
 def training_reads_as_evaluation_does(mixer: Mixer[Any]) -> None:
-    """Training mode gives the outputs and gradients of evaluation, in calls like those of training steps.
+    """Without dropout, training mode gives the outputs and gradients of evaluation.
 
-    Dropout is off. A layer that draws other random numbers in training mode may differ.
+    Layers that draw other random numbers in training mode are exempt.
     """
     for module in mixer.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -420,7 +412,7 @@ def training_reads_as_evaluation_does(mixer: Mixer[Any]) -> None:
         try:
             expected, expected_state = mixer.eval()(read, **options)
         except ValueError:
-            continue  # another law tells that the layer refuses such sequences
+            continue  # another law reports that the layer refuses such sequences
         y, last = mixer.train()(read, **{"output_final_state": False, **options})
         own = options.get("mask", torch.ones(y.shape[:2], dtype=torch.bool))
         message = f"in training mode{place}"
@@ -432,7 +424,7 @@ def training_reads_as_evaluation_does(mixer: Mixer[Any]) -> None:
 
 
 def _draws_in_training(mixer: Mixer[Any]) -> bool:
-    """True if torch's generator moves on in a call, or two calls differ: they have a source of their own."""
+    """True if a call advances torch's generator, or if two calls differ."""
     with torch.random.fork_rng(devices=[]):
         before = torch.get_rng_state()
         one, other = (mixer.train()(draw(mixer, 2))[0] for _ in range(2))
@@ -443,23 +435,20 @@ def _draws_in_training(mixer: Mixer[Any]) -> bool:
 
 @_law
 def a_state_dict_holds_all_that_was_drawn(mixer: Mixer[Any]) -> None:
-    """A second layer of the same arguments, with the `state_dict` of the first one, gives the same outputs."""
+    """A second layer with the same arguments and `state_dict` gives the same outputs."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         other = type(mixer)(**mixer.arguments).double().eval()
     other.load_state_dict(mixer.state_dict())
     x = draw(mixer, 2)
-    (expected, expected_state), (y, state) = mixer(x), other(x)
-    message = "a layer of the same arguments and state_dict"
-    assert_same(y, expected, message)
-    assert_same_state(state, expected_state, message)
+    assert_same_results(other(x), mixer(x), "a layer of the same arguments and state_dict")
 
 
 @_law
 def packed_sequences_are_separate(mixer: Mixer[Any]) -> None:
-    """Each of several sequences packed into one row gives the numbers that it gives alone, with its own state.
+    """Each of several packed sequences gives the numbers and gradients that it gives by itself, with its own state.
 
-    So it is with their gradients, and with the state of a sequence without tokens.
+    A sequence may have no tokens.
     """
     borders = torch.tensor([0, 5, 5, 6, TOKENS])
     x = draw(mixer, 1).requires_grad_()
@@ -473,10 +462,10 @@ def packed_sequences_are_separate(mixer: Mixer[Any]) -> None:
 def check_separate(
     mixer: Mixer[Any], x: Tensor, borders: list[int], before: Any, same: Callable[[Any, Any, str], None]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Compare the packed sequences of `x [1, T, d_model]` with each alone by `same`, from the states `before`.
+    """Compare the packed sequences of `x [1, T, d_model]` with each by itself, from the states `before`, by `same`.
 
     Returns:
-        What can have a gradient, of the packed sequences and of each alone.
+        The numbers with gradients, of the packed and of the single sequences.
     """
     packed, packed_state = mixer(x, before, cu_seqlens=torch.tensor(borders, device=x.device))
     outputs, states = [], []
@@ -504,16 +493,16 @@ def check_separate(
 
 
 def _read_nothing(mixer: Mixer[Any], x: Tensor, state: Any) -> Any:
-    """The state after no tokens: the given one, in the form that the mixer returns if it takes no tokens."""
+    """The state after no tokens: as the mixer returns it if it takes no tokens, else the given one."""
     try:
         return mixer(x[:, :0], state)[1]
-    except Exception:  # a layer need not take a batch without tokens, and it is its own how it fails
+    except Exception:  # a layer need not take a batch without tokens
         return mixer.initial_state(1, x.device, x.dtype) if state is None else state
 
 
 @_law
 def packed_sequences_go_on(mixer: Mixer[Any]) -> None:
-    """The states of packed sequences, of those without tokens too, continue them as rows."""
+    """The states of packed sequences, empty ones included, continue them as rows."""
     borders = [0, 2, 2, 9]
     x, following = draw(mixer, 1, 9), draw(mixer, 3, 3)
     for before in (None, mixer(draw(mixer, 3, 4))[1]):
@@ -530,9 +519,7 @@ def packed_sequences_go_on(mixer: Mixer[Any]) -> None:
 
 @_law
 def padding_leaves_no_trace(mixer: Mixer[Any]) -> None:
-    """Padding on the left, on the right or between tokens changes neither outputs and gradients of real tokens nor what
-    follows from the state.
-    """
+    """Padding on either side or between tokens changes no output, gradient or continuation of real tokens."""
     position, rows = torch.arange(TOKENS), torch.arange(3)
     lengths = torch.tensor([[TOKENS], [20], [1]])
     x, following = draw(mixer, 3).requires_grad_(), draw(mixer, 3, 2)
@@ -540,10 +527,10 @@ def padding_leaves_no_trace(mixer: Mixer[Any]) -> None:
     with _may_refuse():
         mixer(x, state, mask=torch.ones(3, TOKENS, dtype=torch.bool))
     sides = {"on the left": position >= TOKENS - lengths, "on the right": position < lengths}
-    # One by one, many in a row, and on both sides, too.
+    # Single ones, many in a row, and on both sides.
     between = torch.stack([position % 3 != 1, (position < 5) | (position > 20), position % 7 == 3])
     for side, real in {**sides, "between tokens": between}.items():
-        # A layer may take padding on the sides alone.
+        # A layer may refuse padding between tokens.
         with nullcontext() if side in sides else _may_refuse():
             padded, padded_state = mixer(x, state, mask=real)
         continued, _ = mixer(following, padded_state)
@@ -562,7 +549,7 @@ def padding_leaves_no_trace(mixer: Mixer[Any]) -> None:
 
 @_law
 def reading_backwards_is_reading_turned_tokens(mixer: Mixer[Any]) -> None:
-    """With `reads_backwards`: `reverse` reads as if tokens were in the other order, "second_half" half of the rows."""
+    """With `reads_backwards`: `reverse` reads as if the tokens were flipped, "second_half" half of the rows."""
     if not mixer.reads_backwards:
         return
     scan: Callable[..., tuple[Tensor, Any]] = mixer.scan
@@ -570,18 +557,17 @@ def reading_backwards_is_reading_turned_tokens(mixer: Mixer[Any]) -> None:
     projected = mixer.project_in(draw(mixer, len(real))).detach().requires_grad_()
     state = _as_leaves(mixer(draw(mixer, len(real), 4))[1])
     leaves = _leaves(mixer, projected, state)
-    for mask, told in ((None, ""), (real, " with padding")):
+    for mask, padding in ((None, ""), (real, " with padding")):
         with nullcontext() if mask is None else _may_refuse():
             ahead, ahead_last = scan(projected, state, mask=mask)
             turned, turned_last = scan(projected.flip(1), state, mask=None if mask is None else mask.flip(1))
             back, back_last = scan(projected, state, mask=mask, reverse=True)
             halves, halves_last = scan(projected, state, mask=mask, reverse="second_half")
         own = torch.ones_like(real) if mask is None else mask
-        message, wanted = f"all rows backwards{told}", turned.flip(1)[own]
-        assert_same(back[own], wanted, message)
-        assert_same_state(back_last, turned_last, message)
+        message, wanted = f"all rows backwards{padding}", turned.flip(1)[own]
+        assert_same_results((back[own], back_last), (wanted, turned_last), message)
         assert_same_gradients(leaves, _numbers(back[own], back_last), _numbers(wanted, turned_last), message)
-        message = f"half of the rows backwards{told}"
+        message = f"half of the rows backwards{padding}"
         first, second = torch.arange(len(real)).chunk(2)
         wanted = torch.cat([ahead[first], back[second]])[own]
         lasts = [(select_state(ahead_last, first), first), (select_state(back_last, second), second)]
@@ -594,7 +580,7 @@ def reading_backwards_is_reading_turned_tokens(mixer: Mixer[Any]) -> None:
 
 @_law
 def packed_sequences_are_read_backwards(mixer: Mixer[Any]) -> None:
-    """With `reads_backwards`: `reverse` reads each of several packed sequences as if its tokens were turned."""
+    """With `reads_backwards`: `reverse` reads each of several packed sequences as if it were flipped."""
     if not mixer.reads_backwards:
         return
     scan: Callable[..., tuple[Tensor, Any]] = mixer.scan
@@ -606,16 +592,15 @@ def packed_sequences_are_read_backwards(mixer: Mixer[Any]) -> None:
         with _may_refuse():
             y, last = scan(projected, state, cu_seqlens=packing, reverse=True)
             expected, expected_last = scan(projected.flip(1), before, cu_seqlens=packing.turned())
-        expected, expected_last = expected.flip(1), select_state(expected_last, last_first)
-        assert_same(y, expected, "packed sequences backwards")
-        assert_same_state(last, expected_last, "packed sequences backwards")
-        leaves, wanted = _leaves(mixer, projected, state), _numbers(expected, expected_last)
-        assert_same_gradients(leaves, _numbers(y, last), wanted, "packed sequences backwards")
+        wanted = expected.flip(1), select_state(expected_last, last_first)
+        assert_same_results((y, last), wanted, "packed sequences backwards")
+        leaves = _leaves(mixer, projected, state)
+        assert_same_gradients(leaves, _numbers(y, last), _numbers(*wanted), "packed sequences backwards")
 
 
 @_law
 def a_pair_is_the_sum_of_its_scans(mixer: Mixer[Any]) -> None:
-    """With `reads_pairs`: `scan_pair` adds what one mixer reads forward and what another, or itself, reads backward."""
+    """With `reads_pairs`: `scan_pair` adds the forward scan of one mixer and the backward scan of another or itself."""
     if not mixer.reads_pairs:
         return
     real = _pad()[:3]
@@ -650,11 +635,11 @@ def _pad() -> Tensor:
 
 @_law
 def every_parameter_and_the_state_get_gradients(mixer: Mixer[Any]) -> None:
-    """No parameter, and no part of a given state, is without effect on outputs and the final state."""
+    """Every parameter, and every part of a given state, affects the outputs and the final state."""
     x = draw(mixer, 2).requires_grad_()
     state = _as_leaves(mixer(draw(mixer, 2, 5))[1])
     y, final = mixer(x, state)
-    # The window of a convolution of one tap holds no tokens: that part of the state is empty.
+    # A convolution of one tap has an empty state.
     (y.square().mean() + sum(tensor.square().mean() for _, tensor in _floating(final) if tensor.numel())).backward()
     held = [(name, tensor) for name, tensor in _floating(state) if tensor.numel()]
     for name, tensor in [("the input", x), *mixer.named_parameters(), *held]:
@@ -667,7 +652,7 @@ def every_parameter_and_the_state_get_gradients(mixer: Mixer[Any]) -> None:
 def gradients_are_the_derivatives(mixer: Mixer[Any]) -> None:
     """Gradients of the input, each parameter and each part of the state equal differences along a random direction.
 
-    The final state is read by a step and a further scan, for its parts may count only together, as digits and exponent.
+    A step and a further scan read the final state, whose parts may only have meaning together (digits and exponent).
     """
     x, following = draw(mixer, 2, 6).requires_grad_(), draw(mixer, 2, 4)
     state = _as_leaves(mixer(draw(mixer, 2, 5))[1])
@@ -693,8 +678,8 @@ def gradients_are_the_derivatives(mixer: Mixer[Any]) -> None:
             ahead, behind = (_moved(tensor, sign * step * direction, loss) for sign in (1, -1))
         difference, derivative = float(ahead - behind) / (2 * step), float((gradient * direction).sum())
         bar = 1e-5 * float(gradient.norm() * direction.norm()) + 1e-7 * abs(difference)
-        told = f"the gradient of {name} along a direction is {derivative:.8g}, and differences give {difference:.8g}"
-        _require(abs(difference - derivative) <= bar + 1e-7, told)
+        message = f"the gradient of {name} along a direction is {derivative:.8g}, differences give {difference:.8g}"
+        _require(abs(difference - derivative) <= bar + 1e-7, message)
 
 
 def _moved(tensor: Tensor, change: Tensor, function: Callable[[], Tensor]) -> Tensor:
@@ -708,7 +693,7 @@ def _moved(tensor: Tensor, change: Tensor, function: Callable[[], Tensor]) -> Te
 
 @_law
 def parameters_without_weight_decay_exist(mixer: Mixer[Any]) -> None:
-    """`no_weight_decay_names` are names of parameters, or of None where options leave a parameter out."""
+    """`no_weight_decay_names` names parameters, or None where options leave a parameter out."""
     left_out = {name for name in mixer.no_weight_decay_names if getattr(mixer, name, ...) is None}
     named = {*mixer.no_weight_decay_names, *no_weight_decay(mixer)} - left_out
     unknown = sorted(named - dict(mixer.named_parameters()).keys())
@@ -717,8 +702,9 @@ def parameters_without_weight_decay_exist(mixer: Mixer[Any]) -> None:
 
 @_law
 def watched_scans_report_numbers(mixer: Mixer[Any]) -> None:
-    """Reports are scalars without a gradient. A state with a `memory`, `[B, ..., K, V]` or `[B, D]`, reports the mean
-    of its norms as `state_norm`.
+    """Reports are scalars without a gradient.
+
+    A state with a `memory`, `[B, ..., K, V]` or `[B, D]`, reports the mean of its norms as `state_norm`.
     """
     mixer.observed = {}
     _, state = mixer(draw(mixer, 2))
@@ -733,7 +719,7 @@ def watched_scans_report_numbers(mixer: Mixer[Any]) -> None:
 
 @_law
 def flops_are_those_of_the_steps(mixer: Mixer[Any]) -> None:
-    """`scan_flops` counts what a step computes for each token, and more than that where the state grows."""
+    """`scan_flops` counts the operations of a step for each token, and more where the state grows."""
     projections = 2 * sum(p.weight.numel() for p in (mixer.in_proj, mixer.out_proj) if p is not None)
     one, two, three = (mixer.flops(length) for length in (2000, 4000, 6000))  # beyond any window
     _require(one > 2000 * projections, "scan_flops is not above 0")
@@ -745,16 +731,16 @@ def flops_are_those_of_the_steps(mixer: Mixer[Any]) -> None:
     projected = mixer.project_in(draw(mixer, 1)[:, 0])
     with torch.no_grad(), _Count() as counted:
         mixer.scan_step(projected, state)
-    told = (mixer.scan_flops(6000) - mixer.scan_flops(4000)) / 2000
-    # What a count may leave out: norms, activations and other work on single channels.
-    message = f"scan_flops tells {told:.0f} operations a token, and a step computes {counted.operations}"
-    _require(0.5 * counted.operations <= told <= 1.1 * counted.operations, message)
+    stated = (mixer.scan_flops(6000) - mixer.scan_flops(4000)) / 2000
+    # A count may leave out norms, activations and other work on single channels.
+    message = f"scan_flops states {stated:.0f} operations a token, and a step computes {counted.operations}"
+    _require(0.5 * counted.operations <= stated <= 1.1 * counted.operations, message)
 
 
 class _Count(TorchDispatchMode):
-    """Counts operations on numbers: those of matrix products as torch counts them, else one for each number."""
+    """Counts operations: of matrix products as torch does, of others one for each number."""
 
-    # What moves, makes or compares numbers.
+    # Operations that move, make or compare numbers.
     MOVES = frozenset(
         (
             *("_local_scalar_dense", "_to_copy", "_unsafe_view", "arange", "cat", "clone", "constant_pad_nd", "copy_"),
@@ -785,12 +771,10 @@ class _Count(TorchDispatchMode):
 
 
 def check_sequences_apart(mixer: Mixer[Any], *, packed: bool) -> None:
-    """Require that a layer, as it is and where it is, keeps packed or padded sequences apart.
-
-    Numbers are compared up to 2 %, for the layer's own precision. The layer may refuse such sequences.
+    """Require that a layer, as it is, keeps packed or padded sequences apart (to 2 %), or refuses them.
 
     Raises:
-        ContractError: an output of a sequence, or its state after packed ones, differs from that of the sequence alone.
+        ContractError: an output of a sequence, or its state after packed ones, differs from the sequence by itself.
     """
     weight = next((p for p in mixer.parameters() if p.is_floating_point()), torch.zeros(()))
     layer = copy.deepcopy(mixer).eval()

@@ -1,4 +1,4 @@
-"""Readings of a sequence in several directions, and the function that builds the reading a model asks for."""
+"""Layers that read a sequence in several directions, and the function that builds the reading a model asks for."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from longseq.mixers.registry import create, get
 SHARING = ("projections", "all", "none")
 MERGES = ("sum", "mean")
 
-NO_STATE = "a reading in several directions has no state and no steps; build the model with direction='forward'"
+NO_STATE = "a reading in several directions has no state and no steps: use direction='forward'"
 
 AnyMixer = Mixer[Any]
 
 
 class Directions(nn.Module):
-    """A reading in several orders: both ways along a sequence (bidirectional), or along rows and columns (cross).
+    """Reads in several orders: both ways along a sequence (bidirectional), or along rows and columns (cross).
 
-    The parameter count depends on what the orders share. P is the count of a mixer's two projections, S that of its
-    scan (convolution, gates, recurrence), and n the number of orders:
+    `share` decides the parameters. With P for a mixer's two projections, S for its scan (convolution, gates,
+    recurrence) and n orders:
 
         projections   P + n S   a scan for each order between one pair of projections (Vim, Vision Longhorn)
         all           P + S     one mixer; the orders are stacked along the batch
@@ -48,15 +48,14 @@ class Directions(nn.Module):
     In the state dict, `mixers.i` is the mixer of order i. `mixers.0` has the shared projections; with share="all" it is
     the only mixer.
 
-    A mixer with `Mixer.scan_pair` reads an order and its reverse in one call, which launches each operation once for
-    both. It reads one order after the other if a callback watches it, if it or its submodules have hooks or were
-    replaced (adapters, quantisation), and for packed rows. A hook on a mixer of this layer sees what that mixer alone
-    does: the projected tokens, and its reading before the output projection.
+    Mixers with `Mixer.scan_pair` read an order and its reverse in one call. They read one order after the other if a
+    callback watches, if they or their submodules have hooks or were replaced (adapters, quantisation), and for packed
+    rows. A hook on such a mixer sees the projected tokens and the reading before the output projection.
 
-    The two mixers of a pair are separate modules, and `scan_pair` stacks their parameters in each call. Parameters
-    `[2, ...]` in one module would save these small copies, which no measurement shows. But adapters and quantisation
-    look for `nn.Linear` with a weight of two dimensions, optimizers decide by shapes (timm decays no vectors, Muon
-    takes matrices), and packed rows, telemetry and segments read each direction by itself.
+    The two mixers of a pair are separate modules, whose parameters `scan_pair` stacks in each call; no measurement
+    shows the cost. One module with parameters `[2, ...]` would break adapters and quantisation, which look for
+    `nn.Linear` with two-dimensional weights, and optimizers that decide by shapes (timm decays no vectors, Muon takes
+    matrices).
 
     Args:
         build: makes one mixer (see `longseq.mixers.Mixer`).
@@ -97,21 +96,21 @@ class Directions(nn.Module):
         mask: Tensor | None = None,
         output_final_state: bool = True,
     ) -> tuple[Tensor, None]:
-        """Mix `x [B, T, D]`; the arguments are those of `longseq.blocks.reading.Reading`.
+        """Mix `x [B, T, D]`; arguments as for `longseq.mixers.Mixer.forward`.
 
         Returns:
-            `y [B, T, D]` and None: later tokens change every output, so that there is no state to continue from.
+            `y [B, T, D]`, and None instead of a state: later tokens change every output.
 
         Raises:
-            ValueError: a state is given; columns are to be read of packed rows; `cu_seqlens` or `mask` does not fit
-                `x`, or both are given.
+            ValueError: a state is given; packed rows are to be read in columns; `cu_seqlens` or `mask` does not fit
+                `x`.
         """
         if state is not None:
             raise ValueError(NO_STATE)
         packing = check_rows(x, cu_seqlens, mask)
         x = hide_padding(x, mask)
         if packing is not None and COLUMNS in self.orders:
-            raise ValueError("direction='cross' reads one grid of patches a row: leave cu_seqlens out")
+            raise ValueError("direction='cross' does not read packed sequences")
         readers = self.readers
         first = readers[0]
         if self.share == "none":
@@ -140,8 +139,9 @@ class Directions(nn.Module):
 
         Args:
             index: of an order along the sequence, forward or backward.
-            state: what the segment before in this order returned: for a backward order, that of the tokens after `x`.
-            cu_seqlens: of packed pieces; the state has a row for each, in the order of the pieces.
+            state: the state after the previous segment in this order; for a backward order, after the tokens behind
+                `x`.
+            cu_seqlens: of packed pieces; the state has a row for each.
 
         Returns:
             The reading `[B, T, I]`, in the order of `x`, and the state after its last token in this order, or None.
@@ -159,7 +159,7 @@ class Directions(nn.Module):
         return (mixer.project_out(y) if self.share == "none" else y), state
 
     def join(self, readings: list[Tensor]) -> Tensor:
-        """The output `[B, T, D]` of the readings that `read_order` gives for all orders."""
+        """The output `[B, T, D]` of the readings of all orders, from `read_order`."""
         merged = self._merge(readings)
         return merged if self.share == "none" else self.readers[0].project_out(merged)
 
@@ -180,7 +180,7 @@ class Directions(nn.Module):
         inputs = [reorder(projected, order, layout) for order in orders]
         masks = None if mask is None else [reorder(mask, order, layout) for order in orders]
         if self.share == "all":
-            stacked = readers[0].read_pair(readers[0], _stack(inputs), None if masks is None else _stack(masks))
+            stacked = readers[0].read_pair(readers[0], torch.cat(inputs), None if masks is None else torch.cat(masks))
             readings = _unstack(stacked, len(orders))
         else:
             pairs = zip(readers[::2], readers[1::2], inputs, masks or len(orders) * (None,), strict=True)
@@ -193,8 +193,8 @@ class Directions(nn.Module):
         reverse: Reverse = False
         if mixer.reads_backwards and are_pairs(orders):
             orders, reverse = orders[::2] * 2, "second_half"
-        stacked = _stack([reorder(projected, order, layout) for order in orders])
-        masks = None if mask is None else _stack([reorder(mask, order, layout) for order in orders])
+        stacked = torch.cat([reorder(projected, order, layout) for order in orders])
+        masks = None if mask is None else torch.cat([reorder(mask, order, layout) for order in orders])
         y, _ = _scan(mixer, stacked, reverse=reverse, mask=masks, output_final_state=False)
         readings = _unstack(y, len(orders))
         return [restore(reading, order, layout) for reading, order in zip(readings, orders, strict=True)]
@@ -213,14 +213,12 @@ class Directions(nn.Module):
         return f"orders={self.orders}, share={self.share!r}, merge={self.merge!r}"
 
 
-# torch.fx must not trace into readings: operations choose their backend by properties of tensors that a symbolic trace
-# does not have. This is a call and not a decorator, because timm declares that it returns nn.Module: type checkers
-# would lose the class.
+# torch.fx must not trace into readings (see `longseq.mixers.base`).
 register_notrace_module(Directions)
 
 
 def check_sharing(share: str, merge: str) -> None:
-    """Raise ValueError unless these are one of `SHARING` and one of `MERGES`."""
+    """Raise ValueError unless `share` is in `SHARING` and `merge` in `MERGES`."""
     if share not in SHARING:
         raise ValueError(f"share_directions={share!r} is not one of {', '.join(SHARING)}")
     if merge not in MERGES:
@@ -245,18 +243,18 @@ def make_reading(
     Args:
         mixer, options: a registered name, and keywords of its constructor.
         direction: one of `longseq.blocks.reading.DIRECTIONS`.
-        layer: the index of the layer among those with its mixer; direction="alternating" depends on it.
+        layer: the index of the layer among the layers with its mixer, for direction="alternating".
         share, merge: see `Directions`.
         backend: the kernel backend of the mixer; with auto, the options decide.
 
     Raises:
-        ValueError: an option has a value that does not exist, or contradicts the direction or the backend.
+        ValueError: an option has an unknown value, or sets `causal`.
     """
     check_sharing(share, merge)
     orders = reading_orders(direction, layer)
     chosen = dict(options)
     if "causal" in chosen:
-        raise ValueError("mixer_options sets causal, which the direction decides: use direction='forward' for causal")
+        raise ValueError("the direction decides causal: leave it out of mixer_options")
     if backend != "auto":
         chosen["backend"] = backend
     sees_all = get(mixer).supports_noncausal and len(orders) > 1
@@ -271,7 +269,7 @@ def make_reading(
 
 
 def named_readings(model: nn.Module) -> Iterator[tuple[str, AnyMixer | Directions]]:
-    """Yield the readings of a model's blocks with their names, without the mixers inside a `Directions`."""
+    """Yield the readings of a model's blocks by name, without the mixers inside a `Directions`."""
     parts: set[nn.Module] = set()
     for name, module in model.named_modules():
         if isinstance(module, Directions):
@@ -280,13 +278,8 @@ def named_readings(model: nn.Module) -> Iterator[tuple[str, AnyMixer | Direction
             yield name, module
 
 
-def _stack(readings: list[Tensor]) -> Tensor:
-    """Concatenate readings along the batch."""
-    return readings[0] if len(readings) == 1 else torch.cat(readings)
-
-
 def _unstack(stacked: Tensor, count: int) -> list[Tensor]:
-    """Undo `_stack`."""
+    """Undo `torch.cat` of `count` readings along the batch."""
     # Not `chunk`: the ONNX exporter does not know its sizes if the batch size is symbolic.
     return list(stacked.unflatten(0, (count, -1)).unbind())
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 from typing_extensions import Self
 
 from longseq.kernels import linear_attention, linear_attention_step, silu_product
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer
+from longseq.mixers.base import Device, Mixer, memory_dtype, required
 from longseq.mixers.measures import mean_norm, saturation
 from longseq.state import StateT
 
@@ -19,16 +20,6 @@ class MemoryState(NamedTuple):
     """The memory `[B, H, K, V]`."""
 
     memory: Tensor
-
-
-class HeadNorm(Protocol):
-    """A norm over the last dimension, and the sum of such norms of two layers that read in both directions."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Normalise x."""
-
-    def norm_pair(self, backward: Any, x: Tensor) -> Tensor:
-        """The sum of the norms of both halves of x `[2 B, ...]`, the second by `backward`."""
 
 
 class GatedLinearMixer(Mixer[StateT]):
@@ -41,7 +32,7 @@ class GatedLinearMixer(Mixer[StateT]):
     reads_backwards: ClassVar[bool] = True
     reads_pairs: ClassVar[bool] = True
 
-    norm: HeadNorm
+    norm: Any  # over the last dimension, with `norm_pair` as in `longseq.blocks.norm.RMSNorm`
     output_gate: bool = True
 
     def recur(
@@ -60,23 +51,13 @@ class GatedLinearMixer(Mixer[StateT]):
     ) -> tuple[Tensor, Tensor | None]:
         """Run `q, k [B, T, H, K]`, `v [B, T, H, V]`, `g [B, T, H]` or `[B, T, H, K]` through the recurrence.
 
-        Returns `[B, T, H, V]`, and the last memory with `keep` or where a callback watches.
+        Returns `[B, T, H, V]`, and the last memory with `keep` or if a callback watches.
         """
         self.observe("gate_saturation", lambda: saturation(g.exp(), mask))
         if mask is not None:
-            k = k * mask[..., None, None]
-        o, final = linear_attention(
-            q,
-            k,
-            v,
-            g=g if mask is None else g * mask.reshape(*mask.shape, *[1] * (g.dim() - 2)),
-            scale=scale,
-            initial_state=memory,
-            output_final_state=self.needs_state(keep),
-            cu_seqlens=cu_seqlens,
-            reverse=reverse,
-            backend=self.backend,
-        )
+            k, g = k * mask[..., None, None], g * mask.reshape(*mask.shape, *[1] * (g.dim() - 2))
+        options = self.call_options(keep, cu_seqlens, reverse)
+        o, final = linear_attention(q, k, v, g=g, scale=scale, initial_state=memory, **options)
         self.observe("state_norm", lambda: mean_norm(final))
         return o, final
 
@@ -91,13 +72,48 @@ class GatedLinearMixer(Mixer[StateT]):
         return self._multiply(self.norm(o).flatten(-2), gate)
 
     def read_out_pair(self, backward: Self, o: Tensor, gate: Tensor) -> Tensor:
-        """The sum of `read_out` over both halves of the rows `o [2 B, ...]`; the second half uses the norm of
-        `backward`.
-        """
+        """The sum of `read_out` over both halves of the rows `o [2 B, ...]`; the second takes `backward`'s norm."""
         return self._multiply(self.norm.norm_pair(backward.norm, o).flatten(-2), gate)
 
     def _multiply(self, y: Tensor, gate: Tensor) -> Tensor:
         return silu_product(y, gate, backend=self.local_backend) if self.output_gate else y
+
+
+class GatedMemoryMixer(GatedLinearMixer[MemoryState]):
+    """Base of GLA and HGRN2, whose state is the memory; `split` computes the inputs of the recurrence."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+
+    def split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """q, k `[..., H, K]`, v `[..., H, V]`, g `[..., H, K]`, and the output gate `[..., H V]`, maybe empty."""
+        raise NotImplementedError
+
+    def scan(
+        self,
+        projected: Tensor,
+        state: MemoryState | None = None,
+        *,
+        cu_seqlens: Tensor | Packing | None = None,
+        mask: Tensor | None = None,
+        reverse: Reverse = False,
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, MemoryState | None]:
+        q, k, v, g, gate = self.split(projected)
+        memory = None if state is None else state.memory
+        options: dict[str, Any] = {"scale": self.key_dim**-0.5, "reverse": reverse, "keep": output_final_state}
+        o, memory = self.recur(q, k, v, g, memory, cu_seqlens, mask, **options)
+        return self.read_out(o, gate), MemoryState(required(memory)) if output_final_state else None
+
+    def scan_step(self, projected: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
+        q, k, v, g, gate = self.split(projected)
+        o, memory = self.recur_step(q, k, v, g, state.memory, scale=self.key_dim**-0.5)
+        return self.read_out(o, gate), MemoryState(memory)
+
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> MemoryState:
+        shape = (batch, self.num_heads, self.key_dim, self.value_dim)
+        return MemoryState(torch.zeros(shape, device=device, dtype=memory_dtype(dtype)))
 
 
 def recurrence_flops(heads: int, key_dim: int, value_dim: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import Self
@@ -11,27 +10,23 @@ from longseq.blocks.linear import project_pair
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
-from longseq.kernels.packing import Packing
-from longseq.kernels.reading import Reverse
-from longseq.mixers.base import memory_dtype, required
-from longseq.mixers.feature_maps import FEATURE_MAPS
-from longseq.mixers.gated_linear import GatedLinearMixer, MemoryState, recurrence_flops
-from longseq.mixers.heads import check_groups, choose_heads, repeat_groups
+from longseq.mixers.gated_linear import GatedMemoryMixer, recurrence_flops
+from longseq.mixers.heads import FEATURE_MAPS, check_groups, choose_heads, repeat_groups
 from longseq.mixers.registry import register
 
 
 @register("gla")
-class GatedLinearAttention(GatedLinearMixer[MemoryState]):
+class GatedLinearAttention(GatedMemoryMixer):
     """Linear attention whose forget gates depend on the token, one for each key channel.
 
         q, k = φ(W x);   v = W_v x;   g = log sigmoid(W₂ W₁ x + b) / τ
         S ← Diag(exp(g)) S + k vᵀ;   y = W_o (RMSNorm(Sᵀ q / √K) ⊙ SiLU(W_r x))
 
-    RMSNorm, the scale 1/√K and W_r without a bias are those of the published code.
+    RMSNorm, the scale 1/√K and W_r without a bias follow the published code.
 
     Args:
         num_heads: the number of heads.
-        num_kv_heads: heads of keys, values and decays, a divisor of num_heads; by default as many as of queries.
+        num_kv_heads: heads of keys, values and decays, a divisor of num_heads; by default num_heads.
         expand_k, expand_v: widths of all queries and of all outputs of heads, relative to `d_model`.
         feature_map: φ, one of identity (the paper's), relu (for weights of a transformer, see `longseq convert`), silu,
             relu_squared.
@@ -78,51 +73,16 @@ class GatedLinearAttention(GatedLinearMixer[MemoryState]):
         self.norm = RMSNorm(self.value_dim, eps=norm_eps, backend=backend)
         self.out_proj = nn.Linear(self.value_width, d_model, bias=False)
 
-    def scan(
-        self,
-        projected: Tensor,
-        state: MemoryState | None = None,
-        *,
-        cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
-        reverse: Reverse = False,
-        output_final_state: bool = True,
-    ) -> tuple[Tensor, MemoryState | None]:
-        q, k, v, gate, rank = self._split(projected)
-        g = self._log_decay(self.decay_proj(rank))
-        memory = None if state is None else state.memory
-        o, memory = self.recur(
-            q, k, v, g, memory, cu_seqlens, mask, scale=self.key_dim**-0.5, reverse=reverse, keep=output_final_state
-        )
-        return self.read_out(o, gate), MemoryState(required(memory)) if output_final_state else None
-
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v, gate, rank = self._split(projected)
+        q, k, v, mask = repeat_rows(q), repeat_rows(k), repeat_rows(v), repeat_rows(mask)
         g = self._log_decay(project_pair(self.decay_proj, backward.decay_proj, rank.expand(2, *rank.shape)))
-        o, _ = self.recur(
-            repeat_rows(q),
-            repeat_rows(k),
-            repeat_rows(v),
-            g,
-            None,
-            None,
-            repeat_rows(mask),
-            scale=self.key_dim**-0.5,
-            reverse="second_half",
-        )
+        o, _ = self.recur(q, k, v, g, None, None, mask, scale=self.key_dim**-0.5, reverse="second_half")
         return self.read_out_pair(backward, o, gate)
 
-    def scan_step(self, projected: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
+    def split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         q, k, v, gate, rank = self._split(projected)
-        g = self._log_decay(self.decay_proj(rank))
-        o, memory = self.recur_step(q, k, v, g, state.memory, scale=self.key_dim**-0.5)
-        return self.read_out(o, gate), MemoryState(memory)
-
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> MemoryState:
-        shape = (batch, self.num_heads, self.key_dim, self.value_dim)
-        return MemoryState(torch.zeros(shape, device=device, dtype=memory_dtype(dtype)))
+        return q, k, v, self._log_decay(self.decay_proj(rank)), gate
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         q, k, v, gate, rank = projected.split(self.widths, dim=-1)

@@ -40,7 +40,7 @@ class ConstantGate(nn.Module):
 
 @register("gsa")
 class GatedSlotAttention(SlotMixer):
-    """Attention to M slots, each a moving average of keys and of values with a forget gate of its own.
+    """Attention to M slots, each a moving average of keys and of values with its own forget gate.
 
         q, k = φ(W x);   v = SiLU(W_v x);   α = sigmoid(W_α x)^{1/τ}
         K̃ ← Diag(α) K̃ + (1 − α) kᵀ;   Ṽ ← Diag(α) Ṽ + (1 − α) vᵀ
@@ -50,14 +50,14 @@ class GatedSlotAttention(SlotMixer):
 
     Args:
         num_heads: of queries; a divisor of `d_model` where `head_dim` is None.
-        num_kv_heads: heads of keys, values and slots, a divisor of num_heads; by default as many as of queries.
-        head_dim: channels of a head; None: those of `d_model` shared out.
+        num_kv_heads: heads of keys, values and slots, a divisor of num_heads; by default num_heads.
+        head_dim: channels of a head; by default `d_model` / num_heads.
         num_slots: M, the slots of each head.
         gate_temperature: τ, which keeps α near 1.
         data_dependent_gate: False replaces W_α x by a learned number for each slot (an ablation of the paper).
         feature_map: φ, one of silu, relu, relu_squared, identity.
-        activation: f: softmax over the slots, or one of the elementwise identity, silu, relu, relu_squared (ablations
-            of the paper, table 2).
+        activation: f: softmax over the slots, or the elementwise identity, silu, relu or relu_squared (ablations, table
+            2).
         scale: the factor of the scores. Neither the paper nor its code has one; 1/√K is usual for softmax.
 
     Source: Gated Slot Attention for Efficient Linear-Time Sequence Modeling (Zhang et al., 2024), equations 6, 8 and 9.

@@ -1,18 +1,25 @@
-"""How a width is cut into heads."""
+"""How a width is cut into heads, and the elementwise feature maps of queries and keys."""
 
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import functional
+
+FEATURE_MAPS = {  # of queries and keys
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "relu_squared": lambda x: functional.relu(x).square(),
+    "identity": lambda x: x,
+}
 
 
 def choose_heads(width: int, num_heads: int | None, head_dim: int | None, *, preferred: int) -> tuple[int, int]:
-    """Return `(num_heads, head_dim)` with `num_heads · head_dim == width`, from whichever of the two is given.
+    """Return `(num_heads, head_dim)`, whose product is `width`, from whichever of the two is given.
 
-    With neither given, the head has `preferred` channels if that divides the width, else half of that, a quarter, and
-    so on, so that every width works without an option.
+    With neither given, a head has `preferred` channels if that divides the width, else half of that, a quarter, and so
+    on.
 
-    Raises:
-        ValueError: the given numbers do not multiply to the width.
+    Raises ValueError if the given numbers do not multiply to the width.
     """
     if num_heads is None and head_dim is None:
         head_dim = preferred
@@ -33,11 +40,7 @@ def largest_heads(width: int, limit: int) -> int:
 
 
 def check_groups(num_heads: int, num_kv_heads: int | None) -> int:
-    """Return the number of heads of keys and values: by default as many as of queries.
-
-    Raises:
-        ValueError: it does not divide the number of heads of queries.
-    """
+    """Return the number of heads of keys and values, by default `num_heads`; ValueError if it is no divisor."""
     groups = num_heads if num_kv_heads is None else num_kv_heads
     if groups < 1 or num_heads % groups:
         raise ValueError(f"num_kv_heads={groups} does not divide the {num_heads} query heads")
@@ -45,6 +48,6 @@ def check_groups(num_heads: int, num_kv_heads: int | None) -> int:
 
 
 def repeat_groups(x: Tensor, num_heads: int) -> Tensor:
-    """Repeat heads of keys or values `[..., G, D]` for the heads of queries that share them: `[..., H, D]`."""
+    """Repeat heads of keys or values `[..., G, D]` for the query heads that share them: `[..., H, D]`."""
     groups = x.shape[-2]
     return x if groups == num_heads else x.repeat_interleave(num_heads // groups, dim=-2)

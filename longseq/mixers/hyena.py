@@ -18,23 +18,21 @@ from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, required
+from longseq.mixers.base import Device, Mixer, memory_dtype, required
 from longseq.mixers.long_convolution import Reading, convolution_flops
 from longseq.mixers.registry import register
 
 LOWEST_BAND = 1e-4  # the lowest frequency in the inputs of filters
 
-# 2π as two numbers that float32 holds: torch's ONNX exporter rounds numbers of the code to it, beside float64, too.
+# 2π as a sum of two float32 numbers: torch's ONNX exporter rounds constants to float32, even in float64 arithmetic.
 _TURN: float = struct.unpack("f", struct.pack("f", 2 * math.pi))[0]
 _REST = 2 * math.pi - _TURN
 
 
 class HyenaState(NamedTuple):
-    """The short convolution's last inputs `[B, (N + 1) d_model, W - 1]`, and all inputs of the long convolutions so
-    far.
+    """The last inputs of the short convolution `[B, (N + 1) d_model, W - 1]`, and all inputs of the long ones so far.
 
-    `inputs [B, S, N - 1, d_model]` begins with those of the `length [B]` real tokens in the order of reading; the rest
-    is zero.
+    `inputs [B, S, N - 1, d_model]` holds the `length [B]` real tokens in the order of reading, then zeros.
     """
 
     convolution: Tensor
@@ -48,30 +46,28 @@ class Hyena(Mixer[HyenaState]):
 
         x⁰, ..., x^{N−1}, v = conv(W_in u);   z ← h ∗ (x ⊙ z) + D x ⊙ z  for x = x^{N−1}, ..., x¹;   y = W_out (x⁰ ⊙ z)
 
-    starting from z = v. Of the N convolutions in the definition, the first is the short one, as in the published code.
-    The other N - 1 have implicit filters: a small network f with sines as activations, times an exponential window
+    starting from z = v. The first of the N convolutions is the short one, as in the published code. The other N - 1
+    have implicit filters: a small network f with sines as activations, times an exponential window
 
         h_c(t) = (e^{−α_c t} + window_bias) f_c(t, cos 2πbs, −sin 2πbs)
         t = distance / (max_length − 1),  s = distance / max_length
 
     where b is spread evenly from 1e-4 to filter_bands − 1. The rates α_c increase with the channel: the window of the
-    first channel falls to 1/100 at t = `slow_decay`, that of the last channel at t = `fast_decay`. For orders above 2,
-    the N - 1 filters of a channel have neighbouring rates. The published code also trains the inputs of f.
+    first channel falls to 1/100 at t = `slow_decay`, that of the last at t = `fast_decay`. For orders above 2, the N -
+    1 filters of a channel have neighbouring rates. The published code also trains the inputs of f.
 
-    The parameters of the filters stay in float32 in models of half precision (see `ImplicitFilter`).
-
-    A token's output depends on the inputs of all tokens before it. Therefore the state keeps all inputs and grows, and
-    the time of a step is proportional to their number.
+    The filters' parameters stay in float32 in models of half precision (see `ImplicitFilter`). The state keeps all
+    inputs, and the time of a step grows with their number.
 
     Args:
         order: N.
         convolution_width: taps of the short convolution.
-        max_length: the number of tokens over which t runs from 0 to 1, at least 2. It is a constant and not the length
-            of the input, so that a filter is the same for a sequence, for a part of it and for one token. For longer
-            sequences, filters continue beyond t = 1. The default is the context length of the paper's language models.
+        max_length: the number of tokens over which t runs from 0 to 1, at least 2. It does not depend on the input, so
+            that parts of a sequence see the same filter; longer sequences continue beyond t = 1. The default is the
+            context length of the paper's language models.
         filter_width, filter_depth: channels and linear layers of the network f.
         filter_bands: the number of frequencies b.
-        sine_frequency: the initial factor in the sine after each hidden layer; it is learned for each channel.
+        sine_frequency: the initial factor in the sine after each hidden layer, learned for each channel.
         fast_decay, slow_decay: t at which the window of the last channel and that of the first fall to 1/100.
         window_bias: the lower bound of the windows; 0 in the published configuration for The Pile.
 
@@ -152,18 +148,13 @@ class Hyena(Mixer[HyenaState]):
         y, following = self.scan(projected.unsqueeze(1), state)
         return y.squeeze(1), required(following)
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> HyenaState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> HyenaState:
         convolution = self.convolution.initial_state(batch, device, memory_dtype(dtype))
         inputs = torch.zeros(batch, 0, self.order - 1, self.d_model, device=device, dtype=dtype)
         return HyenaState(convolution, inputs, torch.zeros(batch, dtype=torch.long, device=device))
 
     def _convolve(self, mixed: Tensor, past: Tensor | None, reading: Reading) -> tuple[Tensor, list[Tensor]]:
-        """Gate and convolve `mixed [B, T, (N + 1) d_model]`; returns `[B, T, d_model]` and the convolutions' inputs.
-
-        `past [B, P, N - 1, d_model]` are their inputs in earlier calls.
-        """
+        """Gate and convolve `mixed [B, T, (N + 1) d_model]` after `past [B, P, N - 1, d_model]`: outputs and inputs."""
         *gates, z = mixed.chunk(self.order + 1, dim=-1)
         length = z.shape[1] if past is None else past.shape[1] + z.shape[1]
         # The filters of a channel, one for each long convolution, are adjacent.
@@ -195,10 +186,9 @@ class FilterLinear(UpcastLinear):
 class ImplicitFilter(KeepsFloat32):
     """Filters `[L, channels]` as functions of the distance: a network of sines times an exponential window.
 
-    The filters are computed in the requested type, whatever that of the weights. The sines are computed in float64:
-    each layer multiplies the rounding errors before it by about its frequency, three layers by a few thousand. The same
-    holds for the rounding of the weights: in bfloat16, they would change a fresh layer's output by a third or more. So
-    the weights stay in float32 where the model is converted to half precision.
+    The sines are computed in float64: each layer multiplies earlier rounding errors by about its frequency, three
+    layers by a few thousand. Weights rounded to bfloat16 would change a fresh layer's output by a third or more, so
+    they stay in float32 in models of half precision. The result has the requested type.
     """
 
     no_weight_decay_names = ("frequency", "skip")
@@ -238,9 +228,10 @@ class ImplicitFilter(KeepsFloat32):
         self.skip.normal_()
 
     def forward(self, length: int, max_length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Evaluate the filters at the distances 0 ... `length` - 1, with the type and on the device of a tensor.
+        """The filters at the distances 0 ... `length` - 1, with the type and device of `like`, and the factors of the
+        skips.
 
-        Also returns the factors of the skips, which offloaded weights have in this call alone.
+        The skips are returned because offloaded weights exist in this call only.
         """
         dtype = like.dtype
         wide = dtype if like.device.type == "mps" else torch.float64  # mps has no float64

@@ -27,34 +27,32 @@ class Lattice(CompressionMixer):
         encode:      Δ_i = −γ (s_iᵀ v − k_i) P(s_i) v
         similarity:  Δ_i = γ k_i P(s_i) v
 
-    where s_i are the columns of S, P(s) = I − s sᵀ, and N divides each column by its length.
-    `longseq.kernels.orthogonal_recurrence` documents the recurrence, `CompressionMixer` the rest of the layer.
+    where s_i are the columns of S, P(s) = I − s sᵀ, and N divides each column by its length. See
+    `longseq.kernels.orthogonal_recurrence` for the recurrence, `CompressionMixer` for the rest of the layer.
 
     Args:
         objective: the reconstruction whose error the update reduces; decode is the best of the paper's three.
         num_heads, head_dim: give at most one; by default heads of 64 channels (32, ... where 64 does not divide).
-        num_slots: columns of a head's memory, at most head_dim, which is the default. The paper's text gives neither
-            this number nor that of the heads; with the defaults, the memory is as large as DeltaNet's with these heads.
+        num_slots: columns of a head's memory, at most head_dim, which is the default. The paper gives neither this
+            number nor the number of heads; the default memory is as large as DeltaNet's with these heads.
         gamma_activation: sigmoid or softplus, of a projection of the token. The paper names none; TTT has sigmoid.
-        forget_gate: learn μ = sigmoid(W_μ x + b), else μ = 1. The last row of the paper's table 4 has the gate; it
-            changes little there.
+        forget_gate: learn μ = sigmoid(W_μ x + b), else μ = 1. The last row of the paper's table 4 has the gate, with
+            little effect.
         normalize: False leaves out N (the second ablation of the paper's table 4).
         normalize_key: divide each head's key by its length, as DeltaNet does; the paper does not. See below.
         sparsity: λ of the l1 norm in equation 17, which moves entries towards zero; needs chunk_size=1.
-        chunk_size: 1, the default, is the exact recurrence. With more, the updates of all tokens of a chunk are
-            computed from the state before the chunk. That is another function, not a faster way to the same one: on a
-            CPU, chunks of 4 change the outputs of trained layers by 21 to 58 % and save little time or none; chunks of
-            16 change them by 31 to 76 %, and save half the time of a long sequence (benchmarks/lattice_chunks.json).
-            Small language models trained with chunks of 1, 4, 16 and 64 reach 1.535, 1.542, 1.562 and 1.576 bits per
-            byte, and the exact form was the fastest there (benchmarks/lattice_language_model.json). Use a model with
-            the chunk_size of its training; one-token steps are always those of the exact form. Chunks are counted from
-            the first token of a row or a piece that is no padding, so that borders of pieces between those of chunks
-            change the outputs.
+        chunk_size: 1 is the exact recurrence. With more, all tokens of a chunk are updated from the state before the
+            chunk, which is another function: on a CPU, chunks of 4 change the outputs of trained layers by 21 to 58 %
+            and save little time, chunks of 16 by 31 to 76 %, and save half the time of a long sequence
+            (benchmarks/lattice_chunks.json). Small language models trained with chunks of 1, 4, 16 and 64 reach 1.535,
+            1.542, 1.562 and 1.576 bits per byte; the exact form was the fastest
+            (benchmarks/lattice_language_model.json). Use a model with the chunk_size of its training; one-token steps
+            are always exact. Chunks are counted from the first real token of a row or a piece.
 
-    A step of the decode objective overshoots if γ ‖k‖² > 2; small differences then grow from token to token. Nothing in
-    the paper's layer bounds the keys. Where hundreds of tokens are equal, gradients then overflow: in zoology's recall,
-    and at update 9 of a language model of 110M parameters (benchmarks/README.md). Small models of text with clipped
-    gradients have trained. `normalize_key` with the sigmoid keeps γ ‖k‖² at most 1.
+    A step of the decode objective overshoots if γ ‖k‖² > 2; small differences then grow from token to token, and the
+    paper's layer does not bound the keys. Where hundreds of tokens are equal, gradients can overflow: in zoology's
+    recall, and at update 9 of a language model of 110M parameters (benchmarks/README.md). Small models of text with
+    clipped gradients have trained. `normalize_key` with the sigmoid keeps γ ‖k‖² at most 1.
 
     Source: Lattice: Learning to Efficiently Compress the Memory (Karami and Mirrokni, 2025), equations 7, 10, 12, 14,
     16 and 18.

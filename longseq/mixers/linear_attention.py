@@ -21,7 +21,7 @@ from longseq.mixers.registry import register
 
 
 class LinearAttentionState(NamedTuple):
-    """The memory `[B, H, K, V]`; with the normaliser, its last value channel is the running sum of the keys."""
+    """The memory `[B, H, K, V]`; with the normaliser, its last value channel sums the keys."""
 
     memory: Tensor
 
@@ -75,16 +75,9 @@ class LinearAttention(Mixer[LinearAttentionState]):
         q, k, v = self._features(projected)
         if mask is not None:
             k = k * mask[..., None, None]
-        o, memory = linear_attention(
-            q,
-            k,
-            v,
-            initial_state=None if state is None else state.memory,
-            output_final_state=self.needs_state(output_final_state),
-            cu_seqlens=cu_seqlens,
-            reverse=reverse,
-            backend=self.backend,
-        )
+        memory = None if state is None else state.memory
+        options = self.call_options(output_final_state, cu_seqlens, reverse)
+        o, memory = linear_attention(q, k, v, initial_state=memory, **options)
         self.observe("state_norm", lambda: mean_norm(memory))
         y = self._normalise(o).flatten(-2).to(projected.dtype)
         return y, LinearAttentionState(required(memory)) if output_final_state else None

@@ -16,14 +16,14 @@ from longseq.kernels.reading import Reverse, halves, turn
 
 
 class Reading(NamedTuple):
-    """Where the tokens of a call stand among all tokens so far.
+    """The places of a call's tokens among all tokens so far.
 
     Attributes:
         reverse: the direction in which the tokens are read.
-        real: `[B, T]`, True at real tokens; None if all are.
+        real: `[B, T]`, True at real tokens; None if all are real.
         place: `[B, T]`, the index of each token among those so far, in the order of reading. None if the sequences
             begin here and have no padding.
-        length: `[B]`, the number of real tokens so far, those of the call included.
+        length: `[B]`, the number of real tokens so far, including this call's.
     """
 
     reverse: Reverse
@@ -33,7 +33,7 @@ class Reading(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, before: Tensor | None, mask: Tensor | None, reverse: Reverse) -> Reading:
-        """Place tokens `x [B, T, ...]` behind the `before [B]` tokens of earlier calls, if there were any."""
+        """Place tokens `x [B, T, ...]` behind the `before [B]` tokens of earlier calls, if any."""
         if before is None and mask is None:
             return cls(reverse, None, None, torch.full((x.shape[0],), x.shape[1], device=x.device))
         real = torch.ones_like(x[..., 0], dtype=torch.bool) if mask is None else mask
@@ -42,10 +42,7 @@ class Reading(NamedTuple):
         return cls(reverse, real, place, start + real.sum(1))
 
     def join(self, x: Tensor, past: Tensor | None) -> Tensor:
-        """Put the tokens `x [B, T, D]` behind those of `past [B, P, D]`: `[B, P + T, D]`, without gaps.
-
-        The order is that of reading if tokens have a place, and their own order if not.
-        """
+        """Append tokens `x [B, T, D]` to `past [B, P, D]` without gaps: `[B, P + T, D]`, in reading order if placed."""
         if self.place is None:
             return x
         x = x if self.real is None else x * self.real.unsqueeze(-1)
@@ -66,11 +63,9 @@ class Reading(NamedTuple):
 def long_convolution(x: Tensor, filters: Tensor, reverse: Reverse = False) -> Tensor:
     """Causal convolution of each channel of `x [B, L, D]` with `filters [L, D]`, in the type of the filters.
 
-    With `reverse` it is the correlation, in which a token sees the later ones; with "second_half", this holds for the
-    second half of the rows.
-
-    It is computed by Fourier transforms of twice the length. Exported graphs have a convolution with L taps instead,
-    because the Fourier transforms of ONNX runtimes have errors of 1e-4.
+    With `reverse` a token sees the later ones; with "second_half", this holds for the second half of the rows. Computed
+    by Fourier transforms of twice the length, but in exported graphs by a convolution with L taps: the Fourier
+    transforms of ONNX runtimes have errors of 1e-4.
     """
     if reverse == "second_half":
         forward, backward = halves(x)

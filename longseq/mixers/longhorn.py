@@ -61,18 +61,9 @@ class Longhorn(SelectiveMixer):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         beta = rate.sigmoid()  # in the logits' type: their own rounding is the larger error
         self.observe("gate_saturation", lambda: saturation(beta, mask))
-        y, final = longhorn_scan(
-            x,
-            query,
-            key,
-            beta if mask is None else beta * mask.unsqueeze(-1),
-            initial_state=memory,
-            output_final_state=self.needs_state(keep),
-            cu_seqlens=cu_seqlens,
-            reverse=reverse,
-            backend=self.backend,
-        )
-        return y, final
+        strength = beta if mask is None else beta * mask.unsqueeze(-1)
+        options = self.call_options(keep, cu_seqlens, reverse)
+        return longhorn_scan(x, query, key, strength, initial_state=memory, **options)
 
     def recur_step(self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         beta = rate.sigmoid()

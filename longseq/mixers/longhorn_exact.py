@@ -23,9 +23,8 @@ class LonghornExact(SelectiveMixer):
 
         ε = β / (1 + β kᵀk);   S ← (I − ε k kᵀ) S + ε k xᵀ;   y = Sᵀ q;   β = sigmoid(rate)
 
-    The full transition matrix needs the delta rule, in which the channels of a head share keys and rates. All heads
-    share k and q, as in the diagonal form; β is one number for each head, not for each channel. The memory is
-    `[B, H, N, P]` with H heads of P = head_dim channels and N = state_size.
+    The full transition is a delta rule: the channels of a head share their rate, and all heads share k and q, as in the
+    diagonal form. The memory is `[B, H, N, P]` with H heads of P = head_dim channels and N = state_size.
 
     Source: Longhorn: State Space Models are Amortized Online Learners (Liu et al., 2024), equation 6.
     """
@@ -49,17 +48,9 @@ class LonghornExact(SelectiveMixer):
         strength = self._strength(key, rate)
         if mask is not None:
             strength = strength * mask.unsqueeze(-1)
-        y, final = delta_rule(
-            self._to_heads(query),
-            self._to_heads(key),
-            x.unflatten(-1, (self.num_heads, self.head_dim)),
-            strength,
-            initial_state=memory,
-            output_final_state=self.needs_state(keep),
-            cu_seqlens=cu_seqlens,
-            reverse=reverse,
-            backend=self.backend,
-        )
+        query, key, x = self._to_heads(query), self._to_heads(key), x.unflatten(-1, (self.num_heads, self.head_dim))
+        options = self.call_options(keep, cu_seqlens, reverse)
+        y, final = delta_rule(query, key, x, strength, initial_state=memory, **options)
         return y.flatten(-2), final
 
     def recur_step(self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:

@@ -60,18 +60,9 @@ class Mamba(SelectiveMixer):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         step = step_size(rate, self.rate_bias)
         self.observe("gate_saturation", lambda: self._saturation(step, mask))
-        return selective_scan(
-            x,
-            step if mask is None else step * mask.unsqueeze(-1),
-            _rates(self.A_log),
-            key,
-            query,
-            initial_state=memory,
-            output_final_state=self.needs_state(keep),
-            cu_seqlens=cu_seqlens,
-            reverse=reverse,
-            backend=self.backend,
-        )
+        step = step if mask is None else step * mask.unsqueeze(-1)
+        options = self.call_options(keep, cu_seqlens, reverse)
+        return selective_scan(x, step, _rates(self.A_log), key, query, initial_state=memory, **options)
 
     def recur_pair(
         self, backward: Self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, mask: Tensor | None

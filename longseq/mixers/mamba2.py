@@ -17,7 +17,7 @@ from longseq.blocks.precision import at_least_float32
 from longseq.kernels import silu_product
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse, halves
-from longseq.mixers.base import memory_dtype, required
+from longseq.mixers.base import Device, memory_dtype, required
 from longseq.mixers.gated_linear import GatedLinearMixer, recurrence_flops
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.registry import register
@@ -38,7 +38,7 @@ class Mamba2(GatedLinearMixer[Mamba2State]):
         z, x, B, C, dt = in_proj(u);  x, B, C = SiLU(conv(x, B, C));  Δ = softplus(dt + dt_bias)
         S ← exp(−Δ exp(A_log)) S + B (Δ x)ᵀ;   y = out_proj(RMSNorm((Sᵀ C + D x) ⊙ SiLU(z)))
 
-    The I = expand · d_model channels are H heads of P = head_dim. The memory has N = state_size numbers for each
+    The I = expand · d_model channels are H heads of P = head_dim; the memory has N = state_size numbers for each
     channel. The H / G heads of a group share B and C, and the norm is over a group's channels.
 
     Args:
@@ -131,9 +131,7 @@ class Mamba2(GatedLinearMixer[Mamba2State]):
         y, memory = self.recur_step(query, key, v, g, state.memory)
         return self._read_out(y, x, z), Mamba2State(convolution, memory)
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> Mamba2State:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> Mamba2State:
         shape = (batch, self.num_heads, self.state_size, self.head_dim)
         memory = torch.zeros(shape, device=device, dtype=memory_dtype(dtype))
         return Mamba2State(self.convolution.initial_state(batch, device, memory.dtype), memory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from longseq.mixers.registry import get
 
@@ -13,17 +13,9 @@ from longseq.mixers.registry import get
 Pattern = str | Sequence[str] | Mapping[str, Any]
 
 _TERM = re.compile(r"(?:(?P<count>[1-9]\d*)x)?(?P<name>[^\W\d]\w*)(?P<layers>(?:@\d+)*)")
-_FORMS = (
-    "write a name, names in turn (deltanet+attention, 3xdeltanet+attention, or a list), or a name with others at "
-    "layers counted from 0 (deltanet+attention@1@12, or {default: deltanet, layers: {1: attention, 12: attention}})"
-)
 
-
-class _Parsed(NamedTuple):
-    """The names that repeat in turn, and the names at chosen layers."""
-
-    cycle: tuple[str, ...]
-    placed: dict[int, str]
+# The names that repeat in turn, and the names at chosen layers.
+_Parsed = tuple[tuple[str, ...], dict[int, str]]
 
 
 def expand_pattern(pattern: Pattern, depth: int) -> tuple[str, ...]:
@@ -35,19 +27,17 @@ def expand_pattern(pattern: Pattern, depth: int) -> tuple[str, ...]:
         "deltanet+attention@1@12"        attention in layers 1 and 12, counted from 0, and deltanet in the others
         {"default": "deltanet", "layers": {1: "attention", 12: "attention"}}        the same
 
-    The last turn may be incomplete. There may not be more names in turn than layers.
+    The last turn may be incomplete.
 
-    Raises:
-        ValueError: the pattern has none of these forms, names an unknown mixer, or does not fit `depth`.
+    Raises ValueError if the pattern has none of these forms, names an unknown mixer, or names more layers than `depth`.
     """
     cycle, placed = _parse(pattern)
     for name in (*cycle, *placed.values()):
         get(name)
     if len(cycle) > depth:
-        raise ValueError(f"mixer={pattern} names {len(cycle)} layers in turn and the model has {depth}; name fewer")
-    outside = [index for index in placed if index >= depth]
-    if outside:
-        raise ValueError(f"mixer={pattern} names layer {outside[0]} and the model's layers are 0 to {depth - 1}")
+        raise ValueError(f"mixer={pattern} names {len(cycle)} layers in turn and the model has {depth}")
+    if max(placed, default=0) >= depth:
+        raise ValueError(f"mixer={pattern} names layer {max(placed)} and the model's layers are 0 to {depth - 1}")
     return tuple(placed.get(layer, cycle[layer % len(cycle)]) for layer in range(depth))
 
 
@@ -71,41 +61,29 @@ def spell_pattern(pattern: Pattern) -> str:
 def options_by_name(pattern: Pattern, options: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
     """Return the constructor options of each mixer that a pattern names, by its name.
 
-    If the pattern names one mixer, `options` are that mixer's. Otherwise it is a dictionary `{name: options}`, which
-    need not have all names.
-
-    Raises:
-        ValueError: the dictionary has a key that is not a name of the pattern.
+    If the pattern names one mixer, `options` are that mixer's. Otherwise they are a dictionary `{name: options}`, which
+    need not have all names; ValueError for other keys.
     """
     cycle, placed = _parse(pattern)
     names = tuple(dict.fromkeys((*cycle, *placed.values())))
     given = dict(options or {})
     if len(names) == 1:
         return {names[0]: given}
-    strange = [key for key in given if key not in names or not isinstance(given[key], Mapping | None)]
-    if strange:
-        key, value = strange[0], given[strange[0]]
-        example = "" if isinstance(value, Mapping) else f", as in {names[0]}.{key}={value}"
-        raise ValueError(
-            f"the options of the hybrid {spell_pattern(pattern)} stand below the name of their mixer, and "
-            f"{key}={value!r} does not: the names are {', '.join(names)}{example}"
-        )
+    for key, value in given.items():
+        if key not in names or not isinstance(value, Mapping | None):
+            raise ValueError(f"mixer_options of a hybrid are {{NAME: options}}, and {key}={value!r} is not")
     return {name: dict(given.get(name) or {}) for name in names}
 
 
 def _parse(pattern: Pattern) -> _Parsed:
     if isinstance(pattern, str):
         return _parse_terms(pattern)
-    if (
-        isinstance(pattern, Mapping)
-        and set(pattern) == {"default", "layers"}
-        and isinstance(pattern["layers"], Mapping)
-    ):
+    if isinstance(pattern, Mapping) and set(pattern) == {"default", "layers"}:
         chosen = "".join(f"+{name}@{index}" for index, name in pattern["layers"].items())
         return _parse_terms(spell_pattern(pattern["default"]) + chosen)
     if isinstance(pattern, Sequence) and pattern and all(isinstance(name, str) for name in pattern):
         return _parse_terms("+".join(pattern))
-    raise ValueError(f"mixer={pattern!r} is no pattern: {_FORMS}")
+    raise ValueError(f"mixer={pattern!r} is no pattern of mixers")
 
 
 def _parse_terms(text: str) -> _Parsed:
@@ -114,11 +92,11 @@ def _parse_terms(text: str) -> _Parsed:
     for term in text.split("+"):
         match = _TERM.fullmatch(term)
         if match is None or (match["count"] and match["layers"]):
-            raise ValueError(f"mixer={text!r} is no pattern: {_FORMS}")
+            raise ValueError(f"mixer={text!r} is no pattern of mixers")
         for index in map(int, match["layers"].split("@")[1:]):
             placed[index] = match["name"]
         if not match["layers"]:
             cycle += [match["name"]] * int(match["count"] or 1)
     if not cycle:
-        raise ValueError(f"mixer={text!r} leaves layers without a mixer: {_FORMS}")
-    return _Parsed(tuple(cycle), placed)
+        raise ValueError(f"mixer={text!r} leaves layers without a mixer")
+    return tuple(cycle), placed

@@ -1,12 +1,15 @@
-"""Mixers by name."""
+"""Mixers by name, and their revisions: weights are refused if the code now computes another function of them."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from torch import nn
+
+from longseq.blocks.sharding import unsharded_class
 from longseq.mixers.base import Mixer
 
 _REGISTRY: dict[str, type[Mixer[Any]]] = {}
@@ -15,10 +18,10 @@ MixerClass = TypeVar("MixerClass", bound=type[Mixer[Any]])
 
 
 def register(name: str) -> Callable[[MixerClass], MixerClass]:
-    """Enter a mixer class under `name`: `@register("deltanet")`.
+    """Register a mixer class under `name`: `@register("deltanet")`.
 
-    The options of its constructor are keyword-only and have defaults that a configuration can hold. ValueError for a
-    name that is taken.
+    The options of its constructor are keyword-only and have defaults that a configuration can hold. Raises ValueError
+    for a name that is taken.
     """
 
     def enter(mixer: MixerClass) -> MixerClass:
@@ -56,13 +59,28 @@ def options(name: str) -> dict[str, Any]:
 
 
 def create(name: str, d_model: int, **chosen: Any) -> Mixer[Any]:
-    """Build the mixer `name` for `d_model` channels; the further keywords are its constructor's options.
-
-    Raises:
-        ValueError: the name or an option is unknown.
-    """
+    """Build the mixer `name` for `d_model` channels, with options of its constructor; ValueError for unknown ones."""
     known = options(name)
     unknown = sorted(set(chosen) - set(known))
     if unknown:
         raise ValueError(f"mixer {name!r} has no option {', '.join(unknown)}; its options are {', '.join(known)}")
     return get(name)(d_model, **chosen)
+
+
+def mixer_revisions(model: nn.Module) -> dict[str, int]:
+    """The revision of each registered mixer in the model, by name."""
+    mixers = [module for module in model.modules() if isinstance(module, Mixer)]
+    return {name: mixer.revision for mixer in mixers if (name := name_of(unsharded_class(mixer))) is not None}
+
+
+def check_revisions(model: nn.Module, saved: Mapping[str, int] | None) -> None:
+    """Raise ValueError if a mixer computed another function of its weights when `saved` was recorded.
+
+    Mixers without a record count as the first revision.
+    """
+    for name, revision in mixer_revisions(model).items():
+        trained = (saved or {}).get(name, 1)
+        if trained != revision:
+            raise ValueError(
+                f"its {name} layers are of revision {trained}, and this version of longseq computes revision {revision}"
+            )

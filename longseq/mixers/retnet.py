@@ -14,10 +14,9 @@ from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.rotary import check_rotary, count_positions, rotary_angles, rotate_pairs
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import memory_dtype, required
-from longseq.mixers.feature_maps import FEATURE_MAPS
+from longseq.mixers.base import Device, memory_dtype, required
 from longseq.mixers.gated_linear import GatedLinearMixer, recurrence_flops
-from longseq.mixers.heads import check_groups, choose_heads, repeat_groups
+from longseq.mixers.heads import FEATURE_MAPS, check_groups, choose_heads, repeat_groups
 from longseq.mixers.registry import register
 
 
@@ -34,17 +33,16 @@ class RetNet(GatedLinearMixer[RetNetState]):
 
         q, k = rotary(φ(W x));   S ← γ S + k vᵀ;   y = W_o (RMSNorm(Sᵀ q / √K) ⊙ SiLU(W_g x));   γ_h = 1 − 2^{−5−h}
 
-    for the heads h = 0, 1, ...; the norm is over each head's values. The additional decay of xPos is left out, and so
-    are the paper's factors on scores and memory, which the norm would cancel.
+    for the heads h = 0, 1, ...; the norm is over each head's values. Left out are the additional decay of xPos, and the
+    paper's factors on scores and memory, which the norm would cancel.
 
     Args:
         num_heads, head_dim: of the keys. By default heads of 256 channels (128, ... where 256 does not divide). One of
             them decides the other; both together may make the heads wider or narrower than d_model. head_dim is even.
-        num_kv_heads: heads of keys and values, a divisor of num_heads; by default as many as of queries.
+        num_kv_heads: heads of keys and values, a divisor of num_heads; by default num_heads.
         expand_v: channels of a head's values relative to those of its keys.
         rotary_base: the slowest pair of channels turns once in about 2π · rotary_base tokens.
-        rotary_scaling: how the angles are stretched to longer contexts (see
-            `longseq.blocks.rotary.check_rotary`), or None.
+        rotary_scaling: stretches the angles to longer contexts (see `longseq.blocks.rotary.check_rotary`), or None.
         feature_map: φ, one of identity (the paper's), relu (for weights of a transformer, see `longseq convert`), silu,
             relu_squared.
         output_gate: multiply by SiLU(W_g x); without it the layer has no W_g.
@@ -127,9 +125,7 @@ class RetNet(GatedLinearMixer[RetNetState]):
         o, memory = self.recur_step(q, k, v, g, state.memory, scale=self.key_dim**-0.5)
         return self.read_out(o, gate), RetNetState(memory, state.position + 1)
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> RetNetState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> RetNetState:
         shape = (batch, self.num_heads, self.key_dim, self.value_dim)
         memory = torch.zeros(shape, device=device, dtype=memory_dtype(dtype))
         return RetNetState(memory, torch.zeros(batch, device=device, dtype=torch.long))

@@ -15,7 +15,7 @@ from longseq.blocks.precision import at_least_float32
 from longseq.kernels import linear_attention, linear_attention_step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, required
+from longseq.mixers.base import Device, Mixer, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
@@ -38,12 +38,11 @@ class RGLRU(Mixer[RGLRUState]):
         x, z = W_in u;   x = conv(x);   r, i = sigmoid(W_a x + b_a), sigmoid(W_x x + b_x)
         log a = −8 softplus(Λ) r;   h ← a h + sqrt(1 − a²) (i x);   y = W_out (h GELU(z))
 
-    I channels run through the recurrence, each with a memory of one number. W_a and W_x are block-diagonal, with one
-    block for each head. GELU is the approximation by tanh, as in the published code. The initial taps of the
-    convolution have the standard deviation 0.1 / sqrt(convolution_width), as in the published code. The initial W_a and
-    W_x have the standard deviation 1 / sqrt(width of a block), as in the paper (transformers' RecurrentGemma draws them
-    a tenth as large). For r = 1, a starts uniformly between 0.9 and 0.999, as in the paper. The published code differs:
-    there a^(1/8) starts so, and the first token of a sequence is not multiplied by the root.
+    I channels run through the recurrence, each with a memory of one number. W_a and W_x have a block for each head. As
+    in the published code, GELU is approximated by tanh, and the taps start with the standard deviation 0.1 /
+    sqrt(convolution_width). As in the paper, W_a and W_x start with 1 / sqrt(width of a block) (transformers'
+    RecurrentGemma: a tenth of it), and for r = 1, a starts uniformly between 0.9 and 0.999. In the published code
+    a^(1/8) does, and the first token of a sequence is not multiplied by the root.
 
     Args:
         width: I; by default the multiple of num_heads that is nearest to 4/3 d_model.
@@ -138,18 +137,8 @@ class RGLRU(Mixer[RGLRUState]):
             decay, update = decay * mask[..., None, None], update * mask[..., None, None]
         # Two tensors: torch.compile refuses one tensor for two arguments.
         query, key = (torch.ones_like(update[..., :1]) for _ in range(2))
-        h, memory = linear_attention(
-            query,
-            key,
-            update,
-            g_value=decay,
-            initial_state=memory,
-            output_final_state=self.needs_state(keep),
-            cu_seqlens=cu_seqlens,
-            reverse=reverse,
-            backend=self.backend,
-        )
-        return h, memory
+        options = self.call_options(keep, cu_seqlens, reverse)
+        return linear_attention(query, key, update, g_value=decay, initial_state=memory, **options)
 
     def scan_step(self, projected: Tensor, state: RGLRUState) -> tuple[Tensor, RGLRUState]:
         x, branch = projected.chunk(2, dim=-1)
@@ -159,9 +148,7 @@ class RGLRU(Mixer[RGLRUState]):
         h, memory = linear_attention_step(one, one, update, state.memory, g_value=decay, backend=self.step_backend)
         return self._gate(h, branch), RGLRUState(convolution, memory)
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> RGLRUState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> RGLRUState:
         dtype = memory_dtype(dtype)
         memory = torch.zeros(batch, self.num_heads, 1, self.head_dim, device=device, dtype=dtype)
         return RGLRUState(self.convolution.initial_state(batch, device, dtype), memory)
@@ -191,5 +178,5 @@ class RGLRU(Mixer[RGLRUState]):
 
 
 def sqrt_one_minus_square(log_a: Tensor) -> Tensor:
-    """sqrt(1 − a²) from log a <= 0, precise for a near 1, with a finite gradient at a = 1, where the root has none."""
+    """sqrt(1 − a²) from log a <= 0, precise for a near 1, with a finite gradient at a = 1."""
     return (-torch.expm1(2 * log_a)).clamp_min(torch.finfo(log_a.dtype).tiny).sqrt()

@@ -19,13 +19,13 @@ from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.reading import Reverse, halves, turn
-from longseq.mixers.base import Mixer, memory_dtype, required
+from longseq.mixers.base import Device, Mixer, memory_dtype, required
 from longseq.mixers.heads import largest_heads
 from longseq.mixers.measures import saturation
 from longseq.mixers.registry import register
 
 NOTHING = -1e38  # the exponent before the first token, in place of log 0
-NEVER = -100.0  # e to this power is nothing beside 1, in float64 too
+NEVER = -100.0  # e to this power vanishes next to 1, in float64 too
 WIDTH = 64  # channels of a head of the recurrence; the result does not depend on it
 
 
@@ -48,20 +48,18 @@ class RWKV4(Mixer[RWKV4State]):
         o_t = (a_{t−1} + e^{u + k} ⊙ v) / (b_{t−1} + e^{u + k});   y = W_o (sigmoid(r) ⊙ o)
         a_t = e^{−w} ⊙ a_{t−1} + e^k ⊙ v;   b_t = e^{−w} ⊙ b_{t−1} + e^k;   w = exp(decay)
 
-    The memory holds a e^{−p} and b e^{−p}, with p_t = max(p_{t−1} − w, k_t), so that keys of any size are safe: the
-    denominator is at least 1. p needs no gradient, because it cancels in o.
+    The memory holds a e^{−p} and b e^{−p}, with p_t = max(p_{t−1} − w, k_t), so that keys of any size are safe. p needs
+    no gradient, because it cancels in o.
 
-    Two tokens are mixed before they are projected, so no projection acts on single tokens: `in_proj` is None, `scan`
-    reads the tokens themselves, and several scans over an image share only the output projection.
+    Two tokens are mixed before they are projected: `in_proj` is None, `scan` reads the tokens themselves, and several
+    scans over an image share only the output projection. The channel mixing of RWKV is an MLP of token models,
+    mlp="rwkv" (`longseq.blocks.channel_mixing`).
 
-    The channel mixing of RWKV is an MLP of token models, mlp="rwkv" (`longseq.blocks.channel_mixing`).
-
-    Initially, μ, u and the decay have the values of the published code for the middle layer of a network, because a
-    mixer does not know its layer. W_k, W_r and W_o start as the model's other matrices; the published code starts them
-    at zero.
+    μ, u and the decay start with the published code's values for the middle layer of a network. W_k, W_r and W_o start
+    like the model's other matrices; the published code starts them at zero.
 
     Source: RWKV: Reinventing RNNs for the Transformer Era (Peng et al., 2023), section 3.1, equations 11 to 18, with
-    the numbers of appendix D; the stable form is that of appendix E.
+    the numbers of appendix D; the stable form is from appendix E.
     """
 
     paper = "RWKV-4 (arXiv:2305.13048), section 3.1"
@@ -104,15 +102,9 @@ class RWKV4(Mixer[RWKV4State]):
         output_final_state: bool = True,
     ) -> tuple[Tensor, RWKV4State | None]:
         packing = pack_like(cu_seqlens, projected)
-        previous, latest = previous_tokens(
-            projected,
-            None if state is None else state.shift,
-            cu_seqlens=packing,
-            mask=mask,
-            reverse=reverse,
-            output_final_state=output_final_state,
-            backend=self.backend,
-        )
+        shift = None if state is None else state.shift
+        options = {**self.call_options(output_final_state, packing, reverse), "mask": mask}
+        previous, latest = previous_tokens(projected, shift, **options)
         r, k, v = self._project(projected, previous)
         self.observe("gate_saturation", lambda: saturation(r.sigmoid(), mask))
         o, memory = self._average(k, v, self.decay, self.bonus, state, packing, mask, reverse, keep=output_final_state)
@@ -151,9 +143,7 @@ class RWKV4(Mixer[RWKV4State]):
         shift = projected.to(state.shift.dtype).unsqueeze(-1)
         return _gate(o, r), RWKV4State(shift, *self._split(memory.squeeze(-2)), largest)
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> RWKV4State:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> RWKV4State:
         shift = torch.zeros(batch, self.d_model, 1, device=device, dtype=memory_dtype(dtype))
         numerator, denominator = (torch.zeros_like(shift[..., 0]) for _ in range(2))
         return RWKV4State(shift, numerator, denominator, torch.full_like(numerator, NOTHING))
@@ -191,17 +181,8 @@ class RWKV4(Mixer[RWKV4State]):
             memory = self._heads(numerator, denominator)
             # Two tensors: torch.compile refuses one tensor for two arguments.
             query, key = (torch.ones_like(writes[..., :1]) for _ in range(2))
-            written, final = linear_attention(
-                query,
-                key,
-                writes,
-                g_value=self._heads(gate, gate),
-                initial_state=memory.unsqueeze(-2),
-                output_final_state=keep,
-                cu_seqlens=packing,
-                reverse=reverse,
-                backend=self.backend,
-            )
+            options = self.call_options(keep, packing, reverse) | {"initial_state": memory.unsqueeze(-2)}
+            written, final = linear_attention(query, key, writes, g_value=self._heads(gate, gate), **options)
             read = shift_tokens(written, memory, packing=packing, reverse=reverse)
             o = _read(*self._split(read), before, k, v, bonus)
             if not keep:
@@ -257,10 +238,9 @@ def _log_kept(before: Tensor, step: Tensor, largest: Tensor) -> Tensor:
 def _largest_exponents(
     k: Tensor, step: Tensor, start: Tensor, packing: Packing | None, mask: Tensor | None, reverse: Reverse
 ) -> Tensor:
-    """p_t = max(p_{t−1} − w, k_t) from `start` on, which padding leaves as it is: `[B, T, d_model]`.
+    """p_t = max(p_{t−1} − w, k_t) from `start` on, unchanged at padding: `[B, T, d_model]`.
 
-    k is `[B, T, d_model]`; step, the w above, `[d_model]` or `[B, 1, d_model]`; start `[B, d_model]`, or `[N, d_model]`
-    for packed rows.
+    k is `[B, T, d_model]`; step, the w above, `[d_model]` or `[B, 1, d_model]`; start `[B, d_model]` or `[N, d_model]`.
     """
     count = _count_read(k, packing, mask, reverse).to(k.dtype).unsqueeze(-1)
     if mask is not None:
@@ -286,7 +266,7 @@ def _count_read(k: Tensor, packing: Packing | None, mask: Tensor | None, reverse
 
 @torch.jit.script_if_tracing
 def _by_doubling(k: Tensor, step: Tensor, count: Tensor, packed: bool) -> Tensor:
-    """max_s (k_s − (count_t − count_s) step) over s <= t, of one sequence; each pass doubles the reach of s."""
+    """max_s (k_s − (count_t − count_s) step) over s <= t of a sequence; each pass doubles the reach of s."""
     nothing = -1e38  # NOTHING, which TorchScript cannot read
     reach = 1
     while reach < k.shape[1]:
@@ -300,7 +280,7 @@ def _by_doubling(k: Tensor, step: Tensor, count: Tensor, packed: bool) -> Tensor
 
 
 def _one_by_one(k: Tensor, step: Tensor, count: Tensor) -> Tensor:
-    """`_by_doubling` for graphs that are exported with open length, whose number of passes would not be open."""
+    """`_by_doubling` for graphs exported with open length, whose number of passes cannot be open."""
     first = torch.full_like(k[:, 0], NOTHING)
     # Not by diff, whose T - 1 differences a program of torch.export would require to be at least two.
     passed = (count - functional.pad(count, (0, 0, 1, 0))[:, :-1]).expand(k.shape[0], -1, -1)

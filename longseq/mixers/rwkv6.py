@@ -16,7 +16,7 @@ from longseq.blocks.token_shift import latest_token, previous_tokens, previous_t
 from longseq.kernels import linear_attention, linear_attention_step
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse, halves
-from longseq.mixers.base import Mixer, memory_dtype, required
+from longseq.mixers.base import Device, Mixer, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
@@ -39,13 +39,9 @@ class RWKV6(Mixer[RWKV6State]):
         k, v, r = W_k x_k, W_v x_v, W_r x_r;   w = exp(−exp(d + tanh(x_w A) B))
         o_t = (S_{t−1} + (u ⊙ k) vᵀ)ᵀ r;   S_t = Diag(w) S_{t−1} + k vᵀ;   y = W_o (GroupNorm(o) ⊙ SiLU(W_g x_g))
 
-    Two tokens are mixed before they are projected, so no projection acts on single tokens: `in_proj` is None, `scan`
-    reads the tokens themselves, and several scans over an image share only the output projection.
-
-    The channel mixing of RWKV is an MLP of token models, mlp="rwkv" (`longseq.blocks.channel_mixing`).
-
-    Initially, μ, d and u have the values of the published code for the middle layer of a network, because a mixer does
-    not know its layer. A starts with small numbers in place of zeros, so that B gets a gradient in the first step.
+    Two tokens are mixed before they are projected, with the consequences described for `RWKV4`. μ, d and u start with
+    the published code's values for the middle layer of a network. A starts with small numbers instead of zeros, so that
+    B gets a gradient in the first step.
 
     Args:
         num_heads, head_dim: give at most one; by default heads of 64 channels (32, ... where 64 does not divide).
@@ -125,15 +121,8 @@ class RWKV6(Mixer[RWKV6State]):
         shift, memory = (None, None) if state is None else state
         packing = pack_like(cu_seqlens, projected)
         keep = self.needs_state(output_final_state)
-        previous, latest = previous_tokens(
-            projected,
-            shift,
-            cu_seqlens=packing,
-            mask=mask,
-            reverse=reverse,
-            output_final_state=output_final_state,
-            backend=self.backend,
-        )
+        options = {**self.call_options(output_final_state, packing, reverse), "mask": mask}
+        previous, latest = previous_tokens(projected, shift, **options)
         r, k, v, decay, gate = self._project(projected, previous)
         self.observe("gate_saturation", lambda: saturation(decay.exp(), mask))
         if mask is not None:
@@ -175,9 +164,7 @@ class RWKV6(Mixer[RWKV6State]):
         _, memory = linear_attention_step(r, k, v, state.memory, g=decay, backend=self.step_backend)
         return self._read_out(o, r, k, v, gate), RWKV6State(projected.to(state.shift.dtype).unsqueeze(-1), memory)
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> RWKV6State:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> RWKV6State:
         dtype = memory_dtype(dtype)
         memory = torch.zeros(batch, self.num_heads, self.head_dim, self.head_dim, device=device, dtype=dtype)
         return RWKV6State(torch.zeros(batch, self.d_model, 1, device=device, dtype=dtype), memory)
@@ -188,25 +175,14 @@ class RWKV6(Mixer[RWKV6State]):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """S_{t−1}ᵀ r_t for all tokens, and the last S_{t−1} if `keep`.
 
-        A token reads the state that the token before it has left. Therefore keys, values and decays enter the operation
-        one token later, and those of the last token do not enter.
+        A token reads the state before it: keys, values and decays enter the operation one token later, the last ones
+        not at all.
         """
         rows = r.shape[0] if packing is None else packing.count
         k, v, decay = (
             shift_tokens(x, x.new_zeros(rows, *x.shape[2:]), packing=packing, reverse=reverse) for x in (k, v, decay)
         )
-        o, memory = linear_attention(
-            r,
-            k,
-            v,
-            g=decay,
-            initial_state=memory,
-            output_final_state=keep,
-            cu_seqlens=packing,
-            reverse=reverse,
-            backend=self.backend,
-        )
-        return o, memory
+        return linear_attention(r, k, v, g=decay, initial_state=memory, **self.call_options(keep, packing, reverse))
 
     def _project(self, x: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Receptance, key, value and log decay `[..., H, K]`, and the gate `[..., d_model]`, of each token."""

@@ -15,7 +15,7 @@ from longseq.blocks.pairs import repeat_rows, stack_pair
 from longseq.kernels import silu_product
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, required
+from longseq.mixers.base import Device, Mixer, memory_dtype, required
 from longseq.mixers.measures import mean_norm
 
 
@@ -74,10 +74,7 @@ class SelectiveMixer(Mixer[SelectiveState]):
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None,
         cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, keep: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Run the recurrence over `x [B, T, I]`, `rate [B, T, R]`, `key, query [B, T, N]`.
-
-        Returns `[B, T, I]`, and the last memory if `keep`.
-        """
+        """Run `x [B, T, I]`, `rate [B, T, R]`, `key, query [B, T, N]`: `[B, T, I]`, and the last memory if `keep`."""
         raise NotImplementedError
 
     def recur_pair(
@@ -86,7 +83,7 @@ class SelectiveMixer(Mixer[SelectiveState]):
         """Run the recurrence over rows `[2 B, ...]`: the first half forward by this mixer, the second backward by
         `backward`.
 
-        This default is for recurrences without parameters of their own.
+        The default is for recurrences without parameters.
         """
         return self.recur(x, rate, key, query, None, None, mask, "second_half")[0]
 
@@ -133,9 +130,7 @@ class SelectiveMixer(Mixer[SelectiveState]):
         """Shape of one sequence's recurrent memory."""
         return self.inner, self.state_size
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> SelectiveState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> SelectiveState:
         memory = torch.zeros(batch, *self.memory_shape, device=device, dtype=memory_dtype(dtype))
         return SelectiveState(self.convolution.initial_state(batch, device, memory.dtype), memory)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,8 @@ from longseq.kernels import slot_attention, slot_attention_step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.kernels.slot_attention import ACTIVATIONS
-from longseq.mixers.base import Mixer, memory_dtype, required
-from longseq.mixers.feature_maps import FEATURE_MAPS
-from longseq.mixers.heads import check_groups, choose_heads, repeat_groups
+from longseq.mixers.base import Device, Mixer, memory_dtype, required
+from longseq.mixers.heads import FEATURE_MAPS, check_groups, choose_heads, repeat_groups
 from longseq.mixers.measures import mean_norm, saturation
 
 
@@ -36,9 +35,8 @@ class SlotMixer(Mixer[SlotState]):
         q, k = φ(W x);   v = ψ(W_v x);   K̃ ← Diag(α) K̃ + w kᵀ;   Ṽ ← Diag(α) Ṽ + w vᵀ
         y = W_o RMSNorm(SiLU(Ṽᵀ f(scale K̃ q)))
 
-    The norm is over all channels, not over each head. `value_map` is ψ, and `gate_width` is the number of channels of
-    the input projection that the gates read. With fewer heads of keys and values, each one serves several heads of
-    queries. The other options are documented in the mixers.
+    The norm is over all channels, not over each head. `value_map` is ψ; `gate_width` counts the channels of the input
+    projection for the gates. See the mixers for the other options.
     """
 
     reads_backwards: ClassVar[bool] = True
@@ -106,20 +104,9 @@ class SlotMixer(Mixer[SlotState]):
         q, k, v, logits = self._split(projected)
         normalizer = None if state is None else state.normalizer
         g, write, normalizer = self.write(logits, normalizer, cu_seqlens, mask, reverse, output_final_state)
-        o, memory = slot_attention(
-            q,
-            k,
-            v,
-            g,
-            write=write,
-            scale=self.scale,
-            activation=self.activation,
-            initial_state=None if state is None else (state.keys, state.values),
-            output_final_state=self.needs_state(output_final_state),
-            cu_seqlens=cu_seqlens,
-            reverse=reverse,
-            backend=self.backend,
-        )
+        options = {**self._rule, **self.call_options(output_final_state, cu_seqlens, reverse)}
+        memory = None if state is None else (state.keys, state.values)
+        o, memory = slot_attention(q, k, v, g, write=write, initial_state=memory, **options)
         self.observe("state_norm", lambda: mean_norm(torch.cat(required(memory), -1)))
         self.observe("gate_saturation", lambda: saturation(g.exp() if write is None else write, mask))
         return self._read_out(o), SlotState(*required(memory), normalizer) if output_final_state else None
@@ -127,38 +114,18 @@ class SlotMixer(Mixer[SlotState]):
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v, logits = self._split(projected)
         g, write = self.write_pair(backward, logits, mask)
-        o, _ = slot_attention(
-            repeat_rows(q),
-            repeat_rows(k),
-            repeat_rows(v),
-            g,
-            write=write,
-            scale=self.scale,
-            activation=self.activation,
-            reverse="second_half",
-            backend=self.backend,
-        )
+        q, k, v = repeat_rows(q), repeat_rows(k), repeat_rows(v)
+        o, _ = slot_attention(q, k, v, g, write=write, **self._rule, reverse="second_half", backend=self.backend)
         return self.norm.norm_pair(backward.norm, functional.silu(o.flatten(-2)))
 
     def scan_step(self, projected: Tensor, state: SlotState) -> tuple[Tensor, SlotState]:
         q, k, v, logits = self._split(projected)
         g, write, normalizer = self.write_step(logits, state.normalizer)
-        o, memory = slot_attention_step(
-            q,
-            k,
-            v,
-            g,
-            (state.keys, state.values),
-            write=write,
-            scale=self.scale,
-            activation=self.activation,
-            backend=self.step_backend,
-        )
+        options = {**self._rule, "backend": self.step_backend}
+        o, memory = slot_attention_step(q, k, v, g, (state.keys, state.values), write=write, **options)
         return self._read_out(o), SlotState(*memory, normalizer)
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> SlotState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> SlotState:
         shape = (batch, self.num_heads, self.num_slots, self.head_dim)
         slots = torch.zeros(shape, device=device, dtype=memory_dtype(dtype))
         return SlotState(slots, slots.clone(), None)
@@ -170,6 +137,11 @@ class SlotMixer(Mixer[SlotState]):
         q, k = mixed.split([self.num_heads, self.num_kv_heads], dim=-2)
         k, v = (repeat_groups(x, self.num_heads) for x in (k, v.unflatten(-1, (self.num_kv_heads, self.head_dim))))
         return q, k, v, at_least_float32(logits)
+
+    @property
+    def _rule(self) -> dict[str, Any]:
+        """The options of the operation, for sequences and for one token."""
+        return {"scale": self.scale, "activation": self.activation}
 
     def _read_out(self, o: Tensor) -> Tensor:
         return self.norm(functional.silu(o.flatten(-2)))

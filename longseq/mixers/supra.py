@@ -23,23 +23,17 @@ class Supra(RetNet):
 
         q, k = rotary(φ(W x));   S ← γ S + k vᵀ;   y = W_o GroupNorm(Sᵀ q / √K);   φ(x) = ReLU(A x + b)
 
-    A reads the queries of all heads together. Keys have the same A and b, and with fewer heads than queries others, of
-    their own. The norm stands in place of the sum of attention weights: it takes the mean from each head's values,
-    divides them by their standard deviation, and learns nothing.
+    A reads the queries of all heads together. Keys use the same A and b, or their own if they have fewer heads than
+    queries. The norm, which replaces the sum of attention weights, centres each head's values, divides them by their
+    standard deviation, and has no parameters.
 
-    The decays are those of the published models, γ_h = exp(−2^{−8 h / H}) for the heads h = 1, ..., H, where H is a
-    power of two. Otherwise the first heads have the decays of the largest power of two below H, and the others every
-    second one of twice as many heads. RetNet's decays are slower.
-
-    A new A starts as torch's linear layers do, as in the published code, and b at zero.
+    As in the published models, γ_h = exp(−2^{−8 h / H}) for the heads h = 1, ..., H, where H is a power of two.
+    Otherwise the first heads have the decays for the largest power of two below H, and the others every second decay
+    for twice as many heads. RetNet decays more slowly. As in the published code, A starts like torch's linear layers, b
+    at zero.
 
     Args:
-        num_heads, head_dim: by default heads of 256 channels (128, ... where 256 does not divide). One of them decides
-            the other; both together may make the heads wider or narrower than d_model. head_dim is even.
-        num_kv_heads: heads of keys and values, a divisor of num_heads; by default as many as of queries.
-        rotary_base: the slowest pair of channels turns once in about 2π · rotary_base tokens.
-        rotary_scaling: how the angles are stretched to longer contexts (see
-            `longseq.blocks.rotary.check_rotary`), or None.
+        num_heads, head_dim, num_kv_heads, rotary_base, rotary_scaling: as in `RetNet`.
         norm_eps: eps of the norm.
 
     Source: Linearizing Large Language Models (Mercat et al., 2024), section 3, and its published code.

@@ -15,18 +15,17 @@ class TTT(CompressionMixer):
 
         z = S k;   S ← S − γ P(z) (z / ‖z‖ − v) kᵀ / ‖z‖;   y = W_o (S q ⊙ GELU(W_g x));   P(z) = I − z zᵀ / ‖z‖²
 
-    The layer is that of Lattice, but TTT normalises the decoded value and Lattice the slots. The TTT paper differs: its
-    inner model is z + LayerNorm(z) with a learned scale and bias and an inner loss on v − k, its initial state is
-    learned, it takes gradient steps over mini-batches of 16 tokens (here chunk_size=16), and it normalises the output
-    before the gate.
+    The layer is Lattice's, but TTT normalises the decoded value instead of the slots. The TTT paper differs: its inner
+    model is z + LayerNorm(z) with a learned scale and bias and an inner loss on v − k, its initial state is learned, it
+    takes gradient steps over mini-batches of 16 tokens (here chunk_size=16), and it normalises the output before the
+    gate.
 
     Args:
         num_heads, head_dim: give at most one; by default heads of 64 channels (32, ... where 64 does not divide).
         gamma_activation: sigmoid (the TTT paper's, with a base rate of 1) or softplus, of a projection of the token.
         chunk_size: with 1, each gradient is taken at the state before its token. With more, the gradients of that many
-            tokens are taken at the state before them all, which is faster and another function. One-token steps are
-            always those of chunk_size=1. Chunks are counted from the first token of a row or a piece that is no
-            padding, so that borders of pieces between those of chunks change the outputs.
+            tokens are taken at the state before all of them: faster, and another function. One-token steps are always
+            those of chunk_size=1. Chunks are counted from the first real token of a row or a piece.
 
     Source: Lattice (Karami and Mirrokni, 2025), equation 19, after Learning to (Learn at Test Time) (Sun et al., 2024).
     """

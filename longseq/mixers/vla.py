@@ -14,7 +14,7 @@ from longseq.blocks.pairs import repeat_rows
 from longseq.kernels import map_features, variational_linear_attention, variational_linear_attention_step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, required
+from longseq.mixers.base import Device, Mixer, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm
 from longseq.mixers.registry import register
@@ -45,12 +45,12 @@ class VLA(Mixer[VLAState]):
         A ← A − (A u)(A u)ᵀ / (1 + uᵀ A u);   A ← A + refresh I every `refresh_period` tokens
         α̂ = A k̂ / ‖A k̂‖;   S ← S + α̂ (v − Sᵀ k̂)ᵀ;   z ← z + φ(k);   y = W_o (Sᵀ φ(q) / max(zᵀ φ(q), eps))
 
-    A starts as I / λ0, and each head has its own W_u `[K, K]`. The norm of W_u k has 1e-6 under its root, as those of
-    the delta rule's keys have; the paper has no such number. The paper has no convolution and no positions; to compare
-    the layer with others that have a short convolution, give it one of width 4.
+    A starts as I / λ0, and each head has its own W_u `[K, K]`. The norm of W_u k has 1e-6 under its root, as in the
+    delta rule; the paper has no such number. The paper has no convolution and no positions; use a convolution of width
+    4 to compare with layers that have one.
 
-    The eigenvalues of the transition I − α̂ k̂ᵀ have magnitudes of at most one, but its spectral norm exceeds one unless
-    α̂ = k̂ (see `variational_linear_attention`). So gradients can grow along the recurrence, contrary to the paper's
+    The eigenvalues of the transition I − α̂ k̂ᵀ are at most one in magnitude, but its spectral norm exceeds one unless
+    α̂ = k̂ (see `variational_linear_attention`). Gradients can grow along the recurrence, contrary to the paper's
     Corollary 1.
 
     Args:
@@ -63,10 +63,10 @@ class VLA(Mixer[VLAState]):
         eps: the least denominator.
         scale_penalty: the 1 / √K of u, as in Algorithm 1, line 10; False for unit u, as in equation 8.
         update_penalty: False keeps A at I / λ0 and has no W_u: the delta rule with β = 1 (an ablation).
-        normalize_key, normalize_alpha: the divisions by ‖φ(k)‖ and ‖A k̂‖ (ablations). Without them, the memory is not
-            stable; the paper reports this of its second version, which had no α̂.
+        normalize_key, normalize_alpha: the divisions by ‖φ(k)‖ and ‖A k̂‖ (ablations). Without them the memory is
+            unstable, as the paper reports of its second version.
         normalizer: the division by zᵀ φ(q), by which the output shrinks as 1 / t (an ablation). In the paper's recall
-            task, VLA fails with it above 8 pairs: for 16 pairs the accuracy is 0.10, and 0.90 without the division
+            task, VLA fails with it above 8 pairs: for 16 pairs the accuracy is 0.10, and 0.90 without it
             (benchmarks/README.md).
 
     Source: Variational Linear Attention (Pandey and Singh, 2026), Algorithm 1.
@@ -106,11 +106,7 @@ class VLA(Mixer[VLAState]):
         self.normalize_alpha = normalize_alpha
         self.normalizer = normalizer
         self.in_proj = nn.Linear(d_model, 3 * d_model, bias=False)
-        self.convolution = (
-            ShortConvolution(3 * d_model, convolution_width, activation=None, backend=backend)
-            if convolution_width != 0
-            else None
-        )
+        self.convolution = ShortConvolution.of_width(3 * d_model, convolution_width, backend)
         shape = (self.num_heads, self.head_dim, self.head_dim)
         self.penalty = nn.Parameter(torch.empty(shape)) if update_penalty else None
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
@@ -134,23 +130,14 @@ class VLA(Mixer[VLAState]):
         output_final_state: bool = True,
     ) -> tuple[Tensor, VLAState | None]:
         convolution = None if state is None else state.convolution
-        reading: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse}
         if self.convolution is not None:
-            projected, convolution = self.convolution(
-                projected, convolution, output_final_state=output_final_state, **reading
-            )
+            reading: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse}
+            reading["output_final_state"] = output_final_state
+            projected, convolution = self.convolution(projected, convolution, **reading)
         q, k, v, u = self._features(projected)
-        o, memory = variational_linear_attention(
-            q,
-            k,
-            v,
-            u,
-            **self._options(),
-            **reading,
-            initial_state=None if state is None else state[1:],
-            output_final_state=self.needs_state(output_final_state),
-            backend=self.backend,
-        )
+        options = {**self._options, **self.call_options(output_final_state, cu_seqlens, reverse), "mask": mask}
+        earlier = None if state is None else state[1:]
+        o, memory = variational_linear_attention(q, k, v, u, initial_state=earlier, **options)
         self.observe("state_norm", lambda: mean_norm(required(memory)[0]))
         self.observe("smallest_eigenvalue", lambda: _smallest_eigenvalue(required(memory)[1]))
         return o.flatten(-2), VLAState(convolution, *required(memory)) if output_final_state else None
@@ -163,33 +150,20 @@ class VLA(Mixer[VLAState]):
             both = self.convolution.convolve_pair(required(backward.convolution), projected, mask)
             q, k, v, u = self._features_pair(backward, both.unflatten(0, (2, -1)))
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        o, _ = variational_linear_attention(
-            q,
-            k,
-            v,
-            None if u is None else u.flatten(0, 1),
-            **self._options(),
-            mask=repeat_rows(mask),
-            reverse="second_half",
-            backend=self.backend,
-        )
+        u = None if u is None else u.flatten(0, 1)
+        options = {**self._options, "mask": repeat_rows(mask), "reverse": "second_half", "backend": self.backend}
+        o, _ = variational_linear_attention(q, k, v, u, **options)
         return o.unflatten(0, (2, -1)).sum(0).flatten(-2)
 
     def scan_step(self, projected: Tensor, state: VLAState) -> tuple[Tensor, VLAState]:
         convolution = state.convolution
         if self.convolution is not None:
             projected, convolution = self.convolution.step(projected, required(convolution))
-        o, memory = variational_linear_attention_step(
-            *self._features(projected),
-            state=state[1:],
-            **self._options(),
-            backend=self.step_backend,
-        )
+        options = {**self._options, "backend": self.step_backend}
+        o, memory = variational_linear_attention_step(*self._features(projected), state=state[1:], **options)
         return o.flatten(-2), VLAState(convolution, *memory)
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> VLAState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> VLAState:
         dtype = memory_dtype(dtype)
         shape = (batch, self.num_heads, self.head_dim, self.head_dim)
         memory = torch.zeros(shape, device=device, dtype=dtype)
@@ -198,6 +172,7 @@ class VLA(Mixer[VLAState]):
         convolution = None if self.convolution is None else self.convolution.initial_state(batch, device, dtype)
         return VLAState(convolution, memory, inverse, torch.zeros_like(memory[..., 0]), steps)
 
+    @property
     def _options(self) -> dict[str, Any]:
         """The options of the operation, for sequences and for one token."""
         return {
@@ -216,10 +191,7 @@ class VLA(Mixer[VLAState]):
         return self._map(q, k, v, None if self.penalty is None else self._direct(k))
 
     def _features_pair(self, backward: Self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """`_features` of tokens `[B, T, ...]` that both mixers read, or of each mixer's own, `[2, B, T, ...]`.
-
-        u is that of both mixers, `[2, B, T, H, K]`.
-        """
+        """`_features` of tokens `[B, T, ...]` or `[2, B, T, ...]` for both mixers; u is `[2, B, T, H, K]`."""
         q, k, v = self._split(projected)
         if self.penalty is None:
             return self._map(q, k, v, None)

@@ -15,8 +15,8 @@ from longseq.kernels.packed_attention import packed_attention, varlen
 from longseq.kernels.packed_attention.attend import attend_blocks, attend_nearby, attend_window
 from longseq.kernels.packing import Packing
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
-from longseq.mixers.attention import KeyValueCache, KeyValueState, SoftmaxAttention
-from longseq.mixers.base import activation_dtype, memory_dtype, required
+from longseq.mixers.attention import Heads, KeyValueCache, KeyValueState, SoftmaxAttention
+from longseq.mixers.base import Device, activation_dtype, memory_dtype, required
 from longseq.mixers.registry import register
 
 
@@ -30,16 +30,9 @@ class WindowAttention(SoftmaxAttention):
 
     Args:
         window: tokens that a token sees, itself included.
-        num_heads, head_dim: by default heads of 64 channels (32, ... where 64 does not divide). One of them decides the
-            other; both together may make the heads wider or narrower than d_model.
-        num_kv_heads: heads of keys and values, a divisor of num_heads; by default as many as of queries.
         causal: False lets a token also see the `window` - 1 tokens after it; `state` and `step` are then refused.
-        qkv_bias, out_bias: biases of the query, key and value projections, and of the output projection.
-        rotary, rotary_base: whether queries and keys are rotated by their positions, and the base of the angles.
-        rotary_scaling: how the angles are stretched to longer contexts (see
-            `longseq.blocks.rotary.check_rotary`), or None.
-        qk_norm: RMS norm of queries and keys, before they are rotated: none, head (over each head, as in Qwen3) or all
-            (over all heads, as in OLMo 2), with `norm_eps`.
+        num_heads, head_dim, num_kv_heads, qkv_bias, out_bias, rotary, rotary_base, rotary_scaling, qk_norm: as in
+            `Attention`.
 
     Source: Longformer (Beltagy et al., 2020), section 3.1. Griffin (De et al., 2024), sections 2.3 and 3.1, has the
     causal form with window=1024 and num_kv_heads=1 between recurrent layers; the hybrids of DeltaNet follow it.
@@ -54,9 +47,7 @@ class WindowAttention(SoftmaxAttention):
         super().__init__(d_model, qkv_bias=qkv_bias, rotary=rotary, **options)
         self.window = window
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> KeyValueState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> KeyValueState:
         shape = (batch, self.window - 1, self.num_kv_heads, self.head_dim)
         empty = torch.zeros(shape, device=device, dtype=memory_dtype(dtype))
         return KeyValueState(empty, empty, torch.zeros(batch, dtype=torch.long, device=device))
@@ -88,15 +79,9 @@ class WindowAttention(SoftmaxAttention):
         return KeyValueCache(key, value, state.length)
 
     def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: KeyValueState | None,
-        packing: Packing | None,
-        mask: Tensor | None,
-        keep: bool,
+        self, heads: Heads, state: KeyValueState | None, packing: Packing | None, mask: Tensor | None, keep: bool
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        q, k, v = heads
         if packing is not None and state is None:
             o = packed_attention(q, k, v, packing, causal=self.causal, window=self.window, backend=self.backend)
             if not keep:
@@ -125,7 +110,7 @@ class WindowAttention(SoftmaxAttention):
         return o, (kept.key, kept.value) if keep else None
 
     def _reads_rows_packed(self, q: Tensor) -> bool:
-        """Whether torch's fused kernel over packed rows can run: it needs no mask, and other forms with a window do."""
+        """Whether torch's fused kernel over packed rows can run, which needs no mask."""
         if self.backend == "torch" or is_exporting():
             return False
         return not varlen.reasons(Call(q.device, q.dtype, packed=True, sizes={"D": q.shape[-1]}))
@@ -179,5 +164,5 @@ class WindowAttention(SoftmaxAttention):
 
 
 def _known(tokens: int) -> bool:
-    """True if a number of tokens can be compared. Comparing a symbolic number would add a condition to the export."""
+    """True if a number of tokens can be compared; comparing a symbolic one would add a condition to the export."""
     return torch.jit.is_tracing() or isinstance(tokens, int)

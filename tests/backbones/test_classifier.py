@@ -57,8 +57,14 @@ def test_packed_and_padded_documents_are_scored_as_if_alone(mixer: str) -> None:
     whole = [document for document in documents if document.shape[1]]
     weights = torch.linspace(-1, 2, 3 * len(whole), dtype=torch.float64).view(-1, 3)
     tokens, mask = pad(whole)
-    for direction in ("forward", "bidirectional"):
-        model = make(mixer, direction=direction)
+    readings: list[dict[str, Any]] = [
+        {},
+        {"direction": "bidirectional"},
+        {"direction": "bidirectional", "share_directions": "all"},
+        {"direction": "alternating", "depth": 2, "positions": "learned", "max_length": 5},
+    ]
+    for reading in readings:
+        model = make(mixer, **reading)
 
         def gradients(logits: Tensor, model: TextClassifier = model) -> tuple[Tensor, ...]:
             return torch.autograd.grad((logits * weights).sum(), list(model.parameters()))

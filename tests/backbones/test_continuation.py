@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longseq.backbones.continuation import Continuation
-from longseq.backbones.sampling import Sampling, TokenSampler
-from longseq.backbones.step_graph import StepGraph
+from longseq.backbones.generation import Continuation, Sampling, StepGraph, TokenSampler
 from longseq.backbones.tokens import TokenBackbone
 from longseq.state import state_tensors
 

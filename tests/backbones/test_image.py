@@ -30,17 +30,6 @@ def randomised(model):
     return model.eval()
 
 
-@pytest.mark.slow
-def test_vit_with_attention_equals_deit():
-    deit = randomised(timm.create_model("deit_tiny_patch16_224"))
-    ours = timm.create_model("longseq_vit_tiny_patch16_224", mixer="attention").eval()
-    ours.load_state_dict(checkpoint_filter_fn(deit.state_dict(), ours))
-    x = images(224, 224)
-    with torch.no_grad():
-        assert (ours(x) - deit(x)).abs().max() < 1e-5
-        assert (ours.forward_features(x) - deit.forward_features(x)).abs().max() < 1e-5
-
-
 def test_gradients_of_vit_with_attention_equal_those_of_a_vit_of_timm():
     options = {"depth": 2, "embed_dim": 48, "img_size": 64, "num_classes": 7}
     vit = randomised(timm.create_model("vit_tiny_patch16_224", num_heads=3, **options)).double()
@@ -55,51 +44,6 @@ def test_gradients_of_vit_with_attention_equal_those_of_a_vit_of_timm():
     expected = {**checkpoint_filter_fn(gradients, ours), "cls_token": gradients["cls_token"]}
     for name, parameter in ours.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-9, atol=1e-9 * expected[name].abs().max())
-
-
-@pytest.mark.parametrize("place", ["middle", "first", "none"])
-def test_vim_is_its_formula(place):
-    """The formula uses the parameters by name; of the layers, only the mixers are called."""
-    model = tiny(class_token=place, global_pool="avg" if place == "none" else "token", mixer="deltanet").double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.5)
-    p, image = model.state_dict(), images(batch=1).double()
-    corners = [(row, column) for row in range(0, 32, 8) for column in range(0, 24, 8)]
-    patches = torch.stack([image[0, :, row : row + 8, column : column + 8].flatten() for row, column in corners])
-    x = patches @ p["patch_embed.proj.weight"].flatten(1).T + p["patch_embed.proj.bias"] + p["pos_embed"][0]
-    at = {"middle": 6, "first": 0, "none": 12}[place]
-    x = torch.cat([x[:at], p["cls_token"][0], x[at:]]) if place != "none" else x
-
-    def norm(name, x):
-        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * p[f"{name}.weight"]
-
-    for i in range(2):
-        x = x + model.blocks[i].mixer(norm(f"blocks.{i}.norm1", x)[None])[0][0]
-    features = norm("norm", x)[at] if place != "none" else norm("norm", x).mean(0)
-    torch.testing.assert_close(model(image)[0], features @ p["head.weight"].T + p["head.bias"])
-
-
-def test_weights_of_timm_load_through_timm_at_another_size_with_other_classes(tmp_path):
-    options = {"depth": 2, "embed_dim": 48}
-    vit = randomised(timm.create_model("vit_tiny_patch16_224", img_size=64, num_heads=3, **options))
-    path = tmp_path / "vit.pth"
-    torch.save({"state_dict": vit.state_dict()}, path)
-    ours = timm.create_model(
-        "longseq_vit_tiny_patch16_224",
-        mixer="attention",
-        mixer_options={"num_heads": 3},
-        pretrained=True,
-        pretrained_cfg_overlay={"file": str(path)},
-        img_size=(96, 64),
-        num_classes=7,
-        **options,
-    ).eval()
-    assert ours.head.out_features == 7
-    vit.set_input_size(img_size=(96, 64))
-    x = images(96, 64)
-    with torch.no_grad():
-        assert (ours.forward_features(x) - vit.forward_features(x)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("no_embed_class", [False, True])
@@ -183,27 +127,6 @@ def test_another_size_than_that_of_the_weights_is_refused_in_a_line(tmp_path, si
     x = images(*model.patch_embed.img_size)
     with torch.no_grad():
         assert torch.equal(dynamic(x), model(x))
-
-
-@pytest.mark.parametrize("place", ["middle", "first", "none"])
-def test_a_larger_image_sees_the_same_positions_interpolated(place):
-    """224 -> 384 without retraining: every patch keeps the position of its place in the image."""
-    pool = "avg" if place == "none" else "token"
-    model = tiny(img_size=224, patch_size=16, class_token=place, global_pool=pool)
-    rows, columns = torch.meshgrid(torch.linspace(-1, 1, 14), torch.linspace(-1, 1, 14), indexing="ij")
-    with torch.no_grad():
-        model.pos_embed.zero_()
-        model.pos_embed[0, :, 0], model.pos_embed[0, :, 1] = rows.flatten(), columns.flatten()
-        torch.nn.init.zeros_(model.patch_embed.proj.weight)
-        model.set_input_size(img_size=384)
-        sequence, layout = model._embed(images(384, 384))
-    assert layout[:3] == (24, 24, {"middle": 288, "first": 0, "none": None}[place])
-    kept = [index for index in range(sequence.shape[1]) if index != layout.token]
-    grid = sequence[0, kept].reshape(24, 24, -1)
-    assert (grid[:, :, 0].diff(dim=0) > 0).all()
-    assert (grid[:, :, 1].diff(dim=1) > 0).all()
-    if layout.token is not None:
-        assert torch.equal(sequence[:, layout.token], model.cls_token[0].expand(2, -1))
 
 
 @pytest.mark.parametrize("place", ["middle", "first", "none"])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longseq import mixers
-from longseq.backbones.step_graph import StepGraph
+from longseq.backbones.generation import StepGraph
 from longseq.backbones.tokens import TokenBackbone
 from longseq.blocks.recompute import RECOMPUTE
 from longseq.kernels.packing import Packing
@@ -77,24 +77,6 @@ def test_splits_steps_and_packed_rows_are_the_whole(mixer: str) -> None:
     packed, packed_state = model(tokens.flatten()[None], cu_seqlens=torch.tensor([0, 13, 26]))
     assert_same(packed.view_as(whole), whole)
     assert packed_state.position.tolist() == [13, 13]
-
-
-@pytest.mark.parametrize("direction", ["bidirectional", "alternating"])
-@pytest.mark.parametrize("mixer", ["longhorn", HYBRID])
-def test_an_encoder_reads_packed_and_padded_documents_as_if_alone(mixer: str, direction: str) -> None:
-    model = make(mixer, direction=direction, depth=4, positions="learned", max_length=9)
-    documents = [make_tokens(1, length) for length in (9, 1, 4)]
-    alone = torch.cat([model(document)[0] for document in documents], dim=1)
-    packed, state = model(torch.cat(documents, dim=1), cu_seqlens=torch.tensor([0, 9, 10, 14]))
-    assert state is None
-    assert_same(packed, alone)
-    for mask in (torch.arange(9) < torch.tensor([[9], [1], [4]]), torch.arange(9) >= torch.tensor([[0], [8], [5]])):
-        padded = torch.zeros(3, 9, dtype=torch.long)
-        padded[mask] = torch.cat(documents, dim=1)[0]
-        assert_same(model(padded, mask=mask)[0][mask], alone[0])
-    other = documents[0].clone()
-    other[:, -1] = (other[:, -1] + 1) % VOCABULARY
-    assert (model(other)[0] - model(documents[0])[0])[:, 0].abs().max() > 1e-6, "the first token sees the last"
 
 
 @pytest.mark.parametrize("mixer", ["deltanet", "attention"])

@@ -18,28 +18,17 @@ def test_the_gated_mlp_is_that_of_timm():
     torch.testing.assert_close(results[1], results[0])
 
 
-def replace_activation(mlp: nn.Module) -> None:
-    mlp.act = nn.ReLU()
-
-
-def hook_activation(mlp: nn.Module) -> None:
-    mlp.act.register_forward_hook(lambda module, given, found: 2 * found)
-
-
-def hook_dropout(mlp: nn.Module) -> None:
-    mlp.drop1.register_forward_pre_hook(lambda module, given: (given[0] + 1,))
-
-
-def add_norm(mlp: nn.Module) -> None:
-    mlp.norm = nn.LayerNorm(12, elementwise_affine=False)
-
-
-def drop_all(mlp: nn.Module) -> None:
-    mlp.drop2.p = 1.0
+CHANGES = {
+    "activation": lambda mlp: setattr(mlp, "act", nn.ReLU()),
+    "hook of the activation": lambda mlp: mlp.act.register_forward_hook(lambda module, given, found: 2 * found),
+    "hook of the dropout": lambda mlp: mlp.drop1.register_forward_pre_hook(lambda module, given: (given[0] + 1,)),
+    "norm": lambda mlp: setattr(mlp, "norm", nn.LayerNorm(12, elementwise_affine=False)),
+    "dropout": lambda mlp: setattr(mlp.drop2, "p", 1.0),
+}
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("change", [replace_activation, hook_activation, hook_dropout, add_norm, drop_all])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_parts_that_others_change_take_part(change, recompute):
     theirs, ours = layers.SwiGLU(5, 12, bias=False), SwiGLU(5, 12, recompute=recompute)
     ours.load_state_dict(theirs.state_dict())

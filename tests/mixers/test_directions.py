@@ -222,56 +222,6 @@ def test_cross_treats_rows_and_columns_alike(place, share):
     torch.testing.assert_close(layer(across, layout=turned)[0], reorder(y, "columns", layout))
 
 
-LENGTHS = (5, 1, 4)
-
-
-def read_documents(layer, documents, weights, form):
-    """Outputs and gradients of documents packed in one row, padded on either side, or read one after the other."""
-    inputs = [document.clone().requires_grad_() for document in documents]
-    if form == "packed":
-        y = layer(torch.cat(inputs, dim=1), cu_seqlens=torch.tensor([0, 5, 5, 6, 10]))[0].split(LENGTHS, dim=1)
-    elif form == "alone":
-        y = [layer(x)[0] for x in inputs]
-    else:
-        kept = [slice(0, n) if form == "padded on the right" else slice(5 - n, None) for n in LENGTHS]
-        padded, mask = torch.full((3, 5, WIDTH), 7.0, dtype=torch.float64), torch.zeros(3, 5, dtype=torch.bool)
-        for row, (x, real) in enumerate(zip(inputs, kept, strict=True)):
-            padded[row, real], mask[row, real] = x[0], True
-        mixed, _ = layer(padded, mask=mask)
-        y = [mixed[row : row + 1, real] for row, real in enumerate(kept)]
-    names, parameters = zip(*layer.named_parameters(), strict=True)
-    loss = (torch.cat(list(y), dim=1) * weights).sum()
-    gradients = torch.autograd.grad(loss, [*inputs, *parameters])
-    return {"y": torch.cat(list(y), dim=1), **dict(zip(["first", "second", "third", *names], gradients, strict=True))}
-
-
-READINGS = [
-    *((name, reading) for name in mixers.mixer_names() for reading in ("projections", "all", "backward")),
-    *((name, "every token") for name in mixers.mixer_names() if mixers.get(name).supports_noncausal),
-]
-
-
-@pytest.mark.parametrize(("mixer", "reading"), READINGS)
-@pytest.mark.slow
-def test_documents_are_read_as_if_alone(mixer, reading):
-    if reading == "every token":
-        layer = mixers.make_reading(mixer, WIDTH, options={}, direction="bidirectional").double()
-    elif reading == "backward":
-        layer = build(mixer, "alternating", layer=1)
-    else:
-        layer = build(mixer, share=reading)
-    torch.manual_seed(1)
-    documents = [torch.randn(1, length, WIDTH, dtype=torch.float64) for length in LENGTHS]
-    weights = torch.randn(1, sum(LENGTHS), WIDTH, dtype=torch.float64)
-    expected = read_documents(layer, documents, weights, "alone")
-    for form in ("packed", "padded on the right", "padded on the left"):
-        for name, value in read_documents(layer, documents, weights, form).items():
-            note = f"{name}, {form}"
-            torch.testing.assert_close(
-                value, expected[name], rtol=1e-8, atol=1e-9, msg=lambda text, note=note: f"{note}: {text}"
-            )
-
-
 @pytest.mark.parametrize("mixer", ["attention", "deltanet", "hyena"])
 def test_a_backward_reading_goes_on_from_its_state(mixer):
     forward, backward = build(mixer, "forward"), build(mixer, "alternating", layer=1)
@@ -289,7 +239,7 @@ def test_several_directions_have_no_state():
     _, state = layer(x)
     assert state is None
     for call in (lambda: layer(x, layer.readers[0].initial_state(2)), lambda: layer.step(x[:, 0], None)):
-        with pytest.raises(ValueError, match="no state and no steps; build the model with direction='forward'"):
+        with pytest.raises(ValueError, match="no state and no steps: use direction='forward'"):
             call()
 
 

@@ -17,7 +17,7 @@ Weights = dict[str, Tensor]
 Options = dict[str, Any]
 
 # compared with a loop over tokens in files of their own
-ELSEWHERE = {"attention", "baseconv", "based", "hyena", "rg_lru", "rwkv6", "window_attention"}
+ELSEWHERE = {"attention", "baseconv", "based", "hyena", "window_attention"}
 
 MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": lambda x: x / (1 + (-x).exp()),
@@ -118,6 +118,41 @@ def gla(p: Weights, x: Tensor, o: Options) -> Tensor:
         S = kept[t].unsqueeze(-1) * S + outer(k[t], v[t])
         y.append(normed(p, read(S, q[t]) / math.sqrt(keys // H), o).flatten() * (silu(gate[t]) if gates else 1))
     return torch.stack(y)
+
+
+def rwkv6(p: Weights, x: Tensor, o: Options) -> Tensor:
+    H = o.get("num_heads", 1)
+    S, last, y = zeros(H, D_MODEL // H, D_MODEL // H), zeros(D_MODEL), []
+    for token in x:
+        change = last - token
+        low = torch.tanh(project(p, "shift_down", token + change * p["shift_base"])).unflatten(0, (5, -1))
+        amounts = [base + part @ up for base, part, up in zip(p["shift_bases"], low, p["shift_up"], strict=True)]
+        w, k, v, r, g = (token + change * amount for amount in amounts)
+        w = (-(p["decay_base"] + project(p, "decay_up", project(p, "decay_down", w).tanh())).exp()).exp()
+        k, v, r = (project(p, name, part) for name, part in (("key", k), ("value", v), ("receptance", r)))
+        w, k, v, r = heads(H, w, k, v, r)
+        out = read(S + p["bonus"].unsqueeze(-1) * outer(k, v), r)
+        S = w.unsqueeze(-1) * S + outer(k, v)
+        out = out - out.mean(-1, keepdim=True)
+        out = out / ((out**2).mean(-1, keepdim=True) + o.get("norm_eps", 64e-5)).sqrt()
+        y.append((out.flatten() * p["norm.weight"] + p["norm.bias"]) * silu(project(p, "gate", g)))
+        last = token
+    return torch.stack(y)
+
+
+def rg_lru(p: Weights, x: Tensor, o: Options) -> Tensor:
+    H = o.get("num_heads", 16)
+    width = o.get("width", H * max(1, round(4 * D_MODEL / (3 * H))))
+    x, branch = cut(project(p, "in_proj", x) + p["in_proj.bias"], width, width)
+    x = convolve(x, p["convolution.weight"], p["convolution.bias"])
+    h, y = zeros(width), []
+    for token in x:
+        gates = torch.einsum("hi,hij->hj", token.view(H, -1), p["gate_weight"]) + p["gate_bias"]
+        r, i = (sigmoid(gate).flatten() for gate in gates.chunk(2, -1))
+        a = sigmoid(-p["decay"]) ** (8 * r)
+        h = a * h + (1 - a**2).sqrt() * i * token
+        y.append(h)
+    return torch.stack(y) * branch / 2 * (1 + torch.tanh((2 / math.pi) ** 0.5 * (branch + 0.044715 * branch**3)))
 
 
 def hgrn2(p: Weights, x: Tensor, o: Options) -> Tensor:
@@ -399,7 +434,9 @@ CASES: dict[Layer, list[Options]] = {
              {"head_dim": 8, "expand": 3, "convolution_width": 2}, {"head_dim": 16, "norm_eps": 1.0}],
     retnet: [{}, {"num_heads": 2}, {"expand_v": 1.0, "rotary_base": 10.0}, {"norm_eps": 1.0},
              {"feature_map": "relu", "output_gate": False}],
+    rg_lru: [{}, {"num_heads": 2}, {"width": 32, "num_heads": 4}, {"convolution_width": 2}],
     rwkv4: [{}],
+    rwkv6: [{}, {"num_heads": 2}, {"shift_rank": 3, "decay_rank": 5}, {"norm_eps": 1.0}],
     supra: [{}, {"num_heads": 2}, {"num_heads": 4, "num_kv_heads": 2}, {"num_heads": 3, "head_dim": 6},
             {"rotary_base": 10.0}, {"norm_eps": 1.0}],
     ttt: [{}, {"num_heads": 2}, {"gamma_activation": "softplus", "convolution_width": 2}],
@@ -425,7 +462,7 @@ def test_the_layer_is_its_formula(layer: Layer, options: Options) -> None:
             first_slots.copy_(torch.linalg.qr(first_slots).Q)  # unit columns to float64
     x = torch.randn(TOKENS, D_MODEL, dtype=torch.float64)
     weights = dict(mixer.state_dict())
-    expected = project(weights, "out_proj", layer(weights, x, options))
+    expected = project(weights, "out_proj", layer(weights, x, options)) + weights.get("out_proj.bias", 0)
     same = {"rtol": 1e-9, "atol": 1e-9 * expected.abs().max().item()}
     torch.testing.assert_close(mixer(x[None])[0][0], expected, **same)
     state, steps = mixer.initial_state(1, dtype=x.dtype), []

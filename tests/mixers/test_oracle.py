@@ -22,11 +22,10 @@ from torch.nn import functional
 
 from longseq import mixers
 from longseq.blocks.channel_mixing import ChannelMixing
-from longseq.state import state_tensors
 
 pytestmark = pytest.mark.oracle
 
-D_MODEL, TOKENS, SPLIT = 32, 23, 9
+D_MODEL, TOKENS = 32, 23
 Weights = dict[str, Tensor]
 
 
@@ -36,14 +35,12 @@ class Oracle:
 
     convert: from the peer's weights, or their gradients, to ours by name; what it leaves out is zero and not compared.
     run: from the peer and tokens `[B, T, D]` to its output.
-    state: the recurrent memory of the peer's last run as ours has it, if it can be had.
     """
 
     ours: mixers.Mixer
     peer: nn.Module
     convert: Callable[[Weights], Weights]
     run: Callable[[nn.Module, Tensor], Tensor]
-    state: Callable[[], Tensor] | None = None
     dtype: torch.dtype = torch.float32
     tolerance: float = 2e-6
 
@@ -210,17 +207,6 @@ def rwkv(monkeypatch: pytest.MonkeyPatch) -> Oracle:
         peer.key.weight.mul_(20)
         for name in ("key", "value", "receptance"):
             getattr(peer, f"time_mix_{name}").fill_(0.5)
-    last: list[Tensor] = []
-
-    def run(peer: nn.Module, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled():  # the peer writes into its state
-            return peer(x)[0]
-        # The tokens before the first, of both its layers; numerator, denominator and exponent.
-        state = [torch.zeros(len(x), D_MODEL, 1) for _ in range(5)]
-        state[4] -= 1e30
-        y, (_, shift, *memory) = peer(x, state=state, use_cache=True)
-        last[:] = [shift, *memory]
-        return y
 
     def convert(p: Weights) -> Weights:
         parts = ("key", "value", "receptance")
@@ -232,7 +218,7 @@ def rwkv(monkeypatch: pytest.MonkeyPatch) -> Oracle:
             "out_proj.weight": p["output.weight"],
         }
 
-    return Oracle(ours, peer, convert, run, lambda: torch.cat(last, -1))
+    return Oracle(ours, peer, convert, lambda peer, x: peer(x)[0])
 
 
 def qwen_layer(monkeypatch: pytest.MonkeyPatch, value_heads: int) -> Oracle:
@@ -293,7 +279,7 @@ def fla_deltanet(monkeypatch: pytest.MonkeyPatch) -> Oracle:
         return {**weights, "convolution.weight": _taps(p), "norm.weight": p["o_norm.weight"]}
 
     peer = fla.layer(D_MODEL, "delta_net", "DeltaNet", num_heads=2)
-    return Oracle(mixers.create("deltanet", D_MODEL, num_heads=2), peer, convert, _run_fla, fla.memory)
+    return Oracle(mixers.create("deltanet", D_MODEL, num_heads=2), peer, convert, _run_fla)
 
 
 @oracle
@@ -309,7 +295,7 @@ def fla_gated_deltanet(monkeypatch: pytest.MonkeyPatch) -> Oracle:
         }
 
     peer = fla.layer(D_MODEL, "gated_deltanet", "GatedDeltaNet", num_heads=2, head_dim=12)
-    return Oracle(mixers.create("gated_deltanet", D_MODEL, num_heads=2), peer, convert, _run_fla, fla.memory)
+    return Oracle(mixers.create("gated_deltanet", D_MODEL, num_heads=2), peer, convert, _run_fla)
 
 
 @oracle
@@ -326,7 +312,7 @@ def fla_gla(monkeypatch: pytest.MonkeyPatch) -> Oracle:
         }
 
     peer = fla.layer(D_MODEL, "gla", "GatedLinearAttention", num_heads=2)
-    return Oracle(mixers.create("gla", D_MODEL, num_heads=2), peer, convert, _run_fla, fla.memory)
+    return Oracle(mixers.create("gla", D_MODEL, num_heads=2), peer, convert, _run_fla)
 
 
 @oracle
@@ -340,7 +326,7 @@ def fla_hgrn2(monkeypatch: pytest.MonkeyPatch) -> Oracle:
         return {**_projections(p, "q_proj", "f_proj", "i_proj"), "norm.weight": p["g_norm.weight"]}
 
     peer = fla.layer(D_MODEL, "hgrn2", "HGRN2Attention", num_heads=2, expand_ratio=16)
-    return Oracle(mixers.create("hgrn2", D_MODEL, num_heads=2), peer, convert, _run_fla, fla.memory)
+    return Oracle(mixers.create("hgrn2", D_MODEL, num_heads=2), peer, convert, _run_fla)
 
 
 def _slots(p: Weights) -> Weights:
@@ -353,8 +339,7 @@ def fla_gsa(monkeypatch: pytest.MonkeyPatch) -> Oracle:
     fla.recur_gsa()
     peer = fla.layer(D_MODEL, "gsa", "GatedSlotAttention", num_heads=2, num_slots=6, feature_map="relu")
     ours = mixers.create("gsa", D_MODEL, num_heads=2, num_slots=6, feature_map="relu")
-    # The keys of slots are [K, M] there.
-    return Oracle(ours, peer, _slots, _run_fla, lambda: torch.cat((fla.memory()[0].mT, fla.memory()[1]), -1))
+    return Oracle(ours, peer, _slots, _run_fla)
 
 
 class AbcLayer(nn.Module):
@@ -366,13 +351,12 @@ class AbcLayer(nn.Module):
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(D_MODEL, D_MODEL, bias=False) for _ in range(4))
         self.f_proj = nn.Linear(D_MODEL, heads * slots, bias=False)
         self.g_norm = nn.RMSNorm(D_MODEL, eps=1e-5)
-        self.final: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         projected = [functional.silu(layer(x)) for layer in (self.q_proj, self.k_proj, self.v_proj)]
         tensors = [part.unflatten(-1, (self.heads, -1)) for part in (*projected, self.f_proj(x))]
         reference = load("fla.ops.abc.naive").naive_recurrent_abc
-        o, self.final = heads_first(lambda *tensors: reference(*tensors, scale=1.0, output_final_state=True), *tensors)
+        o, _ = heads_first(lambda *tensors: reference(*tensors, scale=1.0, output_final_state=True), *tensors)
         return self.o_proj(self.g_norm(functional.silu(o.flatten(-2))))
 
 
@@ -380,12 +364,7 @@ class AbcLayer(nn.Module):
 def fla_abc(monkeypatch: pytest.MonkeyPatch) -> Oracle:
     load("fla.ops.abc.naive")
     peer = AbcLayer(2, 6)
-
-    def state() -> Tensor:
-        assert peer.final is not None
-        return torch.cat((peer.final[0].mT, peer.final[1]), -1)
-
-    return Oracle(mixers.create("abc", D_MODEL, num_heads=2, num_slots=6), peer, _slots, _run_fla, state)
+    return Oracle(mixers.create("abc", D_MODEL, num_heads=2, num_slots=6), peer, _slots, _run_fla)
 
 
 @oracle
@@ -475,7 +454,7 @@ def fla_rwkv6(monkeypatch: pytest.MonkeyPatch) -> Oracle:
         peer: Any = fla.layer(D_MODEL, "rwkv6", "RWKV6Attention", num_heads=2, expand_k=1.0, norm_eps=64e-5, **sizes)
     peer.gate_fn = functional.silu
     ours = mixers.create("rwkv6", D_MODEL, num_heads=2, shift_rank=3, decay_rank=4)
-    return Oracle(ours, peer, convert, _run_fla, fla.memory)
+    return Oracle(ours, peer, convert, _run_fla)
 
 
 @pytest.fixture(params=ORACLES)
@@ -522,31 +501,6 @@ def test_output_and_gradients_are_the_peers(pair: Oracle) -> None:
         own = ours[name].grad
         assert own is not None, name
         assert_near(own, gradient, 5 * pair.tolerance, f"gradient of {name}")
-
-
-@torch.no_grad()
-def test_parts_and_steps_are_the_peers_whole(pair: Oracle) -> None:
-    x = tokens(pair.dtype)
-    expected = pair.run(pair.peer, x)
-    first, state = pair.ours(x[:, :SPLIT])
-    second, last = pair.ours(x[:, SPLIT:], state)
-    assert_near(torch.cat((first, second), 1), expected, pair.tolerance, "parts")
-    outputs = [first]
-    for token in x[:, SPLIT:].unbind(1):
-        y, state = pair.ours.step(token, state)
-        outputs.append(y[:, None])
-    assert_near(torch.cat(outputs, 1), expected, pair.tolerance, "steps")
-    if pair.state is not None:
-        for name, final in (("state", last), ("state of steps", state)):
-            assert_near(_memory(final), pair.state(), pair.tolerance, name)
-
-
-def _memory(state: Any) -> Tensor:
-    """The recurrent memory; for slots, the keys and the values; for RWKV-4, the whole state."""
-    tensors = dict(state_tensors(state))
-    if "exponent" in tensors:
-        return torch.cat([tensors.pop("shift"), *(part.unsqueeze(-1) for part in tensors.values())], -1)
-    return tensors["memory"] if "memory" in tensors else torch.cat((tensors["keys"], tensors["values"]), -1)
 
 
 def test_the_channel_mixing_is_that_of_transformers() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from longseq.backbones.tokens import TokenBackbone
 from longseq.mixers.pattern import expand_pattern, spell_pattern
 
 D, A, M = "deltanet", "attention", "mamba"
@@ -46,7 +47,7 @@ def test_every_form_names_each_layer(pattern: Any, names: tuple[str, ...], spell
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("3xdeltanet+2xattention", "names 5 layers in turn and the model has 4; name fewer"),
+        ("3xdeltanet+2xattention", "names 5 layers in turn and the model has 4"),
         ([D] * 5, "names 5 layers in turn and the model has 4"),
         ("deltanet+attention@4", "names layer 4 and the model's layers are 0 to 3"),
         ("longhron+deltanet", "unknown mixer 'longhron': did you mean 'longhorn'"),
@@ -60,3 +61,12 @@ def test_what_names_no_layers_is_refused_in_one_line(pattern: Any, message: str)
     with pytest.raises(ValueError, match=message) as caught:
         expand_pattern(pattern, 4)
     assert "\n" not in str(caught.value)
+
+
+def test_options_reach_the_mixers_that_they_name() -> None:
+    arguments: dict[str, Any] = {"vocab_size": 11, "d_model": 16, "depth": 4, "mixer": "deltanet+attention"}
+    options = {"attention": {"num_heads": 2}, "deltanet": {"head_dim": 4}}
+    model = TokenBackbone(**arguments, mixer_options=options)
+    assert [block.mixer.num_heads for block in model.blocks] == [4, 2, 4, 2]
+    with pytest.raises(ValueError, match="mixer 'attention' has no option state_size"):
+        TokenBackbone(**arguments, mixer_options={"attention": {"state_size": 2}})

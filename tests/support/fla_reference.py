@@ -27,7 +27,6 @@ class Fla:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.patch = monkeypatch
-        self.final: Tensor | None = None
         norms = load("fla.modules.norm.layernorm")
         modules = load("fla.modules")
 
@@ -53,12 +52,11 @@ class Fla:
         return getattr(load(f"fla.layers.{module}"), name)(hidden_size=width, layer_idx=0, **options)
 
     def recur_by(self, module: str, names: tuple[str, ...], recurrence: Callable[..., tuple[Tensor, Any]]) -> None:
-        """Replace a layer's kernels by a recurrence, and keep its last state."""
+        """Replace a layer's kernels by a recurrence."""
 
         def run(**arguments: Any) -> tuple[Tensor, Any]:
             given = {name: value for name, value in arguments.items() if isinstance(value, Tensor) or name == "scale"}
-            o, self.final = recurrence(**given)
-            return o, None
+            return recurrence(**given)[0], None
 
         for name in names:
             self.patch.setattr(load(f"fla.layers.{module}"), name, run)
@@ -107,10 +105,6 @@ class Fla:
         self.recur_by("gsa", kernels, lambda **all: reference(**all, output_final_state=True))
         self.norm_and_project("gsa")
         self.patch.setattr(load("fla.modules.feature_map"), "swish", functional.silu)
-
-    def memory(self) -> Tensor:
-        assert self.final is not None
-        return self.final
 
 
 def _convolve(m: Any, x: Tensor, **options: Any) -> tuple[Tensor, None]:
