@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import Self
 
 from longseq.tasks.commands import Predict
-from longseq.tasks.training.decisions import decide
+from longseq.tasks.training.metrics import decide
 
 _NAMED = 5
 DECISION = "decision"  # the detail with what thresholds decide

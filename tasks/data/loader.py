@@ -16,7 +16,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
 from longseq.tasks.data.sampler import EvaluationSampler, UpdateSampler
-from longseq.tasks.training.processes import prepare_data_worker
+from longseq.tasks.training.system import prepare_data_worker
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from longseq.tasks.config import ClassifierGroup, Count, Keys, Share, TaskKeys, key
 from longseq.tasks.data.labels import ClassWeights, Sampling, check_label_keys
-from longseq.tasks.training.token_keys import BodyKeys
+from longseq.tasks.training.configuration import BodyKeys
 
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 
@@ -127,7 +127,7 @@ class DocumentKeys(TaskKeys):
     def check(self, config: Mapping[str, Any]) -> None:
         # The keys themselves need none of these, which take seconds to import.
         from longseq.tasks.document.metrics import TABLES
-        from longseq.tasks.training.classification import check_metrics
+        from longseq.tasks.training.metrics import check_metrics
 
         group, several = config["task"], bool(config["data"]["multi_label"])
         check_metrics(group["metric"], group["metrics"], multi_label=several, tables=TABLES)

@@ -22,7 +22,7 @@ class DocumentInfo(Info):
     None for all (see `longseq.backbones.segments`). `text_column` is the column of the text, None for `text`.
     `class_counts` has the training documents of each class, and `class_weights` the weight of each class in the loss
     (with `multi_label` that of a document's own labels), None if all are 1. `sizes` has the documents of each split.
-    `thresholds` are those of `longseq.tasks.training.decisions.decide`: the probabilities from which a label is given,
+    `thresholds` are those of `longseq.tasks.training.metrics.decide`: the probabilities from which a label is given,
     or the second one of two classes; None for one half, or for the most probable class. `source` is `data.source` of
     the training, whose preparation of a text `longseq predict` repeats; None where it is not known. `source_plugin` is
     the plug-in that registers it, and `preparation` names what it does to a text

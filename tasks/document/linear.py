@@ -17,8 +17,7 @@ from longseq.tasks.document.config import LinearModelKeys
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.metrics import make_scores
 from longseq.tasks.training import targets
-from longseq.tasks.training.classification import update_metrics
-from longseq.tasks.training.decisions import decide
+from longseq.tasks.training.metrics import decide, update_metrics
 
 # The name of the model in `config.model`.
 MODEL = "linear"

@@ -18,7 +18,7 @@ from torchmetrics.classification import (
     MultilabelF1Score,
 )
 
-from longseq.tasks.training.classification import (
+from longseq.tasks.training.metrics import (
     ONE_LABEL,
     ONE_LABEL_MORE,
     SEVERAL_LABELS_MORE,

@@ -30,8 +30,8 @@ from longseq.tasks.document.config import LinearModelKeys
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.linear import fit_linear, read_documents
 from longseq.tasks.document.metrics import TABLES, ScoresByLength
-from longseq.tasks.training.classification import make_metrics
 from longseq.tasks.training.classifier import ClassifierModule
+from longseq.tasks.training.metrics import make_metrics
 from longseq.tasks.training.recipe import Training
 from longseq.tasks.training.token_model import PluginMixers
 

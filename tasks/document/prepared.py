@@ -36,7 +36,7 @@ from longseq.tasks.text.store import (
     open_store,
 )
 from longseq.tasks.text.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer, train_tokenizer
-from longseq.tasks.training.files import write_text
+from longseq.tasks.training.system import write_text
 
 Hashes = npt.NDArray[np.uint64]
 

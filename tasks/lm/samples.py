@@ -13,7 +13,7 @@ from longseq.backbones.tokens import TokenBackbone
 from longseq.blocks.sharding import has_shards
 from longseq.tasks.text.info import TextInfo
 from longseq.tasks.training import targets
-from longseq.tasks.training.callbacks.telemetry import evaluating
+from longseq.tasks.training.callbacks.charts import evaluating
 
 
 @targets.register("callback")

@@ -14,12 +14,11 @@ from lightning.pytorch.plugins import MixedPrecision
 from longseq.tasks import train
 from longseq.tasks.image.datasets import TrainingBatches
 from longseq.tasks.image.pictures import draw_predictions
+from longseq.tasks.training.callbacks.charts import draw_confusion_matrix
 from longseq.tasks.training.callbacks.checkpoint import BestCheckpoint, LastCheckpoint
-from longseq.tasks.training.callbacks.confusion import draw_confusion_matrix
-from longseq.tasks.training.callbacks.ema import ExponentialMovingAverage
-from longseq.tasks.training.callbacks.nonfinite import NonFiniteError, NonFiniteStop
 from longseq.tasks.training.callbacks.throughput import Throughput
-from longseq.tasks.training.files import WholeCheckpoints
+from longseq.tasks.training.callbacks.weights import ExponentialMovingAverage, NonFiniteError, NonFiniteStop
+from longseq.tasks.training.system import WholeCheckpoints
 from longseq.tasks.training.trainer import build_trainer
 
 HEAD = "head.weight"

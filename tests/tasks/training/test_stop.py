@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from longseq.tasks import train
 from longseq.tasks.image.module import ImageClassifier
-from longseq.tasks.training.lock import is_locked
+from longseq.tasks.training.runs import is_locked
 
 LONG = ("recipe.epochs=200", "callbacks.checkpoint.every_n_train_steps=5", "callbacks.samples=null")
 

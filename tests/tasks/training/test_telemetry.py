@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from longseq.tasks import train
-from longseq.tasks.training.callbacks.telemetry import evaluating, watching
+from longseq.tasks.training.callbacks.charts import evaluating, watching
 from longseq.tasks.training.trainer import build_callbacks, build_trainer
 
 LONGHORN = ("mixer=longhorn", "model.depth=1", "recipe.epochs=1")
