@@ -17,9 +17,7 @@ from longseq.tasks.training.metrics import (
     MeanLoss,
     Scores,
     decide,
-    dense_counts,
     reads_decisions,
-    sparse_counts,
     update_metrics,
 )
 from longseq.tasks.training.module import TrainedModule
@@ -146,15 +144,19 @@ class ClassifierModule(TrainedModule):
             if "data" in run:
                 checkpoint[CHECKPOINT_RUN] = {**run, "data": {**run["data"], "thresholds": thresholds}}
             checkpoint["thresholds"] = thresholds
-        if self.val_confusion_matrix is not None:
-            checkpoint["val_confusion_matrix"] = sparse_counts(self.val_confusion_matrix)
+        if (counts := self.val_confusion_matrix) is not None:
+            places = counts.nonzero()
+            sparse = {"shape": list(counts.shape), "places": places.int(), "values": counts[tuple(places.T)]}
+            checkpoint["val_confusion_matrix"] = sparse
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         if (thresholds := checkpoint.get("thresholds")) is not None:
             self.thresholds = torch.tensor(thresholds)
-        if (counts := checkpoint.get("val_confusion_matrix")) is not None:
-            self.val_confusion_matrix = dense_counts(counts)
+        if (saved := checkpoint.get("val_confusion_matrix")) is not None:
+            counts = torch.zeros(saved["shape"], dtype=saved["values"].dtype)
+            counts[tuple(saved["places"].long().T)] = saved["values"]
+            self.val_confusion_matrix = counts
 
 
 def _plain(value: Any) -> Any:

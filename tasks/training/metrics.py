@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -81,7 +82,7 @@ class MeanScore(WeightedMean):
 class _MeanOfShares:
     """The mean of a score of decisions over the classes that samples have, or with `predicted` have or are given."""
 
-    predicted: bool
+    predicted = False
     _final_state: Callable[[], tuple[Tensor, Tensor, Tensor, Tensor]]
 
     def __init__(self, classes: int) -> None:
@@ -99,13 +100,9 @@ class MeanRecall(_MeanOfShares, tm.MulticlassRecall):
     torchmetrics counts a class without samples as 0 as soon as a model predicts it.
     """
 
-    predicted = False
-
 
 class MeanLabelRecall(_MeanOfShares, tm.MultilabelRecall):
     """The mean recall over the labels that a sample has."""
-
-    predicted = False
 
 
 class MeanLabelPrecision(_MeanOfShares, tm.MultilabelPrecision):
@@ -125,7 +122,7 @@ class _MeanOfRanks:
 
     preds: Any  # the states of torchmetrics' curves: probabilities [N, C], and classes [N] or labels [N, C]
     target: Any
-    score: Callable[..., Tensor]
+    score: Callable[..., Tensor] = staticmethod(binary_average_precision)
 
     def compute(self) -> Any:  # a Tensor; torchmetrics' curves are typed so
         probabilities, wanted = dim_zero_cat(self.preds), dim_zero_cat(self.target)
@@ -143,13 +140,9 @@ class _MeanOfRanks:
 class MeanAveragePrecision(_MeanOfRanks, tm.MulticlassAveragePrecision):
     """The mean average precision over the classes that have samples."""
 
-    score = staticmethod(binary_average_precision)
-
 
 class MeanLabelAveragePrecision(_MeanOfRanks, tm.MultilabelAveragePrecision):
     """The mean average precision over the labels that a sample has."""
-
-    score = staticmethod(binary_average_precision)
 
 
 class _MeanOfAreas(_MeanOfRanks):
@@ -172,44 +165,39 @@ class MeanLabelAUROC(_MeanOfAreas, tm.MultilabelAUROC):
 _FIRST = 5  # classes, among which the accuracy top5 seeks the right one
 
 
-def _top(places: int) -> Make:
-    return lambda classes: tm.MulticlassAccuracy(classes, top_k=places, average="micro", **_OWN)
-
-
-def _averaged(metric: Callable[..., Metric], average: str | None = None) -> Make:
-    more = {} if average is None else {"average": average}
-    return lambda classes: metric(classes, **more, **_OWN)
+def _make(metric: Callable[..., Metric], **options: Any) -> Make:
+    return partial(metric, **options, **_OWN)
 
 
 # The metrics of every run, and those that are measured only if they are named. Averages are macro: the mean over the
 # classes that the samples have. For f1 and precision it includes classes that are only predicted, as 0.
 ONE_LABEL: Mapping[str, Make] = {
-    "top1": _top(1),
-    "top5": _top(_FIRST),
-    "f1": _averaged(tm.MulticlassF1Score, "macro"),
+    "top1": _make(tm.MulticlassAccuracy, average="micro"),
+    "top5": _make(tm.MulticlassAccuracy, top_k=_FIRST, average="micro"),
+    "f1": _make(tm.MulticlassF1Score, average="macro"),
     "balanced_accuracy": MeanRecall,
 }
 ONE_LABEL_MORE: Mapping[str, Make] = {
-    "f1_weighted": _averaged(tm.MulticlassF1Score, "weighted"),
-    "precision": _averaged(tm.MulticlassPrecision, "macro"),
+    "f1_weighted": _make(tm.MulticlassF1Score, average="weighted"),
+    "precision": _make(tm.MulticlassPrecision, average="macro"),
     "recall": MeanRecall,
-    "auroc": _averaged(MeanAUROC),
-    "average_precision": _averaged(MeanAveragePrecision),
-    "calibration_error": _averaged(tm.MulticlassCalibrationError),
-    "cohen_kappa": _averaged(tm.MulticlassCohenKappa),
-    "matthews": _averaged(tm.MulticlassMatthewsCorrCoef),
+    "auroc": _make(MeanAUROC),
+    "average_precision": _make(MeanAveragePrecision),
+    "calibration_error": _make(tm.MulticlassCalibrationError),
+    "cohen_kappa": _make(tm.MulticlassCohenKappa),
+    "matthews": _make(tm.MulticlassMatthewsCorrCoef),
 }
 SEVERAL_LABELS: Mapping[str, Make] = {
-    "accuracy": _averaged(tm.MultilabelExactMatch),
+    "accuracy": _make(tm.MultilabelExactMatch),
     "f1": MeanLabelF1,
-    "f1_micro": _averaged(tm.MultilabelF1Score, "micro"),
-    "average_precision": _averaged(MeanLabelAveragePrecision),
+    "f1_micro": _make(tm.MultilabelF1Score, average="micro"),
+    "average_precision": _make(MeanLabelAveragePrecision),
 }
 SEVERAL_LABELS_MORE: Mapping[str, Make] = {
-    "f1_weighted": _averaged(tm.MultilabelF1Score, "weighted"),
+    "f1_weighted": _make(tm.MultilabelF1Score, average="weighted"),
     "precision": MeanLabelPrecision,
     "recall": MeanLabelRecall,
-    "auroc": _averaged(MeanLabelAUROC),
+    "auroc": _make(MeanLabelAUROC),
 }
 
 
@@ -310,19 +298,6 @@ def reads_decisions(metric: Metric) -> bool:
     """True if a metric counts decisions by `task.threshold`, and not probabilities or by a threshold of its own."""
     own = getattr(metric, "has_own_threshold", False) or getattr(metric, "threshold", HALF) != HALF
     return isinstance(metric, _DECIDED) and getattr(metric, "top_k", 1) == 1 and not own
-
-
-def sparse_counts(counts: Tensor) -> dict[str, Any]:
-    """A confusion matrix for a checkpoint: its shape, and the places and values of its nonzero entries."""
-    places = counts.nonzero()
-    return {"shape": list(counts.shape), "places": places.int(), "values": counts[tuple(places.T)]}
-
-
-def dense_counts(saved: Mapping[str, Any]) -> Tensor:
-    """The inverse of `sparse_counts`."""
-    counts = torch.zeros(saved["shape"], dtype=saved["values"].dtype)
-    counts[tuple(saved["places"].long().T)] = saved["values"]
-    return counts
 
 
 def decide(probabilities: Tensor, thresholds: Tensor | None, *, multi_label: bool) -> Tensor:

@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
-import torch
 from timm.models._manipulate import group_with_matcher
 from torch import Tensor, nn
 
@@ -102,15 +101,17 @@ def copy_weights(model: nn.Module, state: Mapping[str, Tensor]) -> bool:
 
     True if some of the head's weights were kept. ValueError if other weights differ.
     """
-    wanted, classifier = model.state_dict(), getattr(model, "get_classifier", nn.Identity)()
+    classifier = getattr(model, "get_classifier", nn.Identity)()
     head = tuple(f"{name}." for name, module in model.named_modules() if name and module is classifier)
+    wanted = {key: value.shape for key, value in model.state_dict().items()}
     kept = {
         key: value
         for key, value in state.items()
-        if not (key.startswith(head) and key in wanted and value.shape != wanted[key].shape)
+        if not (key.startswith(head) and key in wanted and value.shape != wanted[key])
     }
-    differing = sorted(key for key in wanted.keys() | kept.keys() if _shape(wanted, key) != _shape(kept, key))
-    differing = [key for key in differing if not (key.startswith(head) and key not in kept)]
+    found = {key: value.shape for key, value in kept.items()}
+    differing = sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key))
+    differing = [key for key in differing if not (key.startswith(head) and key not in found)]
     if differing:
         raise ValueError(f"init: {len(differing)} weights do not fit the model, {differing[0]} first")
     model.load_state_dict(kept, strict=False)
@@ -166,10 +167,6 @@ def _fill(keys: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
         elif name in filled and filled[name] is None:
             filled[name] = value
     return filled
-
-
-def _shape(state: Mapping[str, Tensor], key: str) -> torch.Size | None:
-    return state[key].shape if key in state else None
 
 
 def freeze(model: nn.Module, part: int | str | None) -> None:

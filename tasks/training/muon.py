@@ -125,23 +125,16 @@ def create_muon(
     kept: set[str] = getattr(model, "no_weight_decay", set)()
     blocks: Any = model.blocks
     inside = {id(part.weight) for part in blocks.modules() if isinstance(part, nn.Linear)}
-    hidden = [
-        parameter
-        for name, parameter in model.named_parameters()
-        if id(parameter) in inside and name not in kept and parameter.requires_grad
-    ]
-    chosen = {id(parameter) for parameter in hidden}
+    hidden = {id(parameter) for name, parameter in model.named_parameters() if name not in kept} & inside
     if layer_decay is None:
         groups = param_groups_weight_decay(model, weight_decay, no_weight_decay_list=kept)
-        layers: list[dict[str, Any]] = [{"params": hidden}]
     else:
         groups = param_groups_layer_decay(model, weight_decay, no_weight_decay_list=kept, layer_decay=layer_decay)
-        layers = [
-            {"params": [one for one in group["params"] if id(one) in chosen], "lr_scale": group["lr_scale"]}
-            for group in groups
-        ]
-    groups = [{**group, "params": [one for one in group["params"] if id(one) not in chosen]} for group in groups]
-    muon = Muon(layers, lr=lr, weight_decay=weight_decay, momentum=momentum, ns_steps=ns_steps)
-    filled = [group for group in groups if group["params"]]
+    inner, others = (
+        [{**group, "params": [one for one in group["params"] if (id(one) in hidden) is ours]} for group in groups]
+        for ours in (True, False)
+    )
+    muon = Muon(inner, lr=lr, weight_decay=weight_decay, momentum=momentum, ns_steps=ns_steps)
+    filled = [group for group in others if group["params"]]
     first, second = betas
     return MuonAdamW(muon, torch.optim.AdamW(filled, lr=lr, betas=(first, second), eps=eps, fused=fused))

@@ -8,7 +8,7 @@ import math
 import os
 import pickle
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -72,10 +72,6 @@ LENGTH_KEYS = (
     "recipe.schedule.decay_fn",
     "recipe.schedule.min_lr",
 )
-_SCHEDULE = "recipe.schedule.sched"
-_ROOT = "data.root"
-_ACCUMULATE = "trainer.accumulate_grad_batches"
-_LIMIT = "trainer.limit_train_batches"
 
 # The folders of this command by the requested name: Hydra resolves a name several times.
 _OWN: dict[str, str] = {}
@@ -157,18 +153,21 @@ def differences(
     free: tuple[str, ...] = FREE_KEYS
     if named:
         free += ("trainer.accelerator",)
-        free += LENGTH_KEYS if old.get(_SCHEDULE) == new.get(_SCHEDULE) == "wsd" else ()
-    keys = [key for key in sorted(old.keys() | new.keys()) if not _is_below(key, free)]
+        schedules = {config.get("recipe.schedule.sched") for config in (old, new)}
+        free += LENGTH_KEYS if schedules == {"wsd"} else ()
+    groups = tuple(f"{key}." for key in free)
+    keys = [key for key in sorted(old.keys() | new.keys()) if key not in free and not key.startswith(groups)]
     return [(key, old.get(key), new.get(key)) for key in keys if not _alike(key, old, new)]
 
 
 def _alike(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    before, now = old.get(key), new.get(key)
-    parts = [config.get(_ACCUMULATE, 1) for config in (old, new)]
-    if key == _LIMIT and parts[0] != parts[1] and before is not None:
+    before: Any = old.get(key)
+    now: Any = new.get(key)
+    parts = [config.get("trainer.accumulate_grad_batches", 1) for config in (old, new)]
+    if key == "trainer.limit_train_batches" and parts[0] != parts[1] and before is not None:
         # A limit counts batches. A part of an epoch is compared when the data are open, by `check_epoch`.
         return isinstance(before, float) or math.ceil(before * parts[1] / parts[0]) == now
-    if key == _ROOT and all(isinstance(path, str) and os.path.isabs(path) for path in (before, now)):
+    if key == "data.root" and all(isinstance(path, str) and os.path.isabs(path) for path in (before, now)):
         # The folder of the data may have moved.
         return before == now or (Path(before).name == Path(now).name and not Path(before).exists())
     return before == now
@@ -182,25 +181,15 @@ def finished(folder: Path) -> dict[str, Any] | None:
 
 def _inside_the_run(config: Mapping[str, Any]) -> dict[str, Any]:
     """The flat configuration, with a common name for the run folder in all paths."""
-    folder = str(config["output"])
-
-    def relative(value: Any) -> Any:
-        below = isinstance(value, str) and (value == folder or value.startswith(f"{folder}/"))
-        return f"OUTPUT{value.removeprefix(folder)}" if below else value
-
-    return {key: relative(value) for key, value in flatten(with_absolute_root(config))}
+    folder, flat = str(config["output"]), dict(flatten(with_absolute_root(config)))
+    for key, value in flat.items():
+        if isinstance(value, str) and (value == folder or value.startswith(f"{folder}/")):
+            flat[key] = f"OUTPUT{value.removeprefix(folder)}"
+    return flat
 
 
 def _newest_run(parent: Path, config: Mapping[str, Any]) -> Path | None:
     """The newest unfinished run with this configuration, preferably one that no process holds; else a finished one."""
-    same = [folder for folder, saved in _runs(parent) if not differences(saved, config)]
-    unfinished = [folder for folder in same if finished(folder) is None]
-    free = (folder for folder in unfinished if not is_locked(folder))
-    return next(iter([*free, *unfinished, *same]), None)
-
-
-def _runs(parent: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """Folders below `parent` with a checkpoint, newest first, and their configurations."""
     found = []
     for path in parent.glob(f"*/{CONFIG_FILE}"):
         checkpoint = newest_checkpoint(path.parent)
@@ -211,9 +200,12 @@ def _runs(parent: Path) -> list[tuple[Path, dict[str, Any]]]:
             saved = saved_config(checkpoint)
         except (pickle.UnpicklingError, RuntimeError, EOFError):
             continue  # damaged, or of another program
-        if saved is not None and "output" in saved:
-            found.append((checkpoint.stat().st_mtime, path.parent, saved))
-    return [(folder, saved) for _, folder, saved in sorted(found, key=lambda run: run[0], reverse=True)]
+        if saved is not None and "output" in saved and not differences(saved, config):
+            found.append((checkpoint.stat().st_mtime, path.parent))
+    same = [folder for _, folder in sorted(found, key=lambda run: run[0], reverse=True)]
+    unfinished = [folder for folder in same if finished(folder) is None]
+    free = (folder for folder in unfinished if not is_locked(folder))
+    return next(iter([*free, *unfinished, *same]), None)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -259,17 +251,12 @@ def saved_config(checkpoint: Path) -> dict[str, Any] | None:
     return config
 
 
-def trained_on(checkpoint: Path, info: Info) -> Info:
-    """The data of a checkpoint's run, in the class of `info`."""
-    return type(info).from_dict(contents_of(checkpoint)["hyper_parameters"]["data"])
-
-
 def check_data(checkpoint: Path, info: Info) -> None:
     """ValueError if a run would go on with data of another meaning, such as other classes; warns of other samples.
 
     Within an epoch, the loader refuses another number of training samples.
     """
-    trained = trained_on(checkpoint, info)
+    trained = type(info).from_dict(contents_of(checkpoint)["hyper_parameters"]["data"])
     if (change := info.find_other_meaning(trained)) is not None:
         raise ValueError(f"{checkpoint} was trained on other data: {change}")
     for split in ("train", "val", "test"):
@@ -291,11 +278,6 @@ def _best_score(checkpoint: Path) -> float | None:
     states = contents_of(checkpoint)["callbacks"].items()
     score = next((state["best_model_score"] for name, state in states if name.startswith("BestCheckpoint")), None)
     return None if score is None else float(score)
-
-
-def _is_below(key: str, places: Iterable[str]) -> bool:
-    """True for one of these keys, or a key below one."""
-    return any(key == place or key.startswith(f"{place}.") for place in places)
 
 
 def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

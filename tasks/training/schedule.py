@@ -78,7 +78,8 @@ def _count_updates(batches: int, limit: float | None, parts: int) -> int:
     return max(1, math.ceil(batches / parts))
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True)
+class Span:
     """A part of a run: a number of one of UNITS, and the key that gave it."""
 
     count: float
@@ -227,18 +228,13 @@ def can_fuse(optimizer: Any) -> bool:
     return takes and "fused" not in given and not given.get("foreach")
 
 
-def is_of_timm(schedule: Any) -> bool:
-    """True if a schedule is timm's `create_scheduler_v2`, or a partial of it."""
-    return getattr(schedule, "func", schedule) is create_scheduler_v2
-
-
 def build_schedule(recipe: Training, optimizer: Optimizer, epoch: Epoch, total: int) -> Any:
     """The schedule of a recipe for a run of `total` updates, or None.
 
     ValueError for spans in epochs where a loader has no length, and for a schedule of timm that counts epochs.
     """
-    options, of_timm = getattr(recipe.schedule, "keywords", {}), is_of_timm(recipe.schedule)
-    length = recipe.length
+    options, length = getattr(recipe.schedule, "keywords", {}), recipe.length
+    of_timm = getattr(recipe.schedule, "func", recipe.schedule) is create_scheduler_v2
     warmup = options.get("warmup_epochs") or (length.count_warmup_epochs(epoch) if length is not None else 0)
     in_epochs = length is not None and length.warmup is not None and length.warmup.unit == "epochs"
     uses_epochs = options.get("warmup_epochs") or in_epochs or options.get("sched") in ("step", "multistep")

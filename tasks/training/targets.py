@@ -96,12 +96,12 @@ def is_named(node: Any) -> bool:
     return isinstance(node, Mapping) and node.get(TARGET) is not None
 
 
-def build_own(node: Mapping[str, Any], key: str, told: Mapping[str, Any] = MappingProxyType({})) -> Any:
+def build_own(node: Mapping[str, Any], key: str, given: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """An object of the plug-in's class that `node` names at the place `key`, with the other keys of `node`.
 
-    `told` are further arguments from the program: the class gets those that it takes and `node` does not give.
+    `given` are further arguments from the program: the class gets those that it takes and `node` does not give.
     """
     cls: Any = plugins.find_class(node[TARGET], PLUGIN_CLASSES[key], f"{key}.{TARGET}")
     options = {name: value for name, value in node.items() if name != TARGET}
     taken = inspect.signature(cls).parameters
-    return cls(**{name: value for name, value in told.items() if name in taken} | options)
+    return cls(**{name: value for name, value in given.items() if name in taken} | options)

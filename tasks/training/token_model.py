@@ -18,9 +18,6 @@ from longseq.tasks.training.checkpoint import Loaded
 from longseq.tasks.training.model import TaskModel, mixer_options, refuse_difference
 from longseq.tokenizer_files import same_tokenizer
 
-# The name of these models in `config.model`.
-MODEL = "token"
-
 ModelT = TypeVar("ModelT")
 
 
@@ -51,9 +48,7 @@ def have_one_tokenizer(one: Mapping[str, Any] | None, other: Mapping[str, Any] |
 
 
 def build_token_model(config: Mapping[str, Any], *, vocab_size: int, longest: int) -> TokenBackbone:
-    """The token model of a configuration; see `build_seeded`. ValueError for another kind of model."""
-    if config["model"]["name"] != MODEL:
-        raise ValueError(f"task={config['task']['name']} trains token models: give model=token")
+    """The token model of a configuration; see `build_seeded`."""
     return build_seeded(TokenBackbone, config, longest, vocab_size=vocab_size)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +132,8 @@ class TrainingProgress(RichProgressBar):
         last, done = getattr(module, "last_update", None), trainer.global_step - self._updates_before
         if last is None or done <= 0 or trainer.global_step >= last:
             return ""
-        minutes, seconds = divmod(round((time.monotonic() - self._began) / done * (last - trainer.global_step)), 60)
-        return f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"
+        seconds = (time.monotonic() - self._began) / done * (last - trainer.global_step)
+        return f"{timedelta(seconds=round(seconds))} left"
 
 
 def _read(trainer: Trainer, *names: str) -> dict[str, float]:

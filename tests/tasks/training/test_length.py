@@ -49,16 +49,6 @@ def test_a_warmup_that_would_outlast_the_run_is_shortened_to_a_tenth(caplog):
 
 
 @pytest.mark.slow
-def test_one_epoch_alone_trains_with_a_shorter_warmup(compose_config, tmp_path, caplog):
-    words = ("mixer=attention", "trainer=cpu", "model.embed_dim=16", "model.depth=1", "recipe.epochs=1")
-    with caplog.at_level(logging.WARNING, "longseq"):
-        train.run(compose_config("train", *words, "trainer.log_every_n_steps=1", f"output={tmp_path / 'run'}"))
-    assert "the warm-up takes 4 of its 40 updates" in caplog.text
-    rates = EventAccumulator(str(tmp_path / "run")).Reload().Scalars("train/lr")
-    assert max(rates, key=lambda event: event.value).step == 4
-
-
-@pytest.mark.slow
 def test_a_run_shorter_than_its_interval_is_validated_at_its_end(compose_config, tiny_overrides, tmp_path, caplog):
     folder = tmp_path / "run"
     words = (*tiny_overrides, "recipe.epochs=1", "recipe.validate_every_epochs=5", f"output={folder}")

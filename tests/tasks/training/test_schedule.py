@@ -115,14 +115,10 @@ class Measured(Plain):
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """So many samples without a known number, for so many readings."""
-
-    def __init__(self, count=EPOCH, readings=math.inf):
-        self.count, self.readings = count, readings
+    """An epoch of samples without a known number."""
 
     def __iter__(self):
-        self.readings -= 1
-        return iter(torch.zeros(self.count if self.readings >= 0 else 0, 1))
+        return iter(torch.zeros(EPOCH, 1))
 
 
 def train(training, *callbacks, data=None, ckpt_path=None, **options):
@@ -192,10 +188,10 @@ SCHEDULES = {
 }
 
 
-def layered(schedule, **options):
+def layered(schedule):
     training = Training(
         learning_rate=1.0,
-        optimizer=options.pop("optimizer", by_layer),
+        optimizer=by_layer,
         schedule=lambda optimizer, **_: (schedule(optimizer), 0),
     )
     kept = Rates()
