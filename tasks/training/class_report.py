@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -43,7 +43,9 @@ class ClassReport(Report):
         found: dict[str, Table] = {}
         for split, counts in (("val", module.val_confusion_matrix), ("test", module.confusion_matrix)):
             if counts is not None:
-                found[f"classes_{split}"] = class_table(per_class(counts, info.class_names, unit=self.unit))
+                rows = per_class(counts, info.class_names, unit=self.unit)
+                values = (["" if value is None else value for value in row.values()] for row in rows)
+                found[f"classes_{split}"] = [list(rows[0]), *values]
                 found[f"confusion_matrix_{split}"] = confusion_table(counts, info.class_names)
         return found
 
@@ -78,11 +80,6 @@ def per_class(counts: Tensor, class_names: Sequence[str], *, unit: str) -> list[
             class_names, right.tolist(), true.tolist(), predicted.tolist(), strict=True
         )
     ]
-
-
-def class_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """The rows of `per_class` below their names."""
-    return [list(rows[0]), *(["" if value is None else value for value in row.values()] for row in rows)]
 
 
 def confusion_table(counts: Tensor, class_names: Sequence[str]) -> Table:
