@@ -104,7 +104,7 @@ def resolve(config: DictConfig | Config) -> dict[str, Any]:
 
 
 def _given(section: Any) -> Any:
-    """The keys without those that must be given and are not."""
+    """The keys without required ones that are missing."""
     if not isinstance(section, dict):
         return section
     return {name: _given(value) for name, value in section.items() if not (isinstance(value, str) and value == "???")}

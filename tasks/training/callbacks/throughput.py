@@ -282,7 +282,7 @@ class _Mark:
             self._event.record(torch.cuda.current_stream(device))
 
     def until(self, other: _Mark) -> float:
-        """Seconds."""
+        """Seconds from this moment to `other`."""
         if self._event is None or other._event is None:
             return other._time - self._time
         return self._event.elapsed_time(other._event) / 1000
