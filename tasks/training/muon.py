@@ -134,7 +134,8 @@ def create_muon(
         [{**group, "params": [one for one in group["params"] if (id(one) in hidden) is ours]} for group in groups]
         for ours in (True, False)
     )
-    muon = Muon(inner, lr=lr, weight_decay=weight_decay, momentum=momentum, ns_steps=ns_steps)
+    inner = [{**group, "weight_decay": weight_decay} for group in inner]
+    muon = Muon(inner, lr=lr, momentum=momentum, ns_steps=ns_steps)
     filled = [group for group in others if group["params"]]
     first, second = betas
     return MuonAdamW(muon, torch.optim.AdamW(filled, lr=lr, betas=(first, second), eps=eps, fused=fused))
