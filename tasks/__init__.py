@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from longseq.tasks.registry import Task
     from longseq.tasks.report import Report
     from longseq.tasks.text.tokenizer import TextInfo
-    from longseq.tasks.training.length import RunLength
     from longseq.tasks.training.metrics import MeanLoss, MeanScore
     from longseq.tasks.training.module import TrainedModule
     from longseq.tasks.training.recipe import Training
+    from longseq.tasks.training.schedule import RunLength
     from longseq.tasks.training.token_model import TokenModel, build_token_model
 
 __all__ = [
@@ -86,7 +86,7 @@ _MODULES = {
     "ProbeDataModule": "probe.data",
     "ProbeTask": "probe.module",
     "Report": "report",
-    "RunLength": "training.length",
+    "RunLength": "training.schedule",
     "SampleData": "data.module",
     "Task": "registry",
     "TaskKeys": "config",

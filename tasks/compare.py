@@ -24,7 +24,7 @@ from longseq.tasks.experiment import read_experiment
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import runs
 from longseq.tasks.training.configuration import resolve, spell_value, with_absolute_root
-from longseq.tasks.training.files import write_text
+from longseq.tasks.training.system import write_text
 
 SAMPLES = "samples"  # generated samples, shared by all runs
 RESULTS_FILE, TABLE_FILE, PLOT_FILE = "results.json", "table.md", "plot.png"

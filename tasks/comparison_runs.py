@@ -18,8 +18,8 @@ from hydra.core.hydra_config import HydraConfig
 from longseq.tasks.circumstances import find_circumstances
 from longseq.tasks.training import runs
 from longseq.tasks.training.configuration import spell_value
-from longseq.tasks.training.files import write_text
 from longseq.tasks.training.recipe import device_count
+from longseq.tasks.training.system import write_text
 
 LOG_FILE, MEASURED_FILE = "log.txt", "measured.json"
 

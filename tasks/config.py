@@ -29,7 +29,7 @@ T = TypeVar("T", bound="Keys")
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-# What a threshold is chosen by (see `longseq.tasks.training.decisions.choose_threshold`).
+# What a threshold is chosen by (see `longseq.tasks.training.metrics.choose_threshold`).
 Criterion = Literal["f1", "balanced_accuracy"]
 
 

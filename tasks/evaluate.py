@@ -15,9 +15,9 @@ from longseq.tasks.commands import Evaluate
 from longseq.tasks.config import read, read_part, spell
 from longseq.tasks.report import Report, print_rows, quiet_libraries, shorten
 from longseq.tasks.training import checkpoint as checkpoints
-from longseq.tasks.training.callbacks.unreadable import UnreadableSamples
+from longseq.tasks.training.callbacks.progress import UnreadableSamples
 from longseq.tasks.training.configuration import resolve
-from longseq.tasks.training.files import write_text
+from longseq.tasks.training.system import write_text
 from longseq.tasks.training.trainer import build_trainer
 
 _log = logging.getLogger(__name__)

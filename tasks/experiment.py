@@ -8,8 +8,8 @@ from typing import Any
 from longseq.tasks import registry
 from longseq.tasks.config import Train, read, unknown_key
 from longseq.tasks.training import automatic
-from longseq.tasks.training.length import RunLength
 from longseq.tasks.training.recipe import device_batch_size, device_count
+from longseq.tasks.training.schedule import RunLength
 
 
 def read_experiment(config: Mapping[str, Any], command: type[Train] = Train) -> dict[str, Any]:

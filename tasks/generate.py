@@ -27,7 +27,7 @@ from longseq.tasks.report import quiet_libraries
 from longseq.tasks.text.tokenizer import StopStrings, TextInfo, TextStream, Tokenizer
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.configuration import read_command
-from longseq.tasks.training.files import write_text
+from longseq.tasks.training.system import write_text
 
 # The tasks whose models write text.
 TASKS = ("lm",)

@@ -27,21 +27,17 @@ from longseq.tasks.experiment import choose, read_experiment, with_any_choice
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import automatic, runs
 from longseq.tasks.training import checkpoint as checkpoints
-from longseq.tasks.training.callbacks.clock import RunClock
-from longseq.tasks.training.callbacks.run_log import logged
 from longseq.tasks.training.callbacks.stop import stoppable
-from longseq.tasks.training.callbacks.throughput import Throughput
-from longseq.tasks.training.class_figures import to_csv
+from longseq.tasks.training.callbacks.throughput import RunClock, Throughput
+from longseq.tasks.training.class_report import to_csv
 from longseq.tasks.training.configuration import Config, command_word, resolve, with_absolute_root
-from longseq.tasks.training.files import write_text
-from longseq.tasks.training.freeze import freeze
-from longseq.tasks.training.learning_rate_finder import TABLE, find_learning_rate
-from longseq.tasks.training.lock import locked
-from longseq.tasks.training.logger import RunLogger, close_loggers, log_parameters, writes_events
-from longseq.tasks.training.model import reads_mixer, values_in_force
+from longseq.tasks.training.logger import RunLogger, close_loggers, log_parameters, logged, writes_events
+from longseq.tasks.training.model import freeze, reads_mixer, values_in_force
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training, device_batch_size, device_count, effective_learning_rate
-from longseq.tasks.training.trainer import build_callbacks, build_trainer
+from longseq.tasks.training.runs import locked
+from longseq.tasks.training.system import write_text
+from longseq.tasks.training.trainer import TABLE, build_callbacks, build_trainer, find_learning_rate
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import torch
 
 import longseq
 from longseq.backbones.tokens import TokenBackbone
-from longseq.tasks.training.files import WholeCheckpoints, write_text
+from longseq.tasks.training.system import WholeCheckpoints, write_text
 
 
 def save_checkpoint(path: Path) -> None:

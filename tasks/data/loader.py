@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
 from longseq.tasks.data.sampler import EvaluationSampler, UpdateSampler
-from longseq.tasks.training.processes import prepare_data_worker
+from longseq.tasks.training.system import prepare_data_worker
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")

@@ -19,7 +19,7 @@ from longseq.tasks.config import read
 from longseq.tasks.data.info import Info
 from longseq.tasks.data.loader import Batch, BatchLoader, TrainingLoader, find_place, follow
 from longseq.tasks.data.sampler import EvaluationSampler, SampleIndex, TrainingSampler
-from longseq.tasks.training.decisions import decide
+from longseq.tasks.training.metrics import decide
 
 SPLITS = ("train", "val", "test")
 DECISION = "decision"  # the detail with the label or labels that thresholds decide on

@@ -12,7 +12,7 @@ from longseq.tasks.config import ClassifierGroup, Count, Keys, Share, TaskKeys, 
 from longseq.tasks.data.info import Info
 from longseq.tasks.data.labels import ClassWeights, Sampling, check_label_keys
 from longseq.tasks.text.tokenizer import Tokenizer, tokenizer_from_dict
-from longseq.tasks.training.token_keys import BodyKeys
+from longseq.tasks.training.configuration import BodyKeys
 
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 
@@ -128,7 +128,7 @@ class DocumentKeys(TaskKeys):
     def check(self, config: Mapping[str, Any]) -> None:
         # Imported here, since these take seconds and the keys need none of them.
         from longseq.tasks.document.report import TABLES
-        from longseq.tasks.training.classification import check_metrics
+        from longseq.tasks.training.metrics import check_metrics
 
         group, several = config["task"], bool(config["data"]["multi_label"])
         check_metrics(group["metric"], group["metrics"], multi_label=several, tables=TABLES)
@@ -148,7 +148,7 @@ class DocumentInfo(Info):
     text_column: None for `text`.
     class_counts: the training documents of each class.
     class_weights: the weight of each class, or of each label that a document has, in the loss. None: all are 1.
-    thresholds: see `longseq.tasks.training.decisions.decide`. None: one half, or the most probable class.
+    thresholds: see `longseq.tasks.training.metrics.decide`. None: one half, or the most probable class.
     source: `data.source` of the training; None if unknown. `source_plugin` is the plug-in that registers it.
     preparation: names the function by which the source prepares a text (see
         `longseq.tasks.document.sources.describe_preparation`). None for no function.

@@ -43,7 +43,7 @@ from longseq.tasks.text.tokenizer import (
     train_tokenizer,
     trained_size,
 )
-from longseq.tasks.training.files import write_text
+from longseq.tasks.training.system import write_text
 from longseq.tokenizer_files import same_tokenizer
 
 # The split of each stage of a run.

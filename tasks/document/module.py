@@ -29,8 +29,8 @@ from longseq.tasks.document.batch import DocumentBatch, DocumentInputs
 from longseq.tasks.document.config import DocumentInfo, LinearModelKeys
 from longseq.tasks.document.model import fit_linear, read_documents
 from longseq.tasks.document.report import TABLES, ScoresByLength
-from longseq.tasks.training.classification import make_metrics
 from longseq.tasks.training.classifier import ClassifierModule
+from longseq.tasks.training.metrics import make_metrics
 from longseq.tasks.training.recipe import Training
 from longseq.tasks.training.token_model import PluginMixers
 

@@ -19,15 +19,15 @@ from longseq.tasks.document.config import DocumentInfo, LinearModelKeys
 from longseq.tasks.document.model import fit_linear, read_documents
 from longseq.tasks.training import targets
 from longseq.tasks.training.class_report import ClassReport
-from longseq.tasks.training.classification import (
+from longseq.tasks.training.metrics import (
     ONE_LABEL,
     ONE_LABEL_MORE,
     SEVERAL_LABELS,
     SEVERAL_LABELS_MORE,
     Tables,
+    decide,
     update_metrics,
 )
-from longseq.tasks.training.decisions import decide
 
 if TYPE_CHECKING:
     from longseq.tasks.document.module import DocumentTask

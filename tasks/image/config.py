@@ -165,7 +165,7 @@ class ImageKeys(TaskKeys):
     recipe_model: type[Keys] | None = ModelOptions
 
     def check(self, config: Mapping[str, Any]) -> None:
-        from longseq.tasks.training.classification import check_metrics
+        from longseq.tasks.training.metrics import check_metrics
 
         group = config["task"]
         check_metrics(group["metric"], group["metrics"], multi_label=bool(config["data"]["multi_label"]))

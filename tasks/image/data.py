@@ -56,7 +56,7 @@ from longseq.tasks.image.sources import (
 )
 from longseq.tasks.image.table import find_table, open_table, open_tables
 from longseq.tasks.image.transforms import evaluation_transform, normalize, training_transform
-from longseq.tasks.training.processes import usable_cores
+from longseq.tasks.training.system import usable_cores
 from longseq.tasks.training.targets import is_named
 
 _log = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from longseq.tasks.image.examples import name_images
 from longseq.tasks.image.pictures import draw_predictions, is_due, spell_targets
 from longseq.tasks.image.transforms import denormalize
 from longseq.tasks.training import targets
-from longseq.tasks.training.callbacks.confusion import find_board
-from longseq.tasks.training.files import write_text
+from longseq.tasks.training.callbacks.charts import find_board
+from longseq.tasks.training.system import write_text
 
 COLUMNS = ("path", "true_class", "predicted_class", "probability", "loss")
 _SPLITS = {"val": "validation", "test": "test"}

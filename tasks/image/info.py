@@ -20,7 +20,7 @@ class DataInfo(Info):
     [0, 1]. `crop_mode` is how timm calls the way to `img_size`: center, squash or border. `sizes` has the number of
     images of each split, None if a stream does not know it. With `multi_label` an image has any number of the classes.
     `class_weights` has the weight of each class in the loss (with `multi_label` that of an image's own labels), None if
-    all are 1. `thresholds` are those of `longseq.tasks.training.decisions.decide`: the probabilities from which a label
+    all are 1. `thresholds` are those of `longseq.tasks.training.metrics.decide`: the probabilities from which a label
     is given, or the second one of two classes; None for one half, or for the most probable class.
     """
 

@@ -24,10 +24,10 @@ from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.mixing import BatchMixing
 from longseq.tasks.image.model import state_data, state_decision
 from longseq.tasks.image.transforms import normalize
-from longseq.tasks.training.classification import make_metrics
 from longseq.tasks.training.classifier import ClassifierModule
+from longseq.tasks.training.distributed import UpdateSum, count_processes
+from longseq.tasks.training.metrics import make_metrics
 from longseq.tasks.training.recipe import Training
-from longseq.tasks.training.update_mean import UpdateSum, count_processes
 
 # How far the sum of probabilities in half precision may be from 1.
 _ROUNDING = 0.02
@@ -39,7 +39,7 @@ class ImageClassifier(ClassifierModule):
     Logs `train/loss`, `train/lr`, `{val,test}/{loss,top1,top5,f1,balanced_accuracy}`; top-5 only with more than five
     classes. With `multi_label` an image has any number of the classes, targets are `[B, num_classes]` of 0 and 1, and
     the logged metrics are `{loss,accuracy,f1,f1_micro,average_precision}` (see
-    `longseq.tasks.training.classification`). `chosen_metrics` and `metric` add others, as `task.metrics` and
+    `longseq.tasks.training.metrics`). `chosen_metrics` and `metric` add others, as `task.metrics` and
     `task.metric` do. Metrics count each evaluated sample once, whatever the number of processes. Of loaders other than
     longseq's they count the samples that Lightning repeats to give all processes equally many, and a warning says so.
 

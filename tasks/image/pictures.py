@@ -19,7 +19,7 @@ from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.saliency import saliency, shade
 from longseq.tasks.image.transforms import denormalize
 from longseq.tasks.training import targets
-from longseq.tasks.training.callbacks.confusion import find_board, fit_text
+from longseq.tasks.training.callbacks.charts import find_board, fit_text
 
 RIGHT = (20, 120, 40)
 WRONG = (190, 30, 30)

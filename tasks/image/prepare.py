@@ -32,7 +32,7 @@ from longseq.tasks.image.sources import Source
 from longseq.tasks.image.table import open_tables
 from longseq.tasks.report import progress_bar, quiet_libraries, shorten
 from longseq.tasks.training.configuration import command_word, read_command
-from longseq.tasks.training.processes import usable_cores
+from longseq.tasks.training.system import usable_cores
 
 # How many unreadable images a manifest names.
 NAMED = 20

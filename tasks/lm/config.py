@@ -9,7 +9,7 @@ from pydantic import Field
 
 from longseq.tasks.config import Keys, TaskKeys, key
 from longseq.tasks.text.keys import TextDataKeys
-from longseq.tasks.training.token_keys import TokenModelKeys
+from longseq.tasks.training.configuration import TokenModelKeys
 
 
 class LossKeys(Keys):

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from longseq.tasks.config import Count, Keys, TaskKeys, key
-from longseq.tasks.training.token_keys import TokenModelKeys
+from longseq.tasks.training.configuration import TokenModelKeys
 
 SPLITS = ("train", "validation", "test")
 

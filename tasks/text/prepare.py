@@ -38,8 +38,7 @@ from longseq.tasks.text.sources import TEXT, Columns, Malformed, Part, find_part
 from longseq.tasks.text.store import MANIFEST, PARTIAL, SPLITS, TOKENIZER, VERSION, SplitWriter, file_types, stamp
 from longseq.tasks.text.tokenizer import Tokenizer, read_tokenizer, train_tokenizer, trained_size
 from longseq.tasks.training.configuration import command_word, read_command
-from longseq.tasks.training.files import write_text
-from longseq.tasks.training.processes import usable_cores
+from longseq.tasks.training.system import usable_cores, write_text
 from longseq.tokenizer_files import SETTINGS_FILE
 
 # Characters of text from which a tokenizer is trained. More take long and change the tokenizer little.

@@ -1,7 +1,7 @@
 """Keys of a recipe that are chosen when the data is open: `recipe.batch_size=auto`, `recipe.learning_rate=find`.
 
-A run records the values in place of the words, and in `recipe.chosen` the keys. A run that continues it takes these
-values, whatever the data then is.
+A run records the chosen values, and their keys in `recipe.chosen`. A run that continues it takes these values, also if
+the data has changed.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from longseq.tasks.config import Choice
-from longseq.tasks.training.length import UNITS
 
 AUTO = "auto"  # the task chooses the value by the data
-FIND = "find"  # the value is searched before the run, see `longseq.tasks.training.learning_rate_finder`
+FIND = "find"  # the value is searched before the run, see `longseq.tasks.training.trainer.find_learning_rate`
 
 RATE = "learning_rate"
 CHOSEN = "chosen"
 
-# Options of models that tasks choose. The model's other options have an `auto` of their own.
+# Options of models that tasks choose. `auto` of other options has a meaning of the model.
 OF_MODELS = ("model.drop_path_rate",)
 
 _ANY_RATE = 1e-3  # stands for a rate that is still to be found
@@ -27,8 +26,7 @@ _ANY_RATE = 1e-3  # stands for a rate that is still to be found
 
 def is_automatic(config: Mapping[str, Any]) -> bool:
     """True if a key of the recipe waits for the task's choice."""
-    leaves = _leaves(config["recipe"])
-    return any(value == AUTO for key, value in leaves if not key.startswith("model.") or key in OF_MODELS)
+    return any(value == AUTO for _, value in _choices(config["recipe"]))
 
 
 def searches(config: Mapping[str, Any]) -> bool:
@@ -45,13 +43,15 @@ def value_of(recipe: Mapping[str, Any], key: str, chosen: Any) -> Any:
 def settle(config: Mapping[str, Any], choice: Choice) -> dict[str, Any]:
     """The configuration with the values of `choice` where its recipe says `auto`, and their keys in `recipe.chosen`.
 
-    A length in epochs gives way to one that the recipe states in updates or tokens.
+    A length in epochs becomes null if the recipe states it in updates or tokens.
     """
     recipe = copy.deepcopy(dict(config["recipe"]))
     chosen = list(recipe.get(CHOSEN) or [])
     for key, value in choice.values.items():
         if _get(recipe, key) == AUTO:
-            _put(recipe, key, None if _stated_otherwise(recipe, key) else value)
+            others = [key.replace("epochs", unit) for unit in ("updates", "tokens") if key.endswith("epochs")]
+            stated = any(_get(recipe, other) is not None for other in others)
+            _put(recipe, key, None if stated else value)
             chosen.append(key)
     return {**config, "recipe": {**recipe, CHOSEN: chosen}}
 
@@ -78,25 +78,20 @@ def as_chosen_before(config: Mapping[str, Any], saved: Mapping[str, Any]) -> dic
 
 def restore_words(checked: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """`checked` with the words `auto` and `find` where the recipe of `config` has them."""
-    for key, value in _leaves(config["recipe"]):
-        if value in (AUTO, FIND) and (not key.startswith("model.") or key in OF_MODELS):
+    for key, value in _choices(config["recipe"]):
+        if value in (AUTO, FIND):
             _put(checked["recipe"], key, value)
     checked["recipe"][CHOSEN] = config["recipe"].get(CHOSEN)
     return checked
 
 
-def _stated_otherwise(recipe: Mapping[str, Any], key: str) -> bool:
-    """True if `key` is a length in epochs, and the recipe gives the same length in another unit."""
-    others = (key.replace("epochs", unit) for unit in UNITS if unit != "epochs")
-    return key.endswith("epochs") and any(_get(recipe, other) is not None for other in others)
-
-
-def _leaves(node: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
+def _choices(node: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys of a recipe that may be chosen, and their values."""
     for key, value in node.items():
         inner = f"{place}.{key}" if place else str(key)
         if isinstance(value, Mapping):
-            yield from _leaves(value, inner)
-        else:
+            yield from _choices(value, inner)
+        elif not inner.startswith("model.") or inner in OF_MODELS:
             yield inner, value
 
 

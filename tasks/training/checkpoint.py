@@ -1,4 +1,4 @@
-"""The loader of what `longseq train` writes: the model of a checkpoint or a folder, and the data of its run."""
+"""Loads what `longseq train` writes: the model of a checkpoint or a folder, and the data of its run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from longseq.plugins import check_loaded
 from longseq.timm_models import stated_data, takes_any_resolution
 from longseq.tokenizer_files import SETTINGS_FILE, find_separator
 
-# The tokens of a window in which a language model is described and measured if that of its training is not known.
+# The window, in tokens, of a language model whose training window is unknown.
 WINDOW = 2048
 
 
@@ -27,11 +27,13 @@ WINDOW = 2048
 class Loaded:
     """A trained backbone in eval mode, and its data.
 
-    `path` is what the user gave. `config` is the resolved configuration of the run. It is empty for a model that
-    `longseq train` did not write, such as a folder of `save_pretrained`. `data` is what the model had to know of its
-    data (for images class_names, num_classes, img_size, in_chans, mean, std, interpolation, crop_pct; for a probe see
-    `ProbeInfo`; `window_is_assumed` is True for a model of text without a recorded `window`). `weights` is "ema" or
-    "model", whichever were loaded. `file` holds the weights: the checkpoint, or in a folder the first file of weights.
+    Attributes:
+        path: as the user gave it.
+        file: the checkpoint, or in a folder the first file of weights.
+        config: the resolved configuration of the run; empty for a model that `longseq train` did not write.
+        data: for images class_names, num_classes, img_size, in_chans, mean, std, interpolation and crop_pct; for other
+            tasks the fields of their info. `window_is_assumed` is True for a text model without a recorded `window`.
+        weights: "ema" or "model", whichever were loaded.
     """
 
     path: Path
@@ -54,19 +56,23 @@ def load(
     key: str = "checkpoint",
     tasks: Collection[str] = ("image",),
 ) -> Loaded:
-    """Rebuild the model of a checkpoint or a folder and load its weights; the caller's random state is unchanged.
+    """Rebuild the model of a checkpoint or a folder from its saved description (see `longseq.models`).
 
-    A `path` hf-hub:OWNER/NAME is fetched from the Hugging Face hub, unless its cache has it.
+    The caller's random state is unchanged.
 
-    The model is built from the description that was saved with it (see `longseq.models`), never from the run's
-    configuration. `model_options` replace arguments of the model that do not change its weights, such as
-    dynamic_img_size or backend. With `any_resolution`, the model takes images of other sizes than those of its
-    training: positions are resized to them. `key` is the name under which the user gave the file; `tasks` are those
-    whose models the caller can use.
+    Args:
+        path: hf-hub:OWNER/NAME is fetched from the Hugging Face hub, unless its cache has it.
+        weights: "ema" (the average of the weights), "model" (the weights themselves) or "auto": the average if the run
+            has one.
+        model_options: arguments of the model to replace, such as dynamic_img_size or backend; they must not change its
+            weights.
+        any_resolution: resize positions, so that the model takes images of any size.
+        key: the name under which the user gave the file.
+        tasks: whose models the caller can use.
 
-    `weights` is "ema" (the average of the weights), "model" (the weights themselves) or "auto": the average if the run
-    has one. ValueError if the file is damaged or not a checkpoint, is of another task, if its weights or the names of
-    its classes do not fit the model that it describes, or if a layer now computes another function of its weights.
+    Raises:
+        ValueError: the file is damaged or of another task, its weights or class names do not fit its model, or a layer
+            now computes another function of its weights.
     """
     label = f"{key}={path}"
     file = find_source(path)
@@ -89,7 +95,7 @@ def load(
 
 
 def _find_task(saved: SavedModel, tasks: Collection[str]) -> tuple[str, dict[str, Any]]:
-    """The task of a saved model, and the configuration of its run. ValueError for another task than `tasks`."""
+    """The task of a saved model, one of `tasks`, and the configuration of its run."""
     config = (saved.run.get("hyper_parameters") or {}).get("config") or {}
     # Weights load without the plug-in that registered the source of documents; a command needs it.
     registers = (saved.text or {}).get("source_plugin")
@@ -101,12 +107,15 @@ def _find_task(saved: SavedModel, tasks: Collection[str]) -> tuple[str, dict[str
 
 
 def known_data(saved: SavedModel, model: nn.Module) -> dict[str, Any]:
-    """The data of a saved model: `Loaded.data`."""
+    """The data of a saved model, for `Loaded.data`."""
     data = (saved.run.get("hyper_parameters") or {}).get("data") or {}
-    known = {**_numbered_classes(model), **stated_data(model), **_text_data(saved, model), **data}
-    names, count = known.get("class_names"), getattr(model, "num_classes", None)
+    count = getattr(model, "num_classes", None)
+    # Class numbers are the names of a model that states none.
+    numbered = {} if count is None else {"num_classes": count, "class_names": [str(index) for index in range(count)]}
+    known = {**numbered, **stated_data(model), **_text_data(saved, model), **data}
+    names = known.get("class_names")
     if names is not None and isinstance(count, int) and len(names) != count:
-        raise ValueError(f"{saved.label}: its model has {count} classes, and it names {len(names)}")
+        raise ValueError(f"{saved.label}: its model has {count} classes and {len(names)} class names")
     return known
 
 
@@ -119,18 +128,11 @@ def sha256(path: str | Path) -> str:
     return digest.hexdigest()
 
 
-def _numbered_classes(model: nn.Module) -> dict[str, Any]:
-    """Class numbers as names, for a model that states none."""
-    count = getattr(model, "num_classes", None)
-    return {} if count is None else {"num_classes": count, "class_names": [str(index) for index in range(count)]}
-
-
 def _task_of(saved: SavedModel) -> str | None:
     """The task of a model that is saved without its run, None if unknown.
 
-    Models that timm can read, and those of a plug-in's own class, classify images. Models that are saved with class
-    names and a text format classify documents. Models that read text forward, and are saved with its tokenizer,
-    continue it.
+    Models for timm and of a plug-in's class classify images, models with class names and a text format documents.
+    Forward token models with a tokenizer are language models.
     """
     if "architecture" in saved.config or saved.config.get("kind") == PLUGIN:
         return "image"
@@ -140,7 +142,7 @@ def _task_of(saved: SavedModel) -> str | None:
 
 
 def _text_data(saved: SavedModel, model: nn.Module) -> dict[str, Any]:
-    """What `TextInfo` or `DocumentInfo` holds of the text of a model that is saved without its run."""
+    """The fields of `TextInfo` or `DocumentInfo` for a text model that is saved without its run."""
     if saved.text is not None and "class_names" in saved.text:
         return {**saved.text, **_window(saved.text["window"] or saved.text["max_length"])}
     if saved.text is None or not isinstance(model, TokenBackbone):

@@ -1,12 +1,17 @@
-"""What a run of a classifier reports beside its metrics: the figures of each class, confusion matrices, thresholds."""
+"""What a run of a classifier reports in addition to its metrics: figures of each class, confusions, thresholds."""
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from longseq.tasks.report import Report
-from longseq.tasks.training.class_figures import class_table, confusion_table, per_class
+
+Table = Sequence[Sequence[Any]]
 
 # The most classes whose confusion matrix the json file of an evaluation holds.
 _MOST_CLASSES = 100
@@ -15,7 +20,7 @@ _MOST_CLASSES = 100
 class ClassReport(Report):
     """Adds precision, recall and F1 score of each class, the confusion matrix, and thresholds.
 
-    `unit` is what the samples are called. Modules are those of `longseq.tasks.training.classifier.ClassifierModule`.
+    `unit` names the samples. Modules are of the class `longseq.tasks.training.classifier.ClassifierModule`.
     """
 
     unit: ClassVar[str]
@@ -29,14 +34,18 @@ class ClassReport(Report):
                 if module.num_classes <= _MOST_CLASSES:
                     found[f"{name}/confusion_matrix"] = counts.tolist()
         if module.thresholds is not None:
-            found["thresholds"] = dict(zip(_decided(info), module.thresholds.tolist(), strict=True))
+            # of all labels, or of the second one of two classes
+            decided = info.class_names if info.multi_label else info.class_names[1:]
+            found["thresholds"] = dict(zip(decided, module.thresholds.tolist(), strict=True))
         return found
 
-    def tables(self, module: Any, info: Any) -> dict[str, Sequence[Sequence[Any]]]:
-        found: dict[str, Sequence[Sequence[Any]]] = {}
+    def tables(self, module: Any, info: Any) -> dict[str, Table]:
+        found: dict[str, Table] = {}
         for split, counts in (("val", module.val_confusion_matrix), ("test", module.confusion_matrix)):
             if counts is not None:
-                found[f"classes_{split}"] = class_table(per_class(counts, info.class_names, unit=self.unit))
+                rows = per_class(counts, info.class_names, unit=self.unit)
+                values = (["" if value is None else value for value in row.values()] for row in rows)
+                found[f"classes_{split}"] = [list(rows[0]), *values]
                 found[f"confusion_matrix_{split}"] = confusion_table(counts, info.class_names)
         return found
 
@@ -50,7 +59,46 @@ class ClassReport(Report):
         return [("thresholds", f"labels from a probability of {least}{f' to {most}' * (least != most)} on")]
 
 
-def _decided(info: Any) -> list[str]:
-    """The names that thresholds are of: all labels, or the second one of two classes."""
-    names: list[str] = info.class_names
-    return names if info.multi_label else names[1:]
+def per_class(counts: Tensor, class_names: Sequence[str], *, unit: str) -> list[dict[str, Any]]:
+    """Precision, recall and F1 score of each class (None if undefined), and its number of samples under `unit`.
+
+    `counts` is a confusion matrix `[true, predicted]`, or of several labels `[C, 2, 2]`.
+    """
+    several = counts.ndim == 3
+    right = counts[:, 1, 1] if several else counts.diagonal()
+    true = counts[:, 1].sum(dim=1) if several else counts.sum(dim=1)
+    predicted = counts[:, :, 1].sum(dim=1) if several else counts.sum(dim=0)
+    return [
+        {
+            "class": name,
+            "precision": _share(hits, chosen),
+            "recall": _share(hits, samples),
+            "f1": _share(2 * hits, chosen + samples),
+            unit: samples,
+        }
+        for name, hits, samples, chosen in zip(
+            class_names, right.tolist(), true.tolist(), predicted.tolist(), strict=True
+        )
+    ]
+
+
+def confusion_table(counts: Tensor, class_names: Sequence[str]) -> Table:
+    """A confusion matrix with its names: a row for each true class, or for each of several labels."""
+    if counts.ndim == 3:
+        names = ("true_negative", "false_positive", "false_negative", "true_positive")
+        return [
+            ["label", *names],
+            *([name, *row] for name, row in zip(class_names, counts.flatten(1).tolist(), strict=True)),
+        ]
+    return [["true", *class_names], *([name, *row] for name, row in zip(class_names, counts.tolist(), strict=True))]
+
+
+def to_csv(table: Table) -> str:
+    """A table as csv."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(table)
+    return text.getvalue()
+
+
+def _share(part: int, whole: int) -> float | None:
+    return round(part / whole, 4) if whole else None

@@ -1,4 +1,4 @@
-"""What the modules of classifiers share: metrics by name, decisions by thresholds, and confusion matrices."""
+"""The base class of classifiers: metrics by name, decisions by thresholds, and confusion matrices."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from torchmetrics.classification import MulticlassConfusionMatrix, MultilabelCon
 from longseq.blocks.precision import at_least_float32
 from longseq.models import CHECKPOINT_RUN
 from longseq.tasks.config import Criterion
-from longseq.tasks.training.classification import (
-    dense_counts,
+from longseq.tasks.training.metrics import (
+    MeanLoss,
+    Scores,
+    decide,
     reads_decisions,
-    sparse_counts,
     update_metrics,
 )
-from longseq.tasks.training.decisions import Scores, decide
-from longseq.tasks.training.metrics import MeanLoss
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training
 
@@ -28,20 +27,20 @@ from longseq.tasks.training.recipe import Training
 class ClassifierModule(TrainedModule):
     """A module that gives each sample one of several classes, or with `multi_label` any number of them.
 
-    `make_metrics` makes the metrics of a split beside the loss; it is called for validation and for the test.
-    `chosen_metrics` and `metric` are those that it reads. A subclass with these and `threshold` in its `kept_options`
-    has them again from its checkpoints.
+    Means over the classes are over those that a split has. `thresholds` are in force; checkpoints keep them. If a
+    validation chooses them, its metrics are for the thresholds that it chose.
 
-    `threshold` is the probability from which a label is given, or the second one of two classes: a number, a number for
-    each label, or the criterion by which each validation chooses it (see
-    `longseq.tasks.training.decisions.choose_threshold`). `thresholds` are those in force, and checkpoints keep them.
-    Metrics of a validation are of the thresholds that it chose; `thresholds` are in force before the first one.
-
-    Means over the classes are of those that a split has.
+    Args:
+        make_metrics: makes the metrics of a split besides the loss; called for validation and for the test.
+        chosen_metrics, metric: what `make_metrics` reads. A subclass with these and `threshold` in its `kept_options`
+            has them again from its checkpoints.
+        threshold: the probability from which a label is given, or the second one of two classes: a number, a number for
+            each label, or the criterion by which each validation chooses it (see `choose_threshold`).
+        thresholds: in force before the first validation has chosen them.
     """
 
-    # Counts [true class, predicted class] of the last test, and of the last validation; of several labels [C, 2, 2].
-    # After a checkpoint was loaded, the validation is the one before that checkpoint.
+    # Counts [true class, predicted class], or [C, 2, 2] of several labels, of the last test and the last validation.
+    # After loading a checkpoint, the validation is the one before it.
     confusion_matrix: Tensor | None = None
     val_confusion_matrix: Tensor | None = None
 
@@ -65,37 +64,32 @@ class ClassifierModule(TrainedModule):
         confusion = MultilabelConfusionMatrix if multi_label else MulticlassConfusionMatrix
         self.confusion: Metric = confusion(num_classes, validate_args=False)
         # no buffer, which an average of the weights would include
-        self.thresholds: Tensor | None = _given_thresholds(threshold, num_classes, multi_label)
-        if self.thresholds is None:
-            self.thresholds = _given_thresholds(thresholds, num_classes, multi_label)
+        given = (_given_thresholds(one, num_classes, multi_label) for one in (threshold, thresholds))
+        self.thresholds: Tensor | None = next((one for one in given if one is not None), None)
         self._criterion: Criterion | None = threshold if isinstance(threshold, str) else None
         self._scores = Scores() if self._criterion else None
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """The probabilities `[N, C]` of logits: of classes that exclude each other, or of labels that do not.
-
-        They are of float32, and for logits of float64 of float64.
-        """
+        """Probabilities `[N, C]` of logits, in float32 or float64: a softmax, or with `multi_label` sigmoids."""
         logits = at_least_float32(logits)
         return logits.sigmoid() if self.multi_label else logits.softmax(dim=1)
 
     def rankable(self, logits: Tensor) -> Tensor:
-        """`probabilities` of float64, where the device has it, for metrics that rank samples.
+        """`probabilities` in float64, if the device has it, for metrics that rank samples.
 
-        In float32 a label of a logit above 17 has the probability 1, and so has a class whose logit is that much larger
-        than the others: the samples would be equal.
+        In float32, all logits above 17 have the probability 1: the samples would be equal.
         """
         return self.probabilities(logits if logits.device.type == "mps" else logits.double())
 
     def decide(self, logits: Tensor) -> Tensor:
-        """The classes `[N]` of logits `[N, C]`, or `[N, C]` of several labels, by the thresholds in force."""
+        """The classes `[N]` of logits `[N, C]`, or labels `[N, C]`, by the thresholds in force."""
         return decide(self.probabilities(logits), self.thresholds, multi_label=self.multi_label)
 
     def measure(self, probabilities: Tensor, wanted: Tensor, metrics: Any, stage: str) -> None:
-        """Add samples, maybe none, to the metrics of a stage, and log these.
+        """Add samples, maybe none, to the metrics of a stage, and log them.
 
-        `wanted` are whole numbers: classes `[N]`, or labels `[N, C]`. Decisions are those of probabilities of float32,
-        as predictions have them; metrics that rank samples read what is given (see `rankable`).
+        `wanted` are whole numbers: classes `[N]`, or labels `[N, C]`. Decisions are made in float32, as in predictions;
+        metrics that rank samples read `probabilities` (see `rankable`).
         """
         if self._scores is None or stage != "val":
             self._count(metrics, probabilities, wanted)
@@ -119,13 +113,10 @@ class ClassifierModule(TrainedModule):
             self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True)
 
     def on_validation_epoch_start(self) -> None:
-        self._begin_confusion()
+        # A state of an earlier validation is of torch's inference mode, and a training may not change it.
+        self.confusion.reset()
 
     def on_test_epoch_start(self) -> None:
-        self._begin_confusion()
-
-    def _begin_confusion(self) -> None:
-        # What an earlier measurement has left is of its inference mode, in which no training may change it.
         self.confusion.reset()
 
     def on_validation_epoch_end(self) -> None:
@@ -153,19 +144,23 @@ class ClassifierModule(TrainedModule):
             if "data" in run:
                 checkpoint[CHECKPOINT_RUN] = {**run, "data": {**run["data"], "thresholds": thresholds}}
             checkpoint["thresholds"] = thresholds
-        if self.val_confusion_matrix is not None:
-            checkpoint["val_confusion_matrix"] = sparse_counts(self.val_confusion_matrix)
+        if (counts := self.val_confusion_matrix) is not None:
+            places = counts.nonzero()
+            sparse = {"shape": list(counts.shape), "places": places.int(), "values": counts[tuple(places.T)]}
+            checkpoint["val_confusion_matrix"] = sparse
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         if (thresholds := checkpoint.get("thresholds")) is not None:
             self.thresholds = torch.tensor(thresholds)
-        if (counts := checkpoint.get("val_confusion_matrix")) is not None:
-            self.val_confusion_matrix = dense_counts(counts)
+        if (saved := checkpoint.get("val_confusion_matrix")) is not None:
+            counts = torch.zeros(saved["shape"], dtype=saved["values"].dtype)
+            counts[tuple(saved["places"].long().T)] = saved["values"]
+            self.val_confusion_matrix = counts
 
 
 def _plain(value: Any) -> Any:
-    """Options as dictionaries, lists, numbers and text: a checkpoint holds nothing else."""
+    """Options as dictionaries, lists, numbers and text, for a checkpoint."""
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, str | bool | int | None):
@@ -174,7 +169,7 @@ def _plain(value: Any) -> Any:
 
 
 def _given_thresholds(threshold: Any, num_classes: int, multi_label: bool) -> Tensor | None:
-    """The thresholds as `decide` takes them, None without numbers. ValueError for those that do not fit the classes."""
+    """The thresholds for `decide`, None without numbers. ValueError if they do not fit the classes."""
     if threshold is None:
         return None
     if not multi_label and num_classes != 2:

@@ -1,4 +1,4 @@
-"""The resolved configuration of a run, and its values as words of a command."""
+"""The resolved configuration of a run, the keys of token models, and values as words of a command."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import os
 import re
 import shlex
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from longseq.tasks.config import Keys, read
+from longseq.tasks.config import Count, Keys, Positive, Share, key, read
 
 Config = Mapping[str, Any]
 T = TypeVar("T", bound=Keys)
@@ -20,12 +20,43 @@ T = TypeVar("T", bound=Keys)
 # Keys of `data` with a value for each name of a class.
 CLASS_TABLES = ("class_weights", "class_map")
 
-# Text that stands for itself in an override.
+# Text that needs no quotes in an override.
 _UNQUOTED = re.compile(r"[\w/+.$%*@?|:-]+", re.ASCII)
 
 
+class BodyKeys(Keys):
+    """The keys of `model` for every model with the body of a token model; see `TokenBackbone`."""
+
+    label: str = key(..., "the name in tables")
+    d_model: Count | None = key(None, "the width")
+    depth: Count | None = key(None, "the number of blocks")
+    direction: Literal["forward", "bidirectional", "alternating"] | None = key(
+        None, "forward, bidirectional (each layer reads both ways), alternating (every second one backwards)"
+    )
+    mlp: Literal["swiglu", "gelu", "rwkv", "none"] | None = key(None, "the MLP of a block")
+    mlp_ratio: Positive | None = key(None, "its width over the model's; null: 8/3, or 7/2 of rwkv")
+    mlp_bias: bool | None = key(None, "biases in the MLP")
+    norm: Literal["rms", "layer"] | None = key(None, "the norm")
+    norm_eps: Positive | None = key(None, "what is added to the variance")
+    norm_order: Literal["pre", "post"] | None = key(None, "norm what a layer reads (pre) or what it adds (post)")
+    positions: Literal["none", "learned"] | None = key(None, "embeddings of positions")
+    max_length: Count | None = key(None, "the number of learned positions; null: the longest sequence")
+    dropout: Share | None = key(None, "of the embeddings")
+    drop_path: Share | None = key(None, "stochastic depth")
+    residual_in_float32: bool | None = key(None, "add the layers in float32")
+    recompute: Literal["none", "mixer", "block"] | None = key(None, "what the backward pass computes again, for memory")
+    backend: Literal["auto", "torch", "reference", "triton"] | None = key(None, "kernels of all mixers")
+
+
+class TokenModelKeys(BodyKeys):
+    """The keys of `model`, explained in `longseq.backbones.tokens.TokenBackbone`."""
+
+    name: Literal["token"] = key("token", "the kind of model")
+    tie_embeddings: bool | None = key(None, "the head is the embedding")
+
+
 def mixer_label(pattern: Any) -> str:
-    """Resolver `${mixer_label:${mixer.name}}`: a run's name by its mixer, also if the pattern of a hybrid is a list."""
+    """Resolver `${mixer_label:${mixer.name}}`: the name of a mixer, or of the pattern of a hybrid, as text."""
     if isinstance(pattern, str) and pattern.isidentifier():
         return pattern
     from longseq.mixers.pattern import spell_pattern  # it imports all mixers, which `--help` need not wait for
@@ -63,23 +94,20 @@ def resolve(config: DictConfig | Config) -> dict[str, Any]:
     if isinstance(metric, str) and "/" not in metric:  # other keys refer to it
         config = OmegaConf.merge(config, {"task": {"metric": f"val/{metric}"}})  # type: ignore[assignment]
     found: Any = OmegaConf.to_container(config, resolve=True)
-    _read_tables(found.get("data"))
+    data = found.get("data")
+    for name in CLASS_TABLES if isinstance(data, dict) else ():
+        # A dictionary by names of classes may be text: Hydra's grammar has no keys with accents or signs.
+        text = data.get(name)
+        if isinstance(text, str) and text.startswith("{"):
+            data[name] = OmegaConf.to_container(OmegaConf.create(re.sub(r":(?=[\d.+-])", ": ", text)))
     return _given(found)
 
 
 def _given(section: Any) -> Any:
-    """The keys without those that must be given and are not."""
+    """The keys without required ones that are missing."""
     if not isinstance(section, dict):
         return section
-    return {key: _given(value) for key, value in section.items() if not (isinstance(value, str) and value == "???")}
-
-
-def _read_tables(data: Any) -> None:
-    """Read dictionaries by names of classes that are text: Hydra's grammar has no keys with accents or signs."""
-    for key in CLASS_TABLES:
-        text = data.get(key) if isinstance(data, dict) else None
-        if isinstance(text, str) and text.startswith("{"):
-            data[key] = OmegaConf.to_container(OmegaConf.create(re.sub(r":(?=[\d.+-])", ": ", text)))
+    return {name: _given(value) for name, value in section.items() if not (isinstance(value, str) and value == "???")}
 
 
 def command_words() -> list[str] | None:
@@ -95,7 +123,7 @@ def read_command(keys: type[T], config: DictConfig) -> T:
 def spell_value(value: Any) -> str:
     """A value in the grammar of Hydra's overrides, in quotes where a character has a meaning there."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {spell_value(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{name}: {spell_value(one)}" for name, one in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(spell_value, value)) + "]"
     if not isinstance(value, str):
@@ -104,13 +132,13 @@ def spell_value(value: Any) -> str:
     return value if _UNQUOTED.fullmatch(value) else f"'{escaped}'"
 
 
-def command_word(key: str, value: Any) -> str:
-    """The word KEY=VALUE of a command, as a shell and then Hydra take it."""
-    return shlex.quote(f"{key}={spell_value(value)}")
+def command_word(name: str, value: Any) -> str:
+    """The word KEY=VALUE of a command, quoted for a shell and for Hydra."""
+    return shlex.quote(f"{name}={spell_value(value)}")
 
 
 def with_absolute_root(config: Config) -> dict[str, Any]:
-    """The configuration with the paths of `data.root` as absolute ones, which mean the same in any working folder.
+    """The configuration with absolute paths in `data.root`, which mean the same in any working folder.
 
     An entry that does not exist, such as the name of a stream, stays as it is.
     """

@@ -1,18 +1,27 @@
-"""The loggers of a run: TensorBoard events in the run folder itself, and other loggers of Lightning."""
+"""The loggers of a run, with TensorBoard events in the run folder itself, and the log file of a run."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.tensorboard.summary import hparams
 
 from longseq.tasks.training import targets
+from longseq.tasks.training.runs import CONFIG_FILE
+
+_log = logging.getLogger(__name__)
+_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"  # as Hydra's
 
 
 class RunLogger(TensorBoardLogger):
@@ -26,7 +35,7 @@ class RunLogger(TensorBoardLogger):
 
     @rank_zero_only
     def log_results(self, parameters: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Show flat hyper-parameters beside these metrics, logged before, in TensorBoard's HPARAMS tab."""
+        """Show flat hyper-parameters with these metrics, logged before, in TensorBoard's HPARAMS tab."""
         # TensorBoardLogger.log_hyperparams would write every metric a second time, at step 0 of its chart.
         plain = {key: value if isinstance(value, int | float) else str(value) for key, value in parameters.items()}
         for summary in hparams(plain, dict(metrics)):
@@ -39,7 +48,7 @@ class RunLogger(TensorBoardLogger):
 
     @rank_zero_only
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Write what is logged before a checkpoint: a run that is killed later goes on from there, and not before."""
+        """Write what is logged before a checkpoint, from which a run that is killed later goes on."""
         self.save()
 
     @rank_zero_only
@@ -51,7 +60,7 @@ class RunLogger(TensorBoardLogger):
 def build_loggers(logger: Any, first_update: int | None = None) -> list[Logger]:
     """The loggers of the group `logger`: one logger, several by name, or none.
 
-    They go on after an interrupted run that continues after `first_update` updates.
+    In a resumed run they go on after `first_update` updates.
     """
     entries = {"logger": logger} if logger and targets.TARGET in logger else logger or {}
     loggers = []
@@ -68,7 +77,7 @@ def build_loggers(logger: Any, first_update: int | None = None) -> list[Logger]:
 
 @rank_zero_only
 def _keep_rows(logger: CSVLogger, step: int) -> None:
-    # Lightning deletes the file of an earlier run when it opens the folder. What is kept is written with the first row.
+    # Lightning deletes an earlier file when it opens the folder. Kept rows are written with the first new one.
     path = Path(logger.log_dir) / ExperimentWriter.NAME_METRICS_FILE
     if not path.is_file():
         return
@@ -103,3 +112,47 @@ def close_loggers(loggers: Iterable[Logger]) -> None:
             logger.experiment.close()
         elif isinstance(logger, WandbLogger):
             logger.experiment.finish()
+
+
+class _RunLogFile(MemoryHandler):
+    """Keeps records until the run has written its configuration: a wrong command leaves no file."""
+
+    def __init__(self, file: Path) -> None:
+        target = logging.FileHandler(file, encoding="utf-8", errors="backslashreplace", delay=True)
+        target.setFormatter(logging.Formatter(_FORMAT))
+        super().__init__(capacity=0, target=target, flushOnClose=False)
+        self._begun = file.with_name(CONFIG_FILE)
+
+    def shouldFlush(self, record: logging.LogRecord) -> bool:
+        return self._begun.is_file()
+
+
+@contextmanager
+def logged(file: Path | None) -> Iterator[None]:
+    """Append log records to `file` in a run folder, if given: all of this package, and warnings of others."""
+    if file is None:
+        yield
+        return
+    handler = _RunLogFile(file)
+    root, package = logging.getLogger(), logging.getLogger("longseq")
+    level = package.level
+    root.addHandler(handler)
+    package.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        package.setLevel(level)
+        root.removeHandler(handler)
+        target = handler.target
+        handler.close()
+        if target is not None:
+            target.close()
+
+
+class RunLog(Callback):
+    """Logs the metrics of each validation of a training, by Python's logging."""
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and trainer.is_global_zero:
+            shown = ", ".join(f"{name} {float(value):.6g}" for name, value in trainer.callback_metrics.items())
+            _log.info("epoch %d, update %d: %s", trainer.current_epoch + 1, trainer.global_step, shown)

@@ -1,4 +1,4 @@
-"""The interface of every task's model builder, and the mixer options that their configurations share."""
+"""The interface of every task's model builder, mixer options of configurations, and frozen layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
-import torch
+from timm.models._manipulate import group_with_matcher
 from torch import Tensor, nn
 
 from longseq import mixers
@@ -18,6 +18,9 @@ from longseq.tasks.data.labels import name_some
 
 if TYPE_CHECKING:
     from longseq.tasks.training.checkpoint import Loaded
+
+_HEAD = "?"  # no parameter has this name: it stands for those outside the numbered layers
+_AVERAGE = "running_mean"  # a buffer of batch norms only
 
 # What a user should know about the trained weights that a model took.
 _NOTES: MutableMapping[nn.Module, list[str]] = WeakKeyDictionary()
@@ -34,10 +37,10 @@ class TaskModel(ABC):
 
     @abstractmethod
     def build(self, config: Mapping[str, Any], info: Any) -> nn.Module:
-        """The model that `config.model` names, for the data of `info`; its weights are drawn from `config.seed`."""
+        """The model that `config.model` names, for the data of `info`, with weights drawn from `config.seed`."""
 
     def notes(self, model: nn.Module) -> list[str]:
-        """Which weights the model of a run begins with, as far as a user may want to know: the lines of `note`."""
+        """Lines about the weights from which a run starts, collected by `note`."""
         return _NOTES.get(model, [])
 
     def initialize(self, model: nn.Module, trained: nn.Module) -> None:
@@ -46,17 +49,17 @@ class TaskModel(ABC):
         ValueError if other shapes differ, too.
         """
         if copy_weights(model, trained.state_dict()):
-            note(model, "the head is new: that of the weights has other shapes")
+            note(model, "the head is new: the weights have one with other shapes")
 
     def start_from(self, model: nn.Module, loaded: Loaded, info: Any) -> None:
         """Copy the weights of the checkpoint or folder that `init` names, for the data of `info`.
 
-        ValueError for a model that does not fit the new one, or was trained on data that does not fit.
+        ValueError if its model or the data of its training do not fit.
         """
         self.initialize(model, loaded.backbone)
 
     def untrained(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The configuration with which `build` reads no weights: a run that continues has those of its checkpoint."""
+        """The configuration with which `build` reads no weights, for a run that loads a checkpoint."""
         return config
 
     def is_weights(self, path: str) -> bool:
@@ -68,10 +71,7 @@ class TaskModel(ABC):
         raise NotImplementedError
 
     def load_options(self, trained: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Options of `checkpoint.load` with which a model can read its data after `changes` of the keys of `data`.
-
-        `trained` is the info of the model's own data.
-        """
+        """Options of `checkpoint.load` for a model, trained on `trained`, whose keys of `data` get `changes`."""
         return {}
 
     def check_reads(self, model: nn.Module, trained: Any, found: Any) -> None:
@@ -86,8 +86,8 @@ def note(model: nn.Module, line: str) -> None:
 
 def note_new_head(model: nn.Module, own: Sequence[str], theirs: Sequence[str]) -> None:
     """Note that the head is new, as the classes `own` of the data are not those of the weights."""
-    others = f"those of the weights are {name_some(theirs)}" if theirs else "the weights name none"
-    note(model, f"the head is new: the classes are {name_some(own)}, and {others}")
+    others = f"and the weights have {name_some(theirs)}" if theirs else "and the weights name none"
+    note(model, f"the head is new: the classes are {name_some(own)}, {others}")
 
 
 def refuse_difference(own: Mapping[str, Any], its: Mapping[str, Any], ignored: Collection[str] = ()) -> None:
@@ -101,15 +101,17 @@ def copy_weights(model: nn.Module, state: Mapping[str, Tensor]) -> bool:
 
     True if some of the head's weights were kept. ValueError if other weights differ.
     """
-    wanted, classifier = model.state_dict(), getattr(model, "get_classifier", nn.Identity)()
+    classifier = getattr(model, "get_classifier", nn.Identity)()
     head = tuple(f"{name}." for name, module in model.named_modules() if name and module is classifier)
+    wanted = {key: value.shape for key, value in model.state_dict().items()}
     kept = {
         key: value
         for key, value in state.items()
-        if not (key.startswith(head) and key in wanted and value.shape != wanted[key].shape)
+        if not (key.startswith(head) and key in wanted and value.shape != wanted[key])
     }
-    differing = sorted(key for key in wanted.keys() | kept.keys() if _shape(wanted, key) != _shape(kept, key))
-    differing = [key for key in differing if not (key.startswith(head) and key not in kept)]
+    found = {key: value.shape for key, value in kept.items()}
+    differing = sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key))
+    differing = [key for key in differing if not (key.startswith(head) and key not in found)]
     if differing:
         raise ValueError(f"init: {len(differing)} weights do not fit the model, {differing[0]} first")
     model.load_state_dict(kept, strict=False)
@@ -118,16 +120,20 @@ def copy_weights(model: nn.Module, state: Mapping[str, Tensor]) -> bool:
 
 def mixer_options(config: Mapping[str, Any]) -> dict[str, Any]:
     """The options of `config.mixer`, with the scale's options where they are not set; for a hybrid, by mixer name."""
-    chosen = options_by_name(config["mixer"]["name"], config["mixer"].get("options"))
+    filled = options_by_name(config["mixer"]["name"], config["mixer"].get("options"))
     usual = config["scale"].get("mixer") or {}
-    filled = {name: _fill_in(name, options, usual) for name, options in chosen.items()}
+    for name, chosen in filled.items():
+        if chosen.get("num_heads") is None:  # a given number of heads determines their width
+            known = mixers.options(name)
+            unset = {key: value for key, value in usual.items() if key in known and chosen.get(key) is None}
+            filled[name] = chosen | unset
     return filled if len(filled) > 1 else next(iter(filled.values()))
 
 
 def values_in_force(config: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """The configuration with the values of `model` in place of keys that are null.
 
-    A key stays null if it leaves a choice to a timm model, which does not report its choice.
+    Choices that a timm model makes stay null, as it does not report them.
     """
     built = _arguments(model)
     options = built.get("mixer_options") or {}
@@ -163,12 +169,34 @@ def _fill(keys: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     return filled
 
 
-def _fill_in(name: str, chosen: dict[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
-    known = mixers.options(name)
-    unset = {key: value for key, value in usual.items() if key in known and chosen.get(key) is None}
-    # A given number of heads determines their width.
-    return chosen | (unset if chosen.get("num_heads") is None else {})
+def freeze(model: nn.Module, part: int | str | None) -> None:
+    """Exclude a part of a model's parameters from training (`recipe.freeze`).
 
+    Layers are those of the model's `group_matcher`, as for timm's layer-wise learning rates. Frozen batch norms are in
+    evaluation mode and keep their statistics.
 
-def _shape(state: Mapping[str, Tensor], key: str) -> torch.Size | None:
-    return state[key].shape if key in state else None
+    Args:
+        part: a number N for the embeddings and the first N blocks, `embeddings`, `body` for everything but the head
+            and the pooling before it, or None.
+
+    Raises:
+        ValueError: the model has fewer blocks, or nothing would be left to train.
+    """
+    if part is None:
+        return
+    described: Any = model
+    averages = [name for name, _ in model.named_buffers() if name.endswith(f".{_AVERAGE}")]
+    names = [*dict(model.named_parameters()), *averages, _HEAD]
+    layer_of = group_with_matcher(((name, None) for name in names), described.group_matcher(coarse=False), reverse=True)
+    blocks = layer_of[_HEAD] - 1
+    last = {"embeddings": 0, "body": blocks}[part] if isinstance(part, str) else part
+    if last > blocks:
+        raise ValueError(f"recipe.freeze={part}: the model has {blocks} blocks")
+    for name, parameter in model.named_parameters():
+        if layer_of[name] <= last:
+            parameter.requires_grad_(False)
+    for name in averages:
+        if layer_of[name] <= last:
+            model.get_submodule(name.removesuffix(f".{_AVERAGE}")).eval()
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"recipe.freeze={part} leaves nothing to train")

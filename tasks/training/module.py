@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,25 +20,26 @@ from longseq.plugins import check_loaded
 from longseq.tasks.data.info import Info
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.sampler import derive_seed, seed_generators
-from longseq.tasks.training.callbacks.updates import updated
 from longseq.tasks.training.checkpoint import known_data
-from longseq.tasks.training.length import Epoch, count_epoch, refuse_other_epoch
+from longseq.tasks.training.distributed import UpdateMean, gradient_norm, multiply_gradients, updated
 from longseq.tasks.training.logger import log_metrics
-from longseq.tasks.training.precision import refuse_half_weights, widen_weights
 from longseq.tasks.training.recipe import Training
 from longseq.tasks.training.schedule import (
+    Epoch,
     build_schedule,
     can_fuse,
     check_end,
+    check_epoch,
+    count_epoch,
     count_updates,
     epoch_of_loader,
     is_constant_rate,
     set_length,
     step_schedule,
 )
-from longseq.tasks.training.update_mean import UpdateMean, gradient_norm, multiply_gradients
 
-_log = logging.getLogger(__name__)
+# Lightning's precisions that keep the weights, and the sums and averages of them, in half precision.
+_HALF_WEIGHTS = ("16-true", "bf16-true", "transformer-engine", "transformer-engine-float16")
 
 Self = TypeVar("Self", bound="TrainedModule")
 Result = TypeVar("Result")
@@ -48,20 +48,15 @@ Result = TypeVar("Result")
 class TrainedModule(LightningModule):
     """Trains a model as a `Training` defines, and evaluates it; without a `Training` it only evaluates.
 
-    Its checkpoints describe the model if that is of a registered kind (see `longseq.models`): they then load without
-    the configuration of the run.
+    A subclass defines `training_step`, `update_metrics`, and `val_metrics` and `test_metrics`, logged as `val/...` and
+    `test/...`: metrics of torchmetrics, whose `higher_is_better` is the direction for callbacks that monitor them. A
+    training step calls `seed_batch` first, so that a resumed run repeats the uninterrupted one. If every batch of the
+    run has the same number of targets, it returns the mean loss of its batch. Otherwise `count_targets` returns the
+    number of targets, and the step returns `mean_of_update` of its summed loss.
 
-    The schedule is stepped after each update. A subclass defines `training_step`, `update_metrics`, and `val_metrics`
-    and `test_metrics`, logged as `val/...` and `test/...`: metrics of torchmetrics, whose `higher_is_better` is the
-    direction for callbacks that monitor them. A training step calls `seed_batch` first: randomness in a batch is a
-    function of (seed, update, part of the effective batch), so that a resumed run repeats the uninterrupted one, also
-    if other processes take the parts.
-
-    If every batch of the run has the same number of targets, a training step returns the mean loss of its batch.
-    Otherwise `count_targets` returns the number of targets, and the step returns `mean_of_update` of its summed loss.
-
-    Any loader of Lightning works: `read_batch` brings its batches to the form of the task. `info` describes the data;
-    checkpoints keep it for `load_from_checkpoint` and the commands of longseq.
+    The schedule is stepped after each update. Any loader of Lightning works: `read_batch` brings its batches to the
+    form of the task. Checkpoints hold `info`, which describes the data, and the description of a model of a registered
+    kind (see `longseq.models`): they load without the configuration of the run.
 
     Class attributes:
         kept_options: constructor arguments that a checkpoint stores for `load_from_checkpoint`, each an attribute of
@@ -89,15 +84,14 @@ class TrainedModule(LightningModule):
         self._gradient_norm = torch.zeros(())  # of the latest update that is logged
         self._known_epoch: Epoch | None = None
         self._reload_every: int | None = None  # the Trainer's reload_dataloaders_every_n_epochs
-        # Constant-rate schedules in the checkpoint that is continued, and its update.
-        self._saved_schedules: list[Mapping[str, Any]] = []
+        self._saved_schedules: list[Mapping[str, Any]] = []  # constant rates in the checkpoint that is continued
         self._saved_update = 0
         self._mean: UpdateMean | None = None  # for batches that differ in their number of targets
         self._empty_epochs = 0  # in a row
 
     @property
     def learning_rate(self) -> float | None:
-        """The highest rate of the training, None without one; Lightning's `Tuner.lr_find` sets what it finds."""
+        """The highest rate of the training, None without one; Lightning's `Tuner.lr_find` sets the rate it finds."""
         return self.recipe.learning_rate if self.recipe else None
 
     @learning_rate.setter
@@ -107,7 +101,7 @@ class TrainedModule(LightningModule):
 
     @property
     def has_gradients(self) -> bool:
-        """True if the recipe trains the model; False for one that a run fits in another way."""
+        """True if the recipe trains the model by gradients."""
         return True
 
     @classmethod
@@ -116,18 +110,23 @@ class TrainedModule(LightningModule):
     ) -> Self:
         """The module of a configuration, for a model and the data of `info`; without `training` it only evaluates.
 
-        A subclass whose constructor takes more than the model and `training` defines this method.
+        A subclass whose constructor takes more than the model and `training` overrides this and `arguments_for`.
         """
         return cls(backbone, training=training)
+
+    @classmethod
+    def arguments_for(cls, backbone: nn.Module, data: Mapping[str, Any]) -> dict[str, Any]:
+        """The constructor's arguments for a loaded model and its data. ValueError for a model of another task."""
+        return {}
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]
         cls: type[Self], checkpoint_path: Any, map_location: Any = None, **kwargs: Any
     ) -> Self:
-        """The module of a checkpoint, with the model that it describes; in training mode, as Lightning's are.
+        """The module of a checkpoint, with the model that it describes, in training mode as in Lightning.
 
-        The checkpoint may be of `longseq train`, of Lightning's ModelCheckpoint or of `Trainer.save_checkpoint`. It is
-        read without unpickling code. Of averaged weights it has the average.
+        The checkpoint may be from `longseq train`, Lightning's ModelCheckpoint or `Trainer.save_checkpoint`. It is read
+        without unpickling code. If it has averaged weights, they are loaded.
 
         Args:
             map_location: the device of the module; by default the CPU.
@@ -154,25 +153,15 @@ class TrainedModule(LightningModule):
         """Values of `kept_options` stored in a checkpoint."""
         return {name: value for name, value in (run.get("options") or {}).items() if name in cls.kept_options}
 
-    @classmethod
-    def arguments_for(cls, backbone: nn.Module, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The constructor's arguments that follow from a loaded model and from its data.
-
-        ValueError for a model of another task. A subclass whose constructor takes more than the model and `training`
-        defines this method.
-        """
-        return {}
-
     @property
     def predicts(self) -> bool:
         """True inside `Trainer.predict`, whose batches need no targets."""
         return self._stage == TrainerFn.PREDICTING
 
     def read_batch(self, batch: Any) -> Any:
-        """A batch of any loader as the pair (inputs, targets) that the steps of this module read.
+        """The pair (inputs, targets) for the steps of this module from a batch of any loader; a pair stays as it is.
 
-        A batch of this form is returned as it is. A subclass defines which others it takes, and raises ValueError for
-        the rest.
+        A subclass may take other batches, and raises ValueError for the rest.
         """
         return batch
 
@@ -188,7 +177,7 @@ class TrainedModule(LightningModule):
     def evaluate_batch(self, batch: Any, metrics: Any, stage: str) -> Any:
         """Update the metrics of a stage, val or test, and log them; a process's part of a batch may be empty.
 
-        By default `update_metrics` does the first; a subclass may define either of the two.
+        A subclass defines this, or only `update_metrics`.
         """
         if len(batch[1]):
             self.update_metrics(batch, metrics)
@@ -200,17 +189,14 @@ class TrainedModule(LightningModule):
         raise NotImplementedError
 
     def higher_is_better(self, name: str, key: str) -> bool:
-        """True if higher values of a validation metric, such as `val/loss`, are better, as the metric states.
+        """True if higher values of a validation metric, such as `val/loss`, are better.
 
         ValueError, which names `key`, if the module has no such metric or the metric does not state it.
         """
-        metrics = {f"val/{metric}": value for metric, value in self.val_metrics.items()}
-        if name not in metrics:
-            raise ValueError(f"{key}={name} is never measured: choose one of {', '.join(metrics)}")
-        better: Any = metrics[name].higher_is_better
-        if better is None:
-            raise ValueError(f"{key}={name}: set higher_is_better in {type(metrics[name]).__name__}")
-        return bool(better)
+        known = {metric: better for metric, better in self.directions().items() if metric.startswith("val/")}
+        if name not in known:
+            raise ValueError(f"{key}={name} is never measured: choose one of {', '.join(known)}")
+        return known[name]
 
     def directions(self) -> dict[str, bool]:
         """For each metric that states it, such as `val/loss` and `test/loss`: True if higher values are better."""
@@ -246,7 +232,7 @@ class TrainedModule(LightningModule):
         check_continues(self.backbone, checkpoint.get(CHECKPOINT_CONFIG))
         config = (checkpoint.get(CHECKPOINT_RUN) or {}).get("config") or {}
         if trainer is not None and not trainer.fast_dev_run and "trainer" in config:
-            refuse_other_epoch(config["trainer"], trainer, data)
+            check_epoch(config["trainer"], trainer, data)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self._stage != TrainerFn.FITTING:
@@ -267,7 +253,7 @@ class TrainedModule(LightningModule):
         self._check_ends()
 
     def _check_ends(self) -> None:
-        # A sharded model loads its checkpoint after on_fit_start, others before it has a schedule.
+        # A sharded model loads its checkpoint after on_fit_start, others before they have a schedule.
         own = [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs]
         own = [state for state in own if is_constant_rate(state)]
         for states in zip(self._saved_schedules, own, strict=False):
@@ -286,7 +272,7 @@ class TrainedModule(LightningModule):
             raise ValueError(f"the training loader gives no more batches after update {self.global_step}")
 
     def observe(self, batch: Any, examples: int) -> None:
-        """Run the first examples of a batch through the body of the model: telemetry listens to its mixers."""
+        """Run the first examples of a batch through the body of the model, for the reports of its mixers."""
         read: Any = getattr(self.backbone, "forward_features", self.backbone)
         read(batch[0][:examples])
 
@@ -298,6 +284,7 @@ class TrainedModule(LightningModule):
         """Seed the draws of a training step; returns the number of the update in the run, and the part of its batch.
 
         An effective batch has as many parts as there are processes times accumulated batches (see `UpdateSampler`).
+        Draws are a function of (seed, update, part), also if other processes take the parts in a resumed run.
         """
         trainer = self.trainer
         accumulate, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
@@ -319,9 +306,8 @@ class TrainedModule(LightningModule):
     def mean_of_update(self, loss: Tensor) -> Tensor:
         """The result of a training step, from the loss `[]` summed over the batch's targets; logs `train/loss`.
 
-        The gradient of an update is then that of the summed loss divided by the number of all its targets, over every
-        process and accumulated batch, and the logged value is the mean over all of them. The module must have
-        `count_targets`.
+        The update then has the gradient of the mean over all its targets, of every process and accumulated batch; the
+        logged value is this mean. The module must have `count_targets`.
         """
         assert self._mean is not None, f"{type(self).__name__}.count_targets gives None"
         return self._mean.scale(loss)
@@ -385,16 +371,19 @@ class TrainedModule(LightningModule):
     def setup(self, stage: str) -> None:
         """Set the Trainer's length and validation interval, if `Training.length` defines them.
 
-        ValueError if the Trainer keeps weights in half precision.
+        ValueError if the Trainer keeps weights in half precision: small updates would be lost, an average of weights
+        would not move, and a metric's sum of samples would stop at 256.
         """
         trainer, data = self.trainer, self.trainer.datamodule  # type: ignore[attr-defined]
-        refuse_half_weights(trainer.precision)
-        widen_weights(self, trainer.precision)
+        if trainer.precision in _HALF_WEIGHTS:
+            raise ValueError(f"precision={trainer.precision} loses small updates: take 16-mixed or bf16-mixed")
+        if trainer.precision == "64-true":
+            self.double()  # before a checkpoint is read; Lightning does it later
         self._stage, self._known_epoch, self._empty_epochs = stage, None, 0
         if self.info is None and isinstance(getattr(data, "info", None), Info):
             self.info = data.info
-        # Callbacks get batches in the form of the task. A hook in the class would make Lightning warn wherever there is
-        # a data module; one with a later hook of its own gets its own batches there.
+        # Callbacks get batches in the form of the task. As a method of the class, this hook would make Lightning warn
+        # of data modules; one with `on_after_batch_transfer` gets its own batches there.
         self.__dict__.pop("on_before_batch_transfer", None)
         if data is None or not (isinstance(data, TaskData) or is_overridden("on_after_batch_transfer", data)):
             self.on_before_batch_transfer = self._read_before_transfer  # type: ignore[method-assign]
@@ -453,7 +442,7 @@ class TrainedModule(LightningModule):
         return self._known_epoch
 
     def _count_loader(self) -> Epoch:
-        """The epoch of a loader of the user's, or of a data module that does not count its batches."""
+        """The epoch of a user's loader, or of a data module that does not count its batches."""
         trainer: Any = self.trainer
         if trainer.limit_train_batches == 0:
             return Epoch(1)  # Lightning trains nothing, and makes no loader

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from longseq.blocks.sharding import is_sharded
 
-_OURS = "muon"  # the key by which a group of parameters says whose it is
+_OURS = "muon"  # the key of parameter groups that is True for Muon's
 
 
 class Muon(torch.optim.Muon):
     """torch's Muon with updates of AdamW's size, and with float32 products on a processor.
 
-    torch makes matrices orthogonal in bfloat16. Many processors have no instructions for it: without them, one took 10
-    to 27 times as long as in float32, and all together most of a small language model's step.
+    torch makes matrices orthogonal in bfloat16, which is 10 to 27 times slower on processors without instructions for
+    it.
     """
 
     def __init__(self, params: Any, **options: Any) -> None:
@@ -53,8 +53,8 @@ class Muon(torch.optim.Muon):
 def orthogonalize(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
     """About the nearest orthogonal matrix to `matrix [M, N]`, in float32: Newton-Schulz iterations of degree five.
 
-    Results of products are rounded to bfloat16, as torch's are: iterations enlarge small singular values several
-    hundred times, and the roundings with them, so that without these a model learns otherwise.
+    Results of products are rounded to bfloat16, as in torch: iterations enlarge small singular values, and the
+    roundings with them, several hundred times, so a model would learn differently without them.
 
     Source: Muon (Jordan et al., 2024): with X = matrix / ‖matrix‖, X ← a X + (b X Xᵀ + c (X Xᵀ)²) X in each step.
     """
@@ -73,20 +73,16 @@ def _rounded(x: Tensor) -> Tensor:
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon and torch's AdamW, whose groups of parameters lie side by side, for a Trainer that takes one optimizer.
+    """Muon and torch's AdamW as one optimizer; groups with `muon: True` are Muon's, the others AdamW's.
 
-    Groups with `muon: True` are Muon's, the others AdamW's. ValueError for sharded parameters: Muon makes a matrix
-    orthogonal, for which a process needs the whole of it.
+    ValueError for sharded parameters: Muon needs whole matrices.
     """
 
     def __init__(self, muon: Muon, adamw: torch.optim.AdamW) -> None:
         groups = [{**group, _OURS: True} for group in muon.param_groups]
         groups += [{**group, _OURS: False} for group in adamw.param_groups]
         if any(is_sharded(parameter) for group in groups for parameter in group["params"]):
-            raise ValueError(
-                "Muon needs whole matrices, and trainer=fsdp shards them: take trainer=ddp, or "
-                "a recipe with another optimizer, such as recipe=lm"
-            )
+            raise ValueError("Muon needs whole matrices, and trainer=fsdp shards them")
         self._parts = {True: muon, False: adamw}
         super().__init__(groups, {})
 
@@ -118,42 +114,28 @@ def create_muon(
 ) -> MuonAdamW:
     """Muon for the weights of the linear layers in `model.blocks`, AdamW for all other parameters.
 
-    Updates of Muon are scaled to the size of AdamW's, so that one learning rate and one weight decay serve both.
-    `momentum` and `ns_steps` (of the Newton-Schulz iteration) are Muon's, the rest AdamW's; `fused` is torch's.
+    Muon's updates are scaled to the size of AdamW's, so that one learning rate and one weight decay serve both.
+    `momentum` and `ns_steps` (of the Newton-Schulz iteration) are Muon's, `betas`, `eps` and `fused` AdamW's.
     Embeddings, head, convolutions, norms and what `no_weight_decay` names are AdamW's. With `layer_decay`, the learning
-    rate of each layer is this part of that of the layer above, as in timm's `param_groups_layer_decay`.
+    rate of each layer is this part of the rate of the layer above, as in timm's `param_groups_layer_decay`.
 
     Sources: Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon); Muon is scalable for LLM training
     (Liu et al., 2025, arXiv:2502.16982), section 2.2, for the scale.
     """
     kept: set[str] = getattr(model, "no_weight_decay", set)()
-    blocks: Any = getattr(model, "blocks", None)
-    if blocks is None:
-        raise ValueError("Muon is for the matrices in the blocks of a model, and this one has no `blocks`")
+    blocks: Any = model.blocks
     inside = {id(part.weight) for part in blocks.modules() if isinstance(part, nn.Linear)}
-    hidden = [
-        parameter
-        for name, parameter in model.named_parameters()
-        if id(parameter) in inside and name not in kept and parameter.requires_grad
-    ]
-    chosen = {id(parameter) for parameter in hidden}
+    hidden = {id(parameter) for name, parameter in model.named_parameters() if name not in kept} & inside
     if layer_decay is None:
         groups = param_groups_weight_decay(model, weight_decay, no_weight_decay_list=kept)
-        layers: list[dict[str, Any]] = [{"params": hidden}]
     else:
         groups = param_groups_layer_decay(model, weight_decay, no_weight_decay_list=kept, layer_decay=layer_decay)
-        layers = [
-            {
-                "params": [parameter for parameter in group["params"] if id(parameter) in chosen],
-                "lr_scale": group["lr_scale"],
-            }
-            for group in groups
-        ]
-    groups = [
-        {**group, "params": [parameter for parameter in group["params"] if id(parameter) not in chosen]}
-        for group in groups
-    ]
-    muon = Muon(layers, lr=lr, weight_decay=weight_decay, momentum=momentum, ns_steps=ns_steps)
-    filled = [group for group in groups if group["params"]]
+    inner, others = (
+        [{**group, "params": [one for one in group["params"] if (id(one) in hidden) is ours]} for group in groups]
+        for ours in (True, False)
+    )
+    inner = [{**group, "weight_decay": weight_decay} for group in inner]
+    muon = Muon(inner, lr=lr, momentum=momentum, ns_steps=ns_steps)
+    filled = [group for group in others if group["params"]]
     first, second = betas
     return MuonAdamW(muon, torch.optim.AdamW(filled, lr=lr, betas=(first, second), eps=eps, fused=fused))

@@ -12,7 +12,7 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 
 from longseq.tasks.training import targets
-from longseq.tasks.training.length import WARMUPS, RunLength
+from longseq.tasks.training.schedule import WARMUPS, RunLength
 
 ADAMW = partial(create_optimizer_v2, opt="adamw", weight_decay=0.05)
 COSINE = partial(create_scheduler_v2, sched="cosine", step_on_epochs=False)
@@ -20,17 +20,23 @@ COSINE = partial(create_scheduler_v2, sched="cosine", step_on_epochs=False)
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Everything that a `TrainedModule` needs for training beside its model and its loss.
+    """Everything that a `TrainedModule` needs for training except its model and its loss.
 
-    `length` is the length of the run, of its warm-up and of the interval between validations; None leaves these to the
-    Trainer and the schedule. `optimizer(model, lr=...)` and `schedule(optimizer, num_epochs=..., warmup_epochs=...,
-    updates_per_epoch=...)` are partials, such as those of `timm.optim.create_optimizer_v2` and
-    `timm.scheduler.create_scheduler_v2`: by default AdamW and a cosine to zero, without a warm-up unless `length` has
-    one. The rate is set after each update: timm's schedules take `step_on_epochs=False` here where it is not given, and
-    a scheduler of torch is stepped by updates, too. A warm-up stands in `length` or as `warmup_epochs` in the partial
-    of the schedule, not in both. `compile_mode` compiles the training pass (see `torch.compile`); the first step then
-    takes about a minute. `hyperparameters` are numbers, strings, lists and dictionaries for the checkpoint (see
-    `longseq.tasks.training.checkpoint`).
+    Attributes:
+        learning_rate: the highest rate.
+        length: the length of the run, its warm-up and its validation interval; None leaves them to the Trainer and the
+            schedule.
+        optimizer: called as `optimizer(model, lr=...)`, such as a partial of `timm.optim.create_optimizer_v2`; by
+            default AdamW.
+        schedule: called as `schedule(optimizer, num_epochs=..., warmup_epochs=..., updates_per_epoch=...)`, such as a
+            partial of `timm.scheduler.create_scheduler_v2`; by default a cosine to zero. It is stepped after each
+            update, also if it is one of torch's. Give a warm-up here or in `length`.
+        seed: of the random draws.
+        compile_mode: compiles the training pass (see `torch.compile`); the first step then takes about a minute.
+        hyperparameters: numbers, strings, lists and dictionaries for the checkpoint.
+
+    Raises:
+        ValueError: the schedule counts epochs, or there are two warm-ups.
     """
 
     learning_rate: float
@@ -42,24 +48,12 @@ class Training:
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """ValueError, in one line, for a schedule in epochs, and for a warm-up in two places."""
         options = getattr(self.schedule, "keywords", {})
-        if is_of_timm(self.schedule) and options.get("step_on_epochs", False) is not False:
-            raise ValueError(
-                f"Training(schedule=...) has step_on_epochs={options['step_on_epochs']}: it must be False, since the "
-                "learning rate is set after each update; leave it out"
-            )
-        if is_of_timm(self.schedule) and options.get("sched") == "plateau":
-            raise ValueError(
-                "Training(schedule=...) has sched=plateau, which reads a metric after each epoch, and the learning "
-                "rate is set after each update: give another, such as cosine or wsd"
-            )
+        if options.get("step_on_epochs"):
+            raise ValueError("Training(schedule=...): step_on_epochs must be False, as rates are set after each update")
         warmup = None if self.length is None else self.length.warmup
         if warmup is not None and warmup.count and options.get("warmup_epochs"):
-            raise ValueError(
-                f"the schedule's warmup_epochs={options['warmup_epochs']} and the length's "
-                f"warmup_{warmup.unit}={warmup.count:g} are two warm-ups: give one of them"
-            )
+            raise ValueError("the schedule and the length both have a warm-up: give one of them")
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], info: Any) -> Training:
@@ -77,16 +71,8 @@ class Training:
         )
 
 
-def is_of_timm(schedule: Any) -> bool:
-    """Whether a schedule is timm's `create_scheduler_v2`, or a partial of it."""
-    return getattr(schedule, "func", schedule) is create_scheduler_v2
-
-
 def device_count(config: Mapping[str, Any]) -> int:
-    """The processes of a run: devices x nodes; `auto` and -1 mean the devices of this machine.
-
-    ValueError, in one line, if there are none.
-    """
+    """The processes of a run: devices x nodes; `auto` and -1 mean the devices of this machine."""
     trainer = config["trainer"]
     devices = trainer.get("devices", 1)
     if devices in ("auto", -1, "-1"):
@@ -97,22 +83,17 @@ def device_count(config: Mapping[str, Any]) -> int:
         devices = int(devices) if devices.isdigit() else len([part for part in devices.strip("[]").split(",") if part])
     elif not isinstance(devices, int):
         devices = len(devices)
-    if devices < 1:
-        raise ValueError(f"trainer.devices={trainer['devices']} is no device: give at least 1, or auto for all")
     return int(devices) * int(trainer.get("num_nodes", 1))
 
 
 def device_batch_size(config: Mapping[str, Any]) -> int:
     """The batch of one device in one forward pass. ValueError if the effective batch is not divisible."""
     effective = config["recipe"]["batch_size"]
-    devices = device_count(config)
-    accumulate = config["trainer"].get("accumulate_grad_batches", 1)
-    parts = devices * accumulate
+    parts = device_count(config) * config["trainer"].get("accumulate_grad_batches", 1)
     if effective < parts or effective % parts:
         nearest = max(parts, round(effective / parts) * parts)
         raise ValueError(
-            f"recipe.batch_size={effective} does not divide over {devices} device(s) x {accumulate} accumulated "
-            f"batch(es): effective batch = per-device batch x devices x trainer.accumulate_grad_batches; "
+            f"recipe.batch_size={effective} does not divide over {parts} = devices x accumulated batches; "
             f"set recipe.batch_size={nearest}"
         )
     return effective // parts

@@ -1,4 +1,4 @@
-"""Run folders: where a run writes, and which earlier run a command continues."""
+"""Run folders: where a run writes, its lock, and which earlier run a command continues."""
 
 from __future__ import annotations
 
@@ -8,27 +8,32 @@ import math
 import os
 import pickle
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 
 from longseq.files import replacing
 from longseq.tasks.data.info import Info
 from longseq.tasks.training.automatic import as_chosen_before
 from longseq.tasks.training.configuration import command_words, resolve, with_absolute_root
-from longseq.tasks.training.lock import is_locked
 
 _log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.json"
 MODEL_FOLDER = "model"
+LOCK_FILE = "run.lock"
 
-# Keys that a resumed run may change: what is printed, where and how fast, and on how many devices an effective batch is
-# trained. None of them changes the order of samples.
+# Data workers of a killed process hold its lock until they end.
+_PATIENCE = 5.0  # seconds
+
+# Keys that a resumed run may change: what it prints, where it writes, how fast it is, and how many devices share an
+# effective batch. None of them changes the order of samples.
 FREE_KEYS = (
     "trainer.accumulate_grad_batches",
     "trainer.devices",
@@ -52,13 +57,13 @@ FREE_KEYS = (
     "logger",
     "learning_rate_finder",  # its result is in the checkpoint
     "recipe.chosen",
-    "plugins",  # a checkpoint names those that its run used, a command those that it declares
+    "plugins",  # a checkpoint names the used ones, a command the declared ones
 )
 
-# Keys that a file of `trainer` sets for its hardware, and a run keeps to its end unless a command gives them by hand.
+# Keys that files of `trainer` set for their hardware. A resumed run keeps them unless the command itself gives them.
 KEPT_KEYS = ("trainer.log_every_n_steps", "trainer.precision")
 
-# Keys of a run's end, which a schedule with a constant rate does not depend on before its decay.
+# Keys of a run's end. A schedule with a constant rate (wsd) does not depend on them before its decay.
 LENGTH_KEYS = (
     "recipe.epochs",
     "recipe.updates",
@@ -67,12 +72,8 @@ LENGTH_KEYS = (
     "recipe.schedule.decay_fn",
     "recipe.schedule.min_lr",
 )
-_SCHEDULE = "recipe.schedule.sched"
-_ROOT = "data.root"
-_ACCUMULATE = "trainer.accumulate_grad_batches"
-_LIMIT = "trainer.limit_train_batches"
 
-# The folders of this command, by the names that it wanted: Hydra resolves a name several times.
+# The folders of this command by the requested name: Hydra resolves a name several times.
 _OWN: dict[str, str] = {}
 
 
@@ -99,7 +100,7 @@ def run_folder(fresh: str, *, _root_: DictConfig) -> str:
 
 
 def _own(fresh: str) -> str:
-    """The folder `fresh`, or FRESH_2 and so on where another command that began in the same second has made it."""
+    """The folder `fresh`, or FRESH_2 and so on if another command has made it in the same second."""
     if fresh not in _OWN:
         names = (fresh if number == 1 else f"{fresh}_{number}" for number in count(1))
         _OWN[fresh] = next(name for name in names if not Path(name).exists())
@@ -107,7 +108,7 @@ def _own(fresh: str) -> str:
 
 
 def forget_folders() -> None:
-    """The end of a command: another one in this process has folders of its own."""
+    """Called at the end of a command; the next one in this process gets its own folders."""
     _OWN.clear()
 
 
@@ -117,7 +118,7 @@ OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
 def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
     """The checkpoint from which `config.resume` continues; None for a new run.
 
-    ValueError for a checkpoint of another configuration, which names the keys, and for a folder that holds a run.
+    ValueError for a checkpoint of another configuration, and if a new run would write to the folder of another one.
     """
     resume, folder = config["resume"], Path(config["output"])
     newest = newest_checkpoint(folder)
@@ -144,33 +145,32 @@ def differences(
 ) -> list[tuple[str, Any, Any]]:
     """The keys, with both values, whose difference prevents a resumed run from repeating the first.
 
-    A run whose checkpoint is `named` may go on with another accelerator, and if its learning rate is constant up to its
-    decay (wsd), with another end and another decay; the module refuses a checkpoint of the decay. What the first run
-    chose by itself also counts for the second.
+    If the command names the checkpoint (`named`), the run may go on with another accelerator, and with a constant rate
+    (wsd) to another end; the module refuses a checkpoint from within the decay. Values that the first run chose by
+    itself also hold in the second.
     """
     old, new = _inside_the_run(saved), _inside_the_run(as_chosen_before(config, saved))
     free: tuple[str, ...] = FREE_KEYS
     if named:
         free += ("trainer.accelerator",)
-        free += LENGTH_KEYS if old.get(_SCHEDULE) == new.get(_SCHEDULE) == "wsd" else ()
-    keys = [key for key in sorted(old.keys() | new.keys()) if not _is_below(key, free)]
+        schedules = {config.get("recipe.schedule.sched") for config in (old, new)}
+        free += LENGTH_KEYS if schedules == {"wsd"} else ()
+    groups = tuple(f"{key}." for key in free)
+    keys = [key for key in sorted(old.keys() | new.keys()) if key not in free and not key.startswith(groups)]
     return [(key, old.get(key), new.get(key)) for key in keys if not _alike(key, old, new)]
 
 
 def _alike(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    before, now = old.get(key), new.get(key)
-    parts = [config.get(_ACCUMULATE, 1) for config in (old, new)]
-    if key == _LIMIT and parts[0] != parts[1] and before is not None:
-        # A limit counts batches; a part of an epoch is compared when the data are open, by `refuse_other_epoch`.
+    before: Any = old.get(key)
+    now: Any = new.get(key)
+    parts = [config.get("trainer.accumulate_grad_batches", 1) for config in (old, new)]
+    if key == "trainer.limit_train_batches" and parts[0] != parts[1] and before is not None:
+        # A limit counts batches. A part of an epoch is compared when the data are open, by `check_epoch`.
         return isinstance(before, float) or math.ceil(before * parts[1] / parts[0]) == now
-    return before == now or (key == _ROOT and _has_moved(before, now))
-
-
-def _has_moved(old: Any, new: Any) -> bool:
-    """True if the folder of the data is gone, and a folder of the same name is given in its place."""
-    if not all(isinstance(path, str) and os.path.isabs(path) for path in (old, new)):
-        return False
-    return Path(old).name == Path(new).name and not Path(old).exists()
+    if key == "data.root" and all(isinstance(path, str) and os.path.isabs(path) for path in (before, now)):
+        # The folder of the data may have moved.
+        return before == now or (Path(before).name == Path(now).name and not Path(before).exists())
+    return before == now
 
 
 def finished(folder: Path) -> dict[str, Any] | None:
@@ -180,42 +180,32 @@ def finished(folder: Path) -> dict[str, Any] | None:
 
 
 def _inside_the_run(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The flat configuration, with paths below the run folder as if all runs had the same folder."""
-    folder = str(config["output"])
-
-    def relative(value: Any) -> Any:
-        below = isinstance(value, str) and (value == folder or value.startswith(f"{folder}/"))
-        return f"OUTPUT{value.removeprefix(folder)}" if below else value
-
-    return {key: relative(value) for key, value in flatten(with_absolute_root(config))}
+    """The flat configuration, with a common name for the run folder in all paths."""
+    folder, flat = str(config["output"]), dict(flatten(with_absolute_root(config)))
+    for key, value in flat.items():
+        if isinstance(value, str) and (value == folder or value.startswith(f"{folder}/")):
+            flat[key] = f"OUTPUT{value.removeprefix(folder)}"
+    return flat
 
 
 def _newest_run(parent: Path, config: Mapping[str, Any]) -> Path | None:
-    """The newest unfinished run with this configuration, preferably one that no other process continues.
-
-    Without an unfinished run, the newest finished one; None without any.
-    """
-    same = [folder for folder, saved in _runs(parent) if not differences(saved, config)]
-    unfinished = [folder for folder in same if finished(folder) is None]
-    free = (folder for folder in unfinished if not is_locked(folder))
-    return next(iter([*free, *unfinished, *same]), None)
-
-
-def _runs(parent: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """Folders below `parent` with a checkpoint, newest first, and their configurations; other folders are ignored."""
+    """The newest unfinished run with this configuration, preferably one that no process holds; else a finished one."""
     found = []
     for path in parent.glob(f"*/{CONFIG_FILE}"):
         checkpoint = newest_checkpoint(path.parent)
         if checkpoint is None:
             continue
-        # Not config.yaml: it holds the values that the model chose where the command left them open.
+        # Not config.yaml, which also holds the values that the model chose.
         try:
             saved = saved_config(checkpoint)
         except (pickle.UnpicklingError, RuntimeError, EOFError):
             continue  # damaged, or of another program
-        if saved is not None and "output" in saved:
-            found.append((checkpoint.stat().st_mtime, path.parent, saved))
-    return [(folder, saved) for _, folder, saved in sorted(found, key=lambda run: run[0], reverse=True)]
+        if saved is not None and "output" in saved and not differences(saved, config):
+            found.append((checkpoint.stat().st_mtime, path.parent))
+    same = [folder for _, folder in sorted(found, key=lambda run: run[0], reverse=True)]
+    unfinished = [folder for folder in same if finished(folder) is None]
+    free = (folder for folder in unfinished if not is_locked(folder))
+    return next(iter([*free, *unfinished, *same]), None)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -224,15 +214,15 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def chosen_in(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with the values that the run of a checkpoint chose, where it leaves the choice to the run."""
+    """The configuration with the values that the run of a checkpoint chose, where `config` leaves them open."""
     saved = saved_config(checkpoint) or {}
     return as_begun(as_chosen_before(config, saved), saved, command_words())
 
 
 def as_begun(config: Mapping[str, Any], saved: Mapping[str, Any], words: Sequence[str] | None) -> dict[str, Any]:
-    """The configuration with an earlier run's values of KEPT_KEYS, where the words of a command do not give them.
+    """The configuration with the values of KEPT_KEYS in `saved`, unless `words`, of the command, give them.
 
-    `saved` is the configuration of that run. Without a command (None) the configuration stays as it is.
+    Without a command (None) the configuration stays as it is.
     """
     earlier = saved.get("trainer")
     if words is None or not isinstance(earlier, Mapping):
@@ -261,17 +251,12 @@ def saved_config(checkpoint: Path) -> dict[str, Any] | None:
     return config
 
 
-def trained_on(checkpoint: Path, info: Info) -> Info:
-    """The data of a checkpoint's run, in the class of `info`."""
-    return type(info).from_dict(contents_of(checkpoint)["hyper_parameters"]["data"])
-
-
 def check_data(checkpoint: Path, info: Info) -> None:
-    """ValueError if a run would go on with data of another meaning, such as other classes; other samples are a warning.
+    """ValueError if a run would go on with data of another meaning, such as other classes; warns of other samples.
 
-    In the middle of an epoch the loader refuses another number of training samples.
+    Within an epoch, the loader refuses another number of training samples.
     """
-    trained = trained_on(checkpoint, info)
+    trained = type(info).from_dict(contents_of(checkpoint)["hyper_parameters"]["data"])
     if (change := info.find_other_meaning(trained)) is not None:
         raise ValueError(f"{checkpoint} was trained on other data: {change}")
     for split in ("train", "val", "test"):
@@ -280,7 +265,7 @@ def check_data(checkpoint: Path, info: Info) -> None:
 
 
 def bring_best(checkpoint: Path, folder: Path) -> None:
-    """Copy the best checkpoint beside `checkpoint` into the other folder where its run goes on, if it fits."""
+    """Copy the best checkpoint of a run into another folder in which it goes on from `checkpoint`, if it fits."""
     best, own = checkpoint.with_name("best.ckpt"), folder / "checkpoints" / "best.ckpt"
     if not own.exists() and best.is_file() and _best_score(checkpoint) == _best_score(best):
         own.parent.mkdir(parents=True, exist_ok=True)
@@ -289,15 +274,10 @@ def bring_best(checkpoint: Path, folder: Path) -> None:
 
 
 def _best_score(checkpoint: Path) -> float | None:
-    """The best score of a run when a checkpoint of it was written."""
+    """The best score of a run at the time of a checkpoint."""
     states = contents_of(checkpoint)["callbacks"].items()
     score = next((state["best_model_score"] for name, state in states if name.startswith("BestCheckpoint")), None)
     return None if score is None else float(score)
-
-
-def _is_below(key: str, places: Iterable[str]) -> bool:
-    """True for one of these keys, or a key of such a group."""
-    return any(key == place or key.startswith(f"{place}.") for place in places)
 
 
 def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -307,3 +287,44 @@ def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
     else:
         yield prefix, config
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run folder, which the system releases when the process ends.
+
+    Folders that this makes are removed again if they stay empty. ValueError if another process holds the lock.
+    """
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK_FILE
+    try:
+        with FileLock(path, timeout=_PATIENCE):
+            path.write_text(_job(), encoding="utf-8")
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+    except Timeout:
+        raise ValueError(f"another process is writing to {folder}") from None
+    finally:
+        with suppress(OSError):
+            for place in made:
+                place.rmdir()
+
+
+def is_locked(folder: Path) -> bool:
+    """True if a process of another run writes to a run folder."""
+    path = folder / LOCK_FILE
+    if not path.is_file() or (_job() and path.read_text(encoding="utf-8") == _job()):
+        return False
+    try:
+        with FileLock(path, timeout=0):
+            return False
+    except Timeout:
+        return True
+
+
+def _job() -> str:
+    """The address at which the processes of a run connect; empty for a single process."""
+    return f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}".strip(":")

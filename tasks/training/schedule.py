@@ -1,26 +1,179 @@
-"""The length of a run in updates, its optimizer, and its learning-rate schedule, which is set after each update."""
+"""The lengths of a run, its warm-up and its validation interval in epochs, updates or tokens, and its rates."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from timm.optim import create_optimizer_v2, get_optimizer_class
+from timm.scheduler import create_scheduler_v2
 from timm.scheduler.multistep_lr import MultiStepLRScheduler
 from timm.scheduler.scheduler import Scheduler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from longseq.tasks.training.length import Epoch, RunLength
-from longseq.tasks.training.recipe import Training, is_of_timm
+if TYPE_CHECKING:
+    from longseq.tasks.training.recipe import Training
 
 _log = logging.getLogger(__name__)
 
+UNITS = ("epochs", "updates", "tokens")
+WARMUPS = tuple(f"warmup_{unit}" for unit in UNITS)
+
+# The part of a run for its warm-up, if the recipe's warm-up is longer than the run.
+SHORTENED = 0.1
+
 # The part of a run, after its warm-up, in which a constant rate (wsd) falls unless decay_epochs gives another.
 DECAY = 0.2
+
+
+class Epoch(NamedTuple):
+    """The updates in an epoch of the data, and the tokens of an update (None for data without tokens).
+
+    `counted` is False for a loader without a length: `updates` are then those of the whole run, which reads the data as
+    often as it takes.
+    """
+
+    updates: int
+    tokens_per_update: float | None = None
+    counted: bool = True
+
+
+def count_epoch(trainer: Any, data: Any) -> Epoch | None:
+    """The epoch of a data module under Lightning's Trainer; None for data that does not count its batches."""
+    batches = getattr(data, "batches_per_epoch", None)
+    if batches is None:
+        return None
+    parts, tokens = trainer.accumulate_grad_batches, data.tokens_per_epoch
+    per_update = None if tokens is None else tokens / max(1, math.ceil(batches / parts))
+    return Epoch(_count_updates(batches, trainer.limit_train_batches, parts), per_update)
+
+
+def check_epoch(saved: Mapping[str, Any], trainer: Any, data: Any) -> None:
+    """ValueError if a resumed run would have another number of updates in an epoch.
+
+    `limit_train_batches` counts batches, and an update may have had another number of them. `saved` are the keys of
+    `trainer` in the run of the checkpoint. Data that does not count its batches is not checked.
+    """
+    then, now = saved.get("accumulate_grad_batches", 1), trainer.accumulate_grad_batches
+    batches = None if then == now else getattr(data, "batches_per_epoch", None)
+    if batches is None:
+        return
+    before = _count_updates(batches // now * then, saved.get("limit_train_batches"), then)
+    after = _count_updates(batches, trainer.limit_train_batches, now)
+    if before != after:
+        raise ValueError(
+            f"resume: an epoch had {before} updates, and has {after}; give trainer.limit_train_batches={before * now}"
+        )
+
+
+def _count_updates(batches: int, limit: float | None, parts: int) -> int:
+    """The updates, of `parts` batches each, of an epoch under Lightning's limit: a number of batches, or a part."""
+    if limit is not None:
+        batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+    return max(1, math.ceil(batches / parts))
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a run: a number of one of UNITS, and the key that gave it."""
+
+    count: float
+    unit: str
+    key: str
+
+    def in_updates(self, epoch: Epoch) -> float:
+        """The span in updates. ValueError for tokens if the data has none."""
+        if self.unit == "epochs":
+            return self.count * epoch.updates
+        if self.unit == "updates":
+            return self.count
+        if epoch.tokens_per_update is None:
+            raise ValueError(f"{self.key}={self.count:g}: this data has no tokens to count")
+        return self.count / epoch.tokens_per_update
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLength:
+    """The length of a run, of its warm-up, and of the interval between validations, each in one unit.
+
+    One of `epochs`, `updates` and `tokens` is given, and at most one warm-up and one interval. By default there is no
+    warm-up, and a validation follows each epoch. Every run ends with a validation. An update trains on an effective
+    batch; tokens are those of all devices.
+    """
+
+    epochs: int | None = None
+    updates: int | None = None
+    tokens: float | None = None
+    warmup_epochs: float | None = None
+    warmup_updates: int | None = None
+    warmup_tokens: float | None = None
+    validate_every_epochs: int | None = None
+    validate_every_updates: int | None = None
+    validate_every_tokens: float | None = None
+
+    def __post_init__(self) -> None:
+        for prefix in ("", "warmup_", "validate_every_"):
+            self._find(prefix)
+        if self._find("") is None:
+            raise ValueError("give the length of the run: one of recipe.epochs, recipe.updates and recipe.tokens")
+
+    @classmethod
+    def from_recipe(cls, recipe: Mapping[str, Any]) -> RunLength:
+        """The lengths in a recipe's keys. ValueError for two of one kind, or none of the run."""
+        warmup = {name: recipe["schedule"].get(name) for name in WARMUPS}
+        own = {field.name: recipe.get(field.name) for field in fields(cls) if field.name not in WARMUPS}
+        return cls(**own, **warmup)
+
+    @property
+    def warmup(self) -> Span | None:
+        return self._find("warmup_")
+
+    @property
+    def validation(self) -> Span | None:
+        """The interval between validations; None means an epoch."""
+        return self._find("validate_every_")
+
+    def count_updates(self, epoch: Epoch) -> int:
+        """The updates of the run."""
+        run = self._find("")
+        assert run is not None
+        return max(1, math.ceil(run.in_updates(epoch)))
+
+    def count_warmup_epochs(self, epoch: Epoch) -> float:
+        """The warm-up in epochs; shortened, with a warning, if it is not shorter than the run."""
+        span, total = self.warmup, self.count_updates(epoch)
+        if span is None:
+            return 0.0
+        if span.in_updates(epoch) < total:
+            return span.count if span.unit == "epochs" else span.in_updates(epoch) / epoch.updates
+        updates = int(SHORTENED * total)
+        text = "%s=%g is no shorter than the run: the warm-up takes %d of its %d updates"
+        _log.warning(text, span.key, span.count, updates, total)
+        return updates / epoch.updates
+
+    def count_validation_epochs(self, epochs: int) -> int:
+        """The epochs between validations, for an interval in epochs and a run of `epochs`."""
+        span = self.validation
+        if span is not None and span.count > epochs:
+            _log.warning("%s=%g is longer than the run: it is validated once, at its end", span.key, span.count)
+            return epochs
+        return int(span.count) if span else 1
+
+    def _find(self, prefix: str) -> Span | None:
+        place = "recipe.schedule." if prefix == "warmup_" else "recipe."
+        spans = [
+            Span(value, unit, f"{place}{prefix}{unit}")
+            for unit in UNITS
+            if (value := getattr(self, f"{prefix}{unit}")) is not None
+        ]
+        if len(spans) > 1:
+            raise ValueError(f"{' and '.join(f'{span.key}={span.count:g}' for span in spans)}: give only one")
+        return spans[0] if spans else None
 
 
 def set_length(trainer: Any, length: RunLength, epoch: Epoch) -> int:
@@ -32,11 +185,9 @@ def set_length(trainer: Any, length: RunLength, epoch: Epoch) -> int:
     trainer.fit_loop.max_epochs = math.ceil(last / epoch.updates) if epoch.counted else -1
     validation = length.validation
     if validation is None or validation.unit == "epochs":
-        # Of a loader without a length, each update may be an epoch.
+        # For a loader without a length, each update may be an epoch.
         most = trainer.fit_loop.max_epochs if epoch.counted else last
-        trainer.check_val_every_n_epoch, shortened = length.count_validation_epochs(most)
-        if shortened:
-            _log.warning(shortened)
+        trainer.check_val_every_n_epoch = length.count_validation_epochs(most)
     else:
         trainer.check_val_every_n_epoch = None
         updates = max(1, round(validation.in_updates(epoch)))
@@ -45,7 +196,7 @@ def set_length(trainer: Any, length: RunLength, epoch: Epoch) -> int:
 
 
 def count_updates(trainer: Any, recipe: Training, epoch: Epoch) -> int:
-    """The updates of a run, whose length the recipe or the Trainer has."""
+    """The updates of a run, by the recipe's length or else by the Trainer's."""
     if recipe.length is not None:
         return recipe.length.count_updates(epoch)
     epochs, steps = trainer.max_epochs, trainer.max_steps
@@ -69,7 +220,7 @@ def epoch_of_loader(trainer: Any, recipe: Training | None) -> Epoch:
 
 
 def can_fuse(optimizer: Any) -> bool:
-    """True if an update can be one kernel on a GPU, by an option of torch's optimizers that is left open."""
+    """True if an optimizer of timm or torch can update in one kernel on a GPU, and its options leave this open."""
     given, cls = getattr(optimizer, "keywords", {}), getattr(optimizer, "func", None)
     if cls is create_optimizer_v2:
         cls = get_optimizer_class(given.get("opt", "sgd"), bind_defaults=False)
@@ -82,18 +233,19 @@ def build_schedule(recipe: Training, optimizer: Optimizer, epoch: Epoch, total: 
 
     ValueError for spans in epochs where a loader has no length, and for a schedule of timm that counts epochs.
     """
-    options, of_timm = getattr(recipe.schedule, "keywords", {}), is_of_timm(recipe.schedule)
-    warmup = options.get("warmup_epochs") or 0
-    if not warmup and recipe.length is not None:
-        warmup, shortened = recipe.length.count_warmup_epochs(epoch)
-        if shortened:
-            _log.warning(shortened)
-    in_epochs = recipe.length is not None and recipe.length.warmup is not None and recipe.length.warmup.unit == "epochs"
+    options, length = getattr(recipe.schedule, "keywords", {}), recipe.length
+    of_timm = getattr(recipe.schedule, "func", recipe.schedule) is create_scheduler_v2
+    warmup = options.get("warmup_epochs") or (length.count_warmup_epochs(epoch) if length is not None else 0)
+    in_epochs = length is not None and length.warmup is not None and length.warmup.unit == "epochs"
     uses_epochs = options.get("warmup_epochs") or in_epochs or options.get("sched") in ("step", "multistep")
     if not epoch.counted and uses_epochs:
         raise ValueError("the training loader has no length: give the schedule's spans in updates")
-    lengths: dict[str, Any] = {"num_epochs": _whole(total / epoch.updates), "updates_per_epoch": epoch.updates}
-    if warmup or recipe.length is not None:
+    epochs = total / epoch.updates
+    lengths: dict[str, Any] = {
+        "num_epochs": int(epochs) if epochs == int(epochs) else epochs,
+        "updates_per_epoch": epoch.updates,
+    }
+    if warmup or length is not None:
         lengths["warmup_epochs"] = warmup
     if options.get("sched") == "wsd":
         # timm refuses a decay that is longer than what the warm-up leaves. In epochs, rounding can make it so.
@@ -106,7 +258,7 @@ def build_schedule(recipe: Training, optimizer: Optimizer, epoch: Epoch, total: 
     # timm's default is a step after each epoch.
     scheduler, _ = recipe.schedule(optimizer, **lengths, **({"step_on_epochs": False} if of_timm else {}))
     if isinstance(scheduler, Scheduler) and scheduler.t_in_epochs:
-        raise ValueError(f"{type(scheduler).__name__} counts epochs: give it t_in_epochs=False")
+        raise ValueError(f"{type(scheduler).__name__} counts epochs, and rates are set after each update")
     if isinstance(scheduler, LRScheduler):
         _scale_by_layer(optimizer)
     if of_timm and isinstance(scheduler, MultiStepLRScheduler):
@@ -120,8 +272,8 @@ def step_schedule(scheduler: Any, update: int) -> None:
     if not isinstance(scheduler, LRScheduler):
         scheduler.step_update(update)  # timm's
         return
-    # Torch's know no rates by layer, nor do those of Lightning's search of a rate and of its averaging of weights. Some
-    # compute a rate from the one before: each finds the rates that it has set itself.
+    # Torch's schedulers, and Lightning's learning-rate search and averaging, know no rates by layer (`layer_decay`).
+    # Some compute a rate from the one before: each must find the rates that it has set itself.
     for group in scheduler.optimizer.param_groups:
         group["lr"] /= group.get("lr_scale", 1.0) or 1.0
     scheduler.step()
@@ -129,12 +281,12 @@ def step_schedule(scheduler: Any, update: int) -> None:
 
 
 def is_constant_rate(state: Mapping[str, Any]) -> bool:
-    """Whether a schedule's state is that of timm's WSDLRScheduler."""
+    """True if a schedule's state is from timm's WSDLRScheduler."""
     return "decay_t" in state and "stable_fn" in state
 
 
 def check_end(update: int, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """ValueError where a run with a constant rate gets another end after its rate has begun to fall.
+    """ValueError if a run with a constant rate gets another end after its rate has begun to fall.
 
     `saved` and `own` are states of WSDLRScheduler in the checkpoint, of `update`, and in this run.
     """
@@ -150,7 +302,3 @@ def _scale_by_layer(optimizer: Optimizer) -> None:
     """Multiply the rates that a scheduler of torch has set by those of the layers (`layer_decay`)."""
     for group in optimizer.param_groups:
         group["lr"] *= group.get("lr_scale", 1.0)
-
-
-def _whole(number: float) -> float:
-    return int(number) if number == int(number) else number

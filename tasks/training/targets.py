@@ -1,7 +1,7 @@
 """What a configuration may build by `_target_`: optimizers, callbacks, loggers, metrics and parts of the Trainer.
 
-A configuration is text from a command line or a checkpoint. It names classes and functions of these modules, by their
-last name, or what a plug-in has registered or defines, by its full name; nothing else is imported or called.
+A configuration is text from a command line or a checkpoint. It may name classes and functions of the modules below by
+their last name, and what a plug-in registers or defines; nothing else is imported or called.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ _MODULES: Mapping[str, tuple[str, ...]] = {
     OPTIMIZERS: ("timm.optim", f"{_OURS}.muon"),
     SCHEDULES: ("timm.scheduler",),
     CALLBACKS: (
-        *(f"{_OURS}.callbacks.{name}" for name in ("checkpoint", "confusion", "nonfinite", "progress", "telemetry")),
-        *(f"{_OURS}.callbacks.{name}" for name in ("throughput", "unreadable")),
+        *(f"{_OURS}.callbacks.{name}" for name in ("charts", "checkpoint", "progress", "throughput", "weights")),
         "lightning.pytorch.callbacks",
     ),
     LOGGERS: (f"{_OURS}.logger", "lightning.pytorch.loggers"),
     METRICS: ("torchmetrics.classification",),
-    STRATEGIES: (f"{_OURS}.sharded", "lightning.pytorch.strategies"),
+    STRATEGIES: (f"{_OURS}.distributed", "lightning.pytorch.strategies"),
     PROFILERS: ("lightning.pytorch.profilers",),
     TRAINER_PLUGINS: ("lightning.pytorch.plugins.environments",),
 }
-# Where a configuration names a class of a declared plug-in, and what the class must be derived from.
+# Where a configuration names a class of a declared plug-in, and its required base class.
 PLUGIN_CLASSES: Mapping[str, type] = {
     "model": nn.Module,
     "data.train_set": Dataset,
@@ -58,8 +57,8 @@ def register(
 ) -> Callable[[Target], Target]:
     """Register a class or function that configurations may then name by its last name.
 
-    An optimizer is called with (model, lr=...) and a schedule with (optimizer, num_epochs=..., updates_per_epoch=...),
-    as timm's are; the others are called with their own options only. A metric is one of torchmetrics, called also with
+    As in timm, an optimizer is called with (model, lr=...) and a schedule with (optimizer, num_epochs=...,
+    updates_per_epoch=...); the others only with their own options. A metric is one of torchmetrics; it also gets
     num_classes or num_labels if it takes them.
     """
 
@@ -71,14 +70,14 @@ def register(
 
 
 def build(node: Mapping[str, Any], kind: str, key: str) -> Any:
-    """Call what `node` names with the other keys of `node`; with `_partial_: true`, return a partial instead."""
+    """Call the target of `node` with its other keys; with `_partial_: true`, return a partial instead."""
     function = find(node, kind, key)
     options = {name: value for name, value in node.items() if name not in (TARGET, PARTIAL)}
     return functools.partial(function, **options) if node.get(PARTIAL) else function(**options)
 
 
 def find(node: Mapping[str, Any], kind: str, key: str) -> Callable[..., Any]:
-    """What `node` names. ValueError for a name that is not of this kind."""
+    """The class or function that `node` names. ValueError if there is none of this kind."""
     target = node.get(TARGET) if isinstance(node, Mapping) else None
     name = str(target).rpartition(".")[2]
     found = _REGISTERED.get((kind, name))
@@ -88,7 +87,7 @@ def find(node: Mapping[str, Any], kind: str, key: str) -> Callable[..., Any]:
         if target in (name, f"{module}.{name}"):
             found = found or getattr(importlib.import_module(module), name, None)
     if not callable(found) or target is None:
-        raise ValueError(f"{key}.{TARGET}={target} is no {kind} of {', '.join(_MODULES[kind])} or of a plug-in")
+        raise ValueError(f"{key}.{TARGET}={target} is no {kind} of {', '.join(_MODULES[kind])} or a plug-in")
     return found
 
 
@@ -97,12 +96,12 @@ def is_named(node: Any) -> bool:
     return isinstance(node, Mapping) and node.get(TARGET) is not None
 
 
-def build_own(node: Mapping[str, Any], key: str, told: Mapping[str, Any] = MappingProxyType({})) -> Any:
+def build_own(node: Mapping[str, Any], key: str, given: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """An object of the plug-in's class that `node` names at the place `key`, with the other keys of `node`.
 
-    `told` are arguments that the program knows: the class gets those that it takes and `node` does not give.
+    `given` are further arguments from the program: the class gets those that it takes and `node` does not give.
     """
     cls: Any = plugins.find_class(node[TARGET], PLUGIN_CLASSES[key], f"{key}.{TARGET}")
     options = {name: value for name, value in node.items() if name != TARGET}
     taken = inspect.signature(cls).parameters
-    return cls(**{name: value for name, value in told.items() if name in taken} | options)
+    return cls(**{name: value for name, value in given.items() if name in taken} | options)

@@ -1,4 +1,4 @@
-"""The token models that several tasks train, built from the keys of `longseq.tasks.training.token_keys`."""
+"""The token models that several tasks train, built from `longseq.tasks.training.configuration.BodyKeys`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ from longseq.tasks.training.checkpoint import Loaded
 from longseq.tasks.training.model import TaskModel, mixer_options, refuse_difference
 from longseq.tokenizer_files import same_tokenizer
 
-# The only model of these tasks, as `config.model` names it.
-MODEL = "token"
-
 ModelT = TypeVar("ModelT")
 
 
@@ -34,37 +31,32 @@ class TokenModel(TaskModel):
 
 
 def check_alike(model: TokenBackbone, trained: TokenBackbone, ignored: Collection[str]) -> None:
-    """ValueError, which names the key, if token models compute different functions of the same weights."""
+    """ValueError if token models compute different functions of the same weights."""
     own, its = (describe(one)["model_args"] for one in (model, trained))
     refuse_difference(own, its, ignored)
 
 
 def check_tokenizer(loaded: Loaded, tokenizer: Mapping[str, Any] | None) -> None:
-    """ValueError if the model of a file was trained with another tokenizer than that of the data, None for tokens."""
+    """ValueError if a model was trained with another tokenizer than the data's; None for data that is tokens."""
     if not have_one_tokenizer(loaded.data.get("tokenizer"), tokenizer):
-        raise ValueError(f"init={loaded.path}: its model was trained with another tokenizer than that of the data")
+        raise ValueError(f"init={loaded.path}: its model was trained with another tokenizer")
 
 
 def have_one_tokenizer(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
-    """True if two tokenizers give the same tokens; None stands for data that consists of tokens."""
+    """True if two tokenizers give the same tokens; None stands for data that is tokens."""
     return same_tokenizer(one, other) if one is not None and other is not None else one is other
 
 
 def build_token_model(config: Mapping[str, Any], *, vocab_size: int, longest: int) -> TokenBackbone:
-    """The token model of a configuration. Options that are null there take the model's own defaults.
-
-    `longest` is the length of learned positions where `model.max_length` is null. ValueError for another model.
-    """
-    if config["model"]["name"] != MODEL:
-        raise ValueError(f"task={config['task']['name']} trains token models: give model=token")
+    """The token model of a configuration; see `build_seeded`."""
     return build_seeded(TokenBackbone, config, longest, vocab_size=vocab_size)
 
 
 def build_seeded(kind: Callable[..., ModelT], config: Mapping[str, Any], longest: int, **given: Any) -> ModelT:
-    """A model with the body that a configuration describes, built after `config.seed` is set.
+    """A model with the body that a configuration describes, with weights drawn from `config.seed`.
 
-    `kind` takes the options of `TokenBackbone`; `given` are those that the data decides. `longest` is the length of
-    learned positions where `model.max_length` is null.
+    `kind` takes the options of `TokenBackbone`; null ones keep its defaults, and the data decides those in `given`.
+    `longest` is the number of learned positions if `model.max_length` is null.
     """
     options = {key: value for key, value in config["model"].items() if key not in ("name", "label")}
     mlp = options.pop("mlp", None)
@@ -82,19 +74,16 @@ def build_seeded(kind: Callable[..., ModelT], config: Mapping[str, Any], longest
 
 
 class PluginMixers:
-    """Stops a run whose plug-in mixer lets the sequences of a batch see each other, which no loss would show.
-
-    longseq's own mixers are tested for it.
-    """
+    """Stops a run whose plug-in mixer lets the sequences of a batch see each other; longseq's own are tested for it."""
 
     def __init__(self) -> None:
         self.checked: set[bool] = set()
 
     def check(self, model: nn.Module, packing: Packing | None, mask: Tensor | None = None) -> None:
-        """Check the plug-ins' mixers of a model, once, before it reads its first packed or padded batch.
+        """Check a model's mixers from plug-ins once, before the first packed or padded batch.
 
         Raises:
-            ContractError: what the mixer mixes up.
+            ContractError: a mixer mixes sequences.
         """
         packed, device = packing is not None, next(model.parameters()).device
         if packed in self.checked or (packing is None and mask is None):
@@ -104,8 +93,8 @@ class PluginMixers:
         for kind, layer in layers.items():
             if kind is None or kind.__module__.partition(".")[0] == "longseq":
                 continue
-            # A layer of its own, in float32: the weights of the model's may be shards, its draws belong to the run, and
-            # numbers of half precision differ with the length of a row.
+            # A new layer, in float32: the weights of the model may be shards, its draws belong to the run, and numbers
+            # of half precision differ with the length of a row.
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 own = kind(**layer.arguments).to(device, torch.float32)
             with torch.autocast(device.type, enabled=False):

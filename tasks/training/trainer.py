@@ -1,39 +1,44 @@
-"""The Trainer of a run and its callbacks."""
+"""The Trainer of a run, its callbacks, and the search of a learning rate before it."""
 
 from __future__ import annotations
 
+import io
+import tempfile
 from collections.abc import Mapping
+from contextlib import redirect_stderr
 from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ProgressBar
+from lightning.pytorch.tuner import Tuner
 from omegaconf import DictConfig
 
+from longseq.tasks.data.module import TaskData
 from longseq.tasks.training import targets
-from longseq.tasks.training.callbacks.clock import RunClock
-from longseq.tasks.training.callbacks.ema import ExponentialMovingAverage
-from longseq.tasks.training.callbacks.run_log import RunLog
 from longseq.tasks.training.callbacks.stop import StopTogether
+from longseq.tasks.training.callbacks.throughput import RunClock
+from longseq.tasks.training.callbacks.weights import ExponentialMovingAverage
 from longseq.tasks.training.configuration import Config, resolve
-from longseq.tasks.training.files import WholeCheckpoints
-from longseq.tasks.training.logger import build_loggers
+from longseq.tasks.training.distributed import FullyShardedStrategy
+from longseq.tasks.training.logger import RunLog, build_loggers
 from longseq.tasks.training.module import TrainedModule
-from longseq.tasks.training.recipe import device_count
-from longseq.tasks.training.sharded import FullyShardedStrategy
+from longseq.tasks.training.recipe import device_count, effective_learning_rate
+from longseq.tasks.training.system import WholeCheckpoints, write_text
 
 # The names that Lightning's Trainer has for its profilers.
 _PROFILERS = {"simple": "SimpleProfiler", "advanced": "AdvancedProfiler", "pytorch": "PyTorchProfiler"}
 
-# The value of trainer.strategy that shards a model with torch's `fully_shard`.
-FSDP = "fsdp"
+# The files of the learning-rate curve in the run folder.
+TABLE, PICTURE = "learning_rates.csv", "learning_rates.png"
 
 
 def build_callbacks(config: DictConfig | Config, module: TrainedModule) -> list[Callback]:
-    """The callbacks of `config.callbacks` that are not null, after those that every run or its recipe has.
+    """The callbacks of every run and of the recipe, then those of `config.callbacks` that are not null.
 
-    A callback that monitors a metric gets the direction from the metric of `module`. ValueError if the module has no
-    such metric.
+    A callback that monitors a metric gets its direction from the metric of `module`, which must have it (ValueError).
     """
     config = resolve(config)
     callbacks: list[Callback] = [StopTogether(), RunClock(), RunLog()]
@@ -62,10 +67,10 @@ def build_trainer(
     profile: str = "profile",
     first_update: int | None = None,
 ) -> Trainer:
-    """The Trainer of `config.trainer` with the configured logger; it writes below the folder `config.output`.
+    """The Trainer of `config.trainer` with the configured loggers; it writes below the folder `config.output`.
 
-    `profile` ends the name of a profiler's report if `trainer.profiler` has no `filename`. Loggers go on after
-    `first_update` updates of an interrupted run.
+    `profile` ends the name of a profiler's report if `trainer.profiler` has no `filename`. In a resumed run, loggers go
+    on after `first_update` updates.
     """
     config = resolve(config)
     # A validation before training only costs time.
@@ -78,8 +83,8 @@ def build_trainer(
     options["profiler"] = _build_profiler(options.get("profiler"), profile)
     return Trainer(
         **options,
-        # Our data modules divide samples among processes themselves, without padding; Lightning does it for one of the
-        # user's. The module sets the number of epochs when the fit begins.
+        # Our data modules divide samples among processes themselves, without padding; for a user's, Lightning does it.
+        # The module sets the number of epochs when the fit begins.
         use_distributed_sampler=targets.is_named((config.get("data") or {}).get("datamodule")),
         max_epochs=-1,
         callbacks=callbacks or [],
@@ -91,14 +96,14 @@ def build_trainer(
 
 def _build_strategy(config: Config, strategy: Any) -> Any:
     """Lightning's strategy of `trainer.strategy`: a name, or a class with its options; `timeout` is in seconds."""
-    if strategy == FSDP:
+    if strategy == "fsdp":
         strategy = {targets.TARGET: FullyShardedStrategy.__name__}
     if not isinstance(strategy, Mapping):
         return strategy
     options = dict(strategy)
     if targets.find(options, targets.STRATEGIES, "trainer.strategy") is FullyShardedStrategy:
         if (config.get("recipe") or {}).get("ema"):
-            raise ValueError("recipe.ema averages whole weights, and trainer=fsdp shards them: set recipe.ema=null")
+            raise ValueError("recipe.ema does not average sharded weights (trainer=fsdp)")
         options["devices"] = device_count(config)
     if options.get("timeout") is not None:
         options["timeout"] = timedelta(seconds=options["timeout"])
@@ -115,3 +120,41 @@ def _build_profiler(profiler: Any, filename: str) -> Any:
     if getattr(built, "filename", "") is None:  # then the report would go to Lightning's log, which a run does not show
         built.filename = filename
     return built
+
+
+def find_learning_rate(
+    config: Mapping[str, Any], module: TrainedModule, datamodule: TaskData, folder: Path
+) -> tuple[float, float]:
+    """Search the learning rate by Lightning's `Tuner.lr_find` (`recipe.learning_rate=find`).
+
+    The rate rises from update to update (Smith 2015, arXiv:1506.01186); the one at which the smoothed loss falls most
+    steeply is suggested. The search trains `module`, which the run must not use afterwards. The folder receives the
+    curve: learning_rates.csv, and learning_rates.png if matplotlib is installed.
+
+    Returns:
+        The suggested rate of an update, and the value of `recipe.learning_rate` that gives it.
+
+    Raises:
+        ValueError: the loss falls at no rate.
+    """
+    options = config["learning_rate_finder"]
+    with tempfile.TemporaryDirectory() as place:  # for the weights, which the Tuner restores
+        trainer = build_trainer({**config, "logger": None, "output": place})
+        trainer.fit_loop.epoch_loop.max_steps = options["num_training"]
+        trainer.check_val_every_n_epoch = options["num_training"] + 1  # more epochs than the search can have
+        with redirect_stderr(io.StringIO()):  # the bar, which Lightning also shows without a terminal
+            curve: Any = Tuner(trainer).lr_find(module, datamodule=datamodule, update_attr=False, **options)
+    rates, losses = curve.results["lr"], curve.results["loss"]
+    lines = [f"{rate:.6g},{loss:.6g}" for rate, loss in zip(rates, losses, strict=False)]
+    write_text(folder / TABLE, "\n".join(["learning_rate,loss", *lines]) + "\n")
+    if find_spec("matplotlib") is not None:
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6, 4), dpi=150, layout="constrained")
+        curve.plot(suggest=True, ax=figure.add_subplot())
+        figure.savefig(folder / PICTURE)
+    found = curve.suggestion()
+    if found is None:
+        raise ValueError("recipe.learning_rate=find: the loss falls at no rate; give a number")
+    scale = effective_learning_rate({**config, "recipe": {**config["recipe"], "learning_rate": 1.0}})
+    return found, float(f"{found / scale:.3g}")

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 import longseq.backbones.image  # its models register with timm
 from longseq import mixers, save_pretrained
 from longseq.backbones.tokens import TokenBackbone
-from longseq.tasks.training.callbacks.nonfinite import NonFiniteError, NonFiniteStop
-from longseq.tasks.training.sharded import shard as shard_run
+from longseq.tasks.training.callbacks.weights import NonFiniteError, NonFiniteStop
+from longseq.tasks.training.distributed import shard as shard_run
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 FEW = ("attention", "deltanet", "longhorn")

@@ -12,7 +12,7 @@ from torch import nn
 
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.image.decoding import DECODING, RESIZING, RESIZING_OBLONG
-from longseq.tasks.training.decisions import HALF
+from longseq.tasks.training.metrics import HALF
 from longseq.timm_models import model_name, stated_data
 from longseq.tokenizer_files import as_read, find_start
 from longseq.tools.export.states import StateSpec

@@ -14,7 +14,7 @@ from longseq.tasks.commands import Harness
 from longseq.tasks.devices import choose_device
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training.configuration import read_command
-from longseq.tasks.training.files import write_text
+from longseq.tasks.training.system import write_text
 
 
 @quiet_libraries()

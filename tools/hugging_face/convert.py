@@ -17,8 +17,7 @@ from longseq.mixers.pattern import options_by_name
 from longseq.models import describe
 from longseq.tasks.commands import Convert
 from longseq.tasks.report import quiet_libraries
-from longseq.tasks.training.configuration import read_command
-from longseq.tasks.training.token_keys import BodyKeys, TokenModelKeys
+from longseq.tasks.training.configuration import BodyKeys, TokenModelKeys, read_command
 from longseq.tokenizer_files import TOKENIZER_FILE
 from longseq.tools.hugging_face.conversion import change_mixer, read_model, write_family, write_model
 from longseq.tools.hugging_face.families import FAMILIES

@@ -1,4 +1,4 @@
-"""The checkpoint from which a run continues, and the best one."""
+"""The checkpoints of a run: the best one, and the last one, from which the run continues."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from longseq.tasks.training.callbacks.nonfinite import NonFiniteError
-from longseq.tasks.training.callbacks.updates import updated, validation_follows
+from longseq.tasks.training.callbacks.weights import NonFiniteError
+from longseq.tasks.training.distributed import updated
 
 _log = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ class BestCheckpoint(ModelCheckpoint):
     """Keeps `best.ckpt`, the checkpoint with the best `monitor`; of equally good ones the latest.
 
     Every number is better than NaN. `mode` is max if higher values are better, else min; a run takes it from the
-    metric. `best_metrics` are the validation metrics of the best checkpoint. After a validation that was the best so
-    far, `on_best_validation()` of other callbacks is called, where it exists.
+    metric. `best_metrics` are the validation metrics of the best checkpoint. After each validation that is the best so
+    far, it calls `on_best_validation()` of the callbacks that have it.
     """
 
     def __init__(self, dirpath: str, monitor: str, mode: str) -> None:
@@ -63,10 +63,9 @@ class BestCheckpoint(ModelCheckpoint):
         return super().state_dict() | {"best_metrics": self.best_metrics}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue with the best score so far, also in another folder that has the file of that score.
+        """Continue with the best score so far if the run folder, which may be another one, has its `best.ckpt`.
 
-        Lightning forgets the score in another folder: the next validation would be the best one. That is so here where
-        the file is gone.
+        Lightning forgets the score in another folder, so the next validation would count as the best.
         """
         own = Path(str(self.dirpath)) / "best.ckpt"
         if state_dict["best_model_path"] and not own.is_file():
@@ -81,12 +80,12 @@ class BestCheckpoint(ModelCheckpoint):
 
 
 class LastCheckpoint(Checkpoint):
-    """Writes `last.ckpt` every n updates, every n minutes, at the end of each epoch and when the run is interrupted.
+    """Writes `last.ckpt` every n updates, every n minutes, after each epoch and when the run is interrupted.
 
     A checkpoint always has the state after an update, so that a resumed run repeats the uninterrupted one. After an
-    interruption within a step, or between the accumulated batches of an update, it is the state after the update
-    before, including the statistics of batch norms. After an interruption in a validation, a resumed run begins with
-    this validation. After an interruption during the optimizer's step, the previous checkpoint remains.
+    interruption between two updates it is the state after the earlier one, including the statistics of batch norms.
+    After an interruption in a validation, a resumed run begins with this validation. After an interruption during the
+    optimizer's step, the previous checkpoint remains.
     """
 
     def __init__(
@@ -122,7 +121,13 @@ class LastCheckpoint(Checkpoint):
         self._kept = [buffer.clone() for buffer in self._buffers]
         at_end = trainer.global_step > 0 and trainer.global_step == getattr(pl_module, "last_update", None)
         if self._loaded_due and trainer.enable_validation:
-            validate_now(trainer)
+            # Validate before the first batch, as Lightning does after a batch.
+            loop = trainer.fit_loop.epoch_loop.val_loop
+            loop.restarting = False
+            trainer.validating = True
+            loop.run()
+            loop.reset()  # otherwise Lightning would leave the epoch without counting its last update
+            trainer.training = True
             self._resume_point = self._loaded
         elif at_end:
             trainer.should_stop = True
@@ -139,7 +144,7 @@ class LastCheckpoint(Checkpoint):
         if trainer.is_last_batch or not updated(trainer, batch_idx):
             return
         # The checkpoint waits for the validation after its update, which is not repeated after a resume.
-        if not validation_follows(trainer):
+        if not _validation_follows(trainer):
             self._record(trainer)
             self._save_if_time(trainer)
         elif trainer.should_stop:  # a resumed run takes no further step, in which Lightning would count this one
@@ -213,14 +218,17 @@ class LastCheckpoint(Checkpoint):
         self._saved_step, self._saved_due = trainer.global_step, self._is_due
 
 
-def validate_now(trainer: Trainer) -> None:
-    """Validate before the first batch of a resumed run, as Lightning does after a batch."""
-    loop = trainer.fit_loop.epoch_loop.val_loop
-    loop.restarting = False
-    trainer.validating = True
-    loop.run()
-    loop.reset()  # otherwise Lightning would leave the epoch without counting its last update
-    trainer.training = True
+def _validation_follows(trainer: Trainer) -> bool:
+    """True if Lightning validates after this batch; called after the update."""
+    loop, every = trainer.fit_loop, trainer.check_val_every_n_epoch
+    if not trainer.enable_validation or (every is not None and (trainer.current_epoch + 1) % every):
+        return False
+    if trainer.should_stop:
+        return True
+    interval = trainer.val_check_batch
+    if interval is None or math.isinf(interval):
+        return trainer.is_last_batch
+    return ((loop.total_batch_idx if every is None else loop.batch_idx) + 1) % interval == 0
 
 
 @torch.no_grad()

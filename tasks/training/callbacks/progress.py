@@ -1,19 +1,22 @@
-"""The progress of a run: Lightning's bar in a terminal, and lines for logs."""
+"""What a run prints: its progress, as a bar in a terminal and as lines for logs, and the samples that it skipped."""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 
 from longseq.tasks.data.loader import count_units
 from longseq.tasks.training.callbacks.throughput import Throughput
-from longseq.tasks.training.memory import peak_memory
+from longseq.tasks.training.system import peak_memory, write_text
 
 
 class TrainingProgress(RichProgressBar):
@@ -129,8 +132,8 @@ class TrainingProgress(RichProgressBar):
         last, done = getattr(module, "last_update", None), trainer.global_step - self._updates_before
         if last is None or done <= 0 or trainer.global_step >= last:
             return ""
-        minutes, seconds = divmod(round((time.monotonic() - self._began) / done * (last - trainer.global_step)), 60)
-        return f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"
+        seconds = (time.monotonic() - self._began) / done * (last - trainer.global_step)
+        return f"{timedelta(seconds=round(seconds))} left"
 
 
 def _read(trainer: Trainer, *names: str) -> dict[str, float]:
@@ -150,3 +153,39 @@ def _epoch(trainer: Trainer) -> str:
 def _update(trainer: Trainer, module: LightningModule) -> str:
     end = getattr(module, "last_update", None)
     return f"update {trainer.global_step}" + ("" if end is None else f"/{end}")
+
+
+class UnreadableSamples(Callback):
+    """Prints, after the test, how many samples were skipped as unreadable, and the first `max_paths` of them.
+
+    `folder/unreadable.txt` lists them all, one path per line. `unit` names the samples.
+    """
+
+    def __init__(self, max_paths: int = 10, folder: str | None = None, unit: str = "samples") -> None:
+        self.max_paths, self.unit = max_paths, unit
+        self.path = None if folder is None else Path(folder) / "unreadable.txt"
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._write(trainer)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        paths = self._write(trainer)
+        if paths and trainer.is_global_zero:
+            more = ", ..." if len(paths) > self.max_paths else ""
+            print(
+                f"skipped unreadable {self.unit}: {len(paths)} ({', '.join(paths[: self.max_paths])}{more})", flush=True
+            )
+
+    def _write(self, trainer: Trainer) -> list[str]:
+        """Write the paths of all processes, and those from before an interruption."""
+        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
+        parts: list[list[str]] = [list(datamodule.unreadable)]
+        if trainer.world_size > 1:
+            parts = [[] for _ in range(trainer.world_size)]
+            torch.distributed.all_gather_object(parts, list(datamodule.unreadable))
+        found = {path for part in parts for path in part}
+        if self.path is not None and self.path.is_file():
+            found.update(self.path.read_text(encoding="utf-8").splitlines())
+        if found and self.path is not None and trainer.is_global_zero:
+            write_text(self.path, "".join(f"{path}\n" for path in sorted(found)))
+        return sorted(found)

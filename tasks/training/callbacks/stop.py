@@ -1,4 +1,4 @@
-"""An orderly end of a run that is told to stop."""
+"""The orderly end of a run on SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from longseq.tasks.training.processes import is_started_by_run
-
 
 @contextmanager
 def stoppable(trainer: Trainer) -> Iterator[None]:
-    """Exit with 143 if SIGTERM ended a training or a test; with 129 after SIGHUP and 130 after Ctrl-C.
+    """Exit with 143 if SIGTERM ended a training or a test, with 129 after SIGHUP and 130 after Ctrl-C.
 
     SIGHUP, which a closed terminal sends, is treated as SIGTERM unless it is ignored, as under nohup. So is Ctrl-C
     where several processes stop together.
@@ -50,7 +48,8 @@ def stoppable(trainer: Trainer) -> Iterator[None]:
     except SIGTERMException:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-        if is_started_by_run():
+        started_by_lightning = int(os.environ.get("LOCAL_RANK") or 0) > 0 and "TORCHELASTIC_RUN_ID" not in os.environ
+        if started_by_lightning:
             # With an exit code other than 0, Lightning would kill the first process before it has ended.
             sys.stdout.flush()
             sys.stderr.flush()
@@ -66,16 +65,16 @@ def stoppable(trainer: Trainer) -> Iterator[None]:
 
 
 class StopTogether(Callback):
-    """Makes all processes of a run stop at the same batch when SIGTERM reaches one of them or all.
+    """Makes all processes of a run stop at the same batch when SIGTERM reaches any of them.
 
     SLURM's SIGUSR1 before the end of a job's time is answered in the same way. Lightning 2.6 calls a collective
     operation in its signal handler, which hangs while other processes wait in another one, and its agreement before
     each batch waits for the GPU. Here the handler only records the signal. The processes agree before each training
-    batch, before each validation, and before every tenth batch of an evaluation (not of streams, whose number of
-    batches differs between processes). A single process stops as Lightning does it, and before a validation.
+    batch, before each validation, and before every tenth batch of an evaluation (except streams, where processes have
+    different numbers of batches). A single process stops as Lightning does it, and before a validation.
 
-    In training they stop one batch late, because an answer is read only after the next question is asked. So a
-    processor can launch a batch while its GPU works on the one before it.
+    In training they stop one batch late, because an answer is read only after the next question is asked. So a process
+    can launch a batch while its GPU works on the one before.
     """
 
     def __init__(self) -> None:
@@ -91,8 +90,9 @@ class StopTogether(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._take_signals(trainer)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, EarlyStopping) and has_stopped(callback, trainer):
-                trainer.should_stop = True  # it had ended the run, which was interrupted before the test
+            if isinstance(callback, EarlyStopping) and callback.stopping_reason != EarlyStoppingReason.NOT_STOPPED:
+                # It had ended the run, which was interrupted before the test; min_epochs may have kept the run going.
+                trainer.should_stop = trainer.should_stop or trainer.current_epoch <= callback.stopped_epoch + 1
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._take_signals(trainer)
@@ -141,12 +141,6 @@ class StopTogether(Callback):
         raise SIGTERMException
 
 
-def has_stopped(callback: EarlyStopping, trainer: Trainer) -> bool:
-    """True if early stopping has ended the training; where min_epochs forbade it, the training went on."""
-    stopped = callback.stopping_reason != EarlyStoppingReason.NOT_STOPPED
-    return stopped and trainer.current_epoch <= callback.stopped_epoch + 1
-
-
 class _Answer:
     """Whether any process received a signal. All processes ask; on GPUs asking does not wait for their work."""
 
@@ -163,7 +157,7 @@ class _Answer:
             self._ready.record(torch.cuda.current_stream(device))
 
     def read(self) -> bool:
-        """Waits until the device has done what it had to do when the question was asked."""
+        """The answer, after waiting for the work that the device had when the question was asked."""
         if self._ready is not None:
             self._ready.synchronize()
         return bool(self._answer.item())

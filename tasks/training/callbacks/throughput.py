@@ -1,4 +1,4 @@
-"""Images, sequences, documents or tokens per second, the time that training waits for data, and peak memory."""
+"""The duration of a run, images, sequences, documents or tokens per second, waiting for data, and peak memory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,42 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer.states import TrainerFn
 
 from longseq.tasks.data.loader import count_tokens, count_units
-from longseq.tasks.training.callbacks.updates import updated
+from longseq.tasks.training.distributed import updated
 from longseq.tasks.training.logger import log_metrics
-from longseq.tasks.training.memory import peak_memory
+from longseq.tasks.training.system import peak_memory
 
 _KEY = "throughput"
+_SECONDS = "seconds"
+
+
+class RunClock(Callback):
+    """Counts the seconds of a run from the start of its training to the end of its test, including before a resume.
+
+    Work of other callbacks after the test does not count, nor does the time between the last checkpoint and a kill.
+    """
+
+    def __init__(self) -> None:
+        self._before = 0.0
+        self._started: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self._before + (0.0 if self._started is None else time.monotonic() - self._started)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == TrainerFn.FITTING:
+            self._started = time.monotonic()
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._before, self._started = self.seconds, None
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint[_SECONDS] = self.seconds
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        # Lightning also calls this before the test, for the best checkpoint.
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._before = checkpoint.get(_SECONDS, 0.0)
 
 
 @dataclass
@@ -41,7 +72,7 @@ class _Window:
 
     @property
     def token_rate(self) -> float | None:
-        """None for batches that are not of documents."""
+        """None for batches without documents."""
         return self.tokens / self.seconds if self.tokens and self.seconds > 0 else None
 
     @property
@@ -52,12 +83,11 @@ class _Window:
 class Throughput(Callback):
     """Logs `throughput/UNIT_per_second` (all devices) and `throughput/data_wait_ms` (per batch).
 
-    `data_wait_ms` is how long the device was idle because the next batch was missing; a GPU that is still busy while
-    the processor waits for a batch does not count. For documents it also logs `throughput/tokens_per_second`. It logs
-    a window of `log_every_n_steps` updates at a time; `unit` is that of `longseq.tasks.data.loader.count_units`. The
-    clock runs while a batch is loaded and trained on, not during validation and checkpoints. Each window waits for the
-    device once. `mean` is over the whole run, including the time before a resume, without the first window, in which
-    workers and kernels start.
+    Each value is over a window of `log_every_n_steps` updates, and covers loading and training, not validation and
+    checkpoints. `data_wait_ms` is how long the device was idle because the next batch was missing; a GPU that is still
+    busy while the processor waits does not count. Each window waits for the device once. For documents, windows also
+    log `throughput/tokens_per_second`. `unit` is the unit of `longseq.tasks.data.loader.count_units`. `mean` is over
+    the whole run, including before a resume, without the first window, in which workers and kernels start.
 
     After a validation it logs `throughput/val_UNIT_per_second` and `throughput/memory_gib` (see `peak_memory`), after
     the test `throughput/test_UNIT_per_second`. `evaluation_rate` is the rate of the last validation or test.
@@ -124,8 +154,7 @@ class Throughput(Callback):
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._evaluated = _Window()
 
-    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._evaluated = _Window()
+    on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
@@ -174,8 +203,8 @@ class Throughput(Callback):
 def peak_flops(device: torch.device, precision: str, matmul_precision: str) -> float | None:
     """Peak operations per second of dense matrix products, None for a device that is not in the table.
 
-    The table is Lightning's, which lacks "NVIDIA H200"; its figures here are those of NVIDIA's data sheet, without
-    sparsity. `matmul_precision` is torch's: float32 products may be TF32's.
+    Lightning's table lacks "NVIDIA H200"; its figures here are from NVIDIA's data sheet, without sparsity.
+    `matmul_precision` is torch's setting, by which float32 products may be TF32.
     """
     if device.type != "cuda":
         return None
@@ -191,9 +220,8 @@ def peak_flops(device: torch.device, precision: str, matmul_precision: str) -> f
 class _FetchClock(Profiler):
     """Times batches, from the start of their loading, and forwards every call to the profiler that the user chose.
 
-    Lightning reports when the loading of a batch starts and stops, and `end_batch` that its step is launched. On a CUDA
-    `device` the times are those of events in its stream: work of a batch that the device does later counts for this
-    batch.
+    On a CUDA `device` the times are from events in its stream, so that work of a batch counts for this batch also if
+    the device does it later.
     """
 
     def __init__(self, inner: Profiler) -> None:
@@ -218,12 +246,12 @@ class _FetchClock(Profiler):
         self.inner.stop(action_name)
 
     def end_batch(self) -> None:
-        """The step of the batch that was loaded last is launched."""
+        """Called when the step of the batch that was loaded last is launched."""
         if self._loading is not None:
             self._batches.append((self._loading, _Mark(self.device)))
 
     def take(self) -> tuple[float, float]:
-        """Seconds of loading and training since the last call, and of loading only; the device must be idle."""
+        """Seconds of loading and training since the last call, and of loading only. The device must be idle."""
         seconds = sum(start.until(end) for start, end in self._batches)
         waited = sum(start.until(end) for start, end in self._loads)
         self._batches.clear()
@@ -254,7 +282,7 @@ class _Mark:
             self._event.record(torch.cuda.current_stream(device))
 
     def until(self, other: _Mark) -> float:
-        """Seconds."""
+        """Seconds from this moment to `other`."""
         if self._event is None or other._event is None:
             return other._time - self._time
         return self._event.elapsed_time(other._event) / 1000

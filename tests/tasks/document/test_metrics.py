@@ -8,8 +8,7 @@ import torch
 from sklearn.metrics import accuracy_score, average_precision_score, f1_score
 
 from longseq.tasks.document.report import ScoresByLength, make_scores
-from longseq.tasks.training.classification import update_metrics
-from longseq.tasks.training.decisions import decide
+from longseq.tasks.training.metrics import decide, update_metrics
 
 CLASSES, DOCUMENTS = 4, 60
 IN_BIN = {"up_to_512": (1, 512), "up_to_1024": (513, 1024), "longer": (4097, 10**6)}

@@ -12,7 +12,7 @@ from longseq.tasks.experiment import with_any_choice
 from longseq.tasks.image.mixing import BatchMixing
 from longseq.tasks.training import targets
 from longseq.tasks.training.configuration import resolve
-from longseq.tasks.training.length import WARMUPS
+from longseq.tasks.training.schedule import WARMUPS
 
 
 def names(group):

@@ -29,8 +29,7 @@ from longseq.tasks.data.sampler import BalancedSampler
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.mixing import BatchMixing
 from longseq.tasks.image.module import ImageClassifier
-from longseq.tasks.training.classification import make_metrics, update_metrics
-from longseq.tasks.training.decisions import choose_threshold, decide
+from longseq.tasks.training.metrics import choose_threshold, decide, make_metrics, update_metrics
 
 CLASSES = np.repeat([0, 1, 2], [70, 20, 6])
 DATA = (

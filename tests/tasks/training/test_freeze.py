@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from longseq.backbones.classifier import TextClassifier
 from longseq.tasks.image.module import ImageClassifier
-from longseq.tasks.training.freeze import freeze
+from longseq.tasks.training.model import freeze
 from longseq.tasks.training.muon import create_muon
 from longseq.tasks.training.recipe import Training
 

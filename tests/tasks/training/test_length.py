@@ -17,8 +17,8 @@ from torch import Tensor
 from longseq.tasks import train
 from longseq.tasks.data.loader import count_units
 from longseq.tasks.image.module import ImageClassifier
-from longseq.tasks.training.length import Epoch, RunLength, refuse_other_epoch
 from longseq.tasks.training.runs import differences
+from longseq.tasks.training.schedule import Epoch, RunLength, check_epoch
 
 NULL = {"epochs": None, "updates": None, "tokens": None, "schedule": {}}
 EPOCH = Epoch(updates=20, tokens_per_update=1000.0)
@@ -37,31 +37,15 @@ EPOCH = Epoch(updates=20, tokens_per_update=1000.0)
 def test_lengths_become_updates(keys, updates, warmup_epochs):
     length = RunLength.from_recipe(NULL | keys)
     assert length.count_updates(EPOCH) == updates
-    assert length.count_warmup_epochs(EPOCH) == (warmup_epochs, None)
+    assert length.count_warmup_epochs(EPOCH) == warmup_epochs
 
 
-def test_a_warmup_that_would_outlast_the_run_is_shortened_to_a_tenth():
+def test_a_warmup_that_would_outlast_the_run_is_shortened_to_a_tenth(caplog):
     length = RunLength.from_recipe(NULL | {"epochs": 1, "schedule": {"warmup_epochs": 5}})
-    epochs, told = length.count_warmup_epochs(EPOCH)
-    assert epochs == 0.1
-    assert told == (
-        "recipe.schedule.warmup_epochs=5 is no shorter than the run (recipe.epochs=1): the warm-up takes 2 of its 20 "
-        "updates"
-    )
-    assert (
-        RunLength.from_recipe(NULL | {"updates": 1, "schedule": {"warmup_epochs": 5}}).count_warmup_epochs(EPOCH)[0]
-        == 0
-    )
-
-
-@pytest.mark.slow
-def test_one_epoch_alone_trains_with_a_shorter_warmup(compose_config, tmp_path, caplog):
-    words = ("mixer=attention", "trainer=cpu", "model.embed_dim=16", "model.depth=1", "recipe.epochs=1")
-    with caplog.at_level(logging.WARNING, "longseq"):
-        train.run(compose_config("train", *words, "trainer.log_every_n_steps=1", f"output={tmp_path / 'run'}"))
-    assert "the warm-up takes 4 of its 40 updates" in caplog.text
-    rates = EventAccumulator(str(tmp_path / "run")).Reload().Scalars("train/lr")
-    assert max(rates, key=lambda event: event.value).step == 4
+    assert length.count_warmup_epochs(EPOCH) == 0.1
+    assert "the warm-up takes 2 of its 20 updates" in caplog.text
+    length = RunLength.from_recipe(NULL | {"updates": 1, "schedule": {"warmup_epochs": 5}})
+    assert length.count_warmup_epochs(EPOCH) == 0
 
 
 @pytest.mark.slow
@@ -162,7 +146,7 @@ def interrupt_at(stop: int, monkeypatch: pytest.MonkeyPatch, config: Any) -> Non
     ("limit", "told", "adapted", "updates"),
     [
         (7, r"limit_train_batches: 7 there, 7 here", 14, 14),
-        (0.33, r"had 6 updates, and has 7 with trainer\.limit_train_batches=0\.33, .*; give .*_batches=12$", 12, 12),
+        (0.33, r"had 6 updates, and has 7; give trainer\.limit_train_batches=12$", 12, 12),
     ],
 )
 def test_a_limit_counts_batches_where_another_number_is_accumulated(
@@ -220,15 +204,15 @@ def test_a_run_goes_on_with_the_limit_that_has_its_updates(then, now, alike):
         ({"accumulate_grad_batches": 2, "limit_train_batches": 0.33}, 2, 0.33, None),
         ({"accumulate_grad_batches": 1, "limit_train_batches": 70}, 2, 140, None),
         ({"accumulate_grad_batches": 4, "limit_train_batches": 0.33}, 2, 13, None),
-        ({}, 2, 0.33, r"had 20 updates, and has 7 with .*=0\.33, .*an update has 2 in place of 1; give .*=40$"),
+        ({}, 2, 0.33, r"had 20 updates, and has 7; give .*=40$"),
     ],
 )
 def test_an_epoch_of_a_resumed_run_keeps_its_updates(saved, accumulate, limit, told):
     trainer = SimpleNamespace(accumulate_grad_batches=accumulate, limit_train_batches=limit)
     data = SimpleNamespace(batches_per_epoch=20 * accumulate)
     with nullcontext() if told is None else pytest.raises(ValueError, match=told):
-        refuse_other_epoch(saved, trainer, data)
-    refuse_other_epoch(saved, trainer, SimpleNamespace(batches_per_epoch=None))
+        check_epoch(saved, trainer, data)
+    check_epoch(saved, trainer, SimpleNamespace(batches_per_epoch=None))
 
 
 class PackedBatch(NamedTuple):

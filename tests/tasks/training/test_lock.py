@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from longseq.tasks import train
-from longseq.tasks.training import lock, runs
-from longseq.tasks.training.lock import LOCK_FILE, is_locked, locked
+from longseq.tasks.training import runs
+from longseq.tasks.training.runs import LOCK_FILE, is_locked, locked
 
 HOLD = """
 import runpy, sys, time
@@ -24,7 +24,7 @@ with runpy.run_path(sys.argv[1])["locked"](Path(sys.argv[2])):
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch):
-    monkeypatch.setattr(lock, "_PATIENCE", 0)
+    monkeypatch.setattr(runs, "_PATIENCE", 0)
 
 
 @pytest.mark.slow
@@ -38,7 +38,7 @@ def test_a_second_run_in_the_same_folder_is_refused(tiny, tmp_path):
 
 
 def test_the_lock_of_a_killed_process_is_free(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", HOLD, lock.__file__, str(tmp_path)], stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", HOLD, runs.__file__, str(tmp_path)], stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"held\n"
     assert is_locked(tmp_path)
     with pytest.raises(ValueError, match="another process"), locked(tmp_path):

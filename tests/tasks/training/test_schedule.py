@@ -16,9 +16,9 @@ from timm.scheduler import create_scheduler_v2
 from torch import nn
 from torch.optim import lr_scheduler
 
-from longseq.tasks.training.length import Epoch, RunLength
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training
+from longseq.tasks.training.schedule import Epoch, RunLength
 
 EPOCH, EPOCHS = 5, 4
 LAST = EPOCH * EPOCHS
@@ -67,7 +67,7 @@ def read_rates(configured):
 def test_a_schedule_that_begins_after_its_warmup_ends_with_the_run(sched, warmup):
     length = RunLength(epochs=EPOCHS, **warmup)
     rates = read_rates(configure(length, sched=sched, min_lr=0.01, warmup_prefix=True))
-    risen = round(length.count_warmup_epochs(Epoch(EPOCH))[0] * EPOCH)
+    risen = round(length.count_warmup_epochs(Epoch(EPOCH)) * EPOCH)
     assert rates[risen] == 1.0
     assert max(rates[:risen], default=0.0) < 1.0
     assert rates[LAST] == pytest.approx(0.01)
@@ -115,14 +115,10 @@ class Measured(Plain):
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """So many samples without a known number, for so many readings."""
-
-    def __init__(self, count=EPOCH, readings=math.inf):
-        self.count, self.readings = count, readings
+    """An epoch of samples without a known number."""
 
     def __iter__(self):
-        self.readings -= 1
-        return iter(torch.zeros(self.count if self.readings >= 0 else 0, 1))
+        return iter(torch.zeros(EPOCH, 1))
 
 
 def train(training, *callbacks, data=None, ckpt_path=None, **options):
@@ -192,10 +188,10 @@ SCHEDULES = {
 }
 
 
-def layered(schedule, **options):
+def layered(schedule):
     training = Training(
         learning_rate=1.0,
-        optimizer=options.pop("optimizer", by_layer),
+        optimizer=by_layer,
         schedule=lambda optimizer, **_: (schedule(optimizer), 0),
     )
     kept = Rates()

@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from longseq.tasks import train
 from longseq.tasks.image.module import ImageClassifier
-from longseq.tasks.training.lock import is_locked
+from longseq.tasks.training.runs import is_locked
 
 LONG = ("recipe.epochs=200", "callbacks.checkpoint.every_n_train_steps=5", "callbacks.samples=null")
 
@@ -84,21 +84,24 @@ def leave_nothing():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("whole_group", "options"),
+    ("number", "code", "whole_group", "options"),
     [
-        (False, ("trainer=ddp_sim",)),
-        (True, ("data.num_workers=2",)),
-        pytest.param(True, ("trainer=ddp_sim", "data.num_workers=1"), marks=pytest.mark.soak),
+        (signal.SIGTERM, 143, False, ("trainer=ddp_sim",)),
+        (signal.SIGTERM, 143, True, ("data.num_workers=2",)),
+        pytest.param(signal.SIGTERM, 143, True, ("trainer=ddp_sim", "data.num_workers=1"), marks=pytest.mark.soak),
+        (signal.SIGINT, 130, False, ()),
     ],
-    ids=["first-of-two", "group-with-workers", "group-of-two-with-workers"],
+    ids=["first-of-two", "group-with-workers", "group-of-two-with-workers", "ctrl-c"],
 )
-def test_sigterm_saves_says_one_line_and_leaves_with_143(whole_group, options, tmp_path, tiny_overrides, leave_nothing):
+def test_a_signal_saves_prints_one_line_and_leaves_with_its_code(
+    number, code, whole_group, options, tmp_path, tiny_overrides, leave_nothing
+):
     process = launch(tmp_path, *tiny_overrides, *LONG, *options)
     leave_nothing.append(process)
     last = wait_for_checkpoint(tmp_path, process)
-    (os.killpg if whole_group else os.kill)(process.pid, signal.SIGTERM)
+    (os.killpg if whole_group else os.kill)(process.pid, number)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 143, errors
+    assert process.returncode == code, errors
     told = [line for line in errors.splitlines() if line.strip() and not line.startswith("epoch ")]
     assert len(told) == 1, errors
     saved = torch.load(last, weights_only=True)["global_step"]
@@ -166,19 +169,6 @@ def test_ctrl_c_and_a_closed_terminal_save_a_run_of_two_processes(
     saved = torch.load(last, weights_only=True)["global_step"]
     assert f"saved as of update {saved}:" in told[0]
     assert ended_within(10, process)
-
-
-@pytest.mark.slow
-def test_ctrl_c_leaves_with_130(tmp_path, tiny_overrides, leave_nothing):
-    process = launch(tmp_path, *tiny_overrides, *LONG)
-    leave_nothing.append(process)
-    last = wait_for_checkpoint(tmp_path, process)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    told = [line for line in errors.splitlines() if line.strip() and not line.startswith("epoch ")]
-    assert len(told) == 1, errors
-    assert f"saved as of update {torch.load(last, weights_only=True)['global_step']}:" in told[0]
 
 
 # An epoch has six updates.

@@ -1,4 +1,4 @@
-"""Stops a training whose loss, gradients or weights are no longer finite, and names the first of them."""
+"""The exponential moving average of the weights, and the stop of a training that produces NaN or infinity."""
 
 from __future__ import annotations
 
@@ -6,10 +6,90 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, distributed, nn
 
 from longseq.blocks.sharding import own_part
-from longseq.tasks.training.callbacks.updates import updated
+from longseq.tasks.training.distributed import count_processes, updated
+
+
+class ExponentialMovingAverage(Callback):
+    """Averages the weights, validates with the average, and makes it the checkpoint's `state_dict`.
+
+    After each update `average = d * average + (1 - d) * weights` with `d = decay`, or with `warmup`
+    `d = min(decay, (1 + n) / (10 + n))` at the n-th update, so that the initial weights do not dominate short runs.
+    The raw weights are the checkpoint's `current_model_state`; both continue exactly after a resume.
+
+    Lightning's EMAWeightAveraging has no warm-up, and copies the weights at the first update.
+    """
+
+    def __init__(self, decay: float = 0.9999, warmup: bool = True) -> None:
+        self.decay = decay
+        self.warmup = warmup
+        self._average: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor] = {}  # of the module
+        self._swapped = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._average = {}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        # Lightning also calls this before a test, which uses the average in `state_dict`.
+        if trainer.state.fn == TrainerFn.FITTING and "current_model_state" in checkpoint:
+            self._average = checkpoint["state_dict"]
+            pl_module.load_state_dict(checkpoint["current_model_state"])
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._weights = pl_module.state_dict()
+        start = self._average or self._weights
+        self._average = {name: start[name].to(weight, copy=True) for name, weight in self._weights.items()}
+
+    @torch.no_grad()
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not updated(trainer, batch_idx):
+            return
+        averages, weights = [], []
+        for name, weight in self._weights.items():
+            if weight.is_floating_point():
+                averages.append(self._average[name])
+                weights.append(weight)
+            else:
+                self._average[name].copy_(weight)
+        n = trainer.global_step
+        decay = min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay
+        torch._foreach_lerp_(averages, weights, 1.0 - decay)
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._average:
+            self._swap()
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._swapped:
+            self._swap()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        # A checkpoint after an interrupted validation must not save the average as the raw weights.
+        if self._swapped:
+            self._swap()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._average:
+            checkpoint["current_model_state"] = checkpoint["state_dict"]
+            checkpoint["state_dict"] = self._average
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._swap()
+        self._average, self._weights, self._swapped = {}, {}, False
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, weight in self._weights.items():
+            held = weight.clone()
+            weight.copy_(self._average[name])
+            self._average[name].copy_(held)
+        self._swapped = not self._swapped
 
 
 class NonFiniteError(ValueError):
@@ -17,7 +97,7 @@ class NonFiniteError(ValueError):
 
 
 class _Norms(NamedTuple):
-    """Norms of an update `[1 + P + G]`: of the loss, of the parameters by name, of their gradients if checked."""
+    """Norms of an update `[1 + P + G]`: the loss, the parameters `names`, and their gradients if checked."""
 
     step: int
     names: list[str]
@@ -25,14 +105,14 @@ class _Norms(NamedTuple):
 
 
 class NonFiniteStop(Callback):
-    """Raises NonFiniteError, which names the update and the loss or parameter that was first not finite.
+    """Raises NonFiniteError with the update and the loss or parameter that was first not finite.
 
     Every update is checked on the device. The result is read every `every_n_steps` updates, before a checkpoint is
-    written and at the end of an epoch; reading waits for the device. So no checkpoint holds a non-finite weight. Under
-    a loss scaler (trainer.precision=16-mixed), gradients are not checked.
+    written and at the end of an epoch, so no checkpoint holds a non-finite weight. Under a loss scaler
+    (trainer.precision=16-mixed), gradients are not checked.
 
-    With several processes, each checks its own loss and its parts of sharded parameters. All processes read the same
-    result, which names the ranks, and stop together.
+    With several processes, each checks its own loss and its shards of the parameters. All read the same result, which
+    names the ranks, and stop together.
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:
@@ -91,7 +171,7 @@ class NonFiniteStop(Callback):
         if int(steps.max()) < 0:
             return
         step = int(steps[steps >= 0].min())
-        # Later ones are consequences.
+        # Ranks that went bad at a later step are consequences.
         verdicts = _of_all_ranks(by_update[index].to(device)).cpu() & (steps == step).unsqueeze(1)
         culprit, ranks = _find_culprit(unread[index].names, verdicts)
         where = f" on ranks {ranks.nonzero().flatten().tolist()}" if len(ranks) > 1 else ""
@@ -99,7 +179,7 @@ class NonFiniteStop(Callback):
 
 
 def _find_culprit(names: list[str], verdicts: Tensor) -> tuple[str, Tensor]:
-    """What was first not finite, and a mask `[ranks]` of where; `verdicts` is `[ranks, 1 + P + G]` as `_Norms` is."""
+    """What was first not finite, and a mask `[ranks]` of where; `verdicts [ranks, 1 + P + G]` are as in `_Norms`."""
     loss, parameters, gradients = verdicts.tensor_split([1, 1 + len(names)], dim=1)
     if bool(parameters.any()):
         index = int(parameters.any(0).nonzero()[0])
@@ -121,8 +201,8 @@ def _norms(tensors: list[Any]) -> list[Tensor]:
 
 def _of_all_ranks(x: Tensor) -> Tensor:
     """The tensors `x [...]` of all processes: `[ranks, ...]`."""
-    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+    if count_processes() == 1:
         return x.unsqueeze(0)
-    parts = [torch.empty_like(x) for _ in range(distributed.get_world_size())]
+    parts = [torch.empty_like(x) for _ in range(count_processes())]
     distributed.all_gather(parts, x)
     return torch.stack(parts)

@@ -1,0 +1,153 @@
+"""Charts of a run: what the mixers report about themselves, and confusion matrices."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from PIL import Image, ImageDraw
+from torch import Tensor, nn
+from torchvision.transforms.functional import pil_to_tensor
+
+from longseq.blocks.sharding import has_shards
+from longseq.mixers import Mixer, named_readings
+from longseq.tasks.training.distributed import updated
+from longseq.tasks.training.logger import log_metrics
+
+
+class Telemetry(Callback):
+    """Logs `watch/LAYER/NAME` for everything that the mixers report (see `longseq.mixers.Mixer.observe`).
+
+    Every `every_n_steps` updates, the first process runs `examples` of the batch through the body of the model once
+    more (see `TrainedModule.observe`): in evaluation mode, without gradients, in the precision of the training. The
+    training itself does not change. LAYER is the block, and for a block with a mixer for each reading order also the
+    order: `blocks.3.backward`.
+    """
+
+    def __init__(self, every_n_steps: int = 100, examples: int = 8) -> None:
+        self.every_n_steps = every_n_steps
+        self.examples = examples
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        due = updated(trainer, batch_idx) and trainer.global_step % self.every_n_steps == 0
+        module: Any = pl_module
+        backbone = module.backbone
+        # A sharded model is whole only while all processes run it.
+        takes_part = trainer.is_global_zero or has_shards(backbone)
+        if not due or not takes_part or trainer.logger is None or not _name_mixers(backbone):
+            return
+        with trainer.precision_plugin.forward_context(), evaluating(backbone), watching(backbone) as reports:
+            module.observe(batch, self.examples)
+        # TensorBoard sorts groups by name: this one, of many charts, comes after train and val.
+        named = {f"watch/{layer}/{name}": value for layer, report in reports.items() for name, value in report.items()}
+        if named and trainer.is_global_zero:
+            # one transfer from the device for all numbers
+            values = torch.stack(list(named.values())).tolist()
+            log_metrics(trainer.loggers, dict(zip(named, values, strict=True)), trainer.global_step - 1)
+
+
+@contextmanager
+def watching(model: nn.Module) -> Iterator[dict[str, dict[str, Tensor]]]:
+    """Collect what the mixers of `model` report inside the context, by layer and name."""
+    mixers = _name_mixers(model)
+    reports: dict[str, dict[str, Tensor]] = {layer: {} for layer in mixers}
+    for layer, mixer in mixers.items():
+        mixer.observed = reports[layer]
+    try:
+        yield reports
+    finally:
+        for mixer in mixers.values():
+            del mixer.observed  # the class attribute is None
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Run `model` in evaluation mode without gradients; restore its mode and the random generators afterwards."""
+    trained = [module for module in model.modules() if module.training]
+    devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(list(devices)):
+            yield
+    finally:
+        for module in trained:
+            module.training = True
+
+
+def _name_mixers(model: nn.Module) -> dict[str, Mixer]:
+    """The mixers of `model` by layer, and by reading order where a layer has several."""
+    named: dict[str, Mixer] = {}
+    for path, reading in named_readings(model):
+        layer = path.removesuffix(".mixer")
+        for order, mixer in zip(reading.orders, reading.readers, strict=True):
+            named[layer if len(set(reading.readers)) == 1 else f"{layer}.{order}"] = mixer
+    return named
+
+
+class ConfusionMatrix(Callback):
+    """Adds `test/confusion_matrix` to TensorBoard, rows true classes and columns predicted ones.
+
+    It is drawn for at most `max_classes` classes, and not for data with several labels per sample, which has a matrix
+    for each label. `val/confusion_matrix` is from the validation before the best checkpoint.
+    """
+
+    def __init__(self, max_classes: int = 100) -> None:
+        self.max_classes = max_classes
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        board = find_board(trainer)
+        if board is None or not trainer.is_global_zero:
+            return
+        info: Any = trainer.datamodule.info  # type: ignore[attr-defined]
+        of_splits = {"val": getattr(pl_module, "val_confusion_matrix", None), "test": pl_module.confusion_matrix}
+        for split, counts in of_splits.items():
+            if isinstance(counts, Tensor) and counts.ndim == 2 and len(counts) <= self.max_classes:
+                picture = draw_confusion_matrix(counts, info.class_names)
+                board.experiment.add_image(f"{split}/confusion_matrix", picture, trainer.global_step)
+
+
+def find_board(trainer: Trainer) -> TensorBoardLogger | None:
+    """The logger that accepts pictures; None if the run has only other loggers."""
+    return next((logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)), None)
+
+
+def draw_confusion_matrix(counts: Tensor, class_names: Sequence[str]) -> Tensor:
+    """Counts [true, predicted] as a picture, uint8 [3, H, W], each row shaded by its share of the true class."""
+    size = len(class_names)
+    cell = max(6, min(48, 960 // size))
+    labelled = cell >= 10
+    margin = 110 if labelled else 24
+    canvas = Image.new("RGB", (margin + size * cell + 8, margin + size * cell + 8), "white")
+    draw = ImageDraw.Draw(canvas)
+    shares = counts.double() / counts.sum(dim=1, keepdim=True).clamp(min=1)
+    for row in range(size):
+        for column in range(size):
+            share = float(shares[row, column])
+            left, top = margin + column * cell, margin + row * cell
+            shade = (int(255 - 215 * share), int(255 - 150 * share), 255 - int(75 * share))
+            draw.rectangle((left, top, left + cell - 1, top + cell - 1), fill=shade)
+            if cell >= 28 and counts[row, column] > 0:
+                ink = "white" if share > 0.5 else "black"
+                text = str(int(counts[row, column]))
+                draw.text((left + cell / 2, top + cell / 2), text, fill=ink, anchor="mm")
+    if labelled:
+        for i, name in enumerate(class_names):
+            text, centre = fit_text(draw, name, margin - 8), margin + (i + 0.5) * cell
+            draw.text((margin - 4, centre), text, fill="black", anchor="rm")
+            strip = Image.new("RGB", (int(draw.textlength(text)) + 1, 12), "white")
+            ImageDraw.Draw(strip).text((0, 6), text, fill="black", anchor="lm")
+            canvas.paste(strip.rotate(90, expand=True), (int(centre - 6), margin - 4 - strip.width))
+    draw.text((4, 4), "row: true\ncolumn: predicted", fill="gray")
+    return pil_to_tensor(canvas)
+
+
+def fit_text(draw: ImageDraw.ImageDraw, text: str, width: float) -> str:
+    """The text in one line, cut to `width` pixels."""
+    text = text.replace("\n", " ")  # Pillow cannot measure text of several lines
+    while len(text) > 1 and draw.textlength(text) > width:
+        text = text[:-2] + "…"
+    return text
