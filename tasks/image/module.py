@@ -20,9 +20,8 @@ from longseq.tasks.data.given import (
 )
 from longseq.tasks.data.loader import BatchLoader, each_loader
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.image.mixing import BatchMixing
 from longseq.tasks.image.model import state_data, state_decision
-from longseq.tasks.image.transforms import normalize
+from longseq.tasks.image.transforms import BatchMixing, normalize
 from longseq.tasks.training.classification import make_metrics
 from longseq.tasks.training.classifier import ClassifierModule
 from longseq.tasks.training.recipe import Training

@@ -1,8 +1,8 @@
-"""`longseq prepare task=image`: images become shards of a chosen size (see `longseq.tasks.image.shards`).
+"""`longseq prepare task=image`: pack images of a chosen size into shards (see `longseq.tasks.image.files`).
 
-The input is read as training reads it: a folder or an archive of class folders, or tables of images. Its splits, and
-the order of the images in them, stay; what the input does not set apart, training sets apart. Data workers decode,
-scale and encode the images, and one process writes them. An interrupted preparation begins anew.
+The input is read as in training: a folder or an archive of class folders, or tables of images. Its splits and the order
+of the images stay; training splits what the input does not. Data workers decode, scale and encode the images, and one
+process writes them. An interrupted preparation starts again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import shutil
 import tarfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -26,10 +26,8 @@ from longseq.tasks.commands import PrepareImages
 from longseq.tasks.data.loader import UNREADABLE
 from longseq.tasks.image.config import ImageDataKeys
 from longseq.tasks.image.decoding import decode, first_line
-from longseq.tasks.image.folder import open_folders
-from longseq.tasks.image.shards import MANIFEST
+from longseq.tasks.image.files import MANIFEST, FolderLayout, TableLayout
 from longseq.tasks.image.sources import Source
-from longseq.tasks.image.table import open_tables
 from longseq.tasks.report import progress_bar, quiet_libraries, shorten
 from longseq.tasks.training.configuration import command_word, read_command
 from longseq.tasks.training.processes import usable_cores
@@ -37,14 +35,11 @@ from longseq.tasks.training.processes import usable_cores
 # How many unreadable images a manifest names.
 NAMED = 20
 
-_FULL_COLOURS = 95  # the least quality at which colours keep their resolution
-
-_OF_TABLES = ("multi_label", "file_column", "label_column", "label_delimiter")
-_NAMES = {"train": "train", "validation": "validation", "test": "test"}
+_FULL_COLOURS = 95  # from this quality on, colours keep their resolution
 
 
 class Encoding(NamedTuple):
-    """What becomes of an image: `size` is the most pixels of its shorter side, None: as many as it has."""
+    """How an image is stored: `size` limits the pixels of its shorter side, None: it keeps its size."""
 
     format: str
     size: int | None
@@ -52,7 +47,7 @@ class Encoding(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """The bytes of an image's file and its ending; or `reason`, why it cannot be read."""
+    """The contents of an image's file and its ending; or the `reason` why it cannot be read."""
 
     data: bytes
     ending: str
@@ -74,17 +69,14 @@ def run(cfg: DictConfig) -> None:
 
 
 def open_input(keys: PrepareImages) -> dict[str, Source]:
-    """The splits that the input has, by name: `train`, and `validation` and `test` where they are set apart."""
+    """The splits of the input by name: `train`, and `validation` and `test` if it has them."""
     root = os.path.expanduser(str(keys.input))
-    train: Source
+    data = {"name": "images", "img_size": 1, "root": root, "test_split": "test"}
     if root.endswith(".csv") or Path(root, "train.csv").is_file():
-        given = {name: getattr(keys, name) for name in _OF_TABLES}
-        train, held_out = open_tables(
-            ImageDataKeys(name="images", source="csv", img_size=1, root=root, **given), _NAMES
-        )
-        return {"train": train, **held_out}
-    train, others = open_folders(root, _NAMES)
-    return {"train": train, **others}
+        columns = ("multi_label", "file_column", "label_column", "label_delimiter")
+        given = {name: getattr(keys, name) for name in columns}
+        return TableLayout(ImageDataKeys(source="csv", **data, **given)).open_all()
+    return FolderLayout(ImageDataKeys(source="folder", **data)).open_all()
 
 
 def describe(manifest: Mapping[str, Any]) -> str:
@@ -110,8 +102,8 @@ def prepare(
 ) -> dict[str, Any]:
     """Write the images of each split to shards in the new or empty folder `output`; returns its manifest.
 
-    A shard ends before it has more than `shard_bytes`, but has one image at least. `processes` decode and encode, by
-    default one for each core. ValueError if not one image of a split can be read.
+    A shard has at most `shard_bytes`, but at least one image. `processes` decode and encode, by default one per core.
+    ValueError if no image of a split can be read.
     """
     if output.is_dir() and any(output.iterdir()):
         raise FileExistsError(f"{output} is not empty")
@@ -124,7 +116,9 @@ def prepare(
         with progress_bar("packing", sum(map(len, sources.values())), shown=show_progress) as advance:
             for split, source in sources.items():
                 writer = _Writer(begun, split, source, shard_bytes, multi_label)
-                for index, one in enumerate(encode(source, encoding, processes)):
+                workers = 0 if encoding.format == "keep" else min(processes or usable_cores(), len(source) // 16)
+                files = DataLoader(_Files(source, encoding), batch_size=None, num_workers=workers)
+                for index, one in enumerate(files):
                     if one.reason is None:
                         writer.add(index, one)
                     else:
@@ -146,14 +140,9 @@ def prepare(
     return manifest
 
 
-def encode(source: Source, encoding: Encoding, processes: int | None) -> Iterator[Encoded]:
-    """Each image of a source, in its order, as the file that a shard holds."""
-    workers = 0 if encoding.format == "keep" else processes or usable_cores()
-    workers = min(workers, len(source) // 16)
-    yield from DataLoader(_Files(source, encoding), batch_size=None, num_workers=workers, collate_fn=_as_it_is)
-
-
 class _Files(Dataset[Encoded]):
+    """Each image of a source as the file that a shard holds."""
+
     def __init__(self, source: Any, encoding: Encoding) -> None:
         self.source, self.encoding = source, encoding
 
@@ -168,20 +157,15 @@ class _Files(Dataset[Encoded]):
             return Encoded(b"", "", first_line(error))
 
 
-def _as_it_is(one: Any) -> Any:
-    return one
-
-
 def ending_of(path: str) -> str:
     """The ending of a file in lower case, without its dot."""
     return PurePosixPath(path).suffix.lower().removeprefix(".")
 
 
 def encode_image(data: bytes, encoding: Encoding) -> Encoded:
-    """A JPEG file of the image in a file, upright, its shorter side scaled down to `encoding.size`.
+    """Encode the image of a file as JPEG, upright, its shorter side scaled down to `encoding.size`.
 
-    A JPEG file that is small enough stays as it is: encoding it again would only make it worse. Raises one of
-    UNREADABLE.
+    A JPEG file that is small enough is kept: encoding it again would only lose quality. Raises one of UNREADABLE.
     """
     image = decode(io.BytesIO(data))
     shorter, size = min(image.size), encoding.size
@@ -192,7 +176,7 @@ def encode_image(data: bytes, encoding: Encoding) -> Encoded:
         width, height = (max(1, round(side * size / shorter)) for side in image.size)
         image = _plain(image).resize((width, height), Image.Resampling.BICUBIC)
     written = io.BytesIO()
-    # JPEG stores colours at half their width and height unless told otherwise: too coarse where quality is asked for.
+    # By default JPEG stores colours at half their width and height: too coarse for high quality.
     sampling = {"subsampling": 0} if encoding.quality >= _FULL_COLOURS else {}
     _plain(image).save(written, "JPEG", quality=encoding.quality, **sampling)
     return Encoded(written.getvalue(), "jpg")
@@ -237,7 +221,7 @@ class _Writer:
     def finish(self) -> dict[str, Any]:
         """Write the index of the split; returns its entry in the manifest."""
         if self.tar is None:
-            raise ValueError(f"not one of the {len(self.source)} {self.split} images can be read")
+            raise ValueError(f"none of the {len(self.source)} {self.split} images can be read")
         self.tar.close()
         np.save(self.folder / f"{self.split}.index.npy", np.array(self.rows, dtype=np.int64))
         targets = np.array(self.targets).astype(np.uint8 if self.multi_label else np.int64)
@@ -255,5 +239,5 @@ class _Writer:
 
 
 def _space(data: bytes) -> int:
-    """The bytes that a file takes in an archive: its head, and itself in whole blocks."""
+    """The bytes that a file takes in an archive: its header, and its contents in whole blocks."""
     return tarfile.BLOCKSIZE * (1 + -(-len(data) // tarfile.BLOCKSIZE))

@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torchmetrics import classification
 
-from longseq.tasks.image.pictures import draw_predictions
+from longseq.tasks.image.report import draw_predictions
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -168,7 +168,7 @@ def test_the_worst_errors_have_the_names_of_their_files(longseq, folder_words, t
         drawn.append(notes)
         return draw_predictions(*arguments, notes=notes, **options)
 
-    monkeypatch.setattr("longseq.tasks.image.errors.draw_predictions", draw)
+    monkeypatch.setattr("longseq.tasks.image.report.draw_predictions", draw)
     for split, numbers in SPLITS.items():
         for digit in range(10):
             write_digits(tmp_path / "images" / split / str(digit), "", [i for i in numbers if TARGET[i] == digit])

@@ -16,8 +16,8 @@ from longseq.tasks.data.loader import Place
 from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.image import sources
 from longseq.tasks.image.data import ImageDataModule
-from longseq.tasks.image.datasets import ImageFiles
 from longseq.tasks.image.decoding import decode
+from longseq.tasks.image.predict import ImageFiles
 from longseq.tasks.image.sources import digits
 
 CLASSES = ("cat", "dog", "emu")
@@ -282,7 +282,8 @@ def test_labels_with_a_fraction_are_refused(folder, tmp_path):
         with pytest.raises(LabelError, match="must be the number of a class"):
             sources.number_of_class(label, "")
     with pytest.raises(ValueError, match=r"the label 0\.\d+ must be the number of a class"):
-        open_data(f"hfds/{tmp_path / 'parquet'}", tmp_path / "cache", val_split="validation", num_classes=3)
+        keys = {"val_split": "validation", "num_classes": 3}
+        gather(open_data(f"hfds/{tmp_path / 'parquet'}", tmp_path / "cache", **keys).val_dataloader())
     keys = {"val_split": "validation", "num_classes": 3, "train_samples": 12}
     stream = open_data(f"hfids/{tmp_path / 'parquet'}", tmp_path / "cache", **keys)
     with pytest.raises(ValueError, match=r"image 0: the stream: the label 0\.1 must be the number of a class"):
@@ -365,7 +366,7 @@ def test_the_repeats_of_an_image_share_its_decoding(folder, monkeypatch):
     indices = [SampleIndex(position, repeat, 2) for position in (5, 30, 7) for repeat in range(3)]
     alone = [batches[[index]] for index in indices]
     read: list[str] = []
-    monkeypatch.setattr("longseq.tasks.image.folder.decode", lambda file: read.append(file) or decode(file))
+    monkeypatch.setattr("longseq.tasks.image.files.decode", lambda file: read.append(file) or decode(file))
     together = batches[indices]
     assert len(read) == 3
     assert torch.equal(together.inputs, torch.cat([batch.inputs for batch in alone]))

@@ -15,11 +15,11 @@ from image_data import image_data
 from PIL import Image
 
 from longseq.tasks.image import data
-from longseq.tasks.image.augmentation import Augmentation
+from longseq.tasks.image.config import Augmentation
 from longseq.tasks.image.data import ImageDataModule
-from longseq.tasks.image.datasets import ImageFiles
 from longseq.tasks.image.decoding import decode, in_eight_bits
 from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.predict import ImageFiles
 from longseq.tasks.image.transforms import evaluation_transform, training_transform
 
 GREY = np.arange(0, 256, 2, dtype=np.uint8).reshape(8, 16)

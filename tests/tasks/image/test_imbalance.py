@@ -27,8 +27,8 @@ from longseq.tasks import evaluate, predict, train
 from longseq.tasks.data.labels import count_classes, find_weights, rarest_labels
 from longseq.tasks.data.sampler import BalancedSampler
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.image.mixing import BatchMixing
 from longseq.tasks.image.module import ImageClassifier
+from longseq.tasks.image.transforms import BatchMixing
 from longseq.tasks.training.classification import make_metrics, update_metrics
 from longseq.tasks.training.decisions import choose_threshold, decide
 
