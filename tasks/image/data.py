@@ -15,15 +15,14 @@ from torch import Tensor
 
 from longseq.tasks.config import read
 from longseq.tasks.data.labels import count_classes, find_weights, rarest_labels, wrong_class
-from longseq.tasks.data.loader import Batch, BatchLoader, TrainingLoader, find_place, follow, work_ahead
+from longseq.tasks.data.loader import Batch, BatchLoader, Failure, TrainingLoader, find_place, follow, work_ahead
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.sampler import BalancedSampler, EvaluationSampler, TrainingSampler
 from longseq.tasks.image.config import LABEL_KEYS, OWN, OWN_KEYS, Augmentation, ImageDataKeys, ImageKeys
-from longseq.tasks.image.datasets import EvaluationBatches, StreamBatches, StreamLoader, TrainingBatches, Unreadable
+from longseq.tasks.image.datasets import EvaluationBatches, StreamBatches, StreamLoader, TrainingBatches
 from longseq.tasks.image.device import DeviceTransform
 from longseq.tasks.image.draws import EncodedTrainingBatches, TrainingDraws
 from longseq.tasks.image.files import (
-    SPLIT_KEYS,
     FolderLayout,
     Layout,
     ShardLayout,
@@ -56,6 +55,7 @@ from longseq.tasks.training.targets import is_named
 _log = logging.getLogger(__name__)
 
 _MOST_WORKERS = 16
+_REPORTED_PATHS = 20  # unreadable images that are logged
 
 # Values of keys that matter only in training.
 _EVALUATED = {"class_weights": "none", "sampling": None}
@@ -101,7 +101,7 @@ class ImageDataModule(TaskData):
         self.root = None if keys.root is None else os.path.expanduser(keys.root)
         self.seed = seed
         self._set_recipe(augment or {}, batch_size)
-        self._unreadable = Unreadable(keys.on_error)
+        self._unreadable: dict[str, str] = {}  # the reason by path
         self._info: DataInfo | None = None
         self._splits: Splits | None = None
 
@@ -182,7 +182,7 @@ class ImageDataModule(TaskData):
     @property
     def unreadable(self) -> list[str]:
         """Paths of the images that this process could not read so far."""
-        return list(self._unreadable.reasons)
+        return list(self._unreadable)
 
     @property
     def registered_parts(self) -> list[Any]:
@@ -345,8 +345,7 @@ class ImageDataModule(TaskData):
         if self._splits is None:
             if self.keys.decode == "gpu":
                 raise ValueError("a stream needs data.decode=cpu")
-            transform = training_transform(self.info, self.augmentation)
-            return self._stream_loader("train", transform, training=True)
+            return self._stream_loader("train", training_transform(self.info, self.augmentation))
         split, options = self._splits.train, self._loader_options()
         batches: TrainingBatches
         if (device := self._decoding_device(split)) is None:
@@ -372,7 +371,7 @@ class ImageDataModule(TaskData):
     def _evaluation_loader(self, kind: str) -> BatchLoader:
         transform = evaluation_transform(self.info)
         if self._splits is None:
-            return self._stream_loader(kind, transform, training=False)
+            return self._stream_loader(kind, transform)
         split: Split = getattr(self._splits, kind)
         rank, world_size, _ = find_place(self.trainer)
         sampler = EvaluationSampler(len(split), self.eval_batch_size, rank=rank, world_size=world_size)
@@ -392,30 +391,13 @@ class ImageDataModule(TaskData):
         is_batched = not (self.augmentation.auto_augment or "").startswith("augmix")
         return device if device.type == "cuda" and is_batched and holds_jpegs(split) else None
 
-    def _stream(self, kind: str, training: bool) -> Any:
-        keys = self.keys
-        return open_stream(
-            keys.source,
-            self.root,
-            name=self._stream_split(kind),
-            training=training,
-            batch_size=self.batch_size,
-            seed=self.seed,
-            class_map=keys.class_map,
-            num_samples=keys.train_samples if training else None,
-            named=keys.num_classes is None,
-        )
-
-    def _stream_split(self, kind: str) -> str:
-        name = getattr(self.keys, SPLIT_KEYS[kind]) or self.keys.val_split
-        if name is None:
-            raise ValueError(f"data.source={self.keys.source} is a stream: give data.val_split=NAME")
-        return str(name)
+    def _stream(self, kind: str) -> Any:
+        return open_stream(self.keys, self.root, kind, batch_size=self.batch_size, seed=self.seed)
 
     def _describe_stream(self, kinds: Sequence[str]) -> tuple[dict[str, int | None], list[str]]:
         """The sizes of splits and the class names of the first one, as far as the reader knows them."""
-        require_one_class_list(self.keys.source, self.root, [self._stream_split(kind) for kind in kinds])
-        readers = {kind: self._stream(kind, training=kind == "train").reader for kind in kinds}
+        require_one_class_list(self.keys, self.root)
+        readers = {kind: self._stream(kind).reader for kind in kinds}
         stages = {kind: stage for stage, kind in _KINDS.items()}
         sizes = {stages[kind]: max(reader.num_samples, 0) or None for kind, reader in readers.items()}
         class_names = names_by_number(readers[kinds[0]].class_to_idx)
@@ -423,9 +405,9 @@ class ImageDataModule(TaskData):
             require_same_numbers(names_by_number(readers[kind].class_to_idx), class_names, self.keys.source, kind)
         return sizes, class_names
 
-    def _stream_loader(self, kind: str, transform: Any, training: bool) -> StreamLoader:
+    def _stream_loader(self, kind: str, transform: Any) -> StreamLoader:
         rank, world_size, _ = find_place(self.trainer)
-        stream, options = self._stream(kind, training), self._loader_options()
+        training, stream, options = kind == "train", self._stream(kind), self._loader_options()
         if (shards := getattr(stream.reader, "shards", None)) is not None:  # a worker reads whole shards
             options["num_workers"] = min(options["num_workers"], max(1, shards // world_size) if training else shards)
         batches = StreamBatches(
@@ -448,8 +430,21 @@ class ImageDataModule(TaskData):
         return {
             "num_workers": workers,
             "pin_memory": self.keys.pin_memory and torch.cuda.is_available(),
-            "report": self._unreadable.record,
+            "report": self._record,
         }
+
+    def _record(self, failures: list[Failure]) -> None:
+        """Record and log the images of a batch that could not be read, each path once.
+
+        ValueError for a wrong label; with on_error=raise, for each of them.
+        """
+        for path, reason, stops in failures:
+            if stops or self.keys.on_error == "raise":
+                raise ValueError(f"{path}: {reason}")
+            if path not in self._unreadable:
+                self._unreadable[path] = reason
+                if len(self._unreadable) <= _REPORTED_PATHS:
+                    _log.warning("skipped unreadable image %s (%s)", path, reason)
 
 
 def _finish(work: DeviceTransform, device: torch.device, num_workers: int, batches: Iterator[Batch]) -> Iterator[Batch]:

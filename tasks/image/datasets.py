@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,35 +22,7 @@ from longseq.tasks.image.decoding import decode, first_line, in_eight_bits, upri
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.sources import Split
 
-_log = logging.getLogger(__name__)
-
 REPLACEMENTS = 100
-_REPORTED_PATHS = 20
-
-
-class Unreadable:
-    """Records and logs the images that could not be read, each path once.
-
-    With on_error="raise", the first one raises ValueError. A wrong label always does.
-    """
-
-    def __init__(self, on_error: str) -> None:
-        self.on_error = on_error
-        self.reasons: dict[str, str] = {}
-
-    @property
-    def paths(self) -> list[str]:
-        return list(self.reasons)
-
-    def record(self, failures: list[Failure]) -> None:
-        """Record the failures of one batch."""
-        for path, reason, stops in failures:
-            if stops or self.on_error == "raise":
-                raise ValueError(f"{path}: {reason}")
-            if path not in self.reasons:
-                self.reasons[path] = reason
-                if len(self.reasons) <= _REPORTED_PATHS:
-                    _log.warning("skipped unreadable image %s (%s)", path, reason)
 
 
 class TrainingBatches(Dataset[Batch]):
@@ -74,9 +45,8 @@ class TrainingBatches(Dataset[Batch]):
             samples = [(self.transform(image), target) for image, target in self.samples(indices, failures)]
         if len(samples) < len(indices):
             return Batch(torch.empty(0), torch.empty(0), failures)
-        return Batch(
-            torch.stack([image for image, _ in samples]), as_targets([target for _, target in samples]), failures
-        )
+        images, targets = zip(*samples, strict=True)
+        return Batch(torch.stack(images), as_targets(targets), failures)
 
     def samples(self, indices: list[SampleIndex], failures: list[Failure]) -> Iterator[tuple[Any, Any]]:
         """Yields each image with its class, and seeds the generators for its transform.
@@ -133,9 +103,12 @@ def _in_classes(
     sample: tuple[Any, Any] | Failure, split: Split, position: int, info: DataInfo | None
 ) -> tuple[Any, Any] | Failure:
     """The sample, or a failure that stops the run if its label is not the number of a class."""
-    if isinstance(sample, Failure) or info is None or not isinstance(sample[1], int):
-        return sample
-    if 0 <= sample[1] < info.num_classes:
+    if (
+        isinstance(sample, Failure)
+        or info is None
+        or not isinstance(sample[1], int)
+        or 0 <= sample[1] < info.num_classes
+    ):
         return sample
     message = f"the label {sample[1]} is not among the classes 0 to {info.num_classes - 1}"
     return Failure(split.source.path(int(split.indices[position])), message, stops=True)

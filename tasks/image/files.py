@@ -161,13 +161,6 @@ class StoredSource(ABC):
 # Class folders
 
 
-class Found(NamedTuple):
-    """The image files in a folder, and the other files."""
-
-    images: list[str]
-    passed_over: list[PassedOver]
-
-
 class _Item(NamedTuple):
     """An image: the folders around it, its path, and in a tar file its archive, offset and length."""
 
@@ -207,10 +200,7 @@ class FolderLayout(Layout):
         return find_split(self.root, kind, name)
 
     def open(self, part: str, class_names: Sequence[str] | None = None) -> Source:
-        class_map, is_root = self.keys.class_map, part == self.root
-        if class_map is not None or class_names is None:
-            return open_classes(part, class_map, is_root=is_root)
-        return open_numbered(part, class_names, is_root=is_root)
+        return open_classes(part, self.keys.class_map, class_names, is_root=part == self.root)
 
 
 def find_split(root: str, kind: str, name: str | None = None) -> str | None:
@@ -228,30 +218,28 @@ def find_split(root: str, kind: str, name: str | None = None) -> str | None:
     return None
 
 
-def open_classes(path: str, class_map: ClassMap = None, *, is_root: bool = False) -> FileSource:
+def open_classes(
+    path: str, class_map: ClassMap = None, class_names: Sequence[str] | None = None, *, is_root: bool = False
+) -> FileSource:
     """The images of a folder of class folders, of a .tar of one, or of a folder of .tar files.
 
-    Classes are numbered in the order of `sort_classes`, or by `class_map`, which also selects them. In a root without
-    splits, classes must be in one folder: training and test images could otherwise become one set. ValueError for
-    images outside class folders, and if there are none.
+    Classes are numbered by `class_map`, which also selects them; else as in `class_names`; else in the order of
+    `sort_classes`. In a root without splits, classes must be in one folder: training and test images could otherwise
+    become one set. ValueError for images outside class folders, for classes that are not in `class_names`, and if
+    there are no images.
     """
     items = _find_items(path, is_root=is_root)
     numbers = class_numbers(class_map, path)
     if numbers is None:
-        names = sort_classes(item.folders[-1] for item in items)
+        found = {item.folders[-1] for item in items}
+        if class_names is not None and (extra := sorted(found - set(class_names))):
+            raise ValueError(f"{path} has class folders that the training has not: {name_some(extra)}")
+        names = sort_classes(found) if class_names is None else class_names
         numbers = {name: number for number, name in enumerate(names)}
     source = FileSource(path, items, numbers)
     if not len(source):
         raise ValueError(f"{path} has none of the classes {name_some(list(numbers))}")
     return source
-
-
-def open_numbered(path: str, class_names: Sequence[str], *, is_root: bool = False) -> FileSource:
-    """A folder with some or all of the classes `class_names`, numbered by their order. ValueError for other classes."""
-    items = _find_items(path, is_root=is_root)
-    if extra := sorted({item.folders[-1] for item in items} - set(class_names)):
-        raise ValueError(f"{path} has class folders that the training has not: {name_some(extra)}; see data.class_map")
-    return FileSource(path, items, {name: number for number, name in enumerate(class_names)})
 
 
 def natural_order(name: str) -> tuple[list[str | Decimal], str]:
@@ -265,8 +253,8 @@ def sort_classes(names: Iterable[str]) -> list[str]:
     return sort_names(names, natural_order)
 
 
-def find_images(root: str) -> Found:
-    """Search a folder on all levels, also through symbolic links; hidden files and folders are passed over."""
+def find_images(root: str) -> tuple[list[str], list[PassedOver]]:
+    """The image files below a folder, also through symbolic links, and the other and hidden files."""
     images: list[str] = []
     others: list[PassedOver] = []
     for folder, folders, files in os.walk(root, followlinks=True):
@@ -279,7 +267,7 @@ def find_images(root: str) -> Found:
             else:
                 kind = "hidden" if is_hidden(name) else Path(name).suffix.lower() or "without an ending"
                 others.append(PassedOver(path, kind))
-    return Found(images, others)
+    return images, others
 
 
 def _find_items(path: str, *, is_root: bool) -> list[_Item]:
@@ -299,7 +287,7 @@ def _find_items(path: str, *, is_root: bool) -> list[_Item]:
 
 
 def _find_files(root: str) -> list[_Item]:
-    images = sorted(find_images(root).images, key=natural_order)
+    images = sorted(find_images(root)[0], key=natural_order)
     return [_Item(PurePosixPath(os.path.relpath(image, root)).parent.parts, image) for image in images]
 
 

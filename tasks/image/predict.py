@@ -18,7 +18,7 @@ from longseq.tasks.data.labels import name_some
 from longseq.tasks.data.loader import UNREADABLE
 from longseq.tasks.image.datasets import stack_images
 from longseq.tasks.image.decoding import decode, first_line
-from longseq.tasks.image.files import Found, find_images
+from longseq.tasks.image.files import find_images
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.transforms import denormalize, evaluation_transform, normalize
 
@@ -40,8 +40,8 @@ class ImageFiles(InputFiles):
         root = Path(path)
         if not root.exists():
             raise FileNotFoundError(f"input={path} does not exist")
-        found = Found([str(root)], []) if root.is_file() else find_images(str(root))
-        self.paths, self.passed_over = sorted(found.images), found.passed_over
+        images, self.passed_over = ([str(root)], []) if root.is_file() else find_images(str(root))
+        self.paths = sorted(images)
         if not self.paths:
             raise ValueError(f"input={path} holds no images")
         self.info = info

@@ -22,7 +22,6 @@ from longseq.tasks.data.labels import LabelError, number_of_class, rarest_labels
 from longseq.tasks.image.decoding import decode, image_endings, in_eight_bits, is_image, upright
 from longseq.tasks.image.files import (
     SPLIT_KEYS,
-    ClassMap,
     FileSource,
     FolderLayout,
     Layout,
@@ -31,7 +30,6 @@ from longseq.tasks.image.files import (
     find_split,
     names_by_number,
     open_classes,
-    open_numbered,
 )
 
 if TYPE_CHECKING:
@@ -263,7 +261,7 @@ def cifar10(root: str | None, *, download: bool, val_fraction: float, split_seed
         if test_folder is None:
             raise FileNotFoundError(f"{root} has train, but neither test nor val")
         files = open_classes(train_folder)
-        train, test = _in_memory(files), _in_memory(open_numbered(test_folder, files.class_names))
+        train, test = _in_memory(files), _in_memory(open_classes(test_folder, class_names=files.class_names))
     return Splits(*split_off(Split.whole(train), val_fraction, split_seed), Split.whole(test))
 
 
@@ -316,7 +314,7 @@ class NamedLayout(Layout):
     def __init__(self, keys: ImageDataKeys) -> None:
         super().__init__(keys)
         self.cache = None if keys.root is None else self.root
-        require_one_class_list(keys.source, self.cache, [name for name in self.names.values() if name is not None])
+        require_one_class_list(keys, self.cache)
 
     def find(self, kind: str, name: str) -> str | None:
         """The name of a split; of data sets with two splits, train or test. ValueError if it means neither."""
@@ -350,11 +348,12 @@ def is_image_folder(source: str) -> bool:
     return source.lower() in ("torch/image_folder", "torch/folder")
 
 
-def require_one_class_list(source: str, root: str | None, splits: Sequence[str]) -> None:
+def require_one_class_list(keys: ImageDataKeys, root: str | None) -> None:
     """ValueError if the files of hfds/PATH or hfids/PATH number the classes differently."""
-    prefix, _, path = source.partition("/")
+    prefix, _, path = keys.source.partition("/")
     if prefix.lower() in ("hfds", "hfids"):
-        require_one_list(f"data.source={source}", path, splits, root=root)
+        splits = [name for key in SPLIT_KEYS.values() if (name := getattr(keys, key)) is not None]
+        require_one_list(f"data.source={keys.source}", path, splits, root=root)
 
 
 def is_stream(source: str) -> bool:
@@ -363,25 +362,18 @@ def is_stream(source: str) -> bool:
     return bool(slash) and prefix.lower() in _STREAMS
 
 
-def open_stream(
-    source: str,
-    root: str | None,
-    *,
-    name: str,
-    training: bool,
-    batch_size: int,
-    seed: int,
-    class_map: ClassMap,
-    num_samples: int | None,
-    named: bool = True,
-) -> Any:
-    """timm's IterableImageDataset of one split; `num_samples` is an epoch's length if the stream does not know it.
+def open_stream(keys: ImageDataKeys, root: str | None, split: str, *, batch_size: int, seed: int) -> Any:
+    """timm's IterableImageDataset of a split (train, validation, test); without a test split, it is the validation.
 
-    Its reader gets `shards`, the number of files of the stream, and, if `named`, the class names that a Hugging Face
-    data set declares. FileNotFoundError for local shards that are missing.
+    Its reader gets `shards`, the number of files of the stream, and the class names that a Hugging Face data set
+    declares. FileNotFoundError for local shards that are missing.
     """
-    kind = source.partition("/")[0].lower()
-    numbers: Any = class_numbers(class_map)
+    kind, training = keys.source.partition("/")[0].lower(), split == "train"
+    name = getattr(keys, SPLIT_KEYS[split]) or keys.val_split
+    if name is None:
+        raise ValueError(f"data.source={keys.source} is a stream: give data.val_split=NAME")
+    num_samples = keys.train_samples if training else None
+    numbers: Any = class_numbers(keys.class_map)
     options: dict[str, Any] = {"input_img_mode": ""}  # keeps the images' own mode: timm would clip 16 bits
     if kind == "wds":
         # timm also uses the first ending as the name of a sample's image.
@@ -390,17 +382,8 @@ def open_stream(
         numbers = None if numbers is None else {int(label): number for label, number in numbers.items()}
     elif not training:
         num_samples = -1  # timm requires a length, but evaluates on all images of the stream
-    dataset: Any = create_dataset(
-        source,
-        root=root,
-        split=name,
-        is_training=training,
-        batch_size=batch_size,
-        num_samples=num_samples,
-        seed=seed,
-        class_map=numbers,
-        **options,
-    )
+    options |= {"root": root, "split": name, "is_training": training, "batch_size": batch_size, "seed": seed}
+    dataset: Any = create_dataset(keys.source, num_samples=num_samples, class_map=numbers, **options)
     reader = dataset.reader
     if kind == "wds":
         paths = [os.path.join(reader.root, file) for file in reader.split_info.filenames]
@@ -413,6 +396,6 @@ def open_stream(
         reader.shards = stream.num_shards
         if names := getattr((stream.features or {}).get("label"), "names", None):
             reader._source_names = dict(enumerate(names))
-            if named and not reader.remap_class:
+            if keys.num_classes is None and not reader.remap_class:
                 reader.class_to_idx = {label: number for number, label in enumerate(names)}
     return dataset

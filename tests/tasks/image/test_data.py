@@ -281,9 +281,10 @@ def test_labels_with_a_fraction_are_refused(folder, tmp_path):
     for label in (float("nan"), torch.tensor(2.5), "2", None):
         with pytest.raises(LabelError, match="must be the number of a class"):
             sources.number_of_class(label, "")
+    keys = {"val_split": "validation", "num_classes": 3}
+    module = open_data(f"hfds/{tmp_path / 'parquet'}", tmp_path / "cache", **keys)
     with pytest.raises(ValueError, match=r"the label 0\.\d+ must be the number of a class"):
-        keys = {"val_split": "validation", "num_classes": 3}
-        gather(open_data(f"hfds/{tmp_path / 'parquet'}", tmp_path / "cache", **keys).val_dataloader())
+        gather(module.val_dataloader())
     keys = {"val_split": "validation", "num_classes": 3, "train_samples": 12}
     stream = open_data(f"hfids/{tmp_path / 'parquet'}", tmp_path / "cache", **keys)
     with pytest.raises(ValueError, match=r"image 0: the stream: the label 0\.1 must be the number of a class"):
