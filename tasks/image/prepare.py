@@ -32,18 +32,8 @@ from longseq.tasks.report import progress_bar, quiet_libraries, shorten
 from longseq.tasks.training.configuration import command_word, read_command
 from longseq.tasks.training.processes import usable_cores
 
-# How many unreadable images a manifest names.
-NAMED = 20
-
+_NAMED = 20  # unreadable images in a manifest
 _FULL_COLOURS = 95  # from this quality on, colours keep their resolution
-
-
-class Encoding(NamedTuple):
-    """How an image is stored: `size` limits the pixels of its shorter side, None: it keeps its size."""
-
-    format: str
-    size: int | None
-    quality: int
 
 
 class Encoded(NamedTuple):
@@ -58,12 +48,7 @@ class Encoded(NamedTuple):
 def run(cfg: DictConfig) -> None:
     """Prepare images as configured, and print a summary."""
     keys = read_command(PrepareImages, cfg)
-    assert keys.input is not None
-    assert keys.output is not None
-    encoding = Encoding(keys.format, keys.size, keys.quality)
-    options: dict[str, Any] = {"shard_bytes": keys.shard_bytes, "multi_label": keys.multi_label}
-    manifest = prepare(open_input(keys), Path(keys.output), encoding, processes=keys.processes, **options)
-    print(describe(manifest))
+    print(describe(prepare(keys)))
     several = " data.multi_label=true" if keys.multi_label else ""
     print(f"longseq train data=image_shards {command_word('data.root', shorten(keys.output))}{several}")
 
@@ -90,21 +75,12 @@ def describe(manifest: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def prepare(
-    sources: Mapping[str, Source],
-    output: Path,
-    encoding: Encoding,
-    *,
-    shard_bytes: int,
-    multi_label: bool = False,
-    processes: int | None = None,
-    show_progress: bool = True,
-) -> dict[str, Any]:
-    """Write the images of each split to shards in the new or empty folder `output`; returns its manifest.
+def prepare(keys: PrepareImages, *, show_progress: bool = True) -> dict[str, Any]:
+    """Write the images of each split to shards in the new or empty folder `keys.output`; returns its manifest.
 
-    A shard has at most `shard_bytes`, but at least one image. `processes` decode and encode, by default one per core.
-    ValueError if no image of a split can be read.
+    A shard has at most `shard_bytes`, but at least one image. ValueError if no image of a split can be read.
     """
+    sources, output = open_input(keys), Path(keys.output)
     if output.is_dir() and any(output.iterdir()):
         raise FileExistsError(f"{output} is not empty")
     begun = output.with_name(f"{output.name}.partial")
@@ -115,10 +91,9 @@ def prepare(
     try:
         with progress_bar("packing", sum(map(len, sources.values())), shown=show_progress) as advance:
             for split, source in sources.items():
-                writer = _Writer(begun, split, source, shard_bytes, multi_label)
-                workers = 0 if encoding.format == "keep" else min(processes or usable_cores(), len(source) // 16)
-                files = DataLoader(_Files(source, encoding), batch_size=None, num_workers=workers)
-                for index, one in enumerate(files):
+                writer = _Writer(begun, split, source, keys)
+                workers = 0 if keys.format == "keep" else min(keys.processes or usable_cores(), len(source) // 16)
+                for index, one in enumerate(DataLoader(_Files(source, keys), batch_size=None, num_workers=workers)):
                     if one.reason is None:
                         writer.add(index, one)
                     else:
@@ -126,11 +101,11 @@ def prepare(
                     advance(1)
                 splits[split] = writer.finish()
         manifest = {
-            "format": encoding._asdict(),
+            "format": {name: getattr(keys, name) for name in ("format", "size", "quality")},
             "class_names": list(sources["train"].class_names),
-            "multi_label": multi_label,
+            "multi_label": keys.multi_label,
             "unreadable": len(failed),
-            "named": failed[:NAMED],
+            "named": failed[:_NAMED],
             "splits": splits,
         }
         (begun / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -143,16 +118,18 @@ def prepare(
 class _Files(Dataset[Encoded]):
     """Each image of a source as the file that a shard holds."""
 
-    def __init__(self, source: Any, encoding: Encoding) -> None:
-        self.source, self.encoding = source, encoding
+    def __init__(self, source: Any, keys: PrepareImages) -> None:
+        self.source, self.keys = source, keys
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __getitem__(self, index: int) -> Encoded:
         try:
-            data, ending = self.source.read_file(index)[0], ending_of(self.source.path(index))
-            return Encoded(data, ending) if self.encoding.format == "keep" else encode_image(data, self.encoding)
+            data = self.source.read_file(index)[0]
+            if self.keys.format == "keep":
+                return Encoded(data, ending_of(self.source.path(index)))
+            return encode_image(data, self.keys.size, self.keys.quality)
         except UNREADABLE as error:
             return Encoded(b"", "", first_line(error))
 
@@ -162,13 +139,13 @@ def ending_of(path: str) -> str:
     return PurePosixPath(path).suffix.lower().removeprefix(".")
 
 
-def encode_image(data: bytes, encoding: Encoding) -> Encoded:
-    """Encode the image of a file as JPEG, upright, its shorter side scaled down to `encoding.size`.
+def encode_image(data: bytes, size: int | None, quality: int) -> Encoded:
+    """Encode the image of a file as JPEG, upright, its shorter side scaled down to `size`.
 
     A JPEG file that is small enough is kept: encoding it again would only lose quality. Raises one of UNREADABLE.
     """
     image = decode(io.BytesIO(data))
-    shorter, size = min(image.size), encoding.size
+    shorter = min(image.size)
     if size is None or shorter <= size:
         if data.startswith(b"\xff\xd8"):
             return Encoded(data, "jpg")
@@ -177,8 +154,8 @@ def encode_image(data: bytes, encoding: Encoding) -> Encoded:
         image = _plain(image).resize((width, height), Image.Resampling.BICUBIC)
     written = io.BytesIO()
     # By default JPEG stores colours at half their width and height: too coarse for high quality.
-    sampling = {"subsampling": 0} if encoding.quality >= _FULL_COLOURS else {}
-    _plain(image).save(written, "JPEG", quality=encoding.quality, **sampling)
+    sampling = {"subsampling": 0} if quality >= _FULL_COLOURS else {}
+    _plain(image).save(written, "JPEG", quality=quality, **sampling)
     return Encoded(written.getvalue(), "jpg")
 
 
@@ -190,9 +167,8 @@ def _plain(image: Image.Image) -> Image.Image:
 class _Writer:
     """Writes the shards and the index of one split."""
 
-    def __init__(self, folder: Path, split: str, source: Any, shard_bytes: int, multi_label: bool) -> None:
-        self.folder, self.split, self.source = folder, split, source
-        self.shard_bytes, self.multi_label = shard_bytes, multi_label
+    def __init__(self, folder: Path, split: str, source: Any, keys: PrepareImages) -> None:
+        self.folder, self.split, self.source, self.keys = folder, split, source, keys
         self.rows: list[tuple[int, int, int, int]] = []
         self.targets: list[Any] = []
         self.names: list[str] = []
@@ -201,7 +177,7 @@ class _Writer:
 
     def add(self, index: int, one: Encoded) -> None:
         key, (ending, label) = f"{len(self.rows):09d}", self._label(self.source.targets()[index])
-        if self.tar is not None and self.tar.offset + _space(one.data) + _space(label) > self.shard_bytes:
+        if self.tar is not None and self.tar.offset + _space(one.data) + _space(label) > self.keys.shard_bytes:
             self.tar.close()
             self.tar = None
         if self.tar is None:
@@ -224,7 +200,7 @@ class _Writer:
             raise ValueError(f"none of the {len(self.source)} {self.split} images can be read")
         self.tar.close()
         np.save(self.folder / f"{self.split}.index.npy", np.array(self.rows, dtype=np.int64))
-        targets = np.array(self.targets).astype(np.uint8 if self.multi_label else np.int64)
+        targets = np.array(self.targets).astype(np.uint8 if self.keys.multi_label else np.int64)
         np.save(self.folder / f"{self.split}.targets.npy", targets)
         lines = "".join(f"{json.dumps(name)}\n" for name in self.names)
         (self.folder / f"{self.split}.names.txt").write_text(lines, encoding="utf-8")
@@ -232,7 +208,7 @@ class _Writer:
         return {"images": len(self.rows), "shards": self.shards, "bytes": size}
 
     def _label(self, target: Any) -> tuple[str, bytes]:
-        if not self.multi_label:
+        if not self.keys.multi_label:
             return "cls", str(int(target)).encode()
         names = [self.source.class_names[int(place)] for place in np.flatnonzero(target)]
         return "json", json.dumps({"labels": names}).encode()

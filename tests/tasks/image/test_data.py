@@ -93,12 +93,6 @@ def test_digits_batches_and_info():
     assert abs(everything.std() - 1) < 0.05
 
 
-def test_grey_images_for_a_colour_model():
-    module = open_data("digits", img_size=32, in_chans=3, augment={"auto_augment": "rand-m9-mstd0.5-inc1"})
-    assert next(iter(module.train_dataloader()))[0].shape == (4, 3, 32, 32)
-    assert len(module.info.mean) == 3
-
-
 def test_folder_with_splits(folder):
     module = open_data("folder", folder)
     assert module.info.class_names == list(CLASSES)

@@ -407,14 +407,6 @@ def test_an_empty_flag_is_not_taken_for_an_absent_label(cells, tmp_path):
     assert "\n" not in str(error.value)
 
 
-JOINED = {
-    "cat|indoors": "the label 'cat|dog' is a class of its own, and so are 'cat' and 'dog': if it is several labels, "
-    "give data.multi_label=true \"data.label_delimiter='|'\"",
-    "cat; indoors": "the label 'cat; dog' is a class of its own, and so are 'cat' and 'dog'",
-    "cat-indoors": None,  # no usual delimiter
-}
-
-
 def test_columns_of_flags_are_labels_in_the_order_that_was_given(tmp_path):
     write_digits(tmp_path, "", range(40))
     lines = [f"{i}.png,{i % 2},{int(i < 4)}" for i in range(40)]
