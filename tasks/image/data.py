@@ -155,7 +155,8 @@ class ImageDataModule(TaskData):
         keys = read(ImageDataKeys, measured, "data")
         if is_named(keys.datamodule):
             stage = {"val": "validate", "test": "test"}[split]
-            given = OwnDataModule.open(keys, batch_size=keys.eval_batch_size or batch_size, stage=stage, alone=True)
+            size = keys.eval_batch_size or batch_size
+            given = OwnDataModule(keys, batch_size=size, stage=stage, one_process=True)
             given.adopt(_adopt_classes(given.info, trained, numbers))
             return given
         datamodule = cls(keys, batch_size=batch_size, seed=config.get("seed", 0))
@@ -216,7 +217,7 @@ class ImageDataModule(TaskData):
             sizes = {"train": len(splits.train), "val": len(splits.validation), "test": len(splits.test)}
             class_names = list(splits.train.source.class_names)
         if not keys.multi_label and max(len(class_names), keys.num_classes or 0) == 1:
-            raise ValueError(f"{self.root or keys.source} has one class alone: {''.join(class_names)}")
+            raise ValueError(f"{self.root or keys.source} has only one class: {''.join(class_names)}")
         if keys.num_classes is not None and keys.num_classes < len(class_names):
             raise ValueError(f"data.num_classes={keys.num_classes} is less than the {len(class_names)} classes")
         self._info = self._describe(class_names, sizes)

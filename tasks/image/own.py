@@ -137,8 +137,8 @@ class OwnDataModule(TaskData):
     Its batches are as in `longseq.tasks.ImageClassifier.read_batch`, with images that are ready for the model: `keys`
     (img_size, mean, std and more) describe how they were made, for predictions and exported files. The class names are
     its attribute `classes` or `class_to_idx`; without names, their number is its `num_classes` or `data.num_classes`.
-    Without a test loader, the validation is also the test. `setup` is called once for each stage. With `alone` it
-    serves one process only.
+    Without a test loader, the validation is also the test. It is set up for `stage` (fit, validate, test); `setup` is
+    called once for each stage. With `one_process`, runs of several processes are refused.
     """
 
     info_class = DataInfo
@@ -146,29 +146,22 @@ class OwnDataModule(TaskData):
 
     splits = None
 
-    def __init__(self, keys: ImageDataKeys, *, batch_size: int, alone: bool = False) -> None:
+    def __init__(self, keys: ImageDataKeys, *, batch_size: int, stage: str = "fit", one_process: bool = False) -> None:
         super().__init__()
-        self.keys, self._alone = keys, alone
-        self._build(batch_size)
-
-    @classmethod
-    def open(cls, keys: ImageDataKeys, *, batch_size: int, stage: str, alone: bool = False) -> OwnDataModule:
-        """The data module, set up for `stage` (fit, validate, test), with the info of its data."""
-        datamodule = cls(keys, batch_size=batch_size, alone=alone)
-        datamodule._prepare(stage)
-        if stage != "validate" and not datamodule._has_test:
-            _log.warning("%s has no test split: the validation images are also the test images", datamodule.label)
-        return datamodule
+        self.keys, self._one_process = keys, one_process
+        self._build(batch_size, stage)
+        if stage != "validate" and not self._has_test:
+            _log.warning("%s has no test split: the validation images are also the test images", self.label)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> OwnDataModule:
-        return cls.open(read(ImageDataKeys, config["data"], "data"), batch_size=batch_size, stage="fit")
+        return cls(read(ImageDataKeys, config["data"], "data"), batch_size=batch_size)
 
     def adopt(self, info: DataInfo) -> None:
         """Take the info of a trained model's data, which this data fits."""
         self._info = info
 
-    def _build(self, batch_size: int) -> None:
+    def _build(self, batch_size: int, stage: str) -> None:
         node: Any = self.keys.datamodule
         self.own: LightningDataModule = build_own(node, f"data.{DATAMODULE}", {"batch_size": batch_size})
         self.own.trainer = self.trainer
@@ -176,8 +169,6 @@ class OwnDataModule(TaskData):
         self.batch_size, self.eval_batch_size = batch_size, self.keys.eval_batch_size or batch_size
         self._prepared = False
         self._stages: set[str | None] = set()
-
-    def _prepare(self, stage: str) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             self.prepare_data()
         self.setup(stage)
@@ -208,8 +199,7 @@ class OwnDataModule(TaskData):
 
     def take_recipe(self, config: Mapping[str, Any], batch_size: int) -> None:
         if "batch_size" in inspect.signature(type(self.own)).parameters:
-            self._build(batch_size)
-            self._prepare("fit")
+            self._build(batch_size, "fit")
         self.batch_size, self.eval_batch_size = batch_size, self.keys.eval_batch_size or batch_size
 
     def prepare_data(self) -> None:
@@ -253,7 +243,7 @@ class OwnDataModule(TaskData):
         return is_overridden("test_dataloader", self.own, LightningDataModule)
 
     def _evaluated(self, name: str) -> Any:
-        if self._alone and self.trainer is not None and self.trainer.world_size > 1:
+        if self._one_process and self.trainer is not None and self.trainer.world_size > 1:
             raise ValueError(f"{self.label} does not divide its samples among processes: give trainer.devices=1")
         return getattr(self.own, name)()
 

@@ -6,8 +6,9 @@ import csv
 import io
 import math
 import os
-from collections.abc import Mapping, Sequence
-from itertools import islice
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -300,10 +301,8 @@ def pick_examples(datamodule: Any, count: int) -> tuple[Tensor, Tensor] | None:
 def stratified_order(classes: np.ndarray) -> np.ndarray:
     """Places of `classes` [N] in a fixed random order: one of each class, then a second one of each, ..."""
     shuffled = np.random.default_rng(0).permutation(len(classes))
-    by_class = np.argsort(classes[shuffled], kind="stable")
-    _, counts = np.unique(classes, return_counts=True)
-    turns = np.empty(len(classes), dtype=np.int64)
-    turns[by_class] = np.arange(len(classes)) - np.repeat(np.cumsum(counts) - counts, counts)
+    counters: defaultdict[int, Iterator[int]] = defaultdict(count)
+    turns = [next(counters[label]) for label in classes[shuffled].tolist()]
     return shuffled[np.argsort(turns, kind="stable")]
 
 

@@ -104,5 +104,5 @@ def test_a_class_map_picks_and_orders_classes(tmp_path):
 
 
 def test_one_class_is_nothing_to_tell_apart(tmp_path):
-    with pytest.raises(ValueError, match="one class alone: cat"):
+    with pytest.raises(ValueError, match="only one class: cat"):
         open_folder(draw(tmp_path, "cat"), val_fraction=0.5)
