@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,62 +48,64 @@ class DeviceTransform:
     def __call__(self, batch: Batch) -> Batch:
         return self.finish(self.decode(batch))
 
-    def decode(self, batch: Batch) -> tuple[Batch, list[Tensor | None] | None]:
-        """The first half of the work: the batch and its decoded files; None for files too many to be in memory at once.
+    def decode(self, batch: Batch) -> tuple[Batch, Tensor | None]:
+        """Decode a batch: the batch and the pixels of its files [F, 3, H, W]; None if they would not fit in memory.
 
-        It waits for nvJPEG, and may run in another thread than `finish`, on the same stream.
+        Waits for nvJPEG, so it runs in a thread of its own, on the stream of `finish`.
         """
-        encoded = batch.inputs
-        if not isinstance(encoded, EncodedImages) or len(parts := _parts(encoded.files)) > 1:
+        if not isinstance(batch.inputs, EncodedImages):  # no file of the batch could be read
             return batch, None
-        return batch, self._decode(encoded, parts[0])
+        batch = batch._replace(targets=batch.targets.clone())
+        parts = _parts(batch.inputs.files)
+        return batch, self._load(batch, parts[0]) if len(parts) == 1 else None
 
-    def finish(self, decoded: tuple[Batch, list[Tensor | None] | None]) -> Batch:
-        """The second half: crops, colours and erased pixels."""
-        (encoded, targets, failures), pictures = decoded
-        if not isinstance(encoded, EncodedImages):  # nothing could be read
-            return decoded[0]
-        targets = targets.clone()
-        images = self._crop(encoded, pictures, targets, failures)
+    def finish(self, decoded: tuple[Batch, Tensor | None]) -> Batch:
+        """Crop, augment and erase the images of a decoded batch, without waiting for the device."""
+        batch, pixels = decoded
+        encoded = batch.inputs
+        if not isinstance(encoded, EncodedImages):
+            return batch
+        cropped = []
+        for files in _parts(encoded.files):
+            samples = encoded.samples[(encoded.samples[:, 0] >= files[0]) & (encoded.samples[:, 0] <= files[-1])]
+            found = self._load(batch, files) if pixels is None else pixels
+            cropped.append(self._resize(found, samples[:, 0] - files[0], samples))
+        images = torch.cat(cropped).view(-1, 3, self.info.side, self.info.side)
         images = apply_steps(images, encoded.kinds, encoded.numbers, self.fill)
         if self.info.in_chans == 1:
             images = rgb_to_grayscale(images.float())
         images = images.round().to(torch.uint8)
         if len(encoded.where):
-            chosen = encoded.erased.nonzero().flatten().to(self.device)
+            chosen = self._send(encoded.erased.nonzero().flatten())
             part = images[chosen]
-            where = encoded.where.to(self.device)[:, None].expand_as(part)
-            images[chosen] = part.masked_scatter(where, encoded.values.to(self.device))
-        return Batch(images, targets.to(self.device), failures)
+            where = self._send(encoded.where)[:, None].expand_as(part)
+            images[chosen] = part.masked_scatter(where, self._send(encoded.values))
+        return Batch(images, self._send(batch.targets), batch.failures)
 
-    def _crop(
-        self, encoded: EncodedImages, decoded: list[Tensor | None] | None, targets: Tensor, failures: list[Failure]
-    ) -> Tensor:
-        """The cropped and mirrored images [B, 3, S, S] in 0..255."""
-        side, cropped = self.info.side, []
-        for files in _parts(encoded.files):
-            images: list[Any] = self._decode(encoded, files) if decoded is None else decoded
-            rows = encoded.samples[(encoded.samples[:, 0] >= files[0]) & (encoded.samples[:, 0] <= files[-1])]
-            for number, image in zip(files, images, strict=True):
-                if image is None:
-                    images[number - files[0]] = self._replace(encoded, number, targets, failures)
-            cropped.append(self._resize(images, rows[:, 0] - files[0], rows))
-        return torch.cat(cropped).view(-1, 3, side, side)
+    def _send(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
 
-    def _resize(self, images: list[Tensor], file_of: Tensor, samples: Tensor) -> Tensor:
-        """The crops [N, 3, S, S] that the rows of `samples` say, of the images with the numbers `file_of`.
-
-        Resizing is linear in each axis: two products with the weights of all pixels resize a batch at once. There are
-        few calls: each one of this thread interrupts that of the training step.
-        """
+    def _load(self, batch: Batch, files: Sequence[int]) -> Tensor:
+        """The decoded pixels [F, 3, H, W] of files, padded by zeros to the size of the largest."""
+        images: list[Any] = self._decode(batch.inputs, files)
+        for number, image in zip(files, images, strict=True):
+            if image is None:
+                images[number - files[0]] = self._replace(batch.inputs, number, batch.targets, batch.failures)
         height, width = (max(image.shape[axis] for image in images) for axis in (1, 2))
         nested = torch.nested.as_nested_tensor(images).to(self.precision)
-        pixels = nested.to_padded_tensor(0.0, (len(images), 3, height, width))
-        here = torch.cat([samples[:, 1:11], file_of[:, None]], dim=1).to(self.device)
-        down, across = self._weigh(here[:, 0:10:2], height), self._weigh(here[:, 1:10:2], width)
-        repeated = pixels if len(images) == len(samples) else pixels[here[:, 10]]
-        wide = repeated.flatten(1, 2) @ across.mT
-        found = down[:, None] @ wide.view(len(samples), 3, height, -1)
+        return nested.to_padded_tensor(0.0, (len(images), 3, height, width))
+
+    def _resize(self, pixels: Tensor, file_of: Tensor, samples: Tensor) -> Tensor:
+        """Crop the images [F, 3, H, W] as the rows of `samples` say: [N, 3, S, S]; `file_of` [N] numbers their files.
+
+        Resizing is linear in each axis: two products with the weights of all pixels resize a batch at once.
+        """
+        here = self._send(torch.cat([samples[:, 1:11], file_of[:, None]], dim=1))
+        height, width = pixels.shape[2:]
+        down, across = self._weigh(torch.cat([here[:, 0:10:2], here[:, 1:10:2]]), max(height, width)).chunk(2)
+        repeated = pixels if len(pixels) == len(samples) else pixels[here[:, 10]]
+        wide = repeated.flatten(1, 2) @ across[..., :width].mT
+        found = down[:, None, :, :height] @ wide.view(len(samples), 3, height, -1)
         return found.round_().clamp_(0, 255)
 
     def _weigh(self, axis: Tensor, length: int) -> Tensor:
@@ -222,27 +225,41 @@ def decode_jpegs(files: list[Tensor], device: torch.device) -> list[Tensor | Non
 
 
 def apply_steps(images: Tensor, kinds: Tensor, numbers: Tensor, fill: Tensor) -> Tensor:
-    """Apply to each image [B, 3, S, S] of floats in 0..255 its operations, in place.
+    """Apply to each image [B, 3, S, S] of floats in 0..255 its operations.
 
     `kinds` [n, B] and `numbers` [n, B, 6] are as in `EncodedImages`; `fill` [3, 1, 1] is the colour of the corners that
-    an affine map leaves. Images with the same operation are changed at once.
+    an affine map leaves. Each turn sorts the images by operation, so that an operation is applied to a slice.
     """
-    order, counts = kinds.argsort(dim=1), [row.bincount(minlength=len(KINDS)).tolist() for row in kinds]
-    order_here, numbers_here = order.to(images.device), numbers.to(images.device, images.dtype)
-    for turn, count in enumerate(counts):
-        end = count[0]
-        for kind, size in zip(KINDS[1:], count[1:], strict=True):
-            if size:
-                chosen = order_here[turn, end : end + size]
-                changed = _OPERATIONS[kind](images[chosen], numbers_here[turn, chosen], fill)
-                images[chosen] = changed.round_().clamp_(0, 255)
-                end += size
-    return images
+    if not len(kinds):
+        return images
+    device = images.device
+    orders = kinds.argsort(dim=1)
+    places = orders.argsort(dim=1)  # of each image among the sorted ones
+    numbers = numbers.gather(1, orders[..., None].expand_as(numbers)).to(device, images.dtype, non_blocking=True)
+    # Each turn takes the images from their places of the turn before.
+    moves = [order if turn == 0 else places[turn - 1][order] for turn, order in enumerate(orders)]
+    moves_here = torch.stack([*moves, places[-1]]).to(device, non_blocking=True)
+    for turn, row in enumerate(kinds):
+        images, changed = images[moves_here[turn]], []
+        parts = images.split(row.bincount(minlength=len(KINDS)).tolist())
+        start = 0
+        for kind, part in zip(KINDS, parts, strict=True):
+            if len(part):
+                amounts = numbers[turn, start : start + len(part)]
+                changed.append(part if kind == "none" else _OPERATIONS[kind](part, amounts, fill))
+                start += len(part)
+        images = torch.cat(changed).round_().clamp_(0, 255)
+    return images[moves_here[-1]]
+
+
+@cache
+def _luma(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.tensor([0.299, 0.587, 0.114], device=device, dtype=dtype).view(3, 1, 1)
 
 
 def _grey(images: Tensor) -> Tensor:
-    """The lightness [N, 1, S, S] by the weights of ITU-R 601, as Pillow has it."""
-    return (images * images.new_tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(1, keepdim=True).round()
+    """The luma [N, 1, S, S] of ITU-R 601, as in Pillow."""
+    return (images * _luma(images.device, images.dtype)).sum(1, keepdim=True).round()
 
 
 def _amount(numbers: Tensor) -> Tensor:
