@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def task() -> Task:
-    """The five parts of the task."""
+    """The parts of the task."""
     from longseq.tasks.image import config, data, model, module, report
     from longseq.tasks.registry import Task
 

@@ -1,7 +1,15 @@
-"""The configuration keys of image classification."""
+"""The configuration keys of image classification, and the recipe that `recipe=auto` chooses.
+
+The choice depends on the number of images, and on whether the weights are trained. It interpolates between tested
+recipes: the digits (1,295 images, batch 32), CIFAR-10 (45,000 images, batch 256, 100 epochs, light augmentation), and
+from 200,000 images on Vim's for ImageNet-1k (batch 1,024, 300 epochs, Mixup). The batch of all three is the power of
+two nearest to the root of the number of images. Trained weights are tuned with layer-wise rates and drop path as in MAE
+(He et al. 2022, arXiv:2111.06377, table 9); the rate grows with the root of the batch.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -10,27 +18,19 @@ from pydantic import Field, model_validator
 
 from longseq.tasks.config import Choice, ClassifierGroup, Count, Keys, OpenKeys, Positive, Share, TaskKeys, key
 from longseq.tasks.data.labels import ClassWeights, Sampling, check_label_keys
-from longseq.tasks.image.augmentation import Augmentation, Part
-from longseq.tasks.image.info import LEAST_CROP, DataInfo
-from longseq.tasks.image.recipe import choose_recipe, starts_trained
+from longseq.tasks.image.info import DataInfo
+from longseq.tasks.training.automatic import FIND, value_of
 
 Size = Count | Annotated[tuple[Count, Count], Field(strict=False)]
 Set = dict[str, Any] | None
+Part = Annotated[float, Field(ge=0, le=1)]
+Span = Annotated[tuple[Positive, Positive], Field(strict=False)]  # the smallest and the largest value
 
-# Sources whose images have one class each. A plug-in's source may have several.
-ONE_LABEL_SOURCES = ("digits", "fashion_mnist", "cifar10", "folder")
-
-# The source of classes of the user's own, and the keys that name them.
+# The source of the user's own classes, and the keys that name them.
 OWN, DATAMODULE = "own", "datamodule"
 OWN_KEYS = ("train_set", "val_set", "test_set", DATAMODULE)
-# How a source names the labels of its images: of folders, and of tables.
+# The keys that say where folders and tables have their labels.
 LABEL_KEYS = ("class_map", "file_column", "label_column", "label_delimiter")
-
-# The recipe that has no sense for weights that nobody has trained.
-FINETUNE = "finetune"
-
-# Each class has a name in the memory of every process, whether it has images or not.
-MOST_CLASSES = 10_000_000
 
 
 class ImageDataKeys(Keys):
@@ -44,8 +44,8 @@ class ImageDataKeys(Keys):
     root: str | None = key(None, "the folder of the data")
     download: bool = key(False, "true: fetch the data if they are not in root")
     in_chans: Literal[1, 3] = key(3, "1: grey, 3: RGB")
-    num_classes: Annotated[int, Field(ge=1, le=MOST_CLASSES)] | None = key(None, "null: the number in the data")
-    class_map: str | dict[Any, Annotated[int, Field(ge=0, lt=MOST_CLASSES)]] | None = key(
+    num_classes: Count | None = key(None, "null: the number in the data")
+    class_map: str | dict[Any, Annotated[int, Field(ge=0)]] | None = key(
         None, "a .txt with one class per line, or {NAME: NUMBER}"
     )
     train_split: str = key("train", "the name of the training split")
@@ -61,9 +61,7 @@ class ImageDataKeys(Keys):
     interpolation: Literal["bicubic", "bilinear", "nearest", "lanczos", "box", "hamming"] = key(
         "bicubic", "of resizing"
     )
-    crop_pct: Annotated[float, Field(ge=LEAST_CROP, le=1)] = key(
-        1.0, "the part of the shorter side that evaluation sees"
-    )
+    crop_pct: Annotated[float, Field(ge=0.1, le=1)] = key(1.0, "the part of the shorter side that evaluation sees")
     eval_batch_size: Count | None = key(None, "null: the training batch of one device")
     num_workers: Annotated[int, Field(ge=0)] | None = key(None, "null: one per core, at most 16 per device")
     decode: Literal["cpu", "gpu", "auto"] = key(
@@ -80,7 +78,7 @@ class ImageDataKeys(Keys):
     label_column: str | Annotated[list[str], Field(min_length=1)] | None = key(
         None, "null: label; or for several labels a list of columns that hold 1 or 0"
     )
-    label_delimiter: str | None = key(None, "what stands between several labels in a cell")
+    label_delimiter: str | None = key(None, "what separates several labels in a cell")
     train_set: Set = key(None, "of source=own: {_target_: my_module.MyDataset, OPTION: VALUE}")
     val_set: Set = key(None, "as train_set; null: val_fraction of the training set")
     test_set: Set = key(None, "as train_set; null: the validation set")
@@ -90,20 +88,9 @@ class ImageDataKeys(Keys):
     def _agree(self) -> ImageDataKeys:
         file = ("file_column", self.file_column or "file_name")
         check_label_keys(self.multi_label, self.label_column, self.label_delimiter, file)
-        if self.multi_label and (self.source in ONE_LABEL_SOURCES or "/" in self.source):
-            raise ValueError(f"multi_label=true: source={self.source} has one class an image: give source=csv")
         if self.class_map is not None and self.source in ("csv", "shards"):
             raise ValueError(f"class_map is for folders: source={self.source} has its own labels")
         return self
-
-
-def per_channel(name: str, values: Sequence[float], in_chans: int) -> list[float]:
-    """`data.mean` or `data.std` with one value for each channel: repeated for RGB, averaged for grey."""
-    if len(values) not in (1, 3):
-        raise ValueError(f"data.{name} has {len(values)} values: give 1 or 3")
-    if len(values) == in_chans:
-        return [float(value) for value in values]
-    return [sum(values) / len(values)] * in_chans
 
 
 class ImageLossKeys(Keys):
@@ -113,8 +100,33 @@ class ImageLossKeys(Keys):
     bce: bool = key(False, "binary cross entropy, one decision for each class")
 
 
+class ErasingKeys(Keys):
+    """The keys of `recipe.augment.erasing`, timm's RandomErasing."""
+
+    prob: Part = key(0.0, "the share of the images of which a rectangle is erased")
+    mode: Literal["const", "rand", "pixel"] = key("const", "zeros, a random colour, or random pixels")
+    count: Count = key(1, "the most rectangles")
+
+
+class Augmentation(Keys):
+    """The random transforms of a sample; the defaults change only the size."""
+
+    crop: Literal["random_resized", "padded", "center"] = key(
+        "center", "random_resized: Inception's; padded: a random crop of the whole image (DeiT III's); center: none"
+    )
+    scale: Span = key((0.08, 1.0), "of random_resized: the least and the largest part of an image's area")
+    ratio: Span = key((3 / 4, 4 / 3), "of random_resized: the width over the height")
+    padding: int = key(4, "of padded: the pixels that are added at each side", ge=0)
+    padding_mode: Literal["constant", "reflect", "edge", "symmetric"] = key("constant", "of padded")
+    hflip: Part = key(0.0, "the share of the images that are mirrored")
+    vflip: Part = key(0.0, "the share of the images that are turned upside down")
+    color_jitter: Part = key(0.0, "timm ignores it together with RandAugment")
+    auto_augment: str | None = key(None, "a policy of timm such as rand-m9-mstd0.5-inc1, 3a or augmix-m3-w3")
+    erasing: ErasingKeys = key(ErasingKeys(), "random erasing")
+
+
 class MixingKeys(Keys):
-    """The keys of `recipe.augment.mixing`; see `longseq.tasks.image.mixing.BatchMixing`."""
+    """The keys of `recipe.augment.mixing`; see `longseq.tasks.image.transforms.BatchMixing`."""
 
     mixup: float = key(0.0, "alpha of Mixup; 0: off", ge=0)
     cutmix: float = key(0.0, "alpha of CutMix; 0: off", ge=0)
@@ -169,13 +181,133 @@ class ImageKeys(TaskKeys):
 
         group = config["task"]
         check_metrics(group["metric"], group["metrics"], multi_label=bool(config["data"]["multi_label"]))
-        if config["recipe"]["name"] == FINETUNE and not starts_trained(config):
-            raise ValueError(
-                f"recipe={FINETUNE} begins with trained weights: give init=FILE, or model=timm model.name=NAME "
-                "model.pretrained=true"
-            )
+        if config["recipe"]["name"] == "finetune" and not starts_trained(config):
+            raise ValueError("recipe=finetune begins with trained weights: give init=FILE or model.pretrained=true")
         if config["init"] is not None and config["model"].get("pretrained"):
             raise ValueError("init and model.pretrained=true both give the first weights: leave one out")
 
     def choose(self, config: Mapping[str, Any], info: DataInfo | None, parts: int) -> Choice:
         return choose_recipe(config, info, parts)
+
+
+# From this number of images on, the recipe is that of ImageNet-1k.
+LARGE = 200_000
+
+# (images below this number, epochs from scratch, epochs from trained weights)
+EPOCHS = ((1_000, 300, 50), (5_000, 150, 20), (LARGE, 100, 10), (math.inf, 300, 5))
+
+SMALLEST_BATCH, LARGEST_BATCH = 32, 1024
+
+LIGHT = {
+    "augment.scale": [0.35, 1.0],
+    "augment.auto_augment": "rand-m9-n1-mstd0.5-inc1",
+    "augment.erasing.prob": 0.0,
+    "augment.repeats": 1,
+    "augment.mixing.mixup": 0.0,
+    "augment.mixing.cutmix": 0.0,
+}
+STRONG = {
+    "augment.scale": [0.08, 1.0],
+    "augment.auto_augment": "rand-m9-mstd0.5-inc1",
+    "augment.erasing.prob": 0.25,
+    "augment.repeats": 3,
+    "augment.mixing.mixup": 0.8,
+    "augment.mixing.cutmix": 1.0,
+}
+
+
+def starts_trained(config: Mapping[str, Any]) -> bool:
+    """True if the model starts from trained weights: from `init`, or timm's."""
+    return config.get("init") is not None or bool(config["model"].get("pretrained"))
+
+
+def choose_recipe(config: Mapping[str, Any], info: DataInfo | None, parts: int = 1) -> Choice:
+    """The values of the recipe's keys that say `auto`, for the data of `info`.
+
+    Values that the recipe states are kept, and others follow from them, such as the learning rate from the batch.
+    `parts`, the devices times the accumulated batches, divide the batch. Without `info`, 1,000 images are assumed: this
+    checks a configuration before the data is open. ValueError for a stream of unknown length.
+    """
+    images = 1_000 if info is None else info.sizes.get("train")
+    recipe, trained = config["recipe"], starts_trained(config)
+    if images is None:
+        raise ValueError(f"recipe={recipe.get('name')} needs the number of images: give data.train_samples=N")
+    large = images >= LARGE
+    head_only = recipe.get("freeze") == "body"
+    batch = value_of(recipe, "batch_size", choose_batch(images, parts))
+    scratch, tuned = next((scratch, tuned) for most, scratch, tuned in EPOCHS if images < most)
+    epochs = value_of(recipe, "epochs", tuned if trained else scratch)
+    if isinstance(recipe.get("updates"), int):
+        length: float | None = recipe["updates"] / max(1, images // batch)
+    else:
+        length = None if recipe.get("tokens") is not None else epochs
+    rate = value_of(recipe, "learning_rate", _choose_rate(config, batch, trained, head_only, large))
+    values: dict[str, Any] = {
+        "batch_size": batch,
+        "epochs": epochs,
+        "learning_rate": rate,
+        "schedule.warmup_epochs": None if length is None else round(min(0.05 * length, 5 if large else math.inf), 4),
+        "validate_every_epochs": 1 if large or length is None else max(1, int(length) // 50),
+        "optimizer.weight_decay": 0.1 if large and not trained and _width(config) < 384 else 0.05,
+        "optimizer.layer_decay": 0.75 if trained and not head_only else None,
+        "model.drop_path_rate": _choose_drop_path(config, trained and not head_only),
+        "loss.label_smoothing": 0.1,
+        **(STRONG if large and not trained else LIGHT),
+    }
+    return Choice(values, _explain(config, info, images, values, trained))
+
+
+def choose_batch(images: int, parts: int = 1) -> int:
+    """The power of two nearest to the root of the number of images, from 32 to 1,024, divisible by `parts`.
+
+    Each part is even, because Mixup pairs the images of a batch. No batch is larger than the data set.
+    """
+    nearest = 2 ** round(math.log2(math.sqrt(max(1, images))))
+    batch = min(max(nearest, SMALLEST_BATCH), LARGEST_BATCH, max(2, images))
+    share = 2 * parts
+    return max(1, batch // share) * share
+
+
+def _choose_rate(config: Mapping[str, Any], batch: int, trained: bool, head_only: bool, large: bool) -> float:
+    if trained and not head_only:
+        return float(f"{1e-4 * math.sqrt(batch / SMALLEST_BATCH):.2g}")
+    if large:
+        return float(f"{1e-3 * batch / LARGEST_BATCH:.3g}")  # as in Vim and DeiT
+    return 1e-3 if head_only or _width(config) < 384 else 5e-4
+
+
+def _choose_drop_path(config: Mapping[str, Any], tuned: bool) -> float | None:
+    if not _is_ours(config):
+        return None  # some models of timm have no such option
+    return 0.1 if tuned else 0.05 if _width(config) >= 384 else None
+
+
+def _width(config: Mapping[str, Any]) -> int:
+    """The width of one of our models; 384, as of a small one, for a model of timm."""
+    width = config["model"].get("embed_dim") or config["scale"].get("embed_dim")
+    return width if _is_ours(config) and isinstance(width, int) else 384
+
+
+def _is_ours(config: Mapping[str, Any]) -> bool:
+    from longseq.plugin_models import TARGET  # imports timm, which takes seconds
+
+    return str(config["model"].get("name")).startswith("longseq_") and TARGET not in config["model"]
+
+
+def _explain(
+    config: Mapping[str, Any], info: DataInfo | None, images: int, values: Mapping[str, Any], trained: bool
+) -> str:
+    """What was chosen and why, in one line."""
+    recipe = config["recipe"]
+    shown = {key: value_of(recipe, key, values[key]) for key in ("batch_size", "epochs", "learning_rate")}
+    rate = "that is searched" if shown["learning_rate"] == FIND else shown["learning_rate"]
+    updates = recipe.get("updates")
+    count, unit = (updates, "update") if isinstance(updates, int) else (shown["epochs"], "epoch")
+    length = f"{count:,} {unit}{'s' * (count != 1)}"
+    strong = values["augment.repeats"] > 1
+    why = "trained weights, tuned gently" if trained else "as for ImageNet" if strong else "few images, seen often"
+    data = f"{images:,} images" + ("" if info is None else f" of {info.num_classes} classes at {info.img_size} px")
+    return (
+        f"recipe {recipe.get('name')} for {data} ({why}): batch {shown['batch_size']}, {length}, learning rate "
+        f"{rate}, {'strong' if strong else 'light'} augmentation"
+    )

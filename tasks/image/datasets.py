@@ -3,71 +3,33 @@
 from __future__ import annotations
 
 import io
-import logging
-import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from timm.data.readers.shared_count import SharedCount
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
-from typing_extensions import Self
 
-from longseq.tasks.commands import Predict
-from longseq.tasks.data.labels import LabelError, name_some, number_of_class
+from longseq.tasks.data.labels import LabelError, number_of_class
 from longseq.tasks.data.loader import UNREADABLE, Batch, BatchLoader, Failure
-from longseq.tasks.data.module import InputFiles
-from longseq.tasks.data.module import Unreadable as NotRead
 from longseq.tasks.data.sampler import SampleIndex, derive_seed
 from longseq.tasks.image.decoding import decode, first_line, in_eight_bits, upright
-from longseq.tasks.image.folder import Found, find_images
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.image.saliency import draw_saliency, saliency
 from longseq.tasks.image.sources import Split
-from longseq.tasks.image.transforms import denormalize, evaluation_transform, normalize
-
-_log = logging.getLogger(__name__)
 
 REPLACEMENTS = 100
-_REPORTED_PATHS = 20
-
-
-class Unreadable:
-    """Records the images that could not be read, each path once, and logs them.
-
-    With on_error="raise", the first one raises ValueError, and a wrong label always does.
-    """
-
-    def __init__(self, on_error: str) -> None:
-        self.on_error = on_error
-        self.reasons: dict[str, str] = {}
-
-    @property
-    def paths(self) -> list[str]:
-        return list(self.reasons)
-
-    def record(self, failures: list[Failure]) -> None:
-        """Record the failures of one batch."""
-        for path, reason, stops in failures:
-            if stops or self.on_error == "raise":
-                raise ValueError(f"{path}: {reason}")
-            if path not in self.reasons:
-                self.reasons[path] = reason
-                if len(self.reasons) <= _REPORTED_PATHS:
-                    _log.warning("skipped unreadable image %s (%s)", path, reason)
 
 
 class TrainingBatches(Dataset[Batch]):
-    """SampleIndexes -> a full batch; an unreadable image is replaced by one that the seed of its index determines.
+    """SampleIndexes -> a full batch. The index of an unreadable image determines the image that replaces it.
 
-    Repeats of an image stand next to each other in a batch: the image is read and decoded once for all of them. The
-    batch is empty if too many replacements in a row are unreadable. `info` is that of the data.
+    Repeats of an image are neighbours in a batch: the image is read and decoded once for all of them. The batch is
+    empty if too many replacements in a row are unreadable. With `info`, labels are compared with its classes.
     """
 
     def __init__(self, split: Split, transform: Callable[..., Any], seed: int, info: DataInfo | None = None) -> None:
@@ -83,14 +45,13 @@ class TrainingBatches(Dataset[Batch]):
             samples = [(self.transform(image), target) for image, target in self.samples(indices, failures)]
         if len(samples) < len(indices):
             return Batch(torch.empty(0), torch.empty(0), failures)
-        return Batch(
-            torch.stack([image for image, _ in samples]), as_targets([target for _, target in samples]), failures
-        )
+        images, targets = zip(*samples, strict=True)
+        return Batch(torch.stack(images), as_targets(targets), failures)
 
     def samples(self, indices: list[SampleIndex], failures: list[Failure]) -> Iterator[tuple[Any, Any]]:
-        """Each image with its class, where the generators are seeded for its transform.
+        """Yields each image with its class, and seeds the generators for its transform.
 
-        It ends early if too many replacements in a row are unreadable.
+        Ends early if too many replacements in a row are unreadable.
         """
         sample: tuple[Any, Any] | None = None
         position = -1
@@ -116,7 +77,7 @@ class TrainingBatches(Dataset[Batch]):
 
 
 class EvaluationBatches(Dataset[Batch]):
-    """Positions -> a batch without the images that cannot be read."""
+    """Positions -> a batch; images that cannot be read are left out."""
 
     def __init__(self, split: Split, transform: Callable[[Image.Image], Any], info: DataInfo) -> None:
         self.split, self.transform, self.info = split, transform, info
@@ -135,16 +96,19 @@ class EvaluationBatches(Dataset[Batch]):
                 images.append(self.transform(sample[0]))
                 targets.append(sample[1])
         num_labels = self.info.num_classes if self.info.multi_label else None
-        return Batch(_stack(images, (self.info.in_chans, *self.info.sides)), as_targets(targets, num_labels), failures)
+        return Batch(stack_images(images, self.info), as_targets(targets, num_labels), failures)
 
 
 def _in_classes(
     sample: tuple[Any, Any] | Failure, split: Split, position: int, info: DataInfo | None
 ) -> tuple[Any, Any] | Failure:
-    """The sample, or a failure that stops the run where its label is the number of no class."""
-    if isinstance(sample, Failure) or info is None or not isinstance(sample[1], int):
-        return sample
-    if 0 <= sample[1] < info.num_classes:
+    """The sample, or a failure that stops the run if its label is not the number of a class."""
+    if (
+        isinstance(sample, Failure)
+        or info is None
+        or not isinstance(sample[1], int)
+        or 0 <= sample[1] < info.num_classes
+    ):
         return sample
     message = f"the label {sample[1]} is not among the classes 0 to {info.num_classes - 1}"
     return Failure(split.source.path(int(split.indices[position])), message, stops=True)
@@ -153,9 +117,9 @@ def _in_classes(
 class StreamBatches(IterableDataset[Batch]):
     """Batches of a timm IterableImageDataset, in its own order.
 
-    Images that cannot be read are skipped, and others of the stream take their places. Training yields full batches
-    only. In an evaluation, each rank takes every `world_size`-th image of the whole stream: all ranks read the whole
-    stream, so that no image is used twice or left out. A batch without images carries failures at the end of a stream.
+    Images that cannot be read are skipped, and later images take their places. Training yields only full batches. In an
+    evaluation, all ranks read the whole stream, and each takes every `world_size`-th image: none is used twice or left
+    out. At the end of a stream, a batch without images may carry failures.
     """
 
     def __init__(
@@ -214,7 +178,7 @@ class StreamBatches(IterableDataset[Batch]):
                         break
             if not self.training or not readable:
                 break
-            # timm counts samples that cannot be read as well: another pass gives others.
+            # timm's count includes samples that cannot be read: another pass replaces them.
             wanted = (drawn - before) // self.batch_size if wanted is None else wanted
         if images and not self.training:
             yield Batch(torch.stack(images), torch.tensor(targets), failures)
@@ -222,7 +186,7 @@ class StreamBatches(IterableDataset[Batch]):
             yield Batch(torch.empty(0), torch.empty(0), failures)
 
     def _leave_encoded(self) -> None:
-        """Let a Hugging Face stream give its images as they are stored: within its iterator, a bad one would end it."""
+        """Make a Hugging Face stream yield encoded images: its iterator would end at the first broken one."""
         reader = self.dataset.reader
         if not self._is_encoded and type(reader).__name__ == "ReaderHfids":
             reader._lazy_init()
@@ -232,7 +196,7 @@ class StreamBatches(IterableDataset[Batch]):
         self._is_encoded = True
 
     def _read(self, found: Any, target: Any, count: int) -> tuple[Image.Image, int] | Failure:
-        """A sample of the stream. A Hugging Face stream gives {"bytes": ..., "path": ...}, or None without an image."""
+        """The image and class of a sample, whose image may be {"bytes": ..., "path": ...} (Hugging Face) or None."""
         stored: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
         name = stored.get("path")
         try:
@@ -251,7 +215,7 @@ class StreamBatches(IterableDataset[Batch]):
 class StreamLoader(BatchLoader):
     """A BatchLoader over a stream; each training epoch begins at the start of the stream.
 
-    A stream has no sampler, also where Lightning makes its loader anew.
+    It ignores the sampler that Lightning passes when it recreates a loader.
     """
 
     def __init__(
@@ -284,79 +248,8 @@ class StreamLoader(BatchLoader):
     def __len__(self) -> int:
         stream: Any = self.dataset
         if not stream.training:
-            raise TypeError("a stream does not know how many evaluation batches it gives")
+            raise TypeError("the length of a stream is unknown")
         return len(stream.dataset) // stream.batch_size
-
-
-class ImageFiles(InputFiles):
-    """The image files of a folder (all levels), or one file, in the order of their paths, transformed for a model.
-
-    Items are (uint8 [C, H, W], path), or of an image that cannot be read the reason, which is logged. `passed_over`
-    lists the files of the folder that are hidden or have no image ending. ValueError if there are no images.
-    """
-
-    def __init__(self, path: str, info: DataInfo) -> None:
-        root = Path(path)
-        if not root.exists():
-            raise FileNotFoundError(f"input={path} does not exist")
-        found = Found([str(root)], []) if root.is_file() else find_images(str(root))
-        self.paths, self.passed_over = sorted(found.images), found.passed_over
-        if not self.paths:
-            raise ValueError(f"input={path} holds no images")
-        self.info = info
-        self.transform = evaluation_transform(info)
-        self.shape = (info.in_chans, *info.sides)
-        self._root = str(root.parent if root.is_file() else root)
-        self._notes: list[str] = []
-
-    @classmethod
-    def open(cls, path: str, info: DataInfo, keys: Predict) -> Self:
-        if keys.saliency_class is not None and str(keys.saliency_class) not in info.class_names:
-            raise ValueError(f"saliency_class={keys.saliency_class} is not among {name_some(info.class_names)}")
-        return super().open(path, info, keys)
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, str] | NotRead:
-        path = self.paths[index]
-        try:
-            return self.transform(decode(path)), path
-        except UNREADABLE as error:
-            _log.warning("skipped unreadable image %s (%s)", path, first_line(error))
-            return NotRead(path, f"unreadable: {first_line(error)}")
-
-    def collate(self, items: list[tuple[Tensor, str] | NotRead]) -> tuple[Tensor, list[str], list[NotRead]]:
-        """Images uint8 [B, C, H, W], their paths, and the images that cannot be read."""
-        read = [item for item in items if not isinstance(item, NotRead)]
-        images = _stack([image for image, _ in read], self.shape)
-        return images, [path for _, path in read], [item for item in items if isinstance(item, NotRead)]
-
-    def prepare(self, batch: Tensor) -> Tensor:
-        """The normalised images."""
-        return normalize(batch, self.info)
-
-    def score(self, model: nn.Module, batch: Tensor, paths: list[str], keys: Predict) -> Tensor:
-        if keys.saliency is None:
-            return super().score(model, batch, paths, keys)
-        names, chosen = self.info.class_names, None
-        if keys.saliency_class is not None:
-            chosen = torch.full((len(batch),), names.index(str(keys.saliency_class)), device=batch.device)
-        logits, maps = saliency(model, batch, chosen)
-        chosen = logits.argmax(dim=1) if chosen is None else chosen
-        spread = logits.sigmoid() if self.info.multi_label else logits.softmax(dim=1)
-        probabilities = spread.gather(1, chosen[:, None])[:, 0].tolist()
-        pixels = denormalize(batch, self.info).cpu()
-        captions = [f"{names[one]} {value:.3f}" for one, value in zip(chosen.tolist(), probabilities, strict=True)]
-        for path, *shown in zip(paths, pixels, maps.cpu(), captions, strict=True):
-            picture = Path(keys.saliency, os.path.relpath(path, self._root) + ".png")
-            picture.parent.mkdir(parents=True, exist_ok=True)
-            draw_saliency(*shown).save(picture)
-        self._notes = [f"pictures of saliency written below {keys.saliency}"]
-        return logits
-
-    def notes(self) -> list[str]:
-        return self._notes
 
 
 def as_targets(targets: Sequence[Any], num_labels: int | None = None) -> Tensor:
@@ -387,18 +280,18 @@ def preserved_random_state() -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
-def _stack(images: list[Tensor], shape: tuple[int, int, int]) -> Tensor:
-    """Images [B, C, H, W], also for B = 0."""
-    return torch.stack(images) if images else torch.empty(0, *shape, dtype=torch.uint8)
+def stack_images(images: list[Tensor], info: DataInfo) -> Tensor:
+    """Images uint8 [B, C, H, W], also for B = 0."""
+    return torch.stack(images) if images else torch.empty(0, info.in_chans, *info.sides, dtype=torch.uint8)
 
 
 def replace_position(seed: int, index: SampleIndex, attempt: int, count: int) -> int:
-    """The position, among `count`, of the image that takes the place of an unreadable one at this attempt."""
+    """The position, below `count`, of the image that replaces an unreadable one at this attempt."""
     return derive_seed(seed, *index, attempt) % count
 
 
 def read_or_failure(split: Split, position: int) -> tuple[Image.Image, Any] | Failure:
-    """The decoded image at a position of a split and its class, or why it cannot be read."""
+    """The decoded image at a position of a split and its class, or the reason why it cannot be read."""
     index = int(split.indices[position])
     try:
         return split.source.read(index)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -21,26 +20,21 @@ DECODING = (
     "floats in 0..1 multiplied by 255, both rounded; of 16-bit colours the upper 8 bits (PPM: rounded as grey); "
     "colour profiles not applied; transparency dropped; converted to RGB, or grey for one channel"
 )
-# The same of `transforms.evaluation_transform`, of squares and of other sizes, by its `crop_mode`.
+# The resizing of `transforms.evaluation_transform`, by `crop_mode`.
 _FILTER = "by Pillow's filter of the name interpolation"
-_CUT = "from round((side - that of img_size) / 2), halves to the even number"
-_SCALED = "those of img_size / crop_pct, rounded down"
+_SCALED = "img_size / crop_pct, rounded down"
+_CUT = "of these img_size are cut out, from round((side - img_size) / 2), halves to the even number"
 RESIZING = {
-    "center": (
-        f"the short side becomes img_size / crop_pct pixels, the long side as many in proportion, both rounded down, "
-        f"{_FILTER}; of these img_size x img_size are cut out, from round((side - img_size) / 2), halves to the even "
-        "number"
-    ),
-    "squash": f"height and width become {_SCALED}, {_FILTER}; of these img_size are cut out, {_CUT}",
+    "center": f"the short side becomes {_SCALED}, the long side in proportion, rounded down, {_FILTER}; {_CUT}",
+    "squash": f"height and width become {_SCALED}, {_FILTER}; {_CUT}",
     "border": (
-        f"height and width are divided by the larger of their ratios to {_SCALED}, and rounded, {_FILTER}; of these "
-        f"img_size are cut out, {_CUT}; a side that is shorter has (that of img_size - side) // 2 pixels of "
-        "round(255 * mean) before it, and the others behind it"
+        f"height and width are divided by the larger of their ratios to {_SCALED}, and rounded, {_FILTER}; {_CUT}; a "
+        "shorter side gets (img_size - side) // 2 pixels of round(255 * mean) before it, and the others behind it"
     ),
 }
+# `center` for images that are not square.
 RESIZING_OBLONG = (
-    f"height and width are divided by the smaller of their ratios to {_SCALED}, and rounded, {_FILTER}; of these "
-    f"img_size (height, width) are cut out, {_CUT}"
+    f"height and width are divided by the smaller of their ratios to {_SCALED}, and rounded, {_FILTER}; {_CUT}"
 )
 
 # Formats that Pillow recognises but does not decode itself, or only with another program (Ghostscript).
@@ -66,24 +60,21 @@ def image_endings() -> frozenset[str]:
 
 
 def is_hidden(name: str) -> bool:
-    """True if the name begins with a dot, as those of files that systems and editors keep for themselves.
-
-    The folder `__MACOSX` is one of these: macOS packs it beside the images, with files of their names.
-    """
+    """True if the name begins with a dot, or is `__MACOSX`: macOS adds this folder to archives."""
     return name.startswith(".") or name == "__MACOSX"
 
 
 def is_image(name: str) -> bool:
-    """True if a file counts as an image: its ending is one of `image_endings`, and it is not hidden."""
-    own = name.rstrip("/").rpartition("/")[2]  # not by pathlib: data sets have millions of names
+    """True if the file has one of the `image_endings` and is not hidden."""
+    own = name.rstrip("/").rpartition("/")[2]  # pathlib would be slow for millions of names
     return os.path.splitext(own)[1].lower() in image_endings() and not is_hidden(own)
 
 
 def decode(file: str | Path | IO[bytes]) -> Image.Image:
     """The image of a file, upright, with 8 bits per channel; raises one of UNREADABLE.
 
-    16-bit integers are scaled by their range, so that a picture has the same values in 8 and in 16 bits. Other integers
-    and floats have no range of their own: floats in [0, 1] are accepted, everything else is a ValueError.
+    16-bit integers are scaled by their range, so that a picture has the same values in 8 and in 16 bits. Floats must
+    lie in [0, 1]. ValueError for other integers and floats, whose range is unknown.
     """
     if isinstance(file, (str, Path)):
         # Pillow 13 maps files that it opens itself into memory, and then misreads rotated TIFF images.
@@ -96,20 +87,20 @@ def decode(file: str | Path | IO[bytes]) -> Image.Image:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, without the Python file that Pillow names, or the name of its type."""
-    told = re.sub(r" ?<_io\.[^>]*>", "", str(error)).strip()
-    return (told or type(error).__name__).splitlines()[0]
+    """The first line of an error's message, without the file object that Pillow prints; or the name of its type."""
+    message = re.sub(r" ?<_io\.[^>]*>", "", str(error)).strip()
+    return (message or type(error).__name__).splitlines()[0]
 
 
 def find_jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """The height and width of a JPEG file that any decoder turns into the image of `decode`, up to rounding.
+    """The height and width of a JPEG file that any decoder reads as `decode` does, up to rounding.
 
-    None for other formats, for CMYK, for colours that are stored as RGB, for an image that EXIF turns, and for a file
-    without an end: these are for `decode`. Raises one of UNREADABLE.
+    None for other formats, CMYK, colours stored as RGB, images that EXIF turns, and files without an end: only `decode`
+    reads these. Raises one of UNREADABLE.
     """
     if not data.startswith(b"\xff\xd8") or not data.rstrip(b"\0").endswith(b"\xff\xd9"):
         return None
-    with Image.open(io.BytesIO(data)) as image:  # reads the head alone
+    with Image.open(io.BytesIO(data)) as image:  # reads only the header
         if image.format != "JPEG" or image.mode not in ("RGB", "L") or image.info.get("adobe_transform") == 0:
             return None
         if "exif" in image.info and _orientation(image) in _TURNS:
@@ -118,7 +109,7 @@ def find_jpeg_size(data: bytes) -> tuple[int, int] | None:
 
 
 def _orientation(image: Image.Image) -> int | None:
-    """The EXIF orientation; None if there is none or the EXIF data is damaged."""
+    """The EXIF orientation; None without it, and for damaged EXIF data."""
     try:
         return image.getexif().get(ExifTags.Base.Orientation)
     except UNREADABLE:
@@ -132,7 +123,7 @@ def upright(image: Image.Image) -> Image.Image:
         return image
     turned = image.transpose(turn)
     turned.format = image.format
-    # The EXIF data is removed, so that nobody rotates the image a second time.
+    # Without EXIF data, no later step rotates the image again.
     turned.info = {key: value for key, value in image.info.items() if key == "transparency"}
     return turned
 
@@ -144,30 +135,27 @@ def in_eight_bits(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
         return _scaled(image, 2 ** _bits(image) - 1, inverted=_white_is_zero(image))
     if image.mode == "I":
-        # Pillow uses this mode for 16 bits of PGM, and before version 11 for those of PNG.
+        # Pillow uses this mode for 16 bits of PGM, and before version 11 also of PNG.
         if image.format not in ("PNG", "PPM"):
             raise ValueError("32-bit integers do not tell which one is white: store 8 or 16 bits, or floats in 0..1")
         return _scaled(image, 65535)
     if image.mode == "F":
         return _scaled(image, 1, inverted=_white_is_zero(image))
-    # Modes that Pillow converts to RGB or L in two steps only, or with a warning.
+    # Pillow converts these modes to RGB or L only in two steps, or with a warning.
     between = {"P": "RGBA" if "transparency" in image.info else "P", "La": "LA", "LAB": "RGB"}.get(image.mode)
     return image if between in (None, image.mode) else image.convert(between)
 
 
 def _correct_planes(image: ImageFile.ImageFile) -> None:
-    """Make Pillow read planes of 16 bits in a TIFF file as such: where they are not compressed, it takes them for 8."""
+    """Make Pillow read the uncompressed 16-bit planes of a TIFF file, which it would take for 8 bits."""
     tags = _tags(image)
     if tags.get(284) == 2 and _bits(image) == 16 and all(tile.codec_name == "raw" for tile in image.tile):
         if image.mode not in ("RGB", "RGBA"):
             raise ValueError(f"16 bits of {image.mode} in planes that are not compressed: store them side by side")
         order = "L" if image.tag_v2.prefix == b"II" else "B"  # type: ignore[attr-defined]
-        image.tile = [tile._replace(args=_with_raw_mode(tile.args, f"{{}};16{order}".format)) for tile in image.tile]
-
-
-def _with_raw_mode(args: Any, change: Callable[[str], str]) -> Any:
-    """The arguments of a decoder of Pillow with another raw mode, which is the first one or the only one."""
-    return (change(args[0]), *args[1:]) if isinstance(args, tuple) else change(args)
+        for place, tile in enumerate(image.tile):
+            args: Any = tile.args if isinstance(tile.args, tuple) else (tile.args,)  # the raw mode, and maybe others
+            image.tile[place] = tile._replace(args=(f"{args[0]};16{order}", *args[1:]))
 
 
 def _scaled(image: Image.Image, white: float, *, inverted: bool = False) -> Image.Image:
@@ -186,7 +174,7 @@ def _bits(image: Image.Image) -> int:
 
 
 def _white_is_zero(image: Image.Image) -> bool:
-    # Pillow inverts such TIFF files of 8 bits, but not those of 16 bits.
+    # Pillow inverts such TIFF files of 8 bits, but not of 16 bits.
     return _tags(image).get(262) == 0
 
 

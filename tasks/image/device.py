@@ -16,7 +16,7 @@ from torchvision.transforms.functional import pil_to_tensor, rgb_to_grayscale
 
 from longseq.tasks.data.loader import UNREADABLE, Batch, Failure
 from longseq.tasks.data.sampler import SampleIndex
-from longseq.tasks.image.augmentation import Augmentation
+from longseq.tasks.image.config import Augmentation
 from longseq.tasks.image.datasets import REPLACEMENTS, read_or_failure, replace_position
 from longseq.tasks.image.decoding import decode
 from longseq.tasks.image.draws import KINDS, EncodedImages

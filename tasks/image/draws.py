@@ -22,7 +22,7 @@ from torchvision import transforms
 
 from longseq.tasks.data.loader import UNREADABLE, Batch, Failure
 from longseq.tasks.data.sampler import SampleIndex
-from longseq.tasks.image.augmentation import Augmentation
+from longseq.tasks.image.config import Augmentation
 from longseq.tasks.image.datasets import TrainingBatches, as_targets, preserved_random_state, read_or_failure
 from longseq.tasks.image.decoding import decode, find_jpeg_size, first_line
 from longseq.tasks.image.info import DataInfo

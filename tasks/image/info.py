@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longseq.tasks.data.info import Info
 
-# The least part of an image's side that an evaluation keeps: of less, hardly anything is left, and the image is
-# enlarged more than tenfold before it is cropped.
-LEAST_CROP = 0.1
+if TYPE_CHECKING:
+    from longseq.tasks.image.config import ImageDataKeys
 
 
 @dataclass(frozen=True)
 class DataInfo(Info):
     """What a model, a checkpoint and an exported file must know of the data.
 
-    `img_size` is [height, width] of a model that reads no squares. `mean` and `std` are per channel, of pixels in
-    [0, 1]. `crop_mode` is how timm calls the way to `img_size`: center, squash or border. `sizes` has the number of
-    images of each split, None if a stream does not know it. With `multi_label` an image has any number of the classes.
-    `class_weights` has the weight of each class in the loss (with `multi_label` that of an image's own labels), None if
-    all are 1. `thresholds` are those of `longseq.tasks.training.metrics.decide`: the probabilities from which a label
-    is given, or the second one of two classes; None for one half, or for the most probable class.
+    `img_size` is [height, width] for images that are not square. `mean` and `std` are per channel, of pixels in [0, 1].
+    `crop_mode` is timm's name of the way to `img_size`: center, squash or border. `sizes` has the number of images in
+    each split, None if a stream does not know it. With `multi_label` an image has any number of the classes.
+    `class_weights` has the weight of each class in the loss (with `multi_label`, of an image's own labels), None if all
+    are 1. `thresholds` are as in `longseq.tasks.training.metrics.decide`: the probability from which each label, or
+    the second of two classes, is predicted; None for one half, or for the most probable class.
     """
 
     class_names: list[str]
@@ -40,6 +40,14 @@ class DataInfo(Info):
     _changed = "other files or labels"
     _meaning = ("class_names", "multi_label")
 
+    @classmethod
+    def from_keys(cls, keys: ImageDataKeys, *, class_names: list[str], **values: Any) -> DataInfo:
+        """The info of data that was opened with these keys of `data`; `values` are the fields that keys lack."""
+        shared = ("img_size", "in_chans", "interpolation", "crop_pct", "multi_label")
+        values |= {name: getattr(keys, name) for name in shared}
+        values |= {name: per_channel(name, getattr(keys, name), keys.in_chans) for name in ("mean", "std")}
+        return cls(class_names=class_names, num_classes=len(class_names), **values)
+
     @property
     def sides(self) -> tuple[int, int]:
         """The height and width of the images that the model reads."""
@@ -57,7 +65,7 @@ class DataInfo(Info):
         return height
 
     def to_keys(self) -> dict[str, Any]:
-        """The keys of `data` that transform other images as these were."""
+        """The keys of `data` that transform other images in the same way."""
         prepared = ("img_size", "in_chans", "mean", "std", "interpolation", "crop_pct", "multi_label")
         return {"name": "images", **{key: getattr(self, key) for key in prepared}}
 
@@ -65,3 +73,12 @@ class DataInfo(Info):
         """The data in a few words."""
         size = " x ".join(str(side) for side in dict.fromkeys(self.sides))
         return f"{size} px, {self.num_classes} {'labels' if self.multi_label else 'classes'}"
+
+
+def per_channel(name: str, values: Sequence[float], in_chans: int) -> list[float]:
+    """`data.mean` or `data.std` with one value per channel: repeated for RGB, averaged for grey."""
+    if len(values) not in (1, 3):
+        raise ValueError(f"data.{name} has {len(values)} values: give 1 or 3")
+    if len(values) == in_chans:
+        return [float(value) for value in values]
+    return [sum(values) / len(values)] * in_chans

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -30,7 +30,7 @@ from longseq.tasks.training.model import (
     note_new_head,
     refuse_difference,
 )
-from longseq.timm_models import DECISION, constructor_defaults, model_name, stated_by, stated_data
+from longseq.timm_models import DECISION, constructor_defaults, stated_by, stated_data
 
 if TYPE_CHECKING:
     from longseq.tasks.training.checkpoint import Loaded
@@ -38,26 +38,19 @@ if TYPE_CHECKING:
 # The endings of files that hold only weights.
 _WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar")
 
-# Weights between the blocks and the head, which some files lack: the norm of pooled features.
-_AFTER_BLOCKS = ("fc_norm.",)
-
-# The arguments of `ImageBackbone` that change what it computes of weights of the same shapes. A model may be tuned with
-# another pooling than it was trained with.
+# Arguments of `ImageBackbone` that change the function of weights with the same shapes. The pooling may change.
 _FUNCTION = ("mixer", "mixer_options", "depth", "direction", "class_token", "no_embed_class", "norm", "norm_eps")
 
 
 class ImageModel(TaskModel):
-    """Builds the models that `timm.create_model` knows, including those of longseq, and those of a plug-in's class."""
+    """Builds models of `timm.create_model`, including longseq's, and models of a plug-in's class."""
 
     def build(self, config: Mapping[str, Any], info: DataInfo) -> nn.Module:
         """The model that `config.model` names.
 
-        An option that is null there has the value of the recipe (`recipe.model`), or else the model's default.
+        A null option has the value of the recipe (`recipe.model`), or else the model's default.
         """
-        is_own = TARGET in config["model"]
-        model = _create_own(config, info) if is_own else self._create(config, info)
-        if config["model"].get("pretrained") and not is_own:
-            _compare_weights_of_timm(model, config["model"]["name"], info)
+        model = _create_own(config, info) if TARGET in config["model"] else self._create(config, info)
         state_data(model, info)
         return model
 
@@ -75,32 +68,25 @@ class ImageModel(TaskModel):
         return timm.create_model(name, num_classes=info.num_classes, in_chans=info.in_chans, **{**options, **weights})
 
     def initialize(self, model: nn.Module, trained: nn.Module) -> None:
-        """As `TaskModel.initialize`; position embeddings are interpolated to the grid of the new model, and the first
-        convolution is fitted to its channels.
+        """As `TaskModel.initialize`, with position embeddings interpolated to the new grid of patches, and the first
+        convolution fitted to the new channels.
 
-        ValueError also if two of our models compute different functions of the same weights.
+        ValueError also if two models of longseq compute different functions of the same weights.
         """
         state = _fit_channels(model, trained)
         if isinstance(model, ImageBackbone):
             grid = getattr(getattr(trained, "patch_embed", None), "grid_size", None)
             state = checkpoint_filter_fn(state, model, grid)
-            if grid is not None and grid != model.patch_embed.grid_size:
-                before, after = (f"{rows} x {columns}" for rows, columns in (grid, model.patch_embed.grid_size))
-                note(model, f"positions of {before} patches are interpolated to {after}")
         copy_weights(model, state)
         if type(model) is type(trained) is ImageBackbone:
             own, its = (describe(one)["model_args"] for one in (model, trained))
             refuse_difference(_function_of(own), _function_of(its))
-            if own["global_pool"] != its["global_pool"]:
-                pools = its["global_pool"], own["global_pool"]
-                note(model, "the features of patches are pooled by {}, and now by {}".format(*pools))
 
     def start_from(self, model: nn.Module, loaded: Loaded, info: DataInfo) -> None:
-        """As `TaskModel.start_from`; the head is new where the classes have other names or another order."""
+        """As `TaskModel.start_from`; the head is new if the classes have other names or another order."""
         head: Any = getattr(model, "get_classifier", nn.Identity)()
         drawn = {name: value.clone() for name, value in head.state_dict().items()}
         super().start_from(model, loaded, info)
-        _compare_preprocessing(model, loaded.data, info)
         theirs = [str(name) for name in loaded.data.get("class_names") or []]
         if theirs != info.class_names:
             head.load_state_dict(drawn)
@@ -115,17 +101,17 @@ class ImageModel(TaskModel):
         return path.endswith(_WEIGHTS) and Path(path).is_file()
 
     def start_from_weights(self, model: nn.Module, config: Mapping[str, Any], info: DataInfo) -> None:
-        """Load a file of timm's weights as timm does, which fits positions, patches and channels to the new model.
+        """Load a file of weights with timm, which fits positions, patches and channels to the new model.
 
-        The head is new where the file has another number of classes. ValueError also for weights that are missing: of
-        some models timm takes whatever fits.
+        The head is new if the file has another number of classes. ValueError also for missing weights: for some models,
+        timm would load whatever fits.
         """
         name, path = config["model"]["name"], config["init"]
         if TARGET in config["model"]:
             raise ValueError(f"init={path}: only models of timm read files of weights")
         try:
             state = load_state_dict(path)
-            # With a head as in the file, timm refuses weights of another model; with another head it takes what fits.
+            # timm checks the weights only if the model has a head as in the file.
             weight = state.get(f"{_head_of(name)}.weight")
             count = 0 if weight is None else len(weight)
             source = {"num_classes": count} | _channels_of(model, name, info.in_chans, state)
@@ -134,12 +120,11 @@ class ImageModel(TaskModel):
             def take(**weights: Any) -> nn.Module:
                 return self._create(config, as_saved, pretrained=True, pretrained_cfg_overlay=source | weights)
 
-            _require_all(name, take(state_dict=_mark(state)))
+            _require_all(name, take(state_dict=_as_nan(state)))
             copy_weights(model, take(file=path).state_dict())
         except (RuntimeError, KeyError, SafetensorError, UnpicklingError) as error:
             reason = " ".join(str(error).split())[:200]
             raise ValueError(f"init={path} holds no weights of a {name}: {reason}") from error
-        _compare_weights_of_timm(model, name, info)
         if count != info.num_classes:
             note(model, f"the head is new: there are {info.num_classes} classes, and the weights are of {count}")
 
@@ -155,39 +140,28 @@ class ImageModel(TaskModel):
     def check_reads(self, model: nn.Module, trained: DataInfo, found: DataInfo) -> None:
         if (found.in_chans, found.crop_mode) != (trained.in_chans, trained.crop_mode):
             raise ValueError(f"the model reads data.in_chans={trained.in_chans}, with crop_mode={trained.crop_mode}")
-        if found.side != trained.img_size:
-            try:
-                with torch.inference_mode():
-                    model(torch.zeros(1, found.in_chans, found.side, found.side))
-            except (AssertionError, RuntimeError, ValueError) as error:
-                message = f"data.img_size={found.side} does not suit this {model_name(model)}: {error}"
-                raise ValueError(message) from error
 
 
 def _function_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a model's arguments that change what it computes of its weights."""
+    """The arguments of a model that change the function of its weights."""
     both = given["direction"] in ("bidirectional", "cross")
     return {**{name: given[name] for name in _FUNCTION}, "merge": given["merge"] if both else None, "mlp": None}
 
 
-def own_arguments(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the plug-in's class that `model._target_` names: the other keys of `model`, and those of `given`
-    that its constructor takes.
+def _create_own(config: Mapping[str, Any], info: DataInfo) -> nn.Module:
+    """The model of the plug-in's class that `model._target_` names.
+
+    The constructor gets the other keys of `model`, the recipe's options, and `num_classes`, `in_chans` and `img_size`
+    if it takes them.
     """
     node = config["model"]
-    cls = find_class(node[TARGET], nn.Module, f"model.{TARGET}")
-    taken = inspect.signature(cls).parameters
+    taken = inspect.signature(find_class(node[TARGET], nn.Module, f"model.{TARGET}")).parameters
     options = {key: value for key, value in node.items() if key not in (TARGET, "name", "label")}
     of_recipe = {key: value for key, value in (config["recipe"].get("model") or {}).items() if value is not None}
-    return {key: value for key, value in given.items() if key in taken} | of_recipe | options
-
-
-def _create_own(config: Mapping[str, Any], info: DataInfo) -> nn.Module:
-    """The model of a plug-in's class. The classes, channels and size of the data are arguments if it takes them."""
     given = {"num_classes": info.num_classes, "in_chans": info.in_chans, "img_size": info.img_size}
-    arguments = own_arguments(config, given)
+    arguments = {key: value for key, value in given.items() if key in taken} | of_recipe | options
     torch.manual_seed(config["seed"])
-    model = make_plugin_model(config["model"][TARGET], arguments)
+    model = make_plugin_model(node[TARGET], arguments)
     with torch.no_grad():
         shape = model.eval()(torch.zeros(2, info.in_chans, info.side, info.side)).shape
     if shape != (2, info.num_classes):
@@ -196,7 +170,7 @@ def _create_own(config: Mapping[str, Any], info: DataInfo) -> nn.Module:
 
 
 def state_data(model: nn.Module, info: DataInfo) -> None:
-    """Write the preprocessing and the class names to timm's attributes of a model, which are saved with the model."""
+    """Write the preprocessing and the class names to timm's attributes of a model, which are saved with it."""
     stated = {
         "num_classes": info.num_classes,
         "label_names": tuple(info.class_names),
@@ -207,7 +181,7 @@ def state_data(model: nn.Module, info: DataInfo) -> None:
         "crop_pct": info.crop_pct,
         "crop_mode": info.crop_mode,
     }
-    # what the pretrained weights of a timm model stated
+    # of the pretrained weights
     former = {key: value for key, value in stated_by(model).items() if not key.startswith(("test_", "label_"))}
     described: Any = model
     described.pretrained_cfg = described.default_cfg = {**former, **stated}
@@ -215,34 +189,15 @@ def state_data(model: nn.Module, info: DataInfo) -> None:
 
 
 def state_decision(model: nn.Module, *, multi_label: bool, thresholds: list[float] | None) -> None:
-    """Write how probabilities become decisions to a model, which is saved with it.
+    """Write to a model how probabilities become decisions; it is saved with the model.
 
-    By default nothing is written, and what an earlier training wrote is removed.
+    If they are the default ones, nothing is written, and the entry of an earlier training is removed.
     """
     described: Any = model
     if multi_label or thresholds is not None:
         setattr(described, DECISION, {"multi_label": multi_label, "thresholds": thresholds})
     elif isinstance(getattr(described, DECISION, None), Mapping):  # a model may have a layer of this name
         delattr(described, DECISION)
-
-
-def _compare_weights_of_timm(model: nn.Module, name: str, info: DataInfo) -> None:
-    cfg: Any = timm.get_pretrained_cfg(name)
-    if cfg is not None:
-        _compare_preprocessing(model, {"mean": cfg.mean, "std": cfg.std}, info)
-
-
-def _compare_preprocessing(model: nn.Module, theirs: Mapping[str, Any], info: DataInfo) -> None:
-    """Note if trained weights saw images that were normalised otherwise."""
-    for key, own in (("mean", info.mean), ("std", info.std)):
-        values = [float(value) for value in theirs.get(key) or ()]
-        if len(values) == info.in_chans and values != own:
-            note(model, f"its weights were trained with data.{key}={_digits(values)}, and this run has {_digits(own)}")
-
-
-def _digits(values: Sequence[float]) -> str:
-    """Numbers as a command takes them."""
-    return f"[{','.join(f'{value:.6g}' for value in values)}]"
 
 
 def _fit_channels(model: nn.Module, trained: nn.Module) -> dict[str, Any]:
@@ -255,14 +210,13 @@ def _fit_channels(model: nn.Module, trained: nn.Module) -> dict[str, Any]:
             key = f"{name}.weight"
             if key in state and key in own and own[key].ndim == 4 and own[key].shape[1] != state[key].shape[1]:
                 state[key] = adapt_input_conv(here, state[key], base_chans=there)
-                note(model, f"fitted from {there} to {here} channel(s), as timm does it: {key}")
     return state
 
 
 def _channels_of(model: nn.Module, name: str, in_chans: int, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The key that tells timm for how many channels a file of weights is, which it takes to be three.
+    """The configuration key with the number of channels of a file of weights, which timm would assume to be three.
 
-    Empty where the first convolution does not say: some models fold pixels into its channels.
+    Empty if the first convolution does not show it: some models fold pixels into its channels.
     """
     cfg: Any = timm.get_pretrained_cfg(name)
     first = cfg.first_conv if cfg is not None else None
@@ -273,8 +227,8 @@ def _channels_of(model: nn.Module, name: str, in_chans: int, state: Mapping[str,
     return {"input_size": (weight.shape[1] * layer.groups, *cfg.input_size[1:])}
 
 
-def _mark(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The weights of a file, all of them NaN: a model that takes them shows which of its own it took from the file."""
+def _as_nan(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The weights of a file as NaN, which show what a model loads of them."""
     return {
         name: torch.full_like(value, math.nan) if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in state.items()
@@ -282,8 +236,8 @@ def _mark(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_all(name: str, marked: nn.Module) -> None:
-    """RuntimeError if a file lacks weights of the blocks, by what a model took of its `_mark`."""
-    behind = (f"{_head_of(name).split('.')[0]}.", *_AFTER_BLOCKS)
+    """RuntimeError if a model has weights, other than the head and the norm before it, that the file lacks."""
+    behind = (f"{_head_of(name).split('.')[0]}.", "fc_norm.")
     for key, value in marked.state_dict().items():
         taken = not value.is_floating_point() or not value.numel() or bool(value.isnan().any())
         if not taken and not key.startswith(behind):
@@ -291,25 +245,24 @@ def _require_all(name: str, marked: nn.Module) -> None:
 
 
 def _head_of(name: str) -> str:
-    """The name of a model's head in its state dict, of the first one if there are two."""
+    """The name of a model's head, or of the first of two, in its state dict."""
     cfg: Any = timm.get_pretrained_cfg(name)
     heads = cfg.classifier if cfg is not None else None
     return str(heads[0] if isinstance(heads, list | tuple) else heads)
 
 
 def _sizes(name: str, img_size: int) -> dict[str, int]:
-    """The arguments that fit a timm model of fixed size to `img_size`; from 128 pixels on, its patches stay."""
+    """Arguments that fit a timm model of fixed size to `img_size`; its patches change only below 128 pixels."""
     taken = constructor_defaults(typing.get_type_hints(model_entrypoint(name)).get("return"))
     if not timm.get_pretrained_cfg(name).fixed_input_size or "img_size" not in taken:  # type: ignore[union-attr]
         return {}
-    # ViT and similar models have one patch grid, of 16 pixels by default. Pyramids such as Swin fit small images
-    # themselves.
+    # Models with one grid of patches, such as ViT; pyramids such as Swin fit small images themselves.
     small = img_size < 128 and taken.get("patch_size") == 16
     return (_patches(img_size, overlapping=False) if small else {}) | {"img_size": img_size}
 
 
 def _patches(img_size: int, *, overlapping: bool) -> dict[str, int]:
-    """The default patches: of 16 pixels from 128 on, else of 4; for 8 pixels (digits), 9 that overlap, or of 2."""
+    """Default patches: 16 pixels from 128 on, else 4; for 8 pixels (digits), 6 with overlap, or 2."""
     if img_size >= 128:
         return {"patch_size": 16}
     if img_size > 8:

@@ -21,9 +21,8 @@ from longseq.tasks.data.loader import (
     likeliest_classes,
 )
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.image.mixing import BatchMixing
 from longseq.tasks.image.model import state_data, state_decision
-from longseq.tasks.image.transforms import normalize
+from longseq.tasks.image.transforms import BatchMixing, normalize
 from longseq.tasks.training.classifier import ClassifierModule
 from longseq.tasks.training.distributed import UpdateSum, count_processes
 from longseq.tasks.training.metrics import make_metrics
@@ -36,34 +35,24 @@ _ROUNDING = 0.02
 class ImageClassifier(ClassifierModule):
     """Trains and evaluates a backbone that maps images [B, C, H, W] to logits [B, num_classes].
 
-    Logs `train/loss`, `train/lr`, `{val,test}/{loss,top1,top5,f1,balanced_accuracy}`; top-5 only with more than five
-    classes. With `multi_label` an image has any number of the classes, targets are `[B, num_classes]` of 0 and 1, and
-    the logged metrics are `{loss,accuracy,f1,f1_micro,average_precision}` (see
-    `longseq.tasks.training.metrics`). `chosen_metrics` and `metric` add others, as `task.metrics` and
-    `task.metric` do. Metrics count each evaluated sample once, whatever the number of processes. Of loaders other than
-    longseq's they count the samples that Lightning repeats to give all processes equally many, and a warning says so.
+    Logs `train/loss`, `train/lr` and `{val,test}/{loss,top1,top5,f1,balanced_accuracy}`; top-5 for more than five
+    classes. With `multi_label`, targets are `[B, num_classes]` of 0 and 1, and the metrics are
+    `{loss,accuracy,f1,f1_micro,average_precision}`. `chosen_metrics` and `metric` add others, as `task.metrics` and
+    `task.metric` do. Metrics count each evaluated sample once, whatever the number of processes; with other loaders
+    than longseq's they include the samples that Lightning repeats to give all processes equally many.
 
-    `mixing` makes the soft targets of a training batch; by default they are the labels. With `binary_cross_entropy`, or
-    several labels, each class is a separate decision. Losses of validation and test have no weights.
-
-    `threshold` is that of `ClassifierModule`.
+    `mixing` makes the soft targets of a training batch; the default keeps the labels. With `binary_cross_entropy`, or
+    several labels, each class is a separate decision. Validation and test losses have no weights. `threshold` is as in
+    `ClassifierModule`.
 
     Batches of any loader are pairs (images, labels), or dictionaries with the names of `read_batch`. Images are
-    normalised; labels are numbers `[B]`, or probabilities of the classes `[B, num_classes]`, which have the weights of
-    the classes and are not smoothed or mixed again; several labels are as above. ValueError for labels that are none of
-    these. `info` states the names of the classes and the preprocessing with which the loader makes images: a checkpoint
-    holds it for `longseq predict`, `evaluate` and `export`. Without it these take what the model states (timm's
-    `pretrained_cfg`), and of an `ImageDataModule` its own.
+    normalised. Labels are numbers `[B]`; or probabilities of the classes `[B, num_classes]`, which get the weights of
+    the classes, but no smoothing or mixing; or several labels as above. ValueError for other labels. `info` has the
+    class names and the preprocessing of the loader's images: checkpoints keep it for `longseq predict`, `evaluate` and
+    `export`. The default is the info of an `ImageDataModule`, or timm's `pretrained_cfg` of the model.
     """
 
-    kept_options = (
-        "num_classes",
-        "multi_label",
-        "binary_cross_entropy",
-        "chosen_metrics",
-        "metric",
-        "threshold",
-    )
+    kept_options = ("num_classes", "multi_label", "binary_cross_entropy", "chosen_metrics", "metric", "threshold")
 
     def __init__(
         self,
@@ -80,7 +69,7 @@ class ImageClassifier(ClassifierModule):
         info: DataInfo | None = None,
     ) -> None:
         if info is not None and info.num_classes != num_classes:
-            raise ValueError(f"num_classes={num_classes}, and info has {info.num_classes} classes: give one number")
+            raise ValueError(f"num_classes={num_classes}, and info has {info.num_classes} classes")
         weights = None
         if info is not None:
             multi_label, weights = multi_label or info.multi_label, info.class_weights
@@ -102,13 +91,12 @@ class ImageClassifier(ClassifierModule):
         self.mixing = mixing or BatchMixing(num_classes, seed=self.seed, multi_label=multi_label, class_weights=weights)
         self._decides_each = binary_cross_entropy or multi_label
         self.criterion = BinaryCrossEntropy(smoothing=0.0) if self._decides_each else SoftTargetCrossEntropy()
-        # Training batches all have the same shape. Evaluation batches do not, and run the backbone without compilation.
+        # Only training batches all have the same shape: evaluation runs the backbone without compilation.
         self._train_forward = self.compiled(self.forward)
-        self._reads_on_host = False  # True if labels are checked before their transfer
-        self._checked: set[bool] = set()  # of labels on the device, whether they were those of training
+        self._checked: set[bool] = set()  # whether labels of training (True) and evaluation were checked
         self._measured = False  # True if an image was evaluated since the last validation or test
         self._losses = UpdateSum()  # of the batches of an update
-        self._parts = 0  # their number, in each process
+        self._parts = 0  # the number of these batches in each process
 
     @classmethod
     def from_config(
@@ -155,8 +143,8 @@ class ImageClassifier(ClassifierModule):
         """(images, labels) of a pair, or of a dictionary: images, image, pixel_values, img or x, and labels, label,
         targets, target or y. A batch to predict needs no labels.
 
-        Images of 8 bits of a loader of `ImageDataModule`, which the Trainer has without its data module, are
-        normalised. Those of another loader stay as they are: the model may do it.
+        8-bit images are normalised if the loader, but not the data module, of an `ImageDataModule` is used. 8-bit
+        images of other loaders are not changed: the model may normalise them.
         """
         if isinstance(batch, Mapping):
             images = find_entry(batch, IMAGES, "images")
@@ -180,9 +168,9 @@ class ImageClassifier(ClassifierModule):
         return images, targets if targets.is_floating_point() else targets.float()
 
     def _info_of_loaders(self) -> DataInfo | None:
-        """The info of the data whose loaders give the batches of the stage; None for loaders that are not longseq's.
+        """The info of the data of the current loaders; None for loaders that are not longseq's.
 
-        ValueError for loaders of several data: nothing tells of which of them a batch is.
+        ValueError for loaders of different data: their batches cannot be told apart.
         """
         found: Any = None
         if (trainer := self._trainer) is not None:
@@ -195,41 +183,32 @@ class ImageClassifier(ClassifierModule):
         datasets = [one.dataset if isinstance(one, BatchLoader) else None for one in each_loader(found)]
         infos = [getattr(dataset, "info", None) for dataset in datasets]
         if any(info != infos[0] for info in infos):
-            raise ValueError("the loaders of the Trainer are of several data: give it one at a time")
+            raise ValueError("the loaders of the Trainer have different data: give it one at a time")
         return infos[0] if infos else None
 
     def _check_labels(self, targets: Tensor) -> None:
         """ValueError for labels that do not fit the classes.
 
-        The values are read on the host, where a batch is before its transfer. For those that only the device has the
-        host would wait: of them the first batch is read, and probabilities of each batch that is measured.
+        Values are read on the host, before the transfer: reading them on a device would wait for it. Of batches that
+        are made on the device, only the first is read.
         """
         if targets.shape[1:] != ((self.num_classes,) if self.multi_label or targets.ndim != 1 else ()):
             wanted = f"[B, {self.num_classes}] of 0 and 1" if self.multi_label else f"[B] or [B, {self.num_classes}]"
             raise ValueError(f"the labels of a batch are {list(targets.shape)}, and must be {wanted}")
-        if targets.device.type == "cpu":
-            self._reads_on_host = True
-        probable = targets.is_floating_point() and not self.multi_label
-        seen = self.training in self._checked and (self.training or not probable)
-        if targets.device.type != "cpu" and (self._reads_on_host or seen):
+        if not targets.numel() or (targets.device.type != "cpu" and self.training in self._checked):
             return
         self._checked.add(self.training)
-        if not targets.numel():
-            return
         if self.multi_label:
             check_several_labels(targets, exact=not self.training)
-            return
-        if targets.ndim == 2:
-            sums = targets.float().sum(dim=1)
-            if float(targets.min()) < 0 or not bool(((sums - 1).abs() <= _ROUNDING).all()):
-                raise ValueError("a row of labels is no distribution over the classes; see data.multi_label")
-            return
-        check_class_numbers(targets, self.num_classes)
+        elif targets.ndim == 1:
+            check_class_numbers(targets, self.num_classes)
+        elif float(targets.min()) < 0 or not bool(((targets.float().sum(1) - 1).abs() <= _ROUNDING).all()):
+            raise ValueError("a row of labels is no distribution over the classes; see data.multi_label")
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Logits `[B, num_classes]` of the images of a batch, with labels or without."""
         images = self.read_batch(batch)[0]
-        # A batch is empty where none of its images can be read.
+        # A batch is empty if none of its images can be read.
         return self(images) if len(images) else torch.zeros(0, self.num_classes, device=self.device)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -257,7 +236,7 @@ class ImageClassifier(ClassifierModule):
         return None if summed is None else summed / (self._parts * count_processes())
 
     def _of_classes(self, logits: Any) -> Tensor:
-        """The output of the model. ValueError if it is not a logit for each class."""
+        """The output of the model. ValueError if it has another shape than [B, num_classes]."""
         if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] != self.num_classes:
             raise ValueError(f"the model must give [B, {self.num_classes}], a logit for each class")
         return logits
@@ -271,7 +250,7 @@ class ImageClassifier(ClassifierModule):
         return (weights * losses).mean()
 
     def evaluate_batch(self, batch: tuple[Tensor, Tensor], metrics: Any, stage: str) -> Tensor | None:
-        """Update the metrics of a stage and return the logits, or None for an empty part of a distributed batch."""
+        """Update the metrics of a stage; returns the logits, or None for an empty part of a distributed batch."""
         images, targets = batch
         logits = None
         if len(targets) > 0:
@@ -301,7 +280,7 @@ class ImageClassifier(ClassifierModule):
         super().on_save_checkpoint(checkpoint)
 
     def _require_measured(self, kind: str) -> None:
-        """Raise ValueError if no process of the run could read an image; a stream shows this only at its end."""
+        """ValueError if no process could read an image."""
         measured, self._measured = self._measured, False
         if not self.trainer.strategy.reduce_boolean_decision(measured, all=False):
-            raise ValueError(f"not one {kind} image could be read: check data.root and the names of the splits")
+            raise ValueError(f"no {kind} image could be read")

@@ -1,8 +1,8 @@
-"""`longseq prepare task=image`: images become shards of a chosen size (see `longseq.tasks.image.shards`).
+"""`longseq prepare task=image`: pack images of a chosen size into shards (see `longseq.tasks.image.files`).
 
-The input is read as training reads it: a folder or an archive of class folders, or tables of images. Its splits, and
-the order of the images in them, stay; what the input does not set apart, training sets apart. Data workers decode,
-scale and encode the images, and one process writes them. An interrupted preparation begins anew.
+The input is read as in training: a folder or an archive of class folders, or tables of images. Its splits and the order
+of the images stay; training splits what the input does not. Data workers decode, scale and encode the images, and one
+process writes them. An interrupted preparation starts again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import shutil
 import tarfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -26,33 +26,18 @@ from longseq.tasks.commands import PrepareImages
 from longseq.tasks.data.loader import UNREADABLE
 from longseq.tasks.image.config import ImageDataKeys
 from longseq.tasks.image.decoding import decode, first_line
-from longseq.tasks.image.folder import open_folders
-from longseq.tasks.image.shards import MANIFEST
+from longseq.tasks.image.files import MANIFEST, FolderLayout, TableLayout
 from longseq.tasks.image.sources import Source
-from longseq.tasks.image.table import open_tables
 from longseq.tasks.report import progress_bar, quiet_libraries, shorten
 from longseq.tasks.training.configuration import command_word, read_command
 from longseq.tasks.training.system import usable_cores
 
-# How many unreadable images a manifest names.
-NAMED = 20
-
-_FULL_COLOURS = 95  # the least quality at which colours keep their resolution
-
-_OF_TABLES = ("multi_label", "file_column", "label_column", "label_delimiter")
-_NAMES = {"train": "train", "validation": "validation", "test": "test"}
-
-
-class Encoding(NamedTuple):
-    """What becomes of an image: `size` is the most pixels of its shorter side, None: as many as it has."""
-
-    format: str
-    size: int | None
-    quality: int
+_NAMED = 20  # unreadable images in a manifest
+_FULL_COLOURS = 95  # from this quality on, colours keep their resolution
 
 
 class Encoded(NamedTuple):
-    """The bytes of an image's file and its ending; or `reason`, why it cannot be read."""
+    """The contents of an image's file and its ending; or the `reason` why it cannot be read."""
 
     data: bytes
     ending: str
@@ -63,28 +48,20 @@ class Encoded(NamedTuple):
 def run(cfg: DictConfig) -> None:
     """Prepare images as configured, and print a summary."""
     keys = read_command(PrepareImages, cfg)
-    assert keys.input is not None
-    assert keys.output is not None
-    encoding = Encoding(keys.format, keys.size, keys.quality)
-    options: dict[str, Any] = {"shard_bytes": keys.shard_bytes, "multi_label": keys.multi_label}
-    manifest = prepare(open_input(keys), Path(keys.output), encoding, processes=keys.processes, **options)
-    print(describe(manifest))
+    print(describe(prepare(keys)))
     several = " data.multi_label=true" if keys.multi_label else ""
     print(f"longseq train data=image_shards {command_word('data.root', shorten(keys.output))}{several}")
 
 
 def open_input(keys: PrepareImages) -> dict[str, Source]:
-    """The splits that the input has, by name: `train`, and `validation` and `test` where they are set apart."""
+    """The splits of the input by name: `train`, and `validation` and `test` if it has them."""
     root = os.path.expanduser(str(keys.input))
-    train: Source
+    data = {"name": "images", "img_size": 1, "root": root, "test_split": "test"}
     if root.endswith(".csv") or Path(root, "train.csv").is_file():
-        given = {name: getattr(keys, name) for name in _OF_TABLES}
-        train, held_out = open_tables(
-            ImageDataKeys(name="images", source="csv", img_size=1, root=root, **given), _NAMES
-        )
-        return {"train": train, **held_out}
-    train, others = open_folders(root, _NAMES)
-    return {"train": train, **others}
+        columns = ("multi_label", "file_column", "label_column", "label_delimiter")
+        given = {name: getattr(keys, name) for name in columns}
+        return TableLayout(ImageDataKeys(source="csv", **data, **given)).open_all()
+    return FolderLayout(ImageDataKeys(source="folder", **data)).open_all()
 
 
 def describe(manifest: Mapping[str, Any]) -> str:
@@ -98,21 +75,12 @@ def describe(manifest: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def prepare(
-    sources: Mapping[str, Source],
-    output: Path,
-    encoding: Encoding,
-    *,
-    shard_bytes: int,
-    multi_label: bool = False,
-    processes: int | None = None,
-    show_progress: bool = True,
-) -> dict[str, Any]:
-    """Write the images of each split to shards in the new or empty folder `output`; returns its manifest.
+def prepare(keys: PrepareImages, *, show_progress: bool = True) -> dict[str, Any]:
+    """Write the images of each split to shards in the new or empty folder `keys.output`; returns its manifest.
 
-    A shard ends before it has more than `shard_bytes`, but has one image at least. `processes` decode and encode, by
-    default one for each core. ValueError if not one image of a split can be read.
+    A shard has at most `shard_bytes`, but at least one image. ValueError if no image of a split can be read.
     """
+    sources, output = open_input(keys), Path(keys.output)
     if output.is_dir() and any(output.iterdir()):
         raise FileExistsError(f"{output} is not empty")
     begun = output.with_name(f"{output.name}.partial")
@@ -123,8 +91,9 @@ def prepare(
     try:
         with progress_bar("packing", sum(map(len, sources.values())), shown=show_progress) as advance:
             for split, source in sources.items():
-                writer = _Writer(begun, split, source, shard_bytes, multi_label)
-                for index, one in enumerate(encode(source, encoding, processes)):
+                writer = _Writer(begun, split, source, keys)
+                workers = 0 if keys.format == "keep" else min(keys.processes or usable_cores(), len(source) // 16)
+                for index, one in enumerate(DataLoader(_Files(source, keys), batch_size=None, num_workers=workers)):
                     if one.reason is None:
                         writer.add(index, one)
                     else:
@@ -132,11 +101,11 @@ def prepare(
                     advance(1)
                 splits[split] = writer.finish()
         manifest = {
-            "format": encoding._asdict(),
+            "format": {name: getattr(keys, name) for name in ("format", "size", "quality")},
             "class_names": list(sources["train"].class_names),
-            "multi_label": multi_label,
+            "multi_label": keys.multi_label,
             "unreadable": len(failed),
-            "named": failed[:NAMED],
+            "named": failed[:_NAMED],
             "splits": splits,
         }
         (begun / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -146,30 +115,23 @@ def prepare(
     return manifest
 
 
-def encode(source: Source, encoding: Encoding, processes: int | None) -> Iterator[Encoded]:
-    """Each image of a source, in its order, as the file that a shard holds."""
-    workers = 0 if encoding.format == "keep" else processes or usable_cores()
-    workers = min(workers, len(source) // 16)
-    yield from DataLoader(_Files(source, encoding), batch_size=None, num_workers=workers, collate_fn=_as_it_is)
-
-
 class _Files(Dataset[Encoded]):
-    def __init__(self, source: Any, encoding: Encoding) -> None:
-        self.source, self.encoding = source, encoding
+    """Each image of a source as the file that a shard holds."""
+
+    def __init__(self, source: Any, keys: PrepareImages) -> None:
+        self.source, self.keys = source, keys
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __getitem__(self, index: int) -> Encoded:
         try:
-            data, ending = self.source.read_file(index)[0], ending_of(self.source.path(index))
-            return Encoded(data, ending) if self.encoding.format == "keep" else encode_image(data, self.encoding)
+            data = self.source.read_file(index)[0]
+            if self.keys.format == "keep":
+                return Encoded(data, ending_of(self.source.path(index)))
+            return encode_image(data, self.keys.size, self.keys.quality)
         except UNREADABLE as error:
             return Encoded(b"", "", first_line(error))
-
-
-def _as_it_is(one: Any) -> Any:
-    return one
 
 
 def ending_of(path: str) -> str:
@@ -177,14 +139,13 @@ def ending_of(path: str) -> str:
     return PurePosixPath(path).suffix.lower().removeprefix(".")
 
 
-def encode_image(data: bytes, encoding: Encoding) -> Encoded:
-    """A JPEG file of the image in a file, upright, its shorter side scaled down to `encoding.size`.
+def encode_image(data: bytes, size: int | None, quality: int) -> Encoded:
+    """Encode the image of a file as JPEG, upright, its shorter side scaled down to `size`.
 
-    A JPEG file that is small enough stays as it is: encoding it again would only make it worse. Raises one of
-    UNREADABLE.
+    A JPEG file that is small enough is kept: encoding it again would only lose quality. Raises one of UNREADABLE.
     """
     image = decode(io.BytesIO(data))
-    shorter, size = min(image.size), encoding.size
+    shorter = min(image.size)
     if size is None or shorter <= size:
         if data.startswith(b"\xff\xd8"):
             return Encoded(data, "jpg")
@@ -192,9 +153,9 @@ def encode_image(data: bytes, encoding: Encoding) -> Encoded:
         width, height = (max(1, round(side * size / shorter)) for side in image.size)
         image = _plain(image).resize((width, height), Image.Resampling.BICUBIC)
     written = io.BytesIO()
-    # JPEG stores colours at half their width and height unless told otherwise: too coarse where quality is asked for.
-    sampling = {"subsampling": 0} if encoding.quality >= _FULL_COLOURS else {}
-    _plain(image).save(written, "JPEG", quality=encoding.quality, **sampling)
+    # By default JPEG stores colours at half their width and height: too coarse for high quality.
+    sampling = {"subsampling": 0} if quality >= _FULL_COLOURS else {}
+    _plain(image).save(written, "JPEG", quality=quality, **sampling)
     return Encoded(written.getvalue(), "jpg")
 
 
@@ -206,9 +167,8 @@ def _plain(image: Image.Image) -> Image.Image:
 class _Writer:
     """Writes the shards and the index of one split."""
 
-    def __init__(self, folder: Path, split: str, source: Any, shard_bytes: int, multi_label: bool) -> None:
-        self.folder, self.split, self.source = folder, split, source
-        self.shard_bytes, self.multi_label = shard_bytes, multi_label
+    def __init__(self, folder: Path, split: str, source: Any, keys: PrepareImages) -> None:
+        self.folder, self.split, self.source, self.keys = folder, split, source, keys
         self.rows: list[tuple[int, int, int, int]] = []
         self.targets: list[Any] = []
         self.names: list[str] = []
@@ -217,7 +177,7 @@ class _Writer:
 
     def add(self, index: int, one: Encoded) -> None:
         key, (ending, label) = f"{len(self.rows):09d}", self._label(self.source.targets()[index])
-        if self.tar is not None and self.tar.offset + _space(one.data) + _space(label) > self.shard_bytes:
+        if self.tar is not None and self.tar.offset + _space(one.data) + _space(label) > self.keys.shard_bytes:
             self.tar.close()
             self.tar = None
         if self.tar is None:
@@ -237,10 +197,10 @@ class _Writer:
     def finish(self) -> dict[str, Any]:
         """Write the index of the split; returns its entry in the manifest."""
         if self.tar is None:
-            raise ValueError(f"not one of the {len(self.source)} {self.split} images can be read")
+            raise ValueError(f"none of the {len(self.source)} {self.split} images can be read")
         self.tar.close()
         np.save(self.folder / f"{self.split}.index.npy", np.array(self.rows, dtype=np.int64))
-        targets = np.array(self.targets).astype(np.uint8 if self.multi_label else np.int64)
+        targets = np.array(self.targets).astype(np.uint8 if self.keys.multi_label else np.int64)
         np.save(self.folder / f"{self.split}.targets.npy", targets)
         lines = "".join(f"{json.dumps(name)}\n" for name in self.names)
         (self.folder / f"{self.split}.names.txt").write_text(lines, encoding="utf-8")
@@ -248,12 +208,12 @@ class _Writer:
         return {"images": len(self.rows), "shards": self.shards, "bytes": size}
 
     def _label(self, target: Any) -> tuple[str, bytes]:
-        if not self.multi_label:
+        if not self.keys.multi_label:
             return "cls", str(int(target)).encode()
         names = [self.source.class_names[int(place)] for place in np.flatnonzero(target)]
         return "json", json.dumps({"labels": names}).encode()
 
 
 def _space(data: bytes) -> int:
-    """The bytes that a file takes in an archive: its head, and itself in whole blocks."""
+    """The bytes that a file takes in an archive: its header, and its contents in whole blocks."""
     return tarfile.BLOCKSIZE * (1 + -(-len(data) // tarfile.BLOCKSIZE))

@@ -1,11 +1,44 @@
-"""What a run of image classification reports beside its metrics: the figures of each class, and commands."""
+"""What a run of image classification reports: figures of each class, sample pictures, and the worst errors."""
 
 from __future__ import annotations
 
-from longseq.tasks.image import errors, pictures  # noqa: F401  they register the callbacks of this task
+import csv
+import io
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor, nn
+from torchvision.transforms.functional import pil_to_tensor, to_pil_image
+
+from longseq.blocks.sharding import has_shards
+from longseq.tasks.data.labels import rarest_labels
+from longseq.tasks.data.loader import IMAGES, TARGETS, find_entry, likeliest_classes
+from longseq.tasks.data.sampler import EvaluationSampler
+from longseq.tasks.image.datasets import EvaluationBatches
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.module import ImageClassifier
+from longseq.tasks.image.predict import saliency, shade
+from longseq.tasks.image.sources import Split
+from longseq.tasks.image.transforms import denormalize, evaluation_transform
+from longseq.tasks.training import targets
+from longseq.tasks.training.callbacks.charts import find_board, fit_text
 from longseq.tasks.training.class_report import ClassReport
+from longseq.tasks.training.system import write_text
+
+COLUMNS = ("path", "true_class", "predicted_class", "probability", "loss")
+
+_RIGHT, _WRONG, _NOTE = (20, 120, 40), (190, 30, 30), (90, 90, 90)  # colours of text
+_TILE = 128  # the size of an image in the grid, in pixels
+_LETTERS, _LINE = 14, 18  # the heights of letters and of a line; TensorBoard shows pictures at two thirds of their size
 
 
 class ImageReport(ClassReport):
@@ -18,8 +51,326 @@ class ImageReport(ClassReport):
         counts = module.confusion_matrix
         if counts is None:
             return {}
-        # of several labels each matrix has all images
+        # with several labels, each matrix counts all images
         return {f"{split}/images": int((counts[0] if info.multi_label else counts).sum())}
 
     def next_commands(self, checkpoint: str) -> list[str]:
         return [*super().next_commands(checkpoint), f"longseq export {checkpoint} format=onnx"]
+
+
+@targets.register("callback")
+class SamplePredictions(Callback):
+    """Adds `val/samples`: validation images of as many classes as possible, with the predicted and the true class.
+    `val/saliency` shows which of their pixels change the score of the predicted class.
+
+    All runs on the same data show the same images. A run gets about `pictures` of these pictures, evenly spaced, each
+    with `count` images. Models that are sharded over processes have no saliency.
+    """
+
+    def __init__(self, count: int = 16, pictures: int = 20, saliency: bool = True) -> None:
+        self.count, self.pictures, self.saliency = count, pictures, saliency
+        self._examples: tuple[Tensor, Tensor] | None = None
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Averaged weights are in place here, but no longer at the end of the epoch.
+        module: Any = pl_module
+        board, sharded = find_board(trainer), has_shards(module.backbone)
+        # All processes must run a sharded model.
+        takes_part = trainer.is_global_zero or sharded
+        if not takes_part or board is None or not is_due(trainer, module, self.pictures):
+            return
+        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if self._examples is None:
+            self._examples = pick_examples(datamodule, self.count)
+        if self._examples is None:
+            return
+        converted = trainer.precision_plugin.convert_input(self._examples)
+        images, true = trainer.strategy.batch_to_device(converted, module.device)
+        maps: list[Tensor] = []
+        devices = [module.device] if module.device.type == "cuda" else []
+        with trainer.precision_plugin.forward_context(), torch.random.fork_rng(devices):
+            parts = images.split(datamodule.batch_size)
+            if self.saliency and not sharded:
+                found = [saliency(module, part) for part in parts]
+                logits, maps = torch.cat([one[0] for one in found]), [one[1] for one in found]
+            else:
+                logits = torch.cat([module(part) for part in parts])
+        if not trainer.is_global_zero:
+            return
+        info: DataInfo = datamodule.info
+        pixels = denormalize(images, info).cpu()
+        true = true if module.multi_label else likeliest_classes(true)
+        labels = [spell_targets(one, info) for one in (module.decide(logits), true)]
+        drawn = {"val/samples": pixels} | ({"val/saliency": shade(pixels, torch.cat(maps).cpu())} if maps else {})
+        for name, shown in drawn.items():
+            board.experiment.add_image(name, draw_predictions(shown, *labels), trainer.global_step - 1)
+
+
+class Mistake(NamedTuple):
+    """A wrongly classified image, with the probability of the predicted class and the cross entropy.
+
+    With several labels, any one may be wrong: `probability` is the highest that a wrong decision has, and `loss` the
+    mean binary cross entropy of the labels.
+    """
+
+    path: str
+    true: str
+    predicted: str
+    probability: float
+    loss: float
+    pixels: Tensor  # uint8 [C, S, S]; C = 0 if no picture is drawn
+
+
+@targets.register("callback")
+class WorstErrors(Callback):
+    """Lists the wrongly classified images with the highest loss in `folder`, with the columns `COLUMNS`.
+
+    worst_errors_val.csv is of the validation that best.ckpt belongs to, worst_errors_val_last.csv of the last one; both
+    have a column `epoch`, the epochs trained before. worst_errors_test.csv is of the test. A file has at most `rows`
+    images. `val/worst_errors` (about `pictures` in a run) and `test/worst_errors` are pictures of the first `count`.
+    An image of a stream has no file and is named by its batch.
+    """
+
+    FILES = ("worst_errors_val.csv", "worst_errors_val_last.csv", "worst_errors_test.csv")
+
+    def __init__(self, folder: str, count: int = 16, rows: int = 100, pictures: int = 20) -> None:
+        self.folder = Path(folder)
+        self.count, self.rows, self.pictures = count, rows, pictures
+        self._drawn: _Worst | None = None
+        self._listed: _Worst | None = None
+        self._sizes: list[int] = []  # of the batches
+        self._validated: str | None = None  # the list of the last validation, in the process that writes
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._drawn, self._listed, self._sizes = None, None, []
+
+    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_validation_epoch_start(trainer, pl_module)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        images, true = batch
+        self._sizes.append(len(true))
+        if outputs is not None:
+            module: Any = pl_module
+            worst = _find_worst(outputs, true, module.decide(outputs), images, batch_idx, module.multi_label)
+            self._drawn = worst.merge(self._drawn, self.count)
+            self._listed = worst._replace(images=images[:, :0]).merge(self._listed, self.rows)
+
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        self.on_validation_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        module: Any = pl_module
+        drawn = is_due(trainer, pl_module, self.pictures)
+        self._validated = self._show(trainer, "val", trainer.global_step - 1, drawn=drawn, epoch=module.epochs_trained)
+
+    def on_best_validation(self) -> None:
+        """`BestCheckpoint` calls this if the last validation is the best one so far."""
+        if self._validated is not None:
+            write_text(self.folder / "worst_errors_val.csv", self._validated)
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._show(trainer, "test", trainer.global_step, drawn=True)
+
+    def _show(self, trainer: Trainer, stage: str, step: int, *, drawn: bool, epoch: float | None = None) -> str | None:
+        """Write the list and the picture of an evaluation; returns the list in the process that writes."""
+        listed = _of_all_processes(trainer, self._name(trainer, stage, self._listed))[: self.rows]
+        shown = _of_all_processes(trainer, self._name(trainer, stage, self._drawn))[: self.count] if drawn else []
+        self._drawn = self._listed = None
+        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return None
+        table = spell(listed, epoch)
+        write_text(self.folder / f"worst_errors_{stage}{'' if epoch is None else '_last'}.csv", table)
+        board = find_board(trainer)
+        if shown and board is not None:
+            picture = draw_predictions(
+                torch.stack([one.pixels for one in shown]).float() / 255,
+                [one.predicted for one in shown],
+                [one.true for one in shown],
+                notes=[os.path.basename(one.path) for one in shown],
+            )
+            board.experiment.add_image(f"{stage}/worst_errors", picture, step)
+        return table
+
+    def _name(self, trainer: Trainer, stage: str, worst: _Worst | None) -> list[Mistake]:
+        """The mistakes of this process, worst first, with the names of their files."""
+        if worst is None:
+            return []
+        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
+        loader: Any = trainer.val_dataloaders if stage == "val" else trainer.test_dataloaders
+        pixels = denormalize(worst.images, datamodule.info).mul(255).round() if worst.images.shape[1] else worst.images
+        pixels = pixels.to("cpu", torch.uint8)
+        labels = (spell_targets(one, datamodule.info) for one in (worst.true, worst.predicted))
+        columns: tuple[Any, ...] = (*labels, worst.probability.tolist(), worst.loss.tolist(), pixels)
+        names: dict[int, list[str]] = {}
+        mistakes = []
+        for (batch, row), *values in zip(worst.places.tolist(), *columns, strict=True):
+            if batch not in names:
+                names[batch] = name_images(datamodule, stage, loader, batch, self._sizes[batch])
+            mistakes.append(Mistake(names[batch][row], *values))
+        return [one for one in mistakes if one.loss != -math.inf]
+
+
+class _Worst(NamedTuple):
+    """The images with the highest loss so far, all on the device, so that no batch waits for them."""
+
+    loss: Tensor  # [K], -inf of images that were classified correctly
+    probability: Tensor  # [K] of the predicted class
+    true: Tensor  # [K], or [K, C] for several labels
+    predicted: Tensor  # int64, as `true`
+    places: Tensor  # int64 [K, 2]: the batch, and the row in it
+    images: Tensor  # [K, C, S, S] normalised
+
+    def merge(self, other: _Worst | None, count: int) -> _Worst:
+        """The `count` worst of both."""
+        own = self._first(count)
+        return own if other is None else _Worst(*map(torch.cat, zip(other, own, strict=True)))._first(count)
+
+    def _first(self, count: int) -> _Worst:
+        order = self.loss.topk(min(count, len(self.loss))).indices
+        return _Worst(*(values[order] for values in self))
+
+
+def _find_worst(
+    logits: Tensor, true: Tensor, predicted: Tensor, images: Tensor, batch_idx: int, multi_label: bool
+) -> _Worst:
+    """The losses and places of the images of a batch."""
+    if multi_label:
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, true, reduction="none").mean(dim=1)
+        right = (predicted == true).all(dim=1)
+        probability = torch.where(true > 0, (-logits).sigmoid(), logits.sigmoid()).amax(dim=1)
+    else:
+        loss = nn.functional.cross_entropy(logits, true, reduction="none")
+        true = likeliest_classes(true)
+        right = predicted == true
+        probability = logits.softmax(dim=1).gather(1, predicted[:, None])[:, 0]
+    loss = loss.masked_fill(right, -math.inf)
+    rows = torch.arange(len(true), device=true.device)
+    places = torch.stack([torch.full_like(rows, batch_idx), rows], dim=1)
+    return _Worst(loss, probability, true, predicted, places, images)
+
+
+def _of_all_processes(trainer: Trainer, mistakes: list[Mistake]) -> list[Mistake]:
+    """The mistakes of all processes, worst first."""
+    gathered: list[Any] = [mistakes]
+    if trainer.world_size > 1:
+        gathered = [None] * trainer.world_size
+        torch.distributed.all_gather_object(gathered, mistakes)
+    return sorted((one for part in gathered for one in part), key=lambda one: (-one.loss, one.path))
+
+
+def spell(mistakes: list[Mistake], epoch: float | None = None) -> str:
+    """Mistakes as a csv with the columns `COLUMNS`, and `epoch` if given."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    of_epoch = [] if epoch is None else [f"{epoch:g}"]
+    writer.writerow([*COLUMNS, *(["epoch"] if of_epoch else [])])
+    for one in mistakes:
+        writer.writerow([one.path, one.true, one.predicted, f"{one.probability:.6f}", f"{one.loss:.6f}", *of_epoch])
+    return file.getvalue()
+
+
+def pick_examples(datamodule: Any, count: int) -> tuple[Tensor, Tensor] | None:
+    """At most `count` validation images, uint8 [N, C, S, S], and their targets; None if no image can be read.
+
+    They have as many classes as possible, in order, and depend only on the data: each run shows the same ones. From a
+    stream, the first ones are taken.
+    """
+    if datamodule.splits is None:
+        # Without a default, Lightning would take the end of the stream for the end of the validation.
+        first = next(iter(datamodule.val_dataloader()), None)
+        if isinstance(first, Mapping):
+            first = find_entry(first, IMAGES, "images"), find_entry(first, TARGETS, "labels")
+        return None if first is None else (first[0][:count], first[1][:count])
+    split: Split = datamodule.splits.validation
+    classes = split.source.targets()
+    known = np.zeros(len(split), dtype=np.int64) if classes is None else rarest_labels(classes[split.indices])
+    batches = EvaluationBatches(split, evaluation_transform(datamodule.info), datamodule.info)
+    read = ((place, batches[[place]]) for place in stratified_order(known).tolist())
+    picked = list(islice(((place, one) for place, one in read if len(one.targets)), count))
+    if not picked:
+        return None
+    ordered = [one for _, one in sorted(picked, key=lambda pair: known[pair[0]])]
+    return torch.cat([one.inputs for one in ordered]), torch.cat([one.targets for one in ordered])
+
+
+def stratified_order(classes: np.ndarray) -> np.ndarray:
+    """Places of `classes` [N] in a fixed random order: one of each class, then a second one of each, ..."""
+    shuffled = np.random.default_rng(0).permutation(len(classes))
+    counters: defaultdict[int, Iterator[int]] = defaultdict(count)
+    turns = [next(counters[label]) for label in classes[shuffled].tolist()]
+    return shuffled[np.argsort(turns, kind="stable")]
+
+
+def name_images(datamodule: Any, stage: str, loader: Any, batch: int, size: int) -> list[str]:
+    """The names of the `size` images of a batch in an evaluation (val, test).
+
+    Images without a name, as of a stream or of another loader, are named by their places.
+    """
+    splits, sampler = getattr(datamodule, "splits", None), getattr(loader, "sampler", None)
+    if splits is not None and isinstance(sampler, EvaluationSampler):
+        split: Split = splits.validation if stage == "val" else splits.test
+        unreadable = set(datamodule.unreadable)
+        paths = [split.source.path(int(split.indices[place])) for place in sampler.batch(batch)]
+        named = [path for path in paths if path not in unreadable]
+        if len(named) == size:
+            return named
+    return [f"batch {batch}, image {row}" for row in range(size)]
+
+
+def is_due(trainer: Trainer, module: LightningModule, pictures: int) -> bool:
+    """True if this validation is one of about `pictures` of a run, evenly spaced.
+
+    In a run without an end, these are the validations 1, 2, 4, 8, ...
+    """
+    if trainer.sanity_checking:
+        return False
+    number, total = _count_validations(trainer, module)
+    if total is None or total < 1:
+        return number & (number - 1) == 0
+    return number % math.ceil(total / pictures) == 0
+
+
+def _count_validations(trainer: Trainer, module: LightningModule) -> tuple[int, int | None]:
+    """The number of this validation, counted from 1, and of the last one; validations after epochs count epochs."""
+    if trainer.check_val_every_n_epoch is not None:
+        return trainer.current_epoch + 1, trainer.max_epochs
+    every: Any = trainer.val_check_batch  # type: ignore[attr-defined]
+    end = getattr(module, "last_update", None)
+    last = None if end is None else math.ceil(end * trainer.accumulate_grad_batches / every)
+    return math.ceil((trainer.fit_loop.total_batch_idx + 1) / every), last
+
+
+def spell_targets(targets: Tensor, info: DataInfo) -> list[str]:
+    """The class of each image, from targets [N], or all of its labels, from [N, C] of 0 and 1."""
+    names = info.class_names
+    if targets.ndim == 1:
+        return [names[number] for number in targets.tolist()]
+    return [", ".join(names[number] for number in row.nonzero().flatten().tolist()) or "none" for row in targets]
+
+
+def draw_predictions(
+    pixels: Tensor, predicted: Sequence[str], true: Sequence[str], notes: Sequence[str] | None = None
+) -> Tensor:
+    """A grid of captioned images, uint8 [3, H, W], from pixels [N, C, h, w] in [0, 1], with `notes` below captions."""
+    side, caption = _TILE, _LINE * (1 if notes is None else 2)
+    columns = math.ceil(math.sqrt(len(pixels)))
+    rows = math.ceil(len(pixels) / columns)
+    canvas = Image.new("RGB", (columns * (side + 4), rows * (side + caption + 4)), "white")
+    draw = ImageDraw.Draw(canvas)
+    draw.font = ImageFont.load_default(_LETTERS)
+    for i, image in enumerate(pixels):
+        left, top = (i % columns) * (side + 4) + 2, (i // columns) * (side + caption + 4) + 2
+        resampling = Image.Resampling.NEAREST if side >= image.shape[-1] else Image.Resampling.BOX
+        tile = to_pil_image(image.clamp(0, 1)).convert("RGB").resize((side, side), resampling)
+        canvas.paste(tile, (left, top))
+        right = predicted[i] == true[i]
+        text = predicted[i] if right else f"{predicted[i]} (is {true[i]})"
+        draw.text((left, top + side), fit_text(draw, text, side), fill=_RIGHT if right else _WRONG)
+        if notes is not None:
+            draw.text((left, top + side + _LINE), fit_text(draw, notes[i], side), fill=_NOTE)
+    return pil_to_tensor(canvas)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import logging
 import os
@@ -11,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -19,33 +18,30 @@ from timm.data import create_dataset
 from timm.data.readers import create_reader
 from torchvision import datasets as torchvision_datasets
 
-from longseq.tasks.data.labels import LabelError, name_some, number_of_class, rarest_labels, require_one_list
-from longseq.tasks.data.loader import UNREADABLE
-from longseq.tasks.image.decoding import decode, first_line, image_endings, in_eight_bits, is_image, upright
-from longseq.tasks.image.folder import (
+from longseq.tasks.data.labels import LabelError, number_of_class, rarest_labels, require_one_list
+from longseq.tasks.image.decoding import decode, image_endings, in_eight_bits, is_image, upright
+from longseq.tasks.image.files import (
     SPLIT_KEYS,
-    ClassMap,
     FileSource,
+    FolderLayout,
+    Layout,
+    StoredSource,
     class_numbers,
     find_split,
-    find_splits,
     names_by_number,
     open_classes,
-    open_folders,
-    open_numbered,
-    refuse_trained,
 )
+
+if TYPE_CHECKING:
+    from longseq.tasks.image.config import ImageDataKeys
 
 _log = logging.getLogger(__name__)
 
-# Of more files the contents are not compared.
-MOST_FILES = 20_000
+_STREAMS = ("hfids", "wds")
 
-_STREAMS = ("hfids", "wds", "tfds")
-
-# Sets of torchvision of two parts, for which timm takes every name that is none of training for the test images.
+# Data sets of torchvision with the splits train and test. timm takes any name but these for test.
 _TWO_PARTS = ("cifar10", "cifar100", "fashion_mnist", "kmnist", "mnist", "qmnist")
-_TRAINING_WORDS = ("train", "training")  # timm's
+_TRAINING_WORDS = ("train", "training")
 _HELD_OUT_WORDS = ("val", "valid", "validation", "eval", "evaluation", "test")
 
 
@@ -59,11 +55,11 @@ class Source(Protocol):
     def read(self, index: int) -> tuple[Image.Image, Any]:
         """The decoded image and its class, or [C] of 0 and 1 for several labels.
 
-        Raises one of UNREADABLE, or LabelError for a label that is wrong.
+        Raises one of UNREADABLE, or LabelError for a wrong label.
         """
 
     def path(self, index: int) -> str:
-        """A name of the image for people."""
+        """The name of the image for people."""
 
     def targets(self) -> np.ndarray | None:
         """All classes [N], or [N, C] of 0 and 1 for several labels; None if unknown without reading the images."""
@@ -71,7 +67,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Split:
-    """The images of a source that are one of train, validation and test."""
+    """The images of a source that are used for one of train, validation and test."""
 
     source: Source
     indices: np.ndarray  # [N] int64
@@ -84,18 +80,16 @@ class Split:
         return cls(source, np.arange(len(source)))
 
     def checksum(self) -> int | None:
-        """The CRC-32 of the names and labels of image files, in any order; None for images of other kinds.
+        """The CRC-32 of the file names (without folders, which may move) and labels, in any order.
 
-        Names are those in the file's own folder, for folders may be moved.
+        None for images that are not in files of their own.
         """
-        source: Any = self.source
-        targets = source.targets() if hasattr(source, "class_to_idx") else None
-        if targets is None:
+        if not isinstance(self.source, StoredSource):
             return None
-        names = np.asarray(source.class_names, dtype=object)
+        names = np.asarray(self.source.class_names, dtype=object)
         lines = [
-            f"{os.path.basename(source.path(index))}\t{names[np.flatnonzero(label) if label.ndim else label]}"
-            for index, label in zip(self.indices, targets[self.indices], strict=True)
+            f"{os.path.basename(self.source.path(index))}\t{names[np.flatnonzero(label) if label.ndim else label]}"
+            for index, label in zip(self.indices, self.source.targets()[self.indices], strict=True)
         ]
         return zlib.crc32("\n".join(sorted(lines)).encode(errors="surrogateescape"))
 
@@ -130,7 +124,7 @@ class ArraySource:
 
 
 class HubSource:
-    """A Hugging Face data set with the columns image and label, as timm reads it."""
+    """A Hugging Face data set with the columns image and label, read by timm."""
 
     def __init__(self, reader: Any, label: str) -> None:
         self.reader, self.label = reader, label
@@ -145,7 +139,7 @@ class HubSource:
         return decode(io.BytesIO(data)), target
 
     def read_file(self, index: int) -> tuple[bytes, int]:
-        """The bytes of the image's file, and its class."""
+        """The contents of the image's file, and its class."""
         try:
             stream, target = self.reader[index]
         except (AssertionError, TypeError) as error:
@@ -196,17 +190,11 @@ class TorchvisionSource:
         return self._targets
 
 
-def is_stream(source: str) -> bool:
-    """True if timm reads this source only in the source's own order."""
-    prefix, slash, _ = source.partition("/")
-    return bool(slash) and prefix.lower() in _STREAMS
-
-
 def split_off(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
     """Take `fraction` of every class away: (the rest, the part), both in the source's order.
 
-    Of a class of two images or more each gets one at least; a class of one image stays in the rest. An image of several
-    labels counts as one of its rarest label. ValueError if a part is empty.
+    A class of two images or more keeps at least one in each; a class of one image stays in the rest. An image with
+    several labels counts as one of its rarest label. ValueError if a part is empty.
     """
     targets = split.source.targets()
     classes = np.zeros(len(split), dtype=np.int64) if targets is None else rarest_labels(targets[split.indices])
@@ -220,59 +208,29 @@ def split_off(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
     return Split(split.source, split.indices[~taken]), Split(split.source, split.indices[taken])
 
 
-def finish_splits(
-    source: Source, held_out: Mapping[str, Source], val_fraction: float, split_seed: int, label: str
-) -> Splits:
-    """The splits of training images and those that are held out, `validation` and `test`, where there are any."""
-    train = Split.whole(source)
-    if "validation" in held_out:
-        validation = Split.whole(held_out["validation"])
+def finish_splits(sources: Mapping[str, Source], val_fraction: float, split_seed: int, label: str) -> Splits:
+    """The splits of `train`, and of `validation` and `test` where there are any.
+
+    Without a validation split, `val_fraction` of the training images validates. Without a test split, the validation
+    images are also the test images, and a warning says so.
+    """
+    train = Split.whole(sources["train"])
+    if "validation" in sources:
+        validation = Split.whole(sources["validation"])
     else:
         train, validation = split_off(train, val_fraction, split_seed)
-    if "test" in held_out and held_out["test"] is not held_out.get("validation"):
-        return Splits(train, validation, Split.whole(held_out["test"]))
+    if "test" in sources and sources["test"] is not sources.get("validation"):
+        return Splits(train, validation, Split.whole(sources["test"]))
     _log.warning("%s has no test split: the validation images are also the test images", label)
     return Splits(train, validation, validation)
 
 
 def holds_jpegs(split: Split) -> bool:
-    """True if most images of a split are JPEG files that the source gives as they are stored."""
+    """True if the source gives the contents of files, and most of them are JPEG files."""
     if not hasattr(split.source, "read_file"):
         return False
     names = [split.source.path(int(index)).lower() for index in split.indices[:: max(1, len(split) // 1000)]]
     return sum(name.endswith((".jpg", ".jpeg")) for name in names) > len(names) / 2
-
-
-def require_readable(split: Split, kind: str) -> None:
-    """Raise ValueError unless at least one image of a split can be read."""
-    for index in split.indices:
-        try:
-            split.source.read(int(index))
-        except LabelError as error:
-            raise ValueError(f"{split.source.path(int(index))}: {error}") from error
-        except UNREADABLE as error:
-            _log.warning("%s: %s", split.source.path(int(index)), first_line(error))
-        else:
-            return
-    raise ValueError(f"none of the {len(split)} {kind} images can be read")
-
-
-def warn_of_repeats(splits: Splits) -> None:
-    """Warn of validation and test images whose file has the bytes of a training image's; up to MOST_FILES are read."""
-    held_out = {"validation": splits.validation} | ({} if splits.test is splits.validation else {"test": splits.test})
-    every = [splits.train, *held_out.values()]
-    if sum(map(len, every)) > MOST_FILES or not all(getattr(one.source, "has_files", False) for one in every):
-        return
-    trained = set(_contents(splits.train))
-    for name, split in held_out.items():
-        count = sum(content in trained for content in _contents(split))
-        if count:
-            _log.warning("%d of the %d %s images have the bytes of a training image", count, len(split), name)
-
-
-def _contents(split: Split) -> list[bytes]:
-    paths = (Path(split.source.path(int(index))) for index in split.indices)
-    return [hashlib.blake2b(path.read_bytes()).digest() for path in paths if path.is_file() and path.stat().st_size]
 
 
 def digits(root: str | None = None, **_: Any) -> Splits:
@@ -295,8 +253,6 @@ def fashion_mnist(root: str | None, *, download: bool, val_fraction: float, spli
 
 def cifar10(root: str | None, *, download: bool, val_fraction: float, split_seed: int) -> Splits:
     """CIFAR-10 below `root`, as folders train/ and test/ (or val/), or as cifar-10-batches-py; test is the 10,000."""
-    train: Source
-    test: Source
     train_folder = find_split(require_root(root), "train")
     if train_folder is None:
         train, test = (_torchvision_array("CIFAR10", root, part, download) for part in (True, False))
@@ -305,7 +261,7 @@ def cifar10(root: str | None, *, download: bool, val_fraction: float, split_seed
         if test_folder is None:
             raise FileNotFoundError(f"{root} has train, but neither test nor val")
         files = open_classes(train_folder)
-        train, test = _in_memory(files), _in_memory(open_numbered(test_folder, files.class_to_idx))
+        train, test = _in_memory(files), _in_memory(open_classes(test_folder, class_names=files.class_names))
     return Splits(*split_off(Split.whole(train), val_fraction, split_seed), Split.whole(test))
 
 
@@ -333,7 +289,7 @@ def register_source(name: str) -> Callable[[Opener], Opener]:
     """Register a source, which `data.source=NAME` then chooses: `@register_source("name")`.
 
     The function is called with (root, download=..., val_fraction=..., split_seed=...), the keys of `data`, and returns
-    the splits of one or more `Source`s, which are read in worker processes.
+    the splits of one or more `Source`s, which worker processes read. ValueError for a name that is taken.
     """
 
     def enter(opener: Opener) -> Opener:
@@ -352,126 +308,82 @@ def require_root(root: str | None) -> str:
     return os.path.expanduser(root)
 
 
-def timm_splits(
-    source: str,
-    root: str | None,
-    *,
-    download: bool,
-    names: Mapping[str, str | None],
-    class_map: ClassMap,
-    val_fraction: float,
-    split_seed: int,
-) -> Splits:
-    """The splits of a source that is read by index: folder, hfds/NAME, torch/NAME (a tar counts as a folder).
+class NamedLayout(Layout):
+    """hfds/NAME and torch/NAME: timm opens each split by its name."""
 
-    `names` has the split names of train, validation and test, None for a split that does not exist. Without a
-    validation split, `val_fraction` of the training images becomes the validation split. Without a test split, the
-    validation images are also the test images, and one log line says so.
-    """
-    train: Source
-    held_out: dict[str, Source]
-    if source == "folder":
-        files, others = open_folders(require_root(root), names, class_map)
-        train, held_out = files, dict(others)
-    else:
-        require_one_class_list(source, root, list(filter(None, names.values())))
-        if is_image_folder(source):
-            parts = {"train": require_root(root), **find_splits(require_root(root), names)}
-        else:
-            parts = {kind: part_of(source, kind, name) for kind, name in names.items() if name is not None}
-            refuse_trained(names, parts)
-        opened = {part: open_named(source, root, part, class_map, download) for part in dict.fromkeys(parts.values())}
-        train = opened[parts.pop("train")]
-        held_out = {kind: opened[part] for kind, part in parts.items()}
-        for kind, other in held_out.items():
-            require_same_numbers(other.class_names, train.class_names, source, kind)
-    return finish_splits(train, held_out, val_fraction, split_seed, root or source)
+    def __init__(self, keys: ImageDataKeys) -> None:
+        super().__init__(keys)
+        self.cache = None if keys.root is None else self.root
+        require_one_class_list(keys, self.cache)
 
-
-def part_of(source: str, kind: str, name: str) -> str:
-    """The part train or test that the `name` of a split means for a set of two parts; the name itself for other sets.
-
-    ValueError for a name of neither, which timm would take for the test images.
-    """
-    if source.lower().rpartition("/")[2] not in _TWO_PARTS:
+    def find(self, kind: str, name: str) -> str | None:
+        """The name of a split; of data sets with two splits, train or test. ValueError if it means neither."""
+        if self.names[kind] is None:
+            return None
+        if self.keys.source.lower().rpartition("/")[2] in _TWO_PARTS:
+            if name not in (*_TRAINING_WORDS, *_HELD_OUT_WORDS):
+                raise ValueError(f"data.{SPLIT_KEYS[kind]}={name}: {self.keys.source} has the splits train and test")
+            return "train" if name in _TRAINING_WORDS else "test"
         return "train" if name in _TRAINING_WORDS else name
-    if name not in (*_TRAINING_WORDS, *_HELD_OUT_WORDS):
-        raise ValueError(f"data.{SPLIT_KEYS[kind]}={name}: {source} has the splits train and test")
-    return "train" if name in _TRAINING_WORDS else "test"
+
+    def open(self, part: str, class_names: Sequence[str] | None = None) -> Source:
+        source = self.keys.source
+        if source.startswith("torch/"):
+            dataset = create_dataset(source, root=self.cache, split=part, download=self.keys.download)
+            return TorchvisionSource(dataset, source)
+        numbers = class_numbers(self.keys.class_map)
+        return HubSource(create_reader(source, root=self.cache, split=part, class_map=numbers), source)
+
+
+class ImageFolderLayout(FolderLayout):
+    """torch/image_folder: torchvision's ImageFolder, whose splits are folders below `data.root`."""
+
+    def open(self, part: str, class_names: Sequence[str] | None = None) -> Source:
+        is_valid: Any = lambda file: is_image(Path(file).name)  # noqa: E731
+        return TorchvisionSource(torchvision_datasets.ImageFolder(part, is_valid_file=is_valid), self.keys.source)
 
 
 def is_image_folder(source: str) -> bool:
-    """True for torchvision's ImageFolder, whose splits are folders below `data.root`."""
+    """True for torchvision's ImageFolder."""
     return source.lower() in ("torch/image_folder", "torch/folder")
 
 
-def require_one_class_list(source: str, root: str | None, splits: Sequence[str]) -> None:
-    """Raise ValueError where the files of hfds/PATH or hfids/PATH number the classes of images otherwise."""
-    prefix, _, path = source.partition("/")
+def require_one_class_list(keys: ImageDataKeys, root: str | None) -> None:
+    """ValueError if the files of hfds/PATH or hfids/PATH number the classes differently."""
+    prefix, _, path = keys.source.partition("/")
     if prefix.lower() in ("hfds", "hfids"):
-        require_one_list(f"data.source={source}", path, splits, root=root)
+        splits = [name for key in SPLIT_KEYS.values() if (name := getattr(keys, key)) is not None]
+        require_one_list(f"data.source={keys.source}", path, splits, root=root)
 
 
-def require_same_numbers(held_out: Sequence[str], train: Sequence[str], label: str, kind: str) -> None:
-    """Raise ValueError where a class has another number in held-out images than in training.
+def is_stream(source: str) -> bool:
+    """True if timm reads this source only in the source's own order."""
+    prefix, slash, _ = source.partition("/")
+    return bool(slash) and prefix.lower() in _STREAMS
 
-    Classes without names are not compared, and the last ones may be missing.
+
+def open_stream(keys: ImageDataKeys, root: str | None, split: str, *, batch_size: int, seed: int) -> Any:
+    """timm's IterableImageDataset of a split (train, validation, test); without a test split, it is the validation.
+
+    Its reader gets `shards`, the number of files of the stream, and the class names that a Hugging Face data set
+    declares. FileNotFoundError for local shards that are missing.
     """
-    unnamed = all(list(names) == [str(number) for number in range(len(names))] for names in (held_out, train))
-    if train and not unnamed and list(held_out) != list(train[: len(held_out)]):
-        raise ValueError(f"{label}: {kind} has the classes {name_some(held_out)}, and training {name_some(train)}")
-
-
-def open_named(
-    source: str, root: str | None, name: str, class_map: ClassMap, download: bool
-) -> TorchvisionSource | HubSource:
-    """The split `name` of torch/NAME or hfds/NAME; of torch/image_folder `name` is a path."""
-    if is_image_folder(source):
-        is_valid: Any = lambda file: is_image(Path(file).name)  # noqa: E731
-        return TorchvisionSource(torchvision_datasets.ImageFolder(name, is_valid_file=is_valid), source)
-    if source.startswith("torch/"):
-        return TorchvisionSource(create_dataset(source, root=root, split=name, download=download), source)
-    return HubSource(create_reader(source, root=root, split=name, class_map=class_numbers(class_map)), source)
-
-
-def open_stream(
-    source: str,
-    root: str | None,
-    *,
-    name: str,
-    training: bool,
-    batch_size: int,
-    seed: int,
-    class_map: ClassMap,
-    num_samples: int | None,
-    named: bool = True,
-) -> Any:
-    """timm's IterableImageDataset of one split; `num_samples` is an epoch's length if the stream does not know it.
-
-    Its reader has `shards`, the number of files of the stream; that of a Hugging Face data set has, if `named`, the
-    names of classes that the data set declares. FileNotFoundError for local shards that are missing.
-    """
-    kind = source.partition("/")[0].lower()
-    numbers: Any = class_numbers(class_map)
+    kind, training = keys.source.partition("/")[0].lower(), split == "train"
+    name = getattr(keys, SPLIT_KEYS[split]) or keys.val_split
+    if name is None:
+        raise ValueError(f"data.source={keys.source} is a stream: give data.val_split=NAME")
+    num_samples = keys.train_samples if training else None
+    numbers: Any = class_numbers(keys.class_map)
     options: dict[str, Any] = {"input_img_mode": ""}  # keeps the images' own mode: timm would clip 16 bits
     if kind == "wds":
         # timm also uses the first ending as the name of a sample's image.
         endings = {ending.removeprefix(".") for ending in image_endings()} - {"jpg"}
         options["input_key"] = ";".join(["jpg", *sorted(endings)])
         numbers = None if numbers is None else {int(label): number for label, number in numbers.items()}
-    elif kind == "hfids" and not training:
+    elif not training:
         num_samples = -1  # timm requires a length, but evaluates on all images of the stream
-    dataset: Any = create_dataset(
-        source,
-        root=root,
-        split=name,
-        is_training=training,
-        batch_size=batch_size,
-        num_samples=num_samples,
-        seed=seed,
-        class_map=numbers,
-        **({} if kind == "tfds" else options),
-    )
+    options |= {"root": root, "split": name, "is_training": training, "batch_size": batch_size, "seed": seed}
+    dataset: Any = create_dataset(keys.source, num_samples=num_samples, class_map=numbers, **options)
     reader = dataset.reader
     if kind == "wds":
         paths = [os.path.join(reader.root, file) for file in reader.split_info.filenames]
@@ -479,11 +391,11 @@ def open_stream(
             if "://" not in path and not path.startswith("pipe:") and not os.path.isfile(path):
                 raise FileNotFoundError(f"the split {name} has no shard {path}")
         reader.shards = len(paths)
-    elif kind == "hfids":
+    else:
         stream = reader.builder.as_streaming_dataset(split=name)
         reader.shards = stream.num_shards
         if names := getattr((stream.features or {}).get("label"), "names", None):
             reader._source_names = dict(enumerate(names))
-            if named and not reader.remap_class:
+            if keys.num_classes is None and not reader.remap_class:
                 reader.class_to_idx = {label: number for number, label in enumerate(names)}
     return dataset

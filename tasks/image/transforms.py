@@ -1,21 +1,25 @@
-"""Image transforms: from a PIL image to a uint8 tensor on the host, and to normalised float32 on the device."""
+"""Transforms of images, PIL to uint8 on the host and float32 on the device; Mixup and CutMix of batches."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from PIL import Image
-from timm.data import auto_augment, create_transform
+from timm.data import Mixup, auto_augment, create_transform
 from timm.data.auto_augment import AugmentOp
+from timm.data.mixup import mixup_target
 from timm.data.random_erasing import RandomErasing
 from timm.data.transforms import str_to_interp_mode
 from torch import Tensor
 from torchvision import transforms
 from torchvision.transforms.functional import pil_to_tensor
 
-from longseq.tasks.image.augmentation import Augmentation
+from longseq.tasks.data.sampler import derive_seed
+from longseq.tasks.image.config import Augmentation
 from longseq.tasks.image.info import DataInfo
 
 
@@ -30,7 +34,7 @@ class ToMode:
 
 
 class PixelErasing:
-    """Random erasing (Zhong et al. 2020) of uint8 pixels: timm's, converted back from normalised units."""
+    """timm's random erasing (Zhong et al. 2020) of uint8 pixels."""
 
     def __init__(self, info: DataInfo, prob: float = 0.0, mode: str = "const", count: int = 1) -> None:
         self.prob = prob
@@ -43,7 +47,7 @@ class PixelErasing:
         return pixels if drawn is None else torch.where(drawn[0], drawn[1], pixels)
 
     def draw(self, shape: tuple[int, ...]) -> tuple[Tensor, Tensor] | None:
-        """Where an image of this shape [C, H, W] is erased, bool [H, W], and by what, uint8 [C, H, W]; or None."""
+        """For an image of this shape [C, H, W]: the erased pixels, bool [H, W], and their values, uint8 [C, H, W]."""
         if random.random() >= self.prob:
             return None
         fill = self.erase(torch.full(shape, torch.nan))
@@ -52,7 +56,7 @@ class PixelErasing:
 
 
 class TrainingSteps(NamedTuple):
-    """The random transforms of a PIL image: to the model's size, then colours, whose mode is `mode`, then erasing."""
+    """The random transforms of a PIL image: conversion to `mode`, crop to the model's size, colours, erasing."""
 
     mode: ToMode
     geometry: list[Any]
@@ -79,7 +83,7 @@ def training_steps(info: DataInfo, augmentation: Augmentation) -> TrainingSteps:
     geometry = crop.transforms
     if augmentation.crop != "random_resized":
         geometry = _crop(info, augmentation) + geometry[1:]
-    # timm's colour operations fill with RGB triples, so that grey images must be RGB for them
+    # timm's colour operations fill with RGB triples, so they need RGB images.
     inner = ToMode("RGB") if colour.transforms else _final_mode(info)
     for operation in colour.transforms:
         _allow_zero_bits(operation)
@@ -88,19 +92,18 @@ def training_steps(info: DataInfo, augmentation: Augmentation) -> TrainingSteps:
 
 
 def training_transform(info: DataInfo, augmentation: Augmentation) -> transforms.Compose:
-    """Random transform of a PIL image to uint8 [C, S, S]; it draws from the generators that `seed_everything` seeds."""
+    """Random transform of a PIL image to uint8 [C, S, S], drawn from the generators that `seed_everything` seeds."""
     mode, geometry, colour, erasing = training_steps(info, augmentation)
     steps = [mode, *geometry, *colour, _final_mode(info), pil_to_tensor]
     return transforms.Compose(steps if erasing is None else [*steps, erasing])
 
 
 def evaluation_transform(info: DataInfo) -> transforms.Compose:
-    """timm's transform of an evaluation: PIL image -> uint8 [C, H, W], squares but for a model of another `img_size`.
+    """timm's transform for evaluation: PIL image -> uint8 [C, H, W] of the size `info.img_size`.
 
-    The short side becomes img_size / crop_pct, and the centre is cut out. With `crop_mode` squash both sides become it,
-    and with border the long one, and the mean fills the rest.
-
-    ValueError for other images than RGB and grey ones. A crop_pct above 1 adds a black border.
+    The short side is resized to img_size / crop_pct, and the centre is cut out. With `crop_mode` squash both sides are
+    resized to it; with border the long one, and the mean fills the rest. A crop_pct above 1 adds a black border.
+    ValueError for models that read neither RGB nor grey.
     """
     if info.in_chans not in (1, 3):
         raise ValueError(f"images are read as RGB or grey, and the model has in_chans={info.in_chans}")
@@ -138,13 +141,13 @@ def _crop(info: DataInfo, augmentation: Augmentation) -> list[Any]:
 
 
 def list_operations(augmentation: Any) -> list[AugmentOp]:
-    """The operations among which timm's RandAugment, AutoAugment or AugMix chooses."""
+    """The operations of timm's RandAugment, AutoAugment or AugMix."""
     choices = getattr(augmentation, "ops", None) or getattr(augmentation, "policy", [])
     return [op for choice in choices for op in ([choice] if isinstance(choice, AugmentOp) else choice)]
 
 
 def posterize(image: Image.Image, bits: int, **options: Any) -> Image.Image:
-    """timm's, also for 0 bits, its strongest magnitude: Pillow 13 refuses what older versions turned to black."""
+    """timm's posterize; with 0 bits, its strongest magnitude, black: Pillow 13 refuses that."""
     return auto_augment.posterize(image, bits, **options) if bits else Image.new(image.mode, image.size)
 
 
@@ -163,9 +166,130 @@ def _rgb(values: list[float]) -> tuple[float, ...]:
 
 
 def _channel_statistics(info: DataInfo, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Mean and deviation [C, 1, 1] of pixels in [0, 255]. They are filled on the device: a copy from the host waits."""
+    """Mean and deviation [C, 1, 1] of pixels in [0, 255], filled on the device: a copy from the host would wait."""
     mean, std = (
         torch.cat([torch.full((1, 1, 1), 255.0 * value, device=device) for value in values])
         for values in (info.mean, info.std)
     )
     return mean, std
+
+
+class Mixed(NamedTuple):
+    """Images `[B, C, H, W]`, their soft targets `[B, classes]`, and the weights of the losses.
+
+    `weights` are `[B, 1]`, of images, or `[B, classes]`, of decisions about labels; None if all are 1.
+    """
+
+    images: Tensor
+    targets: Tensor
+    weights: Tensor | None
+
+
+class BatchMixing:
+    """Mixup, CutMix, label smoothing and class weights of a batch: a function of (seed, update, part of the batch).
+
+    Mixes image i with image B - 1 - i, and makes soft targets and the weights of their losses. With mixup = cutmix = 0,
+    images are unchanged and targets are only smoothed. Zhang et al. 2018 (arXiv:1710.09412), Yun et al. 2019
+    (arXiv:1905.04899), in timm's implementation.
+
+    `class_weights` multiply the loss of an image by the weight of its class; with `multi_label` the loss of each of an
+    image's own labels by the weight of that label. A mixed image has the losses of both images, each with its own
+    weight and the share of that image. Smoothing moves a part of the target to all classes evenly, or with
+    `multi_label` each target towards 1/2; the weights remain those of the true classes.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        *,
+        seed: int,
+        label_smoothing: float = 0.0,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
+        prob: float = 1.0,
+        switch_prob: float = 0.5,
+        mode: str = "batch",
+        class_weights: Sequence[float] | None = None,
+        multi_label: bool = False,
+    ) -> None:
+        self.num_classes, self.seed, self.label_smoothing = num_classes, seed, label_smoothing
+        self.multi_label = multi_label
+        self._class_weights = None if class_weights is None else torch.tensor(class_weights)
+        self._mixup = None
+        if prob > 0 and (mixup > 0 or cutmix > 0):
+            self._mixup = Mixup(
+                mixup_alpha=mixup,
+                cutmix_alpha=cutmix,
+                prob=prob,
+                switch_prob=switch_prob,
+                mode=mode,
+                label_smoothing=label_smoothing,
+                num_classes=num_classes,
+            )
+
+    def __call__(self, images: Tensor, targets: Tensor, *, update: int, part: int = 0) -> Mixed:
+        """Mix in place: images [B, C, H, W] float, targets [B] int or with `multi_label` [B, classes] of 0 and 1.
+
+        `update` and `part` are as in `TrainedModule.seed_batch`. ValueError for an odd B.
+        """
+        if self._mixup is not None and len(images) % 2:
+            raise ValueError(f"Mixup and CutMix pair the images of a batch: batch size {len(images)} per device is odd")
+        if self._class_weights is None and not self.multi_label:
+            if self._mixup is None:
+                return Mixed(images, mixup_target(targets, self.num_classes, smoothing=self.label_smoothing), None)
+            return Mixed(*self._mix(self._mixup, images, targets, update, part), None)
+        smooth, weights = self._smooth(targets), self._weigh(targets)
+        if self._mixup is None:
+            return Mixed(images, smooth, weights)
+        shares = self._share(self._mixup, images, update, part)
+        if weights is None:
+            return Mixed(images, shares @ smooth, None)
+        # A loss is linear in its target, so the weighted losses of both images are one loss of a weighted target.
+        mixed = shares @ weights
+        return Mixed(images, (shares @ (weights * smooth)) / mixed.clamp_min(torch.finfo(mixed.dtype).tiny), mixed)
+
+    def weigh(self, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Soft targets and loss weights for labels that are probabilities `[B, classes]`; they are not smoothed.
+
+        An image has the losses of its classes, each with its weight and its probability. A one-hot row has the loss of
+        its class.
+        """
+        if self._class_weights is None:
+            return targets, None
+        self._class_weights = self._class_weights.to(targets.device)
+        weighted = targets * self._class_weights
+        sums = weighted.sum(dim=1, keepdim=True)
+        return weighted / sums.clamp_min(torch.finfo(sums.dtype).tiny), sums
+
+    def _smooth(self, targets: Tensor) -> Tensor:
+        if self.multi_label:
+            return targets * (1 - self.label_smoothing) + self.label_smoothing / 2
+        return mixup_target(targets, self.num_classes, smoothing=self.label_smoothing)
+
+    def _weigh(self, targets: Tensor) -> Tensor | None:
+        """The weights of images, `[B, 1]`, or of the decisions about their labels, `[B, classes]`."""
+        if self._class_weights is None:
+            return None
+        weights = self._class_weights = self._class_weights.to(targets.device)  # copied once
+        return torch.where(targets > 0, weights, 1.0) if self.multi_label else weights[targets].unsqueeze(1)
+
+    def _share(self, mixup: Mixup, images: Tensor, update: int, part: int) -> Tensor:
+        """Mix the images; returns the share `[B, B]` of image j in image i.
+
+        timm mixes targets like images, so targets that are the image numbers become the shares.
+        """
+        numbered = torch.arange(len(images), device=images.device)
+        own = mixup.num_classes, mixup.label_smoothing
+        mixup.num_classes, mixup.label_smoothing = len(images), 0.0
+        try:
+            return self._mix(mixup, images, numbered, update, part)[1]
+        finally:
+            mixup.num_classes, mixup.label_smoothing = own
+
+    def _mix(self, mixup: Mixup, images: Tensor, targets: Tensor, update: int, part: int) -> tuple[Tensor, Tensor]:
+        state = np.random.get_state()  # noqa: NPY002 - timm draws from the global generator
+        np.random.seed(derive_seed(self.seed, update, part) % 2**32)  # noqa: NPY002
+        try:
+            return mixup(images, targets)
+        finally:
+            np.random.set_state(state)  # noqa: NPY002

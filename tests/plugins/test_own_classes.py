@@ -16,7 +16,7 @@ from torchvision.utils import save_image
 import longseq
 from longseq import plugins
 from longseq.tasks import ImageDataKeys
-from longseq.tasks.image.own_dataset import own_held_out
+from longseq.tasks.image.own import OwnLayout
 
 MODULE = "own_shapes"
 NET = ("model=own", f"model._target_={MODULE}.Net", "data=own", f"plugins=[{MODULE}]")
@@ -105,7 +105,8 @@ def test_own_datamodule_trains_and_resumes(folder: Path, command_here: Any) -> N
 
 def open_test_set(node: dict[str, Any]) -> None:
     train = {"_target_": "own_shapes.Squares", "samples": 9}
-    own_held_out(ImageDataKeys(name="own", source="own", img_size=8, train_set=train, test_set=node), "test")
+    keys = ImageDataKeys(name="own", source="own", img_size=8, train_set=train, test_set=node)
+    OwnLayout(keys).open_held_out("test", [], foreign=False)
 
 
 def test_a_set_is_measured_without_one_to_train_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,10 +115,10 @@ def test_a_set_is_measured_without_one_to_train_on(folder: Path, monkeypatch: py
     keys = ImageDataKeys(
         name="own", source="own", img_size=8, test_set={"_target_": "own_shapes.Squares", "samples": 9}
     )
-    found = own_held_out(keys, "test")
+    found = OwnLayout(keys).open_held_out("test", [], foreign=False)
     assert found is not None
     assert len(found) == 9
-    assert own_held_out(keys, "validation") is None
+    assert OwnLayout(keys).open_held_out("validation", [], foreign=False) is None
 
 
 def test_only_classes_of_plug_ins_are_built(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

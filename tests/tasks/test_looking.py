@@ -16,8 +16,8 @@ from longseq import mixers
 from longseq.backbones.image import ImageBackbone
 from longseq.tasks import predict, train
 from longseq.tasks.image.data import ImageDataModule
-from longseq.tasks.image.errors import COLUMNS
-from longseq.tasks.image.saliency import saliency
+from longseq.tasks.image.predict import saliency
+from longseq.tasks.image.report import COLUMNS
 from longseq.tasks.training import checkpoint
 
 SLOW = pytest.mark.slow  # they share a training

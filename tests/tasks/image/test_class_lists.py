@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from longseq.tasks.image.sources import require_one_class_list
+from longseq.tasks.data.labels import require_one_list
 
 datasets = pytest.importorskip("datasets", reason="Hugging Face sources need longseq[datasets]")
 pytestmark = pytest.mark.slow
@@ -43,15 +43,18 @@ def write(folder, train, validation, form):
     return folder
 
 
-@pytest.mark.parametrize("kind", ["hfds", "hfids"])
+def check(folder, cache):
+    require_one_list(f"data.source=hfds/{folder}", str(folder), ["train", "validation"], root=str(cache))
+
+
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
-def test_files_that_number_classes_otherwise_are_refused(form, kind, tmp_path):
+def test_files_that_number_classes_otherwise_are_refused(form, tmp_path):
     """The library datasets gives the names of the training images to both splits."""
     folder = write(tmp_path / "data", rows_of(NAMES), rows_of(OTHERS), form)
     with pytest.raises(ValueError, match="number the classes of their column label otherwise"):
-        require_one_class_list(f"{kind}/{folder}", str(tmp_path), ["train", "validation"])
+        check(folder, tmp_path)
     same = write(tmp_path / "same", rows_of(NAMES), rows_of(NAMES), form)
-    require_one_class_list(f"{kind}/{same}", str(tmp_path), ["train", "validation"])
+    check(same, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -77,4 +80,4 @@ def test_files_that_do_not_contradict_each_other_are_read(other, tmp_path):
         (tmp_path / "data").mkdir()
         pyarrow.parquet.write_table(table.replace_schema_metadata(metadata), tmp_path / "data" / "validation.parquet")
     rows_of(NAMES).to_parquet(tmp_path / "data" / "train.parquet")
-    require_one_class_list(f"hfds/{tmp_path / 'data'}", str(tmp_path), ["train", "validation"])
+    check(tmp_path / "data", tmp_path)

@@ -82,8 +82,3 @@ def test_a_model_keeps_the_numbers_that_it_was_trained_with(tmp_path, command_he
         found = list(zip(source.targets(), shades(source), strict=True))
         numbers = [int(target) if np.ndim(target) == 0 else int(np.argmax(target)) for target, _ in found]
         assert [trained[number] for number in numbers] == [names[shade] for _, (shade, _) in found], kind
-
-
-def _rows(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))

@@ -16,8 +16,8 @@ from longseq.tasks.data.loader import Place
 from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.image import sources
 from longseq.tasks.image.data import ImageDataModule
-from longseq.tasks.image.datasets import ImageFiles
 from longseq.tasks.image.decoding import decode
+from longseq.tasks.image.predict import ImageFiles
 from longseq.tasks.image.sources import digits
 
 CLASSES = ("cat", "dog", "emu")
@@ -91,12 +91,6 @@ def test_digits_batches_and_info():
     everything = module.on_after_batch_transfer(gather(module.val_dataloader()), 0)[0]
     assert abs(everything.mean()) < 0.05
     assert abs(everything.std() - 1) < 0.05
-
-
-def test_grey_images_for_a_colour_model():
-    module = open_data("digits", img_size=32, in_chans=3, augment={"auto_augment": "rand-m9-mstd0.5-inc1"})
-    assert next(iter(module.train_dataloader()))[0].shape == (4, 3, 32, 32)
-    assert len(module.info.mean) == 3
 
 
 def test_folder_with_splits(folder):
@@ -281,8 +275,10 @@ def test_labels_with_a_fraction_are_refused(folder, tmp_path):
     for label in (float("nan"), torch.tensor(2.5), "2", None):
         with pytest.raises(LabelError, match="must be the number of a class"):
             sources.number_of_class(label, "")
+    keys = {"val_split": "validation", "num_classes": 3}
+    module = open_data(f"hfds/{tmp_path / 'parquet'}", tmp_path / "cache", **keys)
     with pytest.raises(ValueError, match=r"the label 0\.\d+ must be the number of a class"):
-        open_data(f"hfds/{tmp_path / 'parquet'}", tmp_path / "cache", val_split="validation", num_classes=3)
+        gather(module.val_dataloader())
     keys = {"val_split": "validation", "num_classes": 3, "train_samples": 12}
     stream = open_data(f"hfids/{tmp_path / 'parquet'}", tmp_path / "cache", **keys)
     with pytest.raises(ValueError, match=r"image 0: the stream: the label 0\.1 must be the number of a class"):
@@ -365,7 +361,7 @@ def test_the_repeats_of_an_image_share_its_decoding(folder, monkeypatch):
     indices = [SampleIndex(position, repeat, 2) for position in (5, 30, 7) for repeat in range(3)]
     alone = [batches[[index]] for index in indices]
     read: list[str] = []
-    monkeypatch.setattr("longseq.tasks.image.folder.decode", lambda file: read.append(file) or decode(file))
+    monkeypatch.setattr("longseq.tasks.image.files.decode", lambda file: read.append(file) or decode(file))
     together = batches[indices]
     assert len(read) == 3
     assert torch.equal(together.inputs, torch.cat([batch.inputs for batch in alone]))

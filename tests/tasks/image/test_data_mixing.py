@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from longseq.tasks.image.mixing import BatchMixing
+from longseq.tasks.image.transforms import BatchMixing
 
 IMAGES = torch.arange(8 * 3 * 6 * 6, dtype=torch.float32).view(8, 3, 6, 6)
 TARGETS = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])

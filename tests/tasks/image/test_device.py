@@ -17,7 +17,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from longseq.tasks.data.loader import work_ahead
 from longseq.tasks.data.sampler import SampleIndex
-from longseq.tasks.image.augmentation import Augmentation
+from longseq.tasks.image.config import Augmentation
 from longseq.tasks.image.datasets import TrainingBatches, seed_everything
 from longseq.tasks.image.decoding import decode
 from longseq.tasks.image.device import DeviceTransform, apply_steps

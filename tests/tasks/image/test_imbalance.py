@@ -27,8 +27,8 @@ from longseq.tasks import evaluate, predict, train
 from longseq.tasks.data.labels import count_classes, find_weights, rarest_labels
 from longseq.tasks.data.sampler import BalancedSampler
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.image.mixing import BatchMixing
 from longseq.tasks.image.module import ImageClassifier
+from longseq.tasks.image.transforms import BatchMixing
 from longseq.tasks.training.metrics import choose_threshold, decide, make_metrics, update_metrics
 
 CLASSES = np.repeat([0, 1, 2], [70, 20, 6])
@@ -404,14 +404,6 @@ def test_an_empty_flag_is_not_taken_for_an_absent_label(cells, tmp_path):
     with pytest.raises(ValueError, match=rf"all\.csv, line 3: .* in column '{column}', which holds 1 or 0") as error:
         image_data(name="table", **keys, label_column=["odd", "first"]).setup()
     assert "\n" not in str(error.value)
-
-
-JOINED = {
-    "cat|indoors": "the label 'cat|dog' is a class of its own, and so are 'cat' and 'dog': if it is several labels, "
-    "give data.multi_label=true \"data.label_delimiter='|'\"",
-    "cat; indoors": "the label 'cat; dog' is a class of its own, and so are 'cat' and 'dog'",
-    "cat-indoors": None,  # no usual delimiter
-}
 
 
 def test_columns_of_flags_are_labels_in_the_order_that_was_given(tmp_path):

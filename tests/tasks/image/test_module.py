@@ -153,11 +153,3 @@ def test_samples_are_ranked_where_their_probabilities_are_near_one(tmp_path, mul
     assert found["test/auroc"] == pytest.approx(roc_auc_score(wanted, scores), abs=1e-6)
     assert found["test/average_precision"] == pytest.approx(average_precision_score(wanted, scores), abs=1e-6)
     assert len(classifier.probabilities(logits).unique()) < 790, "in float32 many of these are equal"
-
-
-class Endless(torch.utils.data.Sampler):
-    def __iter__(self):
-        return iter(range(8))
-
-    def __len__(self):
-        raise TypeError("no length")

@@ -14,11 +14,10 @@ import torch
 from PIL import Image
 
 from longseq.tasks import ImageDataKeys, ImageDataModule
+from longseq.tasks.commands import PrepareImages
 from longseq.tasks.image.draws import read_encoded
-from longseq.tasks.image.prepare import Encoding, PrepareImages, describe, encode_image, open_input, prepare
-from longseq.tasks.image.shards import open_shards
-
-KEEP = Encoding("keep", None, 90)
+from longseq.tasks.image.files import ShardLayout, ShardSource
+from longseq.tasks.image.prepare import describe, encode_image, prepare
 
 
 def draw(path: Path, number: int, size: tuple[int, int] = (12, 10), mode: str = "RGB") -> None:
@@ -40,10 +39,14 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def keys_of(root: Path, **changes: Any) -> PrepareImages:
-    usual = dict.fromkeys(("size", "file_column", "label_column", "label_delimiter"))
-    usual |= {"format": "jpeg", "quality": 90, "shard_bytes": 1000, "multi_label": False, "processes": 1}
-    return PrepareImages(**{**usual, "input": str(root), "output": "shards", **changes})
+def pack(root: Path, output: Path, **keys: Any) -> dict[str, Any]:
+    return prepare(PrepareImages(input=str(root), output=str(output), processes=1, **keys))
+
+
+def open_shards(root: Path, multi_label: bool = False) -> ShardSource:
+    """The training images."""
+    keys = ImageDataKeys(name="x", source="shards", img_size=8, root=str(root), multi_label=multi_label)
+    return ShardLayout(keys).open("train")
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -76,7 +79,7 @@ def test_training_from_kept_files_is_that_from_the_folder(images: Path, tmp_path
 
 
 def test_samples_of_shards_are_those_of_the_folder_in_any_order(images: Path, tmp_path: Path) -> None:
-    prepare(open_input(keys_of(images)), tmp_path, KEEP, shard_bytes=4000)
+    pack(images, tmp_path, format="keep", shard_bytes=4000)
     options = {"name": "images", "img_size": 8, "num_workers": 0}
     folder, shards = (
         ImageDataModule(ImageDataKeys(source=source, root=str(root), **options), batch_size=4, seed=3)
@@ -100,8 +103,7 @@ def test_images_are_scaled_down_and_never_up(tmp_path: Path) -> None:
     ):
         draw(tmp_path / "images" / name, number, size, "L" if "grey" in name else "RGB")
     (tmp_path / "images/b/broken.jpg").write_bytes(b"no image")
-    sources = open_input(keys_of(tmp_path / "images"))
-    manifest = prepare(sources, tmp_path / "shards", Encoding("jpeg", 10, 90), shard_bytes=10**6, processes=1)
+    manifest = pack(tmp_path / "images", tmp_path / "shards", size=10)
     assert "left out: 1 unreadable" in describe(manifest)
     assert "broken.jpg" in manifest["named"][0]
     with tarfile.open(tmp_path / "shards/train-000000.tar") as archive:
@@ -111,7 +113,7 @@ def test_images_are_scaled_down_and_never_up(tmp_path: Path) -> None:
     opened = [Image.open(io.BytesIO(files[f"{number:09d}.jpg"])) for number in range(3)]
     assert [(image.size, image.mode) for image in opened] == [((10, 15), "L"), ((20, 10), "RGB"), ((9, 7), "RGB")]
     assert files["000000002.jpg"] == (tmp_path / "images/b/small.jpg").read_bytes()
-    source = open_shards(str(tmp_path / "shards"), multi_label=False)["train"]
+    source = open_shards(tmp_path / "shards")
     assert source.class_names == ["a", "b"]
     assert source.path(1).endswith("train-000000.tar/images/a/wide.png.jpg")
     assert source.read(1)[0].size == (20, 10)
@@ -122,7 +124,7 @@ def test_colours_keep_their_resolution_where_quality_is_asked_for(tmp_path: Path
     exact = np.asarray(Image.open(tmp_path / "a.png"), dtype=float)
 
     def error(quality: int) -> float:
-        made = encode_image((tmp_path / "a.png").read_bytes(), Encoding("jpeg", None, quality))
+        made = encode_image((tmp_path / "a.png").read_bytes(), None, quality)
         return float(np.abs(np.asarray(Image.open(io.BytesIO(made.data)), dtype=float) - exact).mean())
 
     assert error(100) < 1
@@ -136,31 +138,30 @@ def test_labels_of_a_table_stay(tmp_path: Path) -> None:
         draw(tmp_path / f"{number}.jpg", number)
         rows.append(f"{number}.jpg,{'|'.join(['even', 'odd'][number % 2 :: 2] + ['big'] * (number > 3))}")
     (tmp_path / "table.csv").write_text("\n".join(rows) + "\n")
-    keys = keys_of(tmp_path / "table.csv", multi_label=True, label_delimiter="|")
-    prepare(open_input(keys), tmp_path / "shards", KEEP, shard_bytes=10**6, multi_label=True)
-    source = open_shards(str(tmp_path / "shards"), multi_label=True)["train"]
+    pack(tmp_path / "table.csv", tmp_path / "shards", format="keep", multi_label=True, label_delimiter="|")
+    source = open_shards(tmp_path / "shards", multi_label=True)
     assert source.class_names == ["big", "even", "odd"]
     assert source.targets().tolist() == [[n > 3, n % 2 == 0, n % 2 == 1] for n in range(6)]
     with tarfile.open(tmp_path / "shards/train-000000.tar") as archive:
         assert json.load(archive.extractfile("000000005.json")) == {"labels": ["big", "odd"]}  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"was prepared with multi_label=true: give data.multi_label=true"):
-        open_shards(str(tmp_path / "shards"), multi_label=False)
+    with pytest.raises(ValueError, match="was prepared with multi_label=true"):
+        open_shards(tmp_path / "shards")
 
 
 def test_a_preparation_is_whole_or_not_there(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sources, shards = open_input(keys_of(images)), tmp_path / "shards"
+    shards, kept = tmp_path / "shards", {"format": "keep", "shard_bytes": 4000}
     with monkeypatch.context() as patch:
         patch.setattr(
             "longseq.tasks.image.prepare.json.dumps", lambda *_, **__: 1 / 0
         )  # an interruption before the end
         with pytest.raises(ZeroDivisionError):
-            prepare(sources, shards, KEEP, shard_bytes=4000)
+            pack(images, shards, **kept)
     assert not list(tmp_path.iterdir())
-    prepare(sources, shards, KEEP, shard_bytes=4000)
+    pack(images, shards, **kept)
     with pytest.raises(FileExistsError):
-        prepare(sources, shards, KEEP, shard_bytes=4000)
+        pack(images, shards, **kept)
     first = shards / "train-000000.tar"
     whole = first.read_bytes()
     first.write_bytes(whole[:600] + bytes([whole[600] ^ 1]) + whole[601:])
     with pytest.raises(ValueError, match="its bytes are not those that were written"):
-        open_shards(str(shards), multi_label=False)["train"].read(0)
+        open_shards(shards).read(0)

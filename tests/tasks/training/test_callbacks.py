@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from longseq.tasks import train
 from longseq.tasks.image.datasets import TrainingBatches
-from longseq.tasks.image.pictures import draw_predictions
+from longseq.tasks.image.report import draw_predictions
 from longseq.tasks.training.callbacks.charts import draw_confusion_matrix
 from longseq.tasks.training.callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from longseq.tasks.training.callbacks.throughput import Throughput

@@ -1,0 +1,468 @@
+"""Images in files: class folders, tar files, tables and shards, and where each of them keeps its splits.
+
+A folder of shards, which `longseq prepare task=image` writes, holds for each split (train, validation, test):
+
+    SPLIT-000000.tar, ...   each image as KEY.jpg (or another ending), and its class number as KEY.cls, or its labels as
+                            KEY.json ({"labels": [names]}): the layout of WebDataset
+    SPLIT.index.npy         int64 [N, 4]: shard, offset and length of the image's bytes, and their CRC-32
+    SPLIT.targets.npy       int64 [N], class numbers; or uint8 [N, classes] of 0 and 1, several labels
+    SPLIT.names.txt         N lines: the image's path in the input, relative to its folder, as JSON text
+
+and manifest.json: the class names, the shards, and the images that could not be read. The manifest is written last: a
+folder without it is incomplete.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import tarfile
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+from timm.data.readers.class_map import load_class_map
+
+from longseq.tasks.data.labels import LABEL_COLUMN, Labels, name_some, read_labels, sort_names, targets_of
+from longseq.tasks.data.module import PassedOver
+from longseq.tasks.image.decoding import decode, is_hidden, is_image
+
+if TYPE_CHECKING:
+    from longseq.tasks.image.config import ImageDataKeys
+    from longseq.tasks.image.sources import Source
+
+ClassMap = str | Mapping[str, int] | None
+
+# The names of a split's folder, tar file or table; capitals do not matter.
+SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val"), "test": ("test",)}
+# The keys of `data` that name the splits.
+SPLIT_KEYS = {"train": "train_split", "validation": "val_split", "test": "test_split"}
+
+# The default column of file names, as in Hugging Face's image folders.
+FILE_COLUMN = "file_name"
+MANIFEST = "manifest.json"
+
+
+class Layout(ABC):
+    """A data set with splits of its own, which are found by name and opened one at a time.
+
+    Attributes:
+        root: `data.root`, expanded.
+        names: the name of each split (train, validation, test); None: the user says that there is none.
+        whole: the part to read if the data set has no splits; None: it must have some.
+    """
+
+    def __init__(self, keys: ImageDataKeys) -> None:
+        self.keys = keys
+        self.root = "" if keys.root is None else os.path.expanduser(keys.root)
+        self.names: dict[str, str | None] = {kind: getattr(keys, key) for kind, key in SPLIT_KEYS.items()}
+        self.whole: str | None = None
+
+    @abstractmethod
+    def find(self, kind: str, name: str) -> str | None:
+        """The part (a path or a name) of a split; None if the data set does not have it."""
+
+    @abstractmethod
+    def open(self, part: str, class_names: Sequence[str] | None = None) -> Source:
+        """The images of a part. Classes are numbered as in `class_names`, by default in their own order."""
+
+    def open_all(self) -> dict[str, Source]:
+        """All splits that the data set has: `train`, and maybe `validation` and `test`.
+
+        FileNotFoundError for a split that the user named and that is missing. ValueError if validation or test images
+        are the training images, or number the classes differently.
+        """
+        parts = {kind: self.find(kind, name) for kind, name in self.names.items() if name is not None}
+        for kind, part in parts.items():
+            required = kind == "train" and (self.whole is None or any(parts.values()))
+            if part is None and (required or self.names[kind] != kind):
+                name = self.names[kind]
+                raise FileNotFoundError(f"data.{SPLIT_KEYS[kind]}={name}: {self.root} holds no {name}")
+            if part and kind != "train" and parts["train"] and _same(part, parts["train"]):
+                raise ValueError(f"data.{SPLIT_KEYS[kind]}={self.names[kind]} names the training images")
+        first = parts.pop("train") or self.whole
+        assert first is not None
+        train = self.open(first)
+        others = {part: self.open(part, train.class_names) for part in parts.values() if part is not None}
+        held_out = {kind: others[part] for kind, part in parts.items() if part is not None}
+        for kind, source in held_out.items():
+            require_same_numbers(source.class_names, train.class_names, self.keys.source, kind)
+        return {"train": train, **held_out}
+
+    def open_held_out(self, kind: str, class_names: Sequence[str], *, foreign: bool) -> Source | None:
+        """The images of `kind` (validation or test); None if they are a part of the training images.
+
+        Without a test split, the validation images are the test images. With `foreign`, the test split need not be
+        named, and a data set without splits is read as a whole.
+        """
+        for one in (kind, "validation") if kind == "test" else (kind,):
+            name = self.names[one] or (one if foreign else None)
+            if name is not None and (part := self.find(one, name)) is not None:
+                return self.open(part, class_names)
+        if not foreign or self.whole is None:
+            return None
+        if self.find("train", self.names["train"] or "train") not in (None, self.whole):
+            raise ValueError(f"{self.root} has no {kind} images")
+        return self.open(self.whole, class_names)
+
+
+def _same(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def require_same_numbers(held_out: Sequence[str], train: Sequence[str], label: str, kind: str) -> None:
+    """ValueError if a class has another number in held-out images than in training.
+
+    Classes without names are not compared, and the last ones may be missing.
+    """
+    unnamed = all(list(names) == [str(number) for number in range(len(names))] for names in (held_out, train))
+    if train and not unnamed and list(held_out) != list(train[: len(held_out)]):
+        raise ValueError(f"{label}: {kind} has the classes {name_some(held_out)}, and training {name_some(train)}")
+
+
+class StoredSource(ABC):
+    """Images stored in files. Targets are classes `[N]`, or for several labels `[N, C]` of 0 and 1."""
+
+    def __init__(self, label: str, class_names: Sequence[str], targets: np.ndarray) -> None:
+        self.label, self.class_names, self._targets = label, list(class_names), targets
+
+    @abstractmethod
+    def read_bytes(self, index: int) -> bytes:
+        """The contents of an image's file."""
+
+    @abstractmethod
+    def path(self, index: int) -> str:
+        """The name of an image for people."""
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def read_file(self, index: int) -> tuple[bytes, Any]:
+        """The contents of an image's file, and its class or its labels."""
+        target = self._targets[index]
+        return self.read_bytes(index), target if target.ndim else int(target)
+
+    def read(self, index: int) -> tuple[Image.Image, Any]:
+        data, target = self.read_file(index)
+        return decode(io.BytesIO(data)), target
+
+    def targets(self) -> np.ndarray:
+        return self._targets
+
+
+# Class folders
+
+
+class _Item(NamedTuple):
+    """An image: the folders around it, its path, and in a tar file its archive, offset and length."""
+
+    folders: tuple[str, ...]
+    path: str
+    place: tuple[str, int, int] | None = None
+
+
+class FileSource(StoredSource):
+    """Images of class folders: files, or members of tar files. The innermost folder names the class."""
+
+    def __init__(self, label: str, items: Sequence[_Item], class_to_idx: Mapping[str, int]) -> None:
+        kept = [item for item in items if item.folders[-1] in class_to_idx]
+        targets = np.array([class_to_idx[item.folders[-1]] for item in kept], dtype=np.int64)
+        super().__init__(label, names_by_number(class_to_idx), targets)
+        self.paths = [item.path for item in kept]
+        self._places = [item.place for item in kept]
+
+    def read_bytes(self, index: int) -> bytes:
+        path, offset, size = self._places[index] or (self.paths[index], 0, -1)
+        with open(path, "rb") as file:
+            file.seek(offset)
+            return file.read(size)
+
+    def path(self, index: int) -> str:
+        return self.paths[index]
+
+
+class FolderLayout(Layout):
+    """Class folders, or tar files of them: in folders of splits, or directly in the root."""
+
+    def __init__(self, keys: ImageDataKeys) -> None:
+        super().__init__(keys)
+        self.whole = self.root
+
+    def find(self, kind: str, name: str) -> str | None:
+        return find_split(self.root, kind, name)
+
+    def open(self, part: str, class_names: Sequence[str] | None = None) -> Source:
+        return open_classes(part, self.keys.class_map, class_names, is_root=part == self.root)
+
+
+def find_split(root: str, kind: str, name: str | None = None) -> str | None:
+    """The folder or .tar of a split below `root`: `name`; or one of `SPLIT_NAMES` if `name` is None or the kind."""
+    present = {entry.lower(): entry for entry in sorted(os.listdir(root))} if os.path.isdir(root) else {}
+    if name is not None and name != kind:
+        named = (os.path.join(root, one) for one in (name, f"{name}.tar"))
+        return next((path for path in named if os.path.exists(path)), None)
+    for candidate in SPLIT_NAMES[kind]:
+        for entry in (candidate, f"{candidate}.tar"):
+            path = Path(root, present.get(entry, entry))
+            # With other capitals it may be a class: a split then holds folders.
+            if path.exists() and (path.name == entry or path.is_file() or any(map(Path.is_dir, path.iterdir()))):
+                return str(path)
+    return None
+
+
+def open_classes(
+    path: str, class_map: ClassMap = None, class_names: Sequence[str] | None = None, *, is_root: bool = False
+) -> FileSource:
+    """The images of a folder of class folders, of a .tar of one, or of a folder of .tar files.
+
+    Classes are numbered by `class_map`, which also selects them; else as in `class_names`; else in the order of
+    `sort_classes`. In a root without splits, classes must be in one folder: training and test images could otherwise
+    become one set. ValueError for images outside class folders, for classes that are not in `class_names`, and if
+    there are no images.
+    """
+    items = _find_items(path, is_root=is_root)
+    numbers = class_numbers(class_map, path)
+    if numbers is None:
+        found = {item.folders[-1] for item in items}
+        if class_names is not None and (extra := sorted(found - set(class_names))):
+            raise ValueError(f"{path} has class folders that the training has not: {name_some(extra)}")
+        names = sort_classes(found) if class_names is None else class_names
+        numbers = {name: number for number, name in enumerate(names)}
+    source = FileSource(path, items, numbers)
+    if not len(source):
+        raise ValueError(f"{path} has none of the classes {name_some(list(numbers))}")
+    return source
+
+
+def natural_order(name: str) -> tuple[list[str | Decimal], str]:
+    """A sort key for names: numbers by value, capitals like small letters."""
+    parts = re.split(r"(\d+)", name.lower())
+    return [Decimal(part) if index % 2 else part for index, part in enumerate(parts)], name
+
+
+def sort_classes(names: Iterable[str]) -> list[str]:
+    """Class names in their order, for every source: whole numbers by value, others in natural order."""
+    return sort_names(names, natural_order)
+
+
+def find_images(root: str) -> tuple[list[str], list[PassedOver]]:
+    """The image files below a folder, also through symbolic links, and the other and hidden files."""
+    images: list[str] = []
+    others: list[PassedOver] = []
+    for folder, folders, files in os.walk(root, followlinks=True):
+        others += [PassedOver(os.path.join(folder, name, ""), "hidden") for name in folders if is_hidden(name)]
+        folders[:] = sorted(name for name in folders if not is_hidden(name))
+        for name in sorted(files):
+            path = os.path.join(folder, name)
+            if is_image(name):
+                images.append(path)
+            else:
+                kind = "hidden" if is_hidden(name) else Path(name).suffix.lower() or "without an ending"
+                others.append(PassedOver(path, kind))
+    return images, others
+
+
+def _find_items(path: str, *, is_root: bool) -> list[_Item]:
+    items = _find_files(path) if os.path.isdir(path) else []
+    if not items:
+        archives = [Path(path)] if os.path.isfile(path) else sorted(Path(path).glob("*.tar"))
+        items = _find_members([archive for archive in archives if not is_hidden(archive.name)])
+    if not items:
+        raise ValueError(f"{path} holds no images in class folders")
+    if outside := next((item.path for item in items if not item.folders), None):
+        raise ValueError(f"{outside} is in no class folder")
+    above = sorted({os.sep.join(item.folders[:-1]) for item in items})
+    if is_root and len(above) > 1:
+        folders = name_some([name or "." for name in above])
+        raise ValueError(f"{path} has classes in several folders ({folders}): name the splits, as data.train_split")
+    return items
+
+
+def _find_files(root: str) -> list[_Item]:
+    images = sorted(find_images(root)[0], key=natural_order)
+    return [_Item(PurePosixPath(os.path.relpath(image, root)).parent.parts, image) for image in images]
+
+
+def _find_members(archives: Sequence[Path]) -> list[_Item]:
+    """The images in tar files. The archive's name is the class of images outside folders, if there are several."""
+    found: dict[tuple[str, str], _Item] = {}
+    for archive in archives:
+        with tarfile.open(archive) as content:
+            for member in content:
+                path = PurePosixPath(os.path.normpath(member.name))
+                if not member.isfile() or not is_image(path.name) or any(map(is_hidden, path.parts)):
+                    continue
+                folders = path.parent.parts or ((archive.stem,) if len(archives) > 1 else ())
+                place = (str(archive), member.offset_data, member.size)
+                # The last of several files with one name counts, as in tar.
+                found[member.name, archive.name] = _Item(folders, str(archive / path), place)
+    return [found[key] for key in sorted(found, key=lambda key: (natural_order(key[0]), key[1]))]
+
+
+def class_numbers(class_map: ClassMap, root: str = "") -> dict[str, int] | None:
+    """The class numbers of `data.class_map`, a mapping or a file; a .txt file names one class per line."""
+    if class_map is None:
+        return None
+    if isinstance(class_map, str) and class_map.endswith(".txt"):
+        path = Path(class_map) if os.path.exists(class_map) else Path(root, class_map)
+        names = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+        if len(set(names)) < len(names):
+            raise ValueError(f"{path} names a class twice")
+        return {name: number for number, name in enumerate(names)}
+    numbers = load_class_map(class_map if isinstance(class_map, str) else dict(class_map), root)
+    return {str(name): number for name, number in numbers.items()}
+
+
+def names_by_number(class_to_idx: Mapping[Any, int]) -> list[str]:
+    """Class names by index; an index without a name gets its number."""
+    names = [str(index) for index in range(max(class_to_idx.values(), default=-1) + 1)]
+    for name, index in class_to_idx.items():
+        names[index] = str(name)
+    return names
+
+
+# Tables
+
+
+class _Row(NamedTuple):
+    line: int
+    path: str
+    labels: Labels
+
+
+class TableSource(StoredSource):
+    """The images that a csv file lists with their class or their labels."""
+
+    def __init__(self, path: str, rows: Sequence[_Row], class_names: Sequence[str], *, multi_label: bool) -> None:
+        known = set(class_names)
+        for row in rows:
+            if unknown := [name for name in row.labels if name not in known]:
+                raise ValueError(
+                    f"{path}, line {row.line}: the label {unknown[0]} is not among {name_some(class_names)}"
+                )
+        labels = [row.labels for row in rows]
+        targets = targets_of(np.arange(len(rows)), labels, class_names, multi_label=multi_label)
+        super().__init__(path, class_names, targets)
+        self._paths = [row.path for row in rows]
+
+    def read_bytes(self, index: int) -> bytes:
+        return Path(self._paths[index]).read_bytes()
+
+    def path(self, index: int) -> str:
+        return self._paths[index]
+
+
+class TableLayout(Layout):
+    """A csv file of training images; or a folder with train.csv and maybe val.csv and test.csv."""
+
+    def __init__(self, keys: ImageDataKeys) -> None:
+        super().__init__(keys)
+        self.whole = self.root if Path(self.root).is_file() else None
+
+    def find(self, kind: str, name: str) -> str | None:
+        if self.whole is not None:
+            return self.whole if kind == "train" else None
+        usual = SPLIT_NAMES[kind] if name == kind else (name.removesuffix(".csv"),)
+        return next((str(path) for one in usual if (path := Path(self.root, f"{one}.csv")).is_file()), None)
+
+    def open(self, part: str, class_names: Sequence[str] | None = None) -> Source:
+        rows = list(_read_rows(Path(part), self.keys))
+        if class_names is None:
+            columns = self.keys.label_column
+            names = (name for row in rows for name in row.labels)
+            class_names = list(columns) if isinstance(columns, list | tuple) else sort_classes(names)
+        return TableSource(part, rows, class_names, multi_label=self.keys.multi_label)
+
+
+def _read_rows(path: Path, keys: ImageDataKeys) -> Iterator[_Row]:
+    """The rows of a table. ValueError, with the line, for rows without a file or label and files listed twice."""
+    given = keys.label_column or LABEL_COLUMN
+    columns = [given] if isinstance(given, str) else list(given)
+    named = keys.file_column or FILE_COLUMN
+    seen: dict[str, int] = {}
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        present = list(reader.fieldnames or [])
+        if missing := [one for one in (named, *columns) if one not in present]:
+            raise ValueError(f"{path} has no column {missing[0]}, but {', '.join(present)}")
+        if len(set(present)) < len(present):
+            raise ValueError(f"{path} has two columns of one name")
+        for row in reader:
+            line = reader.line_num
+            if None in row or not row[named]:
+                raise ValueError(f"{path}, line {line}: {'too many cells' if None in row else 'no file'}")
+            image = path.parent / row[named]  # "./a.png" and "a.png" are one
+            if (first := seen.setdefault(str(image), line)) != line:
+                raise ValueError(f"{path}, line {line}: {row[named]} is in line {first} already")
+            cells = [row[one] for one in columns]
+            try:
+                labels = read_labels(cells, given, multi_label=keys.multi_label, delimiter=keys.label_delimiter)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {line}: {error}") from None
+            yield _Row(line, str(image), labels)
+
+
+# Shards
+
+
+class ShardSource(StoredSource):
+    """One split of a folder of shards. Images are read by offset and compared with their checksums.
+
+    Classes have the numbers of the shards; or those of `order`, if it names the same classes in another order.
+    """
+
+    def __init__(self, root: str, split: str, manifest: Mapping[str, Any], order: Sequence[str] | None = None) -> None:
+        written: list[str] = manifest["class_names"]
+        several = bool(manifest["multi_label"])
+        targets = np.load(Path(root, f"{split}.targets.npy"))
+        if order is not None and set(order) == set(written):
+            if several:
+                targets = targets[:, [written.index(name) for name in order]]
+            else:
+                targets = np.array([list(order).index(name) for name in written], targets.dtype)[targets]
+            written = list(order)
+        super().__init__(f"{root}/{split}", written, targets.astype(np.float32) if several else targets)
+        self.root = Path(root)
+        self.shards: list[str] = manifest["splits"][split]["shards"]
+        self._index = np.load(self.root / f"{split}.index.npy")
+        names = (self.root / f"{split}.names.txt").read_text(encoding="utf-8").splitlines()
+        self._names = [json.loads(line) for line in names]
+
+    def read_bytes(self, index: int) -> bytes:
+        shard, offset, size, wanted = self._index[index].tolist()
+        with open(self.root / self.shards[shard], "rb", buffering=0) as file:
+            file.seek(offset)
+            data = file.read(size)
+        if zlib.crc32(data) != wanted:
+            raise ValueError("its bytes are not those that were written: prepare the shards again")
+        return data
+
+    def path(self, index: int) -> str:
+        return f"{self.root / self.shards[int(self._index[index, 0])]}/{self._names[index]}"
+
+
+class ShardLayout(Layout):
+    """A folder of shards. ValueError if it was prepared with another `multi_label`."""
+
+    def __init__(self, keys: ImageDataKeys) -> None:
+        super().__init__(keys)
+        self.manifest = json.loads(Path(self.root, MANIFEST).read_text(encoding="utf-8"))
+        if self.manifest["multi_label"] != keys.multi_label:
+            found = str(self.manifest["multi_label"]).lower()
+            raise ValueError(f"data.root={self.root} was prepared with multi_label={found}")
+        self.names = {kind: kind for kind in SPLIT_NAMES}
+        self.whole = "train" if list(self.manifest["splits"]) == ["train"] else None
+
+    def find(self, kind: str, name: str) -> str | None:
+        return name if name in self.manifest["splits"] else None
+
+    def open(self, part: str, class_names: Sequence[str] | None = None) -> ShardSource:
+        return ShardSource(self.root, part, self.manifest, class_names)

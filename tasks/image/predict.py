@@ -1,0 +1,153 @@
+"""Image files for `longseq predict`, and saliency: how strongly each pixel changes the score of a class."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor, nn
+from torchvision.transforms.functional import gaussian_blur, to_pil_image
+from typing_extensions import Self
+
+from longseq.tasks.commands import Predict
+from longseq.tasks.data.labels import name_some
+from longseq.tasks.data.loader import UNREADABLE
+from longseq.tasks.data.module import InputFiles, Unreadable
+from longseq.tasks.image.datasets import stack_images
+from longseq.tasks.image.decoding import decode, first_line
+from longseq.tasks.image.files import find_images
+from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.transforms import denormalize, evaluation_transform, normalize
+
+_log = logging.getLogger(__name__)
+
+_SMALLEST = 128  # the smallest side of an image in a picture, in pixels
+_LINE = 14  # the height of a line of text
+_HOT = (1.0, 0.35, 0.0)  # the colour of the strongest pixels
+
+
+class ImageFiles(InputFiles):
+    """The image files of a folder (all levels), or one file, in the order of their paths, transformed for a model.
+
+    Items are (uint8 [C, H, W], path), or `Unreadable` with the reason, which is logged. `passed_over` lists hidden
+    files and files without an image ending. ValueError if there are no images.
+    """
+
+    def __init__(self, path: str, info: DataInfo) -> None:
+        root = Path(path)
+        if not root.exists():
+            raise FileNotFoundError(f"input={path} does not exist")
+        images, self.passed_over = ([str(root)], []) if root.is_file() else find_images(str(root))
+        self.paths = sorted(images)
+        if not self.paths:
+            raise ValueError(f"input={path} holds no images")
+        self.info = info
+        self.transform = evaluation_transform(info)
+        self._root = str(root.parent if root.is_file() else root)
+        self._notes: list[str] = []
+
+    @classmethod
+    def open(cls, path: str, info: DataInfo, keys: Predict) -> Self:
+        if keys.saliency_class is not None and str(keys.saliency_class) not in info.class_names:
+            raise ValueError(f"saliency_class={keys.saliency_class} is not among {name_some(info.class_names)}")
+        return super().open(path, info, keys)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, str] | Unreadable:
+        path = self.paths[index]
+        try:
+            return self.transform(decode(path)), path
+        except UNREADABLE as error:
+            _log.warning("skipped unreadable image %s (%s)", path, first_line(error))
+            return Unreadable(path, f"unreadable: {first_line(error)}")
+
+    def collate(self, items: list[tuple[Tensor, str] | Unreadable]) -> tuple[Tensor, list[str], list[Unreadable]]:
+        """Images uint8 [B, C, H, W], their paths, and the images that cannot be read."""
+        read = [item for item in items if not isinstance(item, Unreadable)]
+        images = stack_images([image for image, _ in read], self.info)
+        return images, [path for _, path in read], [item for item in items if isinstance(item, Unreadable)]
+
+    def prepare(self, batch: Tensor) -> Tensor:
+        """The normalised images."""
+        return normalize(batch, self.info)
+
+    def score(self, model: nn.Module, batch: Tensor, paths: list[str], keys: Predict) -> Tensor:
+        """The logits [B, num_classes]; with `saliency=FOLDER`, also writes a picture of each image."""
+        if keys.saliency is None:
+            return super().score(model, batch, paths, keys)
+        names, chosen = self.info.class_names, None
+        if keys.saliency_class is not None:
+            chosen = torch.full((len(batch),), names.index(str(keys.saliency_class)), device=batch.device)
+        logits, maps = saliency(model, batch, chosen)
+        chosen = logits.argmax(dim=1) if chosen is None else chosen
+        spread = logits.sigmoid() if self.info.multi_label else logits.softmax(dim=1)
+        probabilities = spread.gather(1, chosen[:, None])[:, 0].tolist()
+        pixels = denormalize(batch, self.info).cpu()
+        captions = [f"{names[one]} {value:.3f}" for one, value in zip(chosen.tolist(), probabilities, strict=True)]
+        for path, *shown in zip(paths, pixels, maps.cpu(), captions, strict=True):
+            picture = Path(keys.saliency, os.path.relpath(path, self._root) + ".png")
+            picture.parent.mkdir(parents=True, exist_ok=True)
+            draw_saliency(*shown).save(picture)
+        self._notes = [f"pictures of saliency written below {keys.saliency}"]
+        return logits
+
+    def notes(self) -> list[str]:
+        return self._notes
+
+
+def saliency(model: nn.Module, images: Tensor, classes: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The logits [B, num_classes] of images, and the saliency [B, H, W] of a class's score.
+
+    Saliency is the largest absolute gradient over the channels (Simonyan, Vedaldi and Zisserman 2014, "Deep inside
+    convolutional networks", section 3.1). The gradients of the weights do not change. It may be called in inference
+    mode.
+
+    Args:
+        model: maps images to logits; in evaluation mode, so that images do not influence each other.
+        images: normalised, float [B, C, H, W].
+        classes: int64 [B], whose scores (logits) are explained; None for the predicted ones.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        pixels = images.detach().clone().requires_grad_()
+        logits = model(pixels).float()
+        chosen = logits.detach().argmax(dim=1) if classes is None else classes.clone()
+        (gradients,) = torch.autograd.grad(logits.gather(1, chosen[:, None]).sum(), pixels)
+    return logits.detach(), gradients.float().abs().amax(dim=1)
+
+
+def shade(pixels: Tensor, maps: Tensor) -> Tensor:
+    """Grey images [N, 3, h, w] in which the pixels of high saliency glow; `pixels` [N, C, h, w] are in [0, 1].
+
+    A map [N, h, w] is smoothed, because neighbouring pixels meet different weights of their patch. Its darker half does
+    not glow, and its brightest hundredth glows fully.
+    """
+    smooth = _blurred(maps)
+    middle, most = smooth.flatten(1).quantile(torch.tensor([0.5, 0.99], device=maps.device), dim=1)[:, :, None, None]
+    heat = ((smooth - middle) / (most - middle).clamp(min=torch.finfo(maps.dtype).tiny)).clamp(0, 1)[:, None]
+    grey = pixels.mean(dim=1, keepdim=True)
+    return 0.6 * grey * (1 - heat) + heat * torch.tensor(_HOT, device=maps.device).view(3, 1, 1)
+
+
+def _blurred(maps: Tensor) -> Tensor:
+    """Maps [N, h, w] after a Gaussian blur with 1/32 of the shorter side as standard deviation."""
+    deviation = min(maps.shape[-2:]) / 32
+    radius = round(2 * deviation)
+    return maps if radius == 0 else gaussian_blur(maps[:, None], 2 * radius + 1, deviation)[:, 0]
+
+
+def draw_saliency(pixels: Tensor, saliency_map: Tensor, caption: str) -> Image.Image:
+    """An image [C, h, w] in [0, 1] next to its map [h, w], with a line of text below."""
+    shown = (pixels, shade(pixels[None], saliency_map[None])[0])
+    times = -(-_SMALLEST // pixels.shape[-1])  # whole, so that pixels stay squares
+    width, height = pixels.shape[-1] * times, pixels.shape[-2] * times
+    canvas = Image.new("RGB", (2 * width + 2, height + _LINE), "white")
+    for place, image in enumerate(shown):
+        tile = to_pil_image(image.clamp(0, 1)).convert("RGB")
+        canvas.paste(tile.resize((width, height), Image.Resampling.NEAREST), (place * (width + 2), 0))
+    ImageDraw.Draw(canvas).text((2, height + 1), caption, fill="black")
+    return canvas
