@@ -21,7 +21,6 @@ from examples import Example, find_examples, write_files
 from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
 from PIL import Image
-from sources import ROOT
 
 from longseq import kernels, plugins
 from longseq.mixers import registry
@@ -29,6 +28,7 @@ from longseq.tasks import registry as tasks
 from longseq.tasks.lm import report
 from longseq.tools import cli
 
+ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = {page.name: page for page in (ROOT / "README.md", *sorted((DOCS / "pages").glob("*.md")))}
 
