@@ -229,10 +229,6 @@ def test_the_picture_of_the_readme_is_that_of_the_rows(monkeypatch: pytest.Monke
     assert picture.draw() == picture.FILE.read_text(), "run python benchmarks/picture.py"
 
 
-def test_pages_are_short():
-    assert {name: length for name, page in PAGES.items() if (length := len(page.read_text().splitlines())) > 150} == {}
-
-
 def test_every_mixer_has_a_family():
     table = re.search(r"## The families\n(.*?)\n## ", PAGES["mixers.md"].read_text(), re.S)
     named = set(re.findall(r"`(\w+)`", "".join(line for line in table[1].splitlines() if line.startswith("|"))))
