@@ -115,24 +115,9 @@ def test_images_of_any_loader_train_and_their_checkpoint_serves_every_command(tm
     with (tmp_path / "found.csv").open() as file:
         assert [Path(row["path"]).parent.name == row["class_1"] for row in csv.DictReader(file)] == [True, True]
     assert "linear_attention" in command_here(tmp_path, "describe", own).stdout
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_any_loader_is_exported(tmp_path: Path, command_here) -> None:
-    onnxruntime = pytest.importorskip("onnxruntime")
-    model, info, rows = make_images()
-    recipe = Training(learning_rate=1e-2)
-    module = ImageClassifier(model, num_classes=2, info=info, training=recipe)
-    make_trainer(tmp_path, "own", max_epochs=4).fit(module, DataLoader(rows, 8), DataLoader(rows, 8))
-    module.eval()
-
-    done = command_here(tmp_path, "export", "checkpoint=own.ckpt", "format=onnx", "output=own.onnx")
+    done = command_here(tmp_path, "export", own, "format=torchscript", "output=own.pt")
     assert done.returncode == 0, done.stderr
-    session = onnxruntime.InferenceSession(str(tmp_path / "own.onnx"), providers=["CPUExecutionProvider"])
-    images = torch.stack([row["pixel_values"] for row in rows[:3]])
-    (found,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
-    torch.testing.assert_close(torch.from_numpy(found), module(images).detach(), rtol=1e-4, atol=1e-4)
-    assert json.loads(session.get_modelmeta().custom_metadata_map["class_names"]) == ["dark", "bright"]
+    torch.testing.assert_close(torch.jit.load(tmp_path / "own.pt")(images), module(images), rtol=1e-4, atol=1e-4)
 
 
 def test_forms_of_image_batches() -> None:
