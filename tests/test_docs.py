@@ -39,7 +39,7 @@ SHORT_TEXT = (*SHORT[:3], "recipe.updates=2", "recipe.schedule.warmup_updates=0"
 SHORT_TEXT += ("recipe.validate_every_updates=2", "data.window=32", "model.d_model=16", "model.depth=1")
 SHORT_DOCUMENTS = (*SHORT[:4], "recipe.schedule.warmup_updates=0", "recipe.batch_size=1024", "data.cache=cache")
 SHORT_DOCUMENTS += ("callbacks.linear=null",)
-NARROW = ("model.embed_dim=16", "model.depth=2", "data.num_workers=0")
+NARROW = ("model.embed_dim=16", "model.depth=1", "data.num_workers=0")
 INSTEAD = {
     "trainer=gpu": "trainer=cpu",
     "learning_rate_finder.num_training=50": "learning_rate_finder.num_training=20",
@@ -134,6 +134,8 @@ def shorten(words: list[str]) -> list[str]:
             added = SHORT
         else:
             added = (*SHORT, *(NARROW[-1:] if {"model=timm", "model=own"} & {*words} else NARROW))
+            if "mixer=hybrid" in words:  # two kinds of layers
+                added = tuple(word.replace("depth=1", "depth=2") for word in added)
     taken = {word.partition("=")[0] for word in words}
     return [*words, *(word for word in added if word.partition("=")[0] not in taken)]
 
