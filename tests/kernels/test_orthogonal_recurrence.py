@@ -31,7 +31,7 @@ def assert_same(actual, expected):
 
 
 def compression_loss(objective, state, k, v):
-    """The loss of the paper's equations 6, 9, 11 and that of TTT; state [D, M], k [M], v [D]."""
+    """The loss of the paper's equations 6, 9 and 11, or of TTT; state [D, M], k [M], v [D]."""
     slots = torch.nn.functional.normalize(state, dim=0)
     if objective == "decode":
         return (slots @ k - v).square().sum() / 2

@@ -263,14 +263,14 @@ def test_delta_rule_keeps_the_range_of_every_sequence_and_head(interpreted, form
         assert torch.equal(y, x * (factor if x.ndim == 3 else factor[..., None]).to(x.dtype))
 
 
-# The relative error of truncation to bfloat16, as in the interpreter; that of rounding is half as large.
+# The relative error of truncation to bfloat16, as in the interpreter. Rounding errs by half as much.
 CUT_OFF = torch.finfo(torch.bfloat16).eps / 4
 
 
 def delta_errors(form, factors, part=slice(None), outlier=None):
     """Relative errors of a delta rule in bfloat16, of its output and gradients in a part of time: ours and torch's.
 
-    Inputs are multiplied by `factors`, all of them or those of the token `outlier`.
+    `factors` multiply the inputs, at all tokens or only at the token `outlier`.
     """
     inputs = make_inputs("delta_rule", "plain", batch=1, tokens=70, dtype=torch.float32, sizes={"H": 1})
     scaled = {name: x.clone() for name, x in inputs.arguments.items() if name in factors}
@@ -430,7 +430,7 @@ def with_large_end(inputs, gates, large, reset, place):
 
 
 def assert_gates_accurate(inputs, name, dtype, part=slice(None)):
-    """The gradient of the gates in a part of time: its error is at most three times that of torch's form."""
+    """In a part of time, the gradient of the gates errs by at most three times the torch form's error."""
     inputs = inputs.map(lambda x: x.to(dtype))
     forms = [(inputs.map(torch.Tensor.double), "torch"), (inputs, "torch"), (inputs, "triton")]
     exact, plain, ours = (
