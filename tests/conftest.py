@@ -53,6 +53,7 @@ LONG = (
     "tests/plugins/",
     "tests/kernels/test_compilations.py",
     "tests/test_docs.py",
+    "tests/test_plain_install.py",
 )
 
 
