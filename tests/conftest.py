@@ -53,6 +53,7 @@ LONG = (
     "tests/plugins/",
     "tests/kernels/test_compilations.py",
     "tests/test_docs.py",
+    "tests/test_plain_install.py",
 )
 
 
@@ -121,7 +122,9 @@ def mark_fast(items: list[pytest.Item]) -> None:
 
 
 def skip_gpu_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests that need a GPU. The first case of each test reports the number of its cases."""
+    """Skip tests that need a GPU. The first case of each test reports the number of its cases. `-m gpu` is an error."""
+    if config.option.markexpr.startswith("gpu"):
+        raise pytest.UsageError("the GPU tests need a CUDA device, and torch sees none")
     cases: dict[Any, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("gpu"):

@@ -44,24 +44,3 @@ def test_a_model_whose_last_file_has_no_room_leaves_the_old_one(tmp_path, monkey
     with pytest.raises(OSError, match="No space left on device"):
         longseq.save_pretrained(TokenBackbone(vocab_size=13, d_model=8, depth=1, mixer="linear_attention"), tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_whoever_may_read_other_files_may_read_the_weights(tmp_path):
-    before = os.umask(0o027)
-    try:
-        longseq.save_pretrained(TokenBackbone(vocab_size=11, d_model=8, depth=1, mixer="linear_attention"), tmp_path)
-    finally:
-        os.umask(before)
-    assert {path.name: oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()} == dict.fromkeys(
-        ("model.safetensors", "config.json", "README.md"), "0o640"
-    )
-
-
-def test_a_pipe_is_written_and_stays(tmp_path):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    write_text(pipe, "text")
-    assert os.read(reader, 10) == b"text"
-    os.close(reader)
-    assert pipe.is_fifo()

@@ -11,90 +11,89 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from sources import ADDED, ROOT, TOP, needs_links
 
-FOLDERS = ("conf", "kernels", "tasks", "tools")  # that stand at the top and install below longseq
-BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])('.'))"
+ROOT = Path(__file__).resolve().parents[1]
 
-
-@pytest.fixture
-def sources(tmp_path: Path) -> Path:
-    """A copy of the repository."""
-    copy = tmp_path / "sources"
-    copy.mkdir()
-    for name in TOP:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / name, copy / name)
-    return copy
+# The files and folders at the top of a checkout, and those that setuptools adds to an sdist.
+TOP = {
+    ".ci",
+    ".github",
+    ".gitignore",
+    "CHANGELOG.md",
+    "CITATION.cff",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "MANIFEST.in",
+    "README.md",
+    "benchmarks",
+    "conf",
+    "docs",
+    "kernels",
+    "longseq",
+    "pyproject.toml",
+    "tasks",
+    "tests",
+    "tools",
+}
+ADDED = {"PKG-INFO", "setup.cfg"}
+FOLDERS = {"longseq": "longseq", **{name: f"longseq/{name}" for name in ("conf", "kernels", "tasks", "tools")}}
+UNPACKED = (ROOT / "PKG-INFO").is_file() and not (ROOT / ".git").exists()
 
 
 def list_files(folder: Path) -> set[str]:
-    """The files in a folder and below it. A link to a folder is none."""
+    """The files in a folder and below it, without links to folders."""
     return {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
 
 
-def unpack_sdist(sources: Path) -> Path:
-    """Build an sdist and unpack it beside the sources; the folder of its files."""
-    with tarfile.open(build(sources, "sdist")) as archive:
-        archive.extractall(sources.with_name("unpacked"), filter="data")
-    (unpacked,) = sources.with_name("unpacked").iterdir()
-    return unpacked
-
-
 def build(folder: Path, kind: str) -> Path:
-    command = [sys.executable, "-c", BUILD, f"build_{kind}"]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    code = f"from setuptools import build_meta; print(build_meta.build_{kind}('.'))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return folder / result.stdout.split()[-1]
 
 
 @pytest.mark.slow
-def test_an_sdist_holds_all_of_the_repository(sources: Path) -> None:
-    expected = list_files(sources)
-    unpacked = unpack_sdist(sources)
-    found = {name for name in list_files(unpacked) if not name.startswith("longseq.egg-info/")}
-    assert found == expected | ADDED
-
-
-@pytest.mark.slow
-def test_a_wheel_holds_every_file_once_and_only_ours(sources: Path) -> None:
-    folders = {"longseq": "longseq"} | {name: f"longseq/{name}" for name in FOLDERS}
-    expected = {
+def test_an_sdist_holds_all_of_the_repository_and_its_wheel_only_the_package(tmp_path: Path) -> None:
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    for name in TOP:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, sources / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, sources / name)
+    expected = list_files(sources) | ADDED
+    packed = {
         f"{target}/{file.relative_to(sources / folder).as_posix()}"
-        for folder, target in folders.items()
+        for folder, target in FOLDERS.items()
         for file in (sources / folder).rglob("*")
         if file.suffix in (".py", ".yaml") or file.name == "py.typed"
     }
-
-    unpacked = unpack_sdist(sources)
-    for folder in (sources, unpacked):
-        with zipfile.ZipFile(build(folder, "wheel")) as wheel:
-            names = [name for name in wheel.namelist() if ".dist-info/" not in name]
-        assert sorted(names) == sorted(expected), folder.name
-
-
-def run_in(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
-    # As for a user: without the variable that keeps the working folder off Python's path.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    with tarfile.open(build(sources, "sdist")) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    assert {name for name in list_files(unpacked) if not name.startswith("longseq.egg-info/")} == expected
+    with zipfile.ZipFile(build(unpacked, "wheel")) as wheel:
+        names = [name for name in wheel.namelist() if ".dist-info/" not in name]
+    assert sorted(names) == sorted(packed)
 
 
-@needs_links
+@pytest.mark.skipif(UNPACKED, reason="an unpacked sdist lacks the links longseq/conf, kernels, tasks and tools")
 @pytest.mark.slow
-def test_python_in_the_root_finds_the_whole_package_there(sources: Path) -> None:
-    result = run_in(
-        sources,
+def test_python_in_the_root_finds_the_whole_package_there() -> None:
+    code = (
         "import sys, longseq, longseq.conf, longseq.tasks, longseq.tools, timm\n"
         "assert callable(longseq.from_pretrained)  # imports the models\n"
         "print(timm.is_model('longseq_tiny_patch16_224'), len(longseq.kernels.list_ops()) > 5)\n"
         "ours = [module for name, module in sys.modules.items() if name.split('.')[0] == 'longseq']\n"
-        "print(*(module.__file__ for module in ours), sep='\\n')",
+        "print(*(module.__file__ for module in ours), sep='\\n')"
     )
+    # As for a user: these variables keep the working folder off Python's path, or add another one.
+    left_out = ("PYTHONSAFEPATH", "PYTHONPATH")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     found, *files = result.stdout.splitlines()
     assert found == "True True"
     assert len(files) > 100
-    assert all(Path(file).is_relative_to(sources / "longseq") for file in files)
+    assert all(Path(file).is_relative_to(ROOT / "longseq") for file in files)

@@ -176,7 +176,7 @@ def test_steps_equal_the_whole(op, variant):
 @cases("draw", DRAWS)
 def test_packed_equals_each_alone(op, backend, draw):
     chance = random.Random(f"{op} {backend} {draw}")
-    # Empty sequences and those of one token are as frequent as all others.
+    # Empty sequences and sequences of one token are as frequent as all others.
     lengths = [chance.choice((0, 1, chance.randint(2, 19))) for _ in range(chance.randint(0, 4))]
     lengths.insert(chance.randint(0, len(lengths)), chance.randint(1, 19))
     dtype = chance.choice([torch.int32, torch.int64])
@@ -263,7 +263,7 @@ def test_absent_state_is_zero_or_the_stated_one(op, backend):
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 def test_a_rate_of_minus_infinity_forgets_in_all_tokens_with_a_step(backend):
-    """Also where a chunk, or a packed sequence beside longer ones, is filled up with tokens without a step."""
+    """Also where tokens without a step fill up a chunk, or a packed sequence that is shorter than others."""
     plain = make_inputs("selective_scan", tokens=11, segments=4)
     delta = plain.sequences["delta"].index_fill(1, torch.tensor([10]), 0)
     inputs = plain.replace({"A": torch.full_like(plain.parameters["A"], -torch.inf), "delta": delta})

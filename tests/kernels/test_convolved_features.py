@@ -63,16 +63,16 @@ def test_the_kernel_is_two_operations(interpreted, way, with_state):
 @pytest.mark.parametrize(
     ("way", "sizes"),
     [
-        ("dense", {"H": 2, "K": 2, "V": 1, "W": 5}),
-        ("packed_reversed", {"H": 2, "K": 130, "V": 3}),
-        ("pair", {"H": 1, "K": 33, "V": 70}),
+        ("dense", {"H": 2, "K": 2, "V": 1, "W": 3}),
+        ("packed_reversed", {"H": 1, "K": 130, "V": 3, "W": 2}),
+        ("pair", {"H": 1, "K": 33, "V": 34, "W": 2}),
     ],
 )
 def test_the_kernel_of_odd_widths_over_several_stretches(interpreted, way, sizes):
     options = {"initial_state": None, **WAYS[way]}
     if "cu_seqlens" in options:
-        options["cu_seqlens"] = torch.tensor([0, 3, 40, 45])
-    inputs = draw(way, dtype=torch.float32, batch=1, tokens=45, sizes=sizes)
+        options["cu_seqlens"] = torch.tensor([0, 3, 25, 27])
+    inputs = draw(way, dtype=torch.float32, batch=1, tokens=27, sizes=sizes)
     exact, plain = gradients(inputs.map(Tensor.double), **options), gradients(inputs, backend="torch", **options)
     for name, value in gradients(inputs, backend="triton", **options).items():
         assert_accurate(value, plain[name], exact[name], name)
@@ -81,7 +81,7 @@ def test_the_kernel_of_odd_widths_over_several_stretches(interpreted, way, sizes
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("way", ["dense", "packed", "pair"])
 def test_channels_behind_the_logits_are_ignored(interpreted, way, backend):
-    inputs = draw(way, dtype=torch.float32)
+    inputs = draw(way, dtype=torch.float32, batch=1, sizes={"H": 1})
     inputs.sequences["x"][..., -2:] = torch.nan
     for state in ({}, {"initial_state": None}):
         actual = gradients(inputs, backend=backend, **state, **WAYS[way])
@@ -105,11 +105,10 @@ def test_halves_that_hand_over_the_state_are_the_whole(interpreted, backend, rev
         assert_equal_up_to_rounding(value, expected[name], name)
 
 
-@pytest.mark.parametrize("variant", ["plain", "l1"])
-@pytest.mark.parametrize("way", ["dense", "pair"])
+@pytest.mark.parametrize(("way", "variant"), [("dense", "l1"), ("pair", "plain")])
 def test_tokens_of_zero_have_bounded_gradients(interpreted, way, variant):
     """Four zero tokens fill the window of the convolution. With silu, each gradient is multiplied by 500 there."""
-    inputs = draw(way, variant, dtype=torch.float32, with_state=False)
+    inputs = draw(way, variant, dtype=torch.float32, with_state=False, batch=1, sizes={"H": 1})
     inputs.sequences["x"][:, 2:6] = 0
     options = {"initial_state": None, **WAYS[way]}
     exact, plain = gradients(inputs.map(Tensor.double), **options), gradients(inputs, backend="torch", **options)
@@ -130,9 +129,10 @@ def test_masked_tokens_have_the_features_of_zero(interpreted, backend):
     torch.testing.assert_close(beta, inputs.sequences["x"][..., -4:-2].sigmoid())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("way", ["dense", "masked", "pair"])
+@pytest.mark.parametrize(
+    ("way", "dtype"), [("dense", torch.bfloat16), ("masked", torch.float16), ("pair", torch.bfloat16)]
+)
 def test_precisions(interpreted, way, backend, dtype):
     inputs = draw(way, dtype=dtype)
     inputs = inputs.replace({"weight": inputs.parameters["weight"].float()})

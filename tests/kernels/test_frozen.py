@@ -84,7 +84,7 @@ def run(inputs: Inputs) -> Any:
 def differentiate(
     op: str, variant: str, frozen: tuple[str, ...], run: Callable[[Inputs], Any] = run, **of_inputs: Any
 ) -> dict[str, Tensor]:
-    inputs = make_inputs(op, variant, **{"tokens": 7, "dtype": torch.float32, **of_inputs})
+    inputs = make_inputs(op, variant, **{"batch": 1, "tokens": 3, "dtype": torch.float32, **of_inputs})
     inputs = inputs.replace({name: x.detach().requires_grad_(name not in frozen) for name, x in inputs.tensors.items()})
     returned = results(*run(inputs))
     torch.manual_seed(0)  # each result has the same weights, whichever results have a gradient
@@ -111,7 +111,7 @@ def test_a_frozen_input_changes_no_other_gradient(interpreted, op, variant, name
 @pytest.mark.parametrize(("op", "variant"), dict.fromkeys(case[:2] for case in CASES))
 def test_a_frozen_input_changes_no_other_gradient_on_a_gpu(op, variant, dtype) -> None:
     """With several chunks, the last of which is not full. A compiler may round otherwise without a gradient's store."""
-    call = functools.partial(differentiate, op, variant, dtype=dtype, tokens=150, device="cuda")
+    call = functools.partial(differentiate, op, variant, dtype=dtype, batch=2, tokens=150, device="cuda")
     whole = call(())
     for names in (case[2] for case in CASES if case[:2] == (op, variant)):
         frozen = tuple(names.split())
@@ -179,8 +179,7 @@ def test_a_frozen_input_changes_no_other_gradient_of_the_torch_form(op) -> None:
                 op,
                 variant,
                 run=functools.partial(run_torch, **options),
-                dtype=torch.float64,
-                **of_inputs,
+                **{"batch": 2, "tokens": 7, "dtype": torch.float64, **of_inputs},
             )
             whole = call(())
             for name in whole:

@@ -31,7 +31,7 @@ def assert_same(actual, expected):
 
 
 def compression_loss(objective, state, k, v):
-    """The loss of the paper's equations 6, 9, 11 and that of TTT; state [D, M], k [M], v [D]."""
+    """The loss of the paper's equations 6, 9 and 11, or of TTT; state [D, M], k [M], v [D]."""
     slots = torch.nn.functional.normalize(state, dim=0)
     if objective == "decode":
         return (slots @ k - v).square().sum() / 2
@@ -220,8 +220,8 @@ def test_ttt_starts_from_a_state_of_zeros(chunk_size):
     assert_same(gradients(inputs, chunk_size=chunk_size), expected)
 
 
-def test_slots_keep_their_length_where_norms_from_a_formula_would_not():
-    """From ‖s‖ = 1 the new norm is √(1 + ‖Δ‖²); in float32 its use lets lengths drift where values are along slots."""
+def test_slots_keep_their_length():
+    """The formula √(1 + ‖Δ‖²) for the new norm would let lengths drift in float32 if values are parallel to slots."""
     torch.manual_seed(0)
     tokens, width = 64, 8
     slot = torch.zeros(1, 1, width, 1)
@@ -233,12 +233,6 @@ def test_slots_keep_their_length_where_norms_from_a_formula_would_not():
     )
     assert final is not None
     assert (final.norm(dim=-2) - 1).abs().max() < 1e-6
-    s, worst = slot[0, 0, :, 0], 0.0
-    for h in v[0, :, 0]:
-        c, a = 0.5, s @ h
-        s = (s + c * (h - s * a)) / (1 + c * c * (h @ h - a * a)).clamp_min(0).sqrt()
-        worst = max(worst, abs(s.norm().item() - 1))
-    assert not worst < 1e-3
 
 
 @pytest.mark.parametrize(("objective", "width"), [("similarity", 64), ("encode", 16)])

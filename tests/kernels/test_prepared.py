@@ -16,7 +16,7 @@ from longseq.kernels.triton_launch import Prepared
 
 
 class Kernel:
-    """A stand-in for a Triton kernel: it records its launches and those of its compiled forms."""
+    """A stand-in for a Triton kernel: it records launches, its own and of its compiled forms."""
 
     arg_names = ("x", "y", "rows", "scale", "WIDTH", "EVEN")
 
@@ -134,6 +134,6 @@ def list_unguarded_launches(node: ast.AST) -> Iterator[ast.Call]:
 
 @pytest.mark.parametrize("file", sorted(Path(kernels.__path__[0]).rglob("triton_*.py")), ids=lambda file: file.stem)
 def test_kernels_run_on_the_gpu_of_their_tensors(file):
-    # Triton launches on the current device, which need not be that of the tensors. A prepared launch takes care of it.
+    # Triton launches on the current device, but the tensors may be on another. A prepared launch takes care of it.
     found = [call.lineno for call in list_unguarded_launches(ast.parse(file.read_text(encoding="utf-8")))]
     assert not found, f"{file.name}, lines {found}: launch with find_launch (see CONTRIBUTING.md)"

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from cases import cases
 from kernel_inputs import assert_equal_up_to_rounding, make_inputs
 
 from longseq.kernels import recursive_least_squares, recursive_least_squares_step
-from longseq.kernels.recursive_least_squares.chunk import _Layout
 
 BACKENDS = ["torch", "reference"]
 
@@ -75,26 +73,6 @@ def test_padding_anywhere_is_as_if_it_were_not_there(backend, refresh_period, pa
     for name, x in given.items():
         assert_equal_up_to_rounding(x.grad[:, real], alone[name].grad, f"gradient of {name}")
         assert not x.grad[:, ~real].any()
-
-
-@cases("period", [1, 3, 7, 20, 33, 100])
-@cases("chunk_size", [1, 4, 8, 64])
-def test_slots_keep_the_order_and_end_chunks_where_a_refresh_falls_due(period, chunk_size):
-    steps = torch.arange(2 * period)
-    for tokens in (1, 2, period, period + 1, 50):
-        count = torch.ones(len(steps), tokens, dtype=torch.int64)
-        seen = steps[:, None] + count.cumsum(1)
-        for fresh in (False, True):
-            layout = _Layout.choose(tokens, chunk_size, period, fresh=fresh)
-            rows = slice(0, 1) if fresh else slice(None)
-            slots = layout.slots(seen, count, steps)[rows]
-            assert (slots.diff(dim=1) > 0).all()
-            assert slots.min() >= 0
-            assert slots.max() < layout.chunks * layout.size
-            assert slots.max() >= (layout.chunks - 1) * layout.size, "no chunk is empty in every row"
-            chunk, due = slots // layout.size, seen[rows] % period == 0
-            assert (chunk.diff(dim=1) > 0)[due[:, :-1]].all(), "a new chunk after each refresh"
-            assert layout.size <= chunk_size
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

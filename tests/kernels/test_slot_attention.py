@@ -26,7 +26,7 @@ def test_the_default_write_makes_a_weighted_average():
 
 
 def test_a_weak_write_is_not_lost_in_float32():
-    """1 - e^g computed from e^g would be 0: rounding leaves nothing of 1e-9 beside 1."""
+    """1 - e^g computed from e^g would be 0: next to 1, rounding leaves nothing of 1e-9."""
     q = torch.ones(1, 4, 1, 1)
     g = torch.full((1, 4, 1, 2), -1e-9)
     o, _ = slot_attention(q, q, q, g)

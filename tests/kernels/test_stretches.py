@@ -25,7 +25,7 @@ def run_apart_from(stretch: slice, inputs: Inputs, **options: Any) -> tuple[torc
 
 
 def assert_passed(inputs: Inputs, stretch: slice, **options: Any) -> None:
-    """Gradients through a stretch of zeros are those of the torch form."""
+    """Gradients through a stretch of zeros equal the torch form's."""
     zeroed = {name: x.clone() for name, x in inputs.sequences.items()}
     for x in zeroed.values():
         x[:, stretch] = 0

@@ -1,4 +1,4 @@
-"""The fused choice of tokens beside float64, and that a kernel which draws wrong ones is refused."""
+"""The fused choice of tokens draws the same tokens as float64, and a kernel that draws others is refused."""
 
 import importlib
 

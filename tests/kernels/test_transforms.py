@@ -19,7 +19,7 @@ DIFFERENTIATED_BY_TORCH = ("convolved_features", "short_convolution", *(op for o
 
 def make_call(op, backend):
     """An operation as a function of its first tensor, and that tensor."""
-    inputs = make_inputs(op, tokens=3, dtype=torch.float32)
+    inputs = make_inputs(op, batch=1, tokens=2, dtype=torch.float32, sizes={"H": 1})
     name, x = next(iter(inputs.tensors.items()))
 
     def call(x):

@@ -48,10 +48,10 @@ def assert_as_accurate_as_torch(inputs, exact, device="cpu", **options):
 
 @pytest.mark.parametrize(("op", "variant"), CASES)
 def test_kernel_equals_the_recurrence(interpreted, op, variant):
-    # The first variant of an operation reads two rows and two heads, and a single token as well.
-    first = variant == list_variants(op)[0]
-    for tokens in (7, 1) if first else (7,):
-        shape = {"tokens": tokens} if first else {"tokens": tokens, "batch": 1, "sizes": {"H": 1}}
+    # The first variant of an operation reads two rows and two heads, and then a single token.
+    one = {"batch": 1, "sizes": {"H": 1}}
+    shapes = [{"tokens": 5}, {"tokens": 1, **one}] if variant == list_variants(op)[0] else [{"tokens": 7, **one}]
+    for shape in shapes:
         exact = gradients(make_inputs(op, variant, **shape), backend="reference")
         assert_as_accurate_as_torch(make_inputs(op, variant, dtype=torch.float32, **shape), exact)
 
@@ -59,15 +59,14 @@ def test_kernel_equals_the_recurrence(interpreted, op, variant):
 @pytest.mark.slow
 @pytest.mark.parametrize("op", TRITON_OPS)
 def test_packed_segments_are_separate(interpreted, op):
-    bounds = torch.tensor([0, 3, 3, 4, 7])
-    variant = list_variants(op)[0]
-    exact = gradients(make_inputs(op, variant, segments=4, tokens=7), backend="reference", cu_seqlens=bounds)
-    inputs = make_inputs(op, variant, segments=4, tokens=7, dtype=torch.float32)
+    bounds = torch.tensor([0, 2, 2, 5])
+    exact = gradients(make_inputs(op, segments=3, tokens=5), backend="reference", cu_seqlens=bounds)
+    inputs = make_inputs(op, segments=3, tokens=5, dtype=torch.float32)
     assert_as_accurate_as_torch(inputs, exact, cu_seqlens=Packing(bounds))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", TRITON_OPS)
+@pytest.mark.parametrize("op", ["delta_rule", "longhorn_scan", "orthogonal_recurrence", "recursive_least_squares"])
 def test_gradients_of_a_part_that_runs_again(interpreted, op):
     inputs = make_inputs(op, list_variants(op)[0], batch=1, tokens=2, dtype=torch.float32, sizes={"H": 1})
     expected = gradients(inputs, backend="triton")
@@ -78,18 +77,15 @@ def test_gradients_of_a_part_that_runs_again(interpreted, op):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", [op for op in TRITON_OPS if takes(op, "reverse")])
-@pytest.mark.parametrize("packed", [False, True], ids=["one_segment", "packed"])
-def test_reading_in_reverse(interpreted, op, packed):
-    # More than a chunk of the delta rule's float32 form, and than a checkpoint of the scans. Kernels that are
-    # interpreted token by token have tests of their own.
-    tokens = {"orthogonal_recurrence": 7, "longhorn_scan": 18, "selective_scan": 18}.get(op, 35)
-    bounds = (0, 3, 3, tokens - 1, tokens)
-    # Two heads are read in packed segments, one without.
-    shape = {"segments": len(bounds) - 1} if packed else {"batch": 1, "sizes": {"H": 1}}
-    options = {"cu_seqlens": torch.tensor(bounds)} if packed else {}
-    inputs = make_inputs(op, tokens=tokens, **shape)
-    exact = gradients(inputs, run=Inputs.run_reversed, backend="reference", **options)
-    assert_as_accurate_as_torch(inputs.map(torch.Tensor.float), exact, reverse=True, **options)
+def test_reading_in_reverse(interpreted, op):
+    # The last packed segment is longer than a chunk of the delta rule in float32, or than a checkpoint of the scans.
+    # Kernels that are interpreted token by token have tests of their own.
+    tokens = {"orthogonal_recurrence": 7, "longhorn_scan": 20, "selective_scan": 20}.get(op, 37)
+    packed = {"cu_seqlens": torch.tensor([0, 2, 2, tokens])}
+    for shape, options in (({"batch": 1, "tokens": 5}, {}), ({"segments": 3, "tokens": tokens}, packed)):
+        inputs = make_inputs(op, sizes={"H": 1}, **shape)
+        exact = gradients(inputs, run=Inputs.run_reversed, backend="reference", **options)
+        assert_as_accurate_as_torch(inputs.map(torch.Tensor.float), exact, reverse=True, **options)
 
 
 @pytest.mark.slow
@@ -97,7 +93,6 @@ def test_reading_in_reverse(interpreted, op, packed):
     ("op", "variant", "tokens"),
     [
         ("delta_rule", "gated_write_key", 35),  # more than a chunk of float32
-        ("linear_attention", "head_gated", 35),
         ("linear_attention", "channel_gated", 35),
         ("linear_attention", "value_gated", 3),
         ("longhorn_scan", "plain", 18),  # more than a checkpoint's
@@ -110,7 +105,7 @@ def test_reading_in_reverse(interpreted, op, packed):
     ],
 )
 def test_reading_half_of_the_rows_in_reverse(interpreted, op, variant, tokens):
-    inputs = make_inputs(op, variant, tokens=tokens)
+    inputs = make_inputs(op, variant, tokens=tokens, sizes={"H": 1})
     for own in (inputs, inputs.with_own_parameters()) if inputs.parameters else (inputs,):
         exact = gradients(own, run=Inputs.run_both_ways, backend="reference")
         assert_as_accurate_as_torch(own.map(torch.Tensor.float), exact, reverse="second_half")
@@ -135,18 +130,6 @@ def test_linear_attention_gated_by_key_through_a_chunk_of_zeros(interpreted, sil
     exact = _differentiate_gated(*(x.double() for x in (q, k, v, d_output)), g=g.double(), scale=scale, backend="torch")
     for name, value in _differentiate_gated(q, k, v, d_output, g=g, scale=scale, backend="triton").items():
         assert error(value, exact[name]) <= 3e-3, name
-
-
-@pytest.mark.parametrize(("gate", "size"), [("g", 1e-30), ("g_value", 1e28)])
-def test_linear_attention_of_tiny_and_huge_values(interpreted, gate, size):
-    q, k, v, d_output = torch.randn(4, 1, 64, 1, 64, dtype=torch.bfloat16)
-    v *= size
-    gates = {gate: torch.full((1, 64, 1, 64), -0.94)}  # the strongest gates that one chunk takes at once
-    exact = _differentiate_gated(
-        *(x.double() for x in (q, k, v, d_output)), **{gate: gates[gate].double()}, backend="torch"
-    )
-    for name, value in _differentiate_gated(q, k, v, d_output, **gates, backend="triton").items():
-        assert error(value.double() / exact[name].abs().max(), exact[name] / exact[name].abs().max()) <= 2e-2, name
 
 
 DELTA_FORMS = ("trained", "read", "walked")
@@ -200,7 +183,7 @@ def test_delta_rule_with_gates_of_any_size(interpreted, gates, form, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", DELTA_FORMS)
 def test_delta_rule_reads_half_of_the_rows_in_reverse_in_half_precision(interpreted, form):
-    inputs = make_inputs("delta_rule", "gated_write_key", tokens=70, dtype=torch.float16)
+    inputs = make_inputs("delta_rule", "gated_write_key", tokens=70, dtype=torch.float16, sizes={"H": 1})
     exact = gradients(inputs.map(torch.Tensor.double), run=Inputs.run_both_ways, backend="reference")
     for name, value in delta_results(inputs, form, reverse="second_half").items():
         assert error(value, exact[name]) <= 3e-3, name
@@ -217,7 +200,7 @@ def test_delta_rule_reads_half_of_the_rows_in_reverse_in_half_precision(interpre
 )
 def test_delta_rule_over_several_chunks(interpreted, form, dtype, reverse):
     bounds = torch.tensor([0, 3, 3, 68, 70])  # the third segment has two chunks
-    inputs = make_inputs("delta_rule", "gated_write_key", tokens=70, segments=4, dtype=dtype)
+    inputs = make_inputs("delta_rule", "gated_write_key", tokens=70, segments=4, dtype=dtype, sizes={"H": 1})
     run = Inputs.run_reversed if reverse else Inputs.run
     exact = gradients(inputs.map(torch.Tensor.double), run=run, backend="reference", cu_seqlens=bounds)
     for name, value in delta_results(inputs, form, cu_seqlens=bounds, reverse=reverse).items():
@@ -225,23 +208,12 @@ def test_delta_rule_over_several_chunks(interpreted, form, dtype, reverse):
         assert error(value, exact[name]) <= 2e-3 + torch.finfo(dtype).eps, name
 
 
-@pytest.fixture
-def spoiled_memory():
-    """New tensors hold NaN until something is written into them."""
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.utils.deterministic.fill_uninitialized_memory = filled
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [16, 17, 80, 81])
 @pytest.mark.parametrize("form", DELTA_FORMS)
-def test_delta_rule_ends_within_a_chunk(interpreted, spoiled_memory, form, tokens):
-    """Up to 16 last tokens take a way of their own, and nothing past the last token is read from memory."""
-    assert torch.empty(1).isnan(), "the memory is spoiled"
+def test_delta_rule_ends_within_a_chunk(interpreted, form, tokens):
+    """Up to 16 last tokens have their own code, and nothing past the last token is read from memory."""
+    assert torch.empty(1).isnan(), "new memory is NaN"
     sizes = {"H": 1}
     inputs = make_inputs("delta_rule", "gated_write_key", batch=1, tokens=tokens, dtype=torch.float16, sizes=sizes)
     exact = gradients(inputs.map(torch.Tensor.double), backend="reference")
@@ -252,7 +224,7 @@ def test_delta_rule_ends_within_a_chunk(interpreted, spoiled_memory, form, token
 @pytest.mark.slow
 @pytest.mark.parametrize("form", DELTA_FORMS)
 def test_delta_rule_inverts_for_repeated_keys_in_half_precision(interpreted, form):
-    inputs = make_inputs("delta_rule", "repeated_keys", tokens=70, batch=1, dtype=torch.float16)
+    inputs = make_inputs("delta_rule", "repeated_keys", tokens=70, batch=1, dtype=torch.float16, sizes={"H": 1})
     exact = gradients(inputs.map(torch.Tensor.double), backend="reference")
     for name, value in delta_results(inputs, form).items():
         # With strengths near 2, the first of 64 errors persists to the last token; a wrong inverse is off by more than
@@ -291,14 +263,14 @@ def test_delta_rule_keeps_the_range_of_every_sequence_and_head(interpreted, form
         assert torch.equal(y, x * (factor if x.ndim == 3 else factor[..., None]).to(x.dtype))
 
 
-# The relative error of truncation to bfloat16, as in the interpreter; that of rounding is half as large.
+# The relative error of truncation to bfloat16, as in the interpreter. Rounding errs by half as much.
 CUT_OFF = torch.finfo(torch.bfloat16).eps / 4
 
 
 def delta_errors(form, factors, part=slice(None), outlier=None):
     """Relative errors of a delta rule in bfloat16, of its output and gradients in a part of time: ours and torch's.
 
-    Inputs are multiplied by `factors`, all of them or those of the token `outlier`.
+    `factors` multiply the inputs, at all tokens or only at the token `outlier`.
     """
     inputs = make_inputs("delta_rule", "plain", batch=1, tokens=70, dtype=torch.float32, sizes={"H": 1})
     scaled = {name: x.clone() for name, x in inputs.arguments.items() if name in factors}
@@ -428,8 +400,10 @@ GATED = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gate", [-3.0, -18.0])  # Gated DeltaNet's reach -16 with the usual A
-@pytest.mark.parametrize(("op", "variant", "name"), GATED)
+@pytest.mark.parametrize(
+    ("op", "variant", "name", "gate"),
+    [*((*case, -18.0) for case in GATED), (*GATED[2], -3.0)],  # Gated DeltaNet's reach -16 with the usual A
+)
 def test_gradients_of_strong_gates_are_accurate(interpreted, op, variant, name, gate):
     inputs = make_inputs(op, variant, batch=1, tokens=70, dtype=torch.float32, sizes={"H": 1})
     assert_gates_accurate(inputs.replace({name: torch.full_like(inputs.arguments[name], gate)}), name, torch.float32)
@@ -438,7 +412,7 @@ def test_gradients_of_strong_gates_are_accurate(interpreted, op, variant, name, 
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "name"), [case[1:] for case in GATED if case[0] == "linear_attention"])
 def test_gradients_of_gates_between_empty_and_larger_tokens(interpreted, variant, name):
-    inputs = make_inputs("linear_attention", variant, batch=1, tokens=64, dtype=torch.float32)
+    inputs = make_inputs("linear_attention", variant, batch=1, tokens=64, dtype=torch.float32, sizes={"H": 1})
     changed = {key: inputs.arguments[key].clone() for key in ("q", "k", "v")}
     for x in changed.values():
         x[:, :8] = 0  # as padding on the left is
@@ -456,7 +430,7 @@ def with_large_end(inputs, gates, large, reset, place):
 
 
 def assert_gates_accurate(inputs, name, dtype, part=slice(None)):
-    """The gradient of the gates in a part of time: its error is at most three times that of torch's form."""
+    """In a part of time, the gradient of the gates errs by at most three times the torch form's error."""
     inputs = inputs.map(lambda x: x.to(dtype))
     forms = [(inputs.map(torch.Tensor.double), "torch"), (inputs, "torch"), (inputs, "triton")]
     exact, plain, ours = (
@@ -471,7 +445,7 @@ def assert_gates_accurate(inputs, name, dtype, part=slice(None)):
 @pytest.mark.slow
 @pytest.mark.parametrize("op", TRITON_OPS)
 def test_nan_reaches_what_depends_on_it(interpreted, op):
-    inputs = make_inputs(op, batch=2, tokens=3, dtype=torch.float16, sizes={"H": 1})
+    inputs = make_inputs(op, batch=1, tokens=3, dtype=torch.float16, sizes={"H": 1})
     assert_nan_reaches_what_depends_on_it(inputs, place=1)
 
 
@@ -507,13 +481,6 @@ def test_delta_rule_without_gradients_leaves_chunks_before_a_steep_one_alone(int
         assert not actual["output"][:, 40:44].isfinite().all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", ["repeated_keys", "extreme_decay"])
-def test_delta_rule_over_several_float32_chunks(interpreted, variant):
-    exact = gradients(make_inputs("delta_rule", variant, batch=1, tokens=70), backend="reference")
-    assert_as_accurate_as_torch(make_inputs("delta_rule", variant, batch=1, tokens=70, dtype=torch.float32), exact)
-
-
 @pytest.fixture
 def delta_segments(monkeypatch):
     """Segments of time with two chunks; records for each call the number of segments of its programs."""
@@ -538,18 +505,19 @@ def test_delta_rule_in_segments_of_time(interpreted, delta_segments, monkeypatch
 
     # Bytes of weighed queries and keys: more are weighed again.
     monkeypatch.setattr(triton_delta, "KEPT_ROWS", 1 if reverse else 1 << 20)
-    bounds = torch.tensor([0, 3, 3, 390, 392, 560])  # sequences of one, no, four, one and two segments
-    inputs = lasting(make_inputs("delta_rule", variant, tokens=560, segments=5, dtype=torch.float16, sizes={"H": 1}))
+    bounds = torch.tensor([0, 3, 3, 262])  # sequences of one, no and three segments
+    inputs = lasting(make_inputs("delta_rule", variant, tokens=262, segments=3, dtype=torch.float16, sizes={"H": 1}))
     if "g" in inputs.sequences:
         inputs = inputs.replace({"g": 0.01 * inputs.sequences["g"]})
     run = Inputs.run_reversed if reverse else Inputs.run
     exact = gradients(inputs.map(torch.Tensor.double), run=run, backend="reference", cu_seqlens=bounds)
     actual = gradients(inputs, backend="triton", cu_seqlens=bounds, reverse=reverse)
-    assert set(delta_segments) == {560 // 128 + 6}
+    assert set(delta_segments) == {262 // 128 + 4}
     for name, value in exact.items():
         assert error(actual[name], value) <= 3e-3, name
-    again = gradients(inputs, backend="triton", cu_seqlens=bounds, reverse=reverse, recompute=True)
-    assert all(torch.equal(again[name], value) for name, value in actual.items())
+    if reverse:
+        again = gradients(inputs, backend="triton", cu_seqlens=bounds, reverse=reverse, recompute=True)
+        assert all(torch.equal(again[name], value) for name, value in actual.items())
 
 
 @pytest.mark.slow
@@ -598,9 +566,10 @@ def test_what_is_written_while_a_large_state_fades_keeps_its_bits(interpreted, m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", ["delta_rule", "linear_attention", "slot_attention"])
+@pytest.mark.parametrize("op", ["delta_rule", "linear_attention", "slot_attention", "variational_linear_attention"])
 def test_half_precision_values_beside_float32_keys(interpreted, op):
-    inputs = make_inputs(op, batch=1, tokens=40, dtype=torch.float32)  # more than a chunk of float32
+    # 40 tokens are more than a chunk of float32.
+    inputs = make_inputs(op, batch=1, tokens=40, dtype=torch.float32, sizes={"H": 1})
     inputs = inputs.replace({"v": inputs.arguments["v"].half()})
     exact = gradients(inputs.map(torch.Tensor.double), backend="reference")
     actual = gradients(inputs, backend="triton")
@@ -642,7 +611,7 @@ def test_delta_rule_recomputes_what_it_did_not_keep(interpreted):
 )
 def test_linear_attention_over_several_chunks(interpreted, variant, strength):
     bounds = torch.tensor([0, 3, 3, 68, 70])  # the third segment has two chunks
-    inputs = make_inputs("linear_attention", variant, tokens=70, segments=4, dtype=torch.float16)
+    inputs = make_inputs("linear_attention", variant, tokens=70, segments=4, dtype=torch.float16, sizes={"H": 1})
     gates = {name: strength * x for name, x in inputs.sequences.items() if name.startswith("g")}
     inputs = inputs.replace(gates)
     exact = gradients(inputs.map(torch.Tensor.double), backend="reference", cu_seqlens=bounds)
@@ -653,15 +622,14 @@ def test_linear_attention_over_several_chunks(interpreted, variant, strength):
 
 @pytest.mark.parametrize("variant", ["extreme_head_decay", "extreme_channel_decay", "extreme_value_decay"])
 def test_linear_attention_over_several_float32_chunks(interpreted, variant):
-    exact = gradients(make_inputs("linear_attention", variant, batch=1, tokens=70), backend="reference")
-    inputs = make_inputs("linear_attention", variant, batch=1, tokens=70, dtype=torch.float32)
-    assert_as_accurate_as_torch(inputs, exact)
+    inputs = make_inputs("linear_attention", variant, batch=1, tokens=70, sizes={"H": 1})
+    assert_as_accurate_as_torch(inputs.map(torch.Tensor.float), gradients(inputs, backend="reference"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "factor"), [("channel_gated", 2.0**100), ("value_gated", 2.0**-100)])
 def test_linear_attention_in_half_precision_takes_values_and_gradients_of_any_size(interpreted, variant, factor):
-    inputs = make_inputs("linear_attention", variant, batch=1, tokens=20, dtype=torch.bfloat16)
+    inputs = make_inputs("linear_attention", variant, batch=1, tokens=20, dtype=torch.bfloat16, sizes={"H": 1})
     large = inputs.replace({name: inputs.arguments[name] * factor for name in ("v", "initial_state")})
     for ours, theirs in zip(large.run(backend="triton"), inputs.run(backend="triton"), strict=True):
         torch.testing.assert_close(ours.double() / factor, theirs.double())
@@ -718,7 +686,7 @@ def refused(monkeypatch):
     ("variant", "reverse"), [("plain", False), ("extreme_directions", False), ("plain", "second_half")]
 )
 def test_least_squares_in_segments_of_time(interpreted, refused, variant, reverse):
-    shape = {"batch": 2 if reverse else 1, "tokens": 300, "sizes": {"H": 1}}
+    shape = {"batch": 2 if reverse else 1, "tokens": 150, "sizes": {"H": 1}}
     inputs = make_inputs("recursive_least_squares", variant, dtype=torch.float16, **shape)
     u = inputs.sequences["u"] / 4
     inputs = inputs.replace({name: x.float() for name, x in inputs.tensors.items() if name != "u"} | {"u": u})
@@ -732,7 +700,7 @@ def test_least_squares_in_segments_of_time(interpreted, refused, variant, revers
 
 @pytest.mark.slow
 def test_least_squares_in_segments_of_time_from_no_state(interpreted, refused):
-    inputs = make_inputs("recursive_least_squares", batch=1, tokens=300, dtype=torch.float16, sizes={"H": 1, "K": 3})
+    inputs = make_inputs("recursive_least_squares", batch=1, tokens=150, dtype=torch.float16, sizes={"H": 1, "K": 3})
     x, u = inputs.sequences["x"], inputs.sequences["u"]
     exact, _ = recursive_least_squares(x.double(), u.double(), backend="torch")
     actual, _ = recursive_least_squares(x.float(), u, backend="triton")
@@ -741,20 +709,9 @@ def test_least_squares_in_segments_of_time_from_no_state(interpreted, refused):
 
 
 @pytest.mark.slow
-def test_variational_linear_attention_has_the_precision_of_its_values(interpreted):
-    inputs = make_inputs("variational_linear_attention", batch=1, tokens=70, dtype=torch.float32, sizes={"H": 1})
-    inputs = inputs.replace({"v": inputs.arguments["v"].bfloat16()})
-    exact = gradients(inputs.map(torch.Tensor.double), backend="reference")
-    actual = gradients(inputs, backend="triton")
-    assert actual["output"].dtype == torch.bfloat16
-    for name, value in exact.items():
-        assert error(actual[name], value) <= (8e-3 if actual[name].dtype == torch.bfloat16 else 3e-3), name
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("op", LEAST_SQUARES_OPS)
 def test_least_squares_pass_over_padding_in_reverse(interpreted, op):
-    inputs = make_inputs(op, tokens=20, dtype=torch.float32)
+    inputs = make_inputs(op, tokens=20, dtype=torch.float32, sizes={"H": 1})
     mask = torch.rand((2, 20), generator=torch.Generator().manual_seed(0)) < 0.7
     expected = inputs.run_reversed(backend="reference", mask=mask.flip(1))
     actual = inputs.run(backend="triton", mask=mask, reverse=True)
@@ -766,7 +723,7 @@ def test_least_squares_pass_over_padding_in_reverse(interpreted, op):
 @pytest.mark.parametrize("op", TRITON_OPS)
 def test_a_loss_on_the_output_alone(interpreted, op):
     def output_gradients(backend, dtype):
-        inputs = make_inputs(op, list_variants(op)[0], tokens=6, dtype=dtype).map(lambda x: x.requires_grad_())
+        inputs = make_inputs(op, batch=1, tokens=3, dtype=dtype, sizes={"H": 1}).map(lambda x: x.requires_grad_())
         o, _ = inputs.run(backend=backend)
         return torch.autograd.grad(o.square().sum(), list(inputs.tensors.values()), materialize_grads=True)
 
@@ -779,7 +736,7 @@ def test_a_loss_on_the_output_alone(interpreted, op):
 @pytest.mark.slow
 @pytest.mark.parametrize("op", TRITON_OPS)
 def test_strided_inputs_need_no_copy(interpreted, op):
-    inputs = make_inputs(op, list_variants(op)[0], tokens=7, dtype=torch.float32)
+    inputs = make_inputs(op, tokens=3, dtype=torch.float32)
     strided = inputs.map(lambda x: torch.stack((x, x), dim=-2).unbind(-2)[1] if x.ndim >= 3 else x)
     assert not any(x.is_contiguous() for x in strided.tensors.values() if x.ndim >= 3)
     expected, actual = results(*inputs.run(backend="triton")), results(*strided.run(backend="triton"))
@@ -790,12 +747,10 @@ def test_strided_inputs_need_no_copy(interpreted, op):
 @pytest.mark.slow
 @pytest.mark.parametrize("op", TRITON_OPS)
 def test_compiled_graph_holds_the_kernel_whole(interpreted, op):
-    inputs = make_inputs(op, list_variants(op)[0], tokens=5, dtype=torch.float32)
-    expected = gradients(inputs, backend="triton")
+    inputs = make_inputs(op, batch=1, tokens=3, dtype=torch.float32)
     torch._dynamo.reset()
     compiled = torch.compile(inputs.run, fullgraph=True, backend="aot_eager")
-    actual = results(*compiled(backend="triton"))
-    torch.testing.assert_close(actual, {name: expected[name] for name in actual})
+    torch.testing.assert_close(compiled(backend="triton"), inputs.run(backend="triton"))
 
 
 def test_convolution_passes_over_padding(interpreted):
@@ -825,8 +780,7 @@ def test_convolution_of_packed_segments_over_several_tiles(interpreted, variant,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
-@pytest.mark.parametrize("op", ["longhorn_scan", "selective_scan"])
+@pytest.mark.parametrize(("op", "reverse"), [("longhorn_scan", True), ("selective_scan", False)])
 def test_diagonal_scans_in_parts_of_time(interpreted, monkeypatch, op, reverse):
     from longseq.kernels.diagonal_scan import triton_scan as kernels
 
@@ -836,12 +790,9 @@ def test_diagonal_scans_in_parts_of_time(interpreted, monkeypatch, op, reverse):
     sequence_of_slots = kernels.sequence_of_slots
     monkeypatch.setattr(kernels, "sequence_of_slots", lambda *args: split.append(args) or sequence_of_slots(*args))
     for options in ({"cu_seqlens": torch.tensor([0, 3, 3, 50])}, {}):
-        inputs = make_inputs(op, batch=1, segments=3 if options else None, tokens=50, sizes={"N": 20})
+        inputs = make_inputs(op, batch=1, segments=3 if options else None, tokens=50, sizes={"D": 2, "N": 20})
         exact = gradients(inputs, run=Inputs.run_reversed if reverse else Inputs.run, backend="reference", **options)
-        inputs = make_inputs(
-            op, batch=1, segments=3 if options else None, tokens=50, sizes={"N": 20}, dtype=torch.float32
-        )
-        assert_as_accurate_as_torch(inputs, exact, reverse=reverse, **options)
+        assert_as_accurate_as_torch(inputs.map(torch.Tensor.float), exact, reverse=reverse, **options)
     assert len(split) == 4  # forward and backward
 
 
@@ -852,7 +803,7 @@ def test_diagonal_scans_in_parts_of_time_read_half_of_the_rows_in_reverse(interp
     monkeypatch.setattr(kernels, "SHORTEST_PART", kernels.CHECKPOINT)
     monkeypatch.setattr(kernels, "FEWEST_PARTS", 1)
     for op in ("longhorn_scan", "selective_scan"):
-        inputs = make_inputs(op, tokens=34, sizes={"N": 20}).with_own_parameters()
+        inputs = make_inputs(op, tokens=34, sizes={"D": 2, "N": 20}).with_own_parameters()
         exact = gradients(inputs, run=Inputs.run_both_ways, backend="reference")
         assert_as_accurate_as_torch(inputs.map(torch.Tensor.float), exact, reverse="second_half")
 
@@ -891,9 +842,9 @@ def test_diagonal_scans_of_more_warps_than_run_at_once(interpreted, monkeypatch,
 @pytest.mark.parametrize("reverse", [False, "own"])
 def test_convolution_of_many_taps_over_several_stretches(interpreted, reverse):
     generator = torch.Generator().manual_seed(0)
-    shapes = {"x": (2, 170, 3), "weight": (3, 9), "bias": (3,), "initial_state": (2, 3, 8)}
+    shapes = {"x": (1, 90, 3), "weight": (3, 9), "bias": (3,), "initial_state": (1, 3, 8)}
     if reverse == "own":  # weights for each direction
-        shapes |= {"weight": (2, 3, 9), "bias": (2, 3), "initial_state": (4, 3, 8)}
+        shapes |= {"weight": (2, 3, 9), "bias": (2, 3), "initial_state": (2, 3, 8)}
         reverse = "second_half"
     exact = {name: torch.randn(shape, generator=generator).double() for name, shape in shapes.items()}
     gradient = {}

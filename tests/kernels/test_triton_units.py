@@ -16,7 +16,7 @@ def round_numbers(x, y, ROUNDED: tl.constexpr):
 
 
 def test_numbers_are_rounded_to_tf32(interpreted):
-    # The NaN that a GPU computes, the same with a sign, that of a processor; 1, and what surrounds it; an infinity.
+    # The NaN of a GPU, the same with a sign, the NaN of a processor; 1 and its neighbours; an infinity.
     bits = [0x7FFFFFFF, -1, 0x7FC00000, 0x3F800000, 0x3F800FFF, 0x3F801000, 0x3F803000 - 2**31, 0x7F800000]
     x = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
     y = torch.empty_like(x)

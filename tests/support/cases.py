@@ -40,9 +40,9 @@ def cases(names: str | tuple[str, ...], values: Iterable[Any] | Callable[..., It
                 except (Exception, pytest.fail.Exception) as error:
                     failures.append((", ".join(f"{name}={x!s:.80}" for name, x in case.items()), error))
             if failures:
-                told = [f"{case}: {type(error).__name__}: {error}" for case, error in failures]
+                lines = [f"{case}: {type(error).__name__}: {error}" for case, error in failures]
                 raise AssertionError(
-                    "\n".join([f"{len(failures)} of {len(found)} cases failed:", *told])
+                    "\n".join([f"{len(failures)} of {len(found)} cases failed:", *lines])
                 ) from failures[0][1]
 
         signature = inspect.signature(test)

@@ -81,7 +81,7 @@ def _fork(command: list[str], environment: Mapping[str, str], run: Callable[[], 
 
 
 def _forget_tests(command: list[str], environment: Mapping[str, str]) -> None:
-    """Make arguments, environment, streams, logs and warnings of this process those of a new one."""
+    """Reset arguments, environment, streams, logs and warnings as in a new process."""
     from hydra.core.global_hydra import GlobalHydra
     from lightning.pytorch.strategies.launchers import subprocess_script
 

@@ -183,7 +183,7 @@ def list_forms(op: str, device: str = "cpu", dtype: torch.dtype = torch.float64)
     return tuple(name for name, reasons in kernels.explain(op, device=device, dtype=dtype).items() if not reasons)[:-1]
 
 
-# Operations that chunk_size is part of the definition of; their contract is that of the exact form, chunk_size=1.
+# chunk_size is part of the definition of these operations; their contract is about the exact form, chunk_size=1.
 _DEFINED_BY_CHUNKS = ("orthogonal_recurrence",)
 
 

@@ -1,6 +1,6 @@
-"""A `longseq` that notes which images each process is given, and is told to end after an update.
+"""A `longseq` that notes which images each process gets, and ends after an update.
 
-The environment tells where (NOTES, a folder) and when (STOP_AFTER, an update of the run).
+The environment has the folder of the notes (NOTES) and the update (STOP_AFTER).
 """
 
 from __future__ import annotations
