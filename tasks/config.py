@@ -1,8 +1,9 @@
 """The keys of every command, each declared once: type, range, default and a line of help.
 
-Hydra composes a configuration from the files in conf and from the command line, and starts with the defaults that
-stand here (`store_defaults`). `read` checks the result against a class of keys. `longseq VERB --help` and the reference
-page are made from the same classes. Keys that only one task has stand in `longseq.tasks.TASK.config`.
+Hydra composes a configuration from the defaults here (see `longseq.conf.store_defaults`), the files in conf and the
+command line. `read` checks the result against a class of keys. `longseq VERB --help` and the reference page are made
+from the same classes. `longseq.tasks.TASK.config` has the keys of one task, `longseq.tasks.commands` those of the
+commands other than `longseq train`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from pydantic import (
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
-    TypeAdapter,
     ValidationError,
     create_model,
     model_serializer,
@@ -34,29 +34,29 @@ Criterion = Literal["f1", "balanced_accuracy"]
 
 
 class Keys(BaseModel):
-    """A section of a configuration. It has no other keys than these, and cannot be changed."""
+    """A section of a configuration: unknown keys are errors, and values cannot be changed."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=(), populate_by_name=True
     )
 
     def to_dict(self) -> dict[str, Any]:
-        """The keys as dictionaries and lists, as a file holds them."""
+        """The keys as dictionaries and lists, as in a YAML file."""
         plain: dict[str, Any] = _lists(self.model_dump())
         return plain
 
 
 def _lists(value: Any) -> Any:
-    """The value with lists in place of tuples."""
+    """`value` with lists in place of tuples."""
     if isinstance(value, dict):
         return {name: _lists(one) for name, one in value.items()}
     return [_lists(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 class OpenKeys(Keys):
-    """A section that a class or function with more options reads: other keys pass through to it.
+    """A section that passes other keys through to a class or function.
 
-    Its dictionary has only the keys that were given.
+    `to_dict` has only the keys that were given.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -67,15 +67,15 @@ class OpenKeys(Keys):
 
 
 def key(default: Any, text: str, **limits: Any) -> Any:
-    """A key with its default (`...`: it must be given), its line of help, and pydantic's limits such as `ge=1`."""
+    """A key with its default (`...`: required), its line of help, and pydantic's limits such as `ge=1`."""
     return Field(default, description=text, **limits)
 
 
 def read(cls: type[T], values: Any, place: str = "") -> T:
-    """The keys of a dictionary; `place` is the dotted key of the dictionary.
+    """Check a dictionary against a class of keys; `place` is the dotted key of the dictionary.
 
     Raises:
-        ValueError: an unknown key, a missing one, or a value of another type or outside its range, in one line.
+        ValueError: an unknown or missing key, or a value of the wrong type or out of range.
     """
     try:
         return cls.model_validate(values)
@@ -83,32 +83,22 @@ def read(cls: type[T], values: Any, place: str = "") -> T:
         raise ValueError(describe_error(error, cls, values, place)) from None
 
 
-def read_value(hint: Any, value: Any, place: str) -> Any:
-    """`value`, which must be of the type `hint`. ValueError as for `read`."""
-    try:
-        return TypeAdapter(hint, config=ConfigDict(strict=True)).validate_python(value)
-    except ValidationError as error:
-        raise ValueError(describe_error(error, None, value, place)) from None
-
-
 def read_part(cls: type[Keys], values: Mapping[str, Any], place: str = "") -> dict[str, Any]:
-    """The values of some keys of a section, each checked by itself. ValueError as for `read`."""
+    """Check some keys of a section, without those that are missing. ValueError as for `read`."""
     if unread := [name for name in values if name not in cls.model_fields]:
         raise ValueError(unknown_key(unread[0], list(cls.model_fields), place))
     fields: Any = {name: (field.annotation, field) for name, field in cls.model_fields.items() if name in values}
     return read(create_model("Part", __base__=Keys, **fields), values, place).model_dump(exclude_unset=True)
 
 
-def describe_error(error: ValidationError, cls: type[BaseModel] | None, values: Any, place: str = "") -> str:
-    """The first wrong key of a validation in one line: the key, the value, and what is allowed."""
+def describe_error(error: ValidationError, cls: type[BaseModel], values: Any, place: str = "") -> str:
+    """The first wrong key of a validation in one line: the key, its value, and what is allowed."""
     wrong = error.errors(include_url=False, include_context=False)
     first = next((one for one in wrong if one["type"] == "extra_forbidden"), wrong[0])
     path = _find_path(first["loc"], values) + ([first["loc"][-1]] if first["type"] == "missing" else [])
     name = ".".join(filter(None, [place, *map(str, path)]))
     if first["type"] == "extra_forbidden":
-        return unknown_key(
-            str(path[-1]), _keys_at(cls, path[:-1]), ".".join(filter(None, [place, *map(str, path[:-1])]))
-        )
+        return unknown_key(str(path[-1]), _keys_at(cls, path[:-1]), name.rpartition(".")[0])
     if first["type"] == "missing":
         return f"{name} is missing: give {name}=..."
     allowed = [one["msg"] for one in wrong if _find_path(one["loc"], values) == path]
@@ -119,7 +109,7 @@ def describe_error(error: ValidationError, cls: type[BaseModel] | None, values: 
 
 
 def _find_path(loc: Sequence[Any], values: Any) -> list[Any]:
-    """The keys in the place of an error, which also names the alternatives of types."""
+    """The keys in the location of an error, which also contains the names of types."""
     path = []
     for part in loc:
         if (isinstance(values, Mapping) and part in values) or (isinstance(values, list) and isinstance(part, int)):
@@ -129,7 +119,7 @@ def _find_path(loc: Sequence[Any], values: Any) -> list[Any]:
 
 
 def _keys_at(cls: Any, path: Iterable[Any]) -> list[str]:
-    """The names of the keys of the section at `path` below the class `cls`."""
+    """The keys of the section at `path` below the class `cls`."""
     for part in path:
         field = cls.model_fields.get(part) if _is_section(cls) else None
         cls = next(filter(_is_section, _kinds(field.annotation)), None) if field else None
@@ -158,18 +148,18 @@ def unknown_key(name: str, known: Sequence[str], place: str = "") -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The name in `known` that `name` may be a misspelling of, or None."""
+    """The name in `known` that is most like `name`, or None if none is."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
 
 
 def spell(value: Any) -> str:
-    """A value as it is written on the command line, shortened if it is long."""
+    """A value as it is written on the command line, cut after 100 characters."""
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else " ".join(str(value).split())
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def defaults(cls: type[Keys]) -> dict[str, Any]:
-    """The defaults of a section as a dictionary for Hydra, with `???` for keys that must be given."""
+    """The defaults of a section as a dictionary for Hydra, with `???` for required keys."""
     return {name: _default(field) for name, field in cls.model_fields.items()}
 
 

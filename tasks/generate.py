@@ -22,9 +22,9 @@ from longseq.files import replacing
 from longseq.kernels.packing import Packing
 from longseq.models import describe
 from longseq.state import fill_state, state_tensors
+from longseq.tasks.circumstances import choose_device
 from longseq.tasks.commands import Generate
 from longseq.tasks.data.sampler import derive_seed
-from longseq.tasks.devices import choose_device
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.text.info import TextInfo
 from longseq.tasks.text.stream import StopStrings, TextStream

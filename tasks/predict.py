@@ -11,9 +11,9 @@ from omegaconf import DictConfig
 
 from longseq.files import replacing
 from longseq.tasks import registry
+from longseq.tasks.circumstances import choose_device
 from longseq.tasks.commands import Predict
 from longseq.tasks.data.inputs import Inputs, Prediction, Unreadable, describe_passed_over
-from longseq.tasks.devices import choose_device
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.configuration import read_command

@@ -40,7 +40,7 @@ NAMES = [name for name, _ in LAYERS]
 # them all.
 SHARED = tuple(
     f"longseq.tasks.{name}"
-    for name in ("data", "training", "report", "circumstances", "config", "commands", "experiment", "registry")
+    for name in ("data", "training", "report", "circumstances", "config", "commands", "registry")
 )
 TEXT = "longseq.tasks.text"
 TASKS = tuple(sorted(f"longseq.tasks.{path.parent.name}" for path in (ROOT / "tasks").glob("*/config.py")))

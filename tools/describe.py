@@ -20,8 +20,8 @@ from longseq import mixers
 from longseq.parameters import count_parameters
 from longseq.tasks import registry
 from longseq.tasks.commands import Describe
-from longseq.tasks.experiment import choose, read_experiment, with_any_choice
 from longseq.tasks.image.info import DataInfo
+from longseq.tasks.registry import choose, read_experiment, with_any_choice
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.configuration import resolve

@@ -19,7 +19,7 @@ from forked import start_others_as_forks
 from hydra import compose, initialize_config_module
 from tiny_probe import TINY
 
-from longseq.tasks import compare, comparison, comparison_runs
+from longseq.tasks import compare, comparison
 from longseq.tools import cli
 
 
@@ -39,7 +39,7 @@ def results_of(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_mixers_are_compared(tmp_path, monkeypatch, capsys):
-    start_others_as_forks(monkeypatch, comparison_runs)
+    start_others_as_forks(monkeypatch, compare)
     sweep = ("recipe.epochs=1", "mixers=[linear_attention,'attention model.positions=learned']", "jobs=2")
     script = Path(sys.executable).with_name("longseq")
     assert comparing(monkeypatch, tmp_path, script, *sweep) == 0
@@ -113,7 +113,7 @@ time.sleep(60)
 """
 
 
-def plan_of(folder: Path, *given: str, **keys: Any) -> comparison_runs.Trial:
+def plan_of(folder: Path, *given: str, **keys: Any) -> compare.Trial:
     """The only trial of a comparison of one mixer."""
     absent = dict.fromkeys(("learning_rates", "rows", "jobs", "report", "sweep", "overrides"))
     fixed = {"output": str(folder), "mixers": ["gla"], "seeds": [0], "plot": False}

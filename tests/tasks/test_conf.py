@@ -22,10 +22,10 @@ from longseq.mixers.pattern import options_by_name
 from longseq.tasks import registry, train
 from longseq.tasks.config import read
 from longseq.tasks.document.info import DocumentInfo
-from longseq.tasks.experiment import with_any_choice
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.probe.data import ProbeInfo
 from longseq.tasks.probe.generators import generator_options
+from longseq.tasks.registry import with_any_choice
 from longseq.tasks.text import corpora
 from longseq.tasks.text.info import TextInfo
 from longseq.tasks.training import logger, targets

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from longseq.tasks import registry, train
 from longseq.tasks.commands import COMMANDS
 from longseq.tasks.config import Keys, key, read
-from longseq.tasks.experiment import read_experiment
+from longseq.tasks.registry import read_experiment
 from longseq.tasks.training import targets
 from longseq.tasks.training.configuration import resolve
 

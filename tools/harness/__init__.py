@@ -10,8 +10,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from longseq.tasks.circumstances import choose_device
 from longseq.tasks.commands import Harness
-from longseq.tasks.devices import choose_device
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training.configuration import read_command
 from longseq.tasks.training.files import write_text

@@ -8,8 +8,8 @@ from group_tasks import task_of
 from hydra import compose, initialize_config_module
 from image_data import image_data
 
-from longseq.tasks.experiment import with_any_choice
 from longseq.tasks.image.mixing import BatchMixing
+from longseq.tasks.registry import with_any_choice
 from longseq.tasks.training import targets
 from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.length import WARMUPS
