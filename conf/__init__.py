@@ -40,7 +40,7 @@ def store_defaults() -> None:
         node = defaults(keys)
         if keys in (Train, Evaluate):
             node = {name: value for name, value in node.items() if name not in GROUPS}
-        if keys in (Describe, Compare):  # their files extend that of the training
+        if keys in (Describe, Compare):  # their files extend train.yaml
             node = {name: node[name] for name in node if name not in Train.model_fields or name == "output"}
         if keys is Evaluate:
             node["data"] = {key: None for task in tasks.values() for key in task.data.model_fields}

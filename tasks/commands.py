@@ -27,7 +27,7 @@ class Evaluate(FromCheckpoint):
         None, "text as `longseq prepare` reads it: a language model scores each document"
     )
     output: str | None = key(None, "a json file for the metrics, or with input a .jsonl; null: in the run folder")
-    data: dict[str, Any] = key({}, "keys of data that differ from those of the training")
+    data: dict[str, Any] = key({}, "keys of data with other values than in training")
     trainer: TrainerKeys = key(..., "devices and precision")
 
 
@@ -39,7 +39,7 @@ class Predict(FromCheckpoint):
     top_k: Count | None = key(None, "the number of classes to write; null: 5 of an image, all of a document")
     batch_size: Count = key(64, "the images or documents of a batch")
     num_workers: int = key(0, "processes that read images", ge=0)
-    column: str | None = key(None, "of documents: the column of the text; null: that of the training")
+    column: str | None = key(None, "of documents: the column of the text; null: as in training")
     truncation: Literal["none"] | None = key(None, "of documents: none reads them whole; null: as in training")
     segment: Count | None = key(None, "of documents: tokens in memory at once; null: as in training, or 8192")
     saliency: str | None = key(None, "of images: a FOLDER for pictures of the pixels that move the score of a class")
@@ -177,7 +177,7 @@ class Export(FromCheckpoint):
 
 
 class Describe(Train):
-    """The keys of `longseq describe`: those of `longseq train`, and others."""
+    """The keys of `longseq describe` in addition to the keys of `longseq train`."""
 
     checkpoint: str | None = key(None, "describe the model of a checkpoint, not the configured one")
     list: Literal["mixers", "models"] | None = key(None, "print a list instead")
@@ -187,7 +187,7 @@ class Describe(Train):
 
 
 class Compare(Command):
-    """The keys of `longseq compare` in addition to those of `longseq train`."""
+    """The keys of `longseq compare` in addition to the keys of `longseq train`."""
 
     mixers: list[str] = key(["deltanet", "linear_attention"], "a row for each of these mixers")
     rows: dict[str, str] | None = key(None, "more rows: {NAME: 'OVERRIDE OVERRIDE'}")

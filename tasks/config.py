@@ -2,8 +2,8 @@
 
 Hydra composes a configuration from the defaults here (see `longseq.conf.store_defaults`), the files in conf and the
 command line. `read` checks the result against a class of keys. `longseq VERB --help` and the reference page are made
-from the same classes. `longseq.tasks.TASK.config` has the keys of one task, `longseq.tasks.commands` those of the
-commands other than `longseq train`.
+from the same classes. `longseq.tasks.TASK.config` has the keys of one task, `longseq.tasks.commands` the keys of
+the other commands.
 """
 
 from __future__ import annotations
@@ -202,10 +202,10 @@ class Optimizer(OpenKeys):
 
     opt: str = key("adamw", "a name of timm.optim.list_optimizers()")
     weight_decay: Annotated[float, Field(ge=0)] | None = key(0.0, "the weight decay")
-    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = key(None, "the rate of a layer over that of the next one")
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = key(None, "the rate of a layer over the next one's")
     betas: list[Share] | None = key(None, "the decays of the moments")
-    eps: Positive | None = key(None, "what is added to the root of the second moment")
-    momentum: Share = key(0.9, "of SGD and its kin")
+    eps: Positive | None = key(None, "added to the root of the second moment")
+    momentum: Share = key(0.9, "of SGD and similar optimizers")
 
 
 class Schedule(OpenKeys):
@@ -243,7 +243,7 @@ class Recipe(Keys):
     model: None = key(None, "options of the model that belong to the recipe")
     loss: None = key(None, "options of the loss")
     augment: None = key(None, "random transforms of the samples")
-    chosen: list[str] | None = key(None, "the keys that the run chose itself; a run writes it")
+    chosen: list[str] | None = key(None, "written by a run: the keys that it chose itself")
 
 
 class TrainerKeys(OpenKeys):
@@ -301,7 +301,7 @@ class Train(Command):
     data: Keys = key(..., "the samples")
     recipe: Recipe = key(..., "length, batch, optimizer, schedule and augmentation")
     model: Keys = key(..., "the model around the mixer")
-    mixer: Mixer = key(..., "what reads along the sequence in place of attention")
+    mixer: Mixer = key(..., "the sequence mixer in place of attention")
     scale: Scale = key(..., "width and depth")
     trainer: TrainerKeys = key(..., "devices and precision")
     callbacks: dict[str, dict[str, Any] | None] = key({}, "Lightning callbacks by name; null leaves one out")

@@ -91,7 +91,7 @@ def own_names() -> list[str]:
 
 
 def names() -> list[str]:
-    """The names of all tasks: those of this package, then the registered ones."""
+    """The names of all tasks: this package's, then the registered ones."""
     return [*own_names(), *sorted(_registered)]
 
 
