@@ -5,7 +5,7 @@ from hydra.core.config_store import ConfigStore
 from longseq import mixers
 from longseq.tasks import registry
 from longseq.tasks.commands import COMMANDS, Compare, Describe, Evaluate
-from longseq.tasks.config import Recipe, Scale, Train, defaults
+from longseq.tasks.config import Recipe, Scale, Schedule, Train, defaults
 
 # Keys that are groups of files.
 GROUPS = ("task", "data", "recipe", "model", "mixer", "scale", "trainer", "callbacks", "logger")
@@ -30,7 +30,8 @@ SCALES: dict[str, tuple[str, int, int | None, dict[str, int]]] = {
 
 
 def store_defaults() -> None:
-    """Give Hydra the defaults with which the files in conf begin: `base_VERB`, `data/base_TASK`, `recipe/base_TASK`.
+    """Give Hydra the defaults with which the files in conf begin: `base_VERB`, `data/base_TASK`, `recipe/base_TASK`
+    and `recipe/base_schedule`.
 
     Also stores the options of the group `scale`, and each registered mixer as an option of the group `mixer`.
     """
@@ -49,6 +50,8 @@ def store_defaults() -> None:
         store(group="data", name=f"base_{name}", node=defaults(task.data))
         own = {key: defaults(cls) for key in ("loss", "augment") if (cls := getattr(task, key)) is not None}
         store(group="recipe", name=f"base_{name}", node={**defaults(Recipe), **own, "optimizer": {}, "schedule": {}})
+    timm = {"_target_": "create_scheduler_v2", "_partial_": True, **defaults(Schedule), "warmup_prefix": False}
+    store(group="recipe", name="base_schedule", node={"schedule": timm})
     for name, (model, embed_dim, depth, mixer) in SCALES.items():
         scale = Scale(name=name, model=model, embed_dim=embed_dim, depth=depth, mixer=mixer)
         store(group="scale", name=name, node=scale.to_dict())

@@ -10,6 +10,7 @@ from longseq.tasks.config import Command, Count, Keys, Positive, Share, Train, T
 
 Weights = Literal["auto", "ema", "model"]
 Precision = Literal["float32", "bfloat16", "float16"]
+Names = Annotated[list[str], Field(min_length=1)]
 
 
 class FromCheckpoint(Command):
@@ -23,9 +24,7 @@ class Evaluate(FromCheckpoint):
     """The keys of `longseq evaluate`."""
 
     split: Literal["test", "val"] = key("test", "the split to measure, if input is null")
-    input: str | Annotated[list[str], Field(min_length=1)] | None = key(
-        None, "text as `longseq prepare` reads it: a language model scores each document"
-    )
+    input: str | Names | None = key(None, "text as `longseq prepare` reads it: a language model scores each document")
     output: str | None = key(None, "a json file for the metrics, or with input a .jsonl; null: in the run folder")
     data: dict[str, Any] = key({}, "keys of data with other values than in training")
     trainer: TrainerKeys = key(..., "devices and precision")
@@ -84,7 +83,7 @@ class HarnessData(Keys):
 class Harness(FromCheckpoint):
     """The keys of `longseq harness`."""
 
-    tasks: Annotated[list[str], Field(min_length=1)] = key(..., "tasks of lm-evaluation-harness: [hellaswag,piqa]")
+    tasks: Names = key(..., "tasks of lm-evaluation-harness: [hellaswag,piqa]")
     include: str | None = key(None, "a folder with task files of your own")
     data: HarnessData = key(HarnessData(), "the sets of the tasks")
     num_fewshot: Annotated[int, Field(ge=0)] | None = key(None, "the examples before a question; null: the task's own")
@@ -99,9 +98,7 @@ class Harness(FromCheckpoint):
 class Prepare(Command):
     """The keys of `longseq prepare`."""
 
-    input: str | Annotated[list[str], Field(min_length=1)] = key(
-        ..., "the text: jsonl, csv, tsv, parquet, a saved set, text files, a folder, or a list"
-    )
+    input: str | Names = key(..., "the text: jsonl, csv, tsv, parquet, a saved set, text files, a folder, or a list")
     whole_files: bool = key(False, "each file is a document, whatever its ending, as in a folder of source code")
     output: str = key(..., "the folder for the tokens")
     tokenizer: str = key("bytes", "bytes, a tokenizer.json or its folder, or train:SIZE", min_length=1)
@@ -130,9 +127,7 @@ class PrepareImages(Command):
     shard_bytes: int = key(1_000_000_000, "the bytes of a shard", ge=1_000)
     multi_label: bool = key(False, "true: an image has any number of labels")
     file_column: str | None = key(None, "of a csv: the column of the files; null: file_name")
-    label_column: str | Annotated[list[str], Field(min_length=1)] | None = key(
-        None, "null: label; or a list of columns"
-    )
+    label_column: str | Names | None = key(None, "null: label; or a list of columns")
     label_delimiter: str | None = key(None, "the separator of several labels in a cell")
     processes: Count | None = key(None, "processes that encode; null: one per core")
 
@@ -140,7 +135,7 @@ class PrepareImages(Command):
 class ConvertMixer(Keys):
     """The keys of `mixer`."""
 
-    name: str | Annotated[list[str], Field(min_length=1)] | None = key(
+    name: str | Names | None = key(
         None, "mixer=gsa, gla, retnet, supra or a pattern replaces attention; null: the layers stay"
     )
     options: dict[str, Any] = key({}, "options of the new mixers; in a pattern below their names")

@@ -28,6 +28,7 @@ T = TypeVar("T", bound="Keys")
 
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 # What a threshold is chosen by (see `longseq.tasks.training.decisions.choose_threshold`).
 Criterion = Literal["f1", "balanced_accuracy"]
@@ -201,7 +202,7 @@ class Optimizer(OpenKeys):
     """The keys of `recipe.optimizer`; timm's `create_optimizer_v2` and the optimizer's class have more."""
 
     opt: str = key("adamw", "a name of timm.optim.list_optimizers()")
-    weight_decay: Annotated[float, Field(ge=0)] | None = key(0.0, "the weight decay")
+    weight_decay: NotNegative | None = key(0.0, "the weight decay")
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = key(None, "the rate of a layer over the next one's")
     betas: list[Share] | None = key(None, "the decays of the moments")
     eps: Positive | None = key(None, "added to the root of the second moment")
@@ -212,11 +213,11 @@ class Schedule(OpenKeys):
     """The keys of `recipe.schedule`; timm's `create_scheduler_v2` has more."""
 
     sched: Literal["cosine", "tanh", "step", "multistep", "poly", "wsd"] = key("cosine", "the shape of the schedule")
-    min_lr: Annotated[float, Field(ge=0)] = key(0.0, "the last learning rate")
-    warmup_lr: Annotated[float, Field(ge=0)] = key(0.0, "the first learning rate of the warm-up")
-    warmup_epochs: Annotated[float, Field(ge=0)] | None = key(None, "the length of the warm-up in epochs")
+    min_lr: NotNegative = key(0.0, "the last learning rate")
+    warmup_lr: NotNegative = key(0.0, "the first learning rate of the warm-up")
+    warmup_epochs: NotNegative | None = key(None, "the length of the warm-up in epochs")
     warmup_updates: Annotated[int, Field(ge=0)] | None = key(None, "or in updates")
-    warmup_tokens: Annotated[float, Field(ge=0)] | None = key(None, "or in tokens")
+    warmup_tokens: NotNegative | None = key(None, "or in tokens")
     step_on_epochs: Literal[False] = key(False, "the learning rate is set after each update")
 
 
@@ -231,7 +232,7 @@ class Recipe(Keys):
     validate_every_updates: Count | None = key(None, "or in updates")
     validate_every_tokens: Annotated[float, Field(ge=1)] | None = key(None, "or in tokens")
     batch_size: Count = key(..., "the samples (or tokens) of an update, over all devices and accumulated batches")
-    learning_rate: Annotated[float, Field(ge=0)] = key(..., "the highest learning rate; find: search it before the run")
+    learning_rate: NotNegative = key(..., "the highest learning rate; find: search it before the run")
     reference_batch_size: Count | None = key(None, "scale the rate linearly from this batch size; null: do not scale")
     optimizer: Optimizer = key(..., "timm's create_optimizer_v2, create_muon, or a registered function")
     schedule: Schedule = key(..., "timm's create_scheduler_v2, or a registered function")

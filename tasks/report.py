@@ -35,11 +35,10 @@ _KERNELS = "longseq.kernels"  # the parent of the kernels' loggers
 class Report:
     """What a task prints and records at the end of a run; a task overrides what it adds.
 
-    `headline` names the metrics of the closing table in its order; `files` names all of its `tables`.
+    `headline` names the metrics of the closing table, in its order.
     """
 
     headline: ClassVar[tuple[str, ...]] = ("loss",)
-    files: ClassVar[tuple[str, ...]] = ()
 
     def extras(self, module: Any, info: Any, split: str) -> dict[str, Any]:
         """More entries of metrics.json after `module` was evaluated on `split`, as values of JSON."""
