@@ -36,7 +36,7 @@ def _best(group: Sequence[Row], report: str, selected_by: str, others: Collectio
             finished[row["learning_rate"]].append(row["metrics"])
     better = is_higher_better([metrics for listed in finished.values() for metrics in listed], selected_by)
     if better is None and sum(map(bool, finished.values())) > 1:
-        raise ValueError(f"{selected_by} does not state which values are better: give one learning rate")
+        raise ValueError(f"{selected_by} does not say which values are better: give one learning rate")
     sign = -1 if better is False else 1
 
     def merit(rate: Any) -> tuple[int, float]:
