@@ -69,7 +69,6 @@ _NAMES = {
     "training.token_model": ("TokenModel", "build_token_model"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
-__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
