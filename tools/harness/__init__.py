@@ -24,8 +24,6 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     from longseq.tools.harness.workers import Workers
 
     keys = read_command(Harness, cfg)
-    assert keys.checkpoint is not None
-    assert keys.tasks is not None
     folder = Path(keys.checkpoint).resolve()
     output = Path(keys.output or (folder if folder.is_dir() else folder.parent) / "harness.json")
     device = choose_device(keys.device)
