@@ -56,12 +56,6 @@ def test_defaults_are_those_of_the_keys(config):
     assert read_experiment(checked) == checked
 
 
-@pytest.mark.parametrize("task", ["image", "lm", "document", "probe"])
-def test_each_task_takes_its_defaults(task, compose_config, tmp_path):
-    config = resolve(compose_config("train", f"task={task}", f"output={tmp_path}"))
-    assert read_experiment(config)["task"]["name"] == task
-
-
 @pytest.mark.parametrize("cls", [*COMMANDS.values(), *(registry.keys(name).data for name in registry.own_names())])
 def test_every_key_has_a_line_of_help(cls):
     assert all(field.description for field in cls.model_fields.values())
