@@ -319,9 +319,7 @@ def _record(
     best = _best_checkpoint(trainer)
     if best:
         if kind_of(module.backbone) is not None:
-            saved = folder / runs.MODEL_FOLDER
-            (saved / CARD_FILE).unlink(missing_ok=True)
-            rows.append(("model", shorten(save_pretrained(from_pretrained(best), saved, metrics=written))))
+            rows.append(("model", shorten(_save_model(best, folder / runs.MODEL_FOLDER, written))))
         best = shorten(best)
         rows.append(("checkpoint", best))
         if writes_events(trainer.loggers):
@@ -361,6 +359,12 @@ def _hyperparameters(config: Config, module: TrainedModule, metrics: Mapping[str
 
 def _tensorboard(folder: Path) -> str:
     return f"tensorboard --logdir {shlex.quote(shorten(folder.parent))}"
+
+
+def _save_model(checkpoint: str, folder: Path, metrics: dict[str, Any]) -> Path:
+    """Write the model of the best checkpoint with its card, for `longseq.from_pretrained`."""
+    (folder / CARD_FILE).unlink(missing_ok=True)
+    return save_pretrained(from_pretrained(checkpoint), folder, metrics=metrics)
 
 
 @rank_zero_only
